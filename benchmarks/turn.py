@@ -33,6 +33,7 @@ from quire.runner import graph_inputs, transfer
 from quire.runner.graph_capture import StepRecorder
 from quire.runner.graphs import Graphs
 from quire.runner.sampler.pipeline import Sampler
+from quire.runner.step import Runner
 from quire.sched.results import Results
 from quire.sched.scheduler import Scheduler
 
@@ -141,7 +142,7 @@ def main() -> None:
     marks = Marks()
     for owner, name, what in (
         (transfer.Download, "wait", "landed"), (Results, "commit", "committed"), (EngineCore, "_guess", "guessed"),
-        (Scheduler, "schedule", "planned"), (Graphs, "_choose", "chosen"), (graph_inputs.Inputs, "write", "written"),
+        (Scheduler, "schedule", "planned"), (Runner, "_take_in", "taken in"), (graph_inputs.Inputs, "_deliver", "written"),
         (Graphs, "run", "launched"), (LocalExecutor, "submit", "submitted"),
     ):  # fmt: skip
         marks.after(owner, name, what)

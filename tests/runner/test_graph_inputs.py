@@ -117,6 +117,30 @@ def test_pairs_that_begin_alike_are_too_few():
     assert need == Room(12, 0) and (numbers == alone).all()
 
 
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("order", [None, (0, 1, 2, 3)])
+def test_rows_that_have_grown_are_cut_anew_when_they_need_another_split(window, order):
+    bucket, fixed, dice = Bucket(8, Room(64, 64)), FixedCuts(8, 16), np.random.default_rng(0)
+    alike = nothing_shared if order is None else lambda keys: SharedPrefix(ints(*order), ints(1, 1, 1))
+    one, again, anew = ints(*[1] * 5), 0, 0
+    for _ in range(60):
+        before = dice.integers(SPLIT + 1, 4 * SPLIT, 5, np.int32)
+        after = np.maximum(before + dice.integers(-4, 6, 5, np.int32), SPLIT + 1)
+        (cut, _), (other, _) = fixed.cut(one, before, window, alike), fixed.cut(one, after, window, alike)
+        numbers, expected = (fixed.numbers(each, bucket.rows, bucket.room) for each in (cut, other))
+        if fixed.renew(cut, after, numbers):
+            again += 1
+            assert (numbers == expected).all()
+        else:
+            anew += 1
+            splits = (
+                numbers[: 4 * bucket.room.splits].reshape(-1, 4)[:, :3],
+                expected[: 4 * bucket.room.splits].reshape(-1, 4)[:, :3],
+            )
+            assert (splits[0] != splits[1]).any() or window is not None
+    assert again > 20 and anew > 0
+
+
 class Layer:
     def __init__(self, group, fixed, window):
         self.group = group

@@ -62,6 +62,11 @@ class FixedPlans(Protocol):
         beyond those that were cut: its key length is 1."""
         ...
 
+    def renew(self, cut: Any, lengths: Ints, numbers: Ints) -> bool:
+        """Rows of one token that were cut have so many keys [R] by now, and their `numbers` are made to say so. False = they
+        are to be cut anew."""
+        ...
+
     def attach(self, batch: Batch, group: int, numbers: Tensor, rows: int, room: Room) -> None:
         """From now on `run` of this batch and cache group follows what stands in `numbers` [size(rows, room)] int32."""
         ...

@@ -108,11 +108,19 @@ class FixedCuts:
 
     def numbers(self, cut: tuple[Cuts, Ints], rows: int, room: Room) -> Ints:
         made, tiles = cut
-        out = _lists(made.form or made, rows, room).copy()
+        out = _lists(made if made.form is None else made.form.made, rows, room).copy()
         out[3 : 4 * len(made.splits) : 4] = made.splits[:, 3]
         if len(tiles):
             out[len(out) - 3 * room.tiles :][: tiles.size] = tiles.reshape(-1)
         return out
+
+    def renew(self, cut: tuple[Cuts, Ints], lengths: Ints, numbers: Ints) -> bool:
+        made, tiles = cut
+        grown = None if len(tiles) or made.form is None else made.form.lengths(lengths)
+        if grown is None:
+            return False
+        numbers[3 : 4 * len(grown) : 4] = grown
+        return True
 
     def attach(self, batch: Batch, group: int, numbers: Tensor, rows: int, room: Room) -> None:
         splits, merges, shared, members, tiles = torch.split(numbers, room_counts(rows, room))

@@ -35,7 +35,25 @@ class Cuts:
     shared: Ints  # [shared, 3]: split, first member, members
     members: Ints  # [members, 2]: row, its first part
     parts: int
-    form: "Cuts | None" = None  # the same without key lengths, if other steps have it, too
+    form: "Form | None" = None  # the same without key lengths, if other steps have it, too
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """What is the same as long as no row grows into its next split."""
+
+    made: Cuts  # with no key lengths
+    owner: Longs  # [splits] the place of each one's row
+    size: int  # keys of a split
+    window: int | None
+    last: bytes  # [rows] int32, of each its last split
+    lowest: bytes  # and with a window its first
+
+    def lengths(self, length: Ints) -> Ints | None:
+        """[splits] key lengths, where rows have so many keys [rows]; None = these are cut otherwise."""
+        if _last_splits(length, self.size) != self.last or _first_splits(length, self.window, self.size) != self.lowest:
+            return None
+        return length[self.owner]
 
 
 NO_CUTS = Cuts(
@@ -79,19 +97,26 @@ def cut_rows(
     if not len(row):
         return NO_CUTS
     size = split or SPLIT
-    last, lowest = (length - 1) // size, b""
-    if window is not None:
-        lowest = (np.maximum(length - window, 0) // size).tobytes()
-    made, owner = _cut_splits(row.tobytes(), last.tobytes(), lowest, alike if window is None else NOTHING_SHARED, most_members)
-    splits = made.splits.copy()
-    splits[:, 3] = length[owner]
-    return Cuts(made.rows, splits, made.merges, made.shared, made.members, made.parts, made)
+    last, lowest = _last_splits(length, size), _first_splits(length, window, size)
+    form = _cut_splits(row.tobytes(), size, window, last, lowest, alike if window is None else NOTHING_SHARED, most_members)
+    made, splits = form.made, form.made.splits.copy()
+    splits[:, 3] = length[form.owner]
+    return Cuts(made.rows, splits, made.merges, made.shared, made.members, made.parts, form)
+
+
+def _last_splits(length: Ints, size: int) -> bytes:
+    return ((length - 1) // size).tobytes()
+
+
+def _first_splits(length: Ints, window: int | None, size: int) -> bytes:
+    return b"" if window is None else (np.maximum(length - window, 0) // size).tobytes()
 
 
 @lru_cache(maxsize=16)  # rows have the same splits for many steps: only their last ones grow
-def _cut_splits(rows: bytes, last: bytes, lowest: bytes, alike: SharedPrefix, most_members: int) -> tuple[Cuts, Longs]:
-    """Without key lengths, and the place of each split's row: of rows whose last splits are known, and, with a window, their
-    first ones."""
+def _cut_splits(
+    rows: bytes, size: int, window: int | None, last: bytes, lowest: bytes, alike: SharedPrefix, most_members: int
+) -> Form:
+    """Of rows whose last splits are known, and, with a window, their first ones."""
     row, each = np.frombuffer(rows, np.int32), 1 + np.frombuffer(last, np.int32)
     splits = np.zeros((len(row), 4), np.int32)  # of each row the first that is its own
     splits[:, 0] = row
@@ -114,7 +139,8 @@ def _cut_splits(rows: bytes, last: bytes, lowest: bytes, alike: SharedPrefix, mo
     splits = splits.repeat(each, axis=0)
     splits[:, 1:3] += _ragged_arange(each)[:, None]
     owner = np.arange(len(row)).repeat(each)
-    return Cuts(len(row), splits, merges, shared, members, int(parts.sum())), owner
+    made = Cuts(len(row), splits, merges, shared, members, int(parts.sum()))
+    return Form(made, owner, size, window, last, lowest)
 
 
 @lru_cache(maxsize=8)  # rows stay together for many steps

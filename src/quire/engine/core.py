@@ -132,7 +132,7 @@ class EngineCore:
             if self.watch is not None:
                 self.watch.planned(scheduled)
             self._submit(scheduled)
-            self.scheduler.publish()
+            self.scheduler.catch_up()
         elif not self._flights and not self._deltas:
             (self.adapters if self.adapters.reading else self.constraints).wait()
         while len(self._flights) > self.depth or (self._flights and scheduled is None):

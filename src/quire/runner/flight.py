@@ -86,7 +86,7 @@ class StepFlight:
         kept: Ints | slice = slice(None)  # the draws that count
         if drawn is not None and (drawn.lengths is not None or plan.shapes.drafted):
             lengths[plan.sample] = self._accept(ids, fault) if drawn.lengths is None else next(arrays)
-            kept = spans(plan.shapes.first_draw, lengths)
+            kept = slice(lengths.item(0)) if len(lengths) == 1 else spans(plan.shapes.first_draw, lengths)
         drafts = {} if drawn is None or drawn.guesses is None or not len(plan.masked) else _split_guesses(plan, next(arrays))
         failed: dict[int, str] = {}
         if np.count_nonzero(fault) and np.count_nonzero(fault[kept]):

@@ -21,7 +21,7 @@ from quire.ops.arguments import RowInputs
 from quire.runner.buckets import MOST_ROOM, MOST_TOKENS, Bucket, final_room
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
-from quire.types.plan import Ints, StepRows
+from quire.types.plan import Ints, Longs, StepRows
 
 NUMBERS = 4  # int64 of each row
 NOBODY = -1
@@ -52,6 +52,9 @@ class Inputs:
         tokens = max(most, MOST_TOKENS)
         width = -(-slots.tables.shape[2] // 4) * 4  # rows of tables begin at multiples of 16 bytes
         self._numbers = torch.zeros(size, dtype=torch.int32, device=device)
+        self._packed: Ints = NOTHING  # those of the latest step, and in it:
+        self._row_numbers: Longs = np.empty((NUMBERS, 0), np.int64)  # [NUMBERS, rows]
+        self._plans: list[Ints] = []  # each group's
         self._adapters = adapters
         self._adapted = torch.zeros(2 * start_size(most), dtype=torch.int32, device=device)
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
@@ -72,6 +75,18 @@ class Inputs:
         if not plain or not plan.shapes.all_draw:
             drawer = np.where(plan.sample & plain, plan.slot, NOBODY)
         self._send((plan.slot, plan.end, self._slots.prompt_length[plan.slot], drawer), plan.count, bucket, work)
+
+    def write_again(self, plan: StepRows, plain: bool, work: Work) -> bool:
+        """The latest step's rows, each of one token, end elsewhere by now. False = their attention is other work."""
+        for (planner, _), cut, numbers in zip(self._planners, work.pieces, self._plans, strict=True):
+            if not planner.renew(cut, plan.end, numbers):
+                return False
+        rows = len(plan.end)
+        self._row_numbers[1, :rows] = plan.end
+        if not plain:  # a draw does not look at it
+            self._row_numbers[2, :rows] = self._slots.prompt_length[plan.slot]
+        self._deliver()
+        return True
 
     def sampler_rows(self, plan: StepRows, bucket: Bucket) -> Rows:
         """All rows of the step that was written, as the sampler sees them."""
@@ -96,9 +111,12 @@ class Inputs:
         if bucket.tokens:
             last, room = zip(planners, work.final, strict=True), final_room(bucket.room)
             plans = [row_starts(counts, bucket), *plans, *(planner.numbers(cut, bucket.rows, room) for planner, cut in last)]
-        packed = np.empty(number_size(bucket.rows) + sum(len(plan) for plan in plans), np.int32)
-        pack(numbers, bucket, plans, packed)
-        self._slots.updates.write(self._numbers, 0, packed)
+        self._packed = np.empty(number_size(bucket.rows) + sum(len(plan) for plan in plans), np.int32)
+        self._row_numbers, self._plans = pack(numbers, bucket, plans, self._packed)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        self._slots.updates.write(self._numbers, 0, self._packed)
         self._slots.updates.deliver()
 
     def _write_adapters(self, places: Integers, bucket: Bucket) -> None:
@@ -201,14 +219,18 @@ def row_starts(counts: Ints, bucket: Bucket) -> Ints:
     return out
 
 
-def pack(numbers: Sequence[Integers], bucket: Bucket, plans: list[Ints], out: Ints) -> None:
-    """slot, end, prompt, drawer [n] of a step's rows -> its numbers, with rows of no slot up to the bucket's size."""
+def pack(numbers: Sequence[Integers], bucket: Bucket, plans: list[Ints], out: Ints) -> tuple[Longs, list[Ints]]:
+    """slot, end, prompt, drawer [n] of a step's rows -> its numbers, with rows of no slot up to the bucket's size. And where in
+    `out` those of the rows are [NUMBERS, rows], and each plan's."""
     at, count = number_size(bucket.rows), len(numbers[0])
     rows = out[:at].view(np.int64).reshape(NUMBERS, -1)
     if count < bucket.rows:
         rows[:, count : bucket.rows] = PADDING
     for i, given in enumerate(numbers):
         rows[i, :count] = given
+    places: list[Ints] = []
     for plan in plans:
-        out[at : at + len(plan)] = plan
+        places.append(out[at : at + len(plan)])
+        places[-1][:] = plan
         at += len(plan)
+    return rows, places

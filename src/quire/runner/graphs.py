@@ -17,6 +17,7 @@ makes people wait for a few steps' time: ragged buckets that can borrow, at litt
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -44,7 +45,7 @@ from quire.runner.graph_inputs import Inputs, Planners, Work
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
 from quire.runner.transfer import Longs, upload
-from quire.types.plan import StepRows
+from quire.types.plan import Ints, RowShapes, StepRows
 
 WANTED = 3  # steps that would have run eagerly before their bucket is recorded
 MISSED = 200  # steps that borrowed before theirs is
@@ -67,6 +68,21 @@ def fixed_plans(model: Decoder, groups: int) -> Planners | None:
             return None
         found[attention.group] = fixed, attention.spec.window
     return [found[group] for group in range(groups)] if model.recordable else None
+
+
+class Ran(NamedTuple):
+    """A step of rows of one token. Until a row grows into more work, the next one differs in where its rows end."""
+
+    slot: Ints
+    shapes: RowShapes
+    plain: bool
+    changes: int  # of common prefixes
+    bucket: Bucket
+    own: Bucket  # it may be borrowed
+    work: Work
+
+    def like(self, plan: StepRows, plain: bool, changes: int) -> bool:
+        return self.slot is plan.slot and self.shapes is plan.shapes and self.plain == plain and self.changes == changes
 
 
 @dataclass(frozen=True)
@@ -108,20 +124,15 @@ class Graphs:
         self._inputs = Inputs(slots, planners, self._max_rows, adapters)
         self._device = recorder
         self._recorder = StepRecorder(model, slots, sampler, self._inputs, recorder, states)
+        self._latest: Ran | None = None
         self.captures = self.replays = self.eager = 0
 
     def run(self, plan: StepRows, plain: bool, places: Longs | None = None) -> Tensor | Undrawn | None:
         """`plain`: a draw is all that the rows ask for; then -> ids and faults [2, >= R] int32 of all rows of the step.
         places [R]: of the rows' adapters, if any has one. None = this step is to be run eagerly."""
-        tokens = plan.tokens
-        if len(plan.slot) > self._max_rows or tokens > max(self._max_rows, self._max_tokens):
+        bucket = self._write(plan, plain, places)
+        if bucket is None:
             return None
-        chosen = self._choose(plan, tokens, places is not None)
-        if chosen is None:
-            self.eager += 1
-            return None
-        bucket, work = chosen
-        self._inputs.write(plan, bucket, plain, work, places)
         recorded = self._recorded.get(bucket)
         if recorded is None:
             logits = self._record(bucket)
@@ -136,6 +147,32 @@ class Graphs:
         drawing = np.flatnonzero(plan.sample)
         return Undrawn(logits[upload(drawing, self._slots.device)], rows.take(drawing))
 
+    def _write(self, plan: StepRows, plain: bool, places: Longs | None) -> Bucket | None:
+        """The inputs of the graph that runs this step; None = no graph does."""
+        latest, tokens = self._latest, plan.tokens
+        alike = latest is not None and places is None and latest.like(plan, plain, self._slots.prefixes.changes)
+        if alike and latest is not None and self._stays(latest) and self._inputs.write_again(plan, plain, latest.work):
+            return latest.bucket
+        self._latest = None
+        if len(plan.slot) > self._max_rows or tokens > max(self._max_rows, self._max_tokens):
+            return None
+        chosen = self._choose(plan, tokens, places is not None)
+        if chosen is None:
+            self.eager += 1
+            return None
+        bucket, own, work = chosen
+        self._inputs.write(plan, bucket, plain, work, places)
+        if places is None and not bucket.tokens and bucket in self._recorded:
+            self._latest = Ran(plan.slot, plan.shapes, plain, self._slots.prefixes.changes, bucket, own, work)
+        return bucket
+
+    def _stays(self, latest: Ran) -> bool:
+        """Until its own graph is due, if it borrowed one."""
+        if latest.bucket == latest.own:
+            return True
+        self._wanted[latest.own] += 1
+        return self._wanted[latest.own] < MISSED
+
     def record_drafts(self) -> None:
         """Before the first step: whether drafts are worth it is told by the time of their first steps."""
         self._record_all(with_drafts(min(self._drafts, MOST_PREPARED), self._max_rows) if self._drafts else [])
@@ -147,8 +184,7 @@ class Graphs:
     def _record_all(self, buckets: list[Bucket]) -> None:
         for bucket in buckets:
             if bucket not in self._recorded and self._taken < self._allowance:
-                self._inputs.write_nothing(bucket)
-                self._record(bucket)
+                self._record_nothing(bucket)
 
     def record_next(self) -> bool:
         """Records the most useful bucket that has no graph, without any row; False = there is none, or no memory."""
@@ -158,12 +194,17 @@ class Graphs:
         bucket = next((bucket for bucket in likely if bucket not in self._recorded), None)
         if bucket is None or self._taken >= self._allowance:
             return False
-        self._inputs.write_nothing(bucket)
-        self._record(bucket)
+        self._record_nothing(bucket)
         return True
 
-    def _choose(self, plan: StepRows, tokens: int, adapted: bool) -> tuple[Bucket, Work] | None:
-        """The bucket whose graph runs this step, or is to be recorded by it, and each group's attention work."""
+    def _record_nothing(self, bucket: Bucket) -> None:
+        self._latest = None
+        self._inputs.write_nothing(bucket)
+        self._record(bucket)
+
+    def _choose(self, plan: StepRows, tokens: int, adapted: bool) -> tuple[Bucket, Bucket, Work] | None:
+        """The bucket whose graph runs this step, or is to be recorded by it, the step's own, and each group's attention
+        work."""
         found = self._cut(plan)
         if found is None:
             return None
@@ -172,13 +213,13 @@ class Graphs:
         if own is None:
             return None
         if own in self._recorded:
-            return own, work
+            return own, own, work
         other = substitute(own, need, self._recorded)
         self._wanted[own] += 1
         enough = WANTED if other is None else sys.maxsize if own.tokens else MISSED
         due = self._wanted[own] >= enough and self._taken < self._allowance
         chosen = own if due else other
-        return None if chosen is None else (chosen, work)
+        return None if chosen is None else (chosen, own, work)
 
     def _bucket(self, need: Room, rows: int, tokens: int, adapted: bool) -> Bucket | None:
         if need.tiles:

@@ -16,6 +16,7 @@ class Prefixes:
     def __init__(self, groups: int, slots: int, width: int, page_size: int) -> None:
         self.pages = np.zeros((groups, slots, width), np.int32)  # [G, S, P]
         self._page_size = page_size
+        self.changes = 0  # as long as they are so many, the same rows have the same in common
         self._found: dict[
             tuple[int, int], tuple[bytes, SharedPrefix]
         ] = {}  # group, keys of a piece -> rows, what they have in common
@@ -23,12 +24,16 @@ class Prefixes:
     def clear(self, slots: list[int]) -> None:
         """These slots get new tenants."""
         self.pages[:, slots] = 0
-        self._found.clear()
+        self._forget()
 
     def write(self, group: Ints, slot: Ints, index: Ints, page: Ints) -> None:
         if self.pages[group, slot, index].any():  # a page that others may have seen is taken out
-            self._found.clear()
+            self._forget()
         self.pages[group, slot, index] = page
+
+    def _forget(self) -> None:
+        self._found.clear()
+        self.changes += 1
 
     def finder(self, group: int, slot: Ints, count: Ints, end: Ints) -> FindSharedPrefix:
         """For the rows of a step, of which those of one token may read together what lies before their last page."""

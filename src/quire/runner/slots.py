@@ -65,7 +65,8 @@ class Slots:
             self._give(plan)
         if len(plan.draft_token):
             self._write_drafts(plan)
-        self._write_tables(plan)
+        if plan.admitted or len(plan.entry_page):
+            self._write_tables(plan)
 
     def retire(self, slots: Ints) -> None:
         if len(slots):

@@ -135,32 +135,36 @@ class PlanBuilder:
         if last is not None and not self._admitted and last.requests == requests:
             requests, slots = last.requests, last.plan.slot
         shapes = self._shapes()
-        given, loads, saves = _table(self._forced, 3), _table(self._loads, 2), _table(self._saves, 2)
         plan = StepPlan(
             step=self.step,
-            retired=_ints(retired),
             admitted=tuple(self._admitted),
-            entry_group=_ints(self._group),
-            entry_slot=_ints(self._slot),
-            entry_index=_ints(self._index),
-            entry_page=_ints(self._page),
-            copy_from=_ints(self.sources),
-            copy_to=_ints(self._targets),
             slot=_ints([request.slot for request in requests]) if slots is None else slots,
             end=_ints(self.ends),
             shapes=shapes,
-            masked=self._masks(shapes) if self._masked else NOTHING,
-            given_slot=given[0],
-            given_position=given[1],
-            given_token=given[2],
             draft_token=_ints(self._drafts),
-            load_entry=loads[0],
-            load_slot=loads[1],
-            save_slot=saves[0],
-            save_entry=saves[1],
             guesses=_guesses(requests, ahead, guesses),
+            **self._changes(retired),
+            **({"masked": self._masks(shapes)} if self._masked else {}),
         )
         return Scheduled(plan, requests, tuple(i for i, odd in self._odd.items() if odd.draws != 1))
+
+    def _changes(self, retired: list[int]) -> dict[str, Ints]:
+        """Of a plan, what most have nothing of."""
+        changes: dict[str, Ints] = {}
+        if retired:
+            changes["retired"] = _ints(retired)
+        if self._page:
+            changes |= {"entry_group": _ints(self._group), "entry_slot": _ints(self._slot)}
+            changes |= {"entry_index": _ints(self._index), "entry_page": _ints(self._page)}
+        if self.sources:
+            changes |= {"copy_from": _ints(self.sources), "copy_to": _ints(self._targets)}
+        if self._forced:
+            changes |= zip(("given_slot", "given_position", "given_token"), _table(self._forced), strict=True)
+        if self._loads:
+            changes |= zip(("load_entry", "load_slot"), _table(self._loads), strict=True)
+        if self._saves:
+            changes |= zip(("save_slot", "save_entry"), _table(self._saves), strict=True)
+        return changes
 
     def _shapes(self) -> RowShapes:
         odd = tuple(self._odd.items())
@@ -202,9 +206,9 @@ def _alike(rows: int, ahead: int) -> Ints:
     return np.full(rows, ahead, np.int32)
 
 
-def _table(rows: Sequence[tuple[int, ...]], width: int) -> list[Ints]:
+def _table(rows: Sequence[tuple[int, ...]]) -> list[Ints]:
     """Its columns."""
-    return list(np.array(rows, np.int32).T) if rows else [NOTHING] * width
+    return list(np.array(rows, np.int32).T)
 
 
 def _ints(values: list[int]) -> Ints:

@@ -25,6 +25,7 @@ from quire.sched.forks import common_prefix
 from quire.sched.limits import RequestLimits
 from quire.sched.plan_builder import PlanBuilder, Scheduled
 from quire.sched.queue import Policy
+from quire.sched.repeat import repeat
 from quire.sched.results import Results, delta
 from quire.sched.roster import Roster
 from quire.sched.stop import finish
@@ -199,6 +200,10 @@ class Scheduler:
     def schedule(self, now: float) -> Scheduled | None:
         """The next step, or None if there is nothing to run now."""
         self.publish()
+        if (last := self._last_of_all()) is not None and self.speculation is not None:
+            scheduled = self._again(last, self.speculation)
+            if scheduled is not None:
+                return scheduled
         if self._snapshots is not None:
             self._snapshots.settle()
         plan = PlanBuilder(self._step)
@@ -209,9 +214,8 @@ class Scheduler:
                 self._queue.push(child)
         if len(self._running) and (self._roster.order.policy != "fcfs" or len(self._roster.tenants) > 1):
             self._make_way(plan)
-        if self.speculation is not None:
-            self.speculation.grant(self._running, None if self._turns == 1 else list(self._whose_turn()))
-            self._granted = self.speculation.granted
+        if self.speculation is not None and last is None:
+            self._grant(self.speculation)
         left = self._advance(plan)
         self._admit(plan, left, now)
         self._pool.drop(plan.sources)
@@ -224,6 +228,29 @@ class Scheduler:
             self._roster.retired, self._roster.forced, self._owed = [], {}, plan.owed
             self._step += 1
             self._last = scheduled
+        return scheduled
+
+    def _grant(self, speculation: Speculation) -> None:
+        speculation.grant(self._running, None if self._turns == 1 else list(self._whose_turn()))
+        self._granted = speculation.granted
+
+    def _last_of_all(self) -> Scheduled | None:
+        """The latest step, if it had drafts of the host, and a row of each request that there is: then the device waits."""
+        last, roster = self._last, self._roster
+        if last is None or not len(last.plan.draft_token) or len(last.requests) != len(self._live) or self._turns > 1:
+            return None
+        if roster.retired or roster.forced or roster.discarded or self._paused or self._snapshots is not None:
+            return None
+        return last if all(request.slot >= 0 for request in last.requests) else None
+
+    def _again(self, last: Scheduled, speculation: Speculation) -> Scheduled | None:
+        """The latest step once more, if that is what planning would come to."""
+        self._grant(speculation)
+        scheduled = repeat(last, self._step, speculation)
+        if scheduled is not None:
+            self._last, self._step, self._owed = scheduled, self._step + 1, 0
+            for request in scheduled.requests:
+                (self._filling if request.loose or self._single_rows_share else self._filling_later).append(request)
         return scheduled
 
     def took(self, scheduled: Scheduled, seconds: float, paused: float = 0.0, waited: bool = False) -> None:
@@ -239,9 +266,14 @@ class Scheduler:
         begun = self._running[-1].known if len(self._running) else 0  # the last that came, the first that is cut short
         return begun + sum(len(request.tokens) for request in islice(self._queue, MOST_COUNTED))
 
+    def catch_up(self) -> None:
+        """What can wait until a step is on its way."""
+        self.publish()
+        if self.speculation is not None:
+            self.speculation.settle()
+
     def publish(self) -> None:
-        """Offers what the planned rows will have written. It can wait until the step is on its way, but not longer than until
-        somebody looks for it."""
+        """Offers what the planned rows will have written. It can wait, but not longer than until somebody looks for it."""
         self._publish(self._filling)
         self._publish(self._filling_later)
 

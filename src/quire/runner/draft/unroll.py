@@ -25,7 +25,13 @@ class Unrolled(NamedTuple):
 def unroll(rows: StepRows) -> tuple[StepRows, Longs]:
     """And the row of those given that each is of."""
     shapes, owner, before = unroll_shapes(rows.shapes)
-    return StepRows(rows.slot[owner], rows.end[owner] - before, shapes), owner
+    return StepRows(unroll_slots(rows.slot.tobytes(), rows.shapes), rows.end[owner] - before, shapes), owner
+
+
+@lru_cache(16)  # the same array for steps of the same rows, so that it is seen that they are
+def unroll_slots(slot: bytes, shapes: RowShapes) -> Ints:
+    slots: Ints = np.frombuffer(slot, np.int32)[unroll_shapes(shapes).owner]
+    return slots
 
 
 @lru_cache(16)  # the device waits for this, and most steps are like the one before

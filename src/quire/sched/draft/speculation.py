@@ -67,8 +67,10 @@ class Speculation:
         self._account = Account(self.credit)
         self._remember, self._remembered = remember, 0  # steps measured by then
         self._common, self._outcomes = Drafting(first=0.5, later=0.5), 0  # that this is made of
-        self._seconds = 0.0  # of the step that lands
+        self._seconds = 0.0  # of the step that landed, as far as it says something
+        self._landed: tuple[Scheduled, StepResult] | None = None  # the latest, until it is booked
         self._idle = TRIED_EVERY  # steps since drafts were run that could have been
+        self._in_vain = False  # that was waited for, and had no drafts
         self._trial = False  # drafts are run once, worth it or not
         self._turn = 0  # of those who are looked at
         self._dull = 0  # steps since one had a draft
@@ -162,14 +164,23 @@ class Speculation:
 
     def took(self, scheduled: Scheduled, seconds: float, waited: bool = False) -> None:
         """`waited`: the step was planned when the last one's tokens had come. Without drafts none has to be."""
+        self.settle()
         plan, drafts = scheduled.plan, scheduled.plan.shapes.drafted
-        odd = waited and self._ahead_once  # it was waited for in vain
         self._account.spend(seconds)
         self._seconds = 0.0
         if seconds > 0 and plan.tokens - drafts == len(plan.slot) and not len(plan.masked):
-            self._seconds = seconds if drafts or odd else 0.0
-            if drafts or not odd:
-                self._costs.took(len(plan.slot), drafts, seconds)
+            self._seconds, self._in_vain = seconds, waited and self._ahead_once and not drafts
+
+    def settle(self) -> None:
+        """Learns from the step that landed last. While drafts win, that can wait until the next one is on its way."""
+        if self._landed is None:
+            return
+        (scheduled, result), self._landed = self._landed, None
+        drafts = scheduled.plan.shapes.drafted
+        if self._seconds and not self._in_vain:
+            self._costs.took(len(scheduled.requests), drafts, self._seconds)
+        if drafts or self._in_vain:
+            self._book(scheduled, result, drafts)
 
     def _book(self, scheduled: Scheduled, result: StepResult, drafts: int) -> None:
         """What a step with drafts, or one that was held up by them, has won or lost."""
@@ -182,7 +193,9 @@ class Speculation:
         fruitful: list[Request] = []
         if self._drafter is None:
             return fruitful
-        self._book(scheduled, result, scheduled.plan.shapes.drafted)
+        self._landed = scheduled, result
+        if self._adaptive and self._account.lost >= 0:  # nothing was won that another such step may cost
+            self.settle()
         wanted, rows = self._limit(len(scheduled.requests)) > 0, list[Request]()
         for request, length in zip(scheduled.requests, result.lengths.tolist(), strict=True):
             if length:
@@ -226,12 +239,14 @@ class Speculation:
 
     def idle(self) -> bool:
         """Uses a moment without work. False = there is nothing to prepare."""
+        self.settle()
         if self._costs.taken >= self._remembered + REMEMBERED_EVERY:
             self._keep()
         return False
 
     def close(self) -> None:
         """Gives memory back."""
+        self.settle()
         if self._costs.taken >= self._remembered + WORTH_REMEMBERING:
             self._keep()
 
