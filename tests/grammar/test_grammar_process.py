@@ -115,6 +115,21 @@ def test_a_token_outside_the_grammar_ends_its_request_alone(grammars, tokenizer)
     grammars.close("bad")
 
 
+def test_one_that_died_before_it_was_needed_is_replaced(model):
+    made = Grammars(start(model))
+    try:
+        made.prepare()
+        first = made._process
+        made.prepare()
+        assert made._process is first, "one is enough"
+        os.kill(first.pid, signal.SIGKILL)
+        made.open(spec("one"))
+        assert wait_ready(made) == (["one"], []) and made.losses == 1
+        assert made._process.pid != first.pid
+    finally:
+        made.stop()
+
+
 def test_equal_grammars_are_compiled_once(grammars):
     hard = {"json": {"type": "array", "items": {"type": "integer", "multipleOf": 4999}, "minItems": 1, "maxItems": 9}}
     times = []
