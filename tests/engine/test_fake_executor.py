@@ -1,7 +1,5 @@
 """The fake executor must not be fooled: wrong bookkeeping has to show in its tokens or raise."""
 
-import time
-
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -148,14 +146,16 @@ def test_stop_ids_are_suppressed_until_min_tokens_and_eos_comes_by_chance():
     assert all(3 not in never.generate(PROMPT, seed=seed, max_tokens=8) for seed in range(50))
 
 
-def test_latency_keeps_the_device_busy_one_step_after_the_other():
-    device = executor(latency=0.4)
-    began = time.monotonic()
+def test_latency_keeps_the_device_busy_one_step_after_the_other(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr("time.sleep", lambda seconds: now.append(now.pop() + seconds))
+    device = executor(latency=0.5)
     flights = [device.submit(FIRST), device.submit(SECOND)]
-    assert time.monotonic() - began < 0.4
-    for flight in flights:
+    assert now == [100.0], "nobody has waited for them"
+    for flight, ready in zip(flights, (100.5, 101.0), strict=True):
         flight.result()
-    assert time.monotonic() - began >= 0.8
+        assert now == [ready]
 
 
 def test_unknown_calls_are_refused():

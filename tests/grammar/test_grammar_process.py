@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from patience import PATIENCE, crowd
+from patience import PATIENCE
 from quire.grammar import client, process, vetting, wire
 from quire.grammar.client import Grammars
 from quire.grammar.lanes import GrammarLanes
@@ -132,14 +132,16 @@ def test_one_that_died_before_it_was_needed_is_replaced(model):
 
 def test_equal_grammars_are_compiled_once(grammars):
     hard = {"json": {"type": "array", "items": {"type": "integer", "multipleOf": 4999}, "minItems": 1, "maxItems": 9}}
-    times = []
-    for name in ("first", "second", "third", "fourth"):
-        begun = time.monotonic()
-        grammars.open(spec(name, constraint=hard))
+    trials = []
+    for name, constraint in ("other", None), ("first", hard), ("second", hard), ("third", hard):
+        grammars.open(spec(name, constraint=constraint))
         wait_ready(grammars)
-        times.append(time.monotonic() - begun)
         grammars.close(name)
-    assert min(times[1:]) < times[0] / 2
+        pid = grammars._process.pid
+        [vetting] = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        fields = Path(f"/proc/{vetting}/stat").read_text().rpartition(")")[2].split()
+        trials.append(int(fields[8]))  # page faults of its children that have ended: each has some
+    assert trials[0] < trials[1] == trials[2] == trials[3]
 
 
 def test_bad_grammars_are_refused_and_remembered(grammars):
@@ -159,19 +161,18 @@ def test_a_crash_in_a_trial_is_a_refusal_and_others_go_on_meanwhile(grammars, to
     chain = "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(9000)), 'r9000: "a"'])
     grammars.open(spec("deep", constraint={"grammar": chain}))
     grammars.open(spec("slow", constraint={"json": {"type": "integer", "multipleOf": 99_999_989}}))
-    begun, answers, worst = time.monotonic(), {}, 0.0
+    begun, answers, steps = time.monotonic(), {}, 0
     grammars.tell("steady", [a])
     while len(answers) < 2:
-        step = time.monotonic()
-        assert step - begun < PATIENCE
+        assert time.monotonic() - begun < PATIENCE
         grammars.tell("steady", [b])
         grammars.send()
         assert not grammars.late(["steady"], GENEROUS)
-        worst = max(worst, time.monotonic() - step)
+        steps += 1
         answers |= dict(grammars.news().refused)
         time.sleep(0.005)
     assert answers == {"deep": vetting.TOO_DEEP, "slow": vetting.TOO_SLOW}
-    assert worst < 0.5 * crowd()
+    assert steps > 20  # some hundred if it has the machine for itself; a handful if it tried grammars between two of them
     for name in ("steady", "deep", "slow"):
         grammars.close(name)
 
@@ -187,9 +188,10 @@ def test_requests_wait_for_a_row_of_masks(model):
     few.stop()
 
 
-def test_a_late_mask_is_told_when_it_is_there(model, tokenizer):
+def test_a_late_mask_is_told_when_it_is_there(model, tokenizer, monkeypatch):
     """Nobody waits for a process that is stopped, neither to ask it nor to tell it anything."""
     a, b, c = (tokenizer.encode(letter)[0] for letter in "abc")
+    monkeypatch.setattr(client, "LONGEST_STEP", PATIENCE)
     grammars = Grammars(start(model))
     grammars.open(spec("one"))
     wait_ready(grammars)
@@ -198,10 +200,10 @@ def test_a_late_mask_is_told_when_it_is_there(model, tokenizer):
     grammars.tell("one", [a])
     grammars.send()
     assert grammars.late(["one", "nobody"], 0.01) == ["one"]
-    grammars.settle(10.0)  # it is late anyway
+    grammars.settle(PATIENCE)  # it is late anyway
     for i in range(8):
         grammars.open(spec(f"more{i}", constraint={"regex": "a" * 100_000}))
-    assert time.monotonic() - begun < client.LONGEST_STEP / 2
+    assert time.monotonic() - begun < PATIENCE / 2
     assert not grammars.news().ready
     os.kill(grammars._process.pid, signal.SIGCONT)
     assert wait_ready(grammars)[0] == ["one"] and not grammars.losses

@@ -1,8 +1,8 @@
 import asyncio
 import os
+import re
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from server_process import body, read_stream, serving, wait_for
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from patience import PATIENCE, crowd
+from patience import PATIENCE
 from quire import __version__
 from quire.types.stats import Stats
 
@@ -124,7 +124,7 @@ def test_a_response_that_begins_after_the_deadline_is_a_refusal() -> None:
 
 
 def test_a_frozen_engine(serve_model: Path) -> None:
-    """SIGSTOP is noticed within five seconds, the supervisor replaces the engine, and the stream goes on."""
+    """SIGSTOP is noticed long before silence alone would be, the supervisor replaces the engine, and the stream goes on."""
     with serving(serve_model, latency=0.03) as server, server.client() as http:
         begun = threading.Event()
         with ThreadPoolExecutor(1) as pool:
@@ -132,13 +132,13 @@ def test_a_frozen_engine(serve_model: Path) -> None:
             assert begun.wait(PATIENCE)
             engine = server.engine_pid()
             os.kill(engine, signal.SIGSTOP)
-            frozen = time.monotonic()
             wait_for(lambda: http.get("/readyz").status_code == 503)
-            assert time.monotonic() - frozen < 5 * crowd()
             assert http.get("/livez").status_code == 200  # it is being restarted
             wait_for(lambda: http.get("/readyz").status_code == 200)
             assert server.engine_pid() != engine
             events = stream.result(PATIENCE)
+        found = re.search(r"its process is stopped \(SIGSTOP\), and has been silent for (\d+\.\d) s", server.log())
+        assert found and float(found[1]) < 5, server.log()  # counted in looks: what others take of the machine is not in it
         assert events[-1] == "[DONE]"
         assert events[-2]["usage"]["completion_tokens"] == 150
         text = http.get("/metrics").text
