@@ -92,3 +92,35 @@ def test_the_cache_of_each_is_what_lets_them_share(device, told, tmp_path, monke
 def test_devices_of_others_are_not_divided():
     with pytest.raises(ConfigError, match="data_parallel_size=2 cannot be had with device"):
         Device().take_part(0, 2)
+
+
+@pytest.mark.parametrize(
+    ("named", "count", "seen"),
+    [(None, 4, ["0,1", "2,3"]), ("7,6,5,4", 4, ["7,6", "5,4"]), (None, 1, ["0", "0"]), ("3,5,9", 3, ["3,5", "9,3"])],
+)
+def test_every_engine_sees_a_gpu_for_each_of_its_ranks(named, count, seen, monkeypatch):
+    found = []
+    for engine in range(2):
+        see(monkeypatch, named, count)
+        find_device(engine, 2, sharing=True, ranks=2)
+        found.append(os.environ[VISIBLE])
+    assert found == seen
+    see(monkeypatch, named, 3)
+    with pytest.raises(
+        ConfigError, match="data_parallel_size=2 needs 2 GPUs for each engine, and 3 can be seen here; use at most 1"
+    ):
+        see(monkeypatch, "1,2,3", 3)
+        find_device(1, 2, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("named", "count", "seen"),
+    [(None, 3, [None, "1,2,0", "2,0,1", "0,1,2"]), ("7,5", 2, ["7,5", "5,7", "7,5", "5,7"]), (None, 1, [None, "0", "0", "0"])],
+)
+def test_a_ranks_own_gpu_comes_first(named, count, seen, monkeypatch):
+    found = []
+    for rank in range(4):
+        see(monkeypatch, named, count)
+        CUDADevice().take_rank(rank)
+        found.append(os.environ.get(VISIBLE))
+    assert found == seen

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from quire import LLM, SamplingParams
 from quire.types.errors import ConfigError
@@ -35,7 +36,8 @@ def test_two_ranks_on_one_card(tiny_model, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_it_is_refused_unless_tried(tiny_model, monkeypatch):
+def test_each_has_a_gpu_unless_they_are_to_share(tiny_model, monkeypatch):
     monkeypatch.delenv("QUIRE_CUDA_RANKS", raising=False)
-    with pytest.raises(ConfigError, match="never on several: QUIRE_CUDA_RANKS=1 does"):
-        LLM(str(tiny_model), device="cuda", tensor_parallel_size=2)
+    count = torch.cuda.device_count()
+    with pytest.raises(ConfigError, match=rf"and {count} can be seen here; .* QUIRE_CUDA_RANKS=1 lets ranks share a GPU"):
+        LLM(str(tiny_model), device="cuda", tensor_parallel_size=count + 1)

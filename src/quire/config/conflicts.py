@@ -15,7 +15,7 @@ from quire.types.errors import ConfigError
 OVERFLOWING = ("gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text")  # model types, in float16
 
 
-TRY = "QUIRE_CUDA_RANKS"  # environment
+SHARE = "QUIRE_CUDA_RANKS"  # environment
 
 
 @dataclass(frozen=True)
@@ -286,12 +286,21 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "ranks on a device that has none",
-        lambda c: c.world > 1 and c.device != "cpu" and not _tried_on_cards(c),
+        lambda c: c.world > 1 and c.device not in ("cpu", "cuda"),
+        lambda c: f"{c.divided} is built for CPUs and for GPUs of CUDA, and the device is {c.device}; leave it at 1",
+    ),
+    Conflict(
+        "more ranks than GPUs",
+        lambda c: c.world > 1 and 0 < c.device_facts.count < c.node_ranks and os.environ.get(SHARE) != "1",
         lambda c: (
-            f"{c.divided} is built for CPUs, and the device is {c.device}; leave it at 1"
-            + f" (tensor_parallel_size on one machine's GPUs was run by ranks on one card, never on several: {TRY}=1 does)"
-            * (c.device == "cuda")
+            f"{c.divided} needs {c.node_ranks} GPUs on this machine, one for each rank, and {c.device_facts.count} can be seen "
+            f"here; lower it, or let this process see more (CUDA_VISIBLE_DEVICES). {SHARE}=1 lets ranks share a GPU, for tests"
         ),
+    ),
+    Conflict(
+        "GPUs of several machines",
+        lambda c: c.world > 1 and c.device == "cuda" and bool(_why_no_nodes(c)),
+        lambda c: f"{c.divided} on GPUs: {_why_no_nodes(c)}",
     ),
     Conflict(
         "ranks in one process",
@@ -405,8 +414,18 @@ CONFLICTS: tuple[Conflict, ...] = (
 )  # fmt: skip
 
 
-def _tried_on_cards(config: Config) -> bool:
-    return config.device == "cuda" and config.stages == config.args.nnodes == 1 and os.environ.get(TRY) == "1"
+def _why_no_nodes(config: Config) -> str:
+    """Ranks on GPUs are processes that this machine's `quire serve` or `LLM` starts, or one beside it on another machine, and
+    those of a stage are together."""
+    backend, nodes = config.args.distributed_executor_backend, config.args.nnodes
+    if backend in ("ray", "external_launcher"):
+        return f"distributed_executor_backend={backend!r} is for CPUs yet; leave it out"
+    if nodes > 1 and config.stages % nodes:
+        return (
+            f"tensor_parallel_size is for GPUs of one machine. With nnodes={nodes}, pipeline_parallel_size has to be a "
+            f"multiple of {nodes}, so that every machine has whole stages"
+        )
+    return ""
 
 
 def _drafts_by_weights(config: Config) -> bool:

@@ -100,6 +100,7 @@ class DeviceFacts:
     single_rows_share: bool = False  # within a step other rows may read what a row of one token writes
     reads_in_place: bool = False  # keys of one sequence had better lie in one piece of memory
     one_memory: bool = False  # engines on one machine share it
+    count: int = 0  # of such devices that can be seen here; 0 = nobody asked
     packs_floats: bool = False  # it multiplies by copies of float32 matrices; where adapters add to them, both are held
 
 

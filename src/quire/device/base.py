@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from quire.attn.batch import Batch
     from quire.config.facts import DeviceFacts, ModelFacts
     from quire.device.updates import DeviceUpdates
+    from quire.dist.channel import Ends, Neighbours, Shape
     from quire.dist.mesh import Position
     from quire.dist.shared_memory import SharedMemoryGroup, Watch
     from quire.models.decoder import Decoder
@@ -100,10 +101,10 @@ class Device:
         there: nothing is asked then, and torch not imported."""
         raise NotImplementedError
 
-    def take_part(self, engine: int, engines: int, sharing: bool = False) -> None:  # noqa: ARG002
-        """This process runs one of several engines on this machine: its part of the device, or the one of several devices that
-        is its own, is taken before anything else is asked. Raises ConfigError where there are not so many. `sharing`: it was
-        said how much memory each takes, so that several may have one device."""
+    def take_part(self, engine: int, engines: int, sharing: bool = False, ranks: int = 1) -> None:  # noqa: ARG002
+        """This process runs one of several engines on this machine: its part of the device, or those of several devices that
+        are its own, is taken before anything else is asked. Raises ConfigError where there are not so many. `sharing`: it was
+        said how much memory each takes, so that several may have one device. `ranks`: of each engine."""
         raise ConfigError(f"data_parallel_size={engines} cannot be had with device {self.name}, which is not divided; use 1")
 
     @property
@@ -120,19 +121,26 @@ class Device:
         """In the process that will run steps, after torch was imported."""
 
     def take_rank(self, rank: int) -> None:
-        """This process is a rank of an engine; several may share the device, or each have one of several."""
+        """This process is a rank of an engine, of those on this machine; several may share the device, or each have one of
+        several. Once, before anything else is asked."""
 
     def sharers(self, ranks: int) -> int:
         """How many ranks of a machine have one memory."""
         return ranks
 
     def group(
-        self, position: "Position", memory: int, peers: "Mapping[int, socket.socket]", watch: "Watch"
+        self, position: "Position", memory: int, peers: "Mapping[int, socket.socket]", watch: "Watch", offset: int = 0
     ) -> "SharedMemoryGroup":
         """How ranks of one machine meet."""
         from quire.dist.shared_memory import SharedMemoryGroup
 
-        return SharedMemoryGroup(position, memory, peers, watch)
+        return SharedMemoryGroup(position, memory, peers, watch, offset)
+
+    def channel(self, shape: "Shape", neighbours: "Neighbours", watch: "Watch") -> "Ends":
+        """How stages of a pipeline hand on hidden states."""
+        from quire.dist.channel import open_ends
+
+        return open_ends(shape, neighbours, watch)
 
     def prepare(self, model: "Decoder", setting: Setting) -> Prepared:  # noqa: ARG002
         """A model whose weights are loaded -> what runs it from now on. It may repack weights and give memory back."""

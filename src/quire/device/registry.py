@@ -44,14 +44,14 @@ def _blamed(name: str, where: str) -> Iterator[None]:
         raise ConfigError(f"the device {name!r}, {where}, cannot be used: {why}") from error
 
 
-def find_device(engine: int = 0, engines: int = 1, sharing: bool = False) -> str:
-    """The one that `auto` is. Imports torch. Of several engines each takes its own GPU, before CUDA is asked anything, or one
-    that it shares."""
+def find_device(engine: int = 0, engines: int = 1, sharing: bool = False, ranks: int = 1) -> str:
+    """The one that `auto` is. Imports torch. Of several engines each takes its own GPUs, one for each of its ranks, before CUDA
+    is asked anything, or some that it shares."""
     import torch
 
     named_gpus()
     if engines > 1 and torch.cuda.device_count():
-        open_device("cuda").take_part(engine, engines, sharing)
+        open_device("cuda").take_part(engine, engines, sharing, ranks)
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -6,7 +6,8 @@
 There are more places than steps in flight, so that nobody waits for one to be free. Whoever waits for a message sleeps, and the
 end of a process closes its socket. The memory has no name: nothing is left of it.
 
-To a stage on another node the hidden states follow the message, over TCP (`Remote...`).
+To a stage on another node the hidden states follow the message, over TCP (`Remote...`). Devices may hand on in ways of their
+own (`Device.channel`).
 """
 
 import mmap
@@ -16,7 +17,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,6 +61,59 @@ class Sink(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Neighbours:
+    """The ranks from which and to which a rank hands on, and what joins it to them."""
+
+    rank: int  # who has them
+    before: int
+    behind: int
+    peers: Mapping[int, socket.socket]  # by rank, where they are on this node
+    remote: Mapping[int, socket.socket]  # and where they are not
+    memory: int  # a file that all of this node have
+    place: Callable[[int], int]  # rank -> where in it the hidden states are that come from there
+
+
+class Ends(Protocol):
+    @property
+    def inlet(self) -> Source: ...
+
+    @property
+    def outlet(self) -> Sink: ...
+
+    def meet(self) -> None:
+        """Before the first step. Every rank does, and waits for its neighbours."""
+        ...
+
+
+@dataclass(frozen=True)
+class HostEnds:
+    inlet: Source
+    outlet: Sink
+
+    def meet(self) -> None:
+        pass
+
+
+def open_ends(shape: Shape, neighbours: Neighbours, watch: Watch) -> HostEnds:
+    """Through memory of the host, or over TCP."""
+    return HostEnds(open_inlet(shape, neighbours, watch), open_outlet(shape, neighbours, watch))
+
+
+def open_inlet(shape: Shape, neighbours: Neighbours, watch: Watch) -> Source:
+    before = neighbours.before
+    if before in neighbours.remote:
+        return RemoteInlet(shape, before, neighbours.remote[before], watch)
+    return Inlet(shape, neighbours.memory, neighbours.place(before), before, neighbours.peers[before], watch)
+
+
+def open_outlet(shape: Shape, neighbours: Neighbours, watch: Watch) -> Sink:
+    behind = neighbours.behind
+    if behind in neighbours.remote:
+        return RemoteOutlet(behind, neighbours.remote[behind], watch)
+    return Outlet(shape, neighbours.memory, neighbours.place(neighbours.rank), behind, neighbours.peers[behind], watch)
+
+
 class _End:
     def __init__(self, shape: Shape, memory: int, offset: int, rank: int, peer: socket.socket, watch: Watch) -> None:
         """rank: who is at the other end, and `peer` the connection to it."""
@@ -88,7 +142,7 @@ class Outlet(_End):
 class Inlet(_End):
     def receive(self, waited_for: Collection[int]) -> Tensor:
         heard = bytearray(ROWS.size)
-        _take(self._peer, memoryview(heard), self._rank, self._watch, waited_for)
+        take(self._peer, memoryview(heard), self._rank, self._watch, waited_for)
         return self._next(*ROWS.unpack(heard))
 
 
@@ -131,16 +185,16 @@ class RemoteInlet:
 
     def receive(self, waited_for: Collection[int]) -> Tensor:
         heard = bytearray(ROWS.size)
-        _take(self._peer, memoryview(heard), self._rank, self._watch, waited_for)
+        take(self._peer, memoryview(heard), self._rank, self._watch, waited_for)
         [rows] = ROWS.unpack(heard)
         if not 0 <= rows <= self._shape.rows:  # no stage says that
             self._watch.lost(self._rank)
         hidden = torch.empty(rows, self._shape.columns, dtype=self._shape.dtype)
-        _take(self._peer, _bytes(hidden), self._rank, self._watch, waited_for)
+        take(self._peer, _bytes(hidden), self._rank, self._watch, waited_for)
         return hidden
 
 
-def _take(peer: socket.socket, left: memoryview, rank: int, watch: Watch, waited_for: Collection[int]) -> None:
+def take(peer: socket.socket, left: memoryview, rank: int, watch: Watch, waited_for: Collection[int]) -> None:
     """All of these bytes."""
     began = time.monotonic()
     while len(left):

@@ -7,9 +7,11 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from quire.dist.channel import Inlet, Outlet, RemoteInlet, RemoteOutlet, Shape, Sink, Source
+from quire.dist.channel import Ends, Neighbours, Shape
 from quire.dist.collectives import Group
+from quire.dist.mesh import Position
 from quire.dist.nodes import NodesGroup
 from quire.dist.shared_memory import SharedMemoryGroup, Watch, meeting_size
 from quire.dist.stages import Seat
@@ -21,12 +23,22 @@ class Ring:
 
     seat: Seat
     group: Group | None  # None = it has its stage alone
-    inlet: Source
-    outlet: Sink
+    ends: Ends
     others: Sequence[int]  # ranks of other stages
 
 
+class Joints(Protocol):
+    """A device, as far as it joins ranks of one node."""
+
+    def group(
+        self, position: Position, memory: int, peers: Mapping[int, socket.socket], watch: Watch, offset: int = 0
+    ) -> SharedMemoryGroup: ...
+
+    def channel(self, shape: Shape, neighbours: Neighbours, watch: Watch) -> Ends: ...
+
+
 def join_ring(
+    device: Joints,
     seat: Seat,
     shape: Shape,
     memory: int,
@@ -43,21 +55,14 @@ def join_ring(
         mates = {rank: peers[rank] for rank in seat.together if rank in peers}
         far = {rank: remote[rank] for rank in seat.together if rank in remote}
         offset = seat.stage.index * meeting
-        group = SharedMemoryGroup(seat.position, memory, mates, watch, offset)
         if far:
             group = NodesGroup(seat.position, memory, mates, watch, far, offset, seat.together.start)
+        else:
+            group = device.group(seat.position, memory, mates, watch, offset)
 
     def place(sender: int) -> int:
         return stages * meeting + sender * shape.size
 
-    inlet: Source
-    outlet: Sink
-    if seat.before in remote:
-        inlet = RemoteInlet(shape, seat.before, remote[seat.before], watch)
-    else:
-        inlet = Inlet(shape, memory, place(seat.before), seat.before, peers[seat.before], watch)
-    if seat.behind in remote:
-        outlet = RemoteOutlet(seat.behind, remote[seat.behind], watch)
-    else:
-        outlet = Outlet(shape, memory, place(seat.rank), seat.behind, peers[seat.behind], watch)
-    return Ring(seat, group, inlet, outlet, [rank for rank in range(seat.world) if rank not in seat.together])
+    neighbours = Neighbours(seat.rank, seat.before, seat.behind, peers, remote, memory, place)
+    ends = device.channel(shape, neighbours, watch)
+    return Ring(seat, group, ends, [rank for rank in range(seat.world) if rank not in seat.together])

@@ -17,6 +17,7 @@ from quire.config.cores import wait_politely
 from quire.config.facts import DeviceFacts, ModelFacts
 from quire.config.resolve import resolve
 from quire.device.registry import describe, find_device, open_device
+from quire.device.visible import named_gpus
 from quire.dist.mesh import Position
 from quire.engine.companions import CompanionWatch, Ends
 from quire.engine.core import EngineCore
@@ -24,7 +25,7 @@ from quire.engine.draft_by_text import TextDrafter
 from quire.engine.executor.base import Executor
 from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel
-from quire.engine.layouts import model_share, share_memory, text_drafter_config, whole_layout
+from quire.engine.layouts import even_out, model_share, share_memory, text_drafter_config, whole_layout
 from quire.engine.learnt import open_learnt
 from quire.engine.runners import bounded_facts, join_companions, make_device_drafter, make_runner, start_device
 from quire.engine.scheduling import make_scheduler
@@ -69,23 +70,24 @@ def import_torch() -> None:
         import torch  # noqa: F401
 
 
-def resolve_here(args: EngineArgs, watch: Stopwatch, serving: bool = False, engine: int = 0) -> Config:
-    """The configuration of an engine in this process. Whatever can be wrong without torch is found before it is imported.
-    `engine`: its number, among those on this machine."""
+def resolve_here(args: EngineArgs, watch: Stopwatch, serving: bool = False, engine: int = 0, rank: int | None = None) -> Config:
+    """The configuration of an engine in this process, or of a rank of one. Whatever can be wrong without torch is found before
+    it is imported. `engine`: its number, among those on this machine."""
     engines, sharing = local_engines(args), args.kv_cache_memory_bytes is not None
+    ranks = args.tensor_parallel_size * args.pipeline_parallel_size
 
     def find() -> str:
         watch.lap("configuration")
         import_torch()
         watch.lap("imports")
-        found = find_device(engine, engines, sharing)
+        found = find_device(engine, engines, sharing, ranks)
         watch.lap("device")
         return found
 
     def ask(name: str) -> DeviceFacts:
-        if engines > 1 and (name != "cuda" or args.device == name):  # whoever was found has taken it
-            ranks = args.tensor_parallel_size * args.pipeline_parallel_size
-            open_device(name).take_part(engine * ranks, engines * ranks, sharing)
+        taken = name == "cuda" and (args.device != name or rank is not None)  # by whoever found it, or by the first rank
+        if engines > 1 and not taken:
+            open_device(name).take_part(engine, engines, sharing, ranks)
         facts = describe(name)
         watch.lap("device")
         return facts
@@ -235,7 +237,7 @@ def start_local(
             from quire.engine.executor.stages import StagesExecutor
             from quire.engine.pipeline import join_pipeline, make_stage_runner
 
-            ring = join_pipeline(config, 0, workers.memory, workers.peers, workers, workers.remote)
+            ring = join_pipeline(config, device, 0, workers.memory, workers.peers, workers, workers.remote)
             executor = StagesExecutor(make_stage_runner(config, device, ring), workers, ring)
         else:
             position = Position(0, config.ranks, args.enable_expert_parallel)
@@ -253,12 +255,13 @@ def start_local(
             executor.call("warm_up")
         watch.lap("warm-up")
         with doing("measuring memory"):
-            budget = min(executor.call_all("profile", args.gpu_memory_utilization, args.kv_cache_memory_bytes))
+            budgets = executor.call_all("profile", args.gpu_memory_utilization, args.kv_cache_memory_bytes)
+        budget = min(budgets)
         if args.kv_cache_memory_bytes is None:
             if config.device_facts.one_memory:
                 budget = share_memory(config, layout, budget)  # of one machine, and each sees all of it
             else:
-                budget //= device.sharers(config.world)
+                budget = even_out(config, layout, budgets) // device.sharers(config.node_ranks)
         watch.lap("profile")
         capacity = _fit(config, layout, int(budget * model_share(config, layout)), args.num_gpu_blocks_override)
         with doing("allocating the cache"):
@@ -296,7 +299,8 @@ def start_workers(config: Config, drafter: "Drafter | DeviceDrafter | None", end
         max_num_seqs=config.max_seqs,
     )
     told, links = find_nodes(told, config.world)
-    return Workers(told, config.world, SOONER * args.engine_hang_timeout, links, ends)
+    gpus = ",".join(named_gpus() or map(str, range(config.device_facts.count))) if config.device == "cuda" else ""
+    return Workers(told, config.world, SOONER * args.engine_hang_timeout, links, ends, gpus)
 
 
 def start_fake(config: Config, facts: ModelFacts, layout: CacheLayout, watch: Stopwatch) -> tuple[Executor, Capacity]:

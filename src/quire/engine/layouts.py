@@ -1,6 +1,6 @@
 """How the cache of an engine lies, whose model may be divided among ranks and stages. Importing this imports no torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from quire.cache.capacity import MOST_SNAPSHOTS, pages_for
@@ -38,6 +38,17 @@ def share_memory(config: Config, layout: CacheLayout, memory: int) -> int:
     each = [stage.bytes_per_page for stage in stages for _ in range(config.ranks)]  # rank
     most = max(sum(each[rank] for rank in node) for node in share_ranks(config.world, config.args.nnodes))
     return memory * layout.bytes_per_page // most
+
+
+def even_out(config: Config, layout: CacheLayout, budgets: Sequence[int]) -> int:
+    """Of memory that each rank has for itself, what the one with most of each page would have if all had room for as many pages
+    as the one that has room for fewest."""
+    if config.stages == 1:
+        return min(budgets)
+    layers = largest_share(config.facts.layers, config.ranks)
+    stages = [stage_layout(layers, stage, config.page_size, config.cache_bytes) for stage in config.stage_layers]
+    each = [stages[rank // config.ranks].bytes_per_page for rank in range(len(budgets))]
+    return min(budget * layout.bytes_per_page // own for budget, own in zip(budgets, each, strict=True))
 
 
 def draft_layout(config: Config) -> CacheLayout | None:

@@ -19,6 +19,7 @@ from quire.runner.step import DTYPES
 
 def join_pipeline(
     config: Config,
+    device: Device,
     rank: int,
     memory: int,
     peers: Mapping[int, socket.socket],
@@ -29,7 +30,7 @@ def join_pipeline(
     seat = Seat.of(rank, config.stage_layers, config.ranks, config.args.enable_expert_parallel)
     places = config.depth + 2  # a step is in flight in each but one
     shape = Shape(places, config.max_batched_tokens, config.facts.hidden_size, DTYPES[config.dtype])
-    return join_ring(seat, shape, memory, peers, watch, remote)
+    return join_ring(device, seat, shape, memory, peers, watch, remote)
 
 
 def make_stage_runner(config: Config, device: Device, ring: Ring) -> StageRunner:

@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
 
 def start_device(config: Config, rank: int = 0) -> Device:
+    """Other ranks than the first have taken theirs before."""
     import torch
 
     device = open_device(config.device)
-    if config.world > 1:
+    if config.world > 1 and not rank:
         device.take_rank(rank)
     device.start()
     if config.world > 1:

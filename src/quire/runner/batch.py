@@ -92,6 +92,15 @@ def build_batch(
     return Built(batch, rows, shift)
 
 
+def draws_of(plan: StepRows, slots: Slots) -> Rows:
+    """The draws of rows that draw behind their last token, or not at all."""
+    row = plan.draw_row
+    slot, end = plan.slot[row].astype(np.int64), plan.end[row].astype(np.int64)
+    prompt = slots.prompt_length[slot]
+    slot_there, end_there, prompt_there = upload_together([slot, end, prompt], slots.device)
+    return Rows(slot, end, prompt, slot_there, end_there, prompt_there, slots.tokens)
+
+
 def _with_states(batch: Batch, states: StateBuffers, plan: StepRows, slot_there: Tensor) -> Batch:
     entries = states.entries(plan.slot)
     there = slot_there if entries is plan.slot else torch.zeros_like(slot_there)

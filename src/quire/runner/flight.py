@@ -41,6 +41,7 @@ class StepFlight:
         self._pooled = pooled
         self._guessing = guessing
         self.before_guessing: Callable[[Ints], None] | None = None  # is told how many tokens the rows brought
+        self.meanwhile: Callable[[float], None] | None = None  # is asked while the result is waited for (`Download.wait`)
         self._draw = draw
         self._drawn: Drawn | None = None
         self._download: Download | None = None
@@ -65,9 +66,10 @@ class StepFlight:
 
     def drawn_ids(self) -> Ints | None:
         """What the step drew, draw by draw; None = nothing, or not yet."""
-        if self._drawn is None:
+        if self._drawn is None or self._download is None:
             return None
-        return self._drawn.result[0, : len(self._plan.draw_row)].cpu().numpy()
+        result: Ints = self._download.wait(self.meanwhile)[0]  # type: ignore[assignment]
+        return result[0, : len(self._plan.draw_row)]
 
     def result(self) -> StepResult:
         if self._result is None:
@@ -77,7 +79,7 @@ class StepFlight:
     def _read(self) -> StepResult:
         if self._download is None:
             raise EngineError(f"step {self._plan.step} was awaited before it got its masks")
-        arrays = iter(self._download.wait())
+        arrays = iter(self._download.wait(self.meanwhile))
         plan, drawn = self._plan, self._drawn
         lengths, ids, fault = plan.sample.astype(np.int32), NOTHING, NOTHING
         if drawn is not None:

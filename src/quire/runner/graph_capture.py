@@ -6,15 +6,19 @@ draw      ─► ids and faults [2, rows], tokens to their slots
 """
 
 import logging
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from quire.attn.batch import Batch
 from quire.device.base import Recorder, Recording
+from quire.dist.stages import Stage
 from quire.models.decoder import Decoder
 from quire.ops.rows import fill_rows
-from quire.runner.buckets import Bucket
+from quire.runner.buckets import MOST_TOKENS, Bucket
 from quire.runner.draft.taps import KeptStates
 from quire.runner.graph_inputs import Inputs
 from quire.runner.slots import Slots
@@ -69,16 +73,53 @@ class StepRecorder:
 
         Every time with a batch of its own: what layers keep with a batch and its tensors (sines of positions, say) is of the
         run that made it, and would be missing in a recording that only read it."""
-        slots, inputs = self._slots, self._inputs
-        batch = inputs.batch(bucket)
-        slot, end, _, drawer = inputs.row_numbers(bucket)
-        filled = inputs.rows(bucket)
-        fill_rows(slot, end, batch.row_starts, slots.position, slots.tokens, slots.tables, slots.page_size, filled)
-        batch = inputs.adapt(bucket, batch)
-        batch = inputs.keep_final(bucket, batch) if bucket.tokens else batch
+        batch = self._fill(bucket)
+        batch = self._inputs.keep_final(bucket, batch) if bucket.tokens else batch
         hidden = self._model(batch)
         if self._states is not None:
             self._states.keep(hidden, len(batch.ids))
         logits = self._model.logits(hidden, batch.final.adapters)
-        self._sampler.draw(logits, drawer, end, slots.tokens)
+        _, end, _, drawer = self._inputs.row_numbers(bucket)
+        self._sampler.draw(logits, drawer, end, self._slots.tokens)
         return logits
+
+    def _fill(self, bucket: Bucket) -> Batch:
+        slots, inputs = self._slots, self._inputs
+        batch = inputs.batch(bucket)
+        slot, end, _, _ = inputs.row_numbers(bucket)
+        filled = inputs.rows(bucket)
+        fill_rows(slot, end, batch.row_starts, slots.position, slots.tokens, slots.tables, slots.page_size, filled)
+        return inputs.adapt(bucket, batch)
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Through a stage of a pipeline: where hidden states are when a recorded step begins, and where it leaves them."""
+
+    entry: Tensor | None  # [T, H]; None = this stage embeds
+    exit: Tensor  # [T, H]
+    last: bool  # of the rows' last tokens alone, one behind the other
+
+    @classmethod
+    def of(cls, stage: Stage, columns: int, dtype: torch.dtype, device: torch.device) -> "Passage":
+        places = [torch.zeros(MOST_TOKENS, columns, dtype=dtype, device=device) for _ in range(1 if stage.first else 2)]
+        return cls(None if stage.first else places[1], places[0], stage.last)
+
+
+class StageRecorder(StepRecorder):
+    """fill      numbers, slots ─► positions, key lengths, tables, places to write
+    layers    entry, or embedded ids ─► exit"""
+
+    def __init__(self, passage: Passage, *args: Any) -> None:
+        super().__init__(*args)
+        self._passage = passage
+        self._nothing = torch.zeros(1, device=passage.exit.device)  # what a recording returns
+
+    def _forward(self, bucket: Bucket) -> Tensor:
+        passage, batch = self._passage, self._fill(bucket)
+        if passage.last and bucket.tokens:
+            batch = self._inputs.keep_final(bucket, batch)
+        x = self._model.embed(batch) if passage.entry is None else passage.entry[: bucket.width]
+        hidden = self._model.body(x, batch)
+        passage.exit[: len(hidden)].copy_(hidden)
+        return self._nothing

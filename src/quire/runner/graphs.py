@@ -16,6 +16,7 @@ makes people wait for a few steps' time: ragged buckets that can borrow, at litt
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ from quire.runner.buckets import (
     worth_having,
 )  # fmt: skip
 from quire.runner.draft.taps import KeptStates
-from quire.runner.graph_capture import Draws, StepRecorder
+from quire.runner.graph_capture import Draws, Passage, StageRecorder, StepRecorder
 from quire.runner.graph_inputs import Inputs, Planners, Work
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
@@ -67,7 +68,10 @@ def fixed_plans(model: Decoder, groups: int) -> Planners | None:
         if fixed is None:
             return None
         found[attention.group] = fixed, attention.spec.window
-    return [found[group] for group in range(groups)] if model.recordable else None
+    if not model.recordable or (groups and not found):
+        return None
+    some = next(iter(found.values()), None)  # for groups of which only other stages have layers
+    return [plans for group in range(groups) if (plans := found.get(group, some)) is not None]
 
 
 class Ran(NamedTuple):
@@ -109,9 +113,11 @@ class Graphs:
         adapters: int = 0,
         drafts: int = 0,
         states: KeptStates | None = None,
+        passage: Passage | None = None,
     ) -> None:
         """`max_tokens`: no step has more. `adapters`: there may be so many; steps with some have graphs of their own. `drafts`:
-        a slot may have so many more rows (`draft/unroll.py`). `states`: a drafter reads them."""
+        a slot may have so many more rows (`draft/unroll.py`). `states`: a drafter reads them. `passage`: the model is a stage's
+        part."""
         self._adapters = adapters > 0
         self._max_tokens = min(max_tokens, MOST_TOKENS)
         self._slots, self._sampler, self._planners = slots, sampler, planners
@@ -123,22 +129,18 @@ class Graphs:
         self._recorded: dict[Bucket, Recording] = {}
         self._inputs = Inputs(slots, planners, self._max_rows, adapters)
         self._device = recorder
-        self._recorder = StepRecorder(model, slots, sampler, self._inputs, recorder, states)
+        parts = model, slots, sampler, self._inputs, recorder, states
+        self._recorder = StepRecorder(*parts) if passage is None else StageRecorder(passage, *parts)
         self._latest: Ran | None = None
         self.captures = self.replays = self.eager = 0
 
     def run(self, plan: StepRows, plain: bool, places: Longs | None = None) -> Tensor | Undrawn | None:
         """`plain`: a draw is all that the rows ask for; then -> ids and faults [2, >= R] int32 of all rows of the step.
         places [R]: of the rows' adapters, if any has one. None = this step is to be run eagerly."""
-        bucket = self._write(plan, plain, places)
-        if bucket is None:
+        found = self._replay(plan, plain, places)
+        if found is None:
             return None
-        recorded = self._recorded.get(bucket)
-        if recorded is None:
-            logits = self._record(bucket)
-        else:
-            logits = recorded.replay()
-            self.replays += 1
+        bucket, logits = found
         if plain:
             return self._sampler.latest
         rows = self._inputs.sampler_rows(plan, bucket)
@@ -146,6 +148,28 @@ class Graphs:
             return Undrawn(logits[: len(plan.slot)], rows)
         drawing = np.flatnonzero(plan.sample)
         return Undrawn(logits[upload(drawing, self._slots.device)], rows.take(drawing))
+
+    def pass_on(self, plan: StepRows, enter: Callable[[], None], places: Longs | None = None) -> bool:
+        """Through a stage: from the entry of the passage, where `enter` puts hidden states, to its exit. False = this step is
+        to be run eagerly, and nobody entered."""
+        return self._replay(plan, False, places, enter) is not None
+
+    def _replay(
+        self, plan: StepRows, plain: bool, places: Longs | None, enter: Callable[[], None] | None = None
+    ) -> tuple[Bucket, Tensor] | None:
+        """The bucket that was run, and what its recording returns."""
+        bucket = self._write(plan, plain, places)
+        if bucket is None:
+            return None
+        if enter is not None:
+            enter()
+        recorded = self._recorded.get(bucket)
+        if recorded is None:
+            logits = self._record(bucket)
+        else:
+            logits = recorded.replay()
+            self.replays += 1
+        return bucket, logits
 
     def _write(self, plan: StepRows, plain: bool, places: Longs | None) -> Bucket | None:
         """The inputs of the graph that runs this step; None = no graph does."""

@@ -4,28 +4,38 @@
     another        take in the plan ─► hidden states come, own layers, hidden states go
 
 A plan comes to all stages, in the same order; between the start of a step and its end the first stage may start others. Token
-values are known to the first stage alone.
+values are known to the first stage alone. Where steps are recorded, a stage's layers are (`graph_capture.py`); hidden states
+come and go, and tokens are drawn, outside.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
+from quire.attn.batch import AdapterRows, Batch
 from quire.dist.ring import Ring
 from quire.models.decoder import Decoder
+from quire.ops.adapters import tile
 from quire.prepare.adapt import find_sites
 from quire.prepare.stage import keep_stage
 from quire.runner.adapters import WholeModel
-from quire.runner.batch import Built, build_batch
+from quire.runner.batch import Built, build_batch, draws_of
 from quire.runner.flight import StepFlight
+from quire.runner.graph_capture import Passage
+from quire.runner.row_parts import RowPart
+from quire.runner.sampler.grammar import Masks
+from quire.runner.sampler.logprobs import Report
+from quire.runner.sampler.pipeline import Drawn
 from quire.runner.sampler.stage import Rows
-from quire.runner.step import Runner
-from quire.runner.transfer import upload
+from quire.runner.step import Runner, wants_more
+from quire.runner.transfer import Longs, upload
 from quire.types.cache import LayerCache
 from quire.types.errors import EngineError
-from quire.types.plan import Ints, StepPlan
+from quire.types.plan import Ints, StepPlan, StepRows
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,16 @@ class Begun:
     """A step whose hidden states are on their way through the other stages."""
 
     plan: StepPlan
-    built: Built | None  # None = it has no rows, and nothing is on its way
+    run: StepRows | None = None  # its rows; None = it has none, and nothing is on its way
+    owner: Longs | None = None  # [rows] whose of the plan's they are, if they are not these
+    built: Built | None = None  # None = it was replayed
+    places: Longs | None = None  # [rows] of adapters, then
+
+    @property
+    def kept(self) -> int:
+        """Tokens whose hidden states come out of the last stage."""
+        assert self.run is not None
+        return max(1, len(self.run.outputs.draw)) if self.built is None else len(self.built.batch.final.ids)
 
 
 class StageRunner(Runner):
@@ -42,8 +61,11 @@ class StageRunner(Runner):
         wanted, for a drafter of the first. The rest is as a Runner has it."""
         super().__init__(*args, position=ring.seat.position, group=ring.group, **options)
         self._seat, self._stage, self._layers = ring.seat, ring.seat.stage, tuple(layers)
-        self._others, self._inlet, self._outlet = ring.others, ring.inlet, ring.outlet
+        self._others, self._ends = ring.others, ring.ends
         self._all_kept = whole
+        self._recording = self._recording and self._companion is None and not whole
+        self._way: Passage | None = None  # of replayed steps
+        self._entered = 0  # tokens that the latest of them had
         self._undrawn: dict[int, Rows] = {}  # step -> its draws, where another rank of the first stage makes them
 
     def _build(self) -> Decoder:
@@ -65,35 +87,105 @@ class StageRunner(Runner):
         begun = self.begin(plan)
         return self.finish(begun) if self.finishes else StepFlight(plan, [], None)
 
+    def warm_up(self) -> None:
+        self._ends.meet()
+        super().warm_up()
+
     @torch.inference_mode()
     def begin(self, plan: StepPlan) -> Begun:
         """Runs the rows through this stage's layers."""
         slots, _ = self._take_in(plan)
         if not len(plan.slot):
-            return Begun(plan, None)
-        model, parts = self._loaded(), [part for part in self._parts if part.active(plan.slot)]
-        built = build_batch(plan, slots, parts, whole=self._all_kept)
-        batch = built.batch if self._stage.last else replace(built.batch, kept=None)
-        x = model.embed(batch) if self._stage.first else self._inlet.receive(self._others)
-        if len(x) != len(batch.ids):
-            raise EngineError(f"step {plan.step} has {len(batch.ids)} tokens, but hidden states of {len(x)} came")
-        self._outlet.send(model.body(x, batch))
+            return Begun(plan)
+        parts = [part for part in self._parts if part.active(plan.slot)]
+        run, owner = self._rows_of(plan)
+        begun = self._replay_stage(plan, run, owner, parts)
+        if begun is None:
+            built, model = build_batch(run, slots, parts, whole=self._all_kept), self._loaded()
+            batch = built.batch if self._stage.last else replace(built.batch, kept=None)
+            x = model.embed(batch) if self._stage.first else self._await(plan, run)
+            self._ends.outlet.send(model.body(x, batch))
+            begun = Begun(plan, run, owner, built)
         slots.advance(plan)
-        return Begun(plan, built)
+        return begun
+
+    def _await(self, plan: StepPlan, run: StepRows) -> Tensor:
+        """[T, H] what the stage before made of the step."""
+        x = self._ends.inlet.receive(self._others)
+        if len(x) != run.tokens:
+            raise EngineError(f"step {plan.step} has {run.tokens} tokens, but hidden states of {len(x)} came")
+        return x
+
+    def _replay_stage(self, plan: StepPlan, run: StepRows, owner: Longs | None, parts: list[RowPart]) -> Begun | None:
+        """None = this step is to be run eagerly."""
+        graphs, way = self.graphs, self._way
+        if graphs is None or way is None or wants_more(run) or run.tokens > len(way.exit):
+            return None
+        brought = [part.replayed(run.slot) for part in parts]
+        if any(numbers is None for numbers in brought):
+            return None
+        if not graphs.pass_on(run, lambda: self._go_in(way, plan, run), *brought):
+            return None
+        self._ends.outlet.send(self._left(way, run))
+        return Begun(plan, run, owner, places=next(iter(brought), None))
+
+    def _go_in(self, way: Passage, plan: StepPlan, run: StepRows) -> None:
+        if way.entry is not None:
+            way.entry[: run.tokens].copy_(self._await(plan, run))
+            if run.tokens < self._entered:  # what is left over runs, too, and is not to be what was wrong before
+                way.entry[run.tokens : self._entered].zero_()
+            self._entered = run.tokens
+
+    def _left(self, way: Passage, run: StepRows) -> Tensor:
+        """[K, H] what a replayed step hands on: all tokens, or, behind the last layer, those that are drawn from."""
+        if not way.last:
+            return way.exit[: run.tokens]
+        if run.shapes.all_draw:
+            return way.exit[: len(run.slot)]
+        if not len(run.draw_row):
+            return way.exit[:1]
+        return way.exit[upload(run.draw_row.astype(np.int64), way.exit.device)]
+
+    def _passage(self) -> Passage:
+        self._entered = 0
+        device = self._device.torch_device
+        self._way = Passage.of(self._stage, self._facts.hidden_size, self._dtype, device)
+        return self._way
+
+    def _enter(self, batch: Batch) -> Tensor:
+        if self._stage.first:
+            return super()._enter(batch)
+        return torch.zeros(len(batch.ids), self._facts.hidden_size, dtype=self._dtype, device=batch.ids.device)
 
     @torch.inference_mode()
     def finish(self, begun: Begun) -> StepFlight:
         """On the first stage: waits for what the last one gave. Steps are finished in the order in which they were begun."""
-        if begun.built is None:
+        if begun.run is None:
             return StepFlight(begun.plan, [], None)
-        hidden = self._inlet.receive(self._others)
-        if len(hidden) != len(begun.built.batch.final.ids):
+        hidden = self._ends.inlet.receive(self._others)
+        if len(hidden) != begun.kept:
             raise EngineError(f"hidden states of {len(hidden)} tokens came out of step {begun.plan.step}, which kept others")
-        flight = StepFlight(begun.plan, *self._take_out(begun.plan, begun.built, hidden), self._guessing)
+        prompts: list[tuple[int, Report]] = []
+        if begun.built is None:
+            draw, pooled = self._draw_replayed(begun.run, hidden, begun.places), None
+        else:
+            prompts, draw, pooled = self._take_out(begun.run, begun.built, hidden)
+            if begun.owner is not None:
+                prompts = [(int(begun.owner[row]), report) for row, report in prompts]
+        flight = StepFlight(begun.plan, prompts, draw, pooled, self._guessing)
         self._launched = begun.plan
         if self._untold is not None:
             self._undrawn[begun.plan.step] = self._untold
         return flight
+
+    def _draw_replayed(self, run: StepRows, hidden: Tensor, places: Longs | None) -> Callable[[Masks | None], Drawn] | None:
+        """hidden [K, H] of the draws; where nobody draws, of a token that is not wanted."""
+        assert self._tenants is not None
+        slots, row = self._tenants[0], run.draw_row
+        adapters = None
+        if places is not None and len(row):
+            adapters = AdapterRows(places[row], slots.device, tile(places[row], slots.device))
+        return self._prepare_draw(hidden[: len(row)], draws_of(run, slots), adapters)
 
     @torch.inference_mode()
     def take_drawn_of(self, step: int, ids: Ints) -> None:

@@ -15,6 +15,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
+from quire.attn.batch import AdapterRows, Batch
 from quire.device.base import Device, Setting
 from quire.dist.collectives import Group
 from quire.dist.experts import SharedExperts
@@ -33,6 +34,7 @@ from quire.runner.draft.taps import KeptStates, Taps
 from quire.runner.draft.unroll import unroll
 from quire.runner.draft.verify import Verification, prepare
 from quire.runner.flight import StepFlight
+from quire.runner.graph_capture import Passage
 from quire.runner.graphs import Graphs, Undrawn, allowance, fixed_plans
 from quire.runner.kv import KVBuffers
 from quire.runner.profile_run import largest_step
@@ -45,8 +47,8 @@ from quire.runner.sampler.pipeline import Drawn, Sampler
 from quire.runner.sampler.stage import Rows, Tenancy
 from quire.runner.slots import Slots
 from quire.runner.states import StateBuffers
-from quire.runner.transfer import upload
-from quire.runner.warmup import LONG, warm_up_adapters, warm_up_parts, warm_up_products, warm_up_steps
+from quire.runner.transfer import Longs, upload
+from quire.runner.warmup import LONG, apart, warm_up_adapters, warm_up_parts, warm_up_products, warm_up_steps
 from quire.types.cache import CacheLayout, KVLayout
 from quire.types.errors import ConfigError, EngineError
 from quire.types.plan import Ints, StepPlan, StepRows
@@ -208,19 +210,30 @@ class Runner:
         assert self._tenants is not None
         longest = min(LONG, self._facts.max_position)
         slots, _, sampler = self._tenants
-        warm_up_parts(self._loaded(), slots, sampler, self._vocabulary, longest)
+        with apart(self._loaded(), self._group):
+            warm_up_parts(self._loaded(), slots, sampler, self._vocabulary, longest, self._enter)
         for plan in warm_up_steps(self._max_seqs, self._max_batched_tokens, longest):
             flight = self.launch(structs.replace(plan, guesses=np.full(len(plan.slot), self._drafts, np.int32)))
             if self._companion is not None:
                 flight.result()
         hidden = torch.zeros(self._max_batched_tokens, self._facts.hidden_size, dtype=self._dtype, device=slots.device)
-        warm_up_products(self._loaded(), hidden, MOST_TOKENS)
+        with apart(self._loaded(), self._group):
+            warm_up_products(self._loaded(), hidden, MOST_TOKENS, self.finishes)
+            if self._shelf is not None and self._shelf.has_kernels_for(()):
+                warm_up_adapters(self._loaded(), slots.device, self._max_batched_tokens)
+                self._shelf.warm_up()
         del hidden
-        if self._shelf is not None and self._shelf.has_kernels_for(()):
-            warm_up_adapters(self._loaded(), slots.device, self._max_batched_tokens)
-            self._shelf.warm_up()
         self._device.synchronize()
         self._tenants = self.graphs = self._guessing = None
+
+    def _enter(self, batch: Batch) -> Tensor:
+        """What layers begin with [T, H]."""
+        return self._loaded().embed(batch)
+
+    @property
+    def finishes(self) -> bool:
+        """Has it the head?"""
+        return True
 
     def profile(self, gpu_memory_utilization: float, kv_cache_memory_bytes: int | None) -> int:
         """Bytes for the cache: as told, or what a run of the largest step leaves."""
@@ -270,11 +283,15 @@ class Runner:
                 self._kept_states = KeptStates(self._taps, count, MOST_ROWS, size, self._dtype, device)
             self.graphs = Graphs(
                 model, slots, sampler, planners, recorder, self._vocabulary, most, self._room[0], self._drafts,
-                self._kept_states,
+                self._kept_states, self._passage(),
             )  # fmt: skip
             if pages and told:
                 with torch.inference_mode():
                     self.graphs.record_drafts()
+
+    def _passage(self) -> Passage | None:
+        """Of a stage."""
+        return None
 
     def close(self) -> None:
         if self._exchange is not None:
@@ -293,12 +310,10 @@ class Runner:
             return StepFlight(plan, [], None)
         plain = not len(plan.masked) and sampler.plain(plan.slot)
         parts = [part for part in self._parts if part.active(plan.slot)]
-        outputs, told = plan.outputs, self._drafter is None and plan.shapes.drafted > 0
-        run, owner = unroll(plan) if told and self._device.records else (plan, None)
+        run, owner = self._rows_of(plan)
         if self._rollback is not None:
             run = self._go_back(self._rollback, plan, slots, parts)
-        more = run.shapes.drafted or len(outputs.prompt_logprobs) or len(outputs.pool)  # graphs draw, and nothing else
-        more = more or (self._kept_states is not None and run.tokens > len(run.slot))
+        more = wants_more(run) or (self._kept_states is not None and run.tokens > len(run.slot))
         replayed = None if self.graphs is None or more else self._replay(self.graphs, run, plain, parts)
         prompts: list[tuple[int, Report]] = []
         pooled: Tensor | None = None
@@ -316,6 +331,11 @@ class Runner:
             self._states.copy(plan.save_slot, plan.save_entry)
         self._launched = plan
         return StepFlight(plan, prompts, draw, pooled, self._guessing)
+
+    def _rows_of(self, plan: StepPlan) -> tuple[StepRows, Longs | None]:
+        """Those that are run, and which of the plan's each is of, where they are not the same."""
+        told = self._drafter is None and plan.shapes.drafted > 0
+        return unroll(plan) if told and self._device.records else (plan, None)
 
     def _take_in(self, plan: StepPlan) -> tuple[Slots, Sampler]:
         """Everything of a plan but its rows."""
@@ -368,19 +388,25 @@ class Runner:
             pooled = hidden[upload(final_states(outputs.pool, plan, built), hidden.device)].float()
         drawn_from = hidden[batch.logit_index] if len(outputs.draw) else hidden[:0]
         follow = None if self._drafter is None else prepare(plan, slots, batch, built.rows, drawn_from)
-        self._untold = None
-        draw: Callable[[Masks | None], Drawn] | None = None
-        if len(drawn_from):
-            adapters = None if batch.adapters is None else batch.adapters.take(outputs.draw)
-            logits = model.logits(drawn_from, adapters)
-            if self._position.rank == 0:
-                draw = partial(self._draw, logits, built.rows, follow)
-            else:
-                self._untold = built.rows
+        adapters = None if batch.adapters is None or not len(drawn_from) else batch.adapters.take(outputs.draw)
+        draw = self._prepare_draw(drawn_from, built.rows, adapters, follow)
         if self._companion is not None:
             states = self._taps.take() if self._taps is not None else [hidden] if self._companion.whole else []
             self._guessing = Guessing(self._companion, states, drawn_from)
         return prompts, draw, pooled
+
+    def _prepare_draw(
+        self, hidden: Tensor, rows: Rows, adapters: AdapterRows | None, follow: Verification | None = None
+    ) -> Callable[[Masks | None], Drawn] | None:
+        """hidden [N, H] of the draws. None = nothing is drawn, or another rank does."""
+        self._untold = None
+        if not len(hidden):
+            return None
+        logits = self._loaded().logits(hidden, adapters)
+        if self._position.rank == 0:
+            return partial(self._draw, logits, rows, follow)
+        self._untold = rows
+        return None
 
     def _replay(self, graphs: Graphs, plan: StepRows, plain: bool, parts: list[RowPart]) -> Tensor | Undrawn | None:
         brought = [part.replayed(plan.slot) for part in parts]
@@ -447,6 +473,11 @@ class Runner:
             "experts": max((len(layer.kept) for layer in find_experts(model)), default=0),
         }
 
+    @property
+    def waits_for_nobody(self) -> bool:
+        """Whatever was launched ends by itself, though other ranks are gone."""
+        return self._device.torch_device.type == "cpu"
+
     def check_companions(self) -> None:
         """Raises EngineDead if engines that share experts with this one are lost."""
         if self._exchange is not None:
@@ -472,3 +503,8 @@ class Runner:
         self.allocate(0, int(plan.end.max()))
         self.launch(plan).result()
         self._tenants = self.graphs = self._guessing = None
+
+
+def wants_more(rows: StepRows) -> bool:
+    """Than draws behind the last tokens, of which graphs are recorded."""
+    return bool(rows.shapes.drafted or len(rows.outputs.prompt_logprobs) or len(rows.outputs.pool))

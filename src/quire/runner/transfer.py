@@ -1,6 +1,7 @@
 """Moving small arrays between the host and the device, without making the host wait where that is a CUDA device's."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 Longs = npt.NDArray[np.int64]
+LOOK = 0.1  # seconds between looks at those who are waited for
 
 
 def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
@@ -50,7 +52,23 @@ class Download:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(on_device[0].device))
 
-    def wait(self) -> list[npt.NDArray[np.generic]]:
+    def wait(self, meanwhile: Callable[[float], None] | None = None) -> list[npt.NDArray[np.generic]]:
+        """`meanwhile` is asked now and then, with the seconds that it takes already, and may raise: what was launched may wait
+        for another process, which may be gone."""
         if self._event is not None:
-            self._event.synchronize()
+            if meanwhile is None:
+                self._event.synchronize()
+            else:
+                _look_after(self._event, meanwhile)
         return self._host
+
+
+def _look_after(event: torch.cuda.Event, meanwhile: Callable[[float], None]) -> None:
+    """As `synchronize` does, which also keeps a core busy."""
+    began = looked = time.monotonic()
+    while not event.query():  # type: ignore[no-untyped-call]
+        time.sleep(0)  # other threads may want to run
+        now = time.monotonic()
+        if now - looked > LOOK:
+            meanwhile(now - began)
+            looked = now

@@ -9,7 +9,9 @@ it computes is thrown away. Which kernels there are is not known here: layers an
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.attn.batch import AdapterRows, Batch
+from quire.dist.collectives import Group
 from quire.layers.attention import SelfAttention
 from quire.layers.latent import LatentAttention
 from quire.layers.linear import Linear
@@ -53,15 +56,36 @@ SORTED = (64, 128, 256, 512, 1024)
 FEW_ROWS, FEW_APART, MANY_APART = 512, 7, 97
 
 
+@contextmanager
+def apart(model: nn.Module, group: Group | None) -> Iterator[None]:
+    """Layers do not wait for those of other ranks: what they compute does not matter, and ranks may have different ones."""
+    meeting: list[Any] = [] if group is None else [layer for layer in model.modules() if getattr(layer, "group", None) is group]
+    for layer in meeting:
+        layer.group = None
+    try:
+        yield
+    finally:
+        for layer in meeting:
+            layer.group = group
+
+
 # ---- parts -----------------------------------------------------------------------------------------------------------------
 
 
-def warm_up_parts(model: Decoder, slots: Slots, sampler: Sampler, vocabulary: int, longest: int) -> None:
+def warm_up_parts(
+    model: Decoder,
+    slots: Slots,
+    sampler: Sampler,
+    vocabulary: int,
+    longest: int,
+    enter: Callable[[Batch], Tensor] | None = None,
+) -> None:
     """Each kind of layer on a thread of its own, for rows of one token and for prompts, and each kind of draw.
 
-    The slots must be free. A part that cannot be run like this is left to the steps.
+    The slots must be free. A part that cannot be run like this is left to the steps. `enter`: what layers begin with, if the
+    model does not embed.
     """
-    layers = list(_layers(model, slots, longest))
+    layers = list(_layers(model, slots, longest, enter or model.embed))
     jobs = [*layers[:1], *_draws(slots, sampler, vocabulary), *layers[1:]]
     with ThreadPoolExecutor(THREADS, "quire-warm-up") as pool:
         for group in (jobs[:1], jobs[1:]):  # the compiler itself gets ready, once
@@ -74,32 +98,33 @@ def warm_up_parts(model: Decoder, slots: Slots, sampler: Sampler, vocabulary: in
         sampler.retire(slot)
 
 
-def _layers(model: Decoder, slots: Slots, longest: int) -> Iterator[Callable[[], None]]:
+def _layers(model: Decoder, slots: Slots, longest: int, enter: Callable[[Batch], Tensor]) -> Iterator[Callable[[], None]]:
     """Norms first: their kernels are small."""
     attentions, norms, others = kinds_of_layers(model)
     one, alike = [Tenant(longest, 1)], [Tenant(longest, 1)] * min(ALIKE, len(slots.tokens))
     long, prompt = [Tenant(longest, longest)], [Tenant(longest, min(longest, 16))]
     for layer in norms:
-        yield partial(_run, model, _batch(one, slots), lambda x, _, layer=layer: layer.add(x, None))
-        yield partial(_run, model, _batch(one, slots), lambda x, _, layer=layer: layer.add(x, x))
+        yield partial(_run, enter, _batch(one, slots), lambda x, _, layer=layer: layer.add(x, None))
+        yield partial(_run, enter, _batch(one, slots), lambda x, _, layer=layer: layer.add(x, x))
     for tenants in (long, prompt, alike, one):  # what takes longest comes first
         for layer in attentions:
-            yield partial(_run, model, _batch(tenants, slots), layer)
+            yield partial(_run, enter, _batch(tenants, slots), layer)
     for tenants in (prompt, one):
         for layer in others:
-            yield partial(_run, model, _batch(tenants, slots), lambda x, _, layer=layer: layer(x))
+            yield partial(_run, enter, _batch(tenants, slots), lambda x, _, layer=layer: layer(x))
     matrices, dtype = distinct_matrices(model), next(model.parameters()).dtype
     for tokens in sorted({min(size, longest) for size in DOZENS}):
         for layer in others:
-            yield partial(_run, model, _batch([Tenant(tokens, tokens)], slots), lambda x, _, layer=layer: layer(x))
+            yield partial(_run, enter, _batch([Tenant(tokens, tokens)], slots), lambda x, _, layer=layer: layer(x))
         for matrix in matrices:
             yield partial(_multiply, matrix, torch.zeros(tokens, matrix.inputs, dtype=dtype, device=slots.device))
-    yield partial(_run, model, _batch(one, slots), lambda x, _: model.logits(x))
+    yield partial(_run, enter, _batch(one, slots), lambda x, _: model.logits(x))
 
 
 @torch.inference_mode()
-def warm_up_products(model: Decoder, hidden: Tensor, recorded: int) -> None:
-    """Products of steps with more tokens than are `recorded` as graphs; hidden [most tokens, H] has whatever numbers.
+def warm_up_products(model: Decoder, hidden: Tensor, recorded: int, head: bool = True) -> None:
+    """Products of steps with more tokens than are `recorded` as graphs; hidden [most tokens, H] has whatever numbers. `head`:
+    the model has one.
 
     The libraries have dozens of kernels for those, choose by the exact number of rows, and load a kernel when they first choose
     it, for which they wait until the device is idle.
@@ -109,7 +134,7 @@ def warm_up_products(model: Decoder, hidden: Tensor, recorded: int) -> None:
         x = hidden.new_zeros(len(hidden), layer.inputs)
         for rows in (*few, *range(recorded + 1, len(hidden) + 1, MANY_APART)):
             layer(x[:rows])
-    for rows in few:
+    for rows in few if head else ():
         model.logits(hidden[:rows])
 
 
@@ -220,8 +245,8 @@ def _multiply(matrix: Linear, x: Tensor) -> None:
 
 
 @torch.inference_mode()
-def _run(model: Decoder, batch: Batch, layer: Callable[..., object]) -> None:
-    layer(model.embed(batch), batch)
+def _run(enter: Callable[[Batch], Tensor], batch: Batch, layer: Callable[..., object]) -> None:
+    layer(enter(batch), batch)
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------------

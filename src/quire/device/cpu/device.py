@@ -47,8 +47,8 @@ class CPUDevice(Device):
             packs_floats=multiplies_floats(),
         )
 
-    def take_part(self, engine: int, engines: int, sharing: bool = False) -> None:  # noqa: ARG002
-        take_cores(engine, engines)
+    def take_part(self, engine: int, engines: int, sharing: bool = False, ranks: int = 1) -> None:  # noqa: ARG002
+        take_cores(engine * ranks, engines * ranks)
 
     @property
     def torch_device(self) -> "torch.device":

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from quire.device.updates import DeviceUpdates
+    from quire.dist.channel import Ends, Neighbours, Shape
     from quire.dist.mesh import Position
     from quire.dist.shared_memory import SharedMemoryGroup, Watch
     from quire.ops.kernels.variants import Variants
@@ -35,7 +36,7 @@ class CUDADevice(Device):
         self._kernels: Variants | None = None
 
     def facts(self, memory: int | None = None) -> DeviceFacts:
-        name, free, total = self.name, memory or 0, memory or 0
+        name, free, total, count = self.name, memory or 0, memory or 0, 0
         if memory is None:
             import torch
 
@@ -45,6 +46,7 @@ class CUDADevice(Device):
                     f"device={self.name} was asked for, but torch {torch.__version__} sees no CUDA device; use device=cpu"
                 )
             (free, total), name = torch.cuda.mem_get_info(self.name), torch.cuda.get_device_name(self.name)
+            count = torch.cuda.device_count()
         return DeviceFacts(
             self.name,
             name,
@@ -58,24 +60,28 @@ class CUDADevice(Device):
             reads_in_place=True,  # its figures were taken so
             keeps=KEEPS["cuda"],
             always_keeps=True,
+            count=count,
         )
 
-    def take_part(self, engine: int, engines: int, sharing: bool = False) -> None:
-        """One GPU for each, which is then the only one that this process sees."""
-        import torch
-
-        visible = named_gpus() or [str(number) for number in range(torch.cuda.device_count())]
-        if not visible or (len(visible) < engines and not sharing):
+    def take_part(self, engine: int, engines: int, sharing: bool = False, ranks: int = 1) -> None:
+        """One GPU for each rank of it: this process sees no others then."""
+        visible = _visible()
+        if not visible or (len(visible) < engines * ranks and not sharing):
+            each = "a GPU" if ranks == 1 else f"{ranks} GPUs"
             raise ConfigError(
-                f"data_parallel_size={engines} needs a GPU for each engine, and {len(visible)} can be seen here; use at most "
-                f"{max(1, len(visible))}, or let engines share them: kv_cache_memory_bytes says how much of one each takes"
+                f"data_parallel_size={engines} needs {each} for each engine, and {len(visible)} can be seen here; use at most "
+                f"{max(1, len(visible) // ranks)}, or let engines share them: kv_cache_memory_bytes says how much of one each "
+                "takes"
             )
-        os.environ[VISIBLE] = visible[engine % len(visible)]
+        own = [visible[(engine * ranks + rank) % len(visible)] for rank in range(ranks)]
+        os.environ[VISIBLE] = ",".join(dict.fromkeys(own))
 
     def take_rank(self, rank: int) -> None:
-        import torch
-
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        """Its own GPU comes first, so that `cuda` is that one in all threads; it sees the others', whose memory it reads."""
+        visible = _visible()
+        if visible and rank:
+            first = rank % len(visible)
+            os.environ[VISIBLE] = ",".join([*visible[first:], *visible[:first]])
 
     def sharers(self, ranks: int) -> int:
         import torch
@@ -83,11 +89,17 @@ class CUDADevice(Device):
         return -(-ranks // torch.cuda.device_count())
 
     def group(
-        self, position: "Position", memory: int, peers: "Mapping[int, socket.socket]", watch: "Watch"
+        self, position: "Position", memory: int, peers: "Mapping[int, socket.socket]", watch: "Watch", offset: int = 0
     ) -> "SharedMemoryGroup":
         from quire.device.cuda.group import CUDAGroup
 
-        return CUDAGroup(position, memory, peers, watch, self.torch_device)
+        return CUDAGroup(position, memory, peers, watch, self.torch_device, offset)
+
+    def channel(self, shape: "Shape", neighbours: "Neighbours", watch: "Watch") -> "Ends":
+        from quire.device.cuda.channel import CardEnds
+        from quire.device.cuda.links import CUDALinks
+
+        return CardEnds(shape, neighbours, watch, CUDALinks(self.torch_device))
 
     def start(self) -> None:
         self._kernels = watch_kernels()
@@ -124,6 +136,12 @@ class CUDADevice(Device):
         import torch
 
         torch.cuda.empty_cache()
+
+
+def _visible() -> list[str]:
+    import torch
+
+    return named_gpus() or [str(number) for number in range(torch.cuda.device_count())]
 
 
 def watch_kernels() -> "Variants | None":

@@ -5,9 +5,11 @@
 
 No rank waits for its GPU: the bytes say that events were recorded, the events that parts are there. A part may be overwritten
 two turns later: our stream has waited by then for what others recorded behind their reading of it. Where every rank has a card
-of its own, large sums go through NCCL: all parts are gathered, and then added in the same order.
+of its own, large sums go through NCCL: all parts are gathered, and then added in the same order. So do all, where cards cannot
+read each other's memory.
 """
 
+import hashlib
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,41 +18,67 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from quire.device.cuda.shared_bytes import open_bytes, share_bytes
+from quire.device.cuda.shared_bytes import HANDLE, open_bytes, share_bytes
 from quire.dist.mesh import Position
-from quire.dist.shared_memory import PIECE, SharedMemoryGroup, Watch
+from quire.dist.shared_memory import PIECE, SAID, SharedMemoryGroup, Watch
+from quire.types.errors import EngineError
 
 Event: Any = torch.cuda.Event  # which has no types
+BACKEND = "nccl"
+CARD = 16  # bytes of a card's name
+PROOF = 64  # bytes that all write and read when they meet
 ONE_SHOT = 1 << 19  # bytes; beyond that links between cards are used better by NCCL
 
 
 class CUDAGroup(SharedMemoryGroup):
     def __init__(
-        self, position: Position, memory: int, peers: Mapping[int, socket.socket], watch: Watch, device: torch.device
+        self,
+        position: Position,
+        memory: int,
+        peers: Mapping[int, socket.socket],
+        watch: Watch,
+        device: torch.device,
+        offset: int = 0,
     ) -> None:
         """As of ranks on a CPU, which is how they find each other."""
-        super().__init__(position, memory, peers, watch)
+        super().__init__(position, memory, peers, watch, offset)
         device = torch.device(device.type, torch.cuda.current_device())
         own, handle = share_bytes(2 * PIECE, device)
+        own[:PROOF].fill_(1 + position.rank)
         events = [Event(interprocess=True) for _ in range(2)]
         for event in events:
             event.record()
-        told = self.swap(b"".join([bytes([device.index]), handle, *(event.ipc_handle() for event in events)]))
+        told = self.swap(b"".join([_card(device), handle, *(event.ipc_handle() for event in events)]))
         self._own_events = events
         self._buffers: list[Tensor] = []  # of every rank [2, PIECE]
         self._their_events: list[list[Any]] = []  # of every other rank, for either turn
-        size = len(events[0].ipc_handle())
-        for rank, said in enumerate(told):
-            if rank == position.rank:
-                self._buffers.append(own.view(2, PIECE))
-                continue
-            self._buffers.append(open_bytes(said[1 : 1 + len(handle)], 2 * PIECE, device).view(2, PIECE))
-            begins = [1 + len(handle) + turn * size for turn in range(2)]
-            self._their_events.append([Event.from_ipc_handle(device, said[at : at + size]) for at in begins])
-        cards = {said[0] for said in told}
-        self._gathers = len(cards) == position.size and dist.is_nccl_available()
+        apart = len({said[:CARD] for said in told}) == position.size
+        self._gathers = apart and dist.is_nccl_available()
+        failure = ""
+        try:
+            for rank, said in enumerate(told):
+                self._open(rank, said[CARD:], own, device)
+        except RuntimeError as error:
+            failure = str(error)
+        wrong = [words.decode(errors="replace") for words in self.swap(failure.encode()[:SAID]) if words]
+        self._reads = not wrong
+        if wrong and not self._gathers:
+            raise EngineError(f"ranks cannot read the memory of each other's GPUs, and there is no NCCL to use: {wrong[0]}")
         if self._gathers:
             self._start_nccl(position)
+
+    def _open(self, rank: int, said: bytes, own: Tensor, device: torch.device) -> None:
+        """RuntimeError = what is there cannot be read."""
+        if rank == self._rank:
+            self._buffers.append(own.view(2, PIECE))
+            return
+        handle, *events = (said[at : at + HANDLE] for at in range(0, 3 * HANDLE, HANDLE))
+        buffer, theirs = open_bytes(handle, 2 * PIECE, device), [Event.from_ipc_handle(device, each) for each in events]
+        torch.cuda.current_stream().wait_event(theirs[0])
+        if buffer[:PROOF].tolist() != [1 + rank] * PROOF:
+            raise RuntimeError(f"rank {rank} wrote something else than what is found there")
+        self._buffers.append(buffer.view(2, PIECE))
+        self._their_events.append(theirs)
 
     def add(self, part: Tensor) -> Tensor:
         if not self._gathers or part.numel() * part.element_size() <= ONE_SHOT:
@@ -63,6 +91,8 @@ class CUDAGroup(SharedMemoryGroup):
         return total
 
     def _exchange(self, piece: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        if not self._reads:
+            return self._gather(piece, lengths)
         turn, self._turn = self._turn, 1 - self._turn
         size = piece.element_size()
         parts = [buffer[turn, : length * size].view(piece.dtype) for buffer, length in zip(self._buffers, lengths, strict=True)]
@@ -72,6 +102,14 @@ class CUDAGroup(SharedMemoryGroup):
         for events in self._their_events:
             torch.cuda.current_stream().wait_event(events[turn])
         return parts
+
+    def _gather(self, piece: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        """All ranks' pieces, of which NCCL wants the same length."""
+        padded = piece.new_zeros(max(lengths))
+        padded[: len(piece)] = piece
+        parts = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(parts, padded)
+        return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
     def _start_nccl(self, position: Position) -> None:
         """Rank 0 has the store through which NCCL finds its peers, on this machine alone."""
@@ -85,4 +123,9 @@ class CUDAGroup(SharedMemoryGroup):
         else:
             port = int(self.swap(b"")[0])
             store = dist.TCPStore("127.0.0.1", port, position.size, False)  # type: ignore[attr-defined]
-        dist.init_process_group("nccl", store=store, rank=position.rank, world_size=position.size)
+        dist.init_process_group(BACKEND, store=store, rank=position.rank, world_size=position.size)
+
+
+def _card(device: torch.device) -> bytes:
+    """Its name, whatever number it has for this process."""
+    return hashlib.sha256(str(torch.cuda.get_device_properties(device).uuid).encode()).digest()[:CARD]

@@ -17,13 +17,6 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * HANDLE),)
 
 
-class _Bytes:
-    """What torch takes for an array on a GPU, without a copy."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
-
-
 def share_bytes(size: int, device: torch.device) -> tuple[Tensor, bytes]:
     """Fresh memory, and the handle by which other processes open it. It is there until this process ends."""
     address, handle = ctypes.c_uint64(), _Handle()
@@ -31,7 +24,7 @@ def share_bytes(size: int, device: torch.device) -> tuple[Tensor, bytes]:
         torch.cuda.current_stream().synchronize()  # the device's context is this thread's now
         _ask("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
         _ask("cuIpcGetMemHandle", ctypes.byref(handle), address)
-    return torch.as_tensor(_Bytes(address.value, size), device=device), ctypes.string_at(ctypes.byref(handle), HANDLE)
+    return view_bytes(address.value, size, device), ctypes.string_at(ctypes.byref(handle), HANDLE)
 
 
 def open_bytes(handle: bytes, size: int, device: torch.device) -> Tensor:
@@ -40,7 +33,21 @@ def open_bytes(handle: bytes, size: int, device: torch.device) -> Tensor:
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()
         _ask("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), ctypes.c_uint(_LAZY_PEER_ACCESS))
-    return torch.as_tensor(_Bytes(address.value, size), device=device)
+    return view_bytes(address.value, size, device)
+
+
+def free_bytes(memory: Tensor) -> None:
+    """What was shared, and nobody has opened."""
+    with torch.cuda.device(memory.device):
+        torch.cuda.current_stream().synchronize()
+        _ask("cuMemFree_v2", ctypes.c_uint64(memory.data_ptr()))
+
+
+def view_bytes(address: int, size: int, device: torch.device) -> Tensor:
+    """[size] uint8 of memory that is there already. It counts as `device`'s even where another card has it: whatever finds out
+    whose it is (`__cuda_array_interface__` does) would make torch copy it."""
+    storage = torch._C._construct_storage_from_data_pointer(address, device, size)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def _ask(name: str, *arguments: Any) -> None:

@@ -44,8 +44,15 @@ class DividedExecutor(LocalExecutor):
         self._workers.send(command)
 
     def stop(self) -> None:
+        lost = self._workers.gone
         self._workers.finish()
-        super().stop()
+        if not lost or self._runner.waits_for_nobody:
+            super().stop()  # a GPU may wait for who is gone, and giving its memory back would wait for it
+
+    def _meanwhile(self, seconds: float) -> None:
+        """Asked while a result is waited for, which may need what others have not sent."""
+        self.check()
+        self._workers.late(range(1, 1 + self._workers.count), seconds)
 
     @contextmanager
     def _in_step(self, plan: StepPlan) -> Iterator[None]:

@@ -49,7 +49,8 @@ class RanksExecutor(DividedExecutor):
         self._workers.send(wire.RunStep(drawn, plan))
         with self._in_step(plan):
             flight = self._runner.launch(plan)
-        self.drawn, flight.before_guessing = flight.drawn_ids(), self._follow
+        flight.before_guessing, flight.meanwhile = self._follow, self._meanwhile
+        self.drawn = flight.drawn_ids()
         return RanksFlight(flight, self)
 
     def _follow(self, lengths: Ints) -> None:

@@ -75,7 +75,7 @@ class StagesExecutor(DividedExecutor):
                 if self._mates:
                     self._workers.send(wire.FinishStep(plan.step), self._mates)
                 flight.flight = self._stage.finish(flight.begun)
-            flight.flight.before_guessing = self._follow
+            flight.flight.before_guessing, flight.flight.meanwhile = self._follow, self._meanwhile
             self.note_drawn(flight)
         return wanted.flight
 

@@ -9,14 +9,17 @@ import contextlib
 import gc
 import logging
 import os
+import select
 import signal
 import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire.config.cores import take_turns, wait_politely
+from quire.device.visible import VISIBLE
 from quire.engine.companions import Ends, read_ends
 from quire.engine.executor import wire
 from quire.engine.executor.nodes import REMOTE
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from quire.runner.step import Runner
 
 FAILED = 1
+LULL = 50  # milliseconds
 logger = logging.getLogger("quire.engine.executor.worker")
 
 
@@ -98,6 +102,12 @@ class Rank:
                 return wire.Answer(self._call(method, args))
         return None
 
+    def use_lull(self, quiet: Callable[[int], bool]) -> None:
+        """When nothing is asked for a while, a GPU records steps, as the first rank's does."""
+        runner, patience = self._runner, LULL
+        while runner is not None and runner.graphs is not None and quiet(patience) and runner.idle():
+            patience = 0
+
     @property
     def _started(self) -> "Runner":
         assert self._runner is not None
@@ -119,6 +129,7 @@ class Rank:
         return self._runner
 
     def _start(self, command: wire.StartRank) -> "Runner":
+        from quire.device.registry import open_device
         from quire.dist.mesh import Position
         from quire.dist.nodes import NodesGroup
         from quire.engine.assemble import resolve_here
@@ -126,16 +137,21 @@ class Rank:
         from quire.engine.runners import join_companions, make_device_drafter, make_runner, start_device
         from quire.engine.timeline import Stopwatch
 
-        config = resolve_here(command.args, Stopwatch())
+        args, rank = command.args, command.rank
+        if command.gpus:
+            os.environ[VISIBLE] = command.gpus
+        open_device(args.device).take_rank(rank % -(-args.tensor_parallel_size * args.pipeline_parallel_size // args.nnodes))
+        config = resolve_here(args, Stopwatch(), rank=rank)
         if config.max_loras:
             take_turns()
         if config.stages > 1:
             from quire.engine.pipeline import join_pipeline, make_stage_runner
 
-            ring = join_pipeline(config, command.rank, self._memory, self._peers, Others(), self._remote)
-            return make_stage_runner(config, start_device(config), ring)
-        position = Position(command.rank, config.ranks, command.args.enable_expert_parallel)
-        device = start_device(config, command.rank)
+            device = start_device(config, rank)
+            ring = join_pipeline(config, device, rank, self._memory, self._peers, Others(), self._remote)
+            return make_stage_runner(config, device, ring)
+        position = Position(rank, config.ranks, args.enable_expert_parallel)
+        device = start_device(config, rank)
         if self._remote:
             group: SharedMemoryGroup = NodesGroup(position, self._memory, self._peers, Others(), self._remote)
         else:
@@ -170,14 +186,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     pairs = [end.split(":") for end in ends.split(",") if end]
     for inherited in (connection, memory, *(fd for _, fd in pairs)):
         os.set_inheritable(int(inherited), False)
-    frames = Frames(socket.socket(fileno=int(connection)))
+    control = socket.socket(fileno=int(connection))
+    frames = Frames(control)
     wait_politely()
     sockets = {name: socket.socket(fileno=int(fd)) for name, fd in pairs}
     local = {int(name): end for name, end in sockets.items() if not name.startswith(REMOTE)}
     elsewhere = {int(name): end for name, end in sockets.items() if name.startswith(REMOTE)}
     rank = Rank(int(memory), local, elsewhere, read_ends(options), lambda error: _end(frames, rank, error))
     try:
-        return _serve(frames, rank)
+        return _serve(frames, rank, control)
     except (RankLost, OSError):  # OSError: of the connection
         return LOST
 
@@ -191,9 +208,10 @@ def _end(frames: Frames, rank: Rank, error: Exception) -> NoReturn:
     os._exit(LOST if isinstance(error, RankLost) else FAILED)
 
 
-def _serve(frames: Frames, rank: Rank) -> int:
+def _serve(frames: Frames, rank: Rank, connection: socket.socket) -> int:
     while True:
         while (frame := frames.next()) is None:
+            rank.use_lull(partial(_quiet, connection))
             if not frames.receive():
                 return 0
         try:
@@ -207,6 +225,13 @@ def _serve(frames: Frames, rank: Rank) -> int:
             return FAILED
         if report is not None:
             frames.send(wire.encode(report))
+
+
+def _quiet(connection: socket.socket, milliseconds: int) -> bool:
+    """Has nobody said anything for so long?"""
+    waiting = select.poll()
+    waiting.register(connection, select.POLLIN)
+    return not waiting.poll(milliseconds)
 
 
 if __name__ == "__main__":

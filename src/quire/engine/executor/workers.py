@@ -104,10 +104,17 @@ class Workers:
     """`memory` and `peers` are the first rank's own ends of what joins all ranks."""
 
     def __init__(
-        self, args: EngineArgs, size: int, hang_timeout: float, links: Links | None = None, companions: Ends | None = None
+        self,
+        args: EngineArgs,
+        size: int,
+        hang_timeout: float,
+        links: Links | None = None,
+        companions: Ends | None = None,
+        gpus: str = "",
     ) -> None:
         """args: see `StartRank`. hang_timeout: seconds that a rank may keep the others waiting for its part of a sum. links: to
-        ranks on other nodes, which are started there. companions: of all ranks, to engines that share their experts."""
+        ranks on other nodes, which are started there. companions: of all ranks, to engines that share their experts. gpus: of
+        this node, see `StartRank`."""
         links = links or Links([range(size)])
         self._hang_timeout, self._shares = hang_timeout, companions is not None
         self._dead: EngineDead | None = None  # why
@@ -133,7 +140,7 @@ class Workers:
                     else:
                         process = RemoteProcess(rank, self._lines[links.node_of(rank)])
                         workers.append(Worker(rank, process, links.controls[rank], stage))
-                    workers[-1].send(wire.encode(wire.StartRank(args, rank)))
+                    workers[-1].send(wire.encode(wire.StartRank(args, rank, gpus if rank in links.own else "")))
             except BaseException:
                 self.end()
                 raise
@@ -144,6 +151,11 @@ class Workers:
     @property
     def count(self) -> int:
         return len(self._workers)
+
+    @property
+    def gone(self) -> bool:
+        """Is a rank lost?"""
+        return self._dead is not None
 
     def finish(self) -> None:
         """The end of the engine, and not only of its ranks: other nodes need not wait for another one."""

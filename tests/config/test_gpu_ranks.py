@@ -1,0 +1,57 @@
+"""Ranks on GPUs: what is run where there are enough of them, and what is refused by name."""
+
+from dataclasses import replace
+
+import pytest
+from test_resolve_config import model  # noqa: F401
+
+from quire.config.args import EngineArgs
+from quire.config.config import Config
+from quire.config.resolve import resolve
+from quire.device.registry import open_device
+from quire.types.errors import ConfigError
+
+
+def config_of(path, gpus: int, **values) -> Config:
+    args = EngineArgs.from_kwargs(model=str(path), load_format="dummy", **values)
+    return resolve(args, lambda: "cuda", lambda name: replace(open_device(name).facts(memory=2**37), count=gpus))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "values"),
+    [
+        (2, {"tensor_parallel_size": 2}),
+        (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+        (0, {"pipeline_parallel_size": 4}),  # nobody looked: `quire plan` supposes that they are there
+        (2, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "nnodes": 2}),
+        (2, {"pipeline_parallel_size": 2, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
+    ],
+)
+def test_enough_gpus(model, gpus, values):  # noqa: F811
+    config = config_of(model, gpus, **values)
+    assert config.depth == (config.stages - 1 if config.stages > 1 else 1)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "values", "message"),
+    [
+        (
+            1,
+            {"tensor_parallel_size": 2},
+            "needs 2 GPUs on this machine, one for each rank, and 1 can be ",
+        ),
+        (3, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, r"needs 4 GPUs .* QUIRE_CUDA_RANKS=1 lets ranks share"),
+        (2, {"tensor_parallel_size": 4, "nnodes": 2}, r"With nnodes=2, pipeline_parallel_size has to be a multiple of 2"),
+        (2, {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, "='ray' is for CPUs yet; leave it out"),
+        (2, {"pipeline_parallel_size": 2, "distributed_executor_backend": "external_launcher"}, "is for CPUs yet"),
+    ],
+)
+def test_what_is_refused(model, gpus, values, message, monkeypatch):  # noqa: F811
+    with pytest.raises(ConfigError, match=message):
+        config_of(model, gpus, **values)
+    monkeypatch.setenv("QUIRE_CUDA_RANKS", "1")
+    if "share" in message or "can be " in message:
+        assert config_of(model, gpus, **values).world > gpus
+    else:
+        with pytest.raises(ConfigError, match=message):
+            config_of(model, gpus, **values)
