@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from quire.ops.kernels.packed_ints import IntTile, product
 from quire.ops.kernels.rounding import rescale, round_rows
 
-TILES = [IntTile(16, 32, 4, 2), IntTile(32, 16, 4, 2, 3), IntTile(64, 64, 4, 2, 2)]
+TILES = [IntTile(16, 32, 4, 2), IntTile(32, 16, 4, 2, 3), IntTile(64, 64, 4, 2, 2, 256)]
 
 
 def some(rows, columns, device, seed=0):

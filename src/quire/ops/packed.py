@@ -207,11 +207,11 @@ def choose_tile(packed: Any, rows: int) -> Any:
 
 def choose_ints(rows: int, outputs: int, columns: int) -> Any:
     """Of the kernel for whole numbers of 8 bits."""
-    from quire.ops.kernels.packed_ints import BLOCK_K, IntTile
+    from quire.ops.kernels.packed_ints import IntTile
 
     block, high, warps, stages = next(tile for most, *tile in INT_TILES if rows <= most)
     tiles = -(-outputs // high) * -(-rows // block)
-    return IntTile(block, high, warps, stages, choose_shares(FILLING / tiles, columns // (4 * BLOCK_K)))
+    return IntTile(block, high, warps, stages, choose_shares(FILLING / tiles, columns // 512))
 
 
 def choose_shares(wanted: float, most: int) -> int:

@@ -4,9 +4,9 @@
     a program   ROWS rows x BLOCK_N rows of the matrix, in a share of the columns; of a gated one half of them are gates, and
                 the others what they gate, so that both of a pair are in the same thread
 
-The tensor copy engine brings both, and leaves what is beyond them 0. Matrix units are waited for after each block of columns,
-so two programs should fit on a processor. When this is faster than a library is not known here:
-`ops/packed.py` knows.
+The tensor copy engine brings both, and leaves what is beyond them 0. The compiler waits for matrix units after each block of
+columns where sums are whole numbers, so two programs should fit on a processor. When this is faster than a library is not
+known here: `ops/packed.py` knows.
 """
 
 from typing import NamedTuple
@@ -23,8 +23,8 @@ from quire.ops.kernels.math import cdiv
 from quire.ops.kernels.overlap import ask_for, let_next_start, overlapping, wait_for_previous
 from quire.ops.kernels.shares import add_shares, turns_of
 
-BLOCK_K = 128  # bytes of a row at a time, the widest the copy engine takes
-AHEAD = 2  # blocks
+LINE = 128  # bytes that are read together
+AHEAD = 2  # lines of a row
 TOGETHER = 8  # tiles of rows that run by the same outputs at about the same time
 
 
@@ -52,7 +52,8 @@ def _ints(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TOGETHER: tl.constexpr,
-    AHEAD: tl.constexpr,  # blocks that are asked for before x is there
+    LINE: tl.constexpr,
+    AHEAD: tl.constexpr,  # lines that are asked for before x is there
     EARLY: tl.constexpr,
 ):
     let_next_start(EARLY)
@@ -71,7 +72,7 @@ def _ints(
     at = tl.arange(0, BLOCK_N)
     read = tl.minimum(left + at % OUTPUTS, outputs - 1) + at // OUTPUTS * outputs
     if EARLY:
-        ask_for(words + (read.to(tl.int64) * columns)[:, None], begin // BLOCK_K, end // BLOCK_K, BLOCK_K, AHEAD)
+        ask_for(words + (read.to(tl.int64) * columns)[:, None], begin // LINE, end // LINE, LINE, AHEAD)
         wait_for_previous(EARLY)
     acc = tl.zeros((ROWS, BLOCK_N), tl.int32)
     for k in tl.range(begin, end, BLOCK_K):
@@ -100,6 +101,7 @@ class IntTile(NamedTuple):
     warps: int
     stages: int
     shares: int = 1  # of the columns
+    columns: int = 128  # at a time
 
 
 def product(
@@ -123,9 +125,10 @@ def product(
     _ints[(tiles, tile.shares)](
         matrix, rows_scale, scales, scales if bias is None else bias, out, numbers.new_empty(size, dtype=torch.int32),
         turns_of(numbers.device), rows, outputs, columns,
-        TensorDescriptor.from_tensor(numbers, [tile.rows, BLOCK_K]),
-        TensorDescriptor.from_tensor(matrix.view(parts, outputs, columns), [parts, wide, BLOCK_K]),
+        TensorDescriptor.from_tensor(numbers, [tile.rows, tile.columns]),
+        TensorDescriptor.from_tensor(matrix.view(parts, outputs, columns), [parts, wide, tile.columns]),
         BIAS=bias is not None, **constants_of(activation), SHARES=tile.shares, ROWS=tile.rows, BLOCK_N=tile.high,
-        BLOCK_K=BLOCK_K, TOGETHER=TOGETHER, AHEAD=AHEAD, num_warps=tile.warps, num_stages=tile.stages, **overlapping(),
+        BLOCK_K=tile.columns, TOGETHER=TOGETHER, LINE=LINE, AHEAD=AHEAD,
+        num_warps=tile.warps, num_stages=tile.stages, **overlapping(),
     )  # fmt: skip
     return out

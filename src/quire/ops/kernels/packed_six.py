@@ -9,7 +9,8 @@ A block of a row has 128 columns, 8 places of 16, in three planes of 16 words of
 
 so that of two neighbouring words, one register, two shifts and two masks make two neighbouring numbers of the activation's
 type. A plane of TILE neighbouring rows lies in one piece, then come their next plane, and their next block. The eight scales of
-a block are two words of 64 bits in float16, and so are what is added to numbers before that, where there are zero points.
+a block are two words of 64 bits in float16, times a power of two for the row, so that none is too small for it; and so are what
+is added to numbers before that, where there are zero points.
 """
 
 from dataclasses import dataclass
@@ -36,12 +37,14 @@ MIDDLE = 128  # what stands for 0 in a form of 8 bits
 LOWEST = MIDDLE - 32
 LESS = {"bf16": "0xC320C320", "fp16": "0xE420E420"}  # what is off: the large number, and 32
 AT_ONCE = 1 << 26  # numbers that are packed together
+LEAST = 2.0**-100
 
 
 @dataclass(frozen=True)
 class Six:
     words: Tensor  # [outputs, blocks * 48] int16
     scales: Tensor  # [2 * blocks, outputs] int64
+    factors: Tensor  # [outputs] float32
     zeros: Tensor | None  # as scales
     tile: int
 
@@ -66,14 +69,14 @@ class Six:
         }  # fmt: skip
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.words, self.scales, self.scales if self.zeros is None else self.zeros
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.words, self.scales, self.factors, self.scales if self.zeros is None else self.zeros
 
 
 def pack_six(form: PackedInts, tile: int) -> Six | None:
-    """Of a form of 8 bits; None = it has numbers beyond 6, or factors of another kind."""
-    numbers, scale = form.numbers, form.scale
-    if form.bits != 8 or numbers.dim() > 2 or scale.dtype != torch.float16 or form.group % PLACE:
+    """Of a form of 8 bits; None = it has numbers beyond 6, or groups of another size."""
+    numbers = form.numbers
+    if form.bits != 8 or numbers.dim() > 2 or form.group % PLACE:
         return None
     lowest, largest = torch.stack(numbers.aminmax()).tolist()
     if lowest < LOWEST or largest >= LOWEST + 64:
@@ -88,7 +91,9 @@ def pack_six(form: PackedInts, tile: int) -> Six | None:
         words[start : start + step] = planes.view(-1, tile, *planes.shape[1:]).permute(0, 2, 3, 1, 4).reshape(len(some), -1)
     each = form.group // PLACE
     zeros = None if form.zeros is None else _fours((MIDDLE - form.zeros.float()).half(), each, blocks)
-    return Six(words, _fours(scale, each, blocks), zeros, tile)
+    scale = form.scale.float()
+    factors = torch.exp2(scale.abs().amax(-1).clamp(min=LEAST).log2().ceil())
+    return Six(words, _fours((scale / factors[:, None]).half(), each, blocks), factors, zeros, tile)
 
 
 def _planes(numbers: Tensor) -> Tensor:
@@ -170,6 +175,7 @@ def _six(
     x,  # [rows, inner]
     words,  # [outputs, BLOCKS * 48] int16; gated: [2 * outputs, ...]
     scales,  # [2 * BLOCKS, SCALES] int64
+    factors,  # [SCALES] float32
     zeros,  # as scales
     bias,  # as many as the matrix has rows
     out,  # [rows, outputs]
@@ -248,6 +254,7 @@ def _six(
         acc, last = add_shares(acc, sums, turns, tile, SHARES)
         if not last:
             return
+    acc *= tl.load(factors + read)[:, None]
     if BIAS:
         acc += tl.load(bias + read).to(tl.float32)[:, None]
     if GATED:
@@ -280,6 +287,7 @@ def product(x: Tensor, matrix: Six, bias: Tensor | None, activation: str, way: W
 def _dequantize(
     words,  # [outputs, BLOCKS * 48] int16
     scales,  # [2 * BLOCKS, outputs] int64
+    factors,  # [outputs] float32
     zeros,  # as scales
     out,  # [outputs, inner]
     outputs,
@@ -301,6 +309,7 @@ def _dequantize(
     j = tl.arange(0, 16)
     first = words + _row_at(n, BLOCKS, TILE)[:, None] + block * (48 * TILE) + j[None, :]
     upper = tl.load(first + 32 * TILE, mask=real[:, None], other=0)
+    factor = tl.load(factors + n, mask=real, other=0.0)
     for half in tl.static_range(2):
         lower = tl.load(first + half * (16 * TILE), mask=real[:, None], other=0)
         line = (2 * block + half) * outputs + n
@@ -310,7 +319,7 @@ def _dequantize(
             number = _unpack(lower, upper, zero, half * 4 + place, ZEROS, kind, ASM).to(tl.float32)
             column = block * 128 + (half * 4 + place) * 16 + j
             inside = real[:, None] & (column < inner)[None, :] if PADDED else real[:, None]
-            value = number * _half_in(scale, place).to(tl.float32)[:, None]
+            value = number * (_half_in(scale, place).to(tl.float32) * factor)[:, None]
             tl.store(out + n.to(tl.int64)[:, None] * inner + column[None, :], value.to(kind), mask=inside)
 
 
