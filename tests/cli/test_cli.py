@@ -129,6 +129,24 @@ def test_plan_with_too_little_memory(model: str, capsys: pytest.CaptureFixture[s
     out = capsys.readouterr().out
     assert "Does not fit" in out
     assert "are missing before any cache" in out
+    assert "--quantization fp8 halves the weights" in out and "--kv-cache-dtype" not in out and "as stored" not in out
+    assert main(["plan", model, "--memory", "12GiB", "--quantization", "fp8"]) == 0
+    assert "in fp8, the rest bfloat16\n" in capsys.readouterr().out
+
+
+def test_plan_of_a_card(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    told = []
+    for flags in (["--card", "H100"], ["--memory", "80GiB"]):
+        assert main(["plan", model, *flags]) == 0
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1]
+    for flags, why in (
+        (["--card", "h100", "--memory", "1GiB"], "--card is a GPU and its memory; drop it, or --memory"),
+        (["--card", "h100", "--device", "cpu"], "--card is a GPU and its memory; drop it, or --device cpu"),
+        (["--card", "h1000"], "--card 'h1000' is not known; there are a10"),
+    ):
+        assert main(["plan", model, *flags]) == 2
+        assert why in capsys.readouterr().err
 
 
 def test_plan_that_shrinks(model: str) -> None:

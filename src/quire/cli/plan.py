@@ -26,6 +26,7 @@ from quire.device.registry import open_device
 from quire.engine.layouts import model_share, share_memory, whole_layout
 from quire.files.resolve import resolve_model, with_weights_on_disk
 from quire.models.registry import find_family
+from quire.sim.cards import CARDS, find_card
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError
 
@@ -47,14 +48,22 @@ def add_parser(subparsers: Any) -> None:
         "--memory", "--gpu-memory", type=read_size, metavar="SIZE", default=None, help="memory of the device: 80GiB, 24GB; "
         "given without --device cpu, the device is a GPU (default: the memory this machine has available, on CPU)",
     )  # fmt: skip
+    parser.add_argument(
+        "--card", metavar="NAME", default=None, help=f"instead, a GPU with the memory of this one: {', '.join(CARDS)}"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_cli_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(namespace: argparse.Namespace) -> int:
-    args = engine_args(namespace)
-    plan = make_plan(args, namespace.memory)
+    args, memory = engine_args(namespace), namespace.memory
+    if namespace.card is not None:
+        if memory is not None or args.device not in ("auto", "cuda"):
+            other = "--memory" if memory is not None else f"--device {args.device}"
+            raise ConfigError(f"--card is a GPU and its memory; drop it, or {other}")
+        memory = find_card(namespace.card).memory
+    plan = make_plan(args, memory)
     print(json.dumps(dataclasses.asdict(plan), indent=2) if namespace.json else render(plan))
     return 0 if plan.fits else 1
 
@@ -68,7 +77,7 @@ def resolve_for(args: EngineArgs, memory: int | None, serving: bool = True) -> t
     facts = read_plan_facts(args)
     kind = args.device if args.device != "auto" else "cuda" if memory is not None else "cpu"
     if kind == "cuda" and memory is None:
-        raise ConfigError("a plan for a GPU needs its memory; add --memory, such as --memory 80GiB")
+        raise ConfigError("a plan for a GPU needs its memory; add --memory, such as --memory 80GiB, or --card")
     total = memory if memory is not None else available_host_bytes()
     return resolve(args, lambda: kind, lambda name: open_device(name).facts(memory=total), facts, serving, fetch=False), total
 
@@ -96,7 +105,7 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
         served_by="quire" if find_family(facts) else "transformers",
         parameters=facts.parameters,
         parameters_counted=facts.weight_bytes > 0,
-        weights_stored=facts.weight_bytes or facts.parameters * DTYPE_BYTES[facts.dtype],
+        weights_stored=facts.weight_bytes,
         weights_loaded=weights,
         weights_as=held_as,
         dtype=config.dtype,
@@ -186,7 +195,10 @@ def _fit(config: Config, layout: CacheLayout, cache: int, share: float) -> tuple
         problems.append(f"a device with {gib(int(missing / share))} more would serve {config.max_model_len} tokens")
         if config.dtype == "float32":
             problems.append("--dtype bfloat16 halves weights and cache")
-        if config.cache_bytes > 1:
+        floats = config.quantization is None and config.facts.files.format != "gguf"
+        if cache <= 0 and config.device == "cuda" and floats:
+            problems.append("--quantization fp8 halves the weights, at some loss of accuracy")
+        if cache > 0 and config.cache_bytes > 1:
             problems.append("--kv-cache-dtype fp8 makes more of the cache, at some loss of accuracy")
         return 0, 0, 0, problems
     return capacity.pages, snapshots, capacity.max_model_len, []

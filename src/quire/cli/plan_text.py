@@ -12,7 +12,7 @@ class MemoryPlan:
     served_by: str  # "quire" or "transformers"
     parameters: int
     parameters_counted: bool  # from weight files, or estimated from the shapes
-    weights_stored: int
+    weights_stored: int  # 0: there are no files
     weights_loaded: int
     weights_as: str  # a type, or the file's blocks
     dtype: str
@@ -53,11 +53,12 @@ class MemoryPlan:
 
 def render(plan: MemoryPlan) -> str:
     counted = "" if plan.parameters_counted else ", estimated from the shapes"
+    stored = f" ({size(plan.weights_stored)} as stored)" if plan.weights_stored else ""
     code = "" if plan.served_by == "quire" else ", through transformers"
     lines = [
         ("Model", f"{plan.model} ({plan.architecture}{code}, {_count(plan.parameters)} parameters{counted})"),
         ("Device", _device(plan)),
-        ("Weights", f"{size(plan.weights_loaded)} in {plan.weights_as} ({size(plan.weights_stored)} as stored)"),
+        ("Weights", f"{size(plan.weights_loaded)} in {plan.weights_as}{stored}"),
         (
             "Largest step",
             f"{size(plan.activations)} for {plan.max_batched_tokens} tokens, {plan.max_seqs} requests (estimated)",

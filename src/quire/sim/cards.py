@@ -48,7 +48,8 @@ def find_card(name: str) -> Card:
     card = CARDS.get(name.lower().replace("_", "-").replace(" ", "-"))
     if card is None:
         raise ConfigError(
-            f"--card {name!r} is not known; there are {', '.join(CARDS)}; or give --memory, --bandwidth and --flops instead"
+            f"--card {name!r} is not known; there are {', '.join(CARDS)}; or give --memory instead, and for a simulation "
+            "--bandwidth and --flops"
         )
     return card
 
