@@ -343,6 +343,11 @@ def test_scales_of_whole_numbers_may_be_below_0(checkpoint, tmp_path, scheme):
     torch.testing.assert_close(matrix, expected)
 
 
+def test_an_expert_without_an_unused_scale(checkpoint, tmp_path):
+    directory = damaged(checkpoint("modelopt-nvfp4-moe"), tmp_path / "without", {f"{EXPERT}.input_scale": lambda t: None})
+    assert isinstance(load(directory, KEEPS).layers[0].mlp.experts.method, StoredExperts)
+
+
 def test_an_output_of_zeros_has_no_scale(checkpoint, tmp_path):
     """bitsandbytes stores the largest number of each."""
     tensors = {f"{AT}.weight": lambda t: t * (torch.arange(len(t)) != 3)[:, None], f"{AT}.SCB": filled(0.0)}

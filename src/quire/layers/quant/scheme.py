@@ -4,7 +4,7 @@ quantized at all is seen in the files."""
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from itertools import combinations
+from itertools import combinations, count, takewhile
 from typing import Any
 
 import torch
@@ -132,9 +132,14 @@ class CheckpointScheme:
 
     def unused(self, name: str, item: str, sizes: tuple[int, int], experts: bool = False) -> dict[str, Raw]:
         """A scale that has no use here, to be looked at if it is there: where it is damaged, so is the file. Those of experts
-        are left aside, unless the format says that all have one: some that calibration never reached have any number."""
-        of_expert = name.rpartition(".")[0].rpartition(".")[2].isdigit()
-        return {item: self.raw(name, item, (), sizes)} if self.has(name, item) and (experts or not of_expert) else {}
+        are left aside, unless the format says what they are and all have one: calibration may not have reached some."""
+        head, _, own = name.rpartition(".")
+        path, _, number = head.rpartition(".")
+        if number.isdigit():
+            each = takewhile(lambda one: self.has(one, "weight"), (f"{path}.{expert}.{own}" for expert in count()))
+            if not experts or not all(self.has(one, item) for one in each):
+                return {}
+        return {item: self.raw(name, item, (), sizes)} if self.has(name, item) else {}
 
     def checkpoint_name(self, name: str) -> tuple[str, ...]:
         """What files and configurations may call a module."""
