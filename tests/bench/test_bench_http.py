@@ -208,7 +208,7 @@ def test_a_large_packet_of_small_chunks_is_parsed_in_one_pass() -> None:
     record = Record()
     receiver = StreamReceiver(record)
     parser = ResponseParser(receiver)
-    start = time.perf_counter()
+    start = time.thread_time()
     parser.feed(raw.replace(b"OK\r\n", b"OK\r\nContent-Type: text/event-stream\r\n", 1), 1.0)
-    assert time.perf_counter() - start < 30.0  # copying the rest for every chunk would take minutes
+    assert time.thread_time() - start < 30.0  # copying the rest for every chunk would take minutes
     assert len(record.arrivals) == 20000

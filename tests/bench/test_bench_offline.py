@@ -43,12 +43,15 @@ def work(count: int, tokens: int = 5) -> OfflineWork:
     return OfflineWork("w", [[1, 2, 3]] * count, [SamplingParams(max_tokens=tokens, ignore_eos=True)] * count)
 
 
-def test_every_run_begins_with_an_empty_cache_and_the_best_one_counts() -> None:
-    model = Pretender(seconds=(0.0, 0.4, 0.02))
+def test_every_run_begins_with_an_empty_cache_and_the_best_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [64.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("time.sleep", lambda seconds: now.append(now.pop() + seconds))
+    model = Pretender(seconds=(0.0, 0.5, 0.25))
     runs = measure(model, work(4), warmups=1, runs=2)
     assert model.calls == ["reset", "generate"] * 3
     entry = throughput_of("w", runs)
-    assert 0.02 <= entry["elapsed_time"] < 0.4 <= entry["runs"][0]["elapsed_time"]
+    assert (entry["elapsed_time"], entry["runs"][0]["elapsed_time"]) == (0.25, 0.5)
     assert (entry["num_requests"], entry["total_input_tokens"], entry["total_output_tokens"]) == (4, 12, 20)
     assert entry["output_tokens_per_second"] == pytest.approx(20 / entry["elapsed_time"])
     assert entry["tokens_per_second"] == pytest.approx(32 / entry["elapsed_time"])

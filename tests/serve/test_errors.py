@@ -3,9 +3,11 @@
 import asyncio
 import gzip
 import logging
+import threading
 
 import pytest
 
+from patience import PATIENCE
 from quire.config.server_args import ServerArgs
 from quire.serve.errors import error_body
 from quire.types.errors import EngineDead, NotSupported, RequestError
@@ -214,15 +216,18 @@ def test_failures_inside_a_stream_are_its_last_event(server):
 def test_a_late_refusal_is_an_event(server):
     """One that comes when the stream had to begin already."""
 
+    begun = threading.Event()
+
     class Late(Broken):
         async def generate(self, *_, **__):
-            await asyncio.sleep(1.3)
+            assert await asyncio.to_thread(begun.wait, PATIENCE)
             raise self._error
             yield
 
     with server.serve(ServerArgs(), Late(server.llm, RequestError("no", "prompt"))) as http:
-        response = http.post("/v1/completions", json={"prompt": "a", "stream": True})
-        error, done = events_of(response.text)
+        with http.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as response:
+            begun.set()
+            error, done = events_of(response.read().decode())
         assert response.status_code == 200 and error["error"]["code"] == 400 and done == "[DONE]"
 
 

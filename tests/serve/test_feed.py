@@ -152,7 +152,7 @@ def test_who_leaves_early_is_told_as_such(served):
 def test_a_request_that_ran_before_anybody_looked(served):
     with served.client() as client:
         time.sleep(0.3)  # until the engine has heard that the viewers before us have gone
-        thread = threading.Thread(target=client.post, args=("/v1/completions",), kwargs={"json": body(150, False)})
+        thread = threading.Thread(target=client.post, args=("/v1/completions",), kwargs={"json": body(220, False)})
         thread.start()
         wait_for(lambda: metric(client, "num_requests_running"))
         time.sleep(0.3)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from patience import PATIENCE
 from quire.serve import sse
 from quire.serve.sse import EventStream, encode_event
 from quire.types.errors import InvalidParameter
@@ -52,7 +53,8 @@ def test_a_stream_whose_first_event_takes_long_begins_without_it(monkeypatch):
     messages: list[dict[str, Any]] = []
 
     async def events():
-        await asyncio.sleep(0.1)
+        while not messages:
+            await asyncio.sleep(0.001)
         begun.append(len(messages))
         yield {"a": 1}
 
@@ -63,7 +65,7 @@ def test_a_stream_whose_first_event_takes_long_begins_without_it(monkeypatch):
 
         await EventStream(events())({"type": "http"}, None, send)  # type: ignore[arg-type]
 
-    asyncio.run(scene())
+    asyncio.run(asyncio.wait_for(scene(), PATIENCE))
     assert begun == [1]
     assert [message["type"] for message in messages] == ["http.response.start"] + ["http.response.body"] * 2
 
