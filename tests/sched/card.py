@@ -12,7 +12,7 @@ from quire.sched.scheduler import Scheduler
 from quire.types.plan import StepPlan, StepResult
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
-from quire.types.stats import NO_COUNTS
+from quire.types.stats import NO_COUNTS, DeviceCounts
 
 ROWS = (1, 16, 64, 256)
 PLAIN = (4.16, 4.82, 6.0, 12.9)  # ms of a step without drafts
@@ -25,8 +25,10 @@ PROMPT = 0.04  # and by the model
 
 
 class Card:
-    def __init__(self, speculation, rate: float = 0.0, depth: int = 1, seed: int = 0) -> None:
+    def __init__(self, speculation, rate: float = 0.0, depth: int = 1, seed: int = 0, recording: float = 0.0) -> None:
+        """`recording`: ms that the first step with drafts takes longer of each size, for its graph."""
         self.now = self.free = 0.0
+        self._recording, self._recorded = recording, set()
         self.rate, self._dice, self._ended, self.steps = rate, random.Random(seed), 0, []
         self.scheduler = Scheduler(
             layout_of((None,), 16), pages=12_000, max_model_len=4096, max_seqs=256, max_batched_tokens=8192,
@@ -82,7 +84,11 @@ class Card:
     def _takes(self, plan: StepPlan) -> float:
         rows, drafts = len(plan.slot), int(plan.drafts.sum())
         more = WITH + drafts * np.interp(rows, ROWS, EACH) if drafts else 0.0
-        prompts = plan.tokens - drafts - rows
+        prompts, size = plan.tokens - drafts - rows, (plan.tokens - 1).bit_length()
+        if drafts and self._recording and size not in self._recorded:
+            self._recorded.add(size)
+            self.counts = DeviceCounts(captures=len(self._recorded))
+            more += self._recording
         return np.interp(rows, ROWS, PLAIN) + more + PROMPT * prompts
 
     def _draw(self, plan: StepPlan) -> StepResult:

@@ -52,6 +52,12 @@ def test_where_nothing_can_be_won_nothing_is_lost(make, requests, rate):
     assert min(paces(make(), requests, rate)) > LEAST
 
 
+def test_steps_that_recorded_a_graph_say_nothing_of_what_drafts_cost():
+    card = Card(by_host(), 0.7, recording=25.0)
+    first, second = (Card(None).run(16) / card.run(16) for _ in range(2))
+    assert first > 1.2 and second > 1.5  # to record takes a twentieth of the first
+
+
 def test_drafts_that_have_become_good_are_found_out():
     """A draft model that was never right is tried again, if ever more rarely."""
     card = Card(by_model(), 0.0)

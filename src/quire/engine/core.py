@@ -47,7 +47,9 @@ class EngineCore:
         self.scheduler, self.executor, self.depth, self._clock = scheduler, executor, depth, clock
         self.constraints = Constraints(scheduler, grammars, self._tell)
         self.adapters = AdapterDesk(scheduler.roster, executor, *adapters, self.constraints.refuse)
-        self._flights: deque[tuple[Scheduled, Flight, bool]] = deque()  # True = it was launched behind another
+        # whether it was launched behind another, and whether something had to be prepared for it
+        self._flights: deque[tuple[Scheduled, Flight, bool, bool]] = deque()
+        self._prepared = 0  # kernels and graphs so far
         self._deltas: list[TokenDelta] = []  # to be handed out by the next step
         self._busy_since = 0.0  # the device with the first of them
         self._landed_at = 0.0  # the latest
@@ -143,7 +145,9 @@ class EngineCore:
     def idle(self) -> bool:
         """For moments without work: lets the executor prepare for some. False = it has nothing left to prepare."""
         speculation = self.scheduler.speculation
-        return self.executor.idle() or (speculation is not None and speculation.idle())
+        more = self.executor.idle()
+        self._has_prepared()
+        return more or (speculation is not None and speculation.idle())
 
     def check(self) -> None:
         """For moments without work: raises EngineDead if the executor is lost."""
@@ -166,11 +170,17 @@ class EngineCore:
             flight = self.executor.submit(scheduled.plan)
             if len(scheduled.plan.masked):
                 self._draw_masked(scheduled, flight)
-            self._flights.append((scheduled, flight, ahead))
+            self._flights.append((scheduled, flight, ahead, self._has_prepared()))
         except EngineDead:
             raise
         except Exception as error:
             self._fail(scheduled, error)
+
+    def _has_prepared(self) -> bool:
+        """Since this was asked last: what then took long says nothing of the next time."""
+        counts, before = self.executor.counts, self._prepared
+        self._prepared = counts.captures + counts.compilations
+        return self._prepared != before
 
     def _draw_masked(self, scheduled: Scheduled, flight: Flight) -> None:
         while self._flights:  # masks depend on their tokens
@@ -191,7 +201,7 @@ class EngineCore:
         if self.constraints.begun:
             self.constraints.note(deltas)
 
-    def _land(self, scheduled: Scheduled, flight: Flight, ahead: bool) -> None:
+    def _land(self, scheduled: Scheduled, flight: Flight, ahead: bool, prepared: bool) -> None:
         began = self._clock()
         try:
             result = flight.result()
@@ -205,7 +215,8 @@ class EngineCore:
             guessed, self._guessed = self._guessed, 0.0
             paused = self._busy_since - self._landed_at - guessed  # the device, before this step
             busy, self._busy_since = ended - self._busy_since, ended
-            self.scheduler.took(scheduled, busy, guessed + (paused if not ahead and 0 < paused < SHORT else 0.0), not ahead)
+            waited = guessed + (paused if not ahead and 0 < paused < SHORT else 0.0)
+            self.scheduler.took(scheduled, *((0.0, 0.0) if prepared else (busy, waited)), not ahead)
             self._landed_at = ended
             if self.watch is not None:
                 self.watch.landing(scheduled, result, busy, ended)

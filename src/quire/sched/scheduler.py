@@ -254,10 +254,11 @@ class Scheduler:
         return scheduled
 
     def took(self, scheduled: Scheduled, seconds: float, paused: float = 0.0, waited: bool = False) -> None:
-        """So long was the device busy with a step, and so long had it `paused` for it to be planned. `waited`: it was planned
-        when the last one's tokens had come."""
+        """So long was the device busy with a step, and so long had it `paused` for it to be planned; 0 = that says nothing.
+        `waited`: it was planned when the last one's tokens had come."""
         plan = scheduled.plan
-        self._budget.took(len(scheduled.requests), plan.tokens - plan.shapes.drafted, seconds)
+        if seconds:
+            self._budget.took(len(scheduled.requests), plan.tokens - plan.shapes.drafted, seconds)
         if self.speculation is not None:
             self.speculation.took(scheduled, seconds + paused, waited)
 
