@@ -22,13 +22,13 @@ class LocalFlight:
         try:
             self._flight.draw(masks)
         except AcceleratorError as error:
-            raise _dead(error) from error
+            raise device_lost(error) from error
 
     def result(self) -> StepResult:
         try:
             return self._flight.result()
         except AcceleratorError as error:
-            raise _dead(error) from error
+            raise device_lost(error) from error
 
 
 class LocalExecutor:
@@ -49,13 +49,13 @@ class LocalExecutor:
         try:
             return LocalFlight(self._runner.launch(plan))
         except AcceleratorError as error:
-            raise _dead(error) from error
+            raise device_lost(error) from error
 
     def idle(self) -> bool:
         try:
             return self._runner.idle()
         except AcceleratorError as error:
-            raise _dead(error) from error
+            raise device_lost(error) from error
 
     def check(self) -> None:
         self._runner.check_companions()
@@ -84,7 +84,7 @@ class LocalExecutor:
         try:
             self._runner.shelf.put(ref, place)
         except AcceleratorError as error:
-            raise _dead(error) from error
+            raise device_lost(error) from error
 
     def drop_adapter(self, place: int) -> None:
         self._runner.shelf.drop(place)
@@ -96,5 +96,5 @@ class LocalExecutor:
         self._runner.close()
 
 
-def _dead(error: AcceleratorError) -> EngineDead:
+def device_lost(error: AcceleratorError) -> EngineDead:
     return EngineDead(f"the device failed: {str(error).splitlines()[0]}")

@@ -12,10 +12,12 @@ the last few steps alone, as the scheduler's are.
 from collections import deque
 
 import numpy as np
+from torch import AcceleratorError
 
 from quire.dist.ring import Ring
 from quire.engine.executor import wire
 from quire.engine.executor.divided import DividedExecutor
+from quire.engine.executor.local import device_lost
 from quire.engine.executor.workers import Workers
 from quire.runner.flight import StepFlight
 from quire.runner.stage import Begun, StageRunner
@@ -37,11 +39,17 @@ class StageFlight:
         return not self._slots.isdisjoint(taken) or not self._draws.isdisjoint(plan.slot.tolist())
 
     def draw(self, masks: Words) -> None:
-        self._executor.finish(self).draw(masks)
-        self._executor.note_drawn(self)
+        try:
+            self._executor.finish(self).draw(masks)
+            self._executor.note_drawn(self)
+        except AcceleratorError as error:
+            raise device_lost(error) from error
 
     def result(self) -> StepResult:
-        return self._executor.finish(self).result()
+        try:
+            return self._executor.finish(self).result()
+        except AcceleratorError as error:
+            raise device_lost(error) from error
 
 
 class StagesExecutor(DividedExecutor):
