@@ -3,6 +3,7 @@ tokens are those of one process."""
 
 import pytest
 from recorded_steps import PAGE, recording  # noqa: F401
+from tiny import TEXT
 
 from oracle import TINY
 from quire import LLM, SamplingParams
@@ -11,6 +12,9 @@ from quire.device.cpu.device import CPUDevice
 from quire.device.cuda.channel import CardEnds, CardInlet, FromHost
 from quire.engine.executor import workers
 from quire.runner import warmup
+from quire.runner.stage import StageRunner
+from quire.runner.step import Runner
+from quire.sampling_params import StructuredOutputsParams
 from thread_ranks import Cards, ThreadWorkers
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -86,7 +90,9 @@ def compare(directory, rooms, what=lambda llm: ids(llm), alone=(), **args):
     try:
         assert what(llm) == expected
         llm.llm_engine.core.scheduler.check()
-        return [(runner.graphs, runner._ends.inlet) for runner in rooms.runners(llm)], llm.llm_engine.core.stats
+        return [
+            (runner.graphs, getattr(runner, "_ends", None) and runner._ends.inlet) for runner in rooms.runners(llm)
+        ], llm.llm_engine.core.stats
     finally:
         llm.llm_engine.shutdown()
 
@@ -121,6 +127,31 @@ def test_drafts(checkpoint, rooms):
         speculative_config=drafts,
     )
     assert stats.drafts.tokens > 0 and all(graphs.replays > 3 for graphs, _ in ranks)
+
+
+def test_ranks_draw_each_for_itself(checkpoint, rooms, monkeypatch):
+    """As those on GPUs do, and are told nothing; `seed` is all that a draw needs."""
+    monkeypatch.setattr(CPUDevice, "draws_alike", True)
+    monkeypatch.setattr(StageRunner, "take_drawn_of", None)
+    monkeypatch.setattr(Runner, "take_drawn", None)
+    for stages in (1, 2):
+        compare(checkpoint("llama").directory, rooms, tensor_parallel_size=2, pipeline_parallel_size=stages)
+
+
+def test_masks_are_told(tiny_model, rooms, monkeypatch):
+    """Of steps in which some rows have one, what was drawn is."""
+    monkeypatch.setattr(CPUDevice, "draws_alike", True)
+    rules = SamplingParams(temperature=0.8, seed=3, structured_outputs=StructuredOutputsParams(regex="(fox|dog) [a-z]{5}"))
+    for stages in (1, 2):
+        compare(
+            tiny_model,
+            rooms,
+            lambda llm: ids(llm, TEXT, [rules, SEEDED, GREEDY]),
+            alone={"skip_tokenizer_init": False},
+            skip_tokenizer_init=False,
+            tensor_parallel_size=2,
+            pipeline_parallel_size=stages,
+        )
 
 
 def test_ranks_of_stages_launch_all(checkpoint, rooms, warming):

@@ -94,6 +94,7 @@ class Device:
 
     name = ""  # as users say it
     records = False  # can it record a step and replay it? Then it has a `recorder`
+    draws_alike = False  # of several ranks each draws for itself? To be told, the first one's host would wait for its device
     compiles = False  # are kernels compiled when they are first run? Then steps are run before the first request comes
 
     def facts(self, memory: int | None = None) -> "DeviceFacts":

@@ -174,7 +174,7 @@ class StageRunner(Runner):
                 prompts = [(int(begun.owner[row]), report) for row, report in prompts]
         flight = StepFlight(begun.plan, prompts, draw, pooled, self._guessing)
         self._launched = begun.plan
-        if self._untold is not None:
+        if self._untold is not None and not self.draws_itself(begun.plan):
             self._undrawn[begun.plan.step] = self._untold
         return flight
 

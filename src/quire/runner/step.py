@@ -330,6 +330,8 @@ class Runner:
         if self._states is not None:
             self._states.copy(plan.save_slot, plan.save_entry)
         self._launched = plan
+        if self.draws_itself(plan):
+            self._untold = None
         return StepFlight(plan, prompts, draw, pooled, self._guessing)
 
     def _rows_of(self, plan: StepPlan) -> tuple[StepRows, Longs | None]:
@@ -403,10 +405,13 @@ class Runner:
         if not len(hidden):
             return None
         logits = self._loaded().logits(hidden, adapters)
-        if self._position.rank == 0:
-            return partial(self._draw, logits, rows, follow)
-        self._untold = rows
-        return None
+        self._untold = None if self._position.rank == 0 else rows
+        return partial(self._draw, logits, rows, follow) if self._position.rank == 0 or self._device.draws_alike else None
+
+    def draws_itself(self, plan: StepPlan) -> bool:
+        """Does every rank draw in this step? All have the same logits, of the same bits, and whatever else a draw depends on;
+        but masks are the first one's alone."""
+        return self._device.draws_alike and not len(plan.masked)
 
     def _replay(self, graphs: Graphs, plan: StepRows, plain: bool, parts: list[RowPart]) -> Tensor | Undrawn | None:
         brought = [part.replayed(plan.slot) for part in parts]

@@ -50,7 +50,7 @@ class RanksExecutor(DividedExecutor):
         with self._in_step(plan):
             flight = self._runner.launch(plan)
         flight.before_guessing, flight.meanwhile = self._follow, self._meanwhile
-        self.drawn = flight.drawn_ids()
+        self.drawn = None if self._runner.draws_itself(plan) else flight.drawn_ids()
         return RanksFlight(flight, self)
 
     def _follow(self, lengths: Ints) -> None:

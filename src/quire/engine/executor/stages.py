@@ -94,6 +94,7 @@ class StagesExecutor(DividedExecutor):
             self._workers.send(wire.Follow(next(iter(drawn.values()), NOTHING), lengths), self._mates)
 
     def note_drawn(self, flight: StageFlight) -> None:
-        ids = None if flight.flight is None or not self._mates else flight.flight.drawn_ids()
+        told = self._mates and not self._stage.draws_itself(flight.begun.plan)
+        ids = flight.flight.drawn_ids() if told and flight.flight is not None else None
         if ids is not None:
             self._drawn[flight.begun.plan.step] = ids
