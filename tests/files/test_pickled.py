@@ -1,8 +1,10 @@
 """Files of torch.save: shapes without torch, and nothing is run."""
 
 import pickle
+import struct
 import subprocess
 import sys
+import tracemalloc
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -59,7 +61,19 @@ def nested() -> bytes:
     return b"\x80\x02}(" + b"K\x01" + b"2\x86" * 60 + b"Nu."
 
 
+def unicode(text: str) -> bytes:
+    return b"X" + len(text).to_bytes(4, "little") + text.encode()
+
+
 HOSTILE = {
+    "a name that doubles": b"\x80\x02" + unicode("a") + b"q\x00" + b"h\x00h\x00\x93q\x00" * 60 + b".",
+    "a name of twos of twos": b"\x80\x02" + unicode("a") + b"q\x00" + b"h\x00h\x00\x86q\x00" * 60 + b"h\x00\x93.",
+    "long names": b"\x80\x02" + unicode("a" * 500_000) + b"q\x00" + b"h\x00h\x00\x93" * 60_000 + b".",
+    "a long shape again and again": b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\nq\x00NN("
+    + b"K\x01" * 200_000
+    + b"t\x87q\x01"
+    + b"h\x00h\x01R" * 100_000
+    + b".",
     "a call": pickle.dumps({"a": Evil()}),
     "a key without an end": nested(),
     "nothing to take": b"\x80\x02\x86.",
@@ -97,6 +111,34 @@ def test_other_files(tmp_path: Path) -> None:
     for path in ("old", "cut", "text", "empty", "two", "missing"):
         assert read_shapes(tmp_path / f"{path}.bin") is None
     assert read_shapes(small) is None
+
+
+def end(size: int, offset: int) -> bytes:
+    return b"PK\x05\x06" + struct.pack("<4H2IH", 0, 0, 1, 1, size, offset, 0)
+
+
+def test_sizes_that_are_not_so(tmp_path: Path) -> None:
+    """Of a directory (by the record that is read, not by the one that is pointed to) and of an entry: nothing is read beyond
+    what a table takes."""
+    large, name = 1 << 31, b"a/data.pkl"
+    with (tmp_path / "directory.bin").open("wb") as file:
+        file.write(b"PK\x06\x06" + struct.pack("<Q2H2I4Q", 44, 45, 45, 0, 0, 1, 1, 10, 0))
+        file.seek(large)
+        file.write(b"PK\x06\x06" + struct.pack("<Q2H2I4Q", 44, 45, 45, 0, 0, 1, 1, large - 100, 100))
+        file.write(b"PK\x06\x07" + struct.pack("<IQI", 0, 0, 1) + end(0xFFFFFFFF, 0xFFFFFFFF))
+    with (tmp_path / "entry.bin").open("wb") as file:
+        file.write(b"PK\x03\x04" + struct.pack("<5H3I2H", 20, 0, 0, 0, 0, 0, 100, 100, len(name), 0) + name + b"\x80\x02}.")
+        file.seek(large)
+        sizes = (large - 100, 100, len(name))
+        file.write(b"PK\x01\x02" + struct.pack("<6H3I5H2I", 20, 20, 0, 0, 0, 0, 0, *sizes, 0, 0, 0, 0, 0, 0) + name)
+        file.write(end(file.tell() - large, large))
+    tracemalloc.start()
+    try:
+        assert read_shapes(tmp_path / "directory.bin") is None
+        assert read_shapes(tmp_path / "entry.bin") is None
+        assert tracemalloc.get_traced_memory()[1] < 8 * LARGEST
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_rank_is_found_before_it_is_read(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import zipfile
 
 import pytest
 import torch
@@ -134,6 +135,15 @@ def test_a_bin_file_and_other_widths(checkpoint, tmp_path):
         torch.save(bad, tmp_path / "adapter_model.bin")
         with pytest.raises(AdapterError, match=message):
             shelf.read(AdapterRef(1, "c", path))
+    torch.save(found, tmp_path / "plain.bin")
+    bomb = zipfile.ZipFile(tmp_path / "adapter_model.bin", "w", zipfile.ZIP_DEFLATED)
+    with zipfile.ZipFile(tmp_path / "plain.bin") as plain, bomb:
+        for name in plain.namelist():
+            bomb.writestr(name, bytes(1 << 26) if name.endswith("/data/0") else plain.read(name))
+    with pytest.raises(
+        AdapterError, match=r"adapter_model\.bin has [\d,]+ bytes, and 67,\d{3},\d{3} in it: torch\.save does not"
+    ):
+        shelf.read(AdapterRef(1, "c", path))
     (tmp_path / "adapter_model.bin").write_bytes(b"not a file of torch's")
     with pytest.raises(AdapterError, match=r"adapter_model\.bin cannot be read"):
         shelf.read(AdapterRef(1, "c", path))

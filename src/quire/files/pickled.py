@@ -3,14 +3,15 @@ operations that torch writes are followed as data. Whatever else there is, the f
 
 import pickletools
 import struct
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 LARGEST = 1 << 20  # bytes of the table, and of the archive's directory: more takes time to look at
 LARGEST_SIZE = 1 << 62
-LAST = 22 + (1 << 16)  # bytes in which an archive's end begins
-END, LOCATOR = b"PK\x05\x06", b"PK\x06\x07"
+LONGEST_SHAPE = 8
+LONGEST_NAME = 100  # of what a file would have called
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _VALUES = {"BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"}
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
@@ -33,14 +34,11 @@ class _Unknown(ValueError):
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]] | None:
     """By the tensors' names; None = it is not a table of tensors as torch writes it, or a vast one."""
     try:
-        with path.open("rb") as file:
-            if _directory_size(file) > LARGEST:
+        with _Bounded(path) as file, ZipFile(file) as archive:
+            [entry] = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
+            if entry.file_size > LARGEST or entry.compress_type != ZIP_STORED:
                 return None
-            with ZipFile(file) as archive:
-                [entry] = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
-                if entry.file_size > LARGEST or entry.compress_type != ZIP_STORED:
-                    return None
-                table = _follow(archive.read(entry))
+            table = _follow(archive.read(entry))
     except (OSError, BadZipFile, ValueError, LookupError, NotImplementedError, EOFError, RuntimeError, struct.error):
         return None
     if not isinstance(table, dict) or not all(isinstance(found, _Shape) for found in table.values()):
@@ -48,20 +46,14 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]] | None:
     return {name: found.sizes for name, found in table.items()}
 
 
-def _directory_size(file: BinaryIO) -> int:
-    """Of an archive, which is read whole when it is opened."""
-    size = file.seek(0, 2)
-    begin = max(0, size - LAST)
-    file.seek(begin)
-    tail = file.read()
-    at = tail.rfind(END)
-    if at < 0:
-        raise _Unknown
-    if tail[max(0, at - 20) : at][:4] == LOCATOR:  # of a large archive: the end before this one counts
-        (place,) = struct.unpack("<Q", tail[at - 12 : at - 4])
-        file.seek(place)
-        return int(struct.unpack("<Q", file.read(48)[40:])[0])
-    return int(struct.unpack("<I", tail[at + 12 : at + 16])[0])
+class _Bounded(FileIO):
+    """An archive's directory and its entries say themselves how large they are, and may be as large as the file."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        found = super().read(LARGEST + 1 if size is None or size < 0 else min(size, LARGEST + 1)) or b""
+        if len(found) > LARGEST:
+            raise _Unknown
+        return found
 
 
 def _follow(text: bytes) -> Any:
@@ -101,6 +93,8 @@ def _make(name: str, argument: Any, stack: list[Any], marks: list[int]) -> None:
             stack.append(_Named(argument))
         case "STACK_GLOBAL":
             module, called = _taken(stack, len(stack) - 2)
+            if not all(isinstance(part, str) and len(part) <= LONGEST_NAME for part in (module, called)):
+                raise _Unknown  # a few bytes can name what takes forever to write out
             stack.append(_Named(f"{module} {called}"))
         case "TUPLE":
             stack.append(tuple(_taken(stack, marks.pop())))
@@ -137,7 +131,7 @@ def _call(called: Any, given: Any) -> Any:
         case "collections OrderedDict" if not given:
             return {}
         case "torch._utils _rebuild_tensor_v2" if len(given) > 2 and isinstance(given[2], tuple):
-            if not all(type(size) is int and 0 <= size < LARGEST_SIZE for size in given[2]):
+            if len(given[2]) > LONGEST_SHAPE or not all(type(size) is int and 0 <= size < LARGEST_SIZE for size in given[2]):
                 raise _Unknown
             return _Shape(given[2])
         case "torch._utils _rebuild_parameter" if given and isinstance(given[0], _Shape):

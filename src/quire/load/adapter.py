@@ -99,7 +99,10 @@ def _read_tensors(files: AdapterFiles) -> list[Named]:
     try:
         if files.weights.suffix == ".safetensors":
             return _read_safetensors(files.weights)
+        _check_archive(files.weights)
         found = torch.load(files.weights, map_location="cpu", weights_only=True)
+    except AdapterError:
+        raise
     except ModelError as error:
         raise AdapterError(str(error), "lora_path") from error
     except Exception as error:  # of torch's reader, whatever the file made it stumble over
@@ -107,6 +110,18 @@ def _read_tensors(files: AdapterFiles) -> list[Named]:
     if not isinstance(found, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in found.items()):
         raise AdapterError(f"{files.weights.name} is not a table of tensors", "lora_path")
     return [_checked(name, values) for name, values in found.items()]
+
+
+def _check_archive(path: Path) -> None:
+    """torch.save does not compress. What says that it is larger than its file would take any amount of memory."""
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\x03\x04":  # an older format, which has no parts
+            return
+        size = file.seek(0, os.SEEK_END)
+    archive = torch._C.PyTorchFileReader(str(path))
+    held = sum(archive.get_record_size(name) for name in archive.get_all_records())
+    if held > size:
+        raise AdapterError(f"{path.name} has {size:,} bytes, and {held:,} in it: torch.save does not compress", "lora_path")
 
 
 def _read_safetensors(path: Path) -> list[Named]:
