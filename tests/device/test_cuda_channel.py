@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quire.device.cuda.channel import LANDINGS, CardEnds, CardInlet, CardOutlet, FromHost, ToHost
+from quire.device.cuda.shared_bytes import view_bytes
 from quire.dist.channel import Neighbours, Shape
 from quire.subprocesses import nameless_memory
 from thread_ranks import Cards
@@ -113,3 +114,26 @@ def test_whoever_is_gone_is_told(circle):
         ring.ends[0].inlet.receive([1])
     with pytest.raises(Told, match="lost 1"):
         ring.ends[0].outlet.send(torch.ones(1, 4))
+
+
+def test_other_nodes_are_reached_through_the_host():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    with ours, theirs:
+        ends = [
+            CardEnds(SHAPE, Neighbours(rank, 1 - rank, 1 - rank, {}, {1 - rank: end}, -1, lambda _: 0), Watch(), Cards())
+            for rank, end in enumerate((ours, theirs))
+        ]
+        for end in ends:
+            end.meet()
+        sent = torch.randn(3, 4).bfloat16()
+        ends[0].outlet.send(sent)
+        assert torch.equal(ends[1].inlet.receive([0]), sent)
+
+
+def test_memory_that_is_there_is_not_copied():
+    memory = torch.arange(16, dtype=torch.uint8)
+    view = view_bytes(memory.data_ptr(), 16, torch.device("cpu"))
+    view[3] = 99
+    assert memory.tolist() == view.tolist() and memory[3] == 99
