@@ -93,7 +93,7 @@ def test_who_is_let_in():
 
         def come(node, key):
             try:
-                joined.append(nodes.join(address, node, "127.0.0.1", key, 5.0))
+                joined.append(nodes.join(address, node, "127.0.0.1", key, PATIENCE))
             except EngineError as error:
                 refused.append(str(error))
 
@@ -120,7 +120,7 @@ def test_who_is_let_in():
 
         visitor = threading.Thread(target=visit)
         visitor.start()
-        links = nodes.gather(listener, nodes.share_ranks(3, 2), "right", 10.0)
+        links = nodes.gather(listener, nodes.share_ranks(3, 2), "right", PATIENCE)
         visitor.join()
         assert links.own == range(1) and sorted(links.controls) == [1, 2] and sorted(links.ends[0]) == [1, 2]
         for one in (links, *joined):
@@ -160,7 +160,7 @@ def test_strangers_do_not_keep_nodes_from_meeting(monkeypatch, hellos, reset):
         address = listener.getsockname()
         first = others.submit(nodes.gather, listener, nodes.share_ranks(3, 3), "", 30.0)
         there = list(strangers(address, *hellos, reset=reset))
-        joined = [others.submit(nodes.join, address, node, "127.0.0.1", "", 30.0) for node in (2, 1)]
+        joined = [others.submit(nodes.join, address, node, "127.0.0.1", "", PATIENCE) for node in (2, 1)]
         links = [first.result(), *(one.result() for one in joined)]
         assert sorted(links[0].controls) == [1, 2] and sorted(links[0].ends[0]) == [1, 2]
         pairs = [(links[0].controls[1], links[2].controls[1]), (links[1].ends[2][1], links[2].ends[1][2])]
@@ -176,12 +176,14 @@ def test_a_place_is_free_again_when_no_ranks_come(monkeypatch):
     monkeypatch.setattr(nodes, "ENDS", 1.0)
     with listen(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as other:
         address = listener.getsockname()
-        first = other.submit(nodes.gather, listener, nodes.share_ranks(2, 2), "", 30.0)
+        first = other.submit(nodes.gather, listener, nodes.share_ranks(2, 2), "", PATIENCE)
         [stranger] = strangers(address, {**AS_ONE, "node": 1})
-        told = heard(stranger, PATIENCE)
-        with socket.create_connection(address) as late:  # of a meeting before
-            say(late, {"key": "", "meeting": "", "control": 1})
-            joined = nodes.join(address, 1, "127.0.0.1", "", 30.0)
+        claim = heard(stranger, PATIENCE)["claim"]
+        with socket.create_connection(address) as control, socket.create_connection(address) as late:
+            say(control, {"key": "", "claim": claim, "control": 1})
+            told = heard(stranger, PATIENCE)
+            say(late, {"key": "", "meeting": "", "control": 1})  # of a meeting before
+            joined = nodes.join(address, 1, "127.0.0.1", "", PATIENCE)
         links = first.result()
         assert links.meeting == joined.meeting != told["meeting"] and sorted(links.controls) == [1]
         for one in (links, joined, stranger):
