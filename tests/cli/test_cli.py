@@ -249,3 +249,21 @@ def test_a_plan_for_stages(model: str, capsys: pytest.CaptureFixture[str]) -> No
     assert given.pages == GIB // (alone.bytes_per_page // 2) - 1
     assert main(["plan", model, "--memory", "80GiB", "--device", "cpu", "-pp", "2", "--pipeline-layer-partition", "20,12"]) == 0
     assert "2, of 20, 12 layers" in capsys.readouterr().out
+
+
+def test_a_plan_for_ranks_on_gpus(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each has the memory of a GPU for its part of the weights and of each page."""
+    alone = make_plan(EngineArgs(model=model), 80 * GIB)
+    for args in (EngineArgs(model=model, tensor_parallel_size=4), EngineArgs(model=model, pipeline_parallel_size=4)):
+        divided = make_plan(args, 80 * GIB)
+        assert divided.weights_held * 4 == divided.weights_loaded == alone.weights_held
+        assert divided.cache - alone.cache == alone.weights_loaded - divided.weights_held
+        assert divided.bytes_per_page * 4 == alone.bytes_per_page
+        assert divided.pages > 4 * alone.pages
+    assert not make_plan(EngineArgs(model=model), 12 * GIB).fits
+    assert main(["plan", model, "--memory", "12GiB", "-tp", "4"]) == 0
+    told = capsys.readouterr().out
+    assert "4 GPUs, each with 12.00 GiB" in told
+    assert "GiB on each GPU" in told
+    given = EngineArgs(model=model, tensor_parallel_size=4, kv_cache_memory_bytes=60 * GIB)
+    assert make_plan(given, 80 * GIB).fits

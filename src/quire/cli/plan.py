@@ -89,14 +89,16 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
     weights, held_as = weights_of(facts, config.quantization, config.kept_forms, config.dtype)
     beside = what_is_beside(config)
     steps = max(_largest_step(config, element), beside.draft_steps)
-    here = local_engines(args) if config.device_facts.one_memory else 1
-    used = here * (weights + beside.total + steps)
+    shared = config.device_facts.one_memory
+    here = local_engines(args) if shared else 1
+    held = weights if shared else _largest_part(config, weights)  # by one device: each rank has its own
+    used = here * (held + beside.total + steps)
     budget = open_device(kind).plan_budget(total, args.gpu_memory_utilization, used)
     left = budget.usable - used - budget.reserved
-    whole = args.kv_cache_memory_bytes or share_memory(config, layout, budget.cache)
+    whole = args.kv_cache_memory_bytes or (share_memory(config, layout, budget.cache) if shared else budget.cache)
     cache = int(whole * model_share(config, layout))
     pages, snapshots, length, problems = _fit(config, layout, cache, budget.usable / total)
-    if args.kv_cache_memory_bytes and (asked := whole * config.world * here) > left:
+    if args.kv_cache_memory_bytes and (asked := whole * (config.world if shared else 1) * here) > left:
         problems.append(f"kv_cache_memory_bytes asks for {gib(asked)}, but only {gib(left)} are left")
     sizes = sorted({size for size in TYPICAL_LENGTHS if size < length} | ({length} if length else set()))
     return MemoryPlan(
@@ -107,6 +109,7 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
         parameters_counted=facts.weight_bytes > 0,
         weights_stored=facts.weight_bytes,
         weights_loaded=weights,
+        weights_held=held,
         weights_as=held_as,
         dtype=config.dtype,
         device=kind,
@@ -142,6 +145,12 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
         fits=not problems,
         advice=tuple(problems) or _shrunk(config, layout, length, cache),
     )
+
+
+def _largest_part(config: Config, weights: int) -> int:
+    """Of all weights, those of a rank in the stage with most layers."""
+    layers = [len(stage) for stage in config.stage_layers] if config.stages > 1 else [1]
+    return weights * max(layers) // (sum(layers) * config.ranks)
 
 
 def _largest_step(config: Config, element: int) -> int:

@@ -14,6 +14,7 @@ class MemoryPlan:
     parameters_counted: bool  # from weight files, or estimated from the shapes
     weights_stored: int  # 0: there are no files
     weights_loaded: int
+    weights_held: int  # by one device, of several that each have a part
     weights_as: str  # a type, or the file's blocks
     dtype: str
     device: str
@@ -54,6 +55,8 @@ class MemoryPlan:
 def render(plan: MemoryPlan) -> str:
     counted = "" if plan.parameters_counted else ", estimated from the shapes"
     stored = f" ({size(plan.weights_stored)} as stored)" if plan.weights_stored else ""
+    if plan.weights_held < plan.weights_loaded:
+        stored += f", about {size(plan.weights_held)} on each GPU"
     code = "" if plan.served_by == "quire" else ", through transformers"
     lines = [
         ("Model", f"{plan.model} ({plan.architecture}{code}, {_count(plan.parameters)} parameters{counted})"),
@@ -111,7 +114,8 @@ def _device(plan: MemoryPlan) -> str:
     if plan.device != "cuda":
         return f"{plan.device}, {size(plan.memory)} available"
     usable, reserved = size(plan.memory_usable), size(plan.reserved)
-    return f"GPU with {size(plan.memory)}, of which {usable} may be used and {reserved} are the driver's"
+    which = "GPU" if plan.ranks == 1 else f"{plan.ranks} GPUs, each"
+    return f"{which} with {size(plan.memory)}, of which {usable} may be used and {reserved} are the driver's"
 
 
 def _requests(number: float, most: int) -> str:
