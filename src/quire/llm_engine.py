@@ -10,6 +10,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterable
+from itertools import count
 
 from quire.config.args import EngineArgs
 from quire.config.config import Config
@@ -60,6 +61,7 @@ class LLMEngine:
         opener, bounds = self.inputs.prompts.open_tokenizer, config.adapter_bounds
         self.adapters = AdapterNames(config.max_loras > 0, vocabulary, opener, bounds)
         self.outputs = OutputProcessor(self.tokenizer, page_size=config.page_size if config.prefix_caching else 0)
+        self._serials = count()
         logger.info("ready after %s", self.timeline)
 
     @classmethod
@@ -78,9 +80,10 @@ class LLMEngine:
         lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> None:
-        """Checks and queues one request; a RequestError leaves the engine as it was."""
-        extras = self.extras_of(lora_request)
-        self.submit(self.prepare(request_id, prompt, params, arrival_time, priority, extras=extras))
+        """Checks and queues one request; a RequestError leaves the engine as it was. Inside it has a number behind its id: that
+        may be used again while the core still has to tell the end of its last bearer."""
+        extras, inside = self.extras_of(lora_request), f"{request_id}-{next(self._serials)}"
+        self.submit(self.prepare(request_id, prompt, params, arrival_time, priority, extras=extras, engine_id=inside))
 
     def prepare(
         self,
@@ -91,9 +94,12 @@ class LLMEngine:
         priority: int = 0,
         how: Tokenization | None = None,
         extras: Extras = NO_EXTRAS,
+        engine_id: str | None = None,
     ) -> PreparedRequest:
         arrival = time.time() if arrival_time is None else arrival_time
-        prepared = self.inputs.prepare(request_id, prompt, params, arrival=arrival, priority=priority, how=how, extras=extras)
+        prepared = self.inputs.prepare(
+            request_id, prompt, params, arrival=arrival, priority=priority, how=how, engine_id=engine_id, extras=extras
+        )
         if prepared.params.structured_outputs is not None:
             self._check_grammar(prepared.params.structured_outputs)
         return prepared

@@ -249,6 +249,23 @@ def test_abort_at_any_point(llm):
         engine.core.scheduler.check()
 
 
+def test_an_id_that_is_used_again_at_once(llm):
+    """Of its last bearer, which was aborted or ended by a stop string, the core has not told the end yet."""
+    engine: LLMEngine = llm.llm_engine
+    [expected] = generate(llm, TEXT[1], GREEDY)
+    engine.add_request("a", TEXT[0], SamplingParams(max_tokens=50, ignore_eos=True))
+    engine.step()
+    engine.abort_request("a")
+    for stop in (None, expected.outputs[0].text[1:3], None):
+        engine.add_request("a", TEXT[1], GREEDY.clone() if stop is None else SamplingParams(temperature=0, stop=stop))
+        last = None
+        while engine.has_unfinished_requests():
+            last = next(iter(engine.step()), last)
+        assert last.outputs[0].finish_reason == ("stop" if stop else expected.outputs[0].finish_reason)
+        assert stop is not None or last.outputs[0].token_ids == expected.outputs[0].token_ids
+    engine.step()
+
+
 def test_ctrl_c_leaves_a_clean_engine(llm):
     params = SamplingParams(max_tokens=200, ignore_eos=True)
     timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
