@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from patience import PATIENCE
+
 END = b"0\r\n\r\n"
 
 
@@ -64,12 +66,12 @@ class FakeOpenAI:
         ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main(ready)))
         self._thread.start()
-        assert ready.wait(10)
+        assert ready.wait(PATIENCE)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
 
     @property

@@ -11,6 +11,7 @@ from contextlib import contextmanager, redirect_stderr
 
 import pytest
 
+from patience import PATIENCE
 from quire import progress
 from quire.progress import doing, set_aside, shown
 
@@ -52,7 +53,7 @@ def shown_on(stream: io.StringIO, ready: str = "", tell: Callable[[str], None] |
 
 
 def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)

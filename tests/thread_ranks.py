@@ -10,6 +10,7 @@ import threading
 
 import torch
 
+from patience import PATIENCE
 from quire.engine.executor import wire
 from quire.engine.executor.worker import Rank
 from quire.subprocesses import nameless_memory
@@ -52,7 +53,7 @@ class ThreadWorkers:
                 self._asked[rank].put(wire.encode(command))
 
     def answers(self):
-        answers = [told.get(timeout=120) for told in self._told[1:]]
+        answers = [told.get(timeout=PATIENCE) for told in self._told[1:]]
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer

@@ -195,13 +195,20 @@ def run_apart(*flags: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def waits(pid: int) -> bool:
+    """None of its threads has anything to do: it has read all that was sent."""
+    states = [(task / "stat").read_text().rpartition(")")[2].split()[0] for task in Path(f"/proc/{pid}/task").iterdir()]
+    return set(states) == {"S"}
+
+
 def test_ctrl_c_reports_what_has_ended() -> None:
     with FakeOpenAI(lambda _, index: Answer(hang_after=1 if index == 3 else None)) as server:
         process = run_apart("--base-url", server.url, "--random-input-len", "4", "--random-output-len", "2")
         deadline = time.monotonic() + PATIENCE
         while (len(server.generated) < 4 or server.running > 1) and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(1.0)
+        while not (waits(process.pid) and time.sleep(0.3) is None and waits(process.pid)) and time.monotonic() < deadline:
+            time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130

@@ -126,7 +126,7 @@ def test_two_adapters_and_none_in_one_batch(tmp_path, depth):
 
 def test_who_waits_for_an_adapter_stops_nobody(engine, monkeypatch):
     go, read = threading.Event(), engine.executor.read_adapter
-    monkeypatch.setattr(engine.executor, "read_adapter", lambda ref: go.wait(30) and read(ref))
+    monkeypatch.setattr(engine.executor, "read_adapter", lambda ref: go.wait(PATIENCE) and read(ref))
     engine.add("cold", engine.adapter("a", "1"))
     engine.add("other", max_tokens=30)
     engine.run("other")

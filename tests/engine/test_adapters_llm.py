@@ -11,6 +11,7 @@ from tiny import open_model
 from transformers import LlamaForCausalLM
 
 from adapters import IDS, KINDS, halves, merge, write_adapter
+from patience import PATIENCE
 from quire import SamplingParams
 from quire.config.server_args import ServerArgs
 from quire.lora.request import LoRARequest
@@ -107,7 +108,7 @@ def test_served_and_the_engine_killed(tiny_model, expected, tmp_path, quick):
                 os.kill(running.llm.engine_pid, signal.SIGKILL)
                 events = events_of("\n\n".join(line for line in [first, *lines] if line))
             assert "".join(event["choices"][0]["text"] for event in events[:-1]) == whole
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + PATIENCE
             while running.llm.restarts < 1 and time.monotonic() < deadline:
                 time.sleep(0.05)
             assert running.llm.restarts == 1 and json.dumps(events[-1]) == '"[DONE]"'

@@ -64,7 +64,7 @@ def test_what_is_kept_leaves_while_its_sender_waits_for_something_else(ends):
 
     thread = threading.Thread(target=answer)
     thread.start()
-    assert here.wait(10_000) and here.receive() == b"10000000"
+    assert here.wait(int(1000 * PATIENCE)) and here.receive() == b"10000000"
     thread.join()
 
 
@@ -92,7 +92,7 @@ def test_the_other_end_is_closed(ends):
     here.send(b"last")
     here.close()
     assert received(there, 1) == [b"last"]
-    assert there.wait(1000) and there.receive() is None and there.closed
+    assert there.wait(int(1000 * PATIENCE)) and there.receive() is None and there.closed
     began = time.monotonic()
     assert not there.wait(50) and time.monotonic() - began >= 0.05, "a closed end is not waited for in a busy loop"
     there.send(b"to nobody" * 100_000)

@@ -9,6 +9,7 @@ import pytest
 from test_ranks import GREEDY, PROMPTS, SEEDED, family_engine, ids
 
 from forked import nursery
+from patience import PATIENCE
 from quire import LLM
 from quire.cli.main import main
 from quire.engine.executor import nodes, workers
@@ -34,14 +35,14 @@ def test_two_nodes_give_the_tokens_of_one_process(checkpoint, port):
     prompts, params = PROMPTS * 2, [GREEDY] * len(PROMPTS) + [SEEDED] * len(PROMPTS)
     expected = ids(family_engine(directory), prompts, params)
     over = []
-    other = threading.Thread(target=lambda: over.append(nodes.run_node(("127.0.0.1", port), 1, "127.0.0.1", "", 60.0)))
+    other = threading.Thread(target=lambda: over.append(nodes.run_node(("127.0.0.1", port), 1, "127.0.0.1", "", PATIENCE)))
     other.start()
     llm = family_engine(directory, tensor_parallel_size=3, nnodes=2, master_port=port)
     assert ids(llm, prompts, params) == expected
     told = llm.collective_rpc("describe_rank")
     assert [rank["rank"] for rank in told] == [0, 1, 2]
     llm.llm_engine.shutdown()
-    other.join(30)
+    other.join(PATIENCE)
     assert over == [True], "the node was told that it is over"
 
 
@@ -53,7 +54,7 @@ def test_stages_on_several_nodes(checkpoint, port, ranks, stages, machines):
     expected = ids(family_engine(directory), prompts, params)
     first, over = ("127.0.0.1", port), []
     others = [
-        threading.Thread(target=lambda node=node: over.append(nodes.run_node(first, node, "127.0.0.1", "", 60.0)))
+        threading.Thread(target=lambda node=node: over.append(nodes.run_node(first, node, "127.0.0.1", "", PATIENCE)))
         for node in range(1, machines)
     ]
     for other in others:
@@ -64,7 +65,7 @@ def test_stages_on_several_nodes(checkpoint, port, ranks, stages, machines):
     assert [rank["stage"] for rank in llm.collective_rpc("describe_rank")] == [n for n in range(stages) for _ in range(ranks)]
     llm.llm_engine.shutdown()
     for other in others:
-        other.join(30)
+        other.join(PATIENCE)
     assert over == [True] * len(others)
 
 
@@ -79,7 +80,7 @@ def test_a_lost_rank_of_another_node_is_named(checkpoint, port, how, size, fate)
     over, started = [], []
 
     def run_node():
-        ranks = nodes.NodeRanks(nodes.join(("127.0.0.1", port), 1, "127.0.0.1", "", 60.0))
+        ranks = nodes.NodeRanks(nodes.join(("127.0.0.1", port), 1, "127.0.0.1", "", PATIENCE))
         started.append(ranks.processes[1].pid)
         over.append(ranks.watch())
         ranks.end()
@@ -94,7 +95,7 @@ def test_a_lost_rank_of_another_node_is_named(checkpoint, port, how, size, fate)
         while True:
             ids(llm, PROMPTS, GREEDY)
     llm.llm_engine.shutdown()
-    other.join(30)
+    other.join(PATIENCE)
     if how == signal.SIGSTOP:
         os.kill(pid, signal.SIGKILL)
     assert over == [False], "another engine may be started, and wants it"

@@ -3,6 +3,7 @@ import logging
 
 import pytest
 
+from patience import PATIENCE
 from quire.obs.logs import OneLine, set_http_levels, set_up_logging
 from quire.obs.request_log import RequestLog
 from quire.obs.stats_log import StatsLog, log_interval, log_periodically
@@ -103,7 +104,7 @@ def test_the_line_comes_again_and_again(caplog: pytest.LogCaptureFixture) -> Non
             await asyncio.sleep(0.01)
         task.cancel()
 
-    asyncio.run(asyncio.wait_for(some_time(), 60))
+    asyncio.run(asyncio.wait_for(some_time(), PATIENCE))
 
 
 def test_the_hit_rate_is_of_recent_requests() -> None:

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from patience import PATIENCE
 from quire.dist.mesh import Position
 from quire.load.load import load_weights
 from quire.models.registry import build_model
@@ -17,7 +18,7 @@ class Lockstep:
     """What ranks in threads of one process say to each other: each waits until all have laid down their parts."""
 
     def __init__(self, size):
-        self.size, self.parts, self.barrier = size, [None] * size, threading.Barrier(size, timeout=60)
+        self.size, self.parts, self.barrier = size, [None] * size, threading.Barrier(size, timeout=PATIENCE)
         self.sums = 0
 
     def of(self, rank):

@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from patience import PATIENCE
 from quire.config.server_args import ServerArgs
 from quire.serve.http import HttpServer
 from quire.serve.limits import LIMITS, ServerLimits
@@ -39,7 +40,7 @@ class Raw:
     """One client's connection."""
 
     def __init__(self, port: int) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=60)
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
 
     def send(self, data: bytes) -> bool:
         """False: the server does not want it any more."""
@@ -165,7 +166,7 @@ class Hosted:
 
     def close(self) -> None:
         self.server.should_exit = True
-        self._thread.join(30)
+        self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
 
 

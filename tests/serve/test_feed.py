@@ -257,7 +257,7 @@ def test_the_page_is_opened_and_its_address_is_told_last(serve_model, tmp_path):
         [url] = re.findall(r"Open (http://127\.0\.0\.1:\d+/) in a browser", printed[-1])
         wait_for(opened.exists)
         wait_for(lambda: opened.read_text().strip() == url)
-        assert httpx.get(url).status_code == 200
+        assert httpx.get(url, timeout=PATIENCE).status_code == 200
     finally:
         server.kill()
         server.communicate()

@@ -17,6 +17,7 @@ import pytest
 from raw_http import Hosted, Raw, hosted, make_certificate, needs_openssl, status
 from server_process import body, read_stream, serving, wait_for
 
+from patience import PATIENCE
 from quire.serve.limits import LIMITS
 
 MEGABYTE = 2**20
@@ -367,7 +368,7 @@ def test_tls_handshakes_that_are_not_done_count_and_make_room(tmp_path: Path) ->
         silent = [server.connect() for _ in range(20)]
         wait_for(lambda: sum(is_closed(raw) for raw in silent) == 12)
         assert len(server.server.crowd) == 8
-        assert httpx.get(f"https://127.0.0.1:{server.port}/echo", verify=context).status_code == 200
+        assert httpx.get(f"https://127.0.0.1:{server.port}/echo", verify=context, timeout=PATIENCE).status_code == 200
         silent[-1].send(GET + END)  # not TLS
         assert b"200" not in silent[-1].read()
         for raw in silent:
@@ -403,20 +404,20 @@ def test_connections_leave_the_engine_its_descriptors(serve_model: Path) -> None
         with ThreadPoolExecutor(2) as pool:
             try:
                 stream = pool.submit(read_stream, http, body(100, True), begun.set)
-                assert begun.wait(60)
+                assert begun.wait(PATIENCE)
                 holding = pool.submit(hold)
-                wait_for(lambda: len(held) > 500, 60)
+                wait_for(lambda: len(held) > 500)
                 os.kill(server.engine_pid(), signal.SIGKILL)
-                events = stream.result(120)
+                events = stream.result(PATIENCE)
             finally:
                 over.set()
-            holding.result(60)
+            holding.result(PATIENCE)
         assert events[-1] == "[DONE]" and events[-2]["usage"]["completion_tokens"] == 100
         ticks = _processor_ticks(server.process.pid)
         held.extend(Raw(url.port) for _ in range(300))
         time.sleep(2)
         assert _processor_ticks(server.process.pid) - ticks < 100  # of 200: it does not spin
-        assert httpx.get(url.join("/livez")).status_code == 200
+        assert httpx.get(url.join("/livez"), timeout=PATIENCE).status_code == 200
         held.clear()
 
 

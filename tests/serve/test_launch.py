@@ -119,7 +119,7 @@ def test_unix_socket(serve_model: Path, tmp_path: Path) -> None:
     with serving(serve_model, "--uds", str(path)) as server:
         assert server.url() == f"unix:{path}"
         assert run_line(str(serve_model), "--uds", str(path)).stderr.count("another server listens there") == 1
-        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://here") as http:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://here", timeout=PATIENCE) as http:
             assert http.get("/readyz").status_code == 200
         server.signal()
         assert server.wait() == 0

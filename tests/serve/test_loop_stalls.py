@@ -36,7 +36,7 @@ class StallServer:
                 stderr=file,
                 env={**os.environ, "QUIRE_FAKE_LATENCY": "0.001", "QUIRE_TEMPLATE_SECONDS": "1", "OMP_NUM_THREADS": "1"},
             )
-        wait_for(lambda: READY.search(self.log()) or self.process.poll() is not None, 120)
+        wait_for(lambda: READY.search(self.log()) or self.process.poll() is not None)
         found = READY.search(self.log())
         assert found, self.log()
         self.http = httpx.Client(base_url=found[1], timeout=300)

@@ -36,7 +36,7 @@ def listening(app):
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(PATIENCE)
         listener.close()
 
 

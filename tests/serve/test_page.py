@@ -16,6 +16,7 @@ import pytest
 from browser import Viewer, needs_browser, open_browser
 from server_process import ServerProcess, serving
 
+from patience import PATIENCE
 from tiny_model import make_model
 
 pytestmark = needs_browser
@@ -255,7 +256,7 @@ def test_exports_do_what_the_page_did(viewer: Viewer, tmp_path: Path, monkeypatc
         {"role": "system", "content": 'It\'s a "page"\\ of\n\ttext: $HOME `x` 漢字 😀'},
         {"role": "user", "content": "what's up?"},
     ]
-    answer = httpx.post(address, json=body, timeout=60).json()
+    answer = httpx.post(address, json=body, timeout=PATIENCE).json()
     assert answer["usage"]["completion_tokens"] == 4
     page.click("#exportKinds button:has-text('Python')")
     made: dict[str, Any] = {}
@@ -438,7 +439,7 @@ def test_the_engine_at_work(viewer: Viewer, server: ServerProcess) -> None:
 def agrees_with_metrics(viewer: Viewer, server: ServerProcess) -> None:
     viewer.wait("feed.queue.running === 0")
     viewer.page.wait_for_timeout(1200)  # the last `stats` is out
-    metrics = httpx.get(f"{server.url()}/metrics").text
+    metrics = httpx.get(f"{server.url()}/metrics", timeout=PATIENCE).text
 
     def metric(name: str) -> float:
         return sum(float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines() if re.match(rf"quire:{name}\{{", line))

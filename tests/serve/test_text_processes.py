@@ -7,6 +7,8 @@ from pathlib import Path
 
 from server_process import children, serving, wait_for
 
+from patience import PATIENCE
+
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 
@@ -28,9 +30,9 @@ def test_two_looping_templates_end_neither_other_chats_nor_the_server(serve_mode
             assert http.post(f"/v1/{path}", json=body).status_code == 200
         assert not statuses
         server.signal()
-        assert server.wait(60) == 0
+        assert server.wait() == 0
         for thread in loops:
-            thread.join(30)
+            thread.join(PATIENCE)
         assert statuses == [503, 503] and "Traceback" not in server.log()
 
 

@@ -289,7 +289,7 @@ def test_processes_that_cannot_run_are_not_the_clients_mistake(model, monkeypatc
 
     async def work(aside: Aside) -> None:
         asked = [rendered(aside) for _ in range(3)]
-        outcomes = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
+        outcomes = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), PATIENCE)
         assert [type(outcome) for outcome in outcomes] == [EngineError] * 3
 
     with_aside(model, work)
@@ -358,7 +358,7 @@ def test_a_start_that_fails_or_is_given_up_makes_room_for_those_who_wait(model, 
     failing = True
 
     def start(self: pool.Helper, where: str, lasting: bool = False) -> None:
-        assert may_start.wait(60)
+        assert may_start.wait(PATIENCE)
         if failing:
             raise OSError(errno.EMFILE, "too many open files")
         real(self, where, lasting)
@@ -371,7 +371,7 @@ def test_a_start_that_fails_or_is_given_up_makes_room_for_those_who_wait(model, 
         await asyncio.sleep(0.05)
         asked[0].cancel()
         may_start.set()
-        outcomes = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
+        outcomes = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), PATIENCE)
         assert [type(outcome) for outcome in outcomes] == [asyncio.CancelledError, EngineError, EngineError]
         failing = False
         assert await rendered(aside) == "<user>hello"
