@@ -39,7 +39,7 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]] | None:
             if entry.file_size > LARGEST or entry.compress_type != ZIP_STORED:
                 return None
             table = _follow(archive.read(entry))
-    except (OSError, BadZipFile, ValueError, LookupError, NotImplementedError, EOFError, RuntimeError, struct.error):
+    except (OSError, BadZipFile, ValueError, LookupError, EOFError, RuntimeError, struct.error):
         return None
     if not isinstance(table, dict) or not all(isinstance(found, _Shape) for found in table.values()):
         return None
