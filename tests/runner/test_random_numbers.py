@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from runner_support import CPU, admission, draw
 
 from quire.runner.sampler import random
+from quire.runner.sampler.draw import bits_of, noisiest_of_many
 
 WORD = 2**64
 
@@ -97,3 +98,21 @@ def test_few_candidates_draw_the_same_as_all_with_the_rest_at_minus_infinity():
     noise = random.gumbel(random.row_keys(torch.tensor([9]), torch.tensor([3])), random.steps(400, CPU))
     expected = torch.where(logits >= kept, logits + noise, -torch.inf).argmax(1)
     assert draw(logits, admission(seed=9, top_k=10)).ids.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 20.0, 1e4, 1e30])
+def test_who_is_worth_a_logarithm_decides_nothing(scale):
+    """Of many tokens only those are looked at closely that can win: the draw is that of all of them."""
+    numbers = np.random.default_rng(3)
+    for seed in range(40):
+        logits = (numbers.standard_normal(int(numbers.integers(1, 6000))) * scale).astype(np.float32)
+        odd = numbers.integers(len(logits), size=len(logits) // 3 if seed % 4 else 0)
+        logits[odd] = (np.finfo(np.float32).min, -np.inf, np.inf)[seed % 3]
+        bits = bits_of(np.uint64(seed), random.steps(len(logits), CPU).numpy().view(np.uint64))
+        assert noisiest_of_many(logits, bits) == int(np.argmax(logits + random.gumbel_unsigned(bits)))
+
+
+def test_noise_is_the_same_for_one_and_for_many():
+    keys, steps = random.row_keys(torch.tensor([7]), torch.tensor([1])), random.steps(5000, CPU)
+    few = random.gumbel_unsigned(random.random_bits(keys, steps).numpy().view(np.uint64))
+    assert random.gumbel(keys, steps).numpy() == pytest.approx(few, rel=1e-6, abs=1e-6)

@@ -1,15 +1,25 @@
 """The draw itself: Gumbel-max over what the filters left."""
 
+import math
+
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from quire.runner.sampler.extremes import largest
-from quire.runner.sampler.random import as_signed, gumbel, row_keys, steps
+from quire.runner.sampler.random import WORD, as_signed, gumbel, gumbel_unsigned, mix_unsigned, row_keys, steps
 from quire.runner.sampler.stage import Columns, Rows
 from quire.types.plan import Admission
 
 FEW = 8  # noise is made for the tokens left alone when they are less than a FEW-th of the vocabulary
+RARE = 64  # one in so many tokens is loud: has noise
+LOUD = 4.152  # above this; -log(-log(1 - 1/RARE)) is 4.151
+ROUNDING = 1e-6  # of a sum of logit and noise, as part of it
+LOWEST = float(np.finfo(np.float32).min)
+
+Logits = npt.NDArray[np.float32]
+Words = npt.NDArray[np.uint64]
 
 
 class Draw:
@@ -23,16 +33,44 @@ class Draw:
     def choose(self, logits: Tensor, rows: Rows) -> Tensor:
         """logits [N, V] -> ids [N] int64."""
         keys = row_keys(self.seed.at(rows.slot), rows.end)
-        if logits.device.type == "cpu":
-            return torch.stack([self._choose_one(row, key) for row, key in zip(logits, keys, strict=True)])
+        if logits.device.type == "cpu":  # row by row: one fits the processor's cache
+            chosen = [self._choose_one(row, key) for row, key in zip(logits.numpy(), keys.numpy().view(np.uint64), strict=True)]
+            return torch.tensor(chosen, dtype=torch.int64)
         return largest(gumbel(keys[:, None], self._steps).add_(logits))[1]
 
-    def _choose_one(self, logits: Tensor, key: Tensor) -> Tensor:
-        """One row on a CPU: it fits the processor's cache, and tokens that were filtered out need no noise."""
-        left = logits.numpy() > -np.inf
+    def _choose_one(self, logits: Logits, key: np.uint64) -> int:
+        """Tokens that were filtered out need no noise."""
+        steps = self._steps.numpy().view(np.uint64)
+        left = logits > -np.inf
         if np.count_nonzero(left) * FEW > len(logits):
-            return largest(gumbel(key, self._steps).add_(logits)[None])[1][0]
-        kept = torch.from_numpy(np.flatnonzero(left))
-        if not len(kept):
-            return torch.zeros_like(key)
-        return kept[largest(gumbel(key, self._steps[kept]).add_(logits[kept])[None])[1][0]]
+            return noisiest_of_many(logits, bits_of(key, steps))
+        kept = np.flatnonzero(left)
+        return int(kept[_noisiest(logits[kept], bits_of(key, steps[kept]))]) if len(kept) else 0
+
+
+def bits_of(key: np.uint64, steps: Words) -> Words:
+    """A row's random bits."""
+    bits = steps + key
+    mix_unsigned(bits)
+    return bits
+
+
+def _noisiest(logits: Logits, bits: Words) -> int:
+    """logits and bits [C] -> the place of the largest sum of a logit and its noise."""
+    return int(np.argmax(logits + gumbel_unsigned(bits)))
+
+
+def noisiest_of_many(logits: Logits, bits: Words) -> int:
+    """With logarithms for few: the best of those that are loud says how large the logit of another has to be."""
+    loud = np.flatnonzero(bits < np.uint64(WORD // RARE))
+    if not len(loud):
+        return _noisiest(logits, bits)
+    sums = logits[loud] + gumbel_unsigned(bits[loud])
+    best = np.argmax(sums)
+    reached = float(sums[best])
+    if math.isfinite(reached):
+        reached = max(reached - LOUD - ROUNDING * abs(reached), LOWEST)
+    large = logits >= np.float32(reached)
+    large[loud[best]] = True
+    places = np.flatnonzero(large)
+    return int(places[_noisiest(logits[places], bits[places])])

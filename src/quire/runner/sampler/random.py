@@ -74,6 +74,14 @@ def gumbel(keys: Tensor, steps: Tensor) -> Tensor:
     return waiting.log_().neg_()
 
 
+def gumbel_unsigned(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
+    """The same of random bits for numpy, which begins sooner: for a few. It falls as they rise."""
+    u = (words >> np.uint64(11)).astype(np.float32)
+    u *= np.float32(2.0**-53)
+    np.clip(u, np.float32(HALF_STEP), np.float32(LARGEST_BELOW_ONE), out=u)
+    return -np.log(-np.log1p(-u))
+
+
 def _shifted(words: Tensor, by: int) -> Tensor:
     """A logical shift to the right: torch's is arithmetic, so the copies of the sign are masked off."""
     return (words >> by).bitwise_and_(2 ** (64 - by) - 1)
