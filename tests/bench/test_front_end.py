@@ -27,8 +27,7 @@ from quire.bench import front_end
 front_end.ALONE = 10**6
 front_end.measure_front_end([sys.executable, "-m", "quire.cli.bench_steps_server", str(os.getpid()), sys.argv[1]], 128, 512)
 """
-PORT = "int(sys.argv[sys.argv.index('--port') + 1])"
-DEAF = f"import socket, sys, time; it = socket.create_server(('127.0.0.1', {PORT})); time.sleep(600)"
+DEAF = "import socket, sys, time; it = socket.create_server(('127.0.0.1', int(sys.argv[2]))); time.sleep(600)"
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it is measured by /proc")
 
 

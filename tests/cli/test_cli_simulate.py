@@ -6,22 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from quire.bench import front_end
-from quire.bench.served import ServedTurn
-from quire.cli import bench_steps
 from quire.cli.main import main
 from quire.cli.simulate_setting import Setting
 from quire.config.args import EngineArgs
 from quire.engine.assemble import resolve_here, start_core
 from quire.engine.core import EngineCore
 from quire.engine.timeline import Stopwatch
-from quire.sim.measured import read_measured
-from quire.sim.shapes import StepShape
 from tiny_model import make_tokenizer
 
 CONFIG = {
@@ -156,14 +151,6 @@ def test_measured_steps_are_a_device(
     positions as the model has, the tokenizer that is asked for, and no key."""
     path = tmp_path / "steps.json"
     make_tokenizer(tmp_path)
-    asked: list[Any] = []
-
-    def served(command: list[str], *sizes: Any) -> list[ServedTurn]:
-        given = json.loads(Path(command[command.index("--config") + 1]).read_text())
-        asked.append((given["max_num_seqs"], given["hf_overrides"], *sizes))
-        return [ServedTurn(1, 50.0, 1.0), ServedTurn(4, 50.0, 3.0)]
-
-    monkeypatch.setattr(bench_steps, "measure_served", served)
     monkeypatch.setenv("QUIRE_API_KEY", "a key")
     monkeypatch.setattr(front_end, "ALONE", 10)
     monkeypatch.setattr(front_end, "ROUNDS", 1)
@@ -176,11 +163,6 @@ def test_measured_steps_are_a_device(
     result = json.loads(path.read_text())
     assert 0 < result["front"]["token"] < result["front"]["request"] and result["front"]["finish"] >= 0
     assert result["host"]["newcomer"] >= 0
-    assert asked == [(4, {"max_position_embeddings": 128}, 4, 128, 512, {})]
-    timing = read_measured(path, serving=False).timing
-    alone = [timing.seconds(StepShape(n, n, n, n, 50 * n, 50 * n, 0, 0)) + timing.host.seconds(n) for n in (1, 4)]
-    row = (3.0 - alone[1] - 1.0 + alone[0]) / 3
-    assert result["served"] == {"step": pytest.approx(1.0 - alone[0] - row), "row": pytest.approx(row)}
     assert [(point["rows"], point["tokens"]) for point in result["points"]] == [(1, 1), (4, 4)] * 2 + [(1, 8), (1, 32)] * 2
     pairs = [point["pairs"] for point in result["points"][4:]]
     assert pairs == [8 * 9 / 2, 32 * 33 / 2, 64 * 8 + 8 * 9 / 2, 64 * 32 + 32 * 33 / 2]

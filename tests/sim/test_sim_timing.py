@@ -160,8 +160,6 @@ GOOD = {
         ({"points": [vars(point) | {"seconds": 1e308} for point in POINTS]}, "point 1: seconds must be a number from 0 to"),
         ({"engine": {}}, "engine: block_size must be a number from 0 to 1e+15, got None"),
         ({"machine": None}, "machine must be an object, got None"),
-        ({"served": [1]}, "served must be an object, got [1]"),
-        ({"served": {"step": 0.001}}, "served: row must be a number from 0 to 1e+15, got None"),
     ],
 )
 def test_bad_files_are_told(wrong, told: str, tmp_path) -> None:
@@ -191,12 +189,6 @@ def test_a_good_file(tmp_path) -> None:
     assert found.timing.seconds(StepShape(4, 4, 4, 4, 0, 0, 0, 0)) == pytest.approx(0.014)
     path.write_text(json.dumps(GOOD | {"front": {"alone": 0.009, "request": 0.001, "token": 0.0005, "finish": 0.002}}))
     assert read_measured(path).front == FrontTime(pytest.approx(0.0085), 0.001, 0.0005, 0.002)
-    path.write_text(json.dumps(GOOD | {"served": {"step": 0.01, "row": 0.001}}))
-    for shape in (StepShape(4, 4, 4, 4, 0, 0, 0, 0), StepShape(3, 2, 40, 3, 100, 100, 0, 700)):
-        alone, offline = found.timing.seconds(shape), read_measured(path, serving=False).timing.seconds(shape)
-        assert offline == alone and read_measured(path).timing.seconds(shape) == pytest.approx(
-            alone + 0.01 + 0.001 * shape.rows
-        )
     on_gpu = {"engine": GOOD["engine"] | {"device": "cuda", "enforce_eager": False}}
     times = []
     for changed in (on_gpu, {"engine": on_gpu["engine"] | {"enforce_eager": True}}):

@@ -16,11 +16,10 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
 
 from quire.subprocesses import environment, with_us
 from quire.types.errors import ConfigError, EngineError
@@ -33,8 +32,6 @@ MOST = 0.75  # of the tokens of many: by then none has ended
 SETTLING = 0.1  # seconds after the last token, for what is left to do
 PART = b"data: {"
 START, ANSWER, END = 120.0, 60.0, 60.0  # seconds at most
-Found = TypeVar("Found")
-Scene = Callable[["subprocess.Popen[bytes]", int], Coroutine[Any, Any, Found]]
 HEAD = b" HTTP/1.1\r\nHost: here\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 
 
@@ -70,14 +67,9 @@ class Requests:
         return self.longest - 2 * self.tokens
 
     def body(self, chance: random.Random, tokens: int) -> bytes:
-        return body(chance, self.prompt, tokens, self.vocabulary)
-
-
-def body(chance: random.Random, length: int, tokens: int, vocabulary: int) -> bytes:
-    """Of a request with a prompt of this length."""
-    prompt = [chance.randrange(min(HIGHEST, vocabulary)) for _ in range(length)]
-    request = {"model": "it", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-    return json.dumps(request).encode()
+        prompt = [chance.randrange(min(HIGHEST, self.vocabulary)) for _ in range(self.prompt)]
+        request = {"model": "it", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        return json.dumps(request).encode()
 
 
 def measure_front_end(
@@ -89,26 +81,17 @@ def measure_front_end(
         raise ConfigError("--front-end needs Linux: the API process is measured by /proc")
     if positions < SHORTEST:
         raise ConfigError(f"--front-end needs a model with {SHORTEST} positions at least, this one has {positions}")
-    requests = Requests(min(LONGEST, positions), vocabulary)
+    requests, port = Requests(min(LONGEST, positions), vocabulary), _free_port()
     flags = [
-        "--distributed-executor-backend", "fake", "--load-format", "dummy", "--max-num-seqs", str(MANY), "--max-model-len",
-        str(requests.longest), "--async-scheduling",
+        "--port", str(port), "--distributed-executor-backend", "fake", "--load-format", "dummy", "--max-num-seqs", str(MANY),
+        "--max-model-len", str(requests.longest), "--async-scheduling", "--disable-log-stats", "--disable-uvicorn-access-log",
+        "--served-model-name", "it", *with_us(),
     ]  # fmt: skip
-    around = {**(variables or {}), "QUIRE_FAKE_LATENCY": str(STEP)}
-    return with_server([*command, *flags], around, lambda server, port: _measure(server, port, requests))
-
-
-def with_server(command: Sequence[str], variables: Mapping[str, str], scene: Scene[Found]) -> Found:
-    """What comes of a scene with a server that is started for it, at a port, and ended."""
-    port = _free_port()
-    flags = [
-        "--port", str(port), "--disable-log-stats", "--disable-uvicorn-access-log", "--served-model-name", "it", *with_us(),
-    ]  # fmt: skip
-    around = {**(environment() or os.environ), **variables}
+    around = {**(environment() or os.environ), **(variables or {}), "QUIRE_FAKE_LATENCY": str(STEP)}
     with tempfile.TemporaryFile() as said:
         server = subprocess.Popen([*command, *flags], env=around, stdout=said, stderr=said)
         try:
-            return asyncio.run(scene(server, port))
+            return asyncio.run(_measure(server, port, requests))
         except EngineError as error:
             said.seek(0)
             raise EngineError(f"{error}: {said.read().decode(errors='replace').strip()[-500:]}") from None
@@ -125,16 +108,12 @@ def _end(server: "subprocess.Popen[bytes]") -> None:
         server.wait()
 
 
-async def wait_ready(server: "subprocess.Popen[bytes]", port: int, seconds: float = START) -> None:
-    deadline = time.monotonic() + seconds
-    while not any(b" 200 " in line for _, line in await ask(port, b"GET /readyz")):
-        if server.poll() is not None or time.monotonic() > deadline:
-            raise EngineError("the server that was to be measured did not start")
-        await asyncio.sleep(0.1)
-
-
 async def _measure(server: "subprocess.Popen[bytes]", port: int, requests: Requests) -> FrontCost:
-    await wait_ready(server, port)
+    deadline = time.monotonic() + START
+    while not any(b" 200 " in line for _, line in await _ask(port, b"GET /readyz")):
+        if server.poll() is not None or time.monotonic() > deadline:
+            raise EngineError("the server whose front end was to be measured did not start")
+        await asyncio.sleep(0.1)
     chance, tokens = random.Random(0), requests.tokens
 
     async def lone(count: int) -> list[float]:
@@ -185,32 +164,18 @@ def _busy(pid: int) -> float:
 async def _first_token(port: int, body: bytes, heard: Callable[[], None] | None = None) -> float:
     """`heard` is called with every part of the answer."""
     began = time.perf_counter()
-    return (await complete(port, body, heard))[0] - began
-
-
-async def complete(
-    port: int, body: bytes, heard: Callable[[], None] | None = None, seconds: float | None = None
-) -> list[float]:
-    """When the parts of an answer came. `heard` is called with each."""
-    lines = await ask(port, b"POST /v1/completions", body, heard, seconds)
+    lines = await _ask(port, b"POST /v1/completions", body, heard)
     came = [moment for moment, line in lines if line.startswith(PART)]
     if not came or not any(line.startswith(b"data: [DONE]") for _, line in lines):
         raise EngineError(b"".join(line for _, line in lines).decode(errors="replace")[-300:] or "no answer came")
-    return came
+    return came[0] - began
 
 
-async def ask(
-    port: int,
-    what: bytes,
-    body: bytes = b"",
-    heard: Callable[[], None] | None = None,
-    seconds: float | None = None,
-) -> list[tuple[float, bytes]]:
-    """The lines of the answer, and when they came; none while nobody listens. `seconds`: for all of it."""
+async def _ask(port: int, what: bytes, body: bytes = b"", heard: Callable[[], None] | None = None) -> list[tuple[float, bytes]]:
+    """The lines of the answer, and when they came; none while nobody listens."""
     lines: list[tuple[float, bytes]] = []
-    most = ANSWER if seconds is None else seconds
     try:
-        async with asyncio.timeout(most):
+        async with asyncio.timeout(ANSWER):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             try:
                 writer.write(what + HEAD % len(body) + body)
@@ -221,7 +186,7 @@ async def ask(
             finally:
                 writer.close()
     except TimeoutError:
-        raise EngineError(f"the server that was to be measured did not answer within {most:g} s") from None
+        raise EngineError(f"the server whose front end was to be measured did not answer within {ANSWER:g} s") from None
     except OSError:
         pass
     return lines

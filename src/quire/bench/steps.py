@@ -49,11 +49,10 @@ def summarize(turns: Iterable[tuple[Any, Turn]]) -> list[StepPoint]:
 def host_times(turns: Iterable[Turn]) -> tuple[float, float]:
     """Seconds of the processor for a step, and for each of its rows: the line through the medians of the fewest and the most
     rows."""
-    return line_through((turn.point.rows, turn.host) for turn in turns)
+    return _line((turn.point.rows, turn.host) for turn in turns)
 
 
-def line_through(points: Iterable[tuple[int, float]]) -> tuple[float, float]:
-    """Of counts and seconds: what there is in any case, and for each."""
+def _line(points: Iterable[tuple[int, float]]) -> tuple[float, float]:
     groups: dict[int, list[float]] = defaultdict(list)
     for count, seconds in points:
         groups[count].append(max(0.0, seconds))
@@ -68,7 +67,7 @@ def line_through(points: Iterable[tuple[int, float]]) -> tuple[float, float]:
 def admission_times(turns: Iterable[tuple[int, float]], host: tuple[float, float]) -> tuple[float, float]:
     """Seconds of the processor that a step with newcomers takes in addition, and for each of them: of turns with so many, all
     of whose rows were theirs."""
-    return line_through((count, seconds - host[0] - host[1] * count) for count, seconds in turns)
+    return _line((count, seconds - host[0] - host[1] * count) for count, seconds in turns)
 
 
 def as_json(points: Iterable[StepPoint]) -> list[dict[str, Any]]:

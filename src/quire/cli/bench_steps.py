@@ -1,22 +1,19 @@
 """`quire bench steps`: how long single steps take, over rows, tokens and contexts: what `quire simulate --timing` reads."""
 
 import argparse
-import gc
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire.bench.front_end import measure_front_end
-from quire.bench.served import measure_served
-from quire.bench.steps import StepPoint, Turn, admission_times, as_json, host_times, line_through, lines, summarize
+from quire.bench.steps import StepPoint, Turn, admission_times, as_json, host_times, lines, summarize
 from quire.cli.bench_offline import OfflineReport, add_group, add_report_and_engine_flags, at_least, engine_args, engine_facts
-from quire.cli.bench_serve_flags import YES, Flags, N
-from quire.types.errors import ConfigError, EngineError
+from quire.cli.bench_serve_flags import YES, Flags, N, X
+from quire.types.errors import ConfigError
 from quire.types.widths import TOKEN_BUCKETS
 
 if TYPE_CHECKING:
@@ -25,7 +22,6 @@ if TYPE_CHECKING:
     from quire.config.config import Config
     from quire.engine.core import EngineCore
     from quire.sched.plan_builder import Scheduled
-    from quire.sim.measured import MeasuredTiming
     from quire.sim.shapes import Window
 
 DESCRIPTION = """\
@@ -47,11 +43,8 @@ STEPS: Flags = (
     ),
     ("contexts", "tokens before those, a few and many (default 64 1024)", LISTED | {"default": [64, 1024]}),
     ("context-tokens", "rows times context at most (default 16384)", N | {"default": 16384}),
-    (
-        "front-end",
-        "measure what is between a client and the engine, too, and on a CPU what a load costs steps: starts servers",
-        YES,
-    ),
+    ("front-end", "measure what is between a client and the engine, too: starts a server that needs no model", YES),
+    ("temperature", "of all rows (default 1, as a request that says nothing; 0 = greedy)", X | {"default": 1.0}),
     ("repeats", "steps of each kind, of which the median is taken (default 16; long prompts a quarter)", N | {"default": 16}),
 )
 
@@ -67,52 +60,18 @@ def add_parser(subparsers: Any) -> None:
 
 def run(namespace: argparse.Namespace) -> int:
     from quire.bench.machine import machine
+    from quire.bench.samples import RandomPrompts
 
     report = OfflineReport("steps", namespace)
     for flag in ("rows", "prompts", "contexts"):
         for value in getattr(namespace, flag) or ():
             at_least(flag, value, 1)
+    at_least("temperature", namespace.temperature, 0)
     for flag in ("context-tokens", "repeats"):
         at_least(flag, getattr(namespace, flag.replace("-", "_")), 1)
     args = engine_args(namespace, tokens_only=True)
     if args.data_parallel_size > 1:
         raise ConfigError("steps are those of one engine: leave data_parallel_size out")
-    done = _run_engine(args, namespace, report)
-    gc.collect()  # the engine of the measurement is gone, and so is its memory
-    if (
-        namespace.front_end and done.timing is not None and done.config.device == "cpu"
-    ):  # elsewhere nobody takes cores from steps
-        print("a server under load", file=sys.stderr)
-        try:
-            served = _measure_served(args, namespace, done)
-        except (EngineError, OSError) as error:
-            done.complaints.append(f"the steps of a server that is being loaded could not be measured: {error}")
-        else:
-            done.details["served"] = {"step": served[0], "row": served[1]}
-            step, row = (1e6 * seconds for seconds in served)
-            print(f"in a server that is being loaded a step takes {step:.0f} µs longer, and {row:.0f} µs for each row")
-    report.close(args.model, done.facts, machine(done.config.device), done.figures, done.details)
-    for complaint in done.complaints:
-        print(f"quire bench steps: {complaint}", file=sys.stderr)
-    return 1 if done.complaints else 0
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What an engine in this process told."""
-
-    config: "Config"
-    longest: int  # text
-    facts: dict[str, Any]
-    figures: dict[str, float]
-    details: dict[str, Any]
-    timing: "MeasuredTiming | None"
-    complaints: list[str]
-
-
-def _run_engine(args: "EngineArgs", namespace: argparse.Namespace, report: OfflineReport) -> Measured:
-    from quire.bench.machine import machine
-    from quire.bench.samples import RandomPrompts
     from quire.config.facts import sizes_of
     from quire.engine.core import EngineCore
     from quire.llm import LLM
@@ -134,10 +93,12 @@ def _run_engine(args: "EngineArgs", namespace: argparse.Namespace, report: Offli
     front = None
     if namespace.front_end:  # first: what is wrong with it is told before hours of steps
         print("the front end", file=sys.stderr)
-        front = measure_front_end(_server(args, namespace), config.facts.max_position, config.facts.vocab_size, _secrets(args))
+        secret = {"HF_TOKEN": args.hf_token} if isinstance(args.hf_token, str) else {}
+        front = measure_front_end(_server(args, namespace), config.facts.max_position, config.facts.vocab_size, secret)
     while core.idle():  # a server records steps before anybody wants them
         pass
     meter = StepMeter(core, windows_of(config.facts.layers), config.page_size, RandomPrompts(config.facts.vocab_size))
+    meter.temperature = namespace.temperature
     turns, singles = _measure(meter, namespace, _sizes(namespace, config, engine.max_model_len))
     points, host = summarize(turns), host_times(singles)
     admission = admission_times(meter.admissions, host)
@@ -152,40 +113,13 @@ def _run_engine(args: "EngineArgs", namespace: argparse.Namespace, report: Offli
         print(front.line())
         details["front"] = asdict(front)
     figures = {f"{p.rows} x {p.tokens} at {p.keys + p.pairs:.0f} ms": 1000 * p.seconds for p in points}
-    timing, complaints = None, list[str]()
+    report.close(args.model, facts, machine(config.device), figures, details)
     try:
-        timing = MeasuredTiming(points, HostTime(*host, *admission))
+        MeasuredTiming(points, HostTime())
     except ConfigError as error:
-        complaints.append(f"`quire simulate --timing` needs more than this: {error}")
-    longest = engine.max_model_len
-    engine.shutdown()
-    return Measured(config, longest, facts, figures, details, timing, complaints)
-
-
-def _measure_served(args: "EngineArgs", namespace: argparse.Namespace, done: Measured) -> tuple[float, float]:
-    """Seconds by which a step takes longer in a server that is being loaded, and for each of its rows."""
-    from quire.config.args import EngineArgs
-    from quire.sim.shapes import StepShape, seen_keys, windows_of
-
-    assert done.timing is not None
-    facts, timing = done.config.facts, done.timing
-    names = {field.name for field in fields(EngineArgs)} - {"model", "hf_token", "disable_log_stats"}
-    given = {name: value for name, value in vars(namespace).items() if name in names}
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        json.dump(given, file, default=str)
-        file.flush()
-        command = [sys.executable, "-m", SERVER, str(os.getpid()), args.model, "--config", file.name, "--no-warm-restart"]
-        found = measure_served(command, done.config.max_seqs, done.longest, facts.vocab_size, _secrets(args))
-    longer: list[tuple[int, float]] = []
-    for turn in found:
-        keys = turn.rows * seen_keys(turn.keys, windows_of(facts.layers))
-        alone = timing.seconds(StepShape(turn.rows, turn.rows, turn.rows, turn.rows, keys, keys, 0.0, 0.0))
-        longer.append((turn.rows, turn.seconds - alone - timing.host.seconds(turn.rows)))
-    return line_through(longer)
-
-
-def _secrets(args: "EngineArgs") -> dict[str, str]:
-    return {"HF_TOKEN": args.hf_token} if isinstance(args.hf_token, str) else {}
+        print(f"quire bench steps: `quire simulate --timing` needs more than this: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 @dataclass(frozen=True)
@@ -263,6 +197,8 @@ def _powers(base: int, first: int, most: int) -> list[int]:
 class StepMeter:
     """Runs requests of wanted shapes on a core, and keeps how long its steps took."""
 
+    temperature = 1.0
+
     def __init__(self, core: "EngineCore", windows: "Sequence[Window]", page_size: int, alphabet: "RandomPrompts") -> None:
         import numpy as np
 
@@ -330,7 +266,7 @@ class StepMeter:
         from quire.types.request import EngineRequest
         from quire.types.sampling import SamplingParams
 
-        params, nothing = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True), frozenset[int]()
+        params, nothing = SamplingParams(temperature=self.temperature, max_tokens=output, ignore_eos=True), frozenset[int]()
         name = f"step-{self._count}"
         self._core.add(EngineRequest(name, tuple(prompt), params, 0, nothing, nothing, arrival=0.0))
         self._open.add(name)

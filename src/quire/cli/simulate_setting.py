@@ -121,7 +121,7 @@ def _card(namespace: argparse.Namespace) -> Card:
 
 def _measured(args: EngineArgs, namespace: argparse.Namespace) -> Setting:
     """Device and cache are as they were where it was measured, unless it is said otherwise."""
-    found = read_measured(namespace.timing, serving=not namespace.offline)
+    found = read_measured(namespace.timing)
     if args.device not in ("auto", found.device):
         raise ConfigError(f"--timing {namespace.timing} was measured on {found.device!r}, not on {args.device!r}")
     args = dataclasses.replace(args, device=found.device, block_size=args.block_size or found.page_size)

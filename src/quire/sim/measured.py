@@ -63,17 +63,9 @@ class Mixed:
 
 
 class MeasuredTiming:
-    """`width`: tokens that are run for so many, in steps with prompts. `load`: seconds by which a step takes longer in a server
-    that is being loaded, and for each of its rows."""
+    """`width`: tokens that are run for so many, in steps with prompts."""
 
-    def __init__(
-        self,
-        points: Sequence[StepPoint],
-        host: HostTime,
-        width: Callable[[int], int] = int,
-        load: tuple[float, float] = (0.0, 0.0),
-    ) -> None:
-        self._load = load
+    def __init__(self, points: Sequence[StepPoint], host: HostTime, width: Callable[[int], int] = int) -> None:
         singles = [Sized(point.rows, point.keys, point.seconds) for point in points if point.tokens == point.rows]
         self.host, self._width, self._key = host, width, _slope(singles, in_any_case=True)
         mixed = [
@@ -95,7 +87,7 @@ class MeasuredTiming:
         self._measured_beside = _curve([Sized(1, 0.0, 0.0), *more], 0.0) if more else None
 
     def seconds(self, shape: StepShape) -> float:
-        looking = self._key * shape.single_keys + self._pair * shape.pairs + self._load[0] + self._load[1] * shape.rows
+        looking = self._key * shape.single_keys + self._pair * shape.pairs
         if shape.tokens == shape.rows:
             return self._single(shape.rows) + looking
         return self._prompt(self._width(shape.tokens)) + self._beside(shape.singles) + looking
@@ -121,8 +113,7 @@ class MeasuredFile:
     sizes: dict[str, int]  # of its model (`sizes_of`); empty: an older file
 
 
-def read_measured(path: Path, serving: bool = True) -> MeasuredFile:
-    """`serving`: as steps are in a server, where that was measured."""
+def read_measured(path: Path) -> MeasuredFile:
     where = f"--timing {path}"
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -143,9 +134,8 @@ def read_measured(path: Path, serving: bool = True) -> MeasuredFile:
     found = [_point(f"{where}: point {i}", point) for i, point in enumerate(points, 1)]
     engine, sizes = parts["engine"], dict[str, int]()
     recorded = engine.get("device") == "cuda" and not engine.get("enforce_eager")
-    load = _load(f"{where}: served", result.get("served"))
     try:
-        timing = MeasuredTiming(found, host, recorded_width if recorded else int, load if serving else (0.0, 0.0))
+        timing = MeasuredTiming(found, host, recorded_width if recorded else int)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     for name, least in (("block_size", 1), ("num_pages", 1), ("device_memory", 0)):
@@ -175,15 +165,6 @@ def _front(where: str, told: Any, host: HostTime) -> FrontTime | None:
     told = {"finish": 0.0} | told  # older files have it in `request`
     alone, request, token, finish = (_number(where, told, name) for name in ("alone", "request", "token", "finish"))
     return FrontTime(max(0.0, alone - token - host.seconds(1, 1)), request, token, finish)
-
-
-def _load(where: str, told: Any) -> tuple[float, float]:
-    """Older files, and those of a GPU, have none."""
-    if told is None:
-        return 0.0, 0.0
-    if not isinstance(told, dict):
-        raise ConfigError(f"{where} must be an object, got {str(told)[:60]}")
-    return _number(where, told, "step"), _number(where, told, "row")
 
 
 def _point(where: str, point: Any) -> StepPoint:

@@ -54,10 +54,5 @@ def shape_of(plan: StepPlan, windows: Sequence[Window], distinct: int) -> StepSh
     return StepShape(rows, rows - len(count), tokens, draws, keys, min(keys, distinct), read, pairs)
 
 
-def seen_keys(context: float, windows: Sequence[Window]) -> float:
-    """By a token after so many."""
-    return sum(share * (context if window is None else min(context, window)) for window, share in windows)
-
-
 def _seen(end: npt.NDArray[np.int32], windows: Sequence[Window]) -> float:
     return sum(share * float((end if window is None else np.minimum(end, window)).sum()) for window, share in windows)
