@@ -9,6 +9,7 @@ import sys
 import time
 
 import torch
+from cuda_sums import Watch
 
 from quire.device.cuda.channel import CardEnds, CardInlet, FromHost
 from quire.device.cuda.links import CUDALinks
@@ -18,15 +19,6 @@ from quire.subprocesses import nameless_memory
 DEVICE = torch.device(os.environ.get("HANDOVER_DEVICE", "cuda"))
 COLUMNS, ROWS, PLACES = 512, 96, 4
 TURNS = 60
-
-
-class Watch:
-    def lost(self, rank):
-        raise SystemExit(f"rank {rank} is gone")
-
-    def late(self, ranks, seconds):
-        if seconds > 60:
-            raise SystemExit(f"{ranks} are late")
 
 
 def states_of(turn: int) -> torch.Tensor:
