@@ -12,7 +12,8 @@ from quire.ops.packed import FLOAT8_MAX, INT8_MAX, choose_way, pack
 
 pytest.importorskip("triton")
 from quire.ops.kernels.packed import Way, product
-from quire.ops.kernels.packed_blocks import library_product
+from quire.ops.kernels.packed_blocks import Tile, library_product, round_groups
+from quire.ops.kernels.packed_blocks import product as product_by_blocks
 from quire.ops.kernels.rounding import rescale, round_rows
 from quire.ops.kernels.words import dequantize
 
@@ -183,6 +184,21 @@ def test_any_number_of_rows(name, dtype, device):
             wanted = reference_gated(expected.to(dtype), "silu").float() if activation else expected
             out = matrix.multiply(x, None, activation).float()
             assert (out - wanted).abs().max() / wanted.abs().max() < loose, (rows, activation)
+
+
+def test_rows_and_matrix_by_blocks(device):
+    """Rows that are rounded by groups, and what they give; more rows may be asked for than there are."""
+    numbers, scale = torch.randn(128, 384).to(torch.float8_e4m3fn), torch.rand(1, 3) + 0.5
+    form = there(Float8(128, 128, numbers, scale, Activation.GROUP), device)
+    x = torch.randn(5, 384, device=device)
+    rounded, factors = round_groups(x[:, :300].contiguous(), 384, 16)
+    assert rounded.shape == (16, 384) and factors.shape == (3, 16)
+    values = rounded[:5].float().view(5, 3, 64, 2).transpose(2, 3).reshape(5, 3, 128) * factors[:, :5].t()[..., None]
+    values = values.view(5, 384)
+    assert (values[:, :300] - x[:, :300]).abs().max() < 0.15 * x.abs().max() and not values[:, 300:].any()
+    expected = x @ form.dequantize().T
+    found = product_by_blocks(x, pack(form).packed, None, Tile(16, 64, 4, 3, 2))
+    assert (found - expected).abs().max() < 0.1 * expected.abs().max()
 
 
 @pytest.mark.gpu

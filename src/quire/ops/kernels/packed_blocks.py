@@ -27,8 +27,8 @@ ALIGNED = 16  # rows
 def _round_groups(
     x,  # [rows, inner]
     out,  # [rows, columns] of 8 bits, as words of a matrix lie: of two columns that are APART, one beside the other
-    scales,  # [columns / GROUP, high]
-    high,
+    scales,  # [columns / GROUP, height]
+    height,
     inner,
     columns,
     GROUP: tl.constexpr,
@@ -50,18 +50,18 @@ def _round_groups(
     numbers = tl.interleave(low / scale[:, None], high / scale[:, None])
     place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     tl.store(out + row * columns + place, numbers.to(out.dtype.element_ty), mask=place < columns)
-    tl.store(scales + group.to(tl.int64) * high + row, scale, mask=group * GROUP < columns)
+    tl.store(scales + group.to(tl.int64) * height + row, scale, mask=group * GROUP < columns)
 
 
-def round_groups(x: Tensor, columns: int, high: int) -> tuple[Tensor, Tensor]:
-    """x [rows, inputs] -> numbers [high, columns] of 8 bits, scales [columns / 128, high] float32; those above rows are any."""
+def round_groups(x: Tensor, columns: int, height: int) -> tuple[Tensor, Tensor]:
+    """x [rows, inputs] -> numbers [height, columns] of 8 bits, scales [columns / 128, height] float32; those above rows are any."""
     x = x.contiguous()
     rows, inner = x.shape
-    out = x.new_empty(high, columns, dtype=torch.float8_e4m3fn)
-    scales = x.new_empty(columns // GROUP, high, dtype=torch.float32)
+    out = x.new_empty(height, columns, dtype=torch.float8_e4m3fn)
+    scales = x.new_empty(columns // GROUP, height, dtype=torch.float32)
     block = 16
     _round_groups[(rows, cdiv(columns // GROUP, block))](
-        x, out, scales, high, inner, columns, GROUP=GROUP, LARGEST=LARGEST, BLOCK=block, num_warps=4, **overlapping()
+        x, out, scales, height, inner, columns, GROUP=GROUP, LARGEST=LARGEST, BLOCK=block, num_warps=4, **overlapping()
     )
     return out, scales
 
