@@ -32,13 +32,14 @@ FILLING = 264  # programs that keep an H200 busy
 BLOCK = 128  # columns of a scale, where rows are rounded by blocks
 MOST_READ = 1 << 23  # bytes of a matrix, read once for each row
 AT_ONCE = 1 << 26  # numbers that are packed together
-WIDE = 16384  # outputs
+LOW, WIDE = 4096, 16384  # outputs
 BLOCKS_SINCE = "12.9"  # CUDA's version
 TILE = 128  # rows of a matrix that lie together
-# whole numbers of 8 bits: up to so many rows our kernel multiplies, a library more; and for how many rows at most a program
-# takes so many rows and outputs, in how many warps and stages
-INT_ROWS = 2048
-INT_TILES = ((64, 64, 128, 4, 4), (1 << 62, 128, 128, 8, 3))
+INT_ROWS = 2048  # of whole numbers of 8 bits: up to so many our kernel multiplies, a library more
+# its tiles, as rows, outputs, warps and stages: the smallest of which there is a processor for each; and, for so many rows at
+# most, where there are more of all
+INT_TILES = ((64, 64, 4, 5), (128, 64, 4, 4), (128, 128, 8, 3))
+INT_MANY = ((64, 64, 128, 4, 4), (1 << 62, 128, 128, 8, 3))
 FLOAT8_MAX, INT8_MAX = 448.0, 127.0
 
 
@@ -131,7 +132,8 @@ class PackedMatrix:
         """Whether torch multiplies rows and matrices that have scales by block, as it does on one generation, and is faster."""
         if x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device) != (9, 0):
             return False
-        return len(x) >= (64 if self.outputs >= WIDE else 128) and (torch.version.cuda or "") >= BLOCKS_SINCE
+        least = 64 if self.outputs >= WIDE else 128 if self.outputs > LOW else 129
+        return len(x) >= least and (torch.version.cuda or "") >= BLOCKS_SINCE
 
     def _round(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
         from quire.ops.kernels.rounding import rescale, round_rows
@@ -200,18 +202,21 @@ def choose_tile(packed: Any, rows: int) -> Any:
     """Of the kernel for scales by block."""
     from quire.ops.kernels.packed_blocks import Tile
 
-    high = 64 if rows <= 64 and packed.outputs <= 8192 else 128
-    tiles = -(-packed.outputs // high) * -(-rows // 64)
-    return Tile(64, high, 4, 3 if tiles >= FILLING else 4, choose_shares(FILLING / tiles, packed.columns // 512))
+    block, high = 64 if rows <= 64 else 128, 64
+    tiles = -(-packed.outputs // high) * -(-rows // block)
+    shares = choose_shares(FILLING / tiles, packed.columns // (512 if block == 64 else 2048))
+    return Tile(block, high, 4, 3 if tiles >= FILLING or block * shares > 256 else 5, shares)
 
 
 def choose_ints(rows: int, outputs: int, columns: int) -> Any:
     """Of the kernel for whole numbers of 8 bits."""
     from quire.ops.kernels.packed_ints import IntTile
 
-    block, high, warps, stages = next(tile for most, *tile in INT_TILES if rows <= most)
-    tiles = -(-outputs // high) * -(-rows // block)
-    return IntTile(block, high, warps, stages, choose_shares(FILLING / tiles, columns // 512))
+    for block, high, warps, stages in INT_TILES:
+        tiles = -(-outputs // high) * -(-rows // block)
+        if tiles <= FILLING // 2:
+            return IntTile(block, high, warps, stages, choose_shares(FILLING / 2.75 / tiles, columns // 512), 256)
+    return IntTile(*next(tile for most, *tile in INT_MANY if rows <= most))
 
 
 def choose_shares(wanted: float, most: int) -> int:

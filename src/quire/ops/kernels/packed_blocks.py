@@ -54,7 +54,7 @@ def _round_groups(
 
 
 def round_groups(x: Tensor, columns: int, height: int) -> tuple[Tensor, Tensor]:
-    """x [rows, inputs] -> numbers [height, columns] of 8 bits, scales [columns / 128, height] float32; those above rows are any."""
+    """x [rows, inputs] -> numbers [height, columns] of 8 bits, scales [columns / 128, height]; what is above rows is any."""
     x = x.contiguous()
     rows, inner = x.shape
     out = x.new_empty(height, columns, dtype=torch.float8_e4m3fn)
