@@ -97,7 +97,7 @@ def test_who_multiplies(outputs, most, ours, device, monkeypatch):
     monkeypatch.setattr("torch._int_mm", lambda *given: asked.append(1) or library(*given))
     form = Int8(some(outputs, 200, device), scales(outputs, device)[:, None])
     matrix, bias = pack(form), torch.randn(outputs, generator=torch.Generator().manual_seed(3)).to(device).half()
-    x = torch.randn(20, 200, generator=torch.Generator().manual_seed(4)).to(device).half()
+    x = torch.randn(40, 200, generator=torch.Generator().manual_seed(4)).to(device).half()
     by_row = (x.float().abs().amax(1).clamp(min=1e-10) / INT8_MAX)[:, None]
     rounded = (x.float() / by_row).abs().add(0.5).floor() * x.float().sign()
     expected = (rounded.double() @ form.numbers.double().t()).float() * (by_row * form.scale.t()) + bias.float()

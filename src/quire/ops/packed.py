@@ -23,8 +23,8 @@ from quire.ops.linear import SHORT, gated_linear, linear
 
 STREAMED = 256  # rows: for more it is faster to dequantize
 NEAR = 1 << 25  # numbers of a matrix that stays in the cache when it is dequantized: that is faster from 128 rows on
-# rows from which on products in 8 bits are faster: of floats with a scale to a row; of others, which torch has for no fewer
-ROUNDED = 2, 17
+# rows from which on products in 8 bits are faster: of floats with a scale to a row, of whole numbers, of floats in blocks
+ROUNDED = 2, 33, 49
 DEQUANTIZED = {"float4": 384, "float8": 768}  # rows an expert, from which on that is faster for experts; others: 1024
 MOST_DEQUANTIZED = 1 << 30  # numbers of all experts' matrices that there is memory for
 FEW_FLOAT4 = 8  # slots, up to which it is faster for each of them to read its expert's matrices by itself
@@ -73,9 +73,10 @@ class PackedMatrix:
         from quire.ops.kernels.words import dequantize
 
         rows, packed = len(x), self.packed
-        if rows >= (ROUNDED[0] if packed.form == "float8" else ROUNDED[1]) and self._rounds(x):
+        by_row, whole, by_block = ROUNDED
+        if rows >= (by_row if packed.form == "float8" else whole) and self._rounds(x):
             return self._round(x, bias, activation)
-        if rows >= ROUNDED[1] and self._rounds_blocks(x):
+        if rows >= by_block and self._rounds_blocks(x):
             from quire.ops.kernels.packed_blocks import library_product
             from quire.ops.kernels.packed_blocks import product as by_blocks
 
