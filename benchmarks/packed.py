@@ -1,9 +1,10 @@
 """Products with matrices of few bits against bfloat16's, on one GPU: quire.ops.packed and quire.ops.linear.
 
-    python benchmarks/packed.py [--forms int4 fp8 ...] [--rows 1 16 64 ...] [--shapes 4096x6144 4096x28672:gated ...]
+    python benchmarks/packed.py [--copies] [--forms int4 fp8 ...] [--rows 1 16 ...] [--shapes 4096x6144 4096x28672:gated ...]
 
 Shapes are inputs x outputs. Each product reads another matrix than the one before, so none is in the cache; the launches of a
-round are one CUDA graph. Prints microseconds a product, and how many times as fast as in bfloat16.
+round are one CUDA graph. Prints microseconds a product, and how many times as fast as in bfloat16. With --copies, forms that
+can have a copy in bfloat16 beside them have a second line: with it, for as many rows as an engine uses it for.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import argparse
 import torch
 from linear import COLD_BYTES, SHAPES, time
 
+from quire.ops.copies import can_be_copied, copied
 from quire.ops.forms import Activation, Float4, Float8, Int8, PackedInts
 from quire.ops.linear import gated_linear, linear
 from quire.ops.packed import pack
@@ -52,9 +54,10 @@ def main() -> None:
     parser.add_argument("--forms", nargs="*", default=list(FORMS), choices=list(FORMS))
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 4, 16, 64, 256, 1024, 16384])
     parser.add_argument("--shapes", nargs="*", default=SHAPES["Llama-3.1-8B"])
+    parser.add_argument("--copies", action="store_true")
     options = parser.parse_args()
     print(
-        f"{'form':<12}{'shape':<20}"
+        f"{'form':<18}{'shape':<20}"
         + "".join(f"{rows:>16}" for rows in options.rows)
         + "   rows: us (times as fast as bfloat16)"
     )
@@ -68,15 +71,19 @@ def main() -> None:
             rows: time(lambda w, x=x, gate=gate: gated_linear(x, w, None, "silu") if gate else linear(x, w), floats)
             for rows, x in rows_of.items()
         }
-        print(f"{'bfloat16':<12}{shape:<20}" + "".join(f"{us:>16.1f}" for us in plain.values()), flush=True)
+        print(f"{'bfloat16':<18}{shape:<20}" + "".join(f"{us:>16.1f}" for us in plain.values()), flush=True)
         for name in options.forms:
             matrices = [pack(FORMS[name](outputs, inputs)) for _ in range(max(6, 4 * COLD_BYTES // size))]
-            found = {
-                rows: time(lambda m, x=x, gate=gate: m.multiply(x, None, "silu" if gate else ""), matrices)
-                for rows, x in rows_of.items()
-            }
-            cells = (f"{us:.1f} ({plain[rows] / us:.2f})" for rows, us in found.items())
-            print(f"{name:<12}{shape:<20}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
+            measure(name, shape, matrices, rows_of, plain, "silu" if gate else "")
+            if options.copies and can_be_copied(matrices[0]):
+                matrices = [copied(matrix, torch.bfloat16) for matrix in matrices]
+                measure(f"  copied from {matrices[0].copied_from}", shape, matrices, rows_of, plain, "silu" if gate else "")
+
+
+def measure(name, shape, matrices, rows_of, plain, activation):
+    found = {rows: time(lambda m, x=x: m.multiply(x, None, activation), matrices) for rows, x in rows_of.items()}
+    cells = (f"{us:.1f} ({plain[rows] / us:.2f})" for rows, us in found.items())
+    print(f"{name:<18}{shape:<20}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import pytest
 from quantized_checkpoints import write
 from quire.cli.models import gather, render
 from quire.cli.plan import make_plan
+from quire.cli.plan_text import render as render_plan
 from quire.config.args import EngineArgs
 from quire.config.facts import read_facts
 from quire.config.quantization import FORMS, METHODS
@@ -48,6 +49,40 @@ def test_bytes_on_a_cpu_and_of_floats_that_become_fp8(tmp_path):
     assert plans["online"].weights_loaded < 2 * PARAMETERS
     if plans["awq"].weights_as.startswith("awq"):  # there are kernels here
         assert plans["awq"].weights_loaded == 4 * (PARAMETERS - 245_760) + 245_760 // 2 + 245_760 // 32 * 8
+
+
+def planned(directory, memory, **options):
+    return make_plan(EngineArgs(model=str(directory), max_model_len=64, **options), memory)
+
+
+def test_copies_are_counted(tmp_path):
+    """By the engine's rule: all matrices of one device, or none."""
+    directory = write("awq", tmp_path / "awq")
+    size = 2 * 245_760
+    plain, copied = (planned(directory, 8 << 30, dequantized_copies=asked) for asked in (False, None))
+    assert (plain.copies, copied.copies) == (0, size) and plain.cache - copied.cache == size
+    assert copied == planned(directory, 8 << 30, dequantized_copies=True)
+    assert "480 KiB in bfloat16, for many rows (--no-dequantized-copies: none)" in render_plan(copied)
+    assert "Copies" not in render_plan(plain)
+    assert planned(directory, 8 << 30, tensor_parallel_size=2).copies == size // 2
+    assert planned(directory, 8 << 30, pipeline_parallel_size=2).copies == size // 2
+    for none in ({"dtype": "float32"}, {"device": "cpu"}, {"data_parallel_size": 2, "kv_cache_memory_bytes": 1 << 20}):
+        found = planned(directory, 8 << 30, **none)
+        assert (found.copies, found.no_copies) == (0, "")
+    rounding = planned(write("fp8-block", tmp_path / "fp8"), 8 << 30)
+    assert (rounding.copies, rounding.no_copies) == (0, "")
+
+
+def test_copies_that_there_is_no_room_for(tmp_path):
+    directory = write("awq", tmp_path)
+    cache = (8 << 30) * 92 // 100 - (900 << 20)
+    found = planned(directory, 8 << 30, kv_cache_memory_bytes=cache)
+    assert found.copies == 0 and found.fits and "they would take 0.47 MiB, and weights" in found.no_copies
+    assert f"Copies           none: {found.no_copies}" in render_plan(found)
+    asked = planned(directory, 8 << 30, kv_cache_memory_bytes=cache, dequantized_copies=True)
+    assert not asked.fits and asked.advice == (f"dequantized_copies: {found.no_copies}",)
+    large = planned(directory, 8 << 30, gpu_memory_utilization=0.0004)
+    assert large.copies == 0 and "more than 1/8" in large.no_copies
 
 
 def test_models_lists_methods_by_device():

@@ -7,6 +7,7 @@ import torch
 
 from gguf_files import LLAMA, llama_tensors, tiny_llama, write_gguf
 from oracle import Sequences, in_pieces
+from quire.config.copies import copied_gguf_numbers
 from quire.config.devices import KEEPS
 from quire.config.facts import read_facts
 from quire.config.memory import form_weight_bytes
@@ -20,6 +21,8 @@ from quire.load.load import load_weights
 from quire.models.registry import build_model
 from quire.ops.block_forms import form_of, has_form
 from quire.ops.blocks import QuantizedMatrix, dequantize
+from quire.ops.packed import pack
+from quire.prepare.copies import count_copied
 from quire.types.errors import ModelError
 
 NUMBER = {name: number for number, (name, _, _) in GGML_TYPES.items()}
@@ -144,6 +147,18 @@ def test_a_model_of_mixed_types(mixed):
     assert isinstance(model.lm_head.method, BlocksHead) and isinstance(floats.lm_head.method, PlainHead)
     tensors = [tensor for header in read_gguf_shards(mixed.files.weights) for tensor in header.tensors.values()]
     assert form_weight_bytes(tensors, 4, True) < sum(tensor.elements for tensor in tensors) * 1.6
+
+
+def test_files_tell_what_copies_take(mixed, mixture):
+    """Not of experts, nor of the embedding."""
+    pytest.importorskip("triton")
+    for facts in (mixed, mixture):
+        model = load(facts, KEEPS["cuda"])
+        for layer in model.modules():
+            if isinstance(getattr(layer, "method", None), BlocksLinear | BlocksHead):
+                layer.method.matrix = pack(layer.method.matrix)
+        tensors = [tensor for header in read_gguf_shards(facts.files.weights) for tensor in header.tensors.values()]
+        assert copied_gguf_numbers(tensors) == count_copied(model, torch.bfloat16) > 0
 
 
 def test_a_factor_that_is_no_number(tmp_path):

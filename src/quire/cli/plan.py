@@ -14,15 +14,16 @@ from typing import Any
 from quire.cache.capacity import fit, fit_states, pages_for
 from quire.cli.model_tag import add_model_tag, engine_args
 from quire.cli.plan_beside import what_is_beside
+from quire.cli.plan_copies import plan_copies
 from quire.cli.plan_text import MemoryPlan, render
-from quire.cli.plan_weights import weights_of
+from quire.cli.plan_weights import largest_part, weights_of
 from quire.config.args import EngineArgs, add_cli_arguments, local_engines
 from quire.config.config import Config
-from quire.config.facts import CHUNKED, DTYPE_BYTES, ModelFacts, read_facts
+from quire.config.facts import CHUNKED, ModelFacts, read_facts
 from quire.config.host import available_host_bytes
-from quire.config.memory import activation_bytes
 from quire.config.resolve import resolve
 from quire.device.registry import open_device
+from quire.engine.copies import largest_step
 from quire.engine.layouts import model_share, share_memory, whole_layout
 from quire.files.resolve import resolve_model, with_weights_on_disk
 from quire.models.registry import find_family
@@ -84,22 +85,27 @@ def resolve_for(args: EngineArgs, memory: int | None, serving: bool = True) -> t
 
 def plan_for(config: Config, total: int) -> MemoryPlan:
     args, facts, kind = config.args, config.facts, config.device
-    element = DTYPE_BYTES[config.dtype]
     layout = whole_layout(config)
     weights, held_as = weights_of(facts, config.quantization, config.kept_forms, config.dtype)
     beside = what_is_beside(config)
-    steps = max(_largest_step(config, element), beside.draft_steps)
+    steps = max(largest_step(config), beside.draft_steps)
     shared = config.device_facts.one_memory
     here = local_engines(args) if shared else 1
-    held = weights if shared else _largest_part(config, weights)  # by one device: each rank has its own
+    held = weights if shared else largest_part(config, weights)  # by one device: each rank has its own
     used = here * (held + beside.total + steps)
     budget = open_device(kind).plan_budget(total, args.gpu_memory_utilization, used)
+    copies = plan_copies(config, layout, budget.usable, used + budget.reserved)
+    if copies.made:
+        used += copies.made
+        budget = open_device(kind).plan_budget(total, args.gpu_memory_utilization, used)
     left = budget.usable - used - budget.reserved
     whole = args.kv_cache_memory_bytes or (share_memory(config, layout, budget.cache) if shared else budget.cache)
     cache = int(whole * model_share(config, layout))
     pages, snapshots, length, problems = _fit(config, layout, cache, budget.usable / total)
     if args.kv_cache_memory_bytes and (asked := whole * (config.world if shared else 1) * here) > left:
         problems.append(f"kv_cache_memory_bytes asks for {gib(asked)}, but only {gib(left)} are left")
+    if args.dequantized_copies and copies.refused:
+        problems.append(f"dequantized_copies: {copies.refused}")
     sizes = sorted({size for size in TYPICAL_LENGTHS if size < length} | ({length} if length else set()))
     return MemoryPlan(
         model=facts.files.name,
@@ -111,6 +117,8 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
         weights_loaded=weights,
         weights_held=held,
         weights_as=held_as,
+        copies=copies.made,
+        no_copies=copies.refused,
         dtype=config.dtype,
         device=kind,
         memory=total,
@@ -145,19 +153,6 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
         fits=not problems,
         advice=tuple(problems) or _shrunk(config, layout, length, cache),
     )
-
-
-def _largest_part(config: Config, weights: int) -> int:
-    """Of all weights, those of a rank in the stage with most layers."""
-    layers = [len(stage) for stage in config.stage_layers] if config.stages > 1 else [1]
-    return weights * max(layers) // (sum(layers) * config.ranks)
-
-
-def _largest_step(config: Config, element: int) -> int:
-    """Whoever draws behind drafts needs logits of each of them, too."""
-    tokens, drafts = config.max_batched_tokens, 0 if config.speculation is None else config.speculation.num_speculative_tokens
-    rows = min(tokens, config.max_seqs * (1 + drafts))
-    return activation_bytes(config.facts.hf, element_bytes=element, tokens=tokens, rows=rows)
 
 
 def _beside(layout: CacheLayout, pages: int, size: int, config: Config) -> float:

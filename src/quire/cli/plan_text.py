@@ -16,6 +16,8 @@ class MemoryPlan:
     weights_loaded: int
     weights_held: int  # by one device, of several that each have a part
     weights_as: str  # a type, or the file's blocks
+    copies: int  # of quantized matrices, in the model's type, on one device
+    no_copies: str  # why there are none, where there could be
     dtype: str
     device: str
     memory: int
@@ -96,6 +98,10 @@ def render(plan: MemoryPlan) -> str:
 
 def _lines_beside(plan: MemoryPlan) -> list[tuple[str, str]]:
     lines = []
+    if plan.copies:
+        lines.append(("Copies", f"{size(plan.copies)} in {plan.dtype}, for many rows (--no-dequantized-copies: none)"))
+    elif plan.no_copies:
+        lines.append(("Copies", f"none: {plan.no_copies}"))
     if plan.drafter:
         weights = f"{plan.drafter}, with {size(plan.draft_weights)} of weights" if plan.draft_weights else plan.drafter
         cache = f" and {size(plan.draft_cache)} of cache" if plan.draft_cache else ""

@@ -1,5 +1,6 @@
 """What weights take in memory, from the headers of their files."""
 
+from quire.config.config import Config
 from quire.config.facts import DTYPE_BYTES, ModelFacts
 from quire.config.memory import form_weight_bytes, kept_weight_bytes
 from quire.config.quantization import FORMS, Quantization, estimate_quantized_bytes, quantized_bytes
@@ -26,3 +27,9 @@ def weights_of(facts: ModelFacts, quantization: Quantization | None, keeps: froz
             return kept_weight_bytes(tensors), "the file's blocks, repacked"
         return form_weight_bytes(tensors, element, "experts" in keeps), f"4, 6 and 8 bits, the rest {dtype}"
     return floats, dtype
+
+
+def largest_part(config: Config, weights: int) -> int:
+    """Of all weights, those of a rank in the stage with most layers."""
+    layers = [len(stage) for stage in config.stage_layers] if config.stages > 1 else [1]
+    return weights * max(layers) // (sum(layers) * config.ranks)

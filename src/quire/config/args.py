@@ -87,6 +87,10 @@ class EngineArgs:
         "how weights are quantized, if the files do not say: fp8 makes 8 bits of floats as they are loaded",
         short="-q",
     )
+    dequantized_copies: bool | None = setting(
+        None, FLAG, _MODEL, "copies of quantized matrices in the model's type beside them, by which a GPU multiplies many rows "
+        "faster; default: where all of them take at most an eighth of the memory",
+    )  # fmt: skip
     device: str = setting(
         "auto", TEXT, _MODEL, "what to run on: cpu, cuda, or what a plug-in brings; auto takes CUDA when there is one"
     )

@@ -285,6 +285,13 @@ CONFLICTS: tuple[Conflict, ...] = (
         ),
     ),
     Conflict(
+        "copies for nobody",
+        lambda c: bool(c.args.dequantized_copies) and (c.device != "cuda" or c.dtype == "float32"),
+        lambda c: (
+            f"dequantized_copies are for GPUs of CUDA and types of 16 bits, and this is {c.dtype} on {c.device}; leave it out"
+        ),
+    ),
+    Conflict(
         "ranks on a device that has none",
         lambda c: c.world > 1 and c.device not in ("cpu", "cuda"),
         lambda c: f"{c.divided} is built for CPUs and for GPUs of CUDA, and the device is {c.device}; leave it at 1",

@@ -158,6 +158,10 @@ class Device:
         `profile_run`: runs the largest step; `reserve`: bytes that are taken later, for recorded steps."""
         raise NotImplementedError
 
+    def held(self, utilization: float) -> tuple[int, int]:  # noqa: ARG002
+        """Bytes that the engine may have, and those in use by it and by others; 0 = it is not said."""
+        return 0, 0
+
     def plan_budget(self, total: int, utilization: float, used: int) -> PlannedBudget:
         """What `budget` will come to on a device with `total` bytes, which need not be there, where a model and its largest
         step take `used` of them."""

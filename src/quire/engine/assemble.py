@@ -20,6 +20,7 @@ from quire.device.registry import describe, find_device, open_device
 from quire.device.visible import named_gpus
 from quire.dist.mesh import Position
 from quire.engine.companions import CompanionWatch, Ends
+from quire.engine.copies import largest_step, least_cache, may_copy
 from quire.engine.core import EngineCore
 from quire.engine.draft_by_text import TextDrafter
 from quire.engine.executor.base import Executor
@@ -245,6 +246,9 @@ def start_local(
             executor = RanksExecutor(make_runner(config, device, position, group, drafter, adapters, exchange), workers)
         with doing("loading weights"):
             executor.call("load")
+        if may_copy(config):
+            needs = least_cache(config, layout), largest_step(config)
+            executor.call("copy_matrices", args.gpu_memory_utilization, *needs, args.dequantized_copies)
         watch.lap("load weights")
         if companions is not None and exchange is not None:
             with doing("waiting for the engines that share its experts"):

@@ -80,6 +80,7 @@ def text_drafter_config(
         model=str(path), dtype=args.dtype, device=config.device, seed=config.seed, enforce_eager=args.enforce_eager,
         load_format="dummy" if args.load_format == "dummy" else "auto", max_num_batched_tokens=config.max_batched_tokens,
         max_num_seqs=config.max_seqs, max_model_len=min(facts.max_position, MORE_TOKENS * config.max_model_len),
+        dequantized_copies=False,
     )  # fmt: skip
     own = resolve(told, lambda: config.device, lambda _: config.device_facts, facts, complete=complete)
     layout = whole_layout(own)

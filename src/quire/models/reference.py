@@ -78,10 +78,18 @@ bits, Q5_x and Q6_K are held in 6 (of experts in 8) and Q8_0 in 8; other types o
 mixtures stay quantized on a GPU, unless `enable_lora` asks for adapters, which go between their matrices; on a CPU they are
 dequantized.
 
+**Copies.** Quantized matrices whose scheme rounds no rows (4 bits, 8 bits of weights alone, GGUF's) have a copy in the model's
+type beside them on a GPU, if all copies together take at most an eighth of the memory that the engine may use, and leave as
+much again, at least a sixteenth of that memory, beside the cache of the longest request. Few rows read the few bits, many are
+multiplied by the copy. An 8B in 4 bits has them on an H200 (13 GiB), not on a card of 80 GiB. The log and `quire plan` say what
+was decided; `dequantized_copies=False` has none, and `True` gives them any share of the memory, or refuses to start where they
+leave too little. Experts have none, nor do ranks that share a GPU, several engines with `kv_cache_memory_bytes`, and drafters.
+
 **Which scheme when**, on an H200 (figures in [performance.md](performance.md)): `quantization="fp8"`, or a checkpoint in fp8 by
 channel, is the one to begin with: half the memory, and faster than bfloat16 in all that was measured. 4 bits (awq, gptq,
-compressed-tensors) take a quarter of the memory and are the fastest for one request and up to two dozen or so, but beyond 64
-at a time they are slower than bfloat16: take them where memory is what is short, or requests are few. Blocks of 128 x 128 in
+compressed-tensors) take a quarter of the memory and are the fastest for one request and up to two dozen or so; beyond 64 at a
+time they are as fast as bfloat16 where they have copies, and slower without: take them where memory is what is short, or
+requests are few. Blocks of 128 x 128 in
 fp8 gain up to about 64 requests, too, and lose at 256. Experts gain from 8 and from 4 bits while few tokens are on their way,
 and lose a fifth to a quarter in long prompts.
 

@@ -3,7 +3,8 @@
     one row     the packed matrix streams past it, and is multiplied in float32 (`kernels/packed_rows.py`): of 8 bits, or small
     some rows   it streams past them, multiplied by matrix units (`kernels/packed.py`, `kernels/packed_six.py`): no number of a
                 row is rounded
-    many rows   in 8 bits, where the scheme rounds rows; else the matrix is dequantized, and a library multiplies
+    many rows   in 8 bits, where the scheme rounds rows; else a library multiplies by the matrix in the model's type: by a copy
+                that is there beside the packed one (`copies.py`), or dequantized each time
 
 What goes where was measured on an H200.
 """
@@ -54,6 +55,8 @@ class PackedMatrix:
     activation: Activation = Activation.NONE
     input_scale: Tensor | None = None
     block_scales: Tensor | None = None  # [inputs / BLOCK, outputs / BLOCK], as the libraries take them
+    copy: Tensor | None = None  # [outputs, inputs] of the model's type
+    copied_from: int = 0  # rows, from which on it is faster
 
     @property
     def outputs(self) -> int:
@@ -68,9 +71,10 @@ class PackedMatrix:
         return out.view(*x.shape[:-1], out.shape[-1])
 
     def _multiply(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        if self.copy is not None and len(x) >= self.copied_from:
+            return multiply_floats(x, self.copy, bias, activation)
         from quire.ops.kernels.packed import product
         from quire.ops.kernels.packed_rows import linear as one_by_one
-        from quire.ops.kernels.words import dequantize
 
         rows, packed = len(x), self.packed
         by_row, whole, by_block = ROUNDED
@@ -91,12 +95,21 @@ class PackedMatrix:
 
             if self._streams(x):
                 return packed_six.product(x, packed, bias, activation, choose_way(packed, rows))
-            return multiply_floats(x, packed_six.dequantize(packed, x), bias, activation)
-        if (rows == 1 and not self._by_units(x)) or rows * packed.words.nbytes <= MOST_READ:
+        elif (rows == 1 and not self._by_units(x)) or rows * packed.words.nbytes <= MOST_READ:
             return one_by_one(x, packed, bias, activation, choose_program(packed))
         if self._streams(x):
             return product(x, packed, bias, activation, choose_way(packed, rows))
-        return multiply_floats(x, dequantize(packed, x), bias, activation)
+        return multiply_floats(x, self.dequantize(x), bias, activation)
+
+    def dequantize(self, like: Tensor) -> Tensor:
+        """[outputs, inputs] of the type of `like` [..., inputs], with the inputs in the packed order."""
+        if self.packed.form == "int6":
+            from quire.ops.kernels.packed_six import dequantize as dequantize_six
+
+            return dequantize_six(self.packed, like)
+        from quire.ops.kernels.words import dequantize
+
+        return dequantize(self.packed, like)
 
     def _streams(self, x: Tensor) -> bool:
         """Whether it is faster to unpack the matrix in registers than to dequantize it."""

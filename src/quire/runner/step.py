@@ -29,6 +29,7 @@ from quire.runner.adapters import Shelf, WholeModel, set_aside
 from quire.runner.balance import Balancer, serve_experts
 from quire.runner.batch import Built, build_batch
 from quire.runner.buckets import MOST_ROWS, MOST_TOKENS
+from quire.runner.copies import Needs, copy_matrices
 from quire.runner.draft.base import DeviceDrafter, Drafter, Guessing
 from quire.runner.draft.taps import KeptStates, Taps
 from quire.runner.draft.unroll import unroll
@@ -202,6 +203,11 @@ class Runner:
             raise EngineError("the runner has no room for adapters")
         return self._shelf
 
+    def copy_matrices(self, gpu_memory_utilization: float, cache: int, step: int, asked: bool | None) -> None:
+        """Copies of quantized matrices in the model's type, if there is room for all of them (`runner/copies.py`)."""
+        needs = Needs(gpu_memory_utilization, cache, step + self._set_aside(), asked)
+        copy_matrices(self._loaded(), self._dtype, self._device, needs)
+
     def warm_up(self) -> None:
         """Runs the steps that traffic is made of, so that no request has to wait for a kernel, where kernels are compiled."""
         if not self._device.compiles:
@@ -241,11 +247,15 @@ class Runner:
             if kv_cache_memory_bytes <= 0:
                 raise ConfigError(f"kv_cache_memory_bytes must be positive, got {kv_cache_memory_bytes}")
             return kv_cache_memory_bytes
+        return self._device.budget(gpu_memory_utilization, self._profile_run, self._set_aside())
+
+    def _set_aside(self) -> int:
+        """Bytes on the device that adapters and recorded steps will take."""
         rows = self._max_seqs * (1 + self._drafts)
         graphs = allowance(rows, self._vocabulary, self._room[0] > 0) if self._recording else 0
         if self._recording and self._companion is not None:
             graphs += self._companion.recorded_bytes(self._max_seqs)
-        return self._device.budget(gpu_memory_utilization, self._profile_run, self._reserved + graphs)
+        return self._reserved + graphs
 
     def allocate(self, pages: int, max_model_len: int, snapshots: int = 0) -> None:
         """The cache of `pages` usable pages (the null page comes on top), and slots for contexts of max_model_len. Without

@@ -109,6 +109,11 @@ class CUDADevice(Device):
 
         return device_budget(self.torch_device, utilization, profile_run, reserve)
 
+    def held(self, utilization: float) -> tuple[int, int]:
+        from quire.device.cuda.memory import memory_held
+
+        return memory_held(self.torch_device, utilization)
+
     def plan_budget(self, total: int, utilization: float, used: int) -> PlannedBudget:
         usable = int(total * utilization)
         return PlannedBudget(usable, CUDA_CONTEXT_BYTES, usable - CUDA_CONTEXT_BYTES - used)

@@ -31,3 +31,11 @@ def device_budget(device: torch.device, utilization: float, profile_run: Callabl
             f"{reserve / GIB:.2f} GiB; raise gpu_memory_utilization, or lower max_num_batched_tokens or max_num_seqs"
         )
     return budget
+
+
+def memory_held(device: torch.device, utilization: float) -> tuple[int, int]:
+    """The share of a GPU, and what is in use on it, whoever has it."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return int(utilization * total), total - free

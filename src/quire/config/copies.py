@@ -1,0 +1,114 @@
+"""Whether there is room for copies of quantized matrices in the model's type (`ops/copies.py`): one rule, by which an engine
+decides from what it measures, and `quire plan` from what files say."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.config.quantization import Quantization, list_matrices
+from quire.files.gguf import FLOATS, GGML_TYPES, WHOLE_NUMBERS, GGUFTensor
+from quire.files.safetensors import TensorInfo
+
+SHARE = 8  # of the memory that an engine may use: at most the eighth part is for copies
+SPARE = 16  # the sixteenth part has to be left beside the cache of the longest request, whatever was counted too low
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Bytes of one device."""
+
+    wanted: int
+    usable: int
+    held: int  # weights, others' memory, and whatever the engine takes before it has a cache
+    needed: int  # cache, without which the engine would not do what it does without copies
+    asked: bool = False  # for: then they may have any share
+
+    @property
+    def fit(self) -> bool:
+        """At least as much is left to the cache as they take."""
+        if not self.asked and self.wanted > self.usable // SHARE:
+            return False
+        return self.left >= self.wanted + max(self.wanted, self.usable // SPARE)
+
+    @property
+    def left(self) -> int:
+        """Without copies, beside the least cache."""
+        return self.usable - self.held - self.needed
+
+    @property
+    def reason(self) -> str:
+        """Why they do not fit."""
+        if not self.asked and self.wanted > self.usable // SHARE:
+            return f"they would take {self}, more than 1/{SHARE} of the {_size(self.usable)} that may be used"
+        left = _size(max(0, self.left))
+        return f"they would take {self}, and weights, a step and the cache of the longest request leave {left}"
+
+    def __str__(self) -> str:
+        return _size(self.wanted)
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
+
+
+def copied_numbers(infos: Mapping[str, TensorInfo], quantization: Quantization, keeps: frozenset[str]) -> int:
+    """Of a checkpoint: numbers in matrices that can have a copy, as `ops.copies.can_be_copied` has it. Parts of a
+    matrix in several forms are floats in the end, and are counted here."""
+    some = (entry for entry in list_matrices(infos, quantization) if entry.bits and ".experts." not in entry.name)
+    return sum(entry.numbers for entry in some if _has_copy(quantization, infos[entry.name].dtype, entry.bits, keeps))
+
+
+def estimate_copied(numbers: int, quantization: Quantization, keeps: frozenset[str]) -> int:
+    """Without weight files; numbers: of all matrices but the experts' and the head."""
+    config, weights = quantization.config, [_object(group, "weights") for group in _groups(quantization)]
+    bits, dtype = next((int(some["num_bits"]) for some in weights if some.get("num_bits") in (4, 8)), 4), "I32"
+    if 8 in (config.get("bits"), config.get("w_bit")) or str(config.get("quant_algo")).startswith(("FP8", "MXFP8")):
+        bits = 8
+    if any(some.get("type") == "float" for some in weights):
+        dtype = "F8_E4M3" if bits == 8 else "U8"
+    elif weights and config.get("format") != "pack-quantized":
+        bits, dtype = 8, "I8"
+    return numbers if _has_copy(quantization, dtype, bits, keeps) else 0
+
+
+def _has_copy(quantization: Quantization, dtype: str, bits: int, keeps: frozenset[str]) -> bool:
+    """dtype: that the file has numbers of so many bits in. Not where rows are rounded, where experts alone are quantized, nor
+    of bitsandbytes, whose tables no kernel of a GPU reads."""
+    match quantization.method:
+        case "awq" | "gptq":
+            return f"int{bits}" in keeps
+        case "compressed-tensors" if dtype in ("I8", "F8_E4M3"):
+            kept = "int8" if dtype == "I8" else "fp8"
+            return kept in keeps and not any(map(_rounds, _groups(quantization)))
+        case "compressed-tensors":
+            return (f"int{bits}" if dtype == "I32" else "fp4") in keeps
+        case "modelopt" if bits == 8:
+            return quantization.config.get("quant_algo") in ("FP8_PB_WO", "MXFP8") and "fp8" in keeps
+        case "modelopt":
+            return "fp4" in keeps
+    return False
+
+
+def _groups(quantization: Quantization) -> list[Mapping[str, Any]]:
+    found = quantization.config.get("config_groups")
+    return [group for group in found.values() if isinstance(group, Mapping)] if isinstance(found, Mapping) else []
+
+
+def _object(group: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = group.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _rounds(group: Mapping[str, Any]) -> bool:
+    """Whether rows are rounded to 8 bits where weights have them: whole numbers only if a row of them has one scale, and no
+    zero point."""
+    weights = _object(group, "weights")
+    if not _object(group, "input_activations") or weights.get("num_bits") != 8:
+        return False
+    return weights.get("type") == "float" or (weights.get("strategy") != "group" and weights.get("symmetric") is not False)
+
+
+def copied_gguf_numbers(tensors: Iterable[GGUFTensor]) -> int:
+    """Of a GGUF file whose matrices become forms."""
+    matrices = (tensor for tensor in tensors if len(tensor.shape) == 2 and tensor.name != "token_embd.weight")
+    return sum(tensor.elements for tensor in matrices if GGML_TYPES[tensor.type][0] in WHOLE_NUMBERS | FLOATS)
