@@ -1,6 +1,6 @@
 """The matrix products of a step of few rows: quire.ops.linear against torch alone, on one GPU.
 
-    python benchmarks/linear.py [--rows 1 2 4 8] [--shapes 1024x4096 4096x28672:gated ...]
+    python benchmarks/linear.py [--rows 1 2 8 16] [--shapes 1024x4096 4096x28672:gated ...]
 
 Shapes are inputs x outputs. Each product reads another matrix than the one before, so none is in the cache; the launches of
 a round are one CUDA graph. Prints microseconds a product, and the terabytes of weights read per second.
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.activation import gated
-from quire.ops.linear import gated_linear, linear, streams
+from quire.ops.linear import few_way, gated_linear, linear, streams
 
 SHAPES = {
     "Qwen3-0.6B": ("1024x4096", "2048x1024", "1024x6144:gated", "3072x1024"),
@@ -27,7 +27,7 @@ ROUNDS = 10
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 2, 4, 8])
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 2, 8, 16])
     parser.add_argument("--shapes", nargs="*", default=[shape for shapes in SHAPES.values() for shape in shapes])
     options = parser.parse_args()
     print(f"{'shape':<20}{'rows':>5}{'torch us':>10}{'quire us':>10}{'TB/s':>7}  way")
@@ -43,7 +43,8 @@ def main() -> None:
             x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
             torchs = time(lambda w, x=x, kind=kind: gated(F.linear(x, w), "silu") if kind else F.linear(x, w), matrices)
             ours = time(lambda w, x=x, kind=kind: gated_linear(x, w, None, "silu") if kind else linear(x, w), matrices)
-            way = "streamed" if streams(x, matrices[0]) else "torch"
+            few = few_way(x, matrices[0])
+            way = "torch" if few is None and not streams(x, matrices[0]) else "streamed" if few is None else str(few)
             print(f"{shape:<20}{rows:>5}{torchs:>10.2f}{ours:>10.2f}{size / ours / 1e6:>7.2f}  {way}", flush=True)
 
 

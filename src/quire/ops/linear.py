@@ -2,6 +2,7 @@
 ours; the rest goes to the libraries behind torch. What goes where was measured on an H200, in chains of layers."""
 
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,9 @@ from quire.ops.activation import gated
 
 SHORT = (torch.bfloat16, torch.float16)
 MOST_READ = 1 << 24  # numbers of the matrix, read once for each row: beyond, torch's products are faster
+FEW_ROWS = range(2, 17)
+FEW_COLUMNS = 256  # of a share, at least
+FEW_FILLED = 0.7
 GATED_ROWS = range(16, 129)
 FILLED = 0.75  # of the places for programs, in the rounds it takes to run all: with less the last round idles too long
 DEEP_ROWS = range(17, 256)
@@ -22,6 +26,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., inner], weight [outputs, inner], bias [outputs] -> [..., outputs]."""
     if has_torch_function_unary(x):
         return handle_torch_function(linear, (x,), x, weight, bias)
+    if (way := few_way(x, weight)) is not None:
+        from quire.ops.kernels import linear_few
+
+        return linear_few.linear(x, weight, bias, way)
     if streams(x, weight):
         from quire.ops.kernels import linear as kernels
 
@@ -33,6 +41,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def linear_float(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As `linear`, x [rows, inner], -> [rows, outputs] float32. On a GPU what was summed is not rounded on the way."""
+    if (way := few_way(x, weight)) is not None:
+        from quire.ops.kernels import linear_few
+
+        return linear_few.linear(x, weight, bias, way, kind=torch.float32)
     if streams(x, weight):
         from quire.ops.kernels import linear as kernels
 
@@ -47,6 +59,10 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
     """x [..., inner], weight [2n, inner] = gate above up -> activation(gate) * up [..., n]."""
     if has_torch_function_unary(x):
         return gated(linear(x, weight, bias), activation)
+    if (way := few_way(x, weight)) is not None:
+        from quire.ops.kernels import linear_few
+
+        return linear_few.linear(x, weight, bias, way, activation)
     if streams(x, weight):
         from quire.ops.kernels import linear as kernels
 
@@ -56,6 +72,35 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 
         return linear_rows.gated_linear(x, weight, bias, activation)
     return gated(F.linear(x, weight, bias), activation)
+
+
+def few_way(x: Tensor, weight: Tensor) -> Any:
+    """How matrix units multiply a few rows (`kernels.linear_few.Way`), the same for any number of them; None = they do not."""
+    if not x.is_cuda or x.dtype not in SHORT or not x.numel() or not weight.is_contiguous():
+        return None
+    outputs, inner = weight.shape
+    if x.numel() // inner not in FEW_ROWS or inner % 16 or (x.data_ptr() | weight.data_ptr()) % 16:
+        return None
+    return _few_way_on(outputs, inner, x.device)
+
+
+@cache
+def _few_way_on(outputs: int, inner: int, device: torch.device) -> Any:
+    there = torch.cuda.get_device_properties(device)
+    return choose_few(outputs, inner, there.multi_processor_count) if there.major == 9 else None
+
+
+def choose_few(outputs: int, inner: int, processors: int) -> Any:
+    """One program to a processor, which reads far ahead, or two where there are more; None = too many idle."""
+    from quire.ops.kernels.linear_few import HIGH, Way
+
+    tiles = -(-outputs // HIGH)
+    if tiles > processors:
+        return Way(128, 4, 1) if filled(tiles, 2 * processors) >= FEW_FILLED else None
+    shares = next(n for n in (8, 4, 2, 1) if n == 1 or (n * tiles <= processors and inner >= n * FEW_COLUMNS))
+    if filled(shares * tiles, processors) < FEW_FILLED:
+        return None
+    return Way(256, 3, 1) if shares == 1 and inner >= 4096 else Way(128, 6, shares)
 
 
 def streams(x: Tensor, weight: Tensor) -> bool:

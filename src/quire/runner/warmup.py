@@ -118,7 +118,8 @@ def _layers(model: Decoder, slots: Slots, longest: int, enter: Callable[[Batch],
             yield partial(_run, enter, _batch([Tenant(tokens, tokens)], slots), lambda x, _, layer=layer: layer(x))
         for matrix in matrices:
             yield partial(_multiply, matrix, torch.zeros(tokens, matrix.inputs, dtype=dtype, device=slots.device))
-    yield partial(_run, enter, _batch(one, slots), lambda x, _: model.logits(x))
+    for tenants in (alike, one):
+        yield partial(_run, enter, _batch(tenants, slots), lambda x, _: model.logits(x))
 
 
 @torch.inference_mode()

@@ -13,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.arguments import ClampedSwiglu
-from quire.ops.kernels.activation import constants_of, gate_by
+from quire.ops.kernels.activation import constants_of
 from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.math import cdiv, power_of_two
+from quire.ops.kernels.outputs import put_outputs
 from quire.ops.kernels.overlap import ask_for, let_next_start, overlapping, wait_for_previous
 from quire.ops.kernels.shares import add_shares, turns_of
 from quire.ops.kernels.tiles import find_tile
@@ -247,14 +248,7 @@ def _packed(
         acc *= scale_of(scales, 0, read // HIGH, True, SCALES, SCALED)[:, None]
     elif SCALED == "e4m3":
         acc *= factor_of(scales, read // HIGH, True, LINES, SCALES)[:, None]
-    kind: tl.constexpr = out.dtype.element_ty
-    if BIAS:
-        acc += tl.load(bias + read).to(tl.float32)[:, None]
-    if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, OUTPUTS, ROWS)), (1, 2, 0)))
-        acc = gate_by(gate, up, KIND, ALPHA, LIMIT, kind)
-    n = begins + tl.arange(0, OUTPUTS)
-    tl.store(out + target[None, :] * outputs + n[:, None], acc.to(kind), mask=(n < outputs)[:, None] & there[None, :])
+    put_outputs(acc, bias, out, read, begins, target, there, outputs, BIAS, KIND, ALPHA, LIMIT)
 
 
 class Way(NamedTuple):

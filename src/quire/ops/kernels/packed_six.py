@@ -23,9 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.forms import PackedInts
-from quire.ops.kernels.activation import constants_of, gate_by
+from quire.ops.kernels.activation import constants_of
 from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.math import cdiv, power_of_two
+from quire.ops.kernels.outputs import put_outputs
 from quire.ops.kernels.overlap import ask_for, let_next_start, overlapping, wait_for_previous
 from quire.ops.kernels.packed import AHEAD, Way, behind, scaled
 from quire.ops.kernels.shares import add_shares, turns_of
@@ -255,13 +256,7 @@ def _six(
         if not last:
             return
     acc *= tl.load(factors + read)[:, None]
-    if BIAS:
-        acc += tl.load(bias + read).to(tl.float32)[:, None]
-    if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, OUTPUTS, ROWS)), (1, 2, 0)))
-        acc = gate_by(gate, up, KIND, ALPHA, LIMIT, kind)
-    n = begins + tl.arange(0, OUTPUTS)
-    tl.store(out + r[None, :] * outputs + n[:, None], acc.to(kind), mask=(n < outputs)[:, None] & there[None, :])
+    put_outputs(acc, bias, out, read, begins, r, there, outputs, BIAS, KIND, ALPHA, LIMIT)
 
 
 def product(x: Tensor, matrix: Six, bias: Tensor | None, activation: str, way: Way) -> Tensor:
