@@ -21,8 +21,8 @@ COPIED = {
     "int8": (33, 65, 65),
     "float8": (33, 65, 65),
     "float4": (33, 65, 65),
-    "float4, scales of 8 bits": (33, 33, 65),  # nvfp4
-    "int6": (17, 33, 65),
+    "float4, scales of 8 bits": (33, 17, 65),  # nvfp4
+    "int6": (1, 1, 65),
 }
 SMALL_GROUP = 32  # columns
 
