@@ -8,13 +8,15 @@ from kernel_support import DTYPES
 
 from quire.ops.activation import reference_gated
 from quire.ops.forms import Activation, Float4, Float8, Int8, PackedInts, pack_nibbles
-from quire.ops.packed import FLOAT8_MAX, INT8_MAX, choose_way, pack
+from quire.ops.packed import pack
+from quire.ops.packed_tiles import choose_way
+from quire.ops.rounded import FLOAT8_MAX, INT8_MAX, Rounding
 
 pytest.importorskip("triton")
 from quire.ops.kernels.packed import Way, product
-from quire.ops.kernels.packed_blocks import Tile, library_product, round_groups
+from quire.ops.kernels.packed_blocks import Tile, library_product
 from quire.ops.kernels.packed_blocks import product as product_by_blocks
-from quire.ops.kernels.rounding import rescale, round_rows
+from quire.ops.kernels.rounding import rescale, round_all, round_groups, round_rows
 from quire.ops.kernels.words import dequantize
 
 LOOSE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -152,7 +154,8 @@ def test_rows_rounded_to_8_bits(name, given, device):
     x = torch.randn(9, form.inputs, generator=torch.Generator().manual_seed(5)).to(device) / form.dequantize().norm(dim=1).max()
     kind, largest = (torch.int8, INT8_MAX) if name == "w8a8" else (torch.float8_e4m3fn, FLOAT8_MAX)
     known = (x.abs().max() / largest * 0.9).view(1) if given else None
-    numbers, scales = round_rows(x, packed.columns, packed.apart, kind, largest, known)
+    rounded = round_rows(x, Rounding(kind, packed.columns, packed.apart, given=known))
+    numbers, scales = rounded.numbers, rounded.scales
     if given:
         assert (scales == known).all()
     else:
@@ -160,8 +163,8 @@ def test_rows_rounded_to_8_bits(name, given, device):
     lies = packed.words.view(torch.int8 if name == "w8a8" else torch.float8_e4m3fn).float()
     sums = numbers.float() @ lies.T
     wide = (x / scales[:, None]).clamp(-largest, largest)
-    rounded = wide.round() if name == "w8a8" else wide.to(kind).float()
-    expected = (rounded * scales[:, None]) @ form.dequantize().T
+    values = wide.round() if name == "w8a8" else wide.to(kind).float()
+    expected = (values * scales[:, None]) @ form.dequantize().T
     bias = torch.randn(form.outputs, device=device)
     scale = packed.scales.flatten()
     torch.testing.assert_close(rescale(sums, scales, scale, bias, "", x.dtype), expected + bias, atol=1e-3, rtol=1e-3)
@@ -191,13 +194,15 @@ def test_rows_and_matrix_by_blocks(device):
     numbers, scale = torch.randn(128, 384).to(torch.float8_e4m3fn), torch.rand(1, 3) + 0.5
     form = there(Float8(128, 128, numbers, scale, Activation.GROUP), device)
     x = torch.randn(5, 384, device=device)
-    rounded, factors = round_groups(x[:, :300].contiguous(), 384, 16)
+    rows = round_groups(x[:, :300].contiguous(), Rounding(torch.float8_e4m3fn, 384, 64, 128))
+    rounded, factors = rows.numbers, rows.scales
     assert rounded.shape == (16, 384) and factors.shape == (3, 16)
     values = rounded[:5].float().view(5, 3, 64, 2).transpose(2, 3).reshape(5, 3, 128) * factors[:, :5].t()[..., None]
     values = values.view(5, 384)
     assert (values[:, :300] - x[:, :300]).abs().max() < 0.15 * x.abs().max() and not values[:, 300:].any()
     expected = x @ form.dequantize().T
-    found = product_by_blocks(x, pack(form).packed, None, Tile(16, 64, 4, 3, 2))
+    rows = round_groups(x, Rounding(torch.float8_e4m3fn, 384, 64, 128))
+    found = product_by_blocks(rows, pack(form).packed, None, Tile(16, 64, 4, 3, 2))
     assert (found - expected).abs().max() < 0.1 * expected.abs().max()
 
 
@@ -211,7 +216,8 @@ def test_scales_by_block_in_the_library(device, monkeypatch):
     bias = torch.randn(384, device=device).bfloat16()
     for rows in (128, 129, 130, 131, 150, 300, 1023):
         x = torch.randn(rows, 1024, device=device).bfloat16()
-        assert matrix._in_library(x) and library_product(x, matrix.packed, matrix.block_scales, None) is not None
+        rounded = round_all(x, matrix.rounding(x))
+        assert matrix._in_library(x) and library_product(rounded, matrix.packed, matrix.block_scales, None) is not None
         found = [matrix.multiply(x, some, activation) for some in (None, bias) for activation in ("", "silu")]
         with monkeypatch.context() as patch:
             patch.setattr("quire.ops.packed.BLOCKS_SINCE", "99")

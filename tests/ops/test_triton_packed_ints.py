@@ -5,7 +5,9 @@ import torch
 
 from quire.ops.activation import reference_gated
 from quire.ops.forms import Int8
-from quire.ops.packed import INT8_MAX, choose_ints, pack
+from quire.ops.packed import pack
+from quire.ops.packed_tiles import choose_ints
+from quire.ops.rounded import INT8_MAX, Rounding
 
 pytest.importorskip("triton")
 from quire.ops.kernels.packed_ints import IntTile, product
@@ -64,7 +66,8 @@ def test_the_same_as_by_the_library(device):
     words, scale = packed.words.view(torch.int8), packed.scales.flatten()
     for rows in (17, 70):
         x = torch.randn(rows, 192, generator=torch.Generator().manual_seed(rows)).to(device)
-        numbers, by_row = round_rows(x, packed.columns, packed.apart, torch.int8, INT8_MAX, None)
+        rounded = round_rows(x, Rounding(torch.int8, packed.columns, packed.apart))
+        numbers, by_row = rounded.numbers, rounded.scales
         sums = (numbers.double() @ words.double().t()).to(torch.int32)
         for activation in ("", "silu"):
             tile = choose_ints(rows, 96, packed.columns)

@@ -11,7 +11,8 @@ from quire.ops.block_forms import form_of
 from quire.ops.blocks import QuantizedMatrix
 from quire.ops.blocks import dequantize as dequantize_blocks
 from quire.ops.forms import PackedInts
-from quire.ops.packed import choose_way, pack
+from quire.ops.packed import pack
+from quire.ops.packed_tiles import choose_way
 
 pytest.importorskip("triton")
 from quire.ops.kernels.packed import Way

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -151,8 +151,8 @@ class SelfAttention(nn.Module):
         rotation = None if self.rope is None or self.norm_last else self.rope.table
         return Heads(rotation, self.norms, self.sinks, self.cache_scales)
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """x [T, H] -> [T, H], or less if it is the last."""
+    def forward(self, x: Any, batch: Batch) -> Tensor:
+        """x: Rows [T, H] -> [T, H], or less if it is the last."""
         qkv = self.qkv(x, batch.adapters)
         if self.prepares:
             qkv = prepare_heads(self, qkv, batch)

@@ -6,7 +6,7 @@ them when all are loaded, and multiplies.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from quire.layers.parameter import Method, MethodLayer, parameter
 from quire.layers.role import Role
 from quire.ops.adapters import linear_tiled
 from quire.ops.linear import gated_linear, linear
+from quire.ops.rounded import Rounding, Rows
 
 
 class LinearMethod(Protocol):
@@ -38,10 +39,17 @@ class LinearMethod(Protocol):
 
     def finish(self, layer: "Linear") -> None: ...
 
-    def apply(self, layer: "Linear", x: Tensor) -> Tensor: ...
+    def rounding(self, x: Rows) -> Rounding | None:
+        """How it will round rows, if they are as many as x has and of that type; None = it takes them as they are."""
+        ...
 
-    def apply_gated(self, layer: "Linear", x: Tensor, activation: str) -> Tensor:
-        """The first half of the outputs is a gate of the second: activation(gate) * up [..., outputs / 2]."""
+    # x: Rows, and rounded only where `rounding` says how
+
+    def apply(self, layer: "Linear", x: Any) -> Tensor: ...
+
+    def apply_gated(self, layer: "Linear", x: Any, activation: str, rounding: Rounding | None = None) -> Rows:
+        """The first half of the outputs is a gate of the second: activation(gate) * up [..., outputs / 2]. `rounding`: how who
+        reads that alone will round it; it may be so already."""
         ...
 
 
@@ -66,7 +74,7 @@ class Plain(Method):
     def apply(self, layer: "Linear", x: Tensor) -> Tensor:
         return linear(x, layer.weight, layer.bias)
 
-    def apply_gated(self, layer: "Linear", x: Tensor, activation: str) -> Tensor:
+    def apply_gated(self, layer: "Linear", x: Tensor, activation: str, rounding: Rounding | None = None) -> Rows:  # noqa: ARG002
         return gated_linear(x, layer.weight, layer.bias, activation)
 
 
@@ -153,8 +161,13 @@ class Linear(MethodLayer):
     def finish(self, device: torch.device) -> None:  # noqa: ARG002
         self.method.finish(self)
 
-    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        """x [..., inputs] -> [..., outputs]."""
+    def rounding(self, x: Rows) -> Rounding | None:
+        """How it will round rows, if they are as many as x has and of that type, so that who makes them for it alone may do it;
+        None = it takes them as they are. Adapters do."""
+        return self.method.rounding(x) if self.bank is None else None
+
+    def forward(self, x: Any, adapters: AdapterRows | None = None) -> Tensor:
+        """x: Rows [..., inputs] -> [..., outputs]."""
         if adapters is None or self.bank is None:
             out = self.method.apply(self, x)
         elif adapters.tiles is not None and self.bank.table is not None and isinstance(self.method, Plain):
@@ -163,10 +176,12 @@ class Linear(MethodLayer):
             out = self.bank.add(self.method.apply(self, x), x, adapters, self.bias)
         return out if self.group is None else add_parts(out, self.group)
 
-    def gated(self, x: Tensor, activation: str, adapters: AdapterRows | None = None) -> Tensor:
-        """As `LinearMethod.apply_gated`: in one launch where the method can, and nobody asks for an adapter."""
+    def gated(self, x: Any, activation: str, adapters: AdapterRows | None = None, reader: "Linear | None" = None) -> Rows:
+        """As `LinearMethod.apply_gated`: in one launch where the method can, and nobody asks for an adapter. `reader`: of what
+        it gives, and no other."""
         if self.bank is None or adapters is None:
-            return self.method.apply_gated(self, x, activation)
+            rounding = None if reader is None else reader.rounding(x)
+            return self.method.apply_gated(self, x, activation, rounding)
         if adapters.tiles is not None and self.bank.table is not None and isinstance(self.method, Plain):
             return linear_tiled(x, self.weight, self.bias, adapters.tiles, self.bank.table, activation)
         return self.bank.gated(self.method.apply(self, x), x, adapters, self.bias, activation)

@@ -1,5 +1,7 @@
 """Feed-forward layers that treat every token alike."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from quire.attn.batch import AdapterRows
@@ -22,8 +24,10 @@ class GatedMLP(nn.Module):
         self.gate_up = (FusedLinear if fused else MergedLinear)(hidden_size, parts, bias=bias, role=Role.COLUMN)
         self.down_proj = Linear(inner_size, hidden_size, bias=bias, role=Role.ROW)
 
-    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        out: Tensor = self.down_proj(self.gate_up.gated(x, self.activation, adapters), adapters)
+    def forward(self, x: Any, adapters: AdapterRows | None = None) -> Tensor:
+        """x: Rows [..., hidden_size]."""
+        inner = self.gate_up.gated(x, self.activation, adapters, reader=self.down_proj)
+        out: Tensor = self.down_proj(inner, adapters)
         return out
 
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from quire.files.reading import shown
 from quire.layers.parameter import parameter
-from quire.ops.norm import add_rms_norm, rms_norm
+from quire.ops.norm import add_rms_norm, rms_norm, rounded_norm
+from quire.ops.rounded import RoundedRows, Rounding
 from quire.types.errors import ModelError
 
 
@@ -42,6 +43,10 @@ class RMSNorm(nn.Module):
         if residual is None:
             return self(x), x
         return add_rms_norm(x, residual, self.weight, self.eps, self.offset)
+
+    def add_rounded(self, x: Tensor, residual: Tensor | None, rounding: Rounding) -> tuple[RoundedRows, Tensor]:
+        """As `add`, rounded as who reads it would."""
+        return rounded_norm(x, residual, self.weight, self.eps, self.offset, rounding)
 
 
 class LayerNorm(nn.Module):

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from quire.ops.rounded import Rounding, Rows
+
 
 def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
     """Uninitialized: the loader fills it. `dtype` fixes the type; without it the parameter takes the model's."""
@@ -20,6 +22,10 @@ class Method:
 
     def finish(self, layer: Any) -> None:
         """When all is loaded."""
+
+    def rounding(self, x: Rows) -> Rounding | None:  # noqa: ARG002
+        """As `layers.linear.LinearMethod` has it."""
+        return None
 
 
 class MethodLayer(nn.Module):

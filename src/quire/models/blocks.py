@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from quire.attn.batch import Batch
 from quire.layers.attention import SelfAttention
 from quire.layers.norm import Norm
+from quire.layers.norm_for import norm_for
 from quire.models.decoder import Block
 
 
@@ -25,10 +26,11 @@ class SandwichBlock(nn.Module):
         self.mlp = mlp
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm.add(x, residual)
-        x = self.scaled(self.post_attention_layernorm(self.self_attn(x, batch)))
-        x, residual = self.pre_feedforward_layernorm.add(x, self.self_attn.select_residual(residual, batch))
-        x = self.mlp(x, self.self_attn.adapters_behind(batch))
+        rows, residual = norm_for(self.self_attn, self.input_layernorm, x, residual)
+        x = self.scaled(self.post_attention_layernorm(self.self_attn(rows, batch)))
+        residual = self.self_attn.select_residual(residual, batch)
+        rows, residual = norm_for(self.mlp, self.pre_feedforward_layernorm, x, residual)
+        x = self.mlp(rows, self.self_attn.adapters_behind(batch))
         return self.scaled(self.post_feedforward_layernorm(x)), residual
 
     def scaled(self, x: Tensor) -> Tensor:
@@ -85,7 +87,8 @@ class ScaledBlock(Block):
         self.scale = scale
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, batch) * self.scale
-        x, residual = self.post_attention_layernorm.add(x, self.self_attn.select_residual(residual, batch))
-        return self.mlp(x, self.self_attn.adapters_behind(batch)) * self.scale, residual
+        rows, residual = norm_for(self.self_attn, self.input_layernorm, x, residual)
+        x = self.self_attn(rows, batch) * self.scale
+        residual = self.self_attn.select_residual(residual, batch)
+        rows, residual = norm_for(self.mlp, self.post_attention_layernorm, x, residual)
+        return self.mlp(rows, self.self_attn.adapters_behind(batch)) * self.scale, residual

@@ -14,6 +14,7 @@ from quire.layers.attention import Attention, SelfAttention
 from quire.layers.embedding import Embedding, Head
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import Norm, RMSNorm
+from quire.layers.norm_for import norm_for
 from quire.layers.recurrent import Recurrence
 from quire.layers.rope import Rope, rope_parameters
 
@@ -35,10 +36,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """x [T, H] is not yet in the residual stream [T, H]; neither is the x that comes back. The last block gives less."""
-        x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, batch)
-        x, residual = self.post_attention_layernorm.add(x, self.self_attn.select_residual(residual, batch))
-        return self.mlp(x, self.self_attn.adapters_behind(batch)), residual
+        rows, residual = norm_for(self.self_attn, self.input_layernorm, x, residual)
+        x = self.self_attn(rows, batch)
+        residual = self.self_attn.select_residual(residual, batch)
+        rows, residual = norm_for(self.mlp, self.post_attention_layernorm, x, residual)
+        return self.mlp(rows, self.self_attn.adapters_behind(batch)), residual
 
 
 class Decoder(nn.Module):

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from quire.ops.rounded import RoundedRows, Rounding
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """x [..., n], weight [n]. `offset` is added to the weight: 1.0 for checkpoints that store it around zero."""
@@ -29,6 +31,15 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset
         return norm.add_rms_norm(x, residual, weight, eps, offset)
     total = x + residual
     return reference_rms_norm(total, weight, eps, offset), total
+
+
+def rounded_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, rounding: Rounding
+) -> tuple[RoundedRows, Tensor]:
+    """As `add_rms_norm`, on a GPU: what comes out is rounded. No residual: x is the sum."""
+    from quire.ops.kernels import norm
+
+    return norm.rounded_norm(x, residual, weight, eps, offset, rounding)
 
 
 def reference_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:

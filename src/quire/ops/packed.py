@@ -11,7 +11,7 @@ What goes where was measured on an H200.
 
 from dataclasses import dataclass
 from math import gcd, lcm
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,8 @@ from quire.ops.activation import gated
 from quire.ops.arguments import ClampedSwiglu, ExpertBiases
 from quire.ops.forms import Activation, Float4, Float8, Int8, PackedInts, powers_of_two, unpack_nibbles
 from quire.ops.linear import SHORT, gated_linear, linear
+from quire.ops.packed_tiles import choose_expert_way, choose_ints, choose_program, choose_tile, choose_way
+from quire.ops.rounded import RoundedRows, Rounding, Rows
 
 STREAMED = 256  # rows: for more it is faster to dequantize
 NEAR = 1 << 25  # numbers of a matrix that stays in the cache when it is dequantized: that is faster from 128 rows on
@@ -29,7 +31,6 @@ ROUNDED = 2, 33, 49
 DEQUANTIZED = {"float4": 384, "float8": 768}  # rows an expert, from which on that is faster for experts; others: 1024
 MOST_DEQUANTIZED = 1 << 30  # numbers of all experts' matrices that there is memory for
 FEW_FLOAT4 = 8  # slots, up to which it is faster for each of them to read its expert's matrices by itself
-FILLING = 264  # programs that keep an H200 busy
 BLOCK = 128  # columns of a scale, where rows are rounded by blocks
 MOST_READ = 1 << 23  # bytes of a matrix, read once for each row
 AT_ONCE = 1 << 26  # numbers that are packed together
@@ -37,11 +38,6 @@ LOW, WIDE = 4096, 16384  # outputs
 BLOCKS_SINCE = "12.9"  # CUDA's version
 TILE = 128  # rows of a matrix that lie together
 INT_ROWS = 2048  # of whole numbers of 8 bits: up to so many our kernel multiplies, a library more
-# its tiles, as rows, outputs, warps and stages: the smallest of which there is a processor for each; and, for so many rows at
-# most, where there are more of all
-INT_TILES = ((64, 64, 4, 5), (128, 64, 4, 4), (128, 128, 8, 3))
-INT_MANY = ((64, 64, 128, 4, 4), (1 << 62, 128, 128, 8, 3))
-FLOAT8_MAX, INT8_MAX = 448.0, 127.0
 
 
 @dataclass(frozen=True)
@@ -62,34 +58,46 @@ class PackedMatrix:
     def outputs(self) -> int:
         return int(self.packed.outputs)
 
-    def multiply(self, x: Tensor, bias: Tensor | None, activation: str = "") -> Tensor:
-        """x [..., inputs] -> [..., outputs]; with an activation: of gate above up [..., outputs / 2]."""
+    @overload
+    def multiply(self, x: Rows, bias: Tensor | None, activation: str = "") -> Tensor: ...
+    @overload
+    def multiply(self, x: Rows, bias: Tensor | None, activation: str, rounding: Rounding | None) -> Rows: ...
+    def multiply(self, x: Rows, bias: Tensor | None, activation: str = "", rounding: Rounding | None = None) -> Rows:
+        """x [..., inputs] -> [..., outputs]; with an activation: of gate above up [..., outputs / 2]. `rounding`: how who reads
+        that alone will round it; by groups, it is rounded so."""
+        if isinstance(x, RoundedRows):
+            return self._multiply(x, bias, activation, rounding)
         if self.order is not None:
             x = x.index_select(-1, self.order)
-        rows = x.reshape(-1, x.shape[-1])
-        out = self._multiply(rows, bias, activation)
-        return out.view(*x.shape[:-1], out.shape[-1])
+        out = self._multiply(x.reshape(-1, x.shape[-1]), bias, activation, rounding)
+        return out if isinstance(out, RoundedRows) else out.view(*x.shape[:-1], out.shape[-1])
 
-    def _multiply(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    def rounding(self, x: Rows) -> Rounding | None:
+        """How it rounds rows, if they are as many as x has, and of that type; None = it takes them as they are."""
+        packed, (by_row, whole, by_block) = self.packed, ROUNDED
+        if len(x) >= (by_row if packed.form == "float8" else whole) and self._rounds(x):
+            if packed.form == "int8":
+                return Rounding(torch.int8, packed.columns, packed.apart)
+            return Rounding(torch.float8_e4m3fn, packed.columns, packed.apart, given=self.input_scale)
+        if len(x) >= by_block and self._rounds_blocks(x):
+            return Rounding(torch.float8_e4m3fn, packed.columns, packed.apart, BLOCK)
+        return None
+
+    def _multiply(self, x: Rows, bias: Tensor | None, activation: str, after: Rounding | None) -> Rows:
+        if (rounding := self.rounding(x)) is not None:
+            from quire.ops.kernels.rounding import round_all
+
+            rounded = x if isinstance(x, RoundedRows) else round_all(x, rounding)
+            if rounding.group:
+                return self._multiply_blocks(rounded, bias, activation, after)
+            return self._multiply_rounded(rounded, bias, activation)
+        assert isinstance(x, Tensor)
         if self.copy is not None and len(x) >= self.copied_from:
             return multiply_floats(x, self.copy, bias, activation)
         from quire.ops.kernels.packed import product
         from quire.ops.kernels.packed_rows import linear as one_by_one
 
         rows, packed = len(x), self.packed
-        by_row, whole, by_block = ROUNDED
-        if rows >= (by_row if packed.form == "float8" else whole) and self._rounds(x):
-            return self._round(x, bias, activation)
-        if rows >= by_block and self._rounds_blocks(x):
-            from quire.ops.kernels.packed_blocks import library_product
-            from quire.ops.kernels.packed_blocks import product as by_blocks
-
-            out = None
-            if self.block_scales is not None and self._in_library(x):
-                out = library_product(x, packed, self.block_scales, bias)
-            if out is None:
-                out = by_blocks(x, packed, bias, choose_tile(packed, rows))
-            return gated(out, activation) if activation else out
         if packed.form == "int6":
             from quire.ops.kernels import packed_six
 
@@ -120,7 +128,7 @@ class PackedMatrix:
         """Whether matrix units are faster for one row, too: they are where unpacking takes longer than reading."""
         return self.packed.form in ("int4", "float4") and x.dtype in SHORT
 
-    def _rounds(self, x: Tensor) -> bool:
+    def _rounds(self, x: Rows) -> bool:
         """Whether rows are rounded to 8 bits, one scale to a row, and the libraries multiply them, or our kernel."""
         if self.activation not in (Activation.TOKEN, Activation.TENSOR) or self.packed.groups > 1:
             return False
@@ -130,48 +138,60 @@ class PackedMatrix:
             return False
         return self.outputs % 16 == 0 and self.packed.columns % 16 == 0 and x.dtype in SHORT
 
-    def _in_whole_numbers(self, x: Tensor) -> bool:
+    def _in_whole_numbers(self, x: Rows) -> bool:
         """Whether our kernel multiplies rounded rows by whole numbers: some rows, and any of sizes that torch does not take."""
         if self.packed.form != "int8" or x.dtype not in SHORT or (len(x) > INT_ROWS and self.outputs % 16 == 0):
             return False
         return torch.cuda.get_device_capability(x.device) >= (9, 0)
 
-    def _rounds_blocks(self, x: Tensor) -> bool:
+    def _rounds_blocks(self, x: Rows) -> bool:
         """Whether rows are rounded to 8 bits, one scale to each block of columns, and our kernel multiplies them."""
         if self.activation is not Activation.GROUP or self.packed.group != BLOCK or self.packed.apart != BLOCK // 2:
             return False
         return x.dtype in SHORT and torch.cuda.get_device_capability(x.device) >= (8, 9)
 
-    def _in_library(self, x: Tensor) -> bool:
+    def _in_library(self, x: Rows) -> bool:
         """Whether torch multiplies rows and matrices that have scales by block, as it does on one generation, and is faster."""
         if x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device) != (9, 0):
             return False
         least = 64 if self.outputs >= WIDE else 128 if self.outputs > LOW else 129
         return len(x) >= least and (torch.version.cuda or "") >= BLOCKS_SINCE
 
-    def _round(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        from quire.ops.kernels.rounding import rescale, round_rows
+    def _multiply_blocks(self, x: RoundedRows, bias: Tensor | None, activation: str, after: Rounding | None) -> Rows:
+        from quire.ops.kernels.packed_blocks import library_product, product
+
+        out = None
+        if self.block_scales is not None and self._in_library(x):
+            out = library_product(x, self.packed, self.block_scales, bias)
+        if out is None:
+            out = product(x, self.packed, bias, choose_tile(self.packed, len(x)))
+        if after is not None and after.group:
+            from quire.ops.kernels.rounding import gate_rounded
+
+            return gate_rounded(out, activation, after)
+        return gated(out, activation) if activation else out
+
+    def _multiply_rounded(self, x: RoundedRows, bias: Tensor | None, activation: str) -> Tensor:
+        from quire.ops.kernels.rounding import rescale
 
         packed = self.packed
         scale = packed.scales.flatten()
         if len(scale) < self.outputs:
             scale = scale.repeat_interleave(self.outputs // len(scale))
-        if packed.form == "int8":
-            numbers, scales = round_rows(x, packed.columns, packed.apart, torch.int8, INT8_MAX, None)
-            if self._in_whole_numbers(x):
-                from quire.ops.kernels.packed_ints import product
+        if self._in_whole_numbers(x):
+            from quire.ops.kernels.packed_ints import product
 
-                tile = choose_ints(len(x), self.outputs, packed.columns)
-                return product(numbers, scales, packed.words.view(torch.int8), scale, bias, activation, tile, x.dtype)
-            sums = torch._int_mm(numbers, packed.words.view(torch.int8).t())
+            tile = choose_ints(len(x), self.outputs, packed.columns)
+            return product(x.numbers, x.scales, packed.words.view(torch.int8), scale, bias, activation, tile, x.dtype)
+        if packed.form == "int8":
+            sums = torch._int_mm(x.numbers, packed.words.view(torch.int8).t())
         else:
-            numbers, scales = round_rows(x, packed.columns, packed.apart, torch.float8_e4m3fn, FLOAT8_MAX, self.input_scale)
             one = _one(x.device)
             # sums are as large as float16 is not
             kind = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
             matrix = packed.words.view(torch.float8_e4m3fn).t()
-            sums = torch._scaled_mm(numbers, matrix, one, one, out_dtype=kind, use_fast_accum=True)
-        return rescale(sums, scales, scale, bias, activation, x.dtype)
+            sums = torch._scaled_mm(x.numbers, matrix, one, one, out_dtype=kind, use_fast_accum=True)
+        return rescale(sums, x.scales, scale, bias, activation, x.dtype)
 
 
 def multiply_floats(x: Tensor, matrix: Tensor, bias: Tensor | None, activation: str) -> Tensor:
@@ -185,57 +205,6 @@ def _one(device: torch.device) -> Tensor:
     if device not in _ones:
         _ones[device] = torch.ones((), device=device)
     return _ones[device]
-
-
-def choose_program(packed: Any) -> Any:
-    """Of the kernel for single rows."""
-    from quire.ops.kernels.math import power_of_two
-    from quire.ops.kernels.packed_rows import Program
-
-    wide = packed.words.shape[-1]
-    if packed.form in ("float8", "int8") and wide < 4096 and packed.outputs > 4 * wide:
-        return Program(4, 512, 2)
-    return Program(8 if wide <= 1024 else 4, max(256, min(1024, power_of_two(wide))), 4)
-
-
-def choose_way(packed: Any, rows: int) -> Any:
-    from quire.ops.kernels.packed import Way
-
-    block = next((block for block in (16, 32, 64, 128) if rows <= block), 256)
-    if block == 128 and packed.outputs < 128 * FILLING // 2:  # to add the shares of so high a tile takes too long
-        block = 64
-    high = 64 if packed.form in ("int8", "float8") and block <= 64 else 128
-    tiles = -(-packed.outputs // high) * -(-rows // block)
-    programs = 3 * FILLING if block <= 32 else FILLING if block <= 128 else FILLING // 2
-    shares = choose_shares(programs / tiles, packed.blocks)
-    warps = 8 if block == 256 or (block > 32 and packed.form == "int6") else 4  # whose numbers take more registers
-    return Way(block, high, shares, warps, 4 if block <= 32 else 3, fold=block > 64)
-
-
-def choose_tile(packed: Any, rows: int) -> Any:
-    """Of the kernel for scales by block."""
-    from quire.ops.kernels.packed_blocks import Tile
-
-    block, high = 64 if rows <= 64 else 128, 64
-    tiles = -(-packed.outputs // high) * -(-rows // block)
-    shares = choose_shares(FILLING / tiles, packed.columns // (512 if block == 64 else 2048))
-    return Tile(block, high, 4, 3 if tiles >= FILLING or block * shares > 256 else 5, shares)
-
-
-def choose_ints(rows: int, outputs: int, columns: int) -> Any:
-    """Of the kernel for whole numbers of 8 bits."""
-    from quire.ops.kernels.packed_ints import IntTile
-
-    for block, high, warps, stages in INT_TILES:
-        tiles = -(-outputs // high) * -(-rows // block)
-        if tiles <= FILLING // 2:
-            return IntTile(block, high, warps, stages, choose_shares(FILLING / 2.75 / tiles, columns // 512), 256)
-    return IntTile(*next(tile for most, *tile in INT_MANY if rows <= most))
-
-
-def choose_shares(wanted: float, most: int) -> int:
-    """Powers of two: for each number a kernel is compiled."""
-    return next(shares for shares in (8, 4, 2, 1) if shares == 1 or (shares <= most and shares < 1.42 * wanted))
 
 
 def pack(form: Any) -> PackedMatrix | None:
@@ -389,12 +358,3 @@ def packed_experts_forward(
     slots = slots._replace(sharing=1)
     y = product(inner, down.packed, behind, "", choose_expert_way(down.packed, each), slots)
     return moe_many.weighted_sum(y, weights, torch.empty_like(x))
-
-
-def choose_expert_way(packed: Any, rows: float) -> Any:
-    """For so many rows an expert on average."""
-    from quire.ops.kernels.packed import Way
-    from quire.ops.kernels.words import NUMBERS
-
-    block, high = (16, 128) if rows <= 8 else (32, 128 if NUMBERS[packed.form] == 4 else 64) if rows <= 40 else (64, 128)
-    return Way(block, high, 1, 4, 3 if block == 64 else 4)

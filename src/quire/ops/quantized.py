@@ -15,15 +15,17 @@ from quire.ops.forms import Activation, Float8, Int8, PackedInts, in_groups
 from quire.ops.linear import linear_float
 from quire.ops.moe import experts_forward, sum_experts
 from quire.ops.packed import PackedMatrix, pack, packed_experts_forward
+from quire.ops.rounded import FLOAT8_MAX, Rounding, Rows
 
-FLOAT8_MAX = 448.0
 GROUP = 128  # numbers of a row that are rounded together
 
 
-def quantized_linear(x: Tensor, matrix: Any, bias: Tensor | None = None) -> Tensor:
-    """x [..., inner] of the model's type, matrix [outputs, inner] of any form -> [..., outputs]."""
+def quantized_linear(x: Rows, matrix: Any, bias: Tensor | None = None) -> Tensor:
+    """x [..., inner] of the model's type, matrix [outputs, inner] of any form -> [..., outputs]. x may be rounded if
+    `rounding_for` says how."""
     if isinstance(matrix, PackedMatrix):
         return matrix.multiply(x, bias)
+    assert isinstance(x, Tensor)
     return F.linear(rounded(x, matrix), dequantized(matrix, x.dtype), bias)
 
 
@@ -34,10 +36,13 @@ def quantized_linear_float(x: Tensor, matrix: Any, bias: Tensor | None = None) -
     return linear_float(rounded(x, matrix), dequantized(matrix, x.dtype), bias)
 
 
-def quantized_gated_linear(x: Tensor, matrix: Any, bias: Tensor | None, activation: str) -> Tensor:
-    """matrix [2n, inner] = gate above up -> activation(gate) * up [..., n]."""
+def quantized_gated_linear(
+    x: Rows, matrix: Any, bias: Tensor | None, activation: str, rounding: Rounding | None = None
+) -> Rows:
+    """matrix [2n, inner] = gate above up -> activation(gate) * up [..., n]. `rounding`: who reads that alone says how it would
+    round it; it may be so already."""
     if isinstance(matrix, PackedMatrix):
-        return matrix.multiply(x, bias, activation)
+        return matrix.multiply(x, bias, activation, rounding)
     return gated(quantized_linear(x, matrix, bias), activation)
 
 
@@ -60,6 +65,13 @@ def quantized_experts_forward(
         return quantized_linear(inner, down.cut(expert), behind)
 
     return sum_experts(x, weights, experts, len(up.numbers), run, biases)
+
+
+def rounding_for(matrix: Any, x: Rows) -> Rounding | None:
+    """How a product rounds its rows, if they are as many as x has and of that type, and if who makes them can do it."""
+    if not isinstance(matrix, PackedMatrix) or matrix.order is not None or matrix.inputs < 2 * matrix.packed.apart:
+        return None
+    return matrix.rounding(x)
 
 
 def settled(matrix: Any) -> Any | None:

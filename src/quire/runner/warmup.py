@@ -24,6 +24,7 @@ from quire.layers.attention import SelfAttention
 from quire.layers.latent import LatentAttention
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
+from quire.layers.norm_for import norm_for
 from quire.models.decoder import Decoder
 from quire.ops.adapters import tile
 from quire.ops.latent import add_to_near, add_to_values
@@ -103,9 +104,12 @@ def _layers(model: Decoder, slots: Slots, longest: int, enter: Callable[[Batch],
     attentions, norms, others = kinds_of_layers(model)
     one, alike = [Tenant(longest, 1)], [Tenant(longest, 1)] * min(ALIKE, len(slots.tokens))
     long, prompt = [Tenant(longest, longest)], [Tenant(longest, min(longest, 16))]
+    some = [Tenant(min(longest, DOZENS[1]), min(longest, DOZENS[1]))]
     for layer in norms:
         yield partial(_run, enter, _batch(one, slots), lambda x, _, layer=layer: layer.add(x, None))
         yield partial(_run, enter, _batch(one, slots), lambda x, _, layer=layer: layer.add(x, x))
+        for reader in (*attentions, *others):  # some round what they read, and norms do it for them
+            yield partial(_run, enter, _batch(some, slots), partial(_norm_for, layer, reader))
     for tenants in (long, prompt, alike, one):  # what takes longest comes first
         for layer in attentions:
             yield partial(_run, enter, _batch(tenants, slots), layer)
@@ -238,6 +242,11 @@ def _edit(sampler: Sampler, logits: Tensor, each: Sequence[Rows]) -> None:
     for rows in each:
         edited, _, raw = sampler.edit(logits, rows, None)
         sampler.report(torch.zeros(2, 1, dtype=torch.int32, device=logits.device), edited, raw, rows)
+
+
+def _norm_for(norm: Any, reader: nn.Module, x: Tensor, _: Batch) -> None:
+    for residual in (None, x):
+        norm_for(reader, norm, x, residual)
 
 
 @torch.inference_mode()

@@ -32,6 +32,7 @@ from quire.layers.quant.gguf import GGUFHead, GGUFMethod, GGUFRows
 from quire.load.load import Filling, find_rows
 from quire.models.decoder import Decoder
 from quire.ops.activation import gated
+from quire.ops.rounded import Rounding
 from quire.types.cache import KVLayout, can_divide
 
 
@@ -166,7 +167,7 @@ class PackedLinear(Method):
     def apply(self, layer: Linear, x: Tensor) -> Tensor:  # noqa: ARG002
         return self._product(x)
 
-    def apply_gated(self, layer: Linear, x: Tensor, activation: str) -> Tensor:
+    def apply_gated(self, layer: Linear, x: Tensor, activation: str, rounding: Rounding | None = None) -> Tensor:  # noqa: ARG002
         return gated(self.apply(layer, x), activation)
 
 

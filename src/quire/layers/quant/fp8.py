@@ -13,14 +13,12 @@ from quire.layers.moe import Experts, PlainExperts
 from quire.layers.quant.floats import Float8Layout
 from quire.layers.quant.layout import Dim
 from quire.layers.quant.scheme import MATRIX, ROUTERS, CheckpointScheme, Inventory, get_names, get_text
-from quire.layers.quant.stored import Target
+from quire.layers.quant.stored import FormProduct, Target
 from quire.ops.forms import Activation
 from quire.ops.quantized import (
     dequantized,
     quantize_float8,
     quantized_experts_forward,
-    quantized_gated_linear,
-    quantized_linear,
     settled,
 )
 from quire.types.errors import ModelError
@@ -95,8 +93,8 @@ def float8_layout(
 # ---- made of floats ---------------------------------------------------------------------------------------------------------
 
 
-class OnlineLinear(Plain):
-    matrix: Any
+class OnlineLinear(FormProduct, Plain):
+    matrix = None  # until all is loaded
 
     def finish(self, layer: Linear) -> None:
         form = quantize_float8(layer.weight.data)
@@ -105,12 +103,6 @@ class OnlineLinear(Plain):
             layer.hold(Plain(), weight=dequantized(form, layer.weight.dtype))
         else:
             layer.hold(self)
-
-    def apply(self, layer: Linear, x: Tensor) -> Tensor:
-        return quantized_linear(x, self.matrix, layer.bias)
-
-    def apply_gated(self, layer: Linear, x: Tensor, activation: str) -> Tensor:
-        return quantized_gated_linear(x, self.matrix, layer.bias, activation)
 
 
 class OnlineExperts(PlainExperts):

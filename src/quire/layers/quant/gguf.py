@@ -19,6 +19,7 @@ from quire.layers.parameter import Method
 from quire.ops.activation import gated
 from quire.ops.blocks import GROUP, BlockMatrix, QuantizedMatrix, dequantize
 from quire.ops.dequantized_linear import dequantized_linear, dequantizes_quickly
+from quire.ops.rounded import Rounding
 
 MANY_IDS = 64
 
@@ -47,7 +48,7 @@ class GGUFMethod(Method):
         out = None if self.few is None else self.few(x)
         return dequantized_linear(x, self.parts, layer.bias) if out is None else out
 
-    def apply_gated(self, layer: Linear, x: Tensor, activation: str) -> Tensor:
+    def apply_gated(self, layer: Linear, x: Tensor, activation: str, rounding: Rounding | None = None) -> Tensor:  # noqa: ARG002
         return gated(self.apply(layer, x), activation)
 
 

@@ -22,8 +22,10 @@ from quire.ops.quantized import (
     quantized_gated_linear,
     quantized_linear,
     quantized_linear_float,
+    rounding_for,
     settled,
 )
+from quire.ops.rounded import Rounding, Rows
 from quire.types.errors import ModelError
 
 ACT_ORDER = {"g_idx": "desc_act", "weight_g_idx": "weight_g_idx"}  # tensors that name each input's group -> who says so
@@ -85,11 +87,25 @@ class Piece:
         return self.layout.convert(tensors, called)
 
 
-class HeldLinear:
+class FormProduct:
+    """What a linear layer's method does with a form."""
+
+    matrix: Any
+
+    def rounding(self, x: Rows) -> Rounding | None:
+        return rounding_for(self.matrix, x)
+
+    def apply(self, layer: Linear, x: Rows) -> Tensor:
+        return quantized_linear(x, self.matrix, layer.bias)
+
+    def apply_gated(self, layer: Linear, x: Rows, activation: str, rounding: Rounding | None = None) -> Rows:
+        return quantized_gated_linear(x, self.matrix, layer.bias, activation, rounding)
+
+
+class HeldLinear(FormProduct):
     """What multiplies by a form, if the device keeps it; else the layer becomes a plain one."""
 
     target: Target
-    matrix: Any  # a form
 
     def settle(self, layer: Linear, parts: Sequence[Any]) -> None:
         """parts: above each other."""
@@ -99,12 +115,6 @@ class HeldLinear:
         else:
             layer.hold(self)
             self.matrix = found
-
-    def apply(self, layer: Linear, x: Tensor) -> Tensor:
-        return quantized_linear(x, self.matrix, layer.bias)
-
-    def apply_gated(self, layer: Linear, x: Tensor, activation: str) -> Tensor:
-        return quantized_gated_linear(x, self.matrix, layer.bias, activation)
 
 
 class HeldHead:
@@ -173,7 +183,7 @@ class Pieces(Method):
         return [piece.convert(self.tensors(layer, key), piece.called[0]) for key, piece in self.pieces.items()]
 
 
-class StoredLinear(Pieces, HeldLinear):
+class StoredLinear(HeldLinear, Pieces):
     """Pieces above each other."""
 
     def shapes(self, inputs: int, outputs: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002

@@ -7,16 +7,16 @@ from torch import Tensor, empty_like
 from quire.ops.kernels.launcher import launched
 from quire.ops.kernels.math import power_of_two
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
+from quire.ops.kernels.write_rounded import constants_of, write_rounded
+from quire.ops.rounded import RoundedRows, Rounding
 
 
-@launched
 @triton.jit
-def _rms_norm(
+def _norm(
     x,  # [rows, SIZE]
     residual,  # [rows, SIZE]
     weight,  # [SIZE]
-    out,  # [rows, SIZE]
-    total,  # [rows, SIZE] x + residual
+    total,  # [rows, SIZE] x + residual, which is written
     eps,
     offset,
     SIZE: tl.constexpr,
@@ -37,7 +37,55 @@ def _rms_norm(
         tl.store(total + place, value, mask=inside)
     wide = value.to(tl.float32)
     wide *= tl.rsqrt(tl.sum(wide * wide) / SIZE + eps)
-    tl.store(out + place, (wide * scale).to(value.dtype), mask=inside)
+    return (wide * scale).to(value.dtype)
+
+
+@launched
+@triton.jit
+def _rms_norm(
+    x,  # [rows, SIZE]
+    residual,  # [rows, SIZE]
+    weight,  # [SIZE]
+    out,  # [rows, SIZE]
+    total,  # [rows, SIZE] x + residual
+    eps,
+    offset,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    normed = _norm(x, residual, weight, total, eps, offset, SIZE, BLOCK, ADD, EARLY)
+    at = tl.arange(0, BLOCK)
+    tl.store(out + tl.program_id(0).to(tl.int64) * SIZE + at, normed, mask=at < SIZE)
+
+
+@launched
+@triton.jit
+def _rounded_norm(
+    x,  # [rows, SIZE]
+    residual,  # [rows, SIZE]
+    weight,  # [SIZE]
+    total,  # [rows, SIZE] x + residual
+    out,  # as `write_rounded` has them
+    scales,
+    given,
+    eps,
+    offset,
+    columns,
+    height,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    APART: tl.constexpr,
+    GROUP: tl.constexpr,
+    GIVEN: tl.constexpr,
+    LARGEST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    normed = _norm(x, residual, weight, total, eps, offset, SIZE, BLOCK, ADD, EARLY).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    write_rounded(normed, out, scales, given, row, 0, columns, height, APART, GROUP, GIVEN, LARGEST, BLOCK)
 
 
 def _launch(x: Tensor, residual: Tensor, weight: Tensor, total: Tensor, eps: float, offset: float, add: bool) -> Tensor:
@@ -46,11 +94,16 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, total: Tensor, eps: flo
     out = empty_like(x)
     rows = x.numel() // size
     if rows:
-        warps = min(max(block // 512, 1), 8)
         _rms_norm[(rows,)](
-            x, residual, weight, out, total, eps, offset, SIZE=size, BLOCK=block, ADD=add, num_warps=warps, **overlapping()
+            x, residual, weight, out, total, eps, offset, SIZE=size, BLOCK=block, ADD=add, num_warps=warps_of(block),
+            **overlapping(),
         )  # fmt: skip
     return out
+
+
+def warps_of(block: int) -> int:
+    """The order of a sum depends on them."""
+    return min(max(block // 512, 1), 8)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -62,3 +115,22 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset
     x, residual = x.contiguous(), residual.contiguous()
     total = empty_like(x)
     return _launch(x, residual, weight, total, eps, offset, add=True), total
+
+
+def rounded_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, rounding: Rounding
+) -> tuple[RoundedRows, Tensor]:
+    """As `add_rms_norm`, of rows [rows, n] of two columns that are APART or more; no residual: x is the sum."""
+    x = x.contiguous()
+    added = x if residual is None else residual.contiguous()
+    total = x if residual is None else empty_like(x)
+    rows, size = x.shape
+    block, rounded = power_of_two(size), rounding.make_room(rows, x, x.dtype)
+    if rows:
+        _rounded_norm[(rows,)](
+            x, added, weight, total, rounded.numbers, rounded.scales,
+            rounded.scales if rounding.given is None else rounding.given, eps, offset, rounding.columns,
+            len(rounded.numbers) if rounding.group else 0, SIZE=size, BLOCK=block, ADD=residual is not None,
+            **constants_of(rounding), num_warps=warps_of(block), **overlapping(),
+        )  # fmt: skip
+    return rounded, total

@@ -16,61 +16,16 @@ from quire.ops.kernels.math import cdiv
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 from quire.ops.kernels.shares import add_shares, turns_of
 from quire.ops.kernels.words import Packed
+from quire.ops.rounded import RoundedRows
 
 GROUP = 128  # columns
-LARGEST = 448.0
-ALIGNED = 16  # rows
-
-
-@launched
-@triton.jit
-def _round_groups(
-    x,  # [rows, inner]
-    out,  # [rows, columns] of 8 bits, as words of a matrix lie: of two columns that are APART, one beside the other
-    scales,  # [columns / GROUP, height]
-    height,
-    inner,
-    columns,
-    GROUP: tl.constexpr,
-    LARGEST: tl.constexpr,
-    BLOCK: tl.constexpr,  # groups
-    EARLY: tl.constexpr,
-):
-    let_next_start(EARLY)
-    wait_for_previous(EARLY)
-    HALF: tl.constexpr = GROUP // 2
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = tl.arange(0, HALF)
-    column = group[:, None] * GROUP + at[None, :]
-    low = tl.load(x + row * inner + column, mask=column < inner, other=0.0).to(tl.float32)
-    high = tl.load(x + row * inner + column + HALF, mask=column + HALF < inner, other=0.0).to(tl.float32)
-    most = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
-    scale = tl.maximum(most, 1e-10) / LARGEST
-    numbers = tl.interleave(low / scale[:, None], high / scale[:, None])
-    place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    tl.store(out + row * columns + place, numbers.to(out.dtype.element_ty), mask=place < columns)
-    tl.store(scales + group.to(tl.int64) * height + row, scale, mask=group * GROUP < columns)
-
-
-def round_groups(x: Tensor, columns: int, height: int) -> tuple[Tensor, Tensor]:
-    """x [rows, inputs] -> numbers [height, columns] of 8 bits, scales [columns / 128, height]; what is above rows is any."""
-    x = x.contiguous()
-    rows, inner = x.shape
-    out = x.new_empty(height, columns, dtype=torch.float8_e4m3fn)
-    scales = x.new_empty(columns // GROUP, height, dtype=torch.float32)
-    block = 16
-    _round_groups[(rows, cdiv(columns // GROUP, block))](
-        x, out, scales, height, inner, columns, GROUP=GROUP, LARGEST=LARGEST, BLOCK=block, num_warps=4, **overlapping()
-    )
-    return out, scales
 
 
 @launched
 @triton.jit(do_not_specialize=["rows"])
 def _blocks(
     x,  # [rows, columns] of 8 bits
-    rows_scale,  # [groups, rows]
+    rows_scale,  # [groups, height]
     matrix,  # [outputs, columns] of 8 bits
     scales,  # [groups, SCALES]
     bias,  # [outputs]
@@ -78,6 +33,7 @@ def _blocks(
     sums,  # float32: of each share of each program's tile
     turns,  # [tiles] zeros
     rows,
+    height,
     outputs,
     columns,
     SCALES: tl.constexpr,
@@ -95,10 +51,10 @@ def _blocks(
     tile = tl.program_id(0)
     row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(outputs, BLOCK_N)
     band = tile // (TOGETHER * column_tiles)
-    height = tl.minimum(row_tiles - band * TOGETHER, TOGETHER)
+    high = tl.minimum(row_tiles - band * TOGETHER, TOGETHER)
     within = tile % (TOGETHER * column_tiles)
-    r = (band * TOGETHER + within % height) * ROWS + tl.arange(0, ROWS)
-    n = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    r = (band * TOGETHER + within % high) * ROWS + tl.arange(0, ROWS)
+    n = within // high * BLOCK_N + tl.arange(0, BLOCK_N)
     read, there = tl.minimum(n, outputs - 1), tl.minimum(r, rows - 1)
     k = tl.arange(0, GROUP)
     a = x + there.to(tl.int64)[:, None] * columns + k[None, :]
@@ -110,14 +66,14 @@ def _blocks(
     a += begin * GROUP
     b += begin * GROUP
     ONE: tl.constexpr = HIGH % BLOCK_N == 0  # scale of a block of the matrix
-    own = scales + within // height * BLOCK_N // HIGH
+    own = scales + within // high * BLOCK_N // HIGH
     acc = tl.zeros((ROWS, BLOCK_N), tl.float32)
-    factor = tl.load(rows_scale + begin * rows + there)  # asked for a group ahead
+    factor = tl.load(rows_scale + begin * height + there)  # asked for a group ahead
     if ONE:
         factor *= tl.load(own + begin * SCALES)
     for group in tl.range(begin, end):
         following = tl.minimum(group + 1, groups - 1)
-        next_factor = tl.load(rows_scale + following * rows + there)
+        next_factor = tl.load(rows_scale + following * height + there)
         if ONE:
             next_factor *= tl.load(own + following * SCALES)
             acc += tl.dot(tl.load(a), tl.load(b)) * factor[:, None]
@@ -144,17 +100,16 @@ class Tile(NamedTuple):
     shares: int = 1
 
 
-def product(x: Tensor, matrix: Packed, bias: Tensor | None, tile: Tile) -> Tensor:
+def product(x: RoundedRows, matrix: Packed, bias: Tensor | None, tile: Tile) -> Tensor:
     """x [rows, inputs] -> [rows, outputs]."""
     rows, outputs = len(x), matrix.outputs
-    numbers, factors = round_groups(x, matrix.columns, rows)
-    out = x.new_empty(rows, outputs)
+    out = x.numbers.new_empty(rows, outputs, dtype=x.dtype)
     words = matrix.words.view(torch.float8_e4m3fn)
     tiles = cdiv(rows, tile.rows) * cdiv(outputs, tile.outputs)
-    sums = x.new_empty(tiles * tile.shares * tile.rows * tile.outputs if tile.shares > 1 else 1, dtype=torch.float32)
+    size = tiles * tile.shares * tile.rows * tile.outputs if tile.shares > 1 else 1
     _blocks[(tiles, tile.shares)](
-        numbers, factors, words, matrix.scales, matrix.scales if bias is None else bias, out, sums, turns_of(x.device),
-        rows, outputs, matrix.columns,
+        x.numbers, x.scales, words, matrix.scales, matrix.scales if bias is None else bias, out,
+        out.new_empty(size, dtype=torch.float32), turns_of(x.device), rows, len(x.numbers), outputs, matrix.columns,
         SCALES=matrix.scales.shape[-1], HIGH=outputs // matrix.scales.shape[-1], BIAS=bias is not None, GROUP=GROUP,
         SHARES=tile.shares, ROWS=tile.rows, BLOCK_N=tile.outputs, TOGETHER=8, num_warps=tile.warps,
         num_stages=tile.stages, **overlapping(),
@@ -162,12 +117,11 @@ def product(x: Tensor, matrix: Packed, bias: Tensor | None, tile: Tile) -> Tenso
     return out
 
 
-def library_product(x: Tensor, matrix: Packed, scales: Tensor, bias: Tensor | None) -> Tensor | None:
+def library_product(x: RoundedRows, matrix: Packed, scales: Tensor, bias: Tensor | None) -> Tensor | None:
     """The same by torch, of multiples of a few rows; scales as `PackedMatrix.block_scales`. None = it is not for such sizes."""
-    numbers, factors = round_groups(x, matrix.columns, cdiv(len(x), ALIGNED) * ALIGNED)
     words = matrix.words.view(torch.float8_e4m3fn)
     try:
-        out = torch._scaled_mm(numbers, words.t(), factors.t(), scales, out_dtype=x.dtype)[: len(x)]
+        out = torch._scaled_mm(x.numbers, words.t(), x.scales.t(), scales, out_dtype=x.dtype)[: len(x)]
     except RuntimeError:  # it says so before anything is launched
         return None
     return out if bias is None else out + bias

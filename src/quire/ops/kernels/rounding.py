@@ -5,12 +5,14 @@ The rounded rows lie as words of a packed matrix do (`packed.py`): of two column
 
 import triton
 import triton.language as tl
-from torch import Tensor, dtype, float32
+from torch import Tensor, dtype
 
 from quire.ops.kernels.activation import KINDS, activate
 from quire.ops.kernels.launcher import launched
-from quire.ops.kernels.math import cdiv
+from quire.ops.kernels.math import cdiv, power_of_two
 from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
+from quire.ops.kernels.write_rounded import constants_of, write_rounded
+from quire.ops.rounded import RoundedRows, Rounding
 
 
 @launched
@@ -42,17 +44,67 @@ def _round_rows(
     tl.store(scales + row, scale)
 
 
-def round_rows(x: Tensor, columns: int, apart: int, kind: dtype, largest: float, given: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x [rows, inputs] -> numbers [rows, columns] of 8 bits, scales [rows] float32."""
+def round_rows(x: Tensor, rounding: Rounding) -> RoundedRows:
+    """x [rows, inputs]; a row has one scale."""
     x = x.contiguous()
     rows, inner = x.shape
-    out, scales = x.new_empty(rows, columns, dtype=kind), x.new_empty(rows, dtype=float32)
-    block = triton.next_power_of_2(columns)
+    rounded = rounding.make_room(rows, x, x.dtype)
+    block, given = power_of_two(rounding.columns), rounding.given
     _round_rows[(rows,)](
-        x, scales if given is None else given, out, scales, inner, columns, APART=apart, GIVEN=given is not None,
-        LARGEST=largest, BLOCK=block, num_warps=min(16, max(1, block // 512)), **overlapping(),
+        x, rounded.scales if given is None else given, rounded.numbers, rounded.scales, inner, rounding.columns,
+        APART=rounding.apart, GIVEN=given is not None, LARGEST=rounding.largest, BLOCK=block,
+        num_warps=min(16, max(1, block // 512)), **overlapping(),
     )  # fmt: skip
-    return out, scales
+    return rounded
+
+
+@launched
+@triton.jit
+def _round_groups(
+    x,  # [rows, inner]
+    out,  # [rows, columns] of 8 bits, as words of a matrix lie: of two columns that are APART, one beside the other
+    scales,  # [columns / GROUP, height]
+    height,
+    inner,
+    columns,
+    GROUP: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,  # groups
+    EARLY: tl.constexpr,
+):
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
+    HALF: tl.constexpr = GROUP // 2
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.arange(0, HALF)
+    column = group[:, None] * GROUP + at[None, :]
+    low = tl.load(x + row * inner + column, mask=column < inner, other=0.0).to(tl.float32)
+    high = tl.load(x + row * inner + column + HALF, mask=column + HALF < inner, other=0.0).to(tl.float32)
+    most = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
+    scale = tl.maximum(most, 1e-10) / LARGEST
+    numbers = tl.interleave(low / scale[:, None], high / scale[:, None])
+    place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    tl.store(out + row * columns + place, numbers.to(out.dtype.element_ty), mask=place < columns)
+    tl.store(scales + group.to(tl.int64) * height + row, scale, mask=group * GROUP < columns)
+
+
+def round_groups(x: Tensor, rounding: Rounding) -> RoundedRows:
+    """x [rows, inputs]; each group of columns has a scale."""
+    x = x.contiguous()
+    rows, inner = x.shape
+    rounded = rounding.make_room(rows, x, x.dtype)
+    block, columns = 16, rounding.columns
+    _round_groups[(rows, cdiv(columns // rounding.group, block))](
+        x, rounded.numbers, rounded.scales, len(rounded.numbers), inner, columns, GROUP=rounding.group,
+        LARGEST=rounding.largest, BLOCK=block, num_warps=4, **overlapping(),
+    )  # fmt: skip
+    return rounded
+
+
+def round_all(x: Tensor, rounding: Rounding) -> RoundedRows:
+    """x [rows, inputs]."""
+    return round_groups(x, rounding) if rounding.group else round_rows(x, rounding)
 
 
 @launched
@@ -102,3 +154,43 @@ def rescale(x: Tensor, rows_scale: Tensor, scale: Tensor, bias: Tensor | None, a
         KIND=KINDS[activation] if activation else "", BLOCK=block, num_warps=4, **overlapping(),
     )  # fmt: skip
     return out
+
+
+@launched
+@triton.jit
+def _gate_rounded(
+    x,  # [rows, 2 * size] gate, up
+    out,  # as `write_rounded` has them
+    scales,
+    size,
+    columns,
+    height,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    APART: tl.constexpr,
+    GROUP: tl.constexpr,
+    GIVEN: tl.constexpr,
+    LARGEST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    gate = tl.load(x + row * 2 * size + at, mask=at < size, other=0.0)
+    up = tl.load(x + row * 2 * size + size + at, mask=at < size, other=0.0)
+    active = activate(gate.to(tl.float32), KIND).to(gate.dtype).to(tl.float32)
+    value = (active * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
+    write_rounded(value, out, scales, scales, row, first, columns, height, APART, GROUP, GIVEN, LARGEST, BLOCK)
+
+
+def gate_rounded(x: Tensor, activation: str, rounding: Rounding) -> RoundedRows:
+    """x [rows, 2n] = gate, up -> activation(gate) * up, rounded by groups."""
+    rows, block = len(x), 1024
+    rounded = rounding.make_room(rows, x, x.dtype)
+    _gate_rounded[(rows, cdiv(rounding.columns, block))](
+        x, rounded.numbers, rounded.scales, x.shape[1] // 2, rounding.columns, len(rounded.numbers),
+        KIND=KINDS[activation], BLOCK=block, **constants_of(rounding), num_warps=4, **overlapping(),
+    )  # fmt: skip
+    return rounded
