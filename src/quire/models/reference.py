@@ -90,8 +90,8 @@ channel, is the one to begin with: half the memory, and faster than bfloat16 in 
 compressed-tensors) take a quarter of the memory and are the fastest for one request and up to two dozen or so; beyond 64 at a
 time they are as fast as bfloat16 where they have copies, and slower without: take them where memory is what is short, or
 requests are few. Blocks of 128 x 128 in
-fp8 gain up to about 64 requests, too, and lose at 256. Experts gain from 8 and from 4 bits while few tokens are on their way,
-and lose a fifth to a quarter in long prompts.
+fp8 gain in all matrices but the smallest, which are as fast at 64 requests and more. Experts gain from 8 and from 4 bits while
+few tokens are on their way, and lose a fifth to a quarter in long prompts.
 
 ## The cache
 
