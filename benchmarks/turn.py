@@ -66,7 +66,7 @@ class Replayed:
 
 
 class Recorder:
-    def free_bytes(self) -> int:
+    def taken_bytes(self) -> int:
         return 0
 
 

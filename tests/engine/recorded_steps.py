@@ -35,7 +35,7 @@ class Recorder:
             raise RuntimeError("not before it was run once")
         return Again(run)
 
-    def free_bytes(self):
+    def taken_bytes(self):
         return 0
 
 

@@ -8,6 +8,7 @@ from quire.attn.backend import Room
 from quire.attn.shared_prefix import SharedPrefix, nothing_shared
 from quire.attn.triton import FixedCuts
 from quire.attn.work_split import SPLIT
+from quire.device.cuda.capture import LARGEST_GRAPH, taken_between
 from quire.runner.buckets import (
     MOST_ROOM,
     MOST_ROWS,
@@ -67,6 +68,15 @@ def test_what_is_recorded_in_idle_time_serves_usual_traffic(max_seqs):
     for rows in range(1, max_seqs + 1):
         own = Bucket(row_bucket(rows, max_seqs), usual_room(row_bucket(rows, max_seqs), 4))
         assert own in buckets
+
+
+def test_what_a_graph_takes_is_not_what_others_do():
+    """Bytes that torch has, and those that are free on a device that other processes use."""
+    grown = 3 << 20
+    assert taken_between((0, 100 << 20), (grown, 95 << 20)) == 5 << 20
+    assert taken_between((0, 100 << 20), (grown, 100 << 20)) == grown  # somebody went meanwhile
+    assert taken_between((0, 100 << 30), (grown, 20 << 30)) == grown + LARGEST_GRAPH  # somebody came
+    assert taken_between((grown, 100 << 20), (0, 100 << 20)) == 0
 
 
 def test_the_allowance_grows_with_the_logits():

@@ -61,8 +61,8 @@ class Recorder(Protocol):
         replay of any recording. RuntimeError = it cannot be recorded, or not before it was run once."""
         ...
 
-    def free_bytes(self) -> int:
-        """Of the device."""
+    def taken_bytes(self) -> int:
+        """Of the device's memory, by all recordings."""
         ...
 
 

@@ -273,12 +273,12 @@ class Graphs:
 
     def _record(self, bucket: Bucket) -> Tensor:
         """-> logits [rows, V] of the step whose inputs are in place."""
-        before = self._device.free_bytes()
+        before = self._device.taken_bytes()
         recorded, logits = self._recorder.record(bucket)
         if recorded is None:
             self._taken = self._allowance
             return logits
         self._recorded[bucket] = recorded
         self.captures += 1
-        self._taken += before - self._device.free_bytes()
+        self._taken += self._device.taken_bytes() - before
         return logits
