@@ -11,6 +11,7 @@ from quire.config.facts import read_facts
 from quire.config.quantization import FORMS, METHODS
 from quire.files.resolve import resolve_model
 from quire.prepare.quantize import SCHEMES
+from quire.types.errors import ConfigError
 
 PARAMETERS = 328_320  # of the tiny Llama: 2 x 122,880 in matrices, the rest in embedding, head and norms
 
@@ -69,8 +70,12 @@ def test_copies_are_counted(tmp_path):
     for none in ({"dtype": "float32"}, {"device": "cpu"}, {"data_parallel_size": 2, "kv_cache_memory_bytes": 1 << 20}):
         found = planned(directory, 8 << 30, **none)
         assert (found.copies, found.no_copies) == (0, "")
-    rounding = planned(write("fp8-block", tmp_path / "fp8"), 8 << 30)
-    assert (rounding.copies, rounding.no_copies) == (0, "")
+    rounding = write("fp8-block", tmp_path / "fp8")
+    assert (planned(rounding, 8 << 30).copies, planned(rounding, 8 << 30).no_copies) == (0, "")
+    asked = planned(rounding, 8 << 30, dequantized_copies=True)
+    assert asked.fits and asked.copies == 0 and "no matrix that can have one" in asked.no_copies
+    with pytest.raises(ConfigError, match="cannot be had where several engines or ranks have one GPU"):
+        planned(directory, 8 << 30, data_parallel_size=2, kv_cache_memory_bytes=1 << 20, dequantized_copies=True)
 
 
 def test_copies_that_there_is_no_room_for(tmp_path):

@@ -178,6 +178,11 @@ def test_values_that_are_taken_for_others(caplog: pytest.LogCaptureFixture) -> N
     assert caplog.text.count("is taken for") == 2
 
 
+def test_flags_that_are_told_true_or_false() -> None:
+    lines = ["--enforce-eager=true", "--no-enforce-eager=false", "--enforce-eager=false", "--no-enforce-eager=true"]
+    assert [from_line(line).enforce_eager for line in lines] == [True, True, False, False]
+
+
 def test_flags_with_dots() -> None:
     args = from_line(
         "--structured-outputs-config.disable_any_whitespace true --hf_overrides.rope_parameters.rope_theta=1e6 "

@@ -135,6 +135,11 @@ def test_a_model_has_all_or_none(model, caplog, usable, cache, asked, told):
     assert len(have) == sum(method.matrix.copy is not None for method in methods(model))
 
 
+def test_copies_of_nothing_that_were_asked_for(caplog):
+    copy_matrices(torch.nn.Linear(4, 4), torch.float16, Card(1 << 30, 5), Needs(0.9, 0, 7, True))
+    assert "the model has no matrix that can have one" in caplog.text
+
+
 def test_copies_that_were_asked_for_and_do_not_fit(model):
     with pytest.raises(ConfigError, match="leave dequantized_copies out, or give the engine more memory"):
         copy_matrices(model, torch.float16, Card(1 << 30, 5), Needs(0.9, 1 << 30, 7, True))

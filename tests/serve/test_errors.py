@@ -73,6 +73,7 @@ def test_unknown_model(http):
         ({"use_beam_search": True, "stream": True}, "stream"),
         ({"priority": 1}, "priority"),
         ({"truncate_prompt_tokens": 257}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
         ({"vllm_xargs": {"a": 1}}, "vllm_xargs"),
     ],

@@ -49,7 +49,8 @@ class CommandParser(argparse.ArgumentParser):
             flag, equals, value = text.partition("=")
             action = self._option_string_actions.get(flag)
             if equals and isinstance(action, argparse.BooleanOptionalAction) and value.lower() in ("true", "false"):
-                out.append(flag if value.lower() == "true" else f"--no-{flag[2:]}")
+                other = f"--{flag[5:]}" if flag.startswith("--no-") else f"--no-{flag[2:]}"
+                out.append(flag if value.lower() == "true" else other)
             else:
                 out.append(text)
         return out

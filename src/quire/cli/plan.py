@@ -118,7 +118,7 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
         weights_held=held,
         weights_as=held_as,
         copies=copies.made,
-        no_copies=copies.refused,
+        no_copies=copies.refused or copies.note,
         dtype=config.dtype,
         device=kind,
         memory=total,

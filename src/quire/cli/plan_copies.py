@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from quire.cli.plan_weights import largest_part
 from quire.config.config import Config
-from quire.config.copies import Copies, copied_gguf_numbers, copied_numbers, estimate_copied
+from quire.config.copies import NOTHING, Copies, copied_gguf_numbers, copied_numbers, estimate_copied
 from quire.config.facts import DTYPE_BYTES
 from quire.config.memory import parameter_parts
 from quire.engine.copies import least_cache, may_copy
@@ -18,14 +18,15 @@ class PlannedCopies(NamedTuple):
     """Of one device."""
 
     made: int = 0  # bytes
-    refused: str = ""  # why there are none
+    refused: str = ""  # why there are none, where there could be
+    note: str = ""  # why there can be none, and somebody asked
 
 
 def plan_copies(config: Config, layout: CacheLayout, usable: int, held: int) -> PlannedCopies:
     """held: bytes of everything but the cache."""
     numbers = _count(config) if may_copy(config) else 0
     if not numbers:
-        return PlannedCopies()
+        return PlannedCopies(note=NOTHING if config.args.dequantized_copies else "")
     wanted = largest_part(config, numbers) * DTYPE_BYTES[config.dtype]
     copies = Copies(wanted, usable, held, least_cache(config, layout), bool(config.args.dequantized_copies))
     return PlannedCopies(made=copies.wanted) if copies.fit else PlannedCopies(refused=copies.reason)

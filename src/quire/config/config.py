@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from quire.config.args import EngineArgs, shares_experts
+from quire.config.args import EngineArgs, local_engines, shares_experts
 from quire.config.draft_heads import DraftHead
 from quire.config.facts import DTYPE_BYTES, DeviceFacts, ModelFacts
 from quire.config.quantization import Quantization
@@ -73,6 +73,12 @@ class Config:
     def node_ranks(self) -> int:
         """Of the node that has most."""
         return -(-self.world // self.args.nnodes)
+
+    @property
+    def share_gpus(self) -> bool:
+        """Whether several engines or ranks of this machine have one GPU."""
+        several = local_engines(self.args) > 1 and self.args.kv_cache_memory_bytes is not None
+        return several or 0 < self.device_facts.count < self.node_ranks
 
     @property
     def ranks(self) -> int:

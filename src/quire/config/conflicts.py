@@ -292,6 +292,14 @@ CONFLICTS: tuple[Conflict, ...] = (
         ),
     ),
     Conflict(
+        "copies on a GPU of several",
+        lambda c: bool(c.args.dequantized_copies) and c.device == "cuda" and c.share_gpus,
+        lambda _: (
+            "dequantized_copies cannot be had where several engines or ranks have one GPU, for none sees what the others take; "
+            "leave it out"
+        ),
+    ),
+    Conflict(
         "ranks on a device that has none",
         lambda c: c.world > 1 and c.device not in ("cpu", "cuda"),
         lambda c: f"{c.divided} is built for CPUs and for GPUs of CUDA, and the device is {c.device}; leave it at 1",

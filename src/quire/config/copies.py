@@ -10,6 +10,7 @@ from quire.files.gguf import FLOATS, GGML_TYPES, WHOLE_NUMBERS, GGUFTensor
 from quire.files.safetensors import TensorInfo
 
 SHARE = 8  # of the memory that an engine may use: at most the eighth part is for copies
+NOTHING = "the model has no matrix that can have one: quantized, no expert's, and of a scheme that rounds no rows"
 SPARE = 16  # the sixteenth part has to be left beside the cache of the longest request, whatever was counted too low
 
 

@@ -1,7 +1,6 @@
 """What an engine has to have beside copies of quantized matrices (`config/copies.py`). Importing this imports no torch."""
 
 from quire.cache.capacity import MOST_SNAPSHOTS, pages_for
-from quire.config.args import local_engines
 from quire.config.config import Config
 from quire.config.facts import DTYPE_BYTES
 from quire.config.memory import activation_bytes
@@ -11,9 +10,8 @@ from quire.types.cache import CacheLayout
 
 def may_copy(config: Config) -> bool:
     """Not where several engines or ranks have one GPU: none of them sees what the others will take."""
-    args, here = config.args, local_engines(config.args)
-    shared = (here > 1 and args.kv_cache_memory_bytes is not None) or 0 < config.device_facts.count < config.node_ranks
-    return args.dequantized_copies is not False and config.device == "cuda" and config.dtype != "float32" and not shared
+    asked = config.args.dequantized_copies is not False
+    return asked and config.device == "cuda" and config.dtype != "float32" and not config.share_gpus
 
 
 def least_cache(config: Config, layout: CacheLayout) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from quire.config.copies import Copies
+from quire.config.copies import NOTHING, Copies
 from quire.device.base import Device
 from quire.prepare.copies import count_copied, make_copies
 from quire.types.errors import ConfigError
@@ -28,6 +28,8 @@ def copy_matrices(model: nn.Module, dtype: torch.dtype, device: Device, needs: N
     """Of all matrices, or of none."""
     wanted = count_copied(model, dtype) * dtype.itemsize
     usable, held = device.held(needs.utilization) if wanted else (0, 0)
+    if needs.asked and not wanted:
+        logger.warning("dequantized_copies: %s", NOTHING)
     if not usable:
         return
     copies = Copies(wanted, usable, held + needs.others, needs.cache, bool(needs.asked))

@@ -14,7 +14,7 @@ from quire.types.plan import StepPlan
 def repeat(last: Scheduled, step: int, speculation: Speculation) -> Scheduled | None:
     """Of all requests that there are, to whom drafts were granted; their cursors move. None = it would not be the same."""
     plan, shapes, ends = last.plan, last.plan.shapes, list[int]()
-    if speculation.ahead or plan.ahead or shapes.tokens != len(last.requests) + shapes.drafted:
+    if speculation.ahead or plan.ahead or len(shapes.outputs.pool) or shapes.tokens != len(last.requests) + shapes.drafted:
         return None
     for request, (sample, drafts) in zip(last.requests, shapes.each, strict=True):
         end = request.computed + 1 + drafts

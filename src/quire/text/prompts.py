@@ -176,6 +176,8 @@ class PromptReader:
         as long as is asked for."""
         if keep is None:
             return Cut(self.max_model_len)
+        if keep == 0:
+            raise InvalidParameter("truncate_prompt_tokens=0 leaves nothing of the prompt", "truncate_prompt_tokens")
         if keep > self.max_model_len:
             raise InvalidParameter(
                 f"truncate_prompt_tokens={keep} is more than the model's context of {self.max_model_len} tokens",

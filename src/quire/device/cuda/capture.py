@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
 LARGEST_GRAPH = 16 << 20  # bytes, without the memory of its tensors
 
 
