@@ -233,6 +233,37 @@ def test_a_size_without_a_unit_is_not_a_few_bytes(text: str, model: str, capsys:
     assert f"{text} would be bytes; say {text}GiB" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("0GiB", "0GiB is nothing; say a size such as 80GiB"), ("9" * 400 + "GiB", "is more than any device has; say a size")],
+)
+def test_a_size_is_one_of_a_device(text: str, told: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["plan", model, "--memory", text])
+    assert left.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_a_share_that_is_nothing(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", model, "--memory", "1MiB", "--gpu-memory-utilization", "1e-9"]) == 2
+    error = capsys.readouterr().err
+    assert error == "quire plan: gpu_memory_utilization 1e-09 leaves nothing of 1,048,576 bytes; raise it\n"
+
+
+def test_numbers_and_depths_without_an_end(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    deep = tmp_path / "deep.yaml"
+    deep.write_text("a: " + "[" * 5000)
+    for flags, told in (
+        (["--max-model-len", "9" * 400], "is too large a number"),
+        (["--hf-overrides", "[" * 50_000], "is not JSON (it is nested too deeply)"),
+        (["--config", str(deep)], "is not YAML: "),
+    ):
+        try:
+            code = main(["plan", model, "--card", "l4", *flags])
+        except SystemExit as left:
+            code = left.code
+        assert code == 2 and told in capsys.readouterr().err
+
+
 def test_the_package_is_a_command() -> None:
     done = subprocess.run([sys.executable, "-m", "quire", "--help"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("usage: quire COMMAND")

@@ -148,6 +148,13 @@ def test_extra_body_wins(capsys: pytest.CaptureFixture[str]) -> None:
         (["--custom-output-len", "3"], "--custom-output-len does not belong to --dataset-name random"),
         (["--request-timeout", "0"], "request-timeout"),
         (["--burstiness", "2"], "needs --request-rate"),
+        (["--extra-body", "[" * 100_000], "--extra-body is not JSON: it is nested too deeply"),
+        (["--random-input-len", "99999999999999999999"], "--random-input-len must be at most 16777216, got"),
+        (["--random-output-len", "99999999999999999999"], "--random-output-len must be at most 16777216, got"),
+        (["--num-prompts", "99999999999999999999"], "--num-prompts must be at most 100000000, got"),
+        (["--num-warmups", "99999999999999999999"], "--num-warmups must be at most 100000000, got"),
+        (["--base-url", "http://[::1"], "--base-url 'http://[::1' is not like http://127.0.0.1:8000"),
+        (["--seed", "-1"], "--seed must be at least 0, got -1"),
     ],
 )
 def test_wrong_flags_are_told_before_anything_is_sent(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,6 +164,58 @@ def test_wrong_flags_are_told_before_anything_is_sent(flags: list[str], told: st
     err = capsys.readouterr().err
     assert told in err
     assert err.count("\n") == 1
+
+
+DEEP = "[" * 100_000
+LINE = '{"timestamp": %s, "input_length": %s, "output_length": 1}'
+
+
+@pytest.mark.parametrize(
+    ("dataset", "text", "told"),
+    [
+        ("sharegpt", DEEP, "data is not JSON: it is nested too deeply"),
+        ("custom", DEEP, "data line 1 is not JSON: it is nested too deeply"),
+        ("custom", '{"prompt": [1, 99999999999]}', "data line 1: prompt must have token ids from 0 to 2147483647"),
+        ("custom", '{"prompt": "a", "output_tokens": 1%s}' % ("0" * 400), "data line 1: output_tokens is 1000"),
+        ("timed_trace", DEEP, "data line 1 is not JSON: it is nested too deeply"),
+        ("timed_trace", LINE % (0, "1e308"), "data line 1: input_length is 1e+308; no request has more than 16777216 tokens"),
+        (
+            "timed_trace",
+            LINE % ("NaN", 1),
+            "data line 1: timestamp must be a number from 0 to 1e+16, in units of 0.001 seconds",
+        ),
+        ("timed_trace", LINE % ("1" + "0" * 400, 1), "data line 1: timestamp must be a number from 0 to 1e+16"),
+    ],
+)
+def test_wrong_data_is_told_in_a_line(
+    dataset: str, text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "data"
+    path.write_text(text)
+    with FakeOpenAI() as server:
+        flags = ["--num-prompts", "2", "--disable-tqdm", "--dataset-name", dataset, "--dataset-path", str(path)]
+        assert main(["bench", "serve", "--base-url", server.url, *flags]) == 2
+    assert server.generated == []
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1].startswith("quire bench: ") and told in said[-1] and len(said) == 2  # the first is the heading
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (DEEP, "it is nested too deeply"),
+        ('{"request_throughput": 1%s}' % ("0" * 400), "request_throughput has 401 digits; no figure is that large"),
+        ('{"request_throughput": 1, "flags": 5}', "flags must be an object, got 5"),
+    ],
+)
+def test_wrong_results_are_not_compared(text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "then.json"
+    path.write_text(text)
+    with FakeOpenAI() as server:
+        assert bench(server, "--compare", str(path)) == 2
+    assert server.requests == []
+    error = capsys.readouterr().err
+    assert told in error and str(path) in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", KEYS)

@@ -119,6 +119,19 @@ def test_traces(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             "--slo-percentile must be above 0 and at most 100",
         ),
         (["--card", "l4", "--request-rate", "0"], "--request-rate must be above 0, or inf; got 0.0"),
+        (["--card", "l4", "--request-rate", "1e-308"], "requests would come after inf seconds; raise the rate"),
+        (
+            ["--card", "l4", "--input-len", "99999999999999999999"],
+            "--input-len must be at most 16777216, got 99999999999999999999",
+        ),
+        (["--card", "l4", "--output-len", "99999999999999999999"], "--output-len must be at most 16777216, got"),
+        (["--card", "l4", "--prefix-len", "99999999999"], "--prefix-len must be at most 16777216, got"),
+        (["--card", "l4", "--num-prefixes", "99999999999999"], "--num-prefixes must be at most 16777216, got"),
+        (["--card", "l4", "--num-prompts", "999999999999999"], "--num-prompts must be at most 100000000: each takes memory"),
+        (
+            ["--card", "l4", "--turns", "3", "--think-time", "1e308"],
+            "--think-time 1e+308 is more than 1e+13 seconds for all turns",
+        ),
         (["--card", "l4", "--workload", "mixd"], "--workload 'mixd' is not known; did you mean mixed?"),
         (["--card", "l4", "--workload", "mixed", "--request-rate", "3"], "drop --trace and --request-rate"),
         (["--card", "l4", "--workload", "mixed", "--input-len", "3"], "--input-len does not apply to --workload; drop it"),
@@ -142,6 +155,45 @@ def test_mistakes(model: str, flags: list[str], told: str, capsys: pytest.Captur
     assert simulate(model, *flags) == 2
     error = capsys.readouterr().err
     assert told in error and error.startswith("quire simulate: ") and error.count("\n") == 1
+
+
+MOONCAKE = '{"timestamp": %s, "input_length": 10, "output_length": 1, "hash_ids": [1]}\n'
+TALK = '[{"conversations": [{"value": "hello there"}, {"value": "so it is"}]}]'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "flags", "told"),
+    [
+        (
+            "a.csv",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n0,10,5\n1e308,10,5\n",
+            [],
+            "a.csv line 3: TIMESTAMP must be seconds from 0 to 1e+13, got 1e308",
+        ),
+        (
+            "a.jsonl",
+            MOONCAKE % 0 + MOONCAKE % 10,
+            ["--speedup", "1e-308"],
+            "--speedup 1e-308 stretches the trace beyond 1e+13 seconds; raise it",
+        ),
+        ("a.jsonl", "[" * 100_000, [], "a.jsonl line 1 is not JSON: it is nested too deeply"),
+        ("a.json", "[" * 100_000 + "]" * 100_000, ["--chars-per-token", "4"], "a.json is not JSON: it is nested too deeply"),
+        ("a.json", TALK, ["--chars-per-token", "1e-308"], "--chars-per-token 1e-308 makes more than 16777216 tokens"),
+    ],
+)
+def test_traces_beyond_all_bounds(
+    model: str, name: str, text: str, flags: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert simulate(model, "--card", "l4", "--trace", str(tmp_path / name), *flags) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.startswith("quire simulate: ") and error.count("\n") == 1
+
+
+def test_a_conversation_of_more_turns_than_requests(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--num-prompts", "3", "--input-len", "10", "--output-len", "4", "--turns", "1000000", "--think-time", "1"]
+    assert simulate(model, "--card", "l4", *flags, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["total_input_tokens"] == 10 + 24 + 38
 
 
 def test_measured_steps_are_a_device(

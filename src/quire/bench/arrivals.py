@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from quire.bench.bounds import MOST_SECONDS
 from quire.types.errors import ConfigError
 
 Times = npt.NDArray[np.float64]
@@ -45,7 +46,7 @@ class LoadShape:
         if self.ramp_start is None or self.ramp_end is None:
             raise ConfigError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps")
         low = 0 if self.ramp == "linear" else np.nextafter(0, 1)
-        if not low <= self.ramp_start <= self.ramp_end or not self.ramp_end > 0:
+        if not low <= self.ramp_start <= self.ramp_end or not 0 < self.ramp_end < math.inf:
             raise ConfigError(
                 f"a {self.ramp} ramp needs {'0 <=' if self.ramp == 'linear' else '0 <'} start <= end, "
                 f"got {self.ramp_start:g} to {self.ramp_end:g} requests per second"
@@ -70,8 +71,12 @@ class LoadShape:
 def arrival_times(shape: LoadShape, count: int, seed: int) -> Times:
     if not shape.timed or count == 0:
         return np.zeros(count)
-    gaps = np.random.default_rng(seed).gamma(shape.burstiness, 1 / shape.burstiness, count - 1) / rates(shape, count)[1:]
-    return np.concatenate([np.zeros(1), np.cumsum(gaps)])
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        gaps = np.random.default_rng(seed).gamma(shape.burstiness, 1 / shape.burstiness, count - 1) / rates(shape, count)[1:]
+        times = np.concatenate([np.zeros(1), np.cumsum(gaps)])
+    if not times[-1] <= MOST_SECONDS:
+        raise ConfigError(f"{shape}: the last of {count} requests would come after {times[-1]:g} seconds; raise the rate")
+    return times
 
 
 def rates(shape: LoadShape, count: int) -> Times:

@@ -33,13 +33,14 @@ class Origin:
 
     @classmethod
     def parse(cls, url: str) -> "Origin":
-        parts = urlsplit(url if "//" in url else f"http://{url}")
+        wrong = f"--base-url {url!r} is not like http://127.0.0.1:8000 or https://host/path"
         try:
+            parts = urlsplit(url if "//" in url else f"http://{url}")
             port = parts.port
         except ValueError:
-            port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-            raise ConfigError(f"--base-url {url!r} is not like http://127.0.0.1:8000 or https://host/path")
+            raise ConfigError(wrong) from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(wrong)
         if "@" in parts.netloc:
             raise ConfigError("--base-url holds a name or password, which would be saved; use --api-key or --header")
         secure = parts.scheme == "https"

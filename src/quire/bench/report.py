@@ -1,6 +1,7 @@
 """Results as people read them, and as files."""
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 from quire.bench.metrics import RunSummary
 from quire.bench.record import Record
 from quire.types.errors import ConfigError
+from quire.types.json_text import read_json
 
 WIDTH = 72
 SHOWN_ERRORS = 5
@@ -107,11 +109,16 @@ def save(result: Mapping[str, Any], path: Path) -> None:
 def read_result(path: Path, kind: str) -> dict[str, Any]:
     """A saved result of that measurement; those of `serve` may come from vLLM, which does not say what they are."""
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = read_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the result {path}: {error}") from None
     if not isinstance(result, dict) or result.get("kind", "serve") != kind or not figures(result):
         raise ConfigError(f"{path} is not a result of `bench {kind}`")
+    if not isinstance(result.get("flags", {}), dict):
+        raise ConfigError(f"{path}: flags must be an object, got {str(result['flags'])[:60]}")
+    for key, value in figures(result).items():
+        if abs(value) > sys.float_info.max and isinstance(value, int):
+            raise ConfigError(f"{path}: {key} has {len(str(abs(value)))} digits; no figure is that large")
     return result
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quire.types.errors import ConfigError
+from quire.bench.bounds import check_count
 
 Ids = npt.NDArray[np.int32]
 
@@ -52,8 +52,7 @@ class RandomPrompts:
         if vocab_size is None:
             self._low, self._high = 0, len(WORDS)
             return
-        if vocab_size < 2:
-            raise ConfigError(f"--vocab-size must be at least 2, got {vocab_size}")
+        check_count("vocab-size", vocab_size, 2, 2**31 - 1)
         margin = min(100, vocab_size // 10)
         self._low, self._high = margin, vocab_size - margin
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from quire.bench.arrivals import LoadShape, arrival_times
+from quire.bench.bounds import MOST_REQUESTS, check_count
 from quire.bench.client import Client, Origin, allow_open_files
 from quire.bench.datasets import find
 from quire.bench.datasets.options import SYNTHETIC, DatasetOptions
@@ -48,8 +49,7 @@ class ServeSettings:
     disable_tqdm: bool = False
 
     def __post_init__(self) -> None:
-        if self.warmups < 0:
-            raise ConfigError(f"--num-warmups must be at least 0, got {self.warmups}")
+        check_count("num-warmups", self.warmups, 0, MOST_REQUESTS)
         if not self.endpoint.startswith("/"):
             raise ConfigError(f"--endpoint must start with a slash, got {self.endpoint!r}")
         if self.chat and self.prompt_format == "ids":

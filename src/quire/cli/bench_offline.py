@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cli.bench_serve_flags import Flags
 from quire.config.args import EngineArgs, add_cli_arguments
-from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.bench.offline import Figures
@@ -35,9 +34,9 @@ def add_report_and_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def at_least(flag: str, value: int, least: int) -> int:
-    if value < least:
-        raise ConfigError(f"--{flag} must be at least {least}, got {value}")
-    return value
+    from quire.bench.bounds import MOST_TOKENS, check_count
+
+    return check_count(flag, value, least, MOST_TOKENS)
 
 
 def engine_args(namespace: argparse.Namespace, *, tokens_only: bool) -> EngineArgs:

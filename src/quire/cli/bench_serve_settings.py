@@ -1,7 +1,6 @@
 """The flags of `quire bench serve` as the settings of a run."""
 
 import argparse
-import json
 import os
 import uuid
 from typing import Any
@@ -12,6 +11,7 @@ from quire.bench.datasets.options import DatasetOptions
 from quire.bench.serve import ServeSettings
 from quire.cli.bench_serve_flags import CHAT, DATASET, SAMPLING
 from quire.types.errors import ConfigError
+from quire.types.json_text import read_json
 
 KEYS = ("QUIRE_API_KEY", "VLLM_API_KEY", "OPENAI_API_KEY")
 
@@ -95,7 +95,7 @@ def fields_of(namespace: argparse.Namespace) -> dict[str, Any]:
         fields["ignore_eos"] = True
     if namespace.extra_body is not None:
         try:
-            extra = json.loads(namespace.extra_body)
+            extra = read_json(namespace.extra_body)
         except ValueError as error:
             raise ConfigError(f"--extra-body is not JSON: {error}") from None
         if not isinstance(extra, dict):

@@ -44,7 +44,7 @@ def read_config(name: str) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {name}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"--config {name} is not YAML: {' '.join(str(error).split())}") from None
     if content is None:
         return {}

@@ -32,6 +32,7 @@ from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError
 
 FEWEST_BYTES = 2**20  # that somebody means who gives no unit
+MOST_BYTES = 2**60
 TYPICAL_LENGTHS = (512, 2048, 8192, 32768)
 _SIZE = re.compile(r"^(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?)(?P<binary>i?)B?$", re.IGNORECASE)
 
@@ -94,6 +95,8 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
     held = weights if shared else largest_part(config, weights)  # by one device: each rank has its own
     used = here * (held + beside.total + steps)
     budget = open_device(kind).plan_budget(total, args.gpu_memory_utilization, used)
+    if not budget.usable:
+        raise ConfigError(f"gpu_memory_utilization {args.gpu_memory_utilization:g} leaves nothing of {total:,} bytes; raise it")
     copies = plan_copies(config, layout, budget.usable, used + budget.reserved)
     if copies.made:
         used += copies.made
@@ -233,7 +236,12 @@ def read_size(text: str) -> int:
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 80GiB, 24GB or 512MiB")
     power = " KMGT".index(match["unit"].upper() or " ")
-    count = int(float(match["number"]) * (1024 if match["binary"] else 1000) ** power)
+    size = float(match["number"]) * (1024 if match["binary"] else 1000) ** power
+    if size > MOST_BYTES:
+        raise argparse.ArgumentTypeError(f"{text[:20]} is more than any device has; say a size such as 80GiB")
+    count = int(size)
+    if not count:
+        raise argparse.ArgumentTypeError(f"{text} is nothing; say a size such as 80GiB")
     if text == match["number"] and count < FEWEST_BYTES:
         raise argparse.ArgumentTypeError(f"{text} would be bytes; say {text}GiB")
     return count

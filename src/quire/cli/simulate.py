@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.arrivals import LoadShape
+from quire.bench.bounds import MOST_REQUESTS
 from quire.bench.datasets.options import TokenCounter
 from quire.bench.workloads import WORKLOADS
 from quire.cli.model_tag import add_model_tag, engine_args
@@ -72,7 +73,7 @@ def _objectives(namespace: argparse.Namespace) -> Objectives | None:
     for flag, value, most in (
         ("replicas", namespace.replicas, MOST_REPLICAS),
         ("max-replicas", namespace.max_replicas, MOST_REPLICAS),
-        ("num-prompts", namespace.limit, sys.maxsize),
+        ("num-prompts", namespace.limit, MOST_REQUESTS),
     ):
         if value is not None and value < 1:
             raise ConfigError(f"--{flag} must be at least 1, got {value}")

@@ -1,13 +1,14 @@
 """How a user's field is described once: its default, its help, the values it may have, and how text becomes a value."""
 
 import dataclasses
-import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from quire.types.errors import ConfigError
+from quire.types.json_text import read_json
 
 _NUMBER = re.compile(r"^(?P<number>\d+(\.\d+)?)(?P<unit>[kKmMgGtT]?)$")
 _UNITS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30, "t": 10**12, "T": 2**40}
@@ -31,6 +32,8 @@ def read_number(text: str) -> int:
     if match is None:
         raise ValueError(f"{text!r} is not a whole number (8192, 8k = 8000, 8K = 8192, ...)")
     value = float(match["number"]) * _UNITS[match["unit"]]
+    if value == math.inf:
+        raise ValueError(f"{text[:20]}... is too large a number")
     if value != int(value):
         raise ValueError(f"{text!r} is not a whole number")
     return int(value)
@@ -38,7 +41,7 @@ def read_number(text: str) -> int:
 
 def read_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = read_json(text)
     except ValueError as error:
         raise ValueError(f"{text!r} is not JSON ({error})") from None
     if not isinstance(value, dict):
@@ -51,7 +54,7 @@ def read_list(name: str, text: Any) -> list[Any]:
     if not isinstance(text, str) or not text.startswith("["):
         return [text]
     try:
-        value = json.loads(text)
+        value = read_json(text)
     except ValueError as error:
         raise ConfigError(f"{name}: {text!r} is not a JSON list ({error})") from None
     assert isinstance(value, list)

@@ -2,12 +2,12 @@
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from quire.config.fields import FLAG, LIST, LISTS, NAMES, OBJECT, TEXT, Kind, spec_of
 from quire.config.hints import TAKEN_FOR
+from quire.types.json_text import read_json
 
 
 def add_flags(parser: argparse.ArgumentParser, owner: type, title: str) -> None:
@@ -82,6 +82,6 @@ def _reader(parse: Any) -> Any:
 def read_loosely(text: str) -> Any:
     """A value whose kind is not known: JSON where it is JSON, so that 1 is a number and {} an object."""
     try:
-        return json.loads(text.lower() if text in ("True", "False") else text)
+        return read_json(text.lower() if text in ("True", "False") else text)
     except ValueError:
         return text

@@ -1,11 +1,11 @@
 """--lora-modules: adapters that a server has from its start, as name=path or as JSON with name, path and base_model_name."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from quire.types.errors import ConfigError
+from quire.types.json_text import read_json
 
 _KEYS = ("name", "path", "base_model_name")
 
@@ -29,7 +29,7 @@ def _read(value: str | Mapping[str, Any]) -> LoRAModule:
     given: Any = value
     if isinstance(value, str) and value.lstrip().startswith("{"):
         try:
-            given = json.loads(value)
+            given = read_json(value)
         except ValueError as error:
             raise ConfigError(f"lora_modules: {value!r} is not JSON ({error})") from None
     elif isinstance(value, str):

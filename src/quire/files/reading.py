@@ -3,7 +3,6 @@
 `reading` stands around everything that interprets a checkpoint; messages of our own pass through it.
 """
 
-import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.types.errors import ModelError, QuireError
+from quire.types.json_text import read_json
 
 MOST_JSON = 256 << 20  # bytes; the index of the largest models has some megabytes
 SHOWN = 200  # characters of what somebody else says
@@ -48,12 +48,12 @@ def read_object(path: Path, hook: Callable[[dict[str, Any]], Any] | None = None)
         size = path.stat().st_size
         if size > MOST_JSON:
             raise ModelError(f"{path}: has {size:,} bytes; more than {MOST_JSON:,} are not read")
-        value = json.loads(path.read_text(encoding="utf-8"), object_hook=hook)
+        value = read_json(path.read_text(encoding="utf-8"), hook)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ModelError(f"{path}: cannot be read as JSON ({told(error)})") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path}: must be a JSON object, but is a {type(value).__name__}")

@@ -1,6 +1,5 @@
 """The header of a safetensors file: names, dtypes, shapes and places. No tensor data is read here."""
 
-import json
 import struct
 from dataclasses import dataclass
 from math import prod
@@ -9,6 +8,7 @@ from typing import Any
 
 from quire.files.reading import read_object, shown, told
 from quire.types.errors import ModelError
+from quire.types.json_text import read_json
 
 LARGEST_HEADER = 100_000_000  # the format's own limit
 # dtype name -> bits per element
@@ -52,8 +52,8 @@ def read_header_text(path: Path) -> tuple[bytes, int]:
 
 def parse_header(path: Path, text: bytes, size: int) -> dict[str, TensorInfo]:
     try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        header = read_json(text)
+    except ValueError as error:
         raise _broken(path, f"its header is not JSON ({told(error)})") from error
     if not isinstance(header, dict):
         raise _broken(path, "its header is not a JSON object")

@@ -1,13 +1,13 @@
 """Traffic without a record: random lengths, beginnings that many share, conversations; and ShareGPT's texts at a rate."""
 
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from quire.bench.arrivals import LoadShape, arrival_times
+from quire.bench.bounds import MOST_REQUESTS, MOST_SECONDS, MOST_TOKENS, check_count
 from quire.bench.datasets.options import DatasetOptions, TokenCounter
 from quire.bench.datasets.random_tokens import around
 from quire.bench.datasets.sharegpt import samples
@@ -34,20 +34,21 @@ class Generated:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for flag, value, least in (
-            ("num-prompts", self.requests, 1),
-            ("input-len", self.input_len, 0 if self.prefix_len > 0 else 1),
-            ("output-len", self.output_len, 1),
-            ("prefix-len", self.prefix_len, 0),
-            ("num-prefixes", self.num_prefixes, 1),
-            ("turns", self.turns, 1),
+        for flag, value, least, most in (
+            ("num-prompts", self.requests, 1, MOST_REQUESTS),
+            ("input-len", self.input_len, 0 if self.prefix_len > 0 else 1, MOST_TOKENS),
+            ("output-len", self.output_len, 1, MOST_TOKENS),
+            ("prefix-len", self.prefix_len, 0, MOST_TOKENS),
+            ("num-prefixes", self.num_prefixes, 1, MOST_TOKENS),
+            ("turns", self.turns, 1, MOST_REQUESTS),
         ):
-            if value < least:
-                raise ConfigError(f"--{flag} must be at least {least}, got {value}")
+            check_count(flag, value, least, most)
         if not 0 <= self.range_ratio < 1:
             raise ConfigError(f"--range-ratio must be from 0 to below 1, got {self.range_ratio}")
-        if not 0 <= self.think_time < math.inf:
+        if not self.think_time >= 0:
             raise ConfigError(f"--think-time must be 0 or more seconds, got {self.think_time}")
+        if self.think_time * self.turns > MOST_SECONDS:
+            raise ConfigError(f"--think-time {self.think_time:g} is more than {MOST_SECONDS:g} seconds for all turns; lower it")
 
     def trace(self, load: LoadShape) -> Trace:
         """The load says when conversations begin."""
@@ -57,7 +58,7 @@ class Generated:
         arrivals: list[Arrival] = []
         for start in starts.tolist():
             said: Blocks = ((beginnings[rng.integers(self.num_prefixes)], self.prefix_len),) if self.prefix_len else ()
-            for turn in range(self.turns):
+            for turn in range(min(self.turns, self.requests)):  # more would come after all that are asked for
                 length = around(rng, self.input_len, self.range_ratio, 0 if said else 1)
                 said = (*said, (contents.new(), length)) if length else said
                 output, echo = around(rng, self.output_len, self.range_ratio, 1), contents.new()
@@ -88,7 +89,7 @@ def workload_trace(name: str, vocab_size: int, limit: int | None) -> Trace:
 
 async def sharegpt_trace(path: Path, limit: int | None, load: LoadShape, seed: int, counter: TokenCounter) -> Trace:
     """The first question and answer of conversations, as `quire bench serve` has them. Nobody shares a beginning."""
-    options = DatasetOptions(name="sharegpt", path=str(path), count=limit or sys.maxsize, seed=seed, oversample=False)
+    options = DatasetOptions(name="sharegpt", path=str(path), count=limit or MOST_REQUESTS, seed=seed, oversample=False)
     found = await samples(options, RandomPrompts(None), counter)
     contents, times = Contents(), arrival_times(load, len(found), seed).tolist()
     return Trace(
@@ -106,6 +107,8 @@ class Characters:
     def __init__(self, per_token: float) -> None:
         if not 0 < per_token < math.inf:
             raise ConfigError(f"--chars-per-token must be above 0, got {per_token:g}")
+        if per_token * MOST_TOKENS < 1:
+            raise ConfigError(f"--chars-per-token {per_token:g} makes more than {MOST_TOKENS} tokens of a character; raise it")
         self._per_token = per_token
 
     async def count(self, text: str) -> int:

@@ -8,7 +8,6 @@ without such steps it is what these rows take more than a prompt of as many toke
 with other contexts. A device that records steps runs those with prompts as the next larger one that it has.
 """
 
-import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from quire.sim.analytic import HostTime
 from quire.sim.front import FrontTime
 from quire.sim.shapes import StepShape
 from quire.types.errors import ConfigError
+from quire.types.json_text import read_json
 from quire.types.widths import recorded_width
 
 FEWEST = 2  # sizes that make a curve
@@ -116,8 +116,8 @@ class MeasuredFile:
 def read_measured(path: Path) -> MeasuredFile:
     where = f"--timing {path}"
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        result = read_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {where}: {error}") from None
     kind = result.get("kind") if isinstance(result, dict) else None
     if kind != KIND:

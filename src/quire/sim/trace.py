@@ -5,7 +5,6 @@ content stands for equal tokens, and content that nobody else has for everything
 """
 
 import csv
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,14 +12,14 @@ from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
+from quire.bench.bounds import MOST_SECONDS, read_tokens
 from quire.types.errors import ConfigError
+from quire.types.json_text import read_json
 
 FORMATS = ("azure", "mooncake", "sharegpt")
 SUFFIXES = {".csv": "azure", ".jsonl": "mooncake", ".json": "sharegpt"}
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOONCAKE_BLOCK = 512  # tokens that a hash stands for
-MOST_MILLISECONDS = 1e16  # of a timestamp
-MOST_TOKENS = 1 << 24  # of one request: more is a slip
 Blocks = tuple[tuple[int, int], ...]
 
 
@@ -55,6 +54,8 @@ class Trace:
             raise ConfigError(f"--speedup must be above 0, got {factor:g}")
         if factor == 1:
             return self
+        if self.arrivals[-1].at > factor * MOST_SECONDS:
+            raise ConfigError(f"--speedup {factor:g} stretches the trace beyond {MOST_SECONDS:g} seconds; raise it")
         sooner = [Arrival(arrival.at / factor, arrival.blocks, arrival.output, arrival.echo) for arrival in self.arrivals]
         return Trace(f"{self.name}, {factor:g} times as fast", sooner)
 
@@ -127,8 +128,8 @@ def _azure(name: str, lines: Iterable[str]) -> Iterator[tuple[str, Arrival]]:
             if zoned is not None and aware != zoned:
                 raise ConfigError(f"{where}: TIMESTAMP {cells[stamp].strip()!r} is of another kind than those above it")
             zoned = aware
-            length = _tokens(where, "ContextTokens", _whole(cells[context]), 1)
-            output = _tokens(where, "GeneratedTokens", _whole(cells[generated]), 0)
+            length = read_tokens(where, "ContextTokens", _whole(cells[context]), 1)
+            output = read_tokens(where, "GeneratedTokens", _whole(cells[generated]), 0)
             yield where, Arrival(at, ((contents.new(), length),), max(1, output))
     except csv.Error as error:
         raise ConfigError(f"{name} line {rows.line_num} is not CSV: {error}") from None
@@ -147,8 +148,8 @@ def _moment(where: str, text: str) -> tuple[float, bool]:
         if moment.tzinfo is not None:
             return moment.timestamp(), True
         return (moment - datetime(1970, 1, 1)).total_seconds(), False
-    if not 0 <= seconds < float("inf"):
-        raise ConfigError(f"{where}: TIMESTAMP must be 0 or more seconds, got {text}")
+    if not 0 <= seconds < MOST_SECONDS:
+        raise ConfigError(f"{where}: TIMESTAMP must be seconds from 0 to {MOST_SECONDS:g}, got {text}")
     return seconds, False
 
 
@@ -160,16 +161,16 @@ def _mooncake(name: str, lines: Iterable[str]) -> Iterator[tuple[str, Arrival]]:
             continue
         where = f"{name} line {number}"
         try:
-            line = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            line = read_json(text)
+        except ValueError as error:
             raise ConfigError(f"{where} is not JSON: {error}") from None
         if not isinstance(line, dict):
             raise ConfigError(f"{where} is not a JSON object")
         stamp = line.get("timestamp")
-        if isinstance(stamp, bool) or not isinstance(stamp, int | float) or not 0 <= stamp < MOST_MILLISECONDS:
+        if isinstance(stamp, bool) or not isinstance(stamp, int | float) or not 0 <= stamp < 1000 * MOST_SECONDS:
             raise ConfigError(f"{where}: timestamp must be a number of milliseconds, 0 or more, got {stamp!r}")
-        length = _tokens(where, "input_length", line.get("input_length"), 1)
-        output = _tokens(where, "output_length", line.get("output_length"), 0)
+        length = read_tokens(where, "input_length", line.get("input_length"), 1)
+        output = read_tokens(where, "output_length", line.get("output_length"), 0)
         hashes = line.get("hash_ids", [])
         if not isinstance(hashes, list) or not all(type(item) is int for item in hashes):
             raise ConfigError(f"{where}: hash_ids must be a list of whole numbers, got {str(hashes)[:60]}")
@@ -192,13 +193,3 @@ def _whole(text: str) -> Any:
         return int(text)
     except ValueError:
         return text.strip()
-
-
-def _tokens(where: str, field: str, value: Any, least: int) -> int:
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if type(value) is not int or value < least:
-        raise ConfigError(f"{where}: {field} must be a whole number of {least} or more, got {value!r}")
-    if value > MOST_TOKENS:
-        raise ConfigError(f"{where}: {field} is {value}; no request has more than {MOST_TOKENS} tokens")
-    return value

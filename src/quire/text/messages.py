@@ -1,10 +1,10 @@
 """The messages of a conversation, made ready for a chat template. No function here changes what it was given."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.types.errors import InvalidParameter, NotSupported
+from quire.types.json_text import read_json
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -103,8 +103,8 @@ def _parsed_call(call: Any, where: str) -> Any:
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError) as error:  # not JSON, a number too long, or too deep
+        arguments = read_json(function["arguments"] or "{}")
+    except ValueError as error:  # not JSON, a number too long, or too deep
         raise InvalidParameter(
             f"{where}.function.arguments is not valid JSON, or none that can be read: {error}", where
         ) from None

@@ -4,13 +4,13 @@ Here is checked what can be known of its form. Whether the schema, pattern or gr
 compiled (`grammar/`).
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from quire.types.errors import InvalidParameter
+from quire.types.json_text import read_json
 
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 FIELD = "structured_outputs"
@@ -120,10 +120,9 @@ def read_object(name: str, value: str | dict[str, Any]) -> dict[str, Any]:
             f"{FIELD}.{name} has {len(value)} characters; at most {MOST_GRAMMAR_BYTES} bytes can be compiled", FIELD
         )
     try:
-        parsed = json.loads(value)
-    except (ValueError, RecursionError) as error:
-        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise InvalidParameter(f"{FIELD}.{name} is not JSON: {why}", FIELD) from None
+        parsed = read_json(value)
+    except ValueError as error:
+        raise InvalidParameter(f"{FIELD}.{name} is not JSON: {error}", FIELD) from None
     if not isinstance(parsed, dict):
         raise InvalidParameter(f"{FIELD}.{name} must be a JSON object, got {type(parsed).__name__}", FIELD)
     return parsed

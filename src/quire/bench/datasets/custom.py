@@ -1,14 +1,17 @@
 """`custom`: a JSON object a line, with `prompt` (text or token ids) or `messages`, and perhaps `output_tokens`."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from quire.bench.bounds import read_tokens
 from quire.bench.datasets.options import DatasetOptions, TokenCounter, read_text
 from quire.bench.samples import RandomPrompts, Sample
 from quire.types.errors import ConfigError
+from quire.types.json_text import read_json
+
+MOST_ID = 2**31 - 1
 
 
 async def samples(options: DatasetOptions, _: RandomPrompts, __: TokenCounter) -> list[Sample]:
@@ -20,14 +23,14 @@ async def samples(options: DatasetOptions, _: RandomPrompts, __: TokenCounter) -
 
 def sample(where: str, line: dict[str, Any], output_tokens: int) -> Sample:
     prompt, messages = line.get("prompt"), line.get("messages")
-    asked = line.get("output_tokens", output_tokens)
-    if not isinstance(asked, int) or asked < 1:
-        raise ConfigError(f"{where}: output_tokens must be a whole number above 0, got {asked!r}")
+    asked = read_tokens(where, "output_tokens", line.get("output_tokens", output_tokens), 1)
     if isinstance(messages, list) and messages and prompt is None:
         return Sample(None, asked, messages=messages)
     if messages is None and isinstance(prompt, str) and prompt:
         return Sample(prompt, asked)
     if messages is None and isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+        if not all(0 <= token <= MOST_ID for token in prompt):
+            raise ConfigError(f"{where}: prompt must have token ids from 0 to {MOST_ID}")
         return Sample(np.asarray(prompt, dtype=np.int32), asked, len(prompt))
     raise ConfigError(f'{where}: needs either "prompt" (text or a list of token ids) or "messages" (a list)')
 
@@ -40,7 +43,7 @@ def json_lines(options: DatasetOptions) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         where = f"{options.path} line {number}"
         try:
-            line = json.loads(text)
+            line = read_json(text)
         except ValueError as error:
             raise ConfigError(f"{where} is not JSON: {error}") from None
         if not isinstance(line, dict):

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
+from quire.bench.bounds import MOST_REQUESTS, MOST_TOKENS, check_count
 from quire.types.errors import ConfigError
 
 SYNTHETIC = ("random", "prefix_repetition", "timed_trace")  # written in an alphabet
@@ -37,8 +38,9 @@ class DatasetOptions:
     timed_trace_sec_multiplier: float = 0.001
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ConfigError(f"--num-prompts must be at least 1, got {self.count}")
+        check_count("num-prompts", self.count, 1, MOST_REQUESTS)
+        if self.seed < 0:
+            raise ConfigError(f"--seed must be at least 0, got {self.seed}")
         if not 0 <= self.random_range_ratio < 1:
             raise ConfigError(f"--random-range-ratio must be from 0 to below 1, got {self.random_range_ratio}")
         for name, least in (
@@ -52,12 +54,13 @@ class DatasetOptions:
             ("custom_output_len", 1),
             ("timed_trace_chunk_hash_size", 1),
         ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
-        if self.sharegpt_output_len is not None and self.sharegpt_output_len < 1:
-            raise ConfigError(f"--sharegpt-output-len must be at least 1, got {self.sharegpt_output_len}")
-        if not self.timed_trace_sec_multiplier > 0:
-            raise ConfigError(f"--timed-trace-sec-multiplier must be above 0, got {self.timed_trace_sec_multiplier}")
+            check_count(name.replace("_", "-"), getattr(self, name), least, MOST_TOKENS)
+        if self.sharegpt_output_len is not None:
+            check_count("sharegpt-output-len", self.sharegpt_output_len, 1, MOST_TOKENS)
+        if not 1e-12 <= self.timed_trace_sec_multiplier <= 1e12:
+            raise ConfigError(
+                f"--timed-trace-sec-multiplier must be from 1e-12 to 1e+12, got {self.timed_trace_sec_multiplier}"
+            )
         from_file = self.name in ("sharegpt", "custom", "timed_trace")
         if from_file and self.path is None:
             raise ConfigError(f"--dataset-name {self.name} needs --dataset-path")

@@ -4,13 +4,13 @@ As many tokens are asked for as the recorded answer has. Conversations that are 
 bounds that vLLM's benchmark has, so that runs compare.
 """
 
-import json
 from typing import Any
 
 from quire.bench.datasets.custom import enough
 from quire.bench.datasets.options import DatasetOptions, TokenCounter, read_text
 from quire.bench.samples import RandomPrompts, Sample
 from quire.types.errors import ConfigError
+from quire.types.json_text import read_json
 
 LEAST, MOST_PROMPT, MOST_TOTAL = 4, 1024, 2048
 
@@ -35,7 +35,7 @@ async def samples(options: DatasetOptions, _: RandomPrompts, counter: TokenCount
 
 def exchanges(options: DatasetOptions) -> list[tuple[str, str]]:
     try:
-        conversations = json.loads(read_text(options))
+        conversations = read_json(read_text(options))
     except ValueError as error:
         raise ConfigError(f"{options.path} is not JSON: {error}") from None
     if not isinstance(conversations, list):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.bench.bounds import MOST_SECONDS, read_tokens
 from quire.bench.datasets.custom import json_lines, sample
 from quire.bench.datasets.options import DatasetOptions, TokenCounter
 from quire.bench.samples import Ids, RandomPrompts, Sample
@@ -21,7 +22,7 @@ async def samples(options: DatasetOptions, alphabet: RandomPrompts, _: TokenCoun
     for where, line in json_lines(options):
         if len(made) == options.count:
             break
-        stamp = number(where, line, "timestamp") * options.timed_trace_sec_multiplier
+        stamp = moment(where, line.get("timestamp"), options.timed_trace_sec_multiplier)
         begin = stamp if begin is None else begin
         if stamp - begin < (made[-1].at or 0.0 if made else 0.0):
             raise ConfigError(f"{where}: its timestamp is before that of the line above it")
@@ -32,17 +33,15 @@ async def samples(options: DatasetOptions, alphabet: RandomPrompts, _: TokenCoun
 def _sample(
     where: str, line: dict[str, Any], index: int, at: float, options: DatasetOptions, alphabet: RandomPrompts
 ) -> Sample:
-    output = max(1, int(number(where, line, "output_length")))
+    output = max(1, read_tokens(where, "output_length", line.get("output_length"), 0))
     if "input_length" not in line:
         given = sample(where, {**line, "output_tokens": output}, output)
         return Sample(given.prompt, output, given.prompt_tokens, given.messages, at)
-    length = int(number(where, line, "input_length"))
-    if length < 1:
-        raise ConfigError(f"{where}: input_length must be above 0, got {length}")
+    length = read_tokens(where, "input_length", line["input_length"], 1)
     hashes = line.get("hash_ids") or []
     if not isinstance(hashes, list) or not all(type(item) is int and item >= 0 for item in hashes):
         raise ConfigError(f"{where}: hash_ids must be a list of whole numbers")
-    blocks = [block(options, alphabet, item) for item in hashes]
+    blocks = [block(options, alphabet, item) for item in hashes[: -(-length // options.timed_trace_chunk_hash_size)]]
     known = np.concatenate(blocks)[:length] if blocks else np.zeros(0, dtype=np.int32)
     rest = alphabet.draw(np.random.default_rng((options.seed, 1, index)), length - len(known))
     prompt = np.concatenate([known, rest])
@@ -53,8 +52,9 @@ def block(options: DatasetOptions, alphabet: RandomPrompts, item: int) -> Ids:
     return alphabet.draw(np.random.default_rng((options.seed, 0, item)), options.timed_trace_chunk_hash_size)
 
 
-def number(where: str, line: dict[str, Any], name: str) -> float:
-    value = line.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise ConfigError(f"{where}: {name} must be a number of 0 or more, got {value!r}")
-    return float(value)
+def moment(where: str, value: Any, unit: float) -> float:
+    """Seconds."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_SECONDS / unit:
+        most = f"{MOST_SECONDS / unit:g}, in units of {unit:g} seconds"
+        raise ConfigError(f"{where}: timestamp must be a number from 0 to {most}; got {str(value)[:60]}")
+    return value * unit

@@ -1,6 +1,5 @@
 """Numbers of 8 and 4 bits with a point, as checkpoints have them."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from quire.files.reading import shown, told
 from quire.layers.quant.layout import LARGEST, Raw, check_numbers, check_sign
 from quire.ops.forms import TABLES, Activation, Code, Float4, Float8, pack_nibbles, powers_of_two
 from quire.types.errors import ModelError
+from quire.types.json_text import read_json
 
 NEAR = 1e-3  # a table that is stored in fewer bits is the same one: neighbours in it are farther apart
 
@@ -129,8 +129,8 @@ class BlockwiseLayout:
         if self.state not in tensors:
             return {}
         try:
-            state = json.loads(bytes(tensors[self.state].tolist()))
-        except (ValueError, RecursionError) as error:
+            state = read_json(bytes(tensors[self.state].tolist()))
+        except ValueError as error:
             raise ModelError(f"{where}.{self.state} is not JSON ({told(error)})") from error
         if not isinstance(state, dict):
             raise ModelError(f"{where}.{self.state} must be an object, got {shown(state)}")
