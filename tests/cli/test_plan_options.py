@@ -132,4 +132,4 @@ def test_what_cannot_be_divided_is_refused_as_the_engine_does(scheme, tmp_path, 
 
 
 def test_models_says_where_gguf_stays_in_few_bits():
-    assert "kept in blocks on a CPU, in 4 or 8 bits on a GPU" in gather()["formats"]["gguf"]
+    assert "kept in blocks on a CPU, in 4, 6 or 8 bits on a GPU" in gather()["formats"]["gguf"]

@@ -38,7 +38,7 @@ def gather() -> dict[str, Any]:
         "formats": {
             "safetensors": "a directory or hub id with config.json and *.safetensors",
             "gguf": "a .gguf file (or its shards), org/repo:QUANT or org/repo/FILE.gguf; kept in blocks on a CPU, "
-            "in 4 or 8 bits on a GPU, as far as there are kernels for them, else dequantized",
+            "in 4, 6 or 8 bits on a GPU, as far as there are kernels for them, else dequantized",
         },
         "quantization": quantization_table(),
         "gguf_architectures": sorted({name.partition(" ")[0] for name in ARCHITECTURES}),

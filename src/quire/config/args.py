@@ -84,7 +84,7 @@ class EngineArgs:
         None,
         TEXT,
         _MODEL,
-        "how weights are quantized, if the files do not say: fp8 makes 8 bits of floats as they are loaded",
+        "fp8 makes 8 bits of floats as they are loaded; else a name that the checkpoint's own scheme has to have",
         short="-q",
     )
     dequantized_copies: bool | None = setting(
