@@ -295,6 +295,8 @@ def test_a_plan_for_ranks_on_gpus(model: str, capsys: pytest.CaptureFixture[str]
     assert main(["plan", model, "--memory", "12GiB", "-tp", "4"]) == 0
     told = capsys.readouterr().out
     assert "4 GPUs, each with 12.00 GiB" in told
+    assert main(["plan", model, "--memory", "24GiB", "-dp", "2"]) == 0
+    assert "2 GPUs, each with 24.00 GiB" in capsys.readouterr().out
     assert "GiB on each GPU" in told
     given = EngineArgs(model=model, tensor_parallel_size=4, kv_cache_memory_bytes=60 * GIB)
     assert make_plan(given, 80 * GIB).fits

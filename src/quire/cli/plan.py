@@ -2,7 +2,8 @@
 
 Weights and cache are exact; the largest step's activations are the formula of `config/memory.py`. The engine measures what
 it can instead, so its page count differs by a few percent. Where a model is divided, or adapters are asked for, it is built
-without weights (`engine/rehearsal.py`): then a plan refuses what the engine's start would refuse.
+without weights (`engine/rehearsal.py`): then a plan refuses what the engine's start would refuse. So are quantized ones whose
+files are elsewhere (`engine/expected.py`).
 """
 
 import argparse

@@ -120,7 +120,8 @@ def _device(plan: MemoryPlan) -> str:
     if plan.device != "cuda":
         return f"{plan.device}, {size(plan.memory)} available"
     usable, reserved = size(plan.memory_usable), size(plan.reserved)
-    which = "GPU" if plan.ranks == 1 else f"{plan.ranks} GPUs, each"
+    count = plan.ranks * plan.engines
+    which = "GPU" if count == 1 else f"{count} GPUs, each"
     return f"{which} with {size(plan.memory)}, of which {usable} may be used and {reserved} are the driver's"
 
 

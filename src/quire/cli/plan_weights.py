@@ -1,9 +1,10 @@
-"""What weights take in memory, from the headers of their files."""
+"""What weights take in memory, from the headers of their files, or from the shapes where there are none."""
 
 from quire.config.config import Config
 from quire.config.facts import DTYPE_BYTES, ModelFacts
 from quire.config.memory import form_weight_bytes, kept_weight_bytes
-from quire.config.quantization import FORMS, Quantization, estimate_quantized_bytes, quantized_bytes
+from quire.config.quantization import FORMS, Quantization, quantized_bytes
+from quire.engine.expected import expected_bytes
 from quire.files.gguf import read_gguf_shards
 from quire.files.safetensors import read_header
 from quire.models.registry import find_family
@@ -16,7 +17,7 @@ def weights_of(facts: ModelFacts, quantization: Quantization | None, keeps: froz
     if quantization is not None and find_family(facts) and keeps.intersection(FORMS[quantization.method]):
         infos = {name: info for path in facts.files.weights for name, info in read_header(path).items()}
         if quantization.online or not infos:
-            total = estimate_quantized_bytes(facts.parameters, quantization, element)
+            total = expected_bytes(facts, quantization, keeps, dtype)
         else:
             total = quantized_bytes(infos, quantization, keeps, element)
         return (total, f"{quantization.method}, the rest {dtype}") if total < floats else (floats, dtype)

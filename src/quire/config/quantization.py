@@ -189,12 +189,3 @@ def quantized_bytes(infos: Mapping[str, TensorInfo], quantization: Quantization,
         else:
             total += floats
     return total
-
-
-def estimate_quantized_bytes(parameters: int, quantization: Quantization, element: int) -> int:
-    """Without weight files: every number has the method's bits, and some for its share of a scale."""
-    if quantization.online or quantization.method == "fp8" or quantization.config.get("load_in_8bit"):
-        return parameters
-    algorithm = str(quantization.config.get("quant_algo") or "")
-    bits = 8 if algorithm.startswith("FP8") else _bits_of(quantization)
-    return min(parameters * (8 * bits + 5) // 64, parameters * element)
