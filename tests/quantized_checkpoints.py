@@ -25,9 +25,9 @@ Stored = dict[str, Tensor]
 Writer = Callable[[str, Tensor], tuple[Stored, Tensor]]  # name and weight [N, K] -> tensors by suffix, and their values
 
 
-def shapes(moe: bool) -> dict[str, tuple[int, int]]:
+def shapes(moe: bool, inner: int = 192) -> dict[str, tuple[int, int]]:
     """Of the matrices in blocks."""
-    hidden, inner, found = 128, 192, {}
+    hidden, found = 128, {}
     for layer in range(1 if moe else 2):
         at = f"model.layers.{layer}"
         for name, outputs in (("q", 128), ("k", 64), ("v", 64), ("o", 128)):
@@ -40,8 +40,9 @@ def shapes(moe: bool) -> dict[str, tuple[int, int]]:
     return found
 
 
-def write(scheme: str, directory: Path) -> Path:
-    """directory/quantized and directory/floats, which has the values in float32. -> the first."""
+def write(scheme: str, directory: Path, inner: int = 192) -> Path:
+    """directory/quantized and directory/floats, which has the values in float32. -> the first. inner: between the matrices of a
+    feed-forward layer without experts."""
     config, writers = SCHEMES[scheme]
     moe = scheme.endswith("-moe")
     generator = torch.Generator().manual_seed(7)
@@ -57,7 +58,7 @@ def write(scheme: str, directory: Path) -> Path:
             others[f"{at}.mlp.gate.weight"] = _normal((4, 128), generator, 0.5)
             others |= {f"{at}.self_attn.{name}_norm.weight": torch.ones(32) for name in ("q", "k")}
     stored, values = dict(others), dict(others)
-    matrices = {name: _normal(shape, generator) for name, shape in shapes(moe).items()}
+    matrices = {name: _normal(shape, generator) for name, shape in shapes(moe, inner).items()}
     if scheme.endswith("-head"):
         matrices["lm_head"] = stored.pop("lm_head.weight")
     for name, weight in matrices.items():
@@ -68,7 +69,7 @@ def write(scheme: str, directory: Path) -> Path:
         tensors, value = writer(name, weight)
         stored |= {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
         values[f"{name}.weight"] = value
-    base = (MOE if moe else LLAMA) | SIZES | ({"num_hidden_layers": 1} if moe else {})
+    base = (MOE if moe else LLAMA) | SIZES | {"intermediate_size": inner} | ({"num_hidden_layers": 1} if moe else {})
     for kind, tensors, extra in (
         ("quantized", stored, {"quantization_config": config}),
         ("floats", values, {"dtype": "float32"}),

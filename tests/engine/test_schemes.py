@@ -23,6 +23,7 @@ from quire.layers.quant.gguf import GGUFMethod
 from quire.layers.quant.stored import StoredExperts, StoredHead, StoredLinear
 from quire.load.load import load_weights
 from quire.models.registry import build_model
+from quire.prepare.quantize import find_grain
 from quire.prepare.shard import shard
 from quire.types.errors import ConfigError, ModelError
 from serving import NAME, Running
@@ -384,13 +385,14 @@ def test_what_is_of_a_wrong_kind_is_not_absent(checkpoint, tmp_path, name, conte
     "scheme",
     ["awq", "gptq", "gptq-8", "gptq-asymmetric", "ct-int4-asymmetric", "ct-several", "ct-w8a8", "fp8-tensor", "modelopt-nvfp4"],
 )
-def test_ranks_have_their_shares(checkpoint, scheme):
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_have_their_shares(checkpoint, scheme, size):
     """Outputs of every part, or inputs."""
     directory = checkpoint(scheme)
     facts, whole = read_facts(resolve_model(directory)), floats(directory)
-    for rank in range(2):
+    for rank in range(size):
         model = build_model(facts)
-        shard(model, Position(rank, 2), Alone())
+        shard(model, Position(rank, size), Alone(), find_grain(facts.quantization))
         load_weights(model, facts, device="cpu", dtype="float32", quantization=facts.quantization, keeps=KEEPS)
         for (path, layer), full in zip(model.named_modules(), whole.modules(), strict=True):
             if isinstance(layer, Linear):
@@ -412,18 +414,21 @@ class Alone:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "message"),
+    ("scheme", "size", "message"),
     [
-        ("gptq-act-order", r"o_proj: groups of any inputs \(desc_act\) cannot be divided"),
-        ("ct-int4-act-order", r"o_proj: groups of any inputs \(weight_g_idx\) cannot be divided"),
-        ("ct-int4", r"down_proj.weight_scale: 0 to 96 of 192 inputs are not whole groups of 64"),
-        ("bnb-nf4", r"o_proj.weight lies row by row, and cannot be divided along its inputs"),
+        ("gptq-act-order", 2, r"o_proj: groups of any inputs \(desc_act\) cannot be divided"),
+        ("ct-int4-act-order", 2, r"o_proj: groups of any inputs \(weight_g_idx\) cannot be divided"),
+        ("ct-int4", 3, r"o_proj.weight_scale: 0 to 32 of 128 inputs are not whole groups of 64"),  # a head
+        ("ct-int4", 4, r"o_proj.weight_scale: 0 to 32 of 128 inputs are not whole groups of 64"),
+        ("awq-moe", 4, r"down_proj.scales: 0 to 16 of 64 inputs are not whole groups of 32"),  # two groups for four
+        ("fp8-block", 2, r"q_proj.weight_scale_inv: 0 to 64 of 128 outputs are not whole groups of 128"),
+        ("bnb-nf4", 2, r"o_proj.weight lies row by row, and cannot be divided along its inputs"),
     ],
 )
-def test_groups_are_not_divided(checkpoint, scheme, message):
+def test_groups_are_not_divided(checkpoint, scheme, size, message):
     facts = read_facts(resolve_model(checkpoint(scheme)))
     model = build_model(facts)
-    shard(model, Position(0, 2), Alone())
+    shard(model, Position(0, size), Alone(), find_grain(facts.quantization))
     with pytest.raises(ModelError, match=message):
         load_weights(model, facts, device="cpu", dtype="float32", quantization=facts.quantization, keeps=KEEPS)
 

@@ -210,3 +210,23 @@ def test_shares_follow_each_other_and_are_nearly_alike(count):
         assert (shares[0].start, shares[-1].stop) == (0, count)
         assert max(map(len, shares)) - min(map(len, shares)) <= max(1, count / size / 8)
     assert evenly(14336)(Position(1, 3)).start % 256 == 0
+
+
+@pytest.mark.parametrize(
+    ("count", "grain", "lengths"),
+    [
+        (256, 32, [64, 96, 96]),
+        (192, 64, [64, 128]),
+        (192, 64, [64, 64, 64]),
+        (11008, 128, [1280, 1408, 1408, 1408, 1280, 1408, 1408, 1408]),
+        (768, 128, [128, 256, 128, 256]),
+        (192, 128, [128, 64]),  # a block that is less
+        (14336, 128, [4608, 4864, 4864]),  # they are many: grains of 256, as without
+        (96, 64, [32, 32, 32]),  # two for three ranks: as without
+        (64, 1 << 40, [32, 32]),
+    ],
+)
+def test_groups_stay_together_where_there_are_enough(count, grain, lengths):
+    shares = [evenly(count)(Position(rank, len(lengths), grain=grain)) for rank in range(len(lengths))]
+    assert list(map(len, shares)) == lengths
+    assert [number for share in shares for number in share] == list(range(count))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import lcm
 
 from quire.types.cache import LayerCache
 from quire.types.errors import ConfigError
@@ -15,6 +16,7 @@ class Position:
     rank: int
     size: int  # ranks that there are
     expert_parallel: bool = False  # each rank has whole experts; otherwise each has a part of every expert
+    grain: int = 1  # numbers that cannot be parted, where there are enough for all ranks: groups of a quantized matrix
 
 
 ALONE = Position(0, 1)
@@ -29,14 +31,16 @@ def divide(count: int, position: Position) -> range:
 
 
 def evenly(count: int) -> Cut:
-    """Between grains, where they are many or go up."""
+    """Between grains, where they are many or go up; the position's own also where they are few. The last of those may be less."""
 
     def cut(position: Position) -> range:
-        for grain in GRAINS:
+        least = position.grain if count > position.grain * (position.size - 1) else 1
+        for grain in (lcm(each, least) for each in GRAINS):
             grains, rest = divmod(count, grain)
             if not rest and (grains % position.size == 0 or grains >= UNEVEN * position.size):
                 return _times(divide(grains, position), grain)
-        return divide(count, position)
+        share = _times(divide(-(-count // least), position), least)
+        return range(share.start, min(share.stop, count))
 
     return cut
 

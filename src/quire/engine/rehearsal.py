@@ -58,6 +58,7 @@ def rehearse(config: Config) -> Rehearsal:
 
 def _build_ranks(config: Config) -> "Iterator[nn.Module]":
     from quire.models.registry import build_model
+    from quire.prepare.quantize import find_grain
     from quire.prepare.shard import shard
     from quire.prepare.stage import keep_stage
 
@@ -65,7 +66,7 @@ def _build_ranks(config: Config) -> "Iterator[nn.Module]":
     for rank in range(config.world):
         seat = Seat.of(rank, layers, config.ranks, expert_parallel)
         model = build_model(bounded_facts(config), config.args.model_impl)
-        shard(model, seat.position, _Nobody())
+        shard(model, seat.position, _Nobody(), find_grain(config.quantization))
         if config.stages > 1:
             keep_stage(model, seat.stage)
         yield model

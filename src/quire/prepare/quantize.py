@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -11,7 +11,11 @@ from torch import nn
 from quire.layers.embedding import Embedding, EmbeddingMethod, Head, HeadMethod
 from quire.layers.linear import Linear, LinearMethod
 from quire.layers.moe import Experts, ExpertsMethod
+from quire.layers.quant.stored import Target
 from quire.types.errors import ModelError
+
+if TYPE_CHECKING:
+    from quire.config.quantization import Quantization
 
 # how checkpoints are quantized -> who knows the methods; imported when one is
 SCHEMES: Mapping[str, str] = MappingProxyType(
@@ -46,6 +50,19 @@ def find_scheme(name: str) -> Any:
     """The scheme's class: what it is made of differs from one to the other."""
     module, attribute = SCHEMES[name].split(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def find_grain(quantization: "Quantization | None") -> int:
+    """How many neighbours along a matrix's outputs or inputs ranks leave together, as the configuration says before files are
+    read. What is wrong with it is told by who reads them."""
+    if quantization is None or quantization.online or quantization.method not in SCHEMES:
+        return 1
+    try:
+        scheme = find_scheme(quantization.method)(quantization.config, None, Target(torch.float32, frozenset()))
+        grain: int = getattr(scheme, "grain", 1)
+    except ModelError:
+        return 1
+    return grain
 
 
 def quantize(model: nn.Module, scheme: Scheme) -> None:

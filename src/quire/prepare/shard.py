@@ -1,5 +1,7 @@
 """A rank's share of a model: of every layer what its role says."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -16,15 +18,16 @@ from quire.layers.sparse_mlp import Cutoff
 from quire.types.errors import ConfigError
 
 
-def shard(model: nn.Module, position: Position, group: Group) -> None:
-    """Before anything is loaded. What the ranks' layers say to each other goes through `group`."""
+def shard(model: nn.Module, position: Position, group: Group, grain: int = 1) -> None:
+    """Before anything is loaded. What the ranks' layers say to each other goes through `group`. grain: see `Position`; it is
+    for all but the vocabulary."""
     if position.size == 1:
         return
     if not any(isinstance(layer, SelfAttention | LatentAttention) for layer in model.modules()):
         raise ConfigError("only models of a family of our own can be divided among several devices")
     with torch.device("meta"):
         for layer in model.modules():
-            _keep_share(layer, position, group)
+            _keep_share(layer, replace(position, grain=grain), group)
 
 
 def share_experts(model: nn.Module, exchange: Exchange) -> None:
@@ -51,7 +54,7 @@ def _keep_share(layer: nn.Module, position: Position, group: Group) -> None:
             layer.keep(cut(position), layer.kept_outputs, bias=layer.biased and position.rank == 0)
             layer.group = group
         case Embedding(role=Role.VOCABULARY) | Head():
-            layer.keep(evenly(layer.total)(position))
+            layer.keep(evenly(layer.total)(replace(position, grain=1)))  # as ranks join logits
             layer.group = group
         case Experts():
             experts, inner = range(layer.total), range(layer.total_inner)

@@ -24,6 +24,7 @@ from quire.load.load import load_weights
 from quire.models.decoder import Decoder
 from quire.models.registry import build_model
 from quire.prepare.adapt import Adapters, adapt
+from quire.prepare.quantize import find_grain
 from quire.prepare.shard import find_experts, shard, share_experts
 from quire.runner.adapters import Shelf, WholeModel, set_aside
 from quire.runner.balance import Balancer, serve_experts
@@ -192,7 +193,7 @@ class Runner:
         """This rank's share of the model, without weights."""
         model = build_model(self._facts, self._model_impl)
         if self._group is not None:
-            shard(model, self._position, self._group)
+            shard(model, self._position, self._group, find_grain(self._quantization))
         if self._exchange is not None:
             share_experts(model, self._exchange)
         return model

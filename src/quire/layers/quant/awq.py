@@ -1,6 +1,7 @@
 """AWQ: 4 bits in groups, with zero points."""
 
 from collections.abc import Mapping
+from math import lcm
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ class AWQScheme(CheckpointScheme):
             raise ModelError(f"AWQ's layout {version!r} is not read; gemm is")
         self._not = get_names(config, "modules_to_not_convert")
         self._head = get_bool(config, "lm_head")
+
+    @property
+    def grain(self) -> int:
+        return lcm(8, max(1, self._group))
 
     def layout(self, name: str, outputs: int, inputs: int) -> AWQLayout | None:
         if contains(self._not, self.checkpoint_name(name)) or (name == "lm_head" and not self._head):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 import torch
@@ -46,6 +47,13 @@ class Weights:
     block: tuple[int, int] | None
     activation: Activation
 
+    @property
+    def grain(self) -> int:
+        """As `CheckpointScheme.grain`."""
+        words = 8 if self.format == PACKED else 1
+        group = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32, "mxfp8-quantized": 32}.get(self.format, self.group)
+        return lcm(words, group or 1, *(self.block or ()))
+
 
 class CompressedTensorsScheme(CheckpointScheme):
     def __init__(self, config: Mapping[str, Any], inventory: Inventory | None, target: Target) -> None:
@@ -62,6 +70,10 @@ class CompressedTensorsScheme(CheckpointScheme):
             (Paths(f"{name}: targets", get_names(as_object(name, group), "targets")), read_group(name, group, config))
             for name, group in groups.items()
         ]
+
+    @property
+    def grain(self) -> int:
+        return lcm(*(weights.grain for _, weights in self._groups if weights is not None))
 
     def layout(self, name: str, outputs: int, inputs: int) -> Layout | None:
         names = self.checkpoint_name(name)

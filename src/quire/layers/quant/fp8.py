@@ -1,6 +1,7 @@
 """FP8 with a scale for each matrix, each output, or blocks of 128 x 128; and made of floats as they are loaded."""
 
 from collections.abc import Mapping
+from math import lcm
 from typing import Any
 
 import torch
@@ -36,6 +37,10 @@ class Float8Scheme(CheckpointScheme):
         self._not = get_names(config, "ignored_layers", "modules_to_not_convert")
         if self._block is not None and self._activation == "static":
             raise ModelError("quantization_config: blocks (weight_block_size) go with dynamic activations only")
+
+    @property
+    def grain(self) -> int:
+        return lcm(*(self._block or ()))
 
     def layout(self, name: str, outputs: int, inputs: int) -> Float8Layout | None:
         names = self.checkpoint_name(name)

@@ -1,6 +1,7 @@
 """GPTQ: 4 or 8 bits in groups, which may be of inputs that are not neighbours (act-order)."""
 
 from collections.abc import Mapping
+from math import lcm
 from typing import Any
 
 import torch
@@ -29,6 +30,11 @@ class GPTQScheme(CheckpointScheme):
         self._patterns = Patterns("dynamic", patterns)
         self._inside = read_inside(config.get("modules_in_block_to_quantize"))
         self._head = get_bool(config, "lm_head")
+
+    @property
+    def grain(self) -> int:
+        changed = (changes for pattern, changes in self._dynamic.items() if changes and not pattern.startswith("-:"))
+        return lcm(8, *(max(1, get_int(config, "group_size", default=-1)) for config in (self.config, *changed)))
 
     def layout(self, name: str, outputs: int, inputs: int) -> GPTQLayout | None:
         config = self._of(self.checkpoint_name(name))

@@ -1,6 +1,7 @@
 """NVIDIA ModelOpt: FP8 by tensor, output or block, and NVFP4, of which the weights are used."""
 
 from collections.abc import Mapping
+from math import lcm
 from typing import Any
 
 import torch
@@ -37,6 +38,13 @@ class ModelOptScheme(CheckpointScheme):
             raise ModelError(
                 f"quantization_config: the quant_algo {config.get('quant_algo')!r} is not read; these are: {known}"
             )
+
+    @property
+    def grain(self) -> int:
+        named = {(get_text(found, "quant_algo") or "").upper() for found in self._layers.values()}
+        algorithms = named if self._algorithm == MIXED else {self._algorithm}
+        blocks = [FLOAT8[each][0] if each in FLOAT8 else (1, GROUP) for each in algorithms]
+        return lcm(*(max(1, size) for block in blocks for size in block))
 
     def layout(self, name: str, outputs: int, inputs: int) -> Layout | None:
         names, sizes = self.checkpoint_name(name), (outputs, inputs)

@@ -95,6 +95,8 @@ class MXFP4Experts(Method):
 class MXFP4Scheme:
     """All but the experts are floats."""
 
+    grain = GROUP  # as `CheckpointScheme.grain`
+
     def __init__(self, config: Mapping[str, Any], inventory: Inventory | None, target: Target) -> None:  # noqa: ARG002
         self._inventory, self._target = inventory, target
 

@@ -44,6 +44,11 @@ class CheckpointScheme:
     def __init__(self, config: Mapping[str, Any], inventory: Inventory | None, target: Target) -> None:
         self.config, self.inventory, self.target = config, inventory, target
 
+    @property
+    def grain(self) -> int:
+        """Neighbours along a matrix's outputs or inputs that share a scale or a word, of all that the configuration names."""
+        return 1
+
     def layout(self, name: str, outputs: int, inputs: int) -> Layout | None:
         """How a matrix is stored that is quantized; None = it is not meant to be."""
         raise NotImplementedError
