@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_support import DTYPES, close, numbers
+from kernel_support import DTYPES, close, distance, matrix, numbers
 
 from quire.ops.activation import ACTIVATIONS, reference_gated
 from quire.ops.linear import (
@@ -25,18 +25,6 @@ from quire.ops.kernels import linear as kernels
 from quire.ops.kernels import linear_rows
 
 SHAPES = [((1, 64), 10), ((3, 40), 7), ((2, 2, 37), 5), ((1, 1100), 3), ((1, 2500), 5), ((2, 4096), 4)]
-
-
-def matrix(outputs, inner, dtype, device):
-    """Weights may be read before the previous kernel has ended, so they are finished here."""
-    weight = numbers(outputs, inner, dtype=dtype, device=device, seed=1) * inner**-0.5
-    if weight.is_cuda:
-        torch.cuda.synchronize()
-    return weight
-
-
-def distance(got, expected):
-    return ((got.float() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

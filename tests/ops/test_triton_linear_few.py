@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_support import DTYPES, close, numbers
+from kernel_support import DTYPES, close, distance, matrix, numbers
 
 from quire.ops.activation import ACTIVATIONS, reference_gated
 from quire.ops.linear import FEW_ROWS, choose_few, few_way, gated_linear, linear, linear_float
@@ -16,18 +16,6 @@ H200 = 132  # processors
 # rows, inner, outputs
 SIZES = [(2, 64, 64), (5, 104, 70), (16, 264, 130), (9, 520, 33), (3, 40, 7)]
 WAYS = [Way(64, 3, 1), Way(64, 3, 4), Way(128, 2, 2)]  # of float32, for which shared memory is small
-
-
-def matrix(outputs, inner, dtype, device):
-    """Weights may be read before the previous kernel has ended, so they are finished here."""
-    weight = numbers(outputs, inner, dtype=dtype, device=device, seed=1) * inner**-0.5
-    if weight.is_cuda:
-        torch.cuda.synchronize()
-    return weight
-
-
-def distance(got, expected):
-    return ((got.float() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
