@@ -28,6 +28,11 @@ def test_the_capital_of_france(smollm2):
     assert answer.outputs[0].finish_reason == "stop"
 
 
+def test_the_authors_sampling_defaults_are_used(smollm2):
+    params = smollm2.get_default_sampling_params()
+    assert (params.temperature, params.top_p) == (0.2, 0.9)
+
+
 def test_digits_are_tokens_of_their_own(smollm2):
     """What sets this model's tokenizer apart; a rebuild from GGUF easily forgets it."""
     tokenizer = smollm2.get_tokenizer()

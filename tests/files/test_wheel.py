@@ -149,3 +149,30 @@ def test_the_default_model_is_what_it_should_be() -> None:
 
     header = read_gguf(resolve_model("smollm2").path)
     assert (header.architecture, len(header.tensors)) == ("llama", 272)
+
+
+def test_a_built_in_model_has_its_authors_sampling_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gguf_files import tiny_llama
+    from quire import LLM
+
+    path = tiny_llama(tmp_path / "tiny.gguf")
+    content = path.read_bytes()
+    model = wheel.WheelModel(
+        requirement="tiny==1",
+        member="tiny/tiny.gguf",
+        sha256=hashlib.sha256(content).hexdigest(),
+        nbytes=len(content),
+        wheel_nbytes=1,
+        what="a tiny model",
+        sampling={"temperature": 0.2, "top_p": 0.9},
+    )
+    monkeypatch.setattr(wheel, "ALIASES", {"tiny": model})
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
+
+    def defaults(**changes: str) -> tuple[float, float]:
+        llm = LLM("tiny", device="cpu", skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 20, **changes)
+        params = llm.get_default_sampling_params()
+        return params.temperature, params.top_p
+
+    assert defaults() == (0.2, 0.9)
+    assert defaults(generation_config="vllm") == (1.0, 1.0)

@@ -53,6 +53,12 @@ def test_completions(client: openai.OpenAI) -> None:
     assert len(answer.choices[0].logprobs.tokens) == 16
 
 
+def test_requests_without_sampling_fields_use_the_authors_defaults(client: openai.OpenAI) -> None:
+    asked = {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 16, "seed": 5}
+    texts = [client.completions.create(**asked, **more).choices[0].text for more in ({}, {"temperature": 0.2, "top_p": 0.9})]
+    assert texts[0] == texts[1] != client.completions.create(**asked, temperature=1, top_p=1).choices[0].text
+
+
 def test_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.chat.completions.create(model="tiny", messages=QUESTION, temperature=5)

@@ -65,7 +65,7 @@ class ModelFacts:
     layers: tuple[LayerCache, ...]  # one per attention layer, in order
     eos_ids: tuple[int, ...]
     bos_id: int | None
-    generation: Mapping[str, Any]  # generation_config.json
+    generation: Mapping[str, Any]  # generation_config.json, or the sampling defaults of a built-in model
     weight_bytes: int  # as stored; 0 when there are no weight files
     parameters: int  # counted, or estimated from the shapes when there are no weight files
     files: ModelFiles
@@ -144,7 +144,7 @@ def _read_facts(files: ModelFiles, overrides: Mapping[str, Any], lenient: bool) 
     dtypes, infos = dict[str, int](), dict[str, TensorInfo]()
     if files.format == "gguf":
         headers = read_gguf_shards(files.weights)
-        raw, generation = translate(headers), {}
+        raw, generation = translate(headers), dict(files.sampling)
         tensors = [tensor for header in headers for tensor in header.tensors.values()]
         stored, counted = sum(tensor.nbytes for tensor in tensors), sum(tensor.elements for tensor in tensors)
         widths = _add_widths(tensor.shape for tensor in tensors)

