@@ -63,6 +63,37 @@ def test_they_are_refused_by_their_header(serve_model: Path, vast: Path, tmp_pat
         running.close()
 
 
+def with_header(folder: Path, header: bytes, data: int = 0) -> Path:
+    with (write_adapter(folder, "") / "adapter_model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header + bytes(data))
+    return folder
+
+
+def tensors(count: int) -> bytes:
+    entries = ({"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]} for i in range(count))
+    return json.dumps({f"base_model.model.model.layers.0.m{i}.weight": entry for i, entry in enumerate(entries)}).encode()
+
+
+def test_a_header_that_no_adapter_of_the_model_has_is_not_parsed(serve_model: Path, tmp_path: Path) -> None:
+    """What is refused by its size is not JSON: parsing it would say so."""
+    metadata = json.dumps({"__metadata__": {str(i): "" for i in range(100_001)}}).encode()
+    vast_config = write_adapter(tmp_path / "config", "")
+    (vast_config / "adapter_config.json").write_bytes(b"{" * ((4 << 20) + 1))
+    running = Running(serve_model, enable_lora=True)
+    try:
+        with running.serve(ServerArgs(allow_runtime_lora_updating=True)) as http:
+            for path, message in (
+                (with_header(tmp_path / "bytes", b"{" * (4 << 20)), "header must have at most 3,145,728 bytes; got 4,194,304"),
+                (with_header(tmp_path / "tensors", tensors(4097), 4097), "header must have at most 4,096 tensors; got more"),
+                (with_header(tmp_path / "metadata", metadata), "header must have at most 100,000 keys of metadata; got more"),
+                (vast_config, "is too large; got 4,194,305 bytes, at most 4,194,304 are read"),
+            ):
+                error = error_of(http.post(LOAD, json={"lora_name": "x", "lora_path": str(path)}))
+                assert error["code"] == 400 and message in error["message"], error
+    finally:
+        running.close()
+
+
 # the engine without a model does not know how large an adapter may be: all of it is read
 
 

@@ -51,7 +51,8 @@ class Config:
 
     @property
     def adapter_bounds(self) -> AdapterBounds:
-        return AdapterBounds(self._adapter_numbers, self.args.max_lora_rank, self.facts.files.weights)
+        facts = self.facts
+        return AdapterBounds(self._adapter_numbers, self.args.max_lora_rank, facts.files.weights, facts.matrices or None)
 
     @property
     def _adapter_numbers(self) -> int | None:

@@ -75,6 +75,7 @@ class ModelFacts:
     unplanned: str = ""  # why there are no `layers`: the configuration does not tell, and the model is to be asked
     by_transformers: bool = False  # no family of ours runs it
     widths: int = 0  # rows and columns of all its matrices together, as stored; 0 when there are no weight files
+    matrices: int = 0  # as stored, each expert's counted; 0 when there are no weight files
     recomputed: str = ""  # why its cache holds tokens only, and every step computes the whole of its sequences
 
 
@@ -147,13 +148,13 @@ def _read_facts(files: ModelFiles, overrides: Mapping[str, Any], lenient: bool) 
         raw, generation = translate(headers), dict(files.sampling)
         tensors = [tensor for header in headers for tensor in header.tensors.values()]
         stored, counted = sum(tensor.nbytes for tensor in tensors), sum(tensor.elements for tensor in tensors)
-        widths = _add_widths(tensor.shape for tensor in tensors)
+        shapes = [tensor.shape for tensor in tensors]
     else:
         raw = read_json(files.path / "config.json")
         generation = read_json(files.path / "generation_config.json", required=False)
         infos = {name: info for path in files.weights for name, info in read_header(path).items()}
         stored, counted = sum(info.nbytes for info in infos.values()), sum(info.elements for info in infos.values())
-        widths = _add_widths(info.shape for info in infos.values())
+        shapes = [info.shape for info in infos.values()]
         for info in infos.values():
             dtypes[info.dtype] = dtypes.get(info.dtype, 0) + info.elements
     try:
@@ -194,7 +195,8 @@ def _read_facts(files: ModelFiles, overrides: Mapping[str, Any], lenient: bool) 
         kinds=() if recurrent is None else recurrent.kinds,
         states=() if recurrent is None else recurrent.states,
         unplanned=unplanned,
-        widths=widths,
+        widths=_add_widths(shapes),
+        matrices=sum(prod(shape[:-2]) for shape in shapes),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.files.pickled import read_shapes
 from quire.files.reading import read_object, shown
-from quire.files.safetensors import LARGEST_HEADER, read_header
+from quire.files.safetensors import HeaderLimits, read_header
 from quire.files.threads import in_threads
 from quire.types.errors import AdapterError, EngineDead, ModelError
 
@@ -26,7 +26,12 @@ HALF = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])
 MIXTURE = re.compile("expert|moe|(input|output)_linear")
 LAYER = re.compile(r"\.\d+\.")  # embedding and head, which may grow, have none
 FLOATS = ("F32", "F16", "BF16", "F8_E4M3")
-LARGEST_CONFIG = 16 << 20
+MAX_CONFIG_BYTES = 4 << 20  # the names of 46,000 modules have about 2 MB
+ADAPTER_LIMITS = HeaderLimits(bytes=32 << 20, tensors=1 << 17)  # of any model: two halves for each of 60,000 experts
+TENSORS_PER_MATRIX = 16  # lora_A, lora_B, biases, magnitude, copies of PEFT's; a checkpoint may store several matrices as one
+MIN_TENSORS = 4096  # that an adapter may have, however small its model is
+HEADER_BYTES_PER_TENSOR = 512  # name, dtype, shape and offsets take 150 to 250
+METADATA_BYTES = 1 << 20
 LARGEST_BESIDE = 256 << 20
 LARGEST_NUMBER = 8  # bytes
 PART = 1 << 22  # bytes that a thread reads at once, and hashes alone
@@ -62,10 +67,8 @@ def find_adapter(path: str) -> AdapterFiles:
 
 def read_config(files: AdapterFiles) -> dict[str, Any]:
     try:
-        if files.config.stat().st_size > LARGEST_CONFIG:
-            raise AdapterError(f"{files.config}: is larger than any configuration ({LARGEST_CONFIG >> 20} MiB)", "lora_path")
-        return read_object(files.config) or {}
-    except (ModelError, OSError) as error:
+        return read_object(files.config, max_bytes=MAX_CONFIG_BYTES) or {}
+    except ModelError as error:
         raise AdapterError(str(error), "lora_path") from error
 
 
@@ -76,6 +79,15 @@ class AdapterBounds:
     numbers: int | None = None
     max_rank: int | None = None
     checkpoint: tuple[Path, ...] = ()  # files of the model's own
+    matrices: int | None = None  # of the model, each expert's counted; None = unknown
+
+    @property
+    def header(self) -> HeaderLimits:
+        """The limits of an adapter's header, by the number of matrices that there are to add to."""
+        if self.matrices is None:
+            return ADAPTER_LIMITS
+        tensors = min(max(TENSORS_PER_MATRIX * self.matrices, MIN_TENSORS), ADAPTER_LIMITS.tensors)
+        return HeaderLimits(min(METADATA_BYTES + HEADER_BYTES_PER_TENSOR * tensors, ADAPTER_LIMITS.bytes), tensors)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -95,7 +107,8 @@ def check_header(path: str, bounds: AdapterBounds) -> None:
     files = find_adapter(path)
     weights = files.weights
     try:
-        size, header = weights.stat().st_size, read_header(weights) if weights.suffix == ".safetensors" else None
+        size = weights.stat().st_size
+        header = read_header(weights, bounds.header) if weights.suffix == ".safetensors" else None
         for file in _all(files):
             if file != weights and file.stat().st_size > LARGEST_BESIDE:
                 raise AdapterError(f"{file}: is larger than {LARGEST_BESIDE >> 20} MiB, which none needs to be", "lora_path")
@@ -103,11 +116,11 @@ def check_header(path: str, bounds: AdapterBounds) -> None:
         raise AdapterError(str(error), "lora_path") from error
     most = bounds.numbers
     if header is None:
-        numbers = size // LARGEST_NUMBER - LARGEST_HEADER
+        numbers = (size - bounds.header.bytes) // LARGEST_NUMBER
         _check_shapes(path, read_shapes(weights) or {}, bounds)
     else:
         numbers = sum(info.elements for info in header.values())
-        if size > sum(info.nbytes for info in header.values()) + 8 + LARGEST_HEADER:
+        if size > sum(info.nbytes for info in header.values()) + 8 + bounds.header.bytes:
             raise AdapterError(f"{weights}: has {size:,} bytes, and tensors for few of them", "lora_path")
         _check_shapes(path, {name: info.shape for name, info in header.items()}, bounds)
     if most is not None and numbers > most:
@@ -151,7 +164,7 @@ def count_added(path: str, vocabulary: int) -> int:
     found out where it is read: nothing else may have whole matrices."""
     weights = find_adapter(path).weights
     try:
-        header = read_header(weights) if weights.suffix == ".safetensors" else {}
+        header = read_header(weights, ADAPTER_LIMITS) if weights.suffix == ".safetensors" else {}
     except (ModelError, OSError):
         return 0  # who reads it says what is wrong
     whole = [info.shape for name, info in header.items() if name.endswith(".weight") and "lora_" not in name]

@@ -3,12 +3,13 @@ depends on. Whatever is in such a file, and whatever lies in its place, only mea
 
 import json
 import os
-import stat
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from quire.files.reading import open_regular
 
 MOST_BYTES = 8 << 20
 WRONG = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)  # whatever is in the file
@@ -16,17 +17,11 @@ WRONG = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, Val
 
 def read_kept(path: Path) -> dict[str, Any]:
     """Raises OSError, or one of `WRONG`. Nobody is waited for, as at the end of a pipe."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError("it is no plain file")
-        if found.st_size > MOST_BYTES:
-            raise OSError(f"it has {found.st_size:,} bytes; more than {MOST_BYTES:,} are not read")
-        with os.fdopen(descriptor, "rb", closefd=False) as file:
-            return dict(json.loads(file.read(MOST_BYTES)))
-    finally:
-        os.close(descriptor)
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MOST_BYTES:
+            raise OSError(f"it has {size:,} bytes; more than {MOST_BYTES:,} are not read")
+        return dict(json.loads(file.read(MOST_BYTES)))
 
 
 def what_is_wrong(error: Exception) -> str:

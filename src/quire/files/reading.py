@@ -3,16 +3,19 @@
 `reading` stands around everything that interprets a checkpoint; messages of our own pass through it.
 """
 
+import errno
 import logging
+import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from quire.types.errors import ModelError, QuireError
 from quire.types.json_text import read_json
 
-MOST_JSON = 256 << 20  # bytes; the index of the largest models has some megabytes
+MAX_JSON_BYTES = 256 << 20  # the index of the largest models has some megabytes
 SHOWN = 200  # characters of what somebody else says
 
 logger = logging.getLogger(__name__)
@@ -42,13 +45,39 @@ def reading(path: Path, what: str) -> Iterator[None]:
         raise ModelError(f"{path}: {what} ({told(error)})") from error
 
 
-def read_object(path: Path, hook: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any] | None:
-    """The JSON object in a file; None = there is no file. `hook` may replace the objects in it."""
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading; raise OSError for anything else. Opening a FIFO would block until a writer comes, and
+    a device such as /dev/zero has no end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        size = path.stat().st_size
-        if size > MOST_JSON:
-            raise ModelError(f"{path}: has {size:,} bytes; more than {MOST_JSON:,} are not read")
-        value = read_json(path.read_text(encoding="utf-8"), hook)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_bytes(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """Return the content of a regular file of at most `max_bytes`."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise ModelError(f"{path}: is too large; got {size:,} bytes, at most {max_bytes:,} are read")
+        return file.read(max_bytes)
+
+
+def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES) -> str:
+    """As `read_bytes`, decoded from UTF-8."""
+    return read_bytes(path, max_bytes).decode()
+
+
+def read_object(
+    path: Path, hook: Callable[[dict[str, Any]], Any] | None = None, max_bytes: int = MAX_JSON_BYTES
+) -> dict[str, Any] | None:
+    """Return the JSON object in a regular file, or None if there is no file. `hook` may replace the objects in it."""
+    try:
+        value = read_json(read_text(path, max_bytes), hook)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -1,16 +1,18 @@
 """The header of a safetensors file: names, dtypes, shapes and places. No tensor data is read here."""
 
+import os
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePath
 from typing import Any
 
-from quire.files.reading import read_object, shown, told
+from quire.files.header_scanner import HeaderScanner
+from quire.files.reading import open_regular, read_object, shown, told
 from quire.types.errors import ModelError
-from quire.types.json_text import read_json
 
-LARGEST_HEADER = 100_000_000  # the format's own limit
+MAX_METADATA_KEYS = 100_000
 # dtype name -> bits per element
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
@@ -30,41 +32,71 @@ class TensorInfo:
         return prod(self.shape)
 
 
-def read_header(path: str | Path) -> dict[str, TensorInfo]:
-    return parse_header(Path(path), *read_header_text(Path(path)))
+@dataclass(frozen=True)
+class HeaderLimits:
+    """What a header may have at most; a larger one is refused before it is parsed, or while it is."""
+
+    bytes: int = 100_000_000  # the format's own limit
+    tensors: int = 1 << 20
 
 
-def read_header_text(path: Path) -> tuple[bytes, int]:
-    """And the size of the file."""
+CHECKPOINT_LIMITS = HeaderLimits()
+
+
+def read_header(path: str | Path, limits: HeaderLimits = CHECKPOINT_LIMITS) -> dict[str, TensorInfo]:
+    return parse_header(Path(path), *read_header_text(Path(path), limits), limits)
+
+
+def read_header_text(path: Path, limits: HeaderLimits = CHECKPOINT_LIMITS) -> tuple[bytes, int]:
+    """Return the header's bytes and the size of the file."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             if len(prefix) < 8:
                 raise _broken(path, f"it has only {size} bytes")
             (length,) = struct.unpack("<Q", prefix)
-            if length > min(size - 8, LARGEST_HEADER):
+            if length > size - 8:
                 raise _broken(path, f"its header should be {length:,} bytes long, but the file has {size:,}")
+            if length > limits.bytes:
+                raise ModelError(f"{path}: its header must have at most {limits.bytes:,} bytes; got {length:,}")
             return file.read(length), size
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def parse_header(path: Path, text: bytes, size: int) -> dict[str, TensorInfo]:
-    try:
-        header = read_json(text)
-    except ValueError as error:
-        raise _broken(path, f"its header is not JSON ({told(error)})") from error
-    if not isinstance(header, dict):
-        raise _broken(path, "its header is not a JSON object")
-    header.pop("__metadata__", None)
-    found = {name: _info(path, name, entry, 8 + len(text), size) for name, entry in header.items()}
+def parse_header(path: Path, text: bytes, size: int, limits: HeaderLimits = CHECKPOINT_LIMITS) -> dict[str, TensorInfo]:
+    found = dict[str, TensorInfo]()
+    for name, entry in _entries(path, text):
+        if name in found:
+            raise _broken(path, f"its header has tensor {shown(name)} twice")
+        if len(found) == limits.tensors:
+            raise ModelError(f"{path}: its header must have at most {limits.tensors:,} tensors; got more")
+        found[name] = _info(path, name, entry, 8 + len(text), size)
     end, before = 0, ""
     for name, info in sorted(found.items(), key=lambda item: item[1].offset):
         if info.nbytes and info.offset < end:
             raise _broken(path, f"the tensors {shown(before)} and {shown(name)} overlap")
         end, before = max(end, info.offset + info.nbytes), name
     return found
+
+
+def _entries(path: Path, text: bytes) -> Iterator[tuple[str, Any]]:
+    """Yield name and entry of each tensor; metadata is counted and skipped."""
+    try:
+        scanner, keys = HeaderScanner(text.decode()), 0
+        for name in scanner.members():
+            if name != "__metadata__":
+                yield name, scanner.flat_object()
+                continue
+            for _ in scanner.members():
+                scanner.string()
+                keys += 1
+                if keys > MAX_METADATA_KEYS:
+                    raise ModelError(f"{path}: its header must have at most {MAX_METADATA_KEYS:,} keys of metadata; got more")
+        scanner.end()
+    except ValueError as error:
+        raise _broken(path, f"its header is not JSON as the format has it ({told(error)})") from error
 
 
 def _info(path: Path, name: str, entry: Any, data_start: int, size: int) -> TensorInfo:

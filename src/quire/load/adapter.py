@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.files.adapter import AdapterFiles, find_adapter, read_config, too_wide
+from quire.files.adapter import ADAPTER_LIMITS, AdapterFiles, find_adapter, read_config, too_wide
 from quire.files.reading import shown, told
 from quire.files.safetensors import read_header
 from quire.files.threads import in_threads
@@ -126,7 +126,7 @@ def _check_archive(path: Path) -> None:
 
 def _read_safetensors(path: Path) -> list[Named]:
     """Not mapped: whoever writes a new version over it must not pull it from under us."""
-    header = read_header(path)
+    header = read_header(path, ADAPTER_LIMITS)
     for name, info in header.items():
         if info.dtype not in DTYPES:
             raise AdapterError(f"tensor {shown(name)} is stored as {info.dtype}, which cannot be read", "lora_path")

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.files.adapter import AdapterFiles, find_adapter, read_config
+from quire.files.adapter import ADAPTER_LIMITS, AdapterFiles, find_adapter, read_config
 from quire.files.safetensors import TensorInfo, parse_header, read_header_text
 from quire.load.adapter import LARGEST, Model, Named, Reader, parse_name
 from quire.load.adapter_config import AdapterConfig, interpret
@@ -81,7 +81,7 @@ class FilePlans:
             return None
         given = read_config(files)
         config = interpret(given, str(files.config))
-        text, size = read_header_text(files.weights)
+        text, size = read_header_text(files.weights, ADAPTER_LIMITS)
         if len(text) > LARGEST_HEADER:
             return None
         key = _key(text, size, given)
@@ -100,7 +100,7 @@ class FilePlans:
         return files.weights, plan, config
 
     def _make(self, files: AdapterFiles, text: bytes, size: int, config: AdapterConfig) -> FilePlan | None:
-        header = parse_header(files.weights, text, size)
+        header = parse_header(files.weights, text, size, ADAPTER_LIMITS)
         kind, first = _kind_of(header), min((info.offset for info in header.values()), default=0)
         if kind is None or any((info.offset - first) % kind.itemsize or not info.elements for info in header.values()):
             return None
