@@ -218,6 +218,14 @@ class AsyncLLM:
             engine = 0 if answer is None else answer.engine
             self.on_deltas([TokenDelta(engine_id, [], "abort") for engine_id in names], engine)
 
+    def stop_choice(self, request_id: str, index: int) -> None:
+        """End one choice of a request in the engine now, with finish_reason "stop": its answer is complete."""
+        engine_id = self._outputs.choice_id(request_id, index)
+        answer = None if engine_id is None else self._outputs.owner(engine_id)
+        if engine_id is not None and answer is not None:
+            self._client.abort([engine_id])
+            self.on_deltas([TokenDelta(engine_id, [], "stop")], answer.engine)
+
     def watch(self, viewer: Callable[[Sight], None] | None) -> None:
         """`viewer` is told what the engine sees of itself. Without one the engine does not collect it."""
         self._viewer = viewer

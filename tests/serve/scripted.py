@@ -114,6 +114,8 @@ class ScriptedLLM:
         self.seen: list[tuple[str, SamplingParams]] = []  # prompts and parameters
         self.pause = 0.0
         self.ended = 0
+        self.steps = 0  # of all answers
+        self._stopped: set[tuple[str, int]] = set()  # choices that the server ended
 
     @property
     def max_model_len(self) -> int:
@@ -134,12 +136,19 @@ class ScriptedLLM:
         answer = outputs.add(prepared)
         try:
             for deltas in self._deltas([request.id for request in prepared.requests]):
-                outputs.absorb(deltas)
+                self.steps += 1
+                stopped = {prepared.requests[index].id for name, index in self._stopped if name == request_id}
+                outputs.absorb(TokenDelta(one.request_id, [], "stop") if one.request_id in stopped else one for one in deltas)
                 if answer.due:
                     yield answer.emit()
+                if request_id not in outputs:
+                    break
                 await asyncio.sleep(self.pause)
         finally:
             self.ended += 1
+
+    def stop_choice(self, request_id: str, index: int) -> None:
+        self._stopped.add((request_id, index))
 
     def _deltas(self, ids: list[str]) -> Iterable[list[TokenDelta]]:
         tokens = self.tokenizer.encode(self.script, add_special_tokens=False)

@@ -3,6 +3,7 @@
 A streamed answer is its events written one by one; one that is not streamed is the same events folded (`Message`).
 """
 
+import re
 import secrets
 import string
 import uuid
@@ -13,14 +14,17 @@ from typing import Literal
 import msgspec
 
 from quire.paced import Pace
+from quire.serve.repeats import RepeatFilter
 from quire.text.parse.call import Tools
 from quire.text.parse.events import Event, Reasoning, Text, ToolArguments, ToolEnd, ToolStart
 from quire.text.parse.format import Format
 from quire.text.parse.machine import AnswerParser, joined
+from quire.text.parse.values import escape
 from quire.types.outputs import CompletionOutput
 
 _SHORT_ID = 9  # characters; templates of some families accept no other ids
 _ALPHABET = string.ascii_letters + string.digits
+_NAME_SO_FAR = re.compile(r'\[\s*\{\s*"name"\s*:\s*"([^"]*)("?)')  # of a call that a grammar writes
 
 
 # of a call: its arguments are whole, the length cut it off, its arguments went wrong, or it was never more than a marker
@@ -39,6 +43,7 @@ class Reading:
     with_reasoning: bool = True
     calls_finish: bool = True  # an answer with calls ends for that reason
     only_calls: bool = False  # the grammar allows nothing else, so what is not one was cut off before it could be told
+    one_of_a_kind: bool = False  # a call that repeats the one before it is dropped, and ends the answer
     id_prefix: str = "chatcmpl-tool-"  # of calls
     begin_ids: tuple[int, ...] = ()  # of the mark that begins the reasoning
     end_id: int | None = None  # the token that ends it, where it is one
@@ -47,6 +52,11 @@ class Reading:
     def reader(self) -> "AnswerReader":
         return AnswerReader(self)
 
+    @property
+    def ends_early(self) -> bool:
+        """Can an answer be complete before the model ends it?"""
+        return self.tools is not None and (self.one_of_a_kind or not self.parallel)
+
 
 class AnswerReader:
     """One answer."""
@@ -54,7 +64,10 @@ class AnswerReader:
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
         self._called = self._broke = False
+        self._repeats = RepeatFilter() if reading.one_of_a_kind else None
+        self._left_out = ""  # text in an answer that has only calls: a call that has not begun
         self._reasoned = False
+        self.ended = False  # the answer is complete, whatever else the model writes
         self._tokens = 0
         self._thought: int | None = None
         self._parser = None
@@ -65,6 +78,8 @@ class AnswerReader:
         """What is new in an output, which holds what is new since the last one."""
         if self._parser is None:
             return [Text(part.text)] if part.text else []
+        if self.ended:
+            return []
         if self._thought is None and self._reading.end_id is not None:
             self._count(part.token_ids)
         mistaken = self._parser.mistaken
@@ -73,10 +88,9 @@ class AnswerReader:
         for more in turns:
             await pace()
             events += more
-        events = joined(events)
-        kept = [known for event in events if (known := self._keep(event)) is not None]
+        cut = part.finish_reason == "length"
+        kept = self._keep_all(joined(events), cut)
         if self._reading.on_call is not None:
-            cut = part.finish_reason == "length"
             for event in kept:
                 if isinstance(event, ToolEnd):
                     self._reading.on_call("complete" if event.complete else "cut" if cut else "broken")
@@ -85,9 +99,9 @@ class AnswerReader:
         return kept
 
     def finish_reason(self, part: CompletionOutput) -> str | None:
-        """`tool_calls` only if the arguments of all of them are whole: who reads that will use them."""
-        if part.finish_reason == "stop" and self._called and not self._broke and self._reading.calls_finish:
-            return "tool_calls"
+        """Return `tool_calls` if the arguments of all calls are complete, also where the length cut off what follows them."""
+        if part.finish_reason in ("stop", "length") and self._called and not self._broke:
+            return "tool_calls" if self._reading.calls_finish else "stop"
         return part.finish_reason
 
     @property
@@ -102,14 +116,37 @@ class AnswerReader:
                 return
             self._tokens += (token,) != self._reading.begin_ids
 
+    def _keep_all(self, events: list[Event], cut: bool) -> list[Event]:
+        kept: list[Event] = []
+        for event in events:
+            for passed in [event] if self._repeats is None else self._repeats.feed(event):
+                known = self._keep(passed)
+                kept += [] if known is None else [known]
+            self.ended |= self._repeats is not None and self._repeats.repeated
+            if self.ended:
+                return kept
+        return kept + self._cut_call() if cut and not self._called and self._left_out else kept
+
+    def _cut_call(self) -> list[Event]:
+        """Return the call that was cut off before its arguments began, if its name is certain: only tools have names here."""
+        found = _NAME_SO_FAR.search(self._left_out)
+        written = "" if found is None else "".join(found.groups())
+        names = [name for name in self._reading.tools or () if f'{escape(name)}"'.startswith(written)]
+        events: list[Event] = [ToolStart(0, names[0]), ToolEnd(0, complete=False)] if len(names) == 1 else []
+        return [known for event in events if (known := self._keep(event)) is not None]
+
     def _keep(self, event: Event) -> Event | None:
         if isinstance(event, Reasoning):
             self._reasoned = True
             return event if self._reading.with_reasoning else None
         if isinstance(event, Text):
-            return None if self._reading.only_calls else event
+            if not self._reading.only_calls:
+                return event
+            self._left_out += event.text
+            return None
         if isinstance(event, ToolStart | ToolArguments | ToolEnd):
             if event.index and not self._reading.parallel:
+                self.ended = True
                 return None
             if isinstance(event, ToolStart):
                 self._called = True

@@ -65,6 +65,14 @@ class Items:
                     changes += self.close()
         return changes
 
+    def cut(self) -> list[Change]:
+        """The length ended the answer: the item it was in is incomplete, and where there is no item, so is an empty text."""
+        changes: list[Change] = []
+        if not self.items:
+            self._start(Item("text"), changes)
+        self.items[-1].complete &= not self._open
+        return changes + self.close()
+
     def close(self) -> list[Change]:
         """Nothing more comes, or something else."""
         if not self._open:

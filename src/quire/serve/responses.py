@@ -229,7 +229,7 @@ class _ResponseReply:
         self._tokens += len(choice.part.token_ids)
         changes = self._items.add(choice.events)
         if choice.finish_reason is not None:
-            changes += self._items.close()
+            changes += self._items.cut() if choice.finish_reason == "length" else self._items.close()
         self._ids += [new_id(item) for item in self._items.items[len(self._ids) :]]
         return changes
 

@@ -30,6 +30,7 @@ from quire.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidParameter, RequestError
 from quire.types.outputs import CompletionOutput, RequestOutput
 from quire.types.prompts import Prompt
+from quire.types.sampling import RequestOutputKind
 from quire.types.structured import StructuredOutputsParams
 
 LAST_TOKENS = 32  # of a prompt: enough to see how it ends
@@ -123,10 +124,15 @@ async def stream_turn(server: Server, turn: Turn) -> TurnDeltas:
             raise_failure(output)
             pace.begin()
             yield await _delta(turn, output, readers, pace)
+            for part in output.outputs:
+                if readers[part.index].ended and part.finish_reason is None:
+                    server.llm.stop_choice(output.request_id, part.index)
 
 
 async def run_turn(server: Server, turn: Turn, request: ChatRequest) -> TurnDelta:
     """The whole answers."""
+    if turn.reading.ends_early and not request.use_beam_search:
+        return await _gather(server, turn)
     gather = search_beams(server, turn.job, request) if request.use_beam_search else collect(server, turn.job)
     [output] = await gather
     choices, pace = [], Pace()
@@ -134,6 +140,30 @@ async def run_turn(server: Server, turn: Turn, request: ChatRequest) -> TurnDelt
         await pace()
         choices.append(await _read_choice(part, turn.reading.reader(), pace))
     return TurnDelta(output, choices)
+
+
+async def _gather(server: Server, turn: Turn) -> TurnDelta:
+    """The whole answers, read as they come so that an answer that is complete can be ended in the engine."""
+    deltas: dict[int, list[ChoiceDelta]] = {}
+    async with aclosing(stream_turn(server, turn)) as steps:
+        async for step in steps:
+            output = step.output
+            for choice in step.choices:
+                deltas.setdefault(choice.part.index, []).append(choice)
+    choices = [_joined(deltas[index]) for index in sorted(deltas)]
+    return TurnDelta(replace(output, outputs=[choice.part for choice in choices]), choices)
+
+
+def _joined(deltas: list[ChoiceDelta]) -> ChoiceDelta:
+    """One choice from all that came of it."""
+    parts = [delta.part for delta in deltas]
+    whole = replace(
+        parts[-1],
+        text="".join(part.text for part in parts),
+        token_ids=[token for part in parts for token in part.token_ids],
+        logprobs=None if parts[-1].logprobs is None else [each for part in parts for each in part.logprobs or ()],
+    )
+    return replace(deltas[-1], part=whole, events=[event for delta in deltas for event in delta.events])
 
 
 async def _delta(turn: Turn, output: RequestOutput, readers: dict[int, AnswerReader], pace: Pace) -> TurnDelta:
@@ -177,6 +207,7 @@ def _reading(formats: ModelFormats, request: ChatRequest, use: ToolUse, inside: 
         with_reasoning=request.include_reasoning,
         calls_finish=use.mode != "named",
         only_calls=use.forced,
+        one_of_a_kind=use.mode == "required",
         begin_ids=formats.begin_ids,
         end_id=formats.end_id,
     )
@@ -187,6 +218,8 @@ def _set_up(server: Server, job: GenerationJob, rendered: Rendered, reading: Rea
     params, form, use = job.params[0], reading.form, rendered.use
     if form is not None and special_marks(form, server.formats.specials)[0]:
         params.skip_special_tokens = False  # the markers must be seen; the reading takes the rest out
+    if reading.ends_early:
+        params.output_kind = RequestOutputKind.DELTA
     if use.forced:
         # arguments that no parameter names are of no use to anybody, and small models never stop inventing them
         params.structured_outputs = StructuredOutputsParams(

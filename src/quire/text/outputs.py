@@ -95,6 +95,12 @@ class OutputProcessor:
         answer = self._answers.get(request_id)
         return [] if answer is None else [r.id for r in answer.prepared.requests if r.id in self._owners]
 
+    def choice_id(self, request_id: str, index: int) -> str | None:
+        """Return the engine request of one choice of a user's request; None once it has ended."""
+        answer = self._answers.get(request_id)
+        engine_id = None if answer is None else answer.prepared.requests[index].id
+        return engine_id if engine_id in self._owners else None
+
     def forget(self, request_id: str) -> list[str]:
         """Drops a user's request; returns the engine requests behind it that are still open."""
         answer = self._answers.pop(request_id, None)
