@@ -20,6 +20,8 @@ from quire.engine.handshake import heard, listen, say
 from quire.subprocesses import nameless_memory
 from quire.types.errors import EngineError
 
+TERMS = {"version": "1", "files": {}, "arguments": {}, "model": "somewhere"}
+
 
 class Patient:
     def lost(self, rank):
@@ -93,7 +95,7 @@ def test_who_is_let_in():
 
         def come(node, key):
             try:
-                joined.append(nodes.join(address, node, "127.0.0.1", key, PATIENCE))
+                joined.append(nodes.join(address, node, "127.0.0.1", key, PATIENCE, TERMS))
             except EngineError as error:
                 refused.append(str(error))
 
@@ -120,18 +122,27 @@ def test_who_is_let_in():
 
         visitor = threading.Thread(target=visit)
         visitor.start()
-        links = nodes.gather(listener, nodes.share_ranks(3, 2), "right", PATIENCE)
+        links = nodes.gather(listener, nodes.share_ranks(3, 2), "right", PATIENCE, TERMS)
         visitor.join()
         assert links.own == range(1) and sorted(links.controls) == [1, 2] and sorted(links.ends[0]) == [1, 2]
         for one in (links, *joined):
             one.close()
     assert "the key (QUIRE_CLUSTER_KEY) is another one" in refused[0] and "node_rank 7 is not one of 1 to 1" in refused[1]
     with listen(("127.0.0.1", 0)) as listener, pytest.raises(EngineError, match="1 of 2 nodes did not come in time"):
-        nodes.gather(listener, nodes.share_ranks(2, 2), "", 0.05)
+        nodes.gather(listener, nodes.share_ranks(2, 2), "", 0.05, TERMS)
+
+
+def test_a_node_that_differs_is_refused_and_named_when_time_is_over():
+    differs = "its dtype is 'half', machine 0's is 'auto'; leave it out there"
+    with listen(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as other:
+        say(other, {"key": "", "node": 1, "host": "127.0.0.1", "port": 1, **TERMS, "arguments": {"dtype": "half"}})
+        with pytest.raises(EngineError, match=f"1 of 2 nodes did not come in time; node 1 was refused: {differs}"):
+            nodes.gather(listener, nodes.share_ranks(2, 2), "", 1.0, {**TERMS, "arguments": {"dtype": "auto"}})
+        assert heard(other, PATIENCE) == {"refused": differs}
 
 
 RESET = struct.pack("ii", 1, 0)  # lingers for no time: closing is a reset
-AS_ONE = {"key": "", "host": "127.0.0.1", "port": 1}
+AS_ONE = {"key": "", "host": "127.0.0.1", "port": 1, **TERMS}
 
 
 def strangers(address, *hellos, reset=False):
@@ -158,9 +169,9 @@ def test_strangers_do_not_keep_nodes_from_meeting(monkeypatch, hellos, reset):
     monkeypatch.setattr(nodes, "ENDS", 1.0)
     with listen(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(3) as others:
         address = listener.getsockname()
-        first = others.submit(nodes.gather, listener, nodes.share_ranks(3, 3), "", 30.0)
+        first = others.submit(nodes.gather, listener, nodes.share_ranks(3, 3), "", 30.0, TERMS)
         there = list(strangers(address, *hellos, reset=reset))
-        joined = [others.submit(nodes.join, address, node, "127.0.0.1", "", PATIENCE) for node in (2, 1)]
+        joined = [others.submit(nodes.join, address, node, "127.0.0.1", "", PATIENCE, TERMS) for node in (2, 1)]
         links = [first.result(), *(one.result() for one in joined)]
         assert sorted(links[0].controls) == [1, 2] and sorted(links[0].ends[0]) == [1, 2]
         pairs = [(links[0].controls[1], links[2].controls[1]), (links[1].ends[2][1], links[2].ends[1][2])]
@@ -176,14 +187,14 @@ def test_a_place_is_free_again_when_no_ranks_come(monkeypatch):
     monkeypatch.setattr(nodes, "ENDS", 1.0)
     with listen(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as other:
         address = listener.getsockname()
-        first = other.submit(nodes.gather, listener, nodes.share_ranks(2, 2), "", PATIENCE)
+        first = other.submit(nodes.gather, listener, nodes.share_ranks(2, 2), "", PATIENCE, TERMS)
         [stranger] = strangers(address, {**AS_ONE, "node": 1})
         claim = heard(stranger, PATIENCE)["claim"]
         with socket.create_connection(address) as control, socket.create_connection(address) as late:
             say(control, {"key": "", "claim": claim, "control": 1})
             told = heard(stranger, PATIENCE)
             say(late, {"key": "", "meeting": "", "control": 1})  # of a meeting before
-            joined = nodes.join(address, 1, "127.0.0.1", "", PATIENCE)
+            joined = nodes.join(address, 1, "127.0.0.1", "", PATIENCE, TERMS)
         links = first.result()
         assert links.meeting == joined.meeting != told["meeting"] and sorted(links.controls) == [1]
         for one in (links, joined, stranger):

@@ -1,6 +1,7 @@
 """Two nodes on one machine: the engine with its ranks here, others behind TCP. The same tokens, and a lost rank is named."""
 
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -10,10 +11,13 @@ from test_ranks import GREEDY, PROMPTS, SEEDED, family_engine, ids
 
 from forked import nursery
 from patience import PATIENCE
-from quire import LLM
+from quire import LLM, EngineArgs
+from quire.cli import headless
 from quire.cli.main import main
+from quire.engine import agreement
+from quire.engine.agreement import own_terms
 from quire.engine.executor import nodes, workers
-from quire.types.errors import ConfigError, EngineDead
+from quire.types.errors import ConfigError, EngineDead, ModelError
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,12 +34,78 @@ def port():
         return server.getsockname()[1]
 
 
+def run_node(directory, port, node=1):
+    """One life of an engine on another node. The node has the model in `directory`."""
+    terms = own_terms(EngineArgs(str(directory)))
+    return nodes.run_node(("127.0.0.1", port), node, "127.0.0.1", "", PATIENCE, terms)
+
+
+def run_command(directory, port):
+    """`quire serve --headless` as node 1 of 2, in a thread of the test: returns its exit code."""
+    where = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    return main(["serve", str(directory), "--headless", "-tp", "2", *where])
+
+
+@pytest.fixture
+def _no_signals(monkeypatch):
+    """Only the main thread may set signal handlers."""
+    monkeypatch.setattr(headless, "_prepare", lambda: None)
+
+
+def copied(directory, copy, change=lambda weights: weights):
+    shutil.copytree(directory, copy)
+    [file] = copy.glob("*.safetensors")
+    file.write_bytes(change(file.read_bytes()))
+    return copy
+
+
+def other_weights(data):
+    """The same tensors, the last byte of the last one changed."""
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+@pytest.mark.usefixtures("_no_signals")
+def test_a_node_with_other_weights_is_refused_and_one_with_the_same_gives_the_tokens(
+    checkpoint, tmp_path, port, caplog, capsys
+):
+    directory = checkpoint("llama").directory
+    other, same = copied(directory, tmp_path / "other", other_weights), copied(directory, tmp_path / "same")
+    expected = ids(family_engine(directory), PROMPTS, GREEDY)
+    codes, over = [], []
+
+    def come():
+        codes.append(run_command(other, port))
+        over.append(run_node(same, port))
+
+    node = threading.Thread(target=come)
+    node.start()
+    llm = family_engine(directory, tensor_parallel_size=2, nnodes=2, master_port=port)
+    assert ids(llm, PROMPTS, GREEDY) == expected
+    llm.llm_engine.shutdown()
+    node.join(PATIENCE)
+    assert codes == [1] and over == [True]
+    difference = "its model is not machine 0's: 'weights' is another one"
+    assert f"node 1 ('127.0.0.1') is refused: {difference}" in caplog.text
+    assert f"node 0 refused this one: {difference}" in capsys.readouterr().err
+
+
+def test_a_node_with_another_draft_model_is_refused(checkpoint, port, monkeypatch):
+    directory = checkpoint("llama").directory
+    monkeypatch.setattr(agreement, "draft_files", lambda config: {"weights": "of node 0"})
+    node = threading.Thread(target=run_node, args=(directory, port))
+    node.start()
+    drafts = {"model": str(directory), "num_speculative_tokens": 2}
+    with pytest.raises(ModelError, match=r"rank 1 \(on node 1\): the draft model .* is not machine 0's: 'config.json' should"):
+        family_engine(directory, tensor_parallel_size=2, nnodes=2, master_port=port, speculative_config=drafts)
+    node.join(PATIENCE)
+
+
 def test_two_nodes_give_the_tokens_of_one_process(checkpoint, port):
     directory = checkpoint("llama").directory
     prompts, params = PROMPTS * 2, [GREEDY] * len(PROMPTS) + [SEEDED] * len(PROMPTS)
     expected = ids(family_engine(directory), prompts, params)
     over = []
-    other = threading.Thread(target=lambda: over.append(nodes.run_node(("127.0.0.1", port), 1, "127.0.0.1", "", PATIENCE)))
+    other = threading.Thread(target=lambda: over.append(run_node(directory, port)))
     other.start()
     llm = family_engine(directory, tensor_parallel_size=3, nnodes=2, master_port=port)
     assert ids(llm, prompts, params) == expected
@@ -52,10 +122,9 @@ def test_stages_on_several_nodes(checkpoint, port, ranks, stages, machines):
     directory = checkpoint("llama").directory
     prompts, params = PROMPTS * 2, [GREEDY] * len(PROMPTS) + [SEEDED] * len(PROMPTS)
     expected = ids(family_engine(directory), prompts, params)
-    first, over = ("127.0.0.1", port), []
+    over = []
     others = [
-        threading.Thread(target=lambda node=node: over.append(nodes.run_node(first, node, "127.0.0.1", "", PATIENCE)))
-        for node in range(1, machines)
+        threading.Thread(target=lambda node=node: over.append(run_node(directory, port, node))) for node in range(1, machines)
     ]
     for other in others:
         other.start()
@@ -77,17 +146,18 @@ def test_stages_on_several_nodes(checkpoint, port, ranks, stages, machines):
     ],
 )
 def test_a_lost_rank_of_another_node_is_named(checkpoint, port, how, size, fate):
-    over, started = [], []
+    over, started, directory = [], [], checkpoint("llama").directory
 
     def run_node():
-        ranks = nodes.NodeRanks(nodes.join(("127.0.0.1", port), 1, "127.0.0.1", "", PATIENCE))
+        terms = own_terms(EngineArgs(str(directory)))
+        ranks = nodes.NodeRanks(nodes.join(("127.0.0.1", port), 1, "127.0.0.1", "", PATIENCE, terms))
         started.append(ranks.processes[1].pid)
         over.append(ranks.watch())
         ranks.end()
 
     other = threading.Thread(target=run_node)
     other.start()
-    llm = family_engine(checkpoint("llama").directory, **{size: 2}, nnodes=2, master_port=port)
+    llm = family_engine(directory, **{size: 2}, nnodes=2, master_port=port)
     pid = llm.collective_rpc("describe_rank")[1]["pid"]
     for one in {pid, *started}:  # the nursery's process, and the one that stands for it
         os.kill(one, how)

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from quire.config.args import EngineArgs
 from quire.engine import handshake
+from quire.engine.agreement import own_terms
 from quire.engine.executor import nodes
 from quire.engine.outpost import Outpost
 from quire.types.errors import ConfigError
@@ -37,9 +38,8 @@ def run_headless(args: EngineArgs) -> int:
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             logger.info("node %d of %d: waiting for machine 0 at %s:%d", args.node_rank, args.nnodes, *first)
-            links = nodes.join(
-                first, args.node_rank, handshake.address_towards(first), handshake.cluster_key(), args.engine_start_timeout
-            )
+            host, key = handshake.address_towards(first), handshake.cluster_key()
+            links = nodes.join(first, args.node_rank, host, key, args.engine_start_timeout, own_terms(args))
             logger.info("node %d has ranks %d to %d", args.node_rank, links.own.start, links.own.stop - 1)
             ranks = nodes.NodeRanks(links)
             try:

@@ -1,6 +1,7 @@
-"""What machines with engines behind one server must have in common, so that a request has the same tokens on each of them.
+"""What machines must have in common: those whose engines serve the same model, and those whose ranks divide one engine.
 
-Machine 0's arguments count everywhere. Another one that was given others is refused, instead of being overruled in silence.
+Machine 0's arguments apply everywhere. A machine whose version, model files or arguments differ is refused, and both machines
+log what differs.
 """
 
 import json
@@ -9,6 +10,7 @@ from typing import Any
 
 from quire import __version__
 from quire.config.args import FLOAT_NAMES, EngineArgs
+from quire.config.config import Config
 from quire.config.resolve import wants_weights
 from quire.files.identity import WEIGHTS, identity
 from quire.files.reading import shown
@@ -18,7 +20,7 @@ from quire.types.errors import ModelError
 ARGUMENTS = (
     "dtype", "quantization", "kv_cache_dtype", "max_model_len", "load_format", "model_impl", "hf_overrides", "seed"
 )  # fmt: skip
-Terms = dict[str, Any]  # JSON: version, files, arguments
+Terms = dict[str, Any]  # JSON: version, files (name -> digest), arguments, and model: the path of the files on that machine
 
 
 def terms_of(args: EngineArgs) -> Terms:
@@ -39,15 +41,34 @@ def difference(ours: Terms, theirs: Terms) -> str | None:
     """What another machine has to change, if anything."""
     if theirs.get("version") != ours["version"]:
         return f"its Quire is {shown(theirs.get('version'))}, machine 0's is {ours['version']}"
-    own, files = ours["files"], _object(theirs, "files")
-    for name in sorted({*own, *files}):
-        if own.get(name) == files.get(name) or (name == WEIGHTS and name not in own):  # nobody reads them
-            continue
-        how = "is missing" if name not in files else "should not be there" if name not in own else "is another one"
-        return f"its model is not machine 0's: {shown(name)} {how}"
+    if found := _different_file(ours["files"], _object(theirs, "files")):
+        return f"its model is not machine 0's: {found}"
     for name, value in _object(theirs, "arguments").items():
         if name in ours["arguments"] and value != ours["arguments"][name]:
             return f"its {name} is {shown(value)}, machine 0's is {shown(ours['arguments'][name])}; leave it out there"
+    return None
+
+
+def draft_files(config: Config) -> dict[str, str]:
+    """Digests of the draft model's files; empty without a draft model or head in files of its own."""
+    facts = config.draft_facts if config.draft_head is None else config.draft_head.facts
+    return {} if facts is None else identity(facts.files)
+
+
+def refuse_other_draft(config: Config, expected: dict[str, str]) -> None:
+    """Raise ModelError if this machine's draft model differs from machine 0's: ranks must verify the same draft tokens."""
+    if expected and (found := _different_file(expected, draft_files(config))):
+        assert config.speculation is not None
+        raise ModelError(f"the draft model {config.speculation.model} is not machine 0's: {found}")
+
+
+def _different_file(ours: dict[str, str], theirs: dict[str, Any]) -> str | None:
+    """The first file that differs, and how. Weights that machine 0 does not read are not compared."""
+    for name in sorted({*ours, *theirs}):
+        if ours.get(name) == theirs.get(name) or (name == WEIGHTS and name not in ours):
+            continue
+        how = "is missing" if name not in theirs else "should not be there" if name not in ours else "is another one"
+        return f"{shown(name)} {how}"
     return None
 
 
@@ -58,7 +79,7 @@ def _terms(args: EngineArgs, weights: bool, names: "tuple[str, ...] | list[str]"
     arguments = {name: getattr(args, name) for name in names}
     if "dtype" in arguments:
         arguments["dtype"] = FLOAT_NAMES.get(args.dtype, args.dtype)
-    told = {"version": __version__, "files": identity(files), "arguments": arguments}
+    told = {"version": __version__, "files": identity(files), "arguments": arguments, "model": str(files.path.absolute())}
     return dict(json.loads(json.dumps(told, default=repr)))
 
 

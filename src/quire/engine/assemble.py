@@ -287,6 +287,7 @@ def meet_companions(config: Config, ends: Ends, workers: "Workers | None") -> "t
 
 def start_workers(config: Config, drafter: "Drafter | DeviceDrafter | None", ends: Ends | None = None) -> "Workers":
     """The other ranks' processes, which begin to import what they need."""
+    from quire.engine.agreement import draft_files
     from quire.engine.executor.launch import find_nodes
     from quire.engine.executor.workers import Workers
 
@@ -304,7 +305,8 @@ def start_workers(config: Config, drafter: "Drafter | DeviceDrafter | None", end
     )
     told, links = find_nodes(told, config.world)
     gpus = ",".join(named_gpus() or map(str, range(config.device_facts.count))) if config.device == "cuda" else ""
-    return Workers(told, config.world, SOONER * args.engine_hang_timeout, links, ends, gpus)
+    drafts = {} if links is None else draft_files(config)
+    return Workers(told, config.world, SOONER * args.engine_hang_timeout, links, ends, gpus, drafts)
 
 
 def start_fake(config: Config, facts: ModelFacts, layout: CacheLayout, watch: Stopwatch) -> tuple[Executor, Capacity]:

@@ -153,7 +153,7 @@ class Follower:
     def __init__(self, config: Config, spot: Spot) -> None:
         self._name = f"rank {spot.rank}"
         with doing(f"{self._name}: waiting for rank 0 at {spot.address[0]}:{spot.address[1]}"):
-            links = self._links = spot.join(config.args.engine_start_timeout)
+            links = self._links = spot.join(config.args)
         control = links.controls[spot.rank]
         self._memory = nameless_memory("quire-ranks")
         self._frames, self._rank = Frames(control), Rank(self._memory, {}, links.ends.get(spot.rank, {}))

@@ -7,7 +7,10 @@ from quire.files.resolve import ModelFiles
 from quire.types.errors import ModelError
 
 WEIGHTS = "weights"
-BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model")  # what tokens depend on besides
+BESIDE = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model",
+    "quant_config.json", "quantize_config.json", "hf_quant_config.json",
+)  # fmt: skip  # what tokens depend on besides
 WHOLE = 1 << 24  # bytes of a file that is read whole
 BEGINNING = 1 << 18  # bytes: headers
 PIECES, PIECE = 16, 1 << 12

@@ -7,11 +7,13 @@ newest is tried first; the others wait until it has proved to be a node, or none
 """
 
 import contextlib
+import logging
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from quire.engine.agreement import Terms, difference
 from quire.engine.handshake import Address, Said, say
 from quire.engine.reception import Complaints
 from quire.files.reading import shown
@@ -23,6 +25,7 @@ MOST = 8  # for one place
 class Claim:
     connection: socket.socket
     place: Address  # where it listens
+    model: str  # the path of its model's files
     missing: set[int]  # ranks whose control connections are to come
     controls: dict[int, socket.socket] = field(default_factory=dict)  # by rank
     name: str = field(default_factory=lambda: secrets.token_hex(8))  # by which its connections are known
@@ -33,9 +36,10 @@ class Claim:
 
 
 class Claims:
-    def __init__(self, ranks: Sequence[range], complaints: Complaints) -> None:
-        """`ranks`: of every node."""
-        self._ranks = ranks
+    def __init__(self, ranks: Sequence[range], terms: Terms, complaints: Complaints) -> None:
+        """`ranks`: of every node. `terms`: what every node must have in common with node 0."""
+        self._ranks, self._terms = ranks, terms
+        self.refused: dict[int, str] = {}  # by node: what differed from node 0, until a node that agrees joins
         self._lines: dict[int, list[Claim]] = {node: [] for node in range(1, len(ranks))}
         self._complaints = complaints
 
@@ -54,9 +58,14 @@ class Claims:
             connection.close()
         elif type(node) is not int or node not in self._lines:
             refuse(connection, f"node_rank {shown(node)} is not one of 1 to {len(self._lines)}")
+        elif (found := difference(self._terms, said)) is not None:
+            self.refused[node] = found
+            self._complaints.tell("node %d (%s) is refused: %s", node, shown(host), found, level=logging.ERROR)
+            refuse(connection, found)
         else:
             own, line = self._ranks[node], self._lines[node]
-            claim = Claim(connection, (host, port), set(own))
+            claim = Claim(connection, (host, port), str(said.get("model")), set(own))
+            self.refused.pop(node, None)
             try:
                 say(connection, {"claim": claim.name, "own": [own.start, own.stop]})
             except OSError:

@@ -9,6 +9,7 @@ from typing import Any
 
 from quire.config.args import EngineArgs
 from quire.engine import handshake
+from quire.engine.agreement import Terms, own_terms, terms_of
 from quire.engine.executor import nodes
 from quire.progress import doing
 from quire.types.errors import ConfigError
@@ -22,19 +23,19 @@ def find_nodes(args: EngineArgs, ranks: int) -> tuple[EngineArgs, nodes.Links | 
     if args.distributed_executor_backend == "ray":
         from quire.engine.executor.ray_nodes import start_nodes
 
-        links = start_nodes(ranks, args.nnodes, args.engine_start_timeout)
+        links = start_nodes(args, ranks)
         return replace(args, nnodes=len(links.ranks)), links
     if args.distributed_executor_backend == "external_launcher":
-        return args, read_spot(os.environ, ranks).gather(args.engine_start_timeout)
+        return args, read_spot(os.environ, ranks).gather(args.engine_start_timeout, terms_of(args))
     if args.nnodes == 1:
         return args, None
     address = (args.master_addr, args.master_port)
-    key = handshake.cluster_key()
+    key, terms = handshake.cluster_key(), terms_of(args)
     with (
         handshake.listen(address) as listener,
         doing(f"waiting for {args.nnodes - 1} other nodes at {address[0]}:{address[1]}"),
     ):
-        return args, nodes.gather(listener, nodes.share_ranks(ranks, args.nnodes), key, args.engine_start_timeout)
+        return args, nodes.gather(listener, nodes.share_ranks(ranks, args.nnodes), key, args.engine_start_timeout, terms)
 
 
 @dataclass(frozen=True)
@@ -46,19 +47,21 @@ class Spot:
     address: handshake.Address
     agent: bool  # the launcher has the port: it keeps for us where rank 0 listens
 
-    def gather(self, seconds: float) -> nodes.Links:
+    def gather(self, seconds: float, terms: Terms) -> nodes.Links:
         """Rank 0 waits for the others."""
+        shares = nodes.share_ranks(self.world, self.world)
         own = (self.address[0], 0) if self.agent else self.address
         with handshake.listen(own) as listener, doing(f"waiting for {self.world - 1} other ranks at {own[0]}"):
             if self.agent:
                 self._store(seconds).set(f"quire/{next(_turns)}", str(listener.getsockname()[1]))
-            return nodes.gather(listener, nodes.share_ranks(self.world, self.world), handshake.cluster_key(), seconds)
+            return nodes.gather(listener, shares, handshake.cluster_key(), seconds, terms)
 
-    def join(self, seconds: float) -> nodes.Links:
-        first = self.address
+    def join(self, args: EngineArgs) -> nodes.Links:
+        seconds, first = args.engine_start_timeout, self.address
         if self.agent:
             first = (first[0], int(self._store(seconds).get(f"quire/{next(_turns)}")))
-        return nodes.join(first, self.rank, handshake.address_towards(first), handshake.cluster_key(), seconds)
+        host = handshake.address_towards(first)
+        return nodes.join(first, self.rank, host, handshake.cluster_key(), seconds, own_terms(args))
 
     def _store(self, seconds: float) -> Any:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]

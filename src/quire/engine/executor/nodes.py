@@ -1,11 +1,12 @@
 """How ranks on several machines, the nodes, find each other. Importing this imports no torch.
 
-    node 0, in the engine        listens at the address that all know ◄── every other node: hello, here I am
+    node 0, in the engine        listens at the address that all know ◄── every other node: hello, and its version and model
     node k connects to node 0    a control connection for each of its ranks: who does not is none, and keeps nobody waiting
                                  node 0 tells all who has which ranks ──► and where they listen
     ... and to all nodes below   a connection for each pair of ranks
     node k starts its ranks      which inherit their ends, as ranks of node 0 do (`workers.py`)
 
+A node whose version, model files or arguments differ from node 0's is refused (`agreement.py`), and both log what differs.
 Whoever came so far and does not connect to the others was none: node 0 hangs up on all of them, and they come again.
 
 Whoever can connect can be a rank, if it knows the key (QUIRE_CLUSTER_KEY; none by default): run it in a network that others
@@ -26,8 +27,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.engine.agreement import Terms
 from quire.engine.executor.claims import Claims, is_gone
-from quire.engine.handshake import AGAIN, HELLO, Address, HungUp, connect, heard, listen, say
+from quire.engine.handshake import AGAIN, HELLO, Address, HungUp, Said, connect, heard, listen, say
 from quire.engine.reception import Reception
 from quire.subprocesses import environment, is_stopped, nameless_memory, with_us
 from quire.types.errors import EngineError
@@ -52,6 +54,7 @@ class Links:
     controls: dict[int, socket.socket] = field(default_factory=dict)  # by rank; on node 0 those of ranks elsewhere
     ends: dict[int, dict[int, socket.socket]] = field(default_factory=dict)  # own rank -> a rank elsewhere -> connection
     nodes: dict[int, socket.socket] = field(default_factory=dict)  # on node 0: to every other node; elsewhere to node 0
+    models: dict[int, str] = field(default_factory=dict)  # on node 0: where every other node has the model's files
     meeting: str = ""  # connections of an earlier one are not taken
     then: Callable[[], None] = lambda: None  # when they are closed
 
@@ -85,17 +88,21 @@ def share_ranks(ranks: int, nodes: int) -> list[range]:
 # ---- node 0
 
 
-def gather(listener: socket.socket, ranks: Sequence[range], key: str, seconds: float) -> Links:
-    """Waits for all other nodes, and for what their ranks connect. If those of one do not, all nodes come again."""
+def gather(listener: socket.socket, ranks: Sequence[range], key: str, seconds: float, terms: Terms) -> Links:
+    """Waits for all other nodes, and for what their ranks connect. If those of one do not, all nodes come again.
+
+    terms: node 0's; a node that differs is refused, and another one may come in its place.
+    """
     deadline = time.monotonic() + seconds
     with contextlib.closing(Reception(listener, key)) as reception:
-        claims = Claims(ranks, reception.complaints)
+        claims = Claims(ranks, terms, reception.complaints)
         with contextlib.closing(claims):
             while True:
                 while missing := claims.missing:
                     came = reception.next(deadline - time.monotonic())
                     if came is None:
-                        raise EngineError(f"{missing} of {len(ranks)} nodes did not come in time")
+                        refused = "".join(f"; node {node} was refused: {why}" for node, why in claims.refused.items())
+                        raise EngineError(f"{missing} of {len(ranks)} nodes did not come in time{refused}")
                     if not claims.hear(*came):
                         _turn_away(reception, came[0])
                 try:
@@ -111,6 +118,7 @@ def _try(claims: Claims, reception: Reception, ranks: Sequence[range], deadline:
     """With those who claim to be the other nodes."""
     there = claims.take()
     links = Links(ranks, nodes={node: claim.connection for node, claim in there.items()}, meeting=secrets.token_hex(8))
+    links.models = {node: claim.model for node, claim in there.items()}
     links.controls = {rank: control for claim in there.values() for rank, control in claim.controls.items()}
     told = {
         "ranks": [[own.start, own.stop] for own in ranks],
@@ -132,14 +140,18 @@ def _try(claims: Claims, reception: Reception, ranks: Sequence[range], deadline:
 # ---- the others
 
 
-def join(first: Address, node: int, host: str, key: str, seconds: float) -> Links:
-    """`host`: where this node can be reached by others. Comes again when node 0 hangs up."""
+def join(first: Address, node: int, host: str, key: str, seconds: float, terms: Terms) -> Links:
+    """Joins node 0, and again when node 0 hangs up; raises EngineError if it refuses this node.
+
+    host: where this node can be reached by others. terms: this node's version, model files and arguments.
+    """
     deadline = time.monotonic() + seconds
     while True:
         with listen((host, 0)) as listener, contextlib.closing(Reception(listener, key)) as reception:
             links = Links((), node, nodes={0: connect(first, deadline)})
             try:
-                _meet(links, reception, first, (host, listener.getsockname()[1]), key, deadline)
+                hello = {"node": node, "host": host, "port": listener.getsockname()[1], **terms}
+                _meet(links, reception, first, hello, key, deadline)
             except (_Lost, HungUp, OSError) as error:
                 links.close()
                 if time.monotonic() > deadline:
@@ -152,9 +164,9 @@ def join(first: Address, node: int, host: str, key: str, seconds: float) -> Link
         time.sleep(AGAIN)
 
 
-def _meet(links: Links, reception: Reception, first: Address, own: Address, key: str, deadline: float) -> None:
+def _meet(links: Links, reception: Reception, first: Address, who: Said, key: str, deadline: float) -> None:
     to_first, node = links.nodes[0], links.node
-    say(to_first, {"key": key, "node": node, "host": own[0], "port": own[1]})
+    say(to_first, {"key": key, **who})
     asked = _heard_of(to_first, deadline)
     for rank in range(*asked["own"]):
         links.controls[rank] = connect(first, deadline, links.check)
@@ -233,9 +245,9 @@ class NodeRanks:
         self._links.close()
 
 
-def run_node(first: Address, node: int, host: str, key: str, seconds: float) -> bool:
+def run_node(first: Address, node: int, host: str, key: str, seconds: float, terms: Terms) -> bool:
     """One life of an engine. True: it was over; otherwise another one may be started, and this node is wanted again."""
-    ranks = NodeRanks(join(first, node, host, key, seconds))
+    ranks = NodeRanks(join(first, node, host, key, seconds, terms))
     try:
         return ranks.watch()
     finally:

@@ -15,7 +15,9 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from quire.config.args import EngineArgs
 from quire.engine import handshake
+from quire.engine.agreement import own_terms, terms_of
 from quire.engine.executor import nodes
 from quire.progress import doing
 from quire.subprocesses import environment
@@ -28,12 +30,13 @@ logger = logging.getLogger(__name__)
 class _Agent:
     """What an actor does."""
 
-    def run(self, first: tuple[str, int], node: int, host: str, key: str, seconds: float) -> bool:
-        return nodes.run_node(tuple(first), node, host, key, seconds)  # type: ignore[arg-type]
+    def run(self, first: tuple[str, int], node: int, host: str, key: str, args: EngineArgs) -> bool:
+        return nodes.run_node(tuple(first), node, host, key, args.engine_start_timeout, own_terms(args))  # type: ignore[arg-type]
 
 
-def start_nodes(ranks: int, count: int, seconds: float) -> nodes.Links:
-    """count: nodes to use; 1 = as few as have the CPUs."""
+def start_nodes(args: EngineArgs, ranks: int) -> nodes.Links:
+    """args.nnodes: nodes to use; 1 = as few as have the CPUs."""
+    count, seconds = args.nnodes, args.engine_start_timeout
     ray = _import()
     _connect(ray, ranks)
     here = ray.get_runtime_context().get_node_id()
@@ -41,7 +44,7 @@ def start_nodes(ranks: int, count: int, seconds: float) -> nodes.Links:
     shares = _share(ranks, count, [int(node["Resources"].get("CPU", 0)) for node in alive])
     release = _reserve(ray, alive, shares, seconds)
     try:
-        links = nodes.Links(shares) if len(shares) == 1 else _start_others(ray, alive, shares, seconds)
+        links = nodes.Links(shares) if len(shares) == 1 else _start_others(ray, alive, shares, args)
     except BaseException:
         release()
         raise
@@ -49,13 +52,13 @@ def start_nodes(ranks: int, count: int, seconds: float) -> nodes.Links:
     return links
 
 
-def _start_others(ray: Any, alive: Sequence[dict[str, Any]], shares: Sequence[range], seconds: float) -> nodes.Links:
+def _start_others(ray: Any, alive: Sequence[dict[str, Any]], shares: Sequence[range], args: EngineArgs) -> nodes.Links:
     key, host = secrets.token_hex(16), alive[0]["NodeManagerAddress"]
     with handshake.listen((host, 0)) as listener, doing(f"starting ranks on {len(shares) - 1} other nodes"):
         first = (host, listener.getsockname()[1])
         for number, node in enumerate(alive[1 : len(shares)], 1):
-            _start_agent(ray, node, first, number, key, seconds)
-        return nodes.gather(listener, shares, key, seconds)
+            _start_agent(ray, node, first, number, key, args)
+        return nodes.gather(listener, shares, key, args.engine_start_timeout, terms_of(args))
 
 
 def _import() -> Any:
@@ -136,7 +139,7 @@ def _reserve(ray: Any, alive: Sequence[dict[str, Any]], shares: Sequence[range],
     return release
 
 
-def _start_agent(ray: Any, node: dict[str, Any], first: tuple[str, int], number: int, key: str, seconds: float) -> None:
+def _start_agent(ray: Any, node: dict[str, Any], first: tuple[str, int], number: int, key: str, args: EngineArgs) -> None:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ours = environment() or {}
@@ -147,7 +150,7 @@ def _start_agent(ray: Any, node: dict[str, Any], first: tuple[str, int], number:
         runtime_env={"env_vars": variables} if variables else None,
     )
     agent = actor.remote()
-    agent.run.remote(first, number, node["NodeManagerAddress"], key, seconds)
+    agent.run.remote(first, number, node["NodeManagerAddress"], key, args)
     _agents.append(agent)
 
 

@@ -22,6 +22,7 @@ class _RankFrame(msgspec.Struct, array_like=True, tag=True):
 class StartRank(_RankFrame):
     args: EngineArgs  # with which any process comes to the same configuration
     rank: int
+    draft_files: dict[str, str] = {}  # digests of node 0's, for a rank of another node (`agreement.draft_files`)
     gpus: str = ""  # those of its engine, by their names, where the first rank has GPUs; "" = as the machine has them
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire.config.cores import take_turns, wait_politely
 from quire.device.visible import VISIBLE
+from quire.engine.agreement import refuse_other_draft
 from quire.engine.companions import Ends, read_ends
 from quire.engine.executor import wire
 from quire.engine.executor.nodes import REMOTE
@@ -109,6 +110,10 @@ class Rank:
             patience = 0
 
     @property
+    def has_other_nodes(self) -> bool:
+        return bool(self._remote)
+
+    @property
     def _started(self) -> "Runner":
         assert self._runner is not None
         return self._runner
@@ -142,6 +147,7 @@ class Rank:
             os.environ[VISIBLE] = command.gpus
         open_device(args.device).take_rank(rank % -(-args.tensor_parallel_size * args.pipeline_parallel_size // args.nnodes))
         config = resolve_here(args, Stopwatch(), rank=rank)
+        refuse_other_draft(config, command.draft_files)
         if config.max_loras:
             take_turns()
         if config.stages > 1:
@@ -221,6 +227,8 @@ def _serve(frames: Frames, rank: Rank, connection: socket.socket) -> int:
         except Exception as error:
             if not isinstance(error, QuireError):
                 logger.exception("a rank failed")
+            elif rank.has_other_nodes:  # the first rank's log is on another machine
+                logger.error("a rank failed: %s", error)
             frames.send(wire.encode(wire.RankFailed(type(error).__name__, str(error), rank.step)))
             return FAILED
         if report is not None:

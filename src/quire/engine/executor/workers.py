@@ -17,7 +17,8 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from threading import Lock
 from typing import Any, NoReturn
 
@@ -111,10 +112,11 @@ class Workers:
         links: Links | None = None,
         companions: Ends | None = None,
         gpus: str = "",
+        draft_files: Mapping[str, str] | None = None,
     ) -> None:
-        """args: see `StartRank`. hang_timeout: seconds that a rank may keep the others waiting for its part of a sum. links: to
-        ranks on other nodes, which are started there. companions: of all ranks, to engines that share their experts. gpus: of
-        this node, see `StartRank`."""
+        """args, draft_files: see `StartRank`. hang_timeout: seconds that a rank may keep the others waiting for its part of a
+        sum. links: to ranks on other nodes, which are started there. companions: of all ranks, to engines that share their
+        experts. gpus: of this node, see `StartRank`."""
         links = links or Links([range(size)])
         self._hang_timeout, self._shares = hang_timeout, companions is not None
         self._dead: EngineDead | None = None  # why
@@ -137,10 +139,12 @@ class Workers:
                     if rank in links.own:
                         own = None if companions is None else companions.of(companions.first + rank)
                         workers.append(_start(rank, self.memory, ends[rank], links.ends.get(rank, {}), stage, own))
+                        start = wire.StartRank(args, rank, gpus=gpus)
                     else:
-                        process = RemoteProcess(rank, self._lines[links.node_of(rank)])
-                        workers.append(Worker(rank, process, links.controls[rank], stage))
-                    workers[-1].send(wire.encode(wire.StartRank(args, rank, gpus if rank in links.own else "")))
+                        node = links.node_of(rank)
+                        workers.append(Worker(rank, RemoteProcess(rank, self._lines[node]), links.controls[rank], stage))
+                        start = wire.StartRank(replace(args, model=links.models[node]), rank, dict(draft_files or {}))
+                    workers[-1].send(wire.encode(start))
             except BaseException:
                 self.end()
                 raise
