@@ -4,7 +4,6 @@ import argparse
 import io
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -82,54 +81,6 @@ def test_nothing_to_complete(terminal: bool, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("sys.stdin", nothing)
     with pytest.raises(ConfigError, match=r'there is no prompt.* quire run gpt2 "'):
         words.read_text("run", "gpt2")
-
-
-def chat(lines: list[str], monkeypatch: pytest.MonkeyPatch, terminal: bool = True) -> list[str]:
-    from quire.cli import chat as module
-
-    said: list[str] = []
-
-    class Listening:
-        def say(self, text: str) -> None:
-            said.append(text)
-
-        def reset(self) -> None:
-            said.append("RESET")
-
-    line = iter(lines)
-
-    def read(prompt: str) -> str:
-        assert prompt == (">>> " if terminal else "")
-        try:
-            return next(line)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr("builtins.input", read)
-    conversation: Any = Listening()
-    assert module.converse(conversation, terminal) == 0
-    return said
-
-
-def test_slash_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert chat(["hi", "", "/reset", "/clear", "/usr/bin is what?", "/exit", "never"], monkeypatch) == [
-        "hi", "RESET", "RESET", "/usr/bin is what?",
-    ]  # fmt: skip
-    capsys.readouterr()
-    assert chat(["/rest", "/help", "/quit", "never"], monkeypatch) == []
-    out = capsys.readouterr().out
-    assert "unknown command /rest; did you mean /reset" in out
-    assert out.count("/exit ends") == 2
-
-
-def test_without_a_terminal_only_answers_are_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = ["hi", "RESET", "again"]
-    assert chat(["hi", "/reset", "/help", "/rest", "again", "/exit", "never"], monkeypatch, terminal=False) == said
-    assert chat(["hi"], monkeypatch, terminal=False) == ["hi"]
-    told = capsys.readouterr()
-    assert told.out == "" and "forgotten" in told.err and "did you mean /reset" in told.err
 
 
 def test_a_first_message_is_repeated_on_a_terminal_only(

@@ -1,6 +1,7 @@
 """Sampling flags shared by the commands that generate."""
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from quire.types.sampling import SamplingParams
@@ -16,6 +17,20 @@ _FLAGS: tuple[tuple[str, type, str], ...] = (
     ("sampling_seed", int, "the same seed gives the same text"),
 )
 
+# parameters that `/set` of `quire chat` changes: how a value is read, and an example
+SETTABLE: dict[str, tuple[Callable[[str], Any], str]] = {
+    "max_tokens": (int, "512"),
+    "temperature": (float, "0.7"),
+    "top_p": (float, "0.9"),
+    "top_k": (int, "40"),
+    "min_p": (float, "0.05"),
+    "repetition_penalty": (float, "1.1"),
+    "presence_penalty": (float, "0.5"),
+    "frequency_penalty": (float, "0.5"),
+    "seed": (int, "1"),
+    "stop": (lambda text: [text], "END"),
+}
+
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     group = parser.add_argument_group("sampling")
@@ -25,8 +40,8 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> 
     group.add_argument("--stop", action="append", default=None, help="end before this text; may be given up to 4 times")
 
 
-def sampling_params(namespace: argparse.Namespace, defaults: dict[str, Any] | None = None) -> SamplingParams:
-    """What was asked for on the command line, over the model's defaults."""
+def sampling_values(namespace: argparse.Namespace, defaults: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the command line's sampling parameters over the model's defaults, checked."""
     values: dict[str, Any] = {**(defaults or {}), "max_tokens": namespace.max_tokens}
     for name, _, _ in _FLAGS:
         value = getattr(namespace, name)
@@ -34,4 +49,9 @@ def sampling_params(namespace: argparse.Namespace, defaults: dict[str, Any] | No
             values["seed" if name == "sampling_seed" else name] = value
     if namespace.stop:
         values["stop"] = namespace.stop
-    return SamplingParams(**values)
+    SamplingParams(**values)
+    return values
+
+
+def sampling_params(namespace: argparse.Namespace, defaults: dict[str, Any] | None = None) -> SamplingParams:
+    return SamplingParams(**sampling_values(namespace, defaults))
