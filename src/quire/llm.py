@@ -171,6 +171,17 @@ class LLM(NotBuilt):
             found += search_beams(self.llm_engine, batch[i : i + size], params, use_tqdm, extras[i : i + size])
         return found
 
+    def close(self) -> None:
+        """Stop the engine and give back its processes and memory, on the device too. `del llm` and `with LLM(...) as llm:` do
+        the same. A closed LLM runs no requests; closing it again does nothing."""
+        self.llm_engine.shutdown()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def get_tokenizer(self) -> Tokenizer:
         return self.llm_engine.get_tokenizer()
 

@@ -9,6 +9,7 @@ are started by somebody else, it is one of them (`engine/external.py`).
 import logging
 import time
 import warnings
+import weakref
 from collections.abc import Iterable
 from itertools import count
 
@@ -31,7 +32,7 @@ from quire.text.outputs import OutputProcessor
 from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer
 from quire.types.adapter import LoRARequest
-from quire.types.errors import RequestError
+from quire.types.errors import EngineDead, RequestError
 from quire.types.outputs import RequestOutput
 from quire.types.prompts import NO_EXTRAS, Extras, PromptType
 from quire.types.sampling import SamplingParams
@@ -55,6 +56,8 @@ class LLMEngine:
             started = start_rank(config, watch) if external else start_core(config, watch)
             self.core, self.config, self.timeline = started.core, config, started.timeline
             self.max_model_len = started.max_model_len
+        self._stop = weakref.finalize(self, self.core.stop)
+        self._stop.atexit = False  # a process that ends gives its memory back, and its children end with it
         config = self.config
         self.inputs = InputProcessor.of(config, self.tokenizer, self.max_model_len)
         vocabulary = config.facts.vocab_size if config.more_tokens else None
@@ -111,6 +114,7 @@ class LLMEngine:
             warnings.warn(f"the answer is not held to everything that its JSON schema says, not to {told}", stacklevel=3)
 
     def submit(self, prepared: PreparedRequest) -> None:
+        self._check_open()
         if prepared.id in self.outputs:
             raise RequestError(f"request id {prepared.id!r} is in use", "request_id")
         added: list[str] = []
@@ -125,6 +129,7 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """One turn of the loop. Requests whose text hit a stop string are ended in the engine as well."""
+        self._check_open()
         deltas = self.core.step()
         processed = self.outputs.process(deltas, self.core.number)
         if processed.aborts:
@@ -207,4 +212,9 @@ class LLMEngine:
         return self.core.reset_prefix_cache()
 
     def shutdown(self) -> None:
-        self.core.stop()
+        """Stop the engine and give back its processes and memory, on the device too. Deleting the engine does the same."""
+        self._stop()
+
+    def _check_open(self) -> None:
+        if not self._stop.alive:
+            raise EngineDead("the engine has been shut down. Create another LLM or LLMEngine.")

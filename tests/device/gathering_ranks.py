@@ -40,6 +40,10 @@ def refuse(*_):
     raise RuntimeError("cuIpcOpenMemHandle_v2 failed with CUDA error 217")
 
 
+def make_gloo(store, position):
+    return dist.ProcessGroupGloo(store, position.rank, position.size)
+
+
 def part_of(rank: int, size: int) -> torch.Tensor:
     return torch.randn(2, size, generator=torch.Generator().manual_seed(100 * rank + size))
 
@@ -48,8 +52,9 @@ def run(rank: int, memory: int, peers: dict[int, socket.socket]) -> None:
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_properties = lambda _: SimpleNamespace(uuid=f"GPU-{rank}")
     dist.is_nccl_available = lambda: True
-    group.Event, group.BACKEND, group.open_bytes = Event, "gloo", refuse
+    group.Event, group.make_nccl, group.open_bytes = Event, make_gloo, refuse
     group.share_bytes = lambda size, device: (torch.zeros(size, dtype=torch.uint8), bytes(group.HANDLE))
+    group.free_bytes = lambda memory: None
     ranks = group.CUDAGroup(Position(rank, SIZE), memory, peers, Watch(), torch.device("cpu"), 1 << 12)
     for size in (1, 7, 300_000):  # the last is more than one shot
         first, second, third = (part_of(each, size) for each in range(SIZE))
@@ -57,7 +62,8 @@ def run(rank: int, memory: int, peers: dict[int, socket.socket]) -> None:
     whole = torch.arange(200.0).view(2, 100)
     cut = evenly(100)(Position(rank, SIZE))
     assert torch.equal(ranks.join(whole[:, cut.start : cut.stop].contiguous(), 100), whole)
-    dist.destroy_process_group()
+    assert not dist.is_initialized()  # the default group is the program's
+    ranks.close()
 
 
 def main() -> int:

@@ -85,6 +85,10 @@ class Ends(Protocol):
         """Before the first step. Every rank does, and waits for its neighbours."""
         ...
 
+    def close(self) -> None:
+        """Give back memory shared with the neighbours, which must have ended."""
+        ...
+
 
 @dataclass(frozen=True)
 class HostEnds:
@@ -92,6 +96,9 @@ class HostEnds:
     outlet: Sink
 
     def meet(self) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 

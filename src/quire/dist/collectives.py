@@ -19,6 +19,10 @@ class Group(Protocol):
         """All ranks' parts beside each other, in the order of ranks: [..., total], of which each has what `evenly` gives it."""
         ...
 
+    def close(self) -> None:
+        """Give back memory shared with the other ranks, which must have ended."""
+        ...
+
 
 class Exchange(Protocol):
     """The ranks of several engines that share experts (`experts.py`)."""

@@ -98,6 +98,9 @@ class SharedMemoryGroup:
         heard = [part.numpy().tobytes() for part in SharedMemoryGroup._exchange(self, piece, [len(piece)] * self._size)]
         return [frame[4 : 4 + int.from_bytes(frame[:4], "little")] for frame in heard]
 
+    def close(self) -> None:
+        """The memory is unmapped with this object."""
+
     def _exchange(self, piece: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """All ranks' pieces of these lengths, where they lie: good until the next turn but one."""
         slots = self._turns[self._turn]

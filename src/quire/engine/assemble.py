@@ -3,6 +3,7 @@
 Importing this file does not import torch: only the local executor needs it.
 """
 
+import contextlib
 import logging
 import os
 import time
@@ -217,6 +218,7 @@ def start_local(
 ) -> tuple[Executor, Capacity]:
     """The model in this process, or the first rank's share of it."""
     workers = None if config.world == 1 else start_workers(config, drafter, ends)  # which import torch while we do
+    executor: Executor | None = None
     try:
         import_torch()
         with doing("importing the model's code"):
@@ -274,6 +276,9 @@ def start_local(
     except BaseException:
         if workers is not None:
             workers.end()
+        elif executor is not None:
+            with contextlib.suppress(Exception):  # a device that failed says so once
+                executor.stop()
         raise
     return executor, capacity
 

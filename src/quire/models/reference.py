@@ -83,7 +83,8 @@ type beside them on a GPU, if all copies together take at most an eighth of the 
 much again, at least a sixteenth of that memory, beside the cache of the longest request. Few rows read the few bits, many are
 multiplied by the copy. An 8B in 4 bits has them on an H200 (13 GiB), not on a card of 80 GiB. The log and `quire plan` say what
 was decided; `dequantized_copies=False` has none, and `True` gives them any share of the memory, or refuses to start where they
-leave too little. Experts have none, nor do ranks that share a GPU, several engines with `kv_cache_memory_bytes`, and drafters.
+leave too little. The copy and the packed matrix sum in different orders: the last bits of a product depend on which is used.
+Experts have none, nor do ranks that share a GPU, several engines with `kv_cache_memory_bytes`, and drafters.
 
 **Which scheme when**, on an H200 (figures in [performance.md](performance.md)): `quantization="fp8"`, or a checkpoint in fp8 by
 channel, is the one to begin with: half the memory, and faster than bfloat16 in all that was measured. 4 bits (awq, gptq,

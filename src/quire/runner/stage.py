@@ -87,6 +87,12 @@ class StageRunner(Runner):
         begun = self.begin(plan)
         return self.finish(begun) if self.finishes else StepFlight(plan, [], None)
 
+    def close(self) -> None:
+        self._ends.close()
+        self._way = None
+        self._undrawn.clear()
+        super().close()
+
     def warm_up(self) -> None:
         self._ends.meet()
         super().warm_up()

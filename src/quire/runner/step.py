@@ -304,13 +304,19 @@ class Runner:
         """Of a stage."""
         return None
 
+    def synchronize(self) -> None:
+        """Wait until every launched step has run."""
+        self._device.synchronize()
+
     def close(self) -> None:
-        if self._exchange is not None:
-            self._exchange.close()
+        """Give back all memory on the device. The other ranks must have ended."""
+        for joint in (self._exchange, self._group, self._companion):
+            if joint is not None:
+                joint.close()
         self._model = self._tenants = self.graphs = self._shelf = self._group = self._states = self._balancer = None
-        self._guessing = None
-        if self._companion is not None:
-            self._companion.close()
+        self._guessing = self._untold = self._whole = self._rollback = self._taps = self._kept_states = self._launched = None
+        self._exchange = self._companion = self._drafter = None
+        self._parts = ()
         gc.collect()
         self._device.close()
 

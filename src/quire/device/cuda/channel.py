@@ -50,6 +50,10 @@ class Links(Protocol):
         """What was shared."""
         ...
 
+    def close(self, memory: Tensor) -> None:
+        """What was opened."""
+        ...
+
     def event(self, shared: bool = False) -> Any: ...
 
     def open_event(self, handle: bytes) -> Any: ...
@@ -71,6 +75,8 @@ class CardEnds:
 
     def __init__(self, shape: Shape, neighbours: Neighbours, watch: Watch, links: Links) -> None:
         self._shape, self._neighbours, self._watch, self._links = shape, neighbours, watch, links
+        self._sending: _Sending | None = None
+        self._receiving: _Receiving | None = None
         for peer in (*neighbours.peers.values(), *neighbours.remote.values()):
             peer.setblocking(False)
 
@@ -78,14 +84,21 @@ class CardEnds:
         """Both ends of a rank may lead to the same one, over one connection: all say first what they send from, and then answer
         whether they can read what they were told of."""
         peers, before, behind = self._neighbours.peers, self._neighbours.before, self._neighbours.behind
-        sending = _Sending(self._shape, self._links) if behind in peers else None
+        sending = self._sending = _Sending(self._shape, self._links) if behind in peers else None
         if sending is not None:
             self._say(behind, sending.hello)
         self.inlet = self._receive_from(before, peers[before]) if before in peers else self._by_host_in()
         self.outlet = self._by_host_out() if sending is None else self._send_to(behind, peers[behind], sending)
 
+    def close(self) -> None:
+        if self._receiving is not None:
+            self._receiving.close()
+        if self._sending is not None:
+            self._sending.free()
+
     def _receive_from(self, rank: int, peer: socket.socket) -> Source:
-        receiving = _Receiving(self._shape, self._links, self._hear(rank, peer, 1 + HANDLE * (1 + self._shape.places)))
+        hello = self._hear(rank, peer, 1 + HANDLE * (1 + self._shape.places))
+        receiving = self._receiving = _Receiving(self._shape, self._links, hello)
         self._say(rank, receiving.answer)
         if not receiving.works:
             logger.warning("this GPU cannot read that of rank %d: hidden states come through the host's memory", rank)
@@ -150,11 +163,12 @@ class _Receiving:
     def __init__(self, shape: Shape, links: Links, hello: bytes) -> None:
         self.shape, self.links, self.works = shape, links, False
         self.read: list[Any] = []
+        self._memory: Tensor | None = None
         self.answer = bytes(1 + HANDLE * shape.places)
         if hello[:1] == NO:
             return
         try:
-            memory = links.open(hello[1 : 1 + HANDLE], shape.size)
+            memory = self._memory = links.open(hello[1 : 1 + HANDLE], shape.size)
             self.laid = [links.open_event(handle) for handle in _cut(hello[1 + HANDLE :])]
             self.side = links.stream()
             if not self._reads(memory):
@@ -168,6 +182,11 @@ class _Receiving:
         self.landings = torch.zeros(LANDINGS, shape.rows, shape.columns, dtype=shape.dtype, device=links.device)
         self.side.wait_stream(links.current())
         self.works = True
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self.links.close(self._memory)
+            self._memory = None
 
     def _reads(self, memory: Tensor) -> bool:
         links, seen = self.links, torch.zeros(PROOF, dtype=torch.uint8, device=self.links.device)

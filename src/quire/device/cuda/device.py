@@ -102,6 +102,9 @@ class CUDADevice(Device):
         return CardEnds(shape, neighbours, watch, CUDALinks(self.torch_device))
 
     def start(self) -> None:
+        import torch
+
+        torch.cuda.empty_cache()  # kernels and graphs are not allocated by torch, and cannot use what it holds in reserve
         self._kernels = watch_kernels()
 
     def budget(self, utilization: float, profile_run: Callable[[], None], reserve: int) -> int:

@@ -7,24 +7,26 @@ No rank waits for its GPU: the bytes say that events were recorded, the events t
 two turns later: our stream has waited by then for what others recorded behind their reading of it. Where every rank has a card
 of its own, large sums go through NCCL: all parts are gathered, and then added in the same order. So do all, where cards cannot
 read each other's memory.
+
+The NCCL process group belongs to this object. The process's default group is never used: a program may hold two engines, or use
+torch.distributed itself.
 """
 
 import hashlib
 import socket
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from quire.device.cuda.shared_bytes import HANDLE, open_bytes, share_bytes
+from quire.device.cuda.shared_bytes import HANDLE, close_bytes, free_bytes, open_bytes, share_bytes
 from quire.dist.mesh import Position
 from quire.dist.shared_memory import PIECE, SAID, SharedMemoryGroup, Watch
 from quire.types.errors import EngineError
 
 Event: Any = torch.cuda.Event  # which has no types
-BACKEND = "nccl"
 CARD = 16  # bytes of a card's name
 PROOF = 64  # bytes that all write and read when they meet
 ONE_SHOT = 1 << 19  # bytes; beyond that links between cards are used better by NCCL
@@ -43,7 +45,10 @@ class CUDAGroup(SharedMemoryGroup):
         """As of ranks on a CPU, which is how they find each other."""
         super().__init__(position, memory, peers, watch, offset)
         device = torch.device(device.type, torch.cuda.current_device())
+        self._nccl: Any = None  # ProcessGroupNCCL, which has no types
         own, handle = share_bytes(2 * PIECE, device)
+        self._own: Tensor | None = own
+        self._opened: list[Tensor] = []  # memory of other ranks
         own[:PROOF].fill_(1 + position.rank)
         events = [Event(interprocess=True) for _ in range(2)]
         for event in events:
@@ -74,6 +79,7 @@ class CUDAGroup(SharedMemoryGroup):
             return
         handle, *events = (said[at : at + HANDLE] for at in range(0, 3 * HANDLE, HANDLE))
         buffer, theirs = open_bytes(handle, 2 * PIECE, device), [Event.from_ipc_handle(device, each) for each in events]
+        self._opened.append(buffer)
         torch.cuda.current_stream().wait_event(theirs[0])
         if buffer[:PROOF].tolist() != [1 + rank] * PROOF:
             raise RuntimeError(f"rank {rank} wrote something else than what is found there")
@@ -83,8 +89,7 @@ class CUDAGroup(SharedMemoryGroup):
     def add(self, part: Tensor) -> Tensor:
         if not self._gathers or part.numel() * part.element_size() <= ONE_SHOT:
             return super().add(part)
-        parts = [torch.empty_like(part) for _ in range(self._size)]
-        dist.all_gather(parts, part.contiguous())
+        parts = self._all_gather(part.contiguous())
         total = parts[0].add_(parts[1])
         for other in parts[2:]:
             total += other
@@ -107,9 +112,24 @@ class CUDAGroup(SharedMemoryGroup):
         """All ranks' pieces, of which NCCL wants the same length."""
         padded = piece.new_zeros(max(lengths))
         padded[: len(piece)] = piece
-        parts = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(parts, padded)
-        return [part[:length] for part, length in zip(parts, lengths, strict=True)]
+        return [part[:length] for part, length in zip(self._all_gather(padded), lengths, strict=True)]
+
+    def _all_gather(self, part: Tensor) -> list[Tensor]:
+        """All ranks' parts, which have one shape."""
+        parts = [torch.empty_like(part) for _ in range(self._size)]
+        self._nccl.allgather([parts], [part]).wait()
+        return parts
+
+    def close(self) -> None:
+        if self._nccl is not None:
+            self._nccl.abort()
+            self._nccl = None
+        self._buffers.clear()
+        while self._opened:
+            close_bytes(self._opened.pop())
+        if self._own is not None:
+            free_bytes(self._own)
+            self._own = None
 
     def _start_nccl(self, position: Position) -> None:
         """Rank 0 has the store through which NCCL finds its peers, on this machine alone."""
@@ -123,7 +143,11 @@ class CUDAGroup(SharedMemoryGroup):
         else:
             port = int(self.swap(b"")[0])
             store = dist.TCPStore("127.0.0.1", port, position.size, False)  # type: ignore[attr-defined]
-        dist.init_process_group(BACKEND, store=store, rank=position.rank, world_size=position.size)
+        self._nccl = make_nccl(store, position)
+
+
+def make_nccl(store: Any, position: Position) -> Any:
+    return cast(Any, dist).ProcessGroupNCCL(store, position.rank, position.size)
 
 
 def _card(device: torch.device) -> bytes:

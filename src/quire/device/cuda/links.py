@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.device.cuda.shared_bytes import free_bytes, open_bytes, share_bytes
+from quire.device.cuda.shared_bytes import close_bytes, free_bytes, open_bytes, share_bytes
 
 Event: Any = torch.cuda.Event  # which has no types
 
@@ -23,6 +23,9 @@ class CUDALinks:
 
     def free(self, memory: Tensor) -> None:
         free_bytes(memory)
+
+    def close(self, memory: Tensor) -> None:
+        close_bytes(memory)
 
     def event(self, shared: bool = False) -> Any:
         return Event(interprocess=shared)

@@ -18,7 +18,7 @@ class _Handle(ctypes.Structure):
 
 
 def share_bytes(size: int, device: torch.device) -> tuple[Tensor, bytes]:
-    """Fresh memory, and the handle by which other processes open it. It is there until this process ends."""
+    """Allocate memory; return it and the handle by which other processes open it. `free_bytes` gives it back."""
     address, handle = ctypes.c_uint64(), _Handle()
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # the device's context is this thread's now
@@ -28,7 +28,7 @@ def share_bytes(size: int, device: torch.device) -> tuple[Tensor, bytes]:
 
 
 def open_bytes(handle: bytes, size: int, device: torch.device) -> Tensor:
-    """Another process's, for as long as that lives. It may be another GPU's, where GPUs reach each other."""
+    """Map memory that another process shares, on this GPU or on one that this GPU can access. `close_bytes` unmaps it."""
     address = ctypes.c_uint64()
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()
@@ -37,10 +37,19 @@ def open_bytes(handle: bytes, size: int, device: torch.device) -> Tensor:
 
 
 def free_bytes(memory: Tensor) -> None:
-    """What was shared, and nobody has opened."""
+    """Free what `share_bytes` allocated. No other process may have it open."""
+    _release("cuMemFree_v2", memory)
+
+
+def close_bytes(memory: Tensor) -> None:
+    """Unmap what `open_bytes` mapped."""
+    _release("cuIpcCloseMemHandle", memory)
+
+
+def _release(name: str, memory: Tensor) -> None:
     with torch.cuda.device(memory.device):
         torch.cuda.current_stream().synchronize()
-        _ask("cuMemFree_v2", ctypes.c_uint64(memory.data_ptr()))
+        _ask(name, ctypes.c_uint64(memory.data_ptr()))
 
 
 def view_bytes(address: int, size: int, device: torch.device) -> Tensor:

@@ -1,6 +1,7 @@
 """What executors have in common whose model is divided among processes: ranks are called together, and are in step or lost.
 Adapters are read by all ranks at the same time, which have them together or not at all (`rank_adapters.py`)."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -44,7 +45,11 @@ class DividedExecutor(LocalExecutor):
         self._workers.send(command)
 
     def stop(self) -> None:
+        with contextlib.suppress(EngineDead):
+            self.check()
         lost = self._workers.gone
+        if not lost:
+            self._runner.synchronize()  # steps in flight need the other ranks
         self._workers.finish()
         if not lost or self._runner.waits_for_nobody:
             super().stop()  # a GPU may wait for who is gone, and giving its memory back would wait for it
