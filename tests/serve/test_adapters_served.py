@@ -149,17 +149,28 @@ def test_bad_adapters_are_400s(running, folder, tmp_path):
     write_adapter(folder / "bad", "1", rank=0)
     write_adapter(tmp_path / "outside", "1")
     (folder / "link").symlink_to(tmp_path / "outside")
+    (folder / "loop").symlink_to(folder / "loop")
+    secret = write_adapter(folder / "linked", "1") / "adapter_config.json"
+    secret.unlink()
+    secret.symlink_to(tmp_path / "outside" / "adapter_config.json")
     with running.serve(ServerArgs(**ALLOWED, allowed_lora_path=str(folder))) as http:
         for path, told in (
             (folder / "bad", f"{folder}/bad/adapter_config.json: r must be a whole number"),
             (f"{folder}/nothing/", f"{folder}/nothing: there is no such directory"),
             (folder, f"{folder}: there is no adapter_config.json"), ("no/where", "outside of the folder"),
             (tmp_path / "outside", "outside of the folder"), (folder / "link", "outside of the folder"),
-            (folder / ".." / "x", "outside of the folder"),
+            (folder / ".." / "x", "outside of the folder"), (folder / "loop", "outside of the folder"),
+            (folder / "linked", "a file that a link in it leads to, is outside of the folder"),
         ):  # fmt: skip
             error = error_of(load(http, "x", path))
             assert (error["code"], error["param"]) == (400, "lora_path") and told in error["message"], error
             assert str(tmp_path) not in error["message"]
+        cached = folder / "hub" / "snapshots" / "1"  # as the hub's cache has it: a link inside of the folder
+        blob = write_adapter(folder / "hub" / "blobs", "1") / "adapter_config.json"
+        write_adapter(cached, "1").joinpath("adapter_config.json").unlink()
+        (cached / "adapter_config.json").symlink_to(blob)
+        assert load(http, "cached", cached).status_code == 200
+        assert http.post("/v1/unload_lora_adapter", json={"lora_name": "cached"}).status_code == 200
     with running.serve(ServerArgs(**ALLOWED)) as http:  # as the client wrote it: where the server is, is not told
         assert error_of(load(http, "x", "no where/./x"))["message"].startswith("no where/./x: there is no such directory")
         assert error_of(load(http, "x", "/"))["message"].startswith("/: there is no adapter_config.json")

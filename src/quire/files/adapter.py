@@ -13,7 +13,7 @@ from threading import local
 from typing import Any
 
 from quire.files.pickled import read_shapes
-from quire.files.reading import read_object, shown
+from quire.files.reading import open_regular, read_object, shown
 from quire.files.safetensors import HeaderLimits, read_header
 from quire.files.threads import in_threads
 from quire.types.errors import AdapterError, EngineDead, ModelError
@@ -182,10 +182,10 @@ def digest(path: str, gone: Callable[[], bool] = bool) -> str:
     files, found = find_adapter(path), sha256(b"quire adapter")
     try:
         for file in _all(files):
-            size = file.stat().st_size
-            found.update(file.name.encode())
-            found.update(size.to_bytes(8, "little"))
-            with file.open("rb") as source:
+            with open_regular(file) as source:
+                size = os.fstat(source.fileno()).st_size
+                found.update(file.name.encode())
+                found.update(size.to_bytes(8, "little"))
                 part = partial(_digest_of, source.fileno(), lambda: _stay(file, gone))  # noqa: B023
                 found.update(b"".join(in_threads(part, range(0, size, PART))))
     except OSError as error:

@@ -15,6 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from quire.files.reading import open_regular
 from quire.types.errors import ModelError
 
 MAGIC = b"GGUF"
@@ -87,7 +88,7 @@ class GGUFHeader:
 def read_gguf(path: str | Path) -> GGUFHeader:
     path = Path(path)
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with open_regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Parser(path, data).header()
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from error

@@ -3,6 +3,7 @@
 from hashlib import sha256
 from pathlib import Path
 
+from quire.files.reading import open_regular
 from quire.files.resolve import ModelFiles
 from quire.types.errors import ModelError
 
@@ -29,7 +30,7 @@ def _digest(file: Path) -> str:
     try:
         size = file.stat().st_size
         digest = sha256(size.to_bytes(8, "little"))
-        with file.open("rb") as source:
+        with open_regular(file) as source:
             digest.update(source.read(size if size <= WHOLE else BEGINNING))
             for i in range(1, PIECES + 1) if size > WHOLE else ():
                 source.seek((size - PIECE) * i // PIECES)

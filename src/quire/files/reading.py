@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 from quire.types.errors import ModelError, QuireError
 from quire.types.json_text import read_json
 
+MODEL_SUFFIXES = frozenset({".json", ".jinja", ".model", ".txt", ".tiktoken", ".safetensors", ".gguf", ".bin"})
 MAX_JSON_BYTES = 256 << 20  # the index of the largest models has some megabytes
 SHOWN = 200  # characters of what somebody else says
 
@@ -56,6 +57,14 @@ def open_regular(path: Path) -> BinaryIO:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def check_regular_files(directory: Path) -> None:
+    """Raise ModelError if a file of a model directory is a FIFO, a socket or a device: other libraries read these files, too,
+    and would wait for ever."""
+    for path in sorted(directory.iterdir()):
+        if path.suffix in MODEL_SUFFIXES and path.exists() and not (path.is_file() or path.is_dir()):
+            raise ModelError(f"{path}: cannot be read: it is not a regular file")
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:

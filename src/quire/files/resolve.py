@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from quire.files import hub, wheel
+from quire.files.reading import check_regular_files
 from quire.files.safetensors import read_index
 from quire.files.shards import gguf_shards, whole_models
 from quire.types.errors import ModelError, ModelNotFound
@@ -112,6 +113,10 @@ def _from_file(name: str, path: Path) -> ModelFiles:
 
 
 def _from_directory(name: str, path: Path, weights: bool) -> ModelFiles:
+    try:
+        check_regular_files(path)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from error
     has_config = (path / "config.json").is_file()
     safetensors = _safetensors(path) if has_config and weights else ()
     if has_config and (safetensors or not weights):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quire.files.adapter import ADAPTER_LIMITS, AdapterFiles, find_adapter, read_config, too_wide
-from quire.files.reading import shown, told
+from quire.files.reading import open_regular, shown, told
 from quire.files.safetensors import read_header
 from quire.files.threads import in_threads
 from quire.load.adapter_config import AdapterConfig, interpret
@@ -114,7 +114,7 @@ def _read_tensors(files: AdapterFiles) -> list[Named]:
 
 def _check_archive(path: Path) -> None:
     """torch.save does not compress. What says that it is larger than its file would take any amount of memory."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         if file.read(4) != b"PK\x03\x04":  # an older format, which has no parts
             return
         size = file.seek(0, os.SEEK_END)
@@ -137,7 +137,7 @@ def _read_safetensors(path: Path) -> list[Named]:
     kind = kinds.pop() if len(kinds) == 1 else torch.int8
     room = np.empty(-(-(last - first) // 8) * 8, np.uint8)  # numpy asks for huge pages
     room[last - first :] = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
 
         def read(begin: int) -> float:
             some = room[begin : begin + PIECE]

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from quire.files.reading import open_regular
 from quire.layers.claims import Ranges
 from quire.ops.blocks import QuantizedMatrix
 from quire.types.errors import ModelError
@@ -49,7 +50,7 @@ def read_whole(source: Source) -> dict[str, Tensor]:
 def map_file(path: Path, *, ahead: bool = True) -> mmap.mmap:
     """Copy-on-write, because torch wants memory it could write to; nothing is ever written. `ahead`: all of it will be read."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from error

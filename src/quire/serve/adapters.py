@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
@@ -107,7 +108,10 @@ class ServedAdapters:
             if not value.isprintable():
                 raise InvalidParameter(f"{field} must be of printable characters", field)
         if self._allowed is not None and not await asyncio.to_thread(_inside, absolute(path), self._allowed):
-            raise InvalidParameter("lora_path is outside of the folder that adapters may be loaded from", "lora_path")
+            raise InvalidParameter(
+                "lora_path, or a file that a link in it leads to, is outside of the folder that adapters may be loaded from",
+                "lora_path",
+            )
         try:
             await self.load(name, path, inplace=inplace, only_new=True)
         except AdapterError as error:
@@ -190,7 +194,13 @@ for _path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
 
 
 def _inside(path: str, folder: str) -> bool:
+    """Check that an adapter's directory and all files in it are inside of `folder`, where links lead to."""
     try:
-        return Path(path).resolve().is_relative_to(Path(folder).expanduser().resolve())
-    except OSError:
+        root, directory = Path(folder).expanduser().resolve(), Path(path).resolve()
+        if not directory.is_relative_to(root):
+            return False
+        folders = [found for found in (directory, directory / "additional_chat_templates") if found.is_dir()]
+        links = (file for found in folders for file in found.iterdir() if file.is_symlink() and file.is_file())
+        return all(found.resolve().is_relative_to(root) for found in chain(folders, links))
+    except (OSError, RuntimeError, ValueError):  # RuntimeError: links lead in a circle; ValueError: a null character
         return False

@@ -42,7 +42,7 @@ class FolderResolver:
         try:
             inside = path.resolve().is_relative_to(self._directory.resolve()) and path.resolve() != self._directory.resolve()
             return path if inside and (path / CONFIG).is_file() else None
-        except OSError:
+        except (OSError, RuntimeError):  # RuntimeError: links lead in a circle
             return None
 
 

@@ -11,13 +11,15 @@ import tokenizers
 from tokenizers import AddedToken
 
 from quire.files.gguf import read_gguf
-from quire.files.reading import read_object, reading, shown, told
+from quire.files.reading import check_regular_files, read_bytes, read_object, read_text, reading, shown, told
 from quire.files.resolve import ModelFiles, resolve_model
 from quire.text.backends import LibraryBackend, TransformersBackend, set_ends
 from quire.text.gguf_tokenizer import tokenizer_from_gguf
+from quire.text.stage_growth import check_stages
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import ModelError
 
+MAX_TEMPLATE_BYTES = 16 << 20
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -40,7 +42,7 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     for name, value in (read_object(path / "special_tokens_map.json") or {}).items():
         config.setdefault(name, value)
     backend: LibraryBackend | TransformersBackend
-    if (path / "tokenizer.json").is_file():
+    if (path / "tokenizer.json").exists():
         backend = LibraryBackend(_read_library_tokenizer(path / "tokenizer.json", config))
     else:
         backend, config = _ask_transformers(path, config)
@@ -54,12 +56,17 @@ def _read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _read_library_tokenizer(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    content = read_bytes(path)
+    check_stages(path, content)
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises plain Exception
         raise ModelError(
             f"{path}: the `tokenizers` library ({tokenizers.__version__}) cannot read it ({told(error)})"
         ) from None
+    # before the first text: a fixed padding may have any length
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     _add_tokens(tokenizer, config)
     _set_prefix_space(tokenizer, config)
     _set_added_ends(tokenizer, config)
@@ -151,13 +158,14 @@ def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
         if not isinstance(template, str):
             raise ModelError(f"{where}: the chat_template {shown(name)} must be a string, got {shown(template)}")
     for file in [path / "chat_template.jinja", *sorted((path / "additional_chat_templates").glob("*.jinja"))]:
-        if file.is_file():
-            found["default" if file.name == "chat_template.jinja" else file.stem] = file.read_text(encoding="utf-8")
+        if file.exists():
+            found["default" if file.name == "chat_template.jinja" else file.stem] = read_text(file, MAX_TEMPLATE_BYTES)
     return found
 
 
 def _ask_transformers(path: Path, config: Mapping[str, Any]) -> tuple[LibraryBackend | TransformersBackend, dict[str, Any]]:
     """Only a SentencePiece model or a Python class: a fast tokenizer is made of it if that can be done."""
+    check_regular_files(path)
     present = sorted(
         p.name for p in path.iterdir() if "token" in p.name or p.name in ("vocab.json", "merges.txt", "spiece.model")
     )
