@@ -90,6 +90,46 @@ def test_every_protocol_takes_them(http):
     assert all(len(set(column)) == 3 for column in zip(*answers.values(), strict=True))
 
 
+def test_any_name_is_the_model_where_it_is_not_an_adapters(running, http):
+    said = {"messages": [{"role": "user", "content": "fox"}], "temperature": 0, "max_tokens": 6}
+    bodies = {
+        "/v1/completions": BODY,
+        "/v1/chat/completions": said,
+        "/v1/responses": {"input": "fox", "max_output_tokens": 16, "temperature": 0},
+        "/v1/messages": said,
+        "/tokenize": {"prompt": "fox"},
+        "/detokenize": {"tokens": [5]},
+        "/v1/messages/count_tokens": {"messages": said["messages"]},
+    }
+
+    def answer(server, path, model):
+        found = server.post(path, json=bodies[path] | {"model": model})
+        assert found.status_code == 200, found.text
+        told = found.json()
+        assert told.get("model", model) == model  # the answer repeats the request's name
+        kept = ("choices", "output", "content", "tokens", "prompt", "input_tokens")
+        return str([_without_ids(told.get(name)) for name in kept])
+
+    with running.serve(ServerArgs(accept_any_model_name=True)) as open_to_all:
+        for path in bodies:
+            refused = http.post(path, json=bodies[path] | {"model": "gpt-4o"})
+            assert refused.status_code == 404 and "gpt-4o" in refused.text
+            assert answer(open_to_all, path, "gpt-4o") == answer(open_to_all, path, "claude-x/1") == answer(http, path, "tiny")
+        assert answer(open_to_all, "/v1/completions", "a") == answer(http, "/v1/completions", "a")
+        assert answer(open_to_all, "/v1/completions", "a") != answer(open_to_all, "/v1/completions", "gpt-4o")
+        streamed = events_of(open_to_all.post("/v1/completions", json=BODY | {"model": "gpt-4o", "stream": True}).text)
+        assert {event["model"] for event in streamed[:-1]} == {"gpt-4o"}
+        ids = [[card["id"] for card in server.get("/v1/models").json()["data"]] for server in (open_to_all, http)]
+        assert ids[0] == ids[1] and open_to_all.get("/v1/models/gpt-4o").status_code == 404
+        assert open_to_all.post("/v1/completions", json=BODY | {"model": "x" * 300}).status_code == 400
+
+
+def _without_ids(value):
+    if isinstance(value, list):
+        return [_without_ids(item) for item in value]
+    return {key: _without_ids(item) for key, item in value.items() if key != "id"} if isinstance(value, dict) else value
+
+
 def test_loading_replacing_and_unloading(running, folder, caplog):
     write_adapter(folder / "c", "1")
     with running.serve(ServerArgs(**ALLOWED)) as http:

@@ -54,6 +54,9 @@ class ServerArgs:
     allow_credentials: bool = setting(False, FLAG, _SECURITY, "those pages may send cookies and credentials")
     trust_request_chat_template: bool = setting(False, FLAG, _SECURITY, "requests may bring their own chat template")
 
+    accept_any_model_name: bool = setting(
+        False, FLAG, _ANSWERS, "requests may name any model (gpt-4o, ...) and get this one, or the LoRA adapter of that name"
+    )
     response_role: str = setting("assistant", TEXT, _ANSWERS, "role of the messages the model writes")
     return_tokens_as_token_ids: bool = setting(False, FLAG, _ANSWERS, "logprobs name tokens as token_id:N instead of by text")
     enable_force_include_usage: bool = setting(False, FLAG, _ANSWERS, "every stream ends with its usage, asked for or not")

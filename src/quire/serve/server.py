@@ -112,9 +112,9 @@ class Server:
         if model in self.names:
             return NO_EXTRAS
         adapter = self.adapters.get(model)
-        if adapter is None:
+        if adapter is None and not self.settings.accept_any_model_name:
             raise self.no_such_model(model)
-        return adapter.extras
+        return NO_EXTRAS if adapter is None else adapter.extras
 
     async def prompts(self, model: str | None) -> tuple[PromptReader, Extras]:
         """What makes tokens of a request to this model, and what it brings along."""
@@ -137,8 +137,9 @@ class Server:
     async def check(self, body: RequestBody) -> str:
         """Refuses what can be refused without looking at the prompt; returns the model's name for the answer."""
         check_limits(body, self.limits)
-        if body.model is not None and body.model not in self.names and await self.adapters.find(body.model) is None:
-            raise self.no_such_model(body.model)
+        known = body.model is None or body.model in self.names or await self.adapters.find(body.model) is not None
+        if not known and not self.settings.accept_any_model_name:
+            raise self.no_such_model(str(body.model))
         if unknown := check_fields(body):
             self.unknown_fields.tell(body, unknown)
         return body.model or self.names[0]
