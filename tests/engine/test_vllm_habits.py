@@ -9,6 +9,7 @@ from tiny import TEXT, open_model
 from quire import BeamSearchParams, SamplingParams
 from quire.obs.reader import Counter, Gauge, Histogram
 from quire.types.errors import InvalidParameter, ModelError, NotSupported
+from quire.types.outputs import FlatLogprobs
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -117,6 +118,22 @@ def test_pages_that_are_new_in_the_cache_are_counted(llm):
     whole = len(first.prompt_token_ids)
     assert (first.num_cached_tokens, first.num_cache_creation_tokens) == (0, whole // 4 * 4)
     assert second.num_cached_tokens + second.num_cache_creation_tokens == whole // 4 * 4
+
+
+def test_flat_logprobs_are_extended(llm):
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=2, flat_logprobs=True)
+    one, other = (llm.generate(text, params, use_tqdm=False)[0].outputs[0].logprobs for text in TEXT[:2])
+    expected = [*one, *other, *other]
+    one.extend(other)
+    one.extend(list(other))
+    assert isinstance(one, FlatLogprobs) and list(one) == expected and one[4] == other[1] and list(one[-2:]) == expected[-2:]
+
+
+def test_offline_there_may_be_many_stop_strings(llm):
+    plain = llm.generate(TEXT[0], GREEDY, use_tqdm=False)[0].outputs[0].text
+    stop = [*(f"never {i}" for i in range(40)), plain[-1]]
+    [output] = llm.generate(TEXT[0], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, stop=stop), use_tqdm=False)
+    assert (output.outputs[0].text, output.outputs[0].stop_reason) == (plain[: plain.index(plain[-1])], plain[-1])
 
 
 # ---- methods

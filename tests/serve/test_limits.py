@@ -11,6 +11,7 @@ from quire.serve.app import build_app
 from quire.serve.body import parse_json
 from quire.serve.errors import HttpError
 from quire.serve.limits import LIMITS, ServerLimits
+from quire.types.errors import ConfigError
 from serving import NAME, error_of
 
 JSON = {"content-type": "application/json"}
@@ -73,6 +74,22 @@ def test_sizes(http, path, body, param):
     response = http.post(f"/v1/{path}", json=body)
     assert response.status_code == 400
     assert error_of(response)["param"] == param and "may have at most" in error_of(response)["message"]
+
+
+def test_stop_sequences_of_messages(http):
+    body = {"messages": [USER], "max_tokens": 1, "stop_sequences": ["x"] * (LIMITS.stop + 1)}
+    response = http.post("/v1/messages", json=body)
+    assert response.status_code == 400
+    assert "stop_sequences may have at most 4 entries, got 5" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["VLLM_MAX_STOP_STRINGS", "QUIRE_MAX_STOP_STRINGS"])
+def test_the_environment_bounds_stop_strings(monkeypatch, name):
+    monkeypatch.setenv(name, "9")
+    assert (ServerLimits().stop, LIMITS.stop) == (9, 4)
+    monkeypatch.setenv(name, "many")
+    with pytest.raises(ConfigError, match=f"{name} must be an integer of at least 0; got 'many'"):
+        ServerLimits()
 
 
 def test_detokenize_tokens(http):

@@ -31,7 +31,7 @@ def test_defaults_are_those_of_vllm():
         ("min_p", -0.1), ("min_p", 1.1), ("seed", 2**64), ("seed", "x"),
         ("max_tokens", 0), ("max_tokens", -5), ("max_tokens", 2.0), ("min_tokens", -1), ("min_tokens", 17),
         ("logprobs", -2), ("prompt_logprobs", -2), ("stream_interval", 0),
-        ("stop", ""), ("stop", ["a", ""]), ("stop", [1]), ("stop", list("abcde")), ("stop", 3),
+        ("stop", ""), ("stop", ["a", ""]), ("stop", [1]), ("stop", 3),
         ("stop_token_ids", [-1]), ("stop_token_ids", ["1"]), ("allowed_token_ids", []), ("allowed_token_ids", [1.0]),
         ("logprob_token_ids", list(range(129))), ("bad_words", [""]), ("bad_words", ["x"] * 129),
         ("logit_bias", {"x": 1.0}), ("logit_bias", {1: math.nan}), ("logit_bias", [1]),

@@ -4,12 +4,26 @@ Bounds that depend on the model (context length, vocabulary, max_logprobs) are n
 check them.
 """
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from typing import Any
 
 from quire.types.checks import shown
-from quire.types.errors import InvalidParameter
-from quire.types.sampling import MOST_BAD_WORDS, MOST_LOGPROB_TOKEN_IDS, MOST_STOP_STRINGS
+from quire.types.errors import ConfigError, InvalidParameter
+from quire.types.sampling import MOST_BAD_WORDS, MOST_LOGPROB_TOKEN_IDS
+
+MAX_STOP_STRINGS = 4
+MAX_STOP_STRINGS_VARIABLES = ("QUIRE_MAX_STOP_STRINGS", "VLLM_MAX_STOP_STRINGS")
+
+
+def max_stop_strings() -> int:
+    """Return how many stop strings one HTTP request may have: the environment's value, or MAX_STOP_STRINGS."""
+    for name in MAX_STOP_STRINGS_VARIABLES:
+        if text := os.environ.get(name):
+            if not text.isascii() or not text.isdigit():
+                raise ConfigError(f"{name} must be an integer of at least 0; got {text!r}. Remove it for {MAX_STOP_STRINGS}.")
+            return int(text)
+    return MAX_STOP_STRINGS
 
 
 @dataclass(frozen=True)
@@ -56,7 +70,7 @@ class ServerLimits:
     background_responses: int = 64  # of all clients; of one of several keys, no more than are left for others
 
     # of single parameters: entries
-    stop: int = MOST_STOP_STRINGS
+    stop: int = field(default_factory=max_stop_strings)
     stop_token_ids: int = 1024
     logit_bias: int = 1024
     bad_words: int = MOST_BAD_WORDS

@@ -1,6 +1,6 @@
 """What comes back: token deltas from the engine core, and the answers users hold in their hands."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -64,6 +64,19 @@ class FlatLogprobs(Sequence[TokenLogprobs | None]):
             self.ranks.append(entry.rank)
             self.decoded_tokens.append(entry.decoded_token)
         self.end_indices.append(len(self.token_ids))
+
+    def extend(self, positions: "Iterable[TokenLogprobs | None]") -> None:
+        if not isinstance(positions, FlatLogprobs):
+            for position in positions:
+                self.append(position)
+            return
+        first = len(self.token_ids)
+        self.start_indices += [first + start for start in positions.start_indices]
+        self.end_indices += [first + end for end in positions.end_indices]
+        self.token_ids += positions.token_ids
+        self.logprobs += positions.logprobs
+        self.ranks += positions.ranks
+        self.decoded_tokens += positions.decoded_tokens
 
     def __len__(self) -> int:
         return len(self.start_indices)

@@ -21,7 +21,6 @@ from quire.types.structured import StructuredOutputsParams, as_structured_output
 GREEDY_BELOW = 1e-5
 LOWEST_TEMPERATURE = 1e-2
 MOST_SEQUENCES = 16384
-MOST_STOP_STRINGS = 4
 MOST_LOGPROB_TOKEN_IDS = 128
 MOST_BAD_WORDS = 128
 SEED_BITS = 64
@@ -270,8 +269,6 @@ def _stop(name: str, value: Any) -> list[str]:
         raise InvalidParameter(f"stop must be a string or a list of strings, got {value!r}", name)
     if any(not text for text in stop):
         raise InvalidParameter("stop must not contain an empty string", name)
-    if len(stop) > MOST_STOP_STRINGS:
-        raise InvalidParameter(f"stop may hold at most {MOST_STOP_STRINGS} strings, got {len(stop)}", name)
     return list(stop)
 
 
