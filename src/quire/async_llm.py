@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ import msgspec
 
 from quire.config.args import EngineArgs
 from quire.config.config import Config
+from quire.config.model_config import ModelConfig, VllmConfig
 from quire.config.resolve import resolve
 from quire.device.registry import describe_unseen
 from quire.engine import ipc
@@ -27,18 +28,21 @@ from quire.engine.adapter_client import AdapterClient, Sharing
 from quire.engine.adapter_names import AdapterNames
 from quire.engine.child import COMMAND, Child
 from quire.engine.client import as_started
+from quire.engine.rank_calls import check_rank_call
 from quire.engine.router import FleetHearer, start_engines
 from quire.engine.supervisor import State
 from quire.engine.timeline import Timeline
 from quire.engine.view import Engines, OneEngine
+from quire.not_built import AsyncLLMNotBuilt, refuse_stat_loggers
 from quire.text.aside import Aside
 from quire.text.inputs import InputProcessor, PreparedRequest, is_quick
 from quire.text.open import open_tokenizer
 from quire.text.outputs import OutputProcessor, RequestAnswer
 from quire.text.stream import Stream, catch_up
+from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer
 from quire.types.adapter import LoRARequest
-from quire.types.errors import AdapterChanged, EngineError, QuireError, RequestError
+from quire.types.errors import AdapterChanged, EngineDead, EngineError, NotSupported, QuireError, RequestError
 from quire.types.outputs import RequestOutput, TokenDelta
 from quire.types.prompts import NO_EXTRAS, Extras, Prompt, PromptType
 from quire.types.request import EngineRequest
@@ -48,8 +52,11 @@ from quire.types.stats import Observer, Stats, together
 
 logger = logging.getLogger(__name__)
 
+DRAIN_POLL_S = 0.05
+SHUTDOWN_TIMEOUT_S = 5.0
 
-class AsyncLLM:
+
+class AsyncLLM(AsyncLLMNotBuilt):
     """Construction starts the engine process and returns; `wait_ready` waits until it takes requests.
 
     `config` is complete when the engine is ready: until then, what depends on the device is a guess.
@@ -94,12 +101,24 @@ class AsyncLLM:
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs, spare: Child | None = None) -> "AsyncLLM":
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        start_engine_loop: bool = True,
+        usage_context: Any = None,  # noqa: ARG003
+        stat_loggers: Sequence[Any] | None = None,
+        *,
+        spare: Child | None = None,
+    ) -> "AsyncLLM":
         """The model is found (and fetched) here; it is loaded in the engine process. The device is decided there, too.
 
-        `spare` is an engine process that was started ahead.
+        usage_context: caller metadata of vLLM's usage statistics, which Quire does not collect
+        spare: an engine process that was started ahead
         """
-        return cls(resolve(args, lambda: "cpu", describe_unseen), spare=spare)
+        if not start_engine_loop:
+            raise NotSupported("start_engine_loop must be True; the engine process starts at once", "start_engine_loop")
+        refuse_stat_loggers(stat_loggers)
+        return cls(resolve(engine_args, lambda: "cpu", describe_unseen), spare=spare)
 
     # ---- how it is ------------------------------------------------------------------------------------------------------
 
@@ -164,6 +183,78 @@ class AsyncLLM:
         self._attend()
         self._client.check()
 
+    @property
+    def is_running(self) -> bool:
+        """An engine that is being started or restarted counts as running: its requests wait."""
+        return self.state != "dead"
+
+    @property
+    def errored(self) -> bool:
+        return self.state == "dead"
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.errored
+
+    @property
+    def dead_error(self) -> EngineDead:
+        """The error of a request to an engine that is dead."""
+        try:
+            self._client.check()
+        except EngineDead as error:
+            return error
+        return EngineDead(f"the engine is {self.state}")
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return ModelConfig(self.config, self.max_model_len)
+
+    @property
+    def vllm_config(self) -> VllmConfig:
+        return VllmConfig.of(self.config, self.max_model_len)
+
+    async def get_model_config(self) -> ModelConfig:
+        return self.model_config
+
+    async def get_vllm_config(self) -> VllmConfig:
+        return self.vllm_config
+
+    async def is_tracing_enabled(self) -> bool:
+        """Traces are written by `quire serve`, which adds an observer, not by this class."""
+        return False
+
+    async def do_log_stats(self) -> None:
+        """Log the latest step's counts."""
+        if (stats := self.stats) is not None:
+            used = 100 * (1 - stats.free_pages / stats.pages) if stats.pages else 0.0
+            logger.info("Running: %d reqs, Waiting: %d reqs, KV cache usage: %.1f%%", stats.running, stats.waiting, used)
+
+    async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
+        """Wait until no request is open. Raises TimeoutError after `drain_timeout` seconds."""
+        deadline = time.monotonic() + drain_timeout
+        while self.num_open:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(
+                    f"{self.num_open} requests are still open after {drain_timeout} s; abort them or wait longer"
+                )
+            await asyncio.sleep(DRAIN_POLL_S)
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call `check_health` or `describe_rank` on every rank; of several engines, return the first one's answers.
+
+        timeout: seconds after which TimeoutError is raised
+        """
+        check_rank_call(method, args, kwargs)
+        self._attend()
+        answers: list[Any] = await asyncio.wait_for(self._client.call("call_all", method), timeout)
+        return answers
+
     # ---- requests -------------------------------------------------------------------------------------------------------
 
     async def generate(
@@ -178,13 +269,14 @@ class AsyncLLM:
         trace_headers: Mapping[str, str] | None = None,
         at_once: bool = False,
         data_parallel_rank: int | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs as they come (sampling_params.output_kind says which), the last one with `finished`.
 
         A bad request raises RequestError before the first output. Leaving the generator ends the request in the engine.
         `lora_request` is loaded if it is new; a `Prompt` may bring its adapter along.
         Requests that come in the same turn of the event loop begin together, but for those that are sent `at_once`.
-        `data_parallel_rank`: of several engines, the one that is to have it.
+        `data_parallel_rank`: of several engines, the one that is to have it. `tokenization_kwargs`: as in `LLM.generate`.
         """
         arrived = time.monotonic()
         if self.state == "starting":
@@ -192,7 +284,8 @@ class AsyncLLM:
         self._attend()
         self._client.check(data_parallel_rank)
         extras = NO_EXTRAS if lora_request is None else (await self._adapters.use(lora_request)).extras
-        prepared = await self._prepare(prompt, sampling_params, request_id, priority, cache_tenant, extras)
+        how = Tokenization.of(tokenization_kwargs) if tokenization_kwargs else None
+        prepared = await self._prepare(prompt, sampling_params, request_id, priority, cache_tenant, extras, how)
         if data_parallel_rank is not None:
             prepared = replace(prepared, requests=tuple(replace(one, engine=data_parallel_rank) for one in prepared.requests))
         stream = self._open(prepared, trace_headers, arrived, at_once)
@@ -209,7 +302,7 @@ class AsyncLLM:
         finally:
             self._close(request_id, stream)
 
-    async def abort(self, request_id: str | Sequence[str]) -> None:
+    async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends requests now; their generators give a last output with finish_reason "abort". Unknown ids are ignored."""
         for name in [request_id] if isinstance(request_id, str) else request_id:
             names = self._outputs.engine_ids(name)
@@ -235,8 +328,13 @@ class AsyncLLM:
         """Whose open request this request of the engine is."""
         return self._outputs.owner(engine_id)
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Forgets all cached content. False, and nothing is forgotten, while a request runs."""
+        if reset_running_requests or reset_connector:
+            name = "reset_running_requests" if reset_running_requests else "reset_connector"
+            raise NotSupported(
+                f"{name}=True is not supported: running requests keep their cache, and there is no connector", name
+            )
         self._attend()
         return bool(await self._client.call("reset_prefix_cache"))
 
@@ -266,7 +364,7 @@ class AsyncLLM:
 
     # ---- text -----------------------------------------------------------------------------------------------------------
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         _, ids = await self.aside.encode(text, add_special_tokens)
         assert ids is not None
         return ids
@@ -289,12 +387,12 @@ class AsyncLLM:
 
     # ---- the end --------------------------------------------------------------------------------------------------------
 
-    def shutdown(self, timeout: float = 5.0) -> None:
-        """Ends the engine process, kindly for up to `timeout` seconds. Open requests get a last output with "abort".
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Ends the engine process, kindly for up to `timeout` (5) seconds. Open requests get a last output with "abort".
 
         Call it on the event loop in use, or when there is none any more. A second call does nothing.
         """
-        self._client.stop(timeout)
+        self._client.stop(SHUTDOWN_TIMEOUT_S if timeout is None else timeout)
         self._adapters.stop()
         self.aside.stop()
         task, self._task = self._task, None
@@ -366,14 +464,16 @@ class AsyncLLM:
         priority: int,
         tenant: str | None,
         extras: Extras,
+        how: Tokenization | None,
     ) -> PreparedRequest:
         """The engine gets numbers for ids: a user may use an id again while the engine still talks of its last bearer."""
         arrival, serial = time.time(), f"{self._name}{next(self._serials):x}"
 
         def prepare() -> PreparedRequest:
             return self._inputs.prepare(
-                request_id, prompt, params, arrival=arrival, priority=priority, tenant=tenant, engine_id=serial, extras=extras
-            )
+                request_id, prompt, params, arrival=arrival, how=how, priority=priority, tenant=tenant, engine_id=serial,
+                extras=extras,
+            )  # fmt: skip
 
         return prepare() if is_quick(prompt, params) else await self.aside.thread(prepare)
 

@@ -10,9 +10,8 @@ from tqdm import tqdm
 from quire.beam import search_beams
 from quire.config.args import EngineArgs
 from quire.config.model_config import ModelConfig
-from quire.engine.replicas import Replicas
 from quire.llm_engine import LLMEngine
-from quire.llm_not_built import NotBuilt
+from quire.not_built import LLMNotBuilt
 from quire.obs.offline import OfflineMetrics
 from quire.progress import shown
 from quire.step_loop import interrupts_between_steps, little_garbage_collection
@@ -30,11 +29,10 @@ if TYPE_CHECKING:
     from quire.obs.reader import Metric
 
 Messages = list[dict[str, Any]]
-RANK_METHODS = ("check_health", "describe_rank")
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 
 
-class LLM(NotBuilt):
+class LLM(LLMNotBuilt):
     """A model in this process, or data_parallel_size of them in processes of their own. Keyword arguments are those of
     EngineArgs (`quire plan --help=all` lists them)."""
 
@@ -42,9 +40,9 @@ class LLM(NotBuilt):
         self._start(EngineArgs.from_kwargs(**{"model": model, "disable_log_stats": True, **engine_args}))
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs) -> "LLM":
+    def from_engine_args(cls, engine_args: EngineArgs) -> "LLM":
         llm = cls.__new__(cls)
-        llm._start(args)
+        llm._start(engine_args)
         return llm
 
     def _start(self, args: EngineArgs) -> None:
@@ -211,17 +209,8 @@ class LLM(NotBuilt):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Calls one of RANK_METHODS on every rank; the answers in the order of ranks."""
-        if not isinstance(method, str):
-            raise NotSupported("llm.collective_rpc takes the name of a method: no code is sent to ranks", "method")
-        if method not in RANK_METHODS:
-            raise InvalidParameter(f"ranks have no method {method!r}; they have {', '.join(RANK_METHODS)}", "method")
-        if timeout is not None or args or kwargs:
-            raise NotSupported(f"llm.collective_rpc: {method} takes no arguments, and is answered at once", "args")
-        core = self.llm_engine.core
-        if isinstance(core, Replicas):
-            raise NotSupported("llm.collective_rpc is not there with data_parallel_size above 1", "collective_rpc")
-        return core.call_all(method)
+        """Call `check_health` or `describe_rank` on every rank; return the answers in the order of ranks."""
+        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
 
     def reset_prefix_cache(self) -> bool:
         return self.llm_engine.reset_prefix_cache()

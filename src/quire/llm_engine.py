@@ -10,21 +10,24 @@ import logging
 import time
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
+from typing import Any
 
 from quire.config.args import EngineArgs
 from quire.config.config import Config
-from quire.config.model_config import ModelConfig
+from quire.config.model_config import ModelConfig, VllmConfig
 from quire.config.resolve import resolve
 from quire.device.registry import describe_unseen
 from quire.engine.adapter_names import AdapterNames, NamedAdapter
 from quire.engine.assemble import resolve_here, start_core
 from quire.engine.core import EngineCore
 from quire.engine.external import Follower, Leader, start_rank
+from quire.engine.rank_calls import check_rank_call
 from quire.engine.replicas import Replicas
 from quire.engine.timeline import Stopwatch
 from quire.grammar.schema import unenforced
+from quire.not_built import LLMEngineNotBuilt, refuse_stat_loggers
 from quire.progress import doing
 from quire.text.inputs import InputProcessor, PreparedRequest
 from quire.text.open import open_tokenizer
@@ -32,7 +35,7 @@ from quire.text.outputs import OutputProcessor
 from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer
 from quire.types.adapter import LoRARequest
-from quire.types.errors import EngineDead, RequestError
+from quire.types.errors import EngineDead, NotSupported, RequestError
 from quire.types.outputs import RequestOutput
 from quire.types.prompts import NO_EXTRAS, Extras, PromptType
 from quire.types.sampling import SamplingParams
@@ -41,7 +44,7 @@ from quire.types.structured import StructuredOutputsParams
 logger = logging.getLogger(__name__)
 
 
-class LLMEngine:
+class LLMEngine(LLMEngineNotBuilt):
     def __init__(self, config: Config, watch: Stopwatch | None = None) -> None:
         watch = watch or Stopwatch()
         with doing("reading the tokenizer"):
@@ -68,11 +71,18 @@ class LLMEngine:
         logger.info("ready after %s", self.timeline)
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs) -> "LLMEngine":
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        usage_context: Any = None,  # noqa: ARG003
+        stat_loggers: Sequence[Any] | None = None,
+    ) -> "LLMEngine":
+        """Start an engine. `usage_context`: caller metadata of vLLM's usage statistics, which Quire does not collect."""
+        refuse_stat_loggers(stat_loggers)
         watch = Stopwatch.of_engine("until the call")
-        if args.data_parallel_size > 1:  # the device is decided where it is used
-            return cls(resolve(args, lambda: "cpu", describe_unseen), watch)
-        return cls(resolve_here(args, watch), watch)
+        if engine_args.data_parallel_size > 1:  # the device is decided where it is used
+            return cls(resolve(engine_args, lambda: "cpu", describe_unseen), watch)
+        return cls(resolve_here(engine_args, watch), watch)
 
     def add_request(
         self,
@@ -192,6 +202,25 @@ class LLMEngine:
     @property
     def model_config(self) -> ModelConfig:
         return ModelConfig(self.config, self.max_model_len)
+
+    @property
+    def vllm_config(self) -> VllmConfig:
+        return VllmConfig.of(self.config, self.max_model_len)
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call `check_health` or `describe_rank` on every rank; return the answers in the order of ranks."""
+        check_rank_call(method, args, kwargs)
+        if timeout is not None:
+            raise NotSupported(f"timeout is not supported by collective_rpc offline; got {timeout}. Leave it out.", "timeout")
+        if isinstance(self.core, Replicas):
+            raise NotSupported("collective_rpc is not supported with data_parallel_size above 1", "collective_rpc")
+        return self.core.call_all(method)
 
     def has_unfinished_requests(self) -> bool:
         return len(self.outputs) > 0

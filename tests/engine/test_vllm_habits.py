@@ -6,7 +6,7 @@ import shutil
 import pytest
 from tiny import TEXT, open_model
 
-from quire import BeamSearchParams, SamplingParams
+from quire import LLM, BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
 from quire.obs.reader import Counter, Gauge, Histogram
 from quire.types.errors import InvalidParameter, ModelError, NotSupported
 from quire.types.outputs import FlatLogprobs
@@ -277,7 +277,7 @@ def test_smaller_things(llm):
 
 @pytest.mark.parametrize("name", ["encode", "embed", "classify", "score", "apply_model", "start_profile", "sleep"])
 def test_what_is_not_there_says_so(llm, name):
-    with pytest.raises(NotSupported, match=f"llm.{name} is not available: "):
+    with pytest.raises(NotSupported, match=f"LLM.{name} is not available: "):
         getattr(llm, name)("x")
 
 
@@ -292,4 +292,19 @@ def test_pieces_of_a_stream(tiny_model):
     while engine.has_unfinished_requests():
         sizes += [len(output.outputs[0].token_ids) for output in engine.step()]
     assert sizes == [1, 3, 3, 1]
+    engine.shutdown()
+
+
+def test_engines_are_made_from_engine_args_by_keyword(tiny_model):
+    small = {"device": "cpu", "kv_cache_memory_bytes": 4 << 20}
+    llm = LLM.from_engine_args(engine_args=EngineArgs(str(tiny_model), **small))
+    engine = LLMEngine.from_engine_args(engine_args=EngineArgs(str(tiny_model), **small), usage_context="ENGINE_CONTEXT")
+    assert engine.vllm_config.model_config == engine.model_config and engine.get_supported_tasks() == ("generate",)
+    assert engine.vllm_config.parallel_config.world_size == llm.get_world_size() == 1
+    assert engine.collective_rpc("describe_rank")[0]["ranks"] == 1 and not engine.is_sleeping()
+    with pytest.raises(NotSupported, match=r"LLMEngine.apply_model is not available"):
+        engine.apply_model(print)
+    with pytest.raises(NotSupported, match="custom stat loggers are not built"):
+        LLMEngine.from_engine_args(EngineArgs(str(tiny_model), **small), stat_loggers=[print])
+    llm.llm_engine.shutdown()
     engine.shutdown()

@@ -124,7 +124,7 @@ class ScriptedLLM:
     def get_tokenizer(self) -> Tokenizer:
         return self.tokenizer
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens)
 
     async def generate(

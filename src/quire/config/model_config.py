@@ -1,4 +1,4 @@
-"""What programs written for vLLM read of `llm.model_config`: the model as it is served, by vLLM's names."""
+"""What programs written for vLLM read of `llm.model_config` and `engine.vllm_config`, by vLLM's names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -85,3 +85,34 @@ class ModelConfig:
     def get_diff_sampling_param(self) -> dict[str, Any]:
         """Where the model's own defaults differ from neutral ones."""
         return dict(self._config.default_sampling)
+
+
+@dataclass(frozen=True)
+class VllmConfig:
+    model_config: ModelConfig
+    cache_config: SimpleNamespace
+    parallel_config: SimpleNamespace
+    scheduler_config: SimpleNamespace
+
+    @classmethod
+    def of(cls, config: Config, max_model_len: int) -> "VllmConfig":
+        args = config.args
+        cache = SimpleNamespace(
+            block_size=config.page_size,
+            cache_dtype=config.cache_dtype,
+            enable_prefix_caching=config.prefix_caching,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+        )
+        parallel = SimpleNamespace(
+            tensor_parallel_size=args.tensor_parallel_size,
+            pipeline_parallel_size=args.pipeline_parallel_size,
+            data_parallel_size=args.data_parallel_size,
+            world_size=config.world,
+        )
+        scheduler = SimpleNamespace(
+            max_model_len=max_model_len,
+            max_num_batched_tokens=config.max_batched_tokens,
+            max_num_seqs=config.max_seqs,
+            policy=config.policy,
+        )
+        return cls(ModelConfig(config, max_model_len), cache, parallel, scheduler)

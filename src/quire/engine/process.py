@@ -44,7 +44,7 @@ ADMISSION = 0.0015  # seconds that it takes longer to plan and start a step with
 LARGE_REPORT = 0.02  # seconds that the loop waits for one that does not leave at once; what is left then leaves later
 FAREWELL = 2.0  # seconds for the last report to leave
 GRAMMARS_AHEAD = True  # a server's first structured request finds the grammar process started
-CALLS = ("reset_prefix_cache", "retire_adapter", "expect_adapter", "release")
+CALLS = ("reset_prefix_cache", "retire_adapter", "expect_adapter", "release", "call_all")
 
 logger = logging.getLogger("quire.engine.process")  # __name__ is __main__ here, and would not have the level of quire
 LINE = logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)s [%(name)s] %(message)s", "%Y-%m-%d %H:%M:%S")  # as the server's

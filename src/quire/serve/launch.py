@@ -233,7 +233,7 @@ class ServerLaunch:
                 if self._front is not None:
                     llm = self._front.make()
                 else:
-                    llm = AsyncLLM.from_engine_args(self._engine_args, self._spare)
+                    llm = AsyncLLM.from_engine_args(self._engine_args, spare=self._spare)
                 llm.aside.start()
             except Exception as error:
                 failure = error

@@ -183,7 +183,7 @@ async def reasoning_tokens(server: Server, reasoning: str, thought: int | None) 
     """Counted up to the token that ended it; where there was none, those of the text by itself."""
     if thought is not None:
         return thought
-    return 0 if not reasoning else len(await server.llm.encode(reasoning, add_special_tokens=False))
+    return 0 if not reasoning else len(await server.llm.tokenize(reasoning, add_special_tokens=False))
 
 
 # ---- how the answer will be read

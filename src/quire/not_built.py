@@ -1,0 +1,105 @@
+"""Methods of vLLM's engines that require features Quire does not have: calling one raises NotSupported with the reason."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from quire.types.errors import NotSupported
+
+_POOLING = "pooling is not built, only text generation is"
+_NO_CODE = "no code is sent to ranks; collective_rpc calls their own methods"
+_NO_PROFILER = "profiling is not built; profile the process itself, for instance with torch.profiler around the calls"
+_KEPT = "sleep mode and weight updates are not built; weights stay as they were loaded"
+_NO_PAUSE = "pausing is not built; abort requests, or wait with wait_for_requests_to_drain"
+
+
+def _refused(name: str, reason: str) -> Callable[..., NoReturn]:
+    """Return a method that raises at the call itself, so that `await` and `async for` get the error as well."""
+
+    def method(self: object, *_: Any, **__: Any) -> NoReturn:
+        raise NotSupported(f"{type(self).__name__}.{name} is not available: {reason}", name)
+
+    method.__name__, method.__doc__ = name, f"Not available: {reason}."
+    return method
+
+
+def refuse_stat_loggers(stat_loggers: Sequence[Any] | None) -> None:
+    if stat_loggers:
+        raise NotSupported(
+            "stat_loggers is not supported: custom stat loggers are not built; read get_metrics or /metrics", "stat_loggers"
+        )
+
+
+class NotBuilt:
+    """What `LLM`, `LLMEngine` and `AsyncLLM` lack."""
+
+    encode = _refused("encode", _POOLING)
+    start_profile = _refused("start_profile", _NO_PROFILER)
+    stop_profile = _refused("stop_profile", _NO_PROFILER)
+    sleep = _refused("sleep", _KEPT)
+    wake_up = _refused("wake_up", _KEPT)
+    init_weight_transfer_engine = _refused("init_weight_transfer_engine", _KEPT)
+    start_weight_update = _refused("start_weight_update", _KEPT)
+    start_draft_weight_update = _refused("start_draft_weight_update", _KEPT)
+    update_weights = _refused("update_weights", _KEPT)
+    finish_weight_update = _refused("finish_weight_update", _KEPT)
+    update_weight_version = _refused("update_weight_version", _KEPT)
+    get_weight_version = _refused("get_weight_version", _KEPT)
+
+    @classmethod
+    def from_vllm_config(cls, *_: Any, **__: Any) -> NoReturn:
+        raise NotSupported(f"{cls.__name__}.from_vllm_config is not available: use from_engine_args", "from_vllm_config")
+
+
+class LLMNotBuilt(NotBuilt):
+    embed = _refused("embed", _POOLING)
+    classify = _refused("classify", _POOLING)
+    score = _refused("score", _POOLING)
+    reward = _refused("reward", _POOLING)
+    apply_model = _refused("apply_model", _NO_CODE)
+
+    def reset_mm_cache(self) -> None:
+        """Do nothing: no media are kept."""
+
+
+class LLMEngineNotBuilt(NotBuilt):
+    apply_model = _refused("apply_model", _NO_CODE)
+    has_unfinished_requests_dp = _refused("has_unfinished_requests_dp", "data-parallel engines step by themselves")
+
+    def reset_mm_cache(self) -> None:
+        """Do nothing: no media are kept."""
+
+    def reset_encoder_cache(self) -> None:
+        """Do nothing: no media are kept."""
+
+    def is_sleeping(self) -> bool:
+        return False
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+
+class AsyncLLMNotBuilt(NotBuilt):
+    add_request = _refused("add_request", "requests have no output queue of their own; iterate over generate(...)")
+    pause_generation = _refused("pause_generation", _NO_PAUSE)
+    resume_generation = _refused("resume_generation", _NO_PAUSE)
+    checkpoint_prepare = _refused("checkpoint_prepare", "checkpointing of engine processes is not built")
+    checkpoint_restore = _refused("checkpoint_restore", "checkpointing of engine processes is not built")
+    scale_elastic_ep = _refused("scale_elastic_ep", "elastic expert parallelism is not built; restart with other sizes")
+    handle_fault = _refused("handle_fault", "a lost engine is restarted without instructions, and its requests go on")
+    get_status = _refused("get_status", "there is no fault-tolerance status; see state, restarts and last_loss")
+    notify_kv_transfer_request_rejected = _refused("notify_kv_transfer_request_rejected", "KV cache transfer is not built")
+
+    async def reset_mm_cache(self) -> None:
+        """Do nothing: no media are kept."""
+
+    async def reset_encoder_cache(self) -> None:
+        """Do nothing: no media are kept."""
+
+    async def is_sleeping(self) -> bool:
+        return False
+
+    async def is_paused(self) -> bool:
+        return False
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
