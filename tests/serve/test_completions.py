@@ -96,7 +96,13 @@ def test_empty_stream_options_ask_for_no_usage(http):
 def test_a_server_may_tell_usage_unasked(server):
     with server.serve(ServerArgs(enable_force_include_usage=True)) as http:
         for options in (None, {}, {"include_usage": False}):
-            assert stream(http, prompt="the quick", stream_options=options)[-1]["usage"]["completion_tokens"] > 0
+            chunks = stream(http, prompt="the quick", stream_options=options)
+            counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+            assert counts[0] > 0 and counts == sorted(counts) and chunks[-1]["choices"] == []
+        body = {"messages": [{"role": "user", "content": "fox"}], "max_tokens": 5, "stream": True}
+        chunks = events_of(http.post("/v1/chat/completions", json=body).text)[:-1]
+        assert [chunk["usage"]["completion_tokens"] for chunk in chunks][-1] == 5
+        assert all(chunk["usage"]["prompt_tokens"] > 0 for chunk in chunks)
 
 
 def test_without_stream_options_there_is_no_usage(http):

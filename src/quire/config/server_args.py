@@ -59,7 +59,7 @@ class ServerArgs:
     )
     response_role: str = setting("assistant", TEXT, _ANSWERS, "role of the messages the model writes")
     return_tokens_as_token_ids: bool = setting(False, FLAG, _ANSWERS, "logprobs name tokens as token_id:N instead of by text")
-    enable_force_include_usage: bool = setting(False, FLAG, _ANSWERS, "every stream ends with its usage, asked for or not")
+    enable_force_include_usage: bool = setting(False, FLAG, _ANSWERS, "every chunk of a stream carries usage, asked for or not")
     enable_prompt_tokens_details: bool = setting(True, FLAG, _ANSWERS, "usage tells how many prompt tokens were cached")
     enable_per_request_metrics: bool = setting(False, FLAG, _ANSWERS, "every answer carries its own times")
     enable_request_id_headers: bool = setting(True, FLAG, _ANSWERS, "responses carry X-Request-Id")

@@ -15,7 +15,7 @@ class StreamUsage:
     def __init__(self, server: Server, job: GenerationJob, options: StreamOptions | None) -> None:
         forced = server.settings.enable_force_include_usage
         self.wanted = forced or (options is not None and bool(options.include_usage))
-        self._in_every_chunk = self.wanted and options is not None and bool(options.continuous_usage_stats)
+        self._in_every_chunk = forced or (self.wanted and options is not None and bool(options.continuous_usage_stats))
         self._server = server
         self._job = job
         self._cached = [0] * len(job.prompts)
