@@ -3,11 +3,13 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Fast
 
@@ -23,6 +25,7 @@ from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_files import read_tokenizer
 from quire.text.tool_prompt import render_told
 from quire.types.outputs import RequestOutput, TokenDelta
+from quire.types.plan import TopLogprobs
 from quire.types.sampling import SamplingParams
 
 TEMPLATE = (
@@ -113,6 +116,7 @@ class ScriptedLLM:
         self.finish = "stop"
         self.seen: list[tuple[str, SamplingParams]] = []  # prompts and parameters
         self.pause = 0.0
+        self.scored = False  # tokens have logprobs, where they are asked for
         self.ended = 0
         self.steps = 0  # of all answers
         self._stopped: set[tuple[str, int]] = set()  # choices that the server ended
@@ -131,11 +135,11 @@ class ScriptedLLM:
         self, prompt: Any, params: SamplingParams, request_id: str, **_: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         self.seen.append((prompt.text, params))
-        prepared = self.inputs.prepare(request_id, prompt, params.__class__(**_plain(params)), arrival=0.0)
+        prepared = self.inputs.prepare(request_id, prompt, params.__class__(**self._plain(params)), arrival=0.0)
         outputs = OutputProcessor(self.tokenizer)
         answer = outputs.add(prepared)
         try:
-            for deltas in self._deltas([request.id for request in prepared.requests]):
+            for deltas in self._deltas([request.id for request in prepared.requests], prepared.params.logprobs):
                 self.steps += 1
                 stopped = {prepared.requests[index].id for name, index in self._stopped if name == request_id}
                 outputs.absorb(TokenDelta(one.request_id, [], "stop") if one.request_id in stopped else one for one in deltas)
@@ -150,21 +154,28 @@ class ScriptedLLM:
     def stop_choice(self, request_id: str, index: int) -> None:
         self._stopped.add((request_id, index))
 
-    def _deltas(self, ids: list[str]) -> Iterable[list[TokenDelta]]:
+    def _plain(self, params: SamplingParams) -> dict[str, Any]:
+        """Without the grammar: a script needs none, and compiling it is not the matter here."""
+        kept = ("n", "temperature", "stop", "max_tokens", "skip_special_tokens", "output_kind", "seed")
+        return {name: getattr(params, name) for name in kept} | {"logprobs": params.logprobs if self.scored else None}
+
+    def _deltas(self, ids: list[str], top: int | None) -> Iterable[list[TokenDelta]]:
         tokens = self.tokenizer.encode(self.script, add_special_tokens=False)
-        begin = 0
-        for cut in range(1, len(tokens)) if self.cuts is None else sorted(self.cuts):
-            if begin < cut < len(tokens):
-                yield [TokenDelta(name, tokens[begin:cut]) for name in ids]
-                begin = cut
+        cuts = [cut for cut in (range(1, len(tokens)) if self.cuts is None else sorted({*self.cuts})) if 0 < cut < len(tokens)]
         last = [self.tokenizer.eos_token_id] if self.finish == "stop" else []
-        yield [TokenDelta(name, tokens[begin:] + last, self.finish) for name in ids]
+        for begin, end in pairwise([0, *cuts, len(tokens)]):
+            part, finish = (tokens[begin:], self.finish) if end == len(tokens) else (tokens[begin:end], None)
+            part += last if finish else []
+            yield [TokenDelta(name, part, finish, logprobs=_scores(part, top)) for name in ids]
 
 
-def _plain(params: SamplingParams) -> dict[str, Any]:
-    """Without the grammar: a script needs none, and compiling it is not the matter here."""
-    kept = ("n", "temperature", "stop", "max_tokens", "skip_special_tokens", "output_kind", "seed", "logprobs")
-    return {name: getattr(params, name) for name in kept} | {"logprobs": None}
+def _scores(tokens: Sequence[int], top: int | None) -> tuple[TopLogprobs, ...]:
+    """Every token has the logprob -id; the alternatives are the ids from 0 on."""
+    if top is None:
+        return ()
+    rows = [[token, *range(top)] for token in tokens]
+    rank = np.array([1], np.int32)
+    return tuple(TopLogprobs(np.array([row], np.int32), -np.array([row], np.float32), rank) for row in rows)
 
 
 class Scripted:

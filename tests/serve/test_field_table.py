@@ -65,6 +65,7 @@ OWN_SAMPLES = {
     (CompletionRequest, "add_special_tokens"): False,
     (TokenizeTextRequest, "add_special_tokens"): False,
     (DetokenizeRequest, "skip_special_tokens"): True,
+    (ResponsesRequest, "include"): ["message.output_text.logprobs"],
     (ResponsesRequest, "stream_options"): {"include_obfuscation": False},
     (MessagesRequest, "tool_choice"): {"type": "any"},
     (CountTokensRequest, "tool_choice"): {"type": "none"},
@@ -82,7 +83,11 @@ CONTEXTS = {
     "tool_choice": {"tools": ...},
     "parallel_tool_calls": {"tools": ..., "tool_choice": "required"},
 }
-OWN_CONTEXTS = {(CompletionRequest, "echo"): {}, (CompletionRequest, "logprob_token_ids"): {"logprobs": 1}}
+OWN_CONTEXTS = {
+    (CompletionRequest, "echo"): {},
+    (ResponsesRequest, "top_logprobs"): {},
+    (CompletionRequest, "logprob_token_ids"): {"logprobs": 1},
+}
 # the tests of these need a real model, or more than one request
 ELSEWHERE = {"return_tokens_as_token_ids"}
 NOT_HERE = {
@@ -238,8 +243,6 @@ def test_what_responses_left_out_once(server):
     assert (params.structured_outputs.choice, params.logit_bias, params.min_tokens) == (["a"], {5: 1.0}, 2)
     error = error_of(server.post("/v1/responses", {"input": "hi", "response_format": {"type": "json_object"}}))
     assert error["param"] == "response_format" and "text.format" in error["message"]
-    error = error_of(server.post("/v1/responses", {"input": "hi", "include": ["message.output_text.logprobs"]}))
-    assert error["param"] == "include"
     assert server.post("/v1/responses", {"input": "hi", "include": ["something.else"]}).status_code == 400
 
 

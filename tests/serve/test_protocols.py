@@ -308,6 +308,40 @@ def test_the_store_has_bounds():
     assert len(store) == store.bytes == 0
 
 
+def token_names(tokens):
+    return "".join(token["token"] for token in tokens)
+
+
+@pytest.mark.parametrize("cuts", [None, [], [2, 11, 13]], ids=["by token", "whole", "in parts"])
+def test_a_response_has_the_logprobs_of_its_text(server, cuts, monkeypatch):
+    """Of the text only, not of the reasoning, the markers or the call, and the same in a stream."""
+    monkeypatch.setattr(server.llm, "scored", True)
+    said = "<think>to think, think</think>think to the <end" + hermes([("add", {"n": 1})])
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    whole = respond(server.say(said, cuts), **asked)
+    [part] = next(item for item in whole["output"] if item["type"] == "message")["content"]
+    assert part["text"] == token_names(part["logprobs"]) == "think to the <end" and whole["top_logprobs"] == 2
+    assert all(bytes(token["bytes"]).decode() == token["token"] for token in part["logprobs"])
+    assert all(len(token["top_logprobs"]) == 2 and token["logprob"] < 0 for token in part["logprobs"])
+    events = respond(server.say(said, cuts), stream=True, **asked)
+    last = fold_response(events)
+    assert without_ids(last["output"]) == without_ids(whole["output"])
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert all(token_names(event["logprobs"]) == event["delta"] for event in deltas)
+    [done] = [event for event in events if event["type"] == "response.output_text.done"]
+    assert done["logprobs"] == [token for event in deltas for token in event["logprobs"]]
+    assert set(done["logprobs"][0]) == {"token", "logprob", "top_logprobs"} == {*part["logprobs"][0]} - {"bytes"}
+
+
+def test_logprobs_of_characters_in_several_tokens(server, monkeypatch):
+    monkeypatch.setattr(server.llm, "scored", True)
+    whole = respond(server.say("h\u00e9 \u6f22"), include=["message.output_text.logprobs"])
+    [part] = whole["output"][0]["content"]
+    assert bytes(byte for token in part["logprobs"] for byte in token["bytes"]).decode() == "h\u00e9 \u6f22"
+    assert respond(server.say("hi"))["output"][0]["content"][0]["logprobs"] == []
+    assert error_of(server.post("/v1/responses", {"input": "hi", "top_logprobs": 21}))["param"] == "top_logprobs"
+
+
 @pytest.mark.parametrize(
     "body, param",
     [
@@ -319,7 +353,7 @@ def test_the_store_has_bounds():
         ({"tools": None, "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"top_logprobs": -1}, "body.top_logprobs"),
         ({"conversation": "c"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"background": True, "stream": True}, "background"),

@@ -56,10 +56,10 @@ HINTS = {
     "cache_control": _CACHED,
     "prediction": "it would only save time",
     "verbosity": "models here do not know it",
-    "include": "there are no such items, and reasoning is told in plain text; logprobs are refused",
+    "include": "it names parts of the items of /v1/responses",
 }
 # answers repeat them, or they do more
-WORK_SOMEWHERE: dict[type[RequestBody], tuple[str, ...]] = {ResponsesRequest: ("metadata", "store", "user")}
+WORK_SOMEWHERE: dict[type[RequestBody], tuple[str, ...]] = {ResponsesRequest: ("metadata", "store", "user", "include")}
 HINTS_OF: dict[type[RequestBody], dict[str, str]] = {ResponsesRequest: {"stream_options": "events are never padded"}}
 
 _TEXT_ONLY = "this server takes text only"
@@ -132,8 +132,7 @@ INSTEAD: dict[type[RequestBody], dict[str, str]] = {
         "output_config": "its names here are text.format and reasoning.effort",
         "n": "there is one answer",
         "request_id": "ids of responses are the server's own",
-        "logprobs": _LOGPROBS,
-        "top_logprobs": _LOGPROBS,
+        "logprobs": 'it is include: ["message.output_text.logprobs"] and top_logprobs here',
         "prompt_logprobs": _LOGPROBS,
         "logprob_token_ids": _LOGPROBS,
     },

@@ -111,11 +111,11 @@ def completion_logprobs(
 
 def chat_logprobs(tokens: Sequence[int], positions: Positions, names: TokenNames, top: int) -> ChatLogprobs:
     """`top` of the likeliest alternatives each, likeliest first; -1: all."""
-    content = (_chat_token(token, chances, names, top) for token, chances in zip(tokens, positions, strict=True))
+    content = (token_logprobs(token, chances, names, top) for token, chances in zip(tokens, positions, strict=True))
     return {"content": few(content, len(tokens))}
 
 
-def _chat_token(token: int, chances: TokenLogprobs | None, names: TokenNames, top: int) -> ChatToken:
+def token_logprobs(token: int, chances: TokenLogprobs | None, names: TokenNames, top: int) -> ChatToken:
     assert chances is not None
     likeliest = sorted(chances.items(), key=_rank)
     shown = [_chance(names, other, chance) for other, chance in (likeliest if top == -1 else likeliest[:top])]

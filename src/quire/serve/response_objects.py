@@ -1,10 +1,11 @@
 """Requests to /v1/responses as chat requests, and items as its output items. No HTTP here, and no store."""
 
 import uuid
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from quire.serve.items import Item
-from quire.serve.protocol.chat import ChatRequest, chat_request
+from quire.serve.protocol.chat import ChatRequest, ChatToken, TokenChance, chat_request
 from quire.serve.protocol.fields import SamplingFields, given
 from quire.serve.protocol.responses import ResponsesRequest
 from quire.serve.wording import Terms
@@ -20,6 +21,7 @@ TERMS: Terms = (
     ("reasoning_effort", "reasoning.effort"),
     ("max_completion_tokens", "max_output_tokens"),
     ("messages", "input"),
+    ("logprobs", "top_logprobs"),
 )
 _SAME = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", "stop", "thinking_token_budget", "chat_template",
@@ -32,12 +34,11 @@ _INPUT_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "
 
 def to_chat(request: ResponsesRequest, messages: list[MessageDict]) -> ChatRequest:
     """`messages`: the conversation, without the instructions."""
-    if "message.output_text.logprobs" in (request.include or ()):
-        raise NotSupported("include: logprobs are in /v1/chat/completions", "include")
     if request.instructions:
         messages = [{"role": "system", "content": request.instructions}, *messages]
     body = {name: getattr(request, name) for name in _SAME} | given(request, SamplingFields)
     body |= {"messages": messages, "max_completion_tokens": request.max_output_tokens}
+    body |= {"logprobs": wants_logprobs(request), "top_logprobs": request.top_logprobs}
     if request.tools:
         body["tools"] = [_tool(tool, i) for i, tool in enumerate(request.tools)]
         body["tool_choice"] = _choice(request.tool_choice)
@@ -50,6 +51,10 @@ def to_chat(request: ResponsesRequest, messages: list[MessageDict]) -> ChatReque
     if request.text is not None and request.text.format is not None:
         body["response_format"] = _format(request.text.format)
     return chat_request(body)
+
+
+def wants_logprobs(request: ResponsesRequest) -> bool:
+    return bool(request.top_logprobs) or "message.output_text.logprobs" in (request.include or ())
 
 
 def messages_of(request: ResponsesRequest) -> list[MessageDict]:
@@ -104,11 +109,11 @@ def new_id(item: Item) -> str:
     return f"{_PREFIXES[item.kind]}_{uuid.uuid4().hex}"
 
 
-def output_item(item: Item, item_id: str, status: Status) -> dict[str, Any]:
+def output_item(item: Item, item_id: str, status: Status, logprobs: Sequence[ChatToken] = ()) -> dict[str, Any]:
     begun = status != "in_progress"
     match item.kind:
         case "text":
-            content = [part_of(item)] if begun else []
+            content = [part_of(item, logprobs=logprobs)] if begun else []
             return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": content}
         case "reasoning":
             content = [part_of(item)] if begun else []
@@ -121,11 +126,20 @@ def output_item(item: Item, item_id: str, status: Status) -> dict[str, Any]:
             }  # fmt: skip
 
 
-def part_of(item: Item, text: str | None = None) -> dict[str, Any]:
+def part_of(item: Item, text: str | None = None, logprobs: Sequence[ChatToken] = ()) -> dict[str, Any]:
     told = item.text if text is None else text
     if item.kind == "reasoning":
         return {"type": "reasoning_text", "text": told}
-    return {"type": "output_text", "text": told, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": told, "annotations": [], "logprobs": list(logprobs)}
+
+
+def event_logprobs(tokens: Sequence[ChatToken]) -> list[dict[str, Any]]:
+    """Return logprobs in the shape of stream events, which have no bytes."""
+    return [{**_chance(token), "top_logprobs": [_chance(other) for other in token["top_logprobs"]]} for token in tokens]
+
+
+def _chance(token: TokenChance) -> dict[str, Any]:
+    return {"token": token["token"], "logprob": token["logprob"]}
 
 
 def settings_of(request: ResponsesRequest) -> dict[str, Any]:
@@ -147,7 +161,7 @@ def settings_of(request: ResponsesRequest) -> dict[str, Any]:
         "text": {"format": form},
         "tool_choice": request.tool_choice or "auto",
         "tools": request.tools or [],
-        "top_logprobs": 0,
+        "top_logprobs": request.top_logprobs or 0,
         "top_p": request.top_p,
         "truncation": request.truncation or "disabled",
         "user": request.user,

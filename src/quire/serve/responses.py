@@ -13,16 +13,19 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 
+from quire.paced import Pace
 from quire.serve.body import JSONRoute
 from quire.serve.errors import HttpError, describe, json_response, request_id_of
 from quire.serve.items import Change, Item, ItemClosed, ItemGrown, ItemOpened, Items
-from quire.serve.protocol.chat import ChatRequest
+from quire.serve.logprobs import TokenNames
+from quire.serve.protocol.chat import ChatRequest, ChatToken
 from quire.serve.protocol.errors import ErrorBody
 from quire.serve.protocol.responses import ResponsesRequest
 from quire.serve.response_objects import (
     TERMS,
     Status,
     StoredItem,
+    event_logprobs,
     input_items,
     messages_of,
     new_id,
@@ -31,10 +34,12 @@ from quire.serve.response_objects import (
     said_before,
     settings_of,
     to_chat,
+    wants_logprobs,
 )
 from quire.serve.response_store import StoredResponse
 from quire.serve.server import Server, server_of
 from quire.serve.sse import NAMED, Events, EventStream
+from quire.serve.text_logprobs import TextLogprobs
 from quire.serve.turn import ChoiceDelta, Turn, TurnDelta, prepare_turn, reasoning_tokens, run_turn, stream_turn
 from quire.types.errors import InvalidParameter, NotSupported
 
@@ -162,6 +167,11 @@ class _ResponseReply:
         self._ids: list[str] = []
         self._tokens = 0
         self._number = 0
+        self._logprobs: dict[int, list[ChatToken]] = {}  # by item
+        self._text_logprobs: TextLogprobs | None = None
+        if wants_logprobs(request):
+            names = TokenNames(server.tokenizer_of(turn.job.prompts[0]), server.settings.return_tokens_as_token_ids)
+            self._text_logprobs = TextLogprobs(names, request.top_logprobs or 0)
         self._kept = StoredResponse({}, items, tenant)
         self._store = request.store is not False and server.keeps_responses
         self._response: dict[str, Any] = {
@@ -184,13 +194,13 @@ class _ResponseReply:
     async def answer(self) -> dict[str, Any]:
         step = await run_turn(self._server, self._turn, self._chat)
         [choice] = step.choices
-        self._note(choice)
+        await self._note(choice, Pace())
         await self._complete(step, choice)
         return self._response
 
     async def stream(self) -> Events:
         """Begins with the first output: what is refused before that is an HTTP error."""
-        begun = False
+        begun, pace = False, Pace()
         async with aclosing(stream_turn(self._server, self._turn)) as steps:
             async for step in steps:
                 if not begun:
@@ -198,8 +208,9 @@ class _ResponseReply:
                     for kind in ("response.created", "response.in_progress"):
                         yield self._event(kind, response=dict(self._response))
                 for choice in step.choices:
-                    for change in self._note(choice):
-                        for event in self._tell(change):
+                    pace.begin()
+                    for change, tokens in await self._note(choice, pace):
+                        for event in self._tell(change, tokens):
                             yield event
                     if choice.finish_reason is not None:
                         await self._complete(step, choice)
@@ -225,13 +236,20 @@ class _ResponseReply:
 
     # ---- what has become of it
 
-    def _note(self, choice: ChoiceDelta) -> list[Change]:
+    async def _note(self, choice: ChoiceDelta, pace: Pace) -> list[tuple[Change, list[ChatToken]]]:
+        """Return what changed, and with each piece of text the logprobs of its tokens, where they are asked for."""
         self._tokens += len(choice.part.token_ids)
         changes = self._items.add(choice.events)
+        news: dict[int, list[ChatToken]] = {}
+        if self._text_logprobs is not None:
+            pieces = [change for change in changes if isinstance(change, ItemGrown)]
+            for piece, tokens in zip(pieces, await self._text_logprobs.take(choice.part, pieces, pace), strict=True):
+                self._logprobs.setdefault(piece.index, []).extend(tokens)
+                news[id(piece)] = tokens
         if choice.finish_reason is not None:
             changes += self._items.cut() if choice.finish_reason == "length" else self._items.close()
         self._ids += [new_id(item) for item in self._items.items[len(self._ids) :]]
-        return changes
+        return [(change, news.get(id(change), [])) for change in changes]
 
     async def _complete(self, step: TurnDelta, choice: ChoiceDelta) -> None:
         cut = choice.finish_reason == "length"
@@ -256,7 +274,8 @@ class _ResponseReply:
             self._server.responses.put(self._kept)
 
     def _output_item(self, index: int, item: Item, status: Status | None = None) -> dict[str, Any]:
-        return output_item(item, self._ids[index], status or ("completed" if item.complete else "incomplete"))
+        status = status or ("completed" if item.complete else "incomplete")
+        return output_item(item, self._ids[index], status, self._logprobs.get(index, ()))
 
     # ---- the stream
 
@@ -265,12 +284,11 @@ class _ResponseReply:
         self._number += 1
         return event
 
-    def _tell(self, change: Change) -> Iterator[dict[str, Any]]:
+    def _tell(self, change: Change, tokens: list[ChatToken]) -> Iterator[dict[str, Any]]:
         place: dict[str, Any] = {"item_id": self._ids[change.index], "output_index": change.index}
         item, call = change.item, change.item.kind == "call"
         if not call:
             place["content_index"] = 0
-        extra: dict[str, Any] = {"logprobs": []} if item.kind == "text" else {}
         match change:
             case ItemOpened(index):
                 opened = self._output_item(index, item, "in_progress")
@@ -278,10 +296,15 @@ class _ResponseReply:
                 if not call:
                     yield self._event("response.content_part.added", **place, part=part_of(item, ""))
             case ItemGrown(_, _, piece):
-                yield self._event(f"{_DELTAS[item.kind]}.delta", **place, delta=piece, **extra)
+                yield self._event(f"{_DELTAS[item.kind]}.delta", **place, delta=piece, **_logprobs_field(item, tokens))
             case ItemClosed(index):
+                tokens = self._logprobs.get(index, [])
                 whole = {"arguments": item.text, "name": item.name} if call else {"text": item.text}
-                yield self._event(f"{_DELTAS[item.kind]}.done", **place, **whole, **extra)
+                yield self._event(f"{_DELTAS[item.kind]}.done", **place, **whole, **_logprobs_field(item, tokens))
                 if not call:
-                    yield self._event("response.content_part.done", **place, part=part_of(item))
+                    yield self._event("response.content_part.done", **place, part=part_of(item, logprobs=tokens))
                 yield self._event("response.output_item.done", output_index=index, item=self._output_item(index, item))
+
+
+def _logprobs_field(item: Item, tokens: list[ChatToken]) -> dict[str, Any]:
+    return {"logprobs": event_logprobs(tokens)} if item.kind == "text" else {}

@@ -44,6 +44,9 @@ class ResponsesRequest(SamplingFields):
     metadata: Annotated[dict[str, str] | None, one_error("should map strings to strings")] = None
 
     max_output_tokens: Annotated[Integer, Field(ge=1)] | None = None
+    top_logprobs: Annotated[Integer, Field(ge=0)] | None = Field(
+        None, description="logprobs of the output text, with this many of the most likely tokens at every position"
+    )
     temperature: Number | None = None
     top_p: Number | None = None
     truncation: Literal["auto", "disabled"] | None = "disabled"
@@ -59,7 +62,10 @@ class ResponsesRequest(SamplingFields):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     service_tier: str | None = None
-    include: list[Include] | None = Field(None, description="parts of items that there are none of here")
+    include: list[Include] | None = Field(
+        None,
+        description="message.output_text.logprobs: logprobs of the output text; nothing else is included",
+    )
     stream_options: ResponseStreamOptions | None = None
 
     # vLLM's, besides those of SamplingFields
