@@ -1,9 +1,12 @@
 """Two nodes on one machine: the engine with its ranks here, others behind TCP. The same tokens, and a lost rank is named."""
 
+import ctypes
 import os
 import shutil
 import signal
 import socket
+import struct
+import sys
 import threading
 
 import pytest
@@ -14,8 +17,8 @@ from patience import PATIENCE
 from quire import LLM, EngineArgs
 from quire.cli import headless
 from quire.cli.main import main
-from quire.engine import agreement
-from quire.engine.agreement import own_terms
+from quire.engine import agreement, handshake
+from quire.engine.agreement import own_terms, terms_of
 from quire.engine.executor import nodes, workers
 from quire.types.errors import ConfigError, EngineDead, ModelError
 
@@ -98,6 +101,41 @@ def test_a_node_with_another_draft_model_is_refused(checkpoint, port, monkeypatc
     with pytest.raises(ModelError, match=r"rank 1 \(on node 1\): the draft model .* is not machine 0's: 'config.json' should"):
         family_engine(directory, tensor_parallel_size=2, nnodes=2, master_port=port, speculative_config=drafts)
     node.join(PATIENCE)
+
+
+SO_ATTACH_FILTER, DROP_ALL = 26, struct.pack("HBBI", 6, 0, 0, 0)  # Linux; BPF_RET of 0 bytes
+
+
+def vanish(connection):
+    """Acknowledge nothing more and send nothing more, as a machine without power: its peer receives no FIN and no reset."""
+    code = ctypes.create_string_buffer(DROP_ALL, len(DROP_ALL))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0)
+    connection.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(code)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="silences a connection with a socket filter")
+@pytest.mark.usefixtures("_no_signals")
+def test_a_node_joins_again_when_node_0_vanished_without_closing(checkpoint, monkeypatch):
+    """Node 0 vanishes while the node waits for an answer, and again when its ranks run."""
+    for name in ("PROBE_AFTER_S", "PROBE_EVERY_S", "UNACKNOWLEDGED_S"):
+        monkeypatch.setattr(handshake, name, 1)
+    directory, codes = checkpoint("llama").directory, []
+    terms, shares = terms_of(EngineArgs(str(directory))), nodes.share_ranks(2, 2)
+    with handshake.listen(("127.0.0.1", 0)) as listener:
+        node = threading.Thread(target=lambda: codes.append(run_command(directory, listener.getsockname()[1])))
+        node.start()
+        listener.settimeout(PATIENCE)
+        unanswered, _ = listener.accept()
+        vanish(unanswered)
+        lost = nodes.gather(listener, shares, "", PATIENCE, terms)
+        for connection in (*lost.nodes.values(), *lost.controls.values(), *lost.ends[0].values()):
+            vanish(connection)
+        found = nodes.gather(listener, shares, "", PATIENCE, terms)
+        nodes.NodeLine(1, found.nodes[1]).close()
+        node.join(PATIENCE)
+        for one in (unanswered, lost, found):
+            one.close()
+    assert codes == [0]
 
 
 def test_two_nodes_give_the_tokens_of_one_process(checkpoint, port):

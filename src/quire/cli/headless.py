@@ -47,7 +47,10 @@ def run_headless(args: EngineArgs) -> int:
                     return 0
             finally:
                 ranks.end()
-            logger.warning("the engine was lost: its ranks here are ended, and begin again with the next one")
+            logger.warning(
+                "node %d: machine 0 at %s:%d, or a rank of its engine, was lost: ranks %d to %d are ended; joining again",
+                args.node_rank, *first, links.own.start, links.own.stop - 1,
+            )  # fmt: skip
             time.sleep(PAUSE)
     return 0
 

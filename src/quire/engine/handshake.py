@@ -4,6 +4,7 @@ Whoever can connect is taken, if it knows the key (QUIRE_CLUSTER_KEY; none by de
 reach. Nothing received is ever executed or unpickled.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -18,6 +19,8 @@ KEY = "QUIRE_CLUSTER_KEY"
 LONGEST = 1 << 16  # bytes of a message
 HELLO = 10.0  # seconds for one who connected to say who it is
 AGAIN = 0.1  # seconds between two attempts to connect
+PROBE_AFTER_S, PROBE_EVERY_S, UNANSWERED_PROBES = 5, 2, 3  # of an idle connection: its peer is lost within 11 s
+UNACKNOWLEDGED_S = 10  # how long a peer may leave data or probes unacknowledged
 LENGTH = struct.Struct("<I")  # of the message behind it
 Address = tuple[str, int]
 Said = dict[str, Any]
@@ -61,7 +64,37 @@ def connect(address: Address, deadline: float, check: Callable[[], None] = lambd
             time.sleep(AGAIN)
         else:
             made.settimeout(None)
+            probe(made)
             return made
+
+
+def probe(connection: socket.socket) -> None:
+    """Notice a peer that vanished without closing this connection, while the connection is idle.
+
+    A connection with unacknowledged data is not probed. It may stay so for long where a rank computes and does not read.
+    """
+    with contextlib.suppress(OSError):  # the peer is gone already, which is noticed when the connection is read
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    _set_tcp(connection, "TCP_KEEPIDLE", PROBE_AFTER_S)
+    _set_tcp(connection, "TCP_KEEPINTVL", PROBE_EVERY_S)
+    _set_tcp(connection, "TCP_KEEPCNT", UNANSWERED_PROBES)
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Send messages at once, and notice a peer that vanished also while data is unacknowledged.
+
+    For connections whose peer always reads: the system closes one whose data finds no room at the peer for as long.
+    """
+    probe(connection)
+    _set_tcp(connection, "TCP_NODELAY", 1)
+    _set_tcp(connection, "TCP_USER_TIMEOUT", 1000 * UNACKNOWLEDGED_S)
+
+
+def _set_tcp(connection: socket.socket, name: str, value: int) -> None:
+    option = getattr(socket, name, None)  # not every system has all of them
+    if option is not None:
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def say(connection: socket.socket, what: Mapping[str, Any]) -> None:
@@ -77,7 +110,9 @@ def heard(connection: socket.socket, seconds: float) -> Said:
         if size > LONGEST:
             raise EngineError("another node said what no node says")
         return parse(_exactly(connection, size, deadline))
-    except TimeoutError:
+    except TimeoutError as error:
+        if error.errno is not None:  # from the system, which `probe` or `keep_alive` asked to watch the peer
+            raise HungUp("another node has vanished") from None
         raise EngineError("another node said nothing in time") from None
     finally:
         connection.settimeout(None)

@@ -18,9 +18,8 @@ from quire.config.args import EngineArgs
 from quire.engine import ipc
 from quire.engine.agreement import own_terms
 from quire.engine.child import Child
-from quire.engine.handshake import Address, cluster_key, connect, heard, say
+from quire.engine.handshake import Address, cluster_key, connect, heard, keep_alive, say
 from quire.engine.nursery import WarmStart
-from quire.engine.remote import keep_alive
 from quire.frames import Mailbox
 from quire.types.errors import EngineError
 

@@ -12,7 +12,7 @@ import select
 import socket
 import time
 
-from quire.engine.handshake import HELLO, KEY, LENGTH, LONGEST, HungUp, Said, parse, say
+from quire.engine.handshake import HELLO, KEY, LENGTH, LONGEST, HungUp, Said, parse, probe, say
 from quire.types.errors import EngineError
 
 MOST = 64  # that have not said who they are
@@ -133,4 +133,5 @@ class _Newcomer:
 
     def let_in(self) -> socket.socket:
         self.connection.setblocking(True)
+        probe(self.connection)
         return self.connection

@@ -22,7 +22,7 @@ from quire.engine import ipc
 from quire.engine.agreement import Terms, difference
 from quire.engine.child import first_frame
 from quire.engine.correspondent import Correspondent
-from quire.engine.handshake import Address, Said, cluster_key, listen, say
+from quire.engine.handshake import Address, Said, cluster_key, keep_alive, listen, say
 from quire.engine.reception import Reception
 from quire.files.reading import shown, told
 from quire.frames import Frames, Mailbox
@@ -30,7 +30,6 @@ from quire.types.errors import EngineError
 
 PIECE = 1 << 16
 GOODBYE = 0.5  # seconds, at least, for a node to hear that it is over
-PATIENT = 10_000  # milliseconds that what was sent may stay unconfirmed: a node that is gone without a word
 BEGIN = 15.0  # seconds for a node to say that it has begun to start its engine
 AGAIN = 0.2  # seconds after which we try again to accept
 LOOK = 5.0  # seconds between looks whether the harbour is still wanted; a closed one is noticed at once
@@ -277,14 +276,6 @@ def _carry(source: socket.socket, sink: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while piece := source.recv(PIECE):
             sink.sendall(piece)
-
-
-def keep_alive(connection: socket.socket) -> None:
-    """Messages leave at once, and a machine that is gone without a word is noticed."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, PATIENT)
 
 
 def _by_our_clock(report: ipc.Report, ahead: float) -> ipc.Report:

@@ -29,7 +29,7 @@ from typing import Any
 
 from quire.engine.agreement import Terms
 from quire.engine.executor.claims import Claims, is_gone
-from quire.engine.handshake import AGAIN, HELLO, Address, HungUp, Said, connect, heard, listen, say
+from quire.engine.handshake import AGAIN, HELLO, Address, HungUp, Said, connect, heard, keep_alive, listen, say
 from quire.engine.reception import Reception
 from quire.subprocesses import environment, is_stopped, nameless_memory, with_us
 from quire.types.errors import EngineError
@@ -127,6 +127,7 @@ def _try(claims: Claims, reception: Reception, ranks: Sequence[range], deadline:
     }
     try:
         for connection in links.nodes.values():
+            keep_alive(connection)
             connection.settimeout(HELLO)
             say(connection, told)
             connection.settimeout(None)
@@ -166,6 +167,7 @@ def join(first: Address, node: int, host: str, key: str, seconds: float, terms: 
 
 def _meet(links: Links, reception: Reception, first: Address, who: Said, key: str, deadline: float) -> None:
     to_first, node = links.nodes[0], links.node
+    keep_alive(to_first)
     say(to_first, {"key": key, **who})
     asked = _heard_of(to_first, deadline)
     for rank in range(*asked["own"]):
