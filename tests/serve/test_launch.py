@@ -145,6 +145,10 @@ def test_root_path_and_cors(serve_model: Path) -> None:
         assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, "https://a.example")
         assert http.options("/v1/completions", headers={**ask, "Origin": "https://b.example"}).status_code == 400
         assert "access-control-allow-origin" in http.get("/v1/models", headers={**key, "Origin": "https://a.example"}).headers
+        server.signal()
+        assert server.wait() == 0
+    assert '"GET /llm/v1/models HTTP/1.1" 200' in server.log()
+    assert "livez" not in server.log() and "readyz" not in server.log()  # probes have no line
 
 
 @needs_openssl

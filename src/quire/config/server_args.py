@@ -20,6 +20,7 @@ from quire.types.errors import ConfigError
 
 _BIND, _SECURITY, _ANSWERS, _RUN, _SEEN = "where it listens", "who may ask", "answers", "running", "what is seen of it"
 _TOOLS, _ADAPTERS = "tools and reasoning", "LoRA adapters (with --enable-lora)"
+PROBES = "/livez,/readyz,/health,/ping,/metrics"  # asked every few seconds by machines
 _LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
@@ -129,8 +130,8 @@ class ServerArgs:
 
     uvicorn_log_level: str = setting("info", TEXT, _SEEN, "log level of the HTTP server", choices=_LEVELS)
     disable_uvicorn_access_log: bool = setting(False, FLAG, _SEEN, "no log line per HTTP request")
-    disable_access_log_for_endpoints: str | None = setting(
-        None, TEXT, _SEEN, "paths without a log line per HTTP request, separated by commas"
+    disable_access_log_for_endpoints: str = setting(
+        PROBES, TEXT, _SEEN, 'paths without a log line per HTTP request, separated by commas; "" logs all'
     )
     enable_log_requests: bool = setting(False, FLAG, _SEEN, "log every request with its parameters; prompts at debug level")
     enable_log_outputs: bool = setting(False, FLAG, _SEEN, "log what was generated; needs --enable-log-requests")
@@ -140,6 +141,13 @@ class ServerArgs:
         "quire", TEXT, _SEEN, "what metric names begin with; vllm for dashboards made for it", choices=("quire", "vllm")
     )
     otlp_traces_endpoint: str | None = setting(None, TEXT, _SEEN, "where OpenTelemetry traces go, as http://host:4317")
+
+    @property
+    def unlogged_paths(self) -> list[str]:
+        """Return the paths without an access log line, with and without the proxy's path before them."""
+        named = [path.strip() for path in self.disable_access_log_for_endpoints.split(",") if path.strip()]
+        root = self.root_path.rstrip("/")
+        return [*named, *(root + path for path in named if root)]
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

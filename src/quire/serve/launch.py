@@ -86,8 +86,7 @@ def run_front(front: Front, sockets: list[socket.socket]) -> int:
 
 def _set_up(settings: ServerArgs) -> None:
     set_up_logging()
-    quiet = (settings.disable_access_log_for_endpoints or "").split(",")
-    set_http_levels(settings.uvicorn_log_level, not settings.disable_uvicorn_access_log, [path for path in quiet if path])
+    set_http_levels(settings.uvicorn_log_level, not settings.disable_uvicorn_access_log, settings.unlogged_paths)
 
 
 @contextlib.contextmanager
