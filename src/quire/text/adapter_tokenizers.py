@@ -48,6 +48,11 @@ class AdapterTokenizers:
             found = read_tokenizer(Path(lora.path))
         except ModelError as error:
             raise AdapterError(str(error), "lora_path") from error
+        if base.short and not found.short:
+            # threads tokenize for adapters, and nothing can end a thread
+            raise AdapterError(
+                f"{lora.path}/tokenizer.json: a text must not take long to tokenize; its stages may", "lora_path"
+            )
         if base.chat_template is not None and (self._fixed or found.chat_template is None):
             found.chat_template = base.chat_template
         else:

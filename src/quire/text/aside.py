@@ -6,6 +6,7 @@ a list of a million ids does not, and nothing ends a thread.
 
 import asyncio
 import copy
+import logging
 import os
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,8 @@ MOST_THREADS = 4
 MOST_QUICK = 4  # processes for a model's own chat template
 MOST_LONG = 4  # processes for everything else; not more than there are processors
 SHORT_IDS = 4096  # token ids that are decoded by a thread
+logger = logging.getLogger(__name__)
+
 ALL = wire.Cut(1 << 40)
 T = TypeVar("T")
 
@@ -37,6 +40,8 @@ class Aside:
         self._tokenizer, self._foreign = tokenizer, False
         if tokenizer is not None:
             _ = tokenizer.characters_per_token  # it looks at the whole vocabulary once: now, while nobody waits
+            if not tokenizer.short:
+                logger.info("tokenizer stages may take long for any text: texts are tokenized in separate processes")
         self._threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="quire-text")
         self._quick = ProcessPool(where, MOST_QUICK, self._threads)
         self._long = ProcessPool(where, max(2, min(MOST_LONG, os.cpu_count() or 1)), self._threads)

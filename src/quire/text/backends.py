@@ -6,14 +6,21 @@ Knows nothing of files, chat templates or named special tokens; `Tokenizer` puts
 import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from math import prod
 from typing import Any, Protocol, cast
 
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from quire.files.reading import told
 from quire.text.bounds import most_characters
 from quire.text.pieces import TokenBytes, read_form
+from quire.text.regex_cost import is_cheap
+from quire.text.stage_growth import growth_of, patterns_of
 from quire.types.errors import ModelError, RequestError
+
+SHORT_CHARS = 1 << 15
+SHORT_GROWTH = 64  # a text of SHORT_CHARS that becomes longer than this is not short
 
 
 class TokenizerBackend(Protocol):
@@ -24,7 +31,7 @@ class TokenizerBackend(Protocol):
     @property
     def may_clean_up(self) -> bool: ...  # clean_up_tokenization_spaces was made for this kind of vocabulary
     @property
-    def short(self) -> int: ...  # characters that are tokenized in less than a tenth of a second
+    def short(self) -> int: ...  # characters that are tokenized in less than a tenth of a second; 0: any text may take long
     @property
     def characters_per_token(self) -> int | None: ...  # at most; None: it cannot be said
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
@@ -38,8 +45,6 @@ class TokenizerBackend(Protocol):
 class LibraryBackend:
     """A `tokenizers.Tokenizer`. Its vocabulary must not change any more."""
 
-    short = 1 << 15
-
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -50,6 +55,7 @@ class LibraryBackend:
         form = None if tokenizer.decoder is None else read_form(json.loads(tokenizer.decoder.__getstate__()))
         self.pieces = None if form is None else TokenBytes(form, self.token)
         self.may_clean_up = not isinstance(tokenizer.model, tokenizers.models.BPE)
+        self.short = SHORT_CHARS if _takes_linear_time(tokenizer) else 0
 
     @cached_property
     def characters_per_token(self) -> int | None:
@@ -61,13 +67,22 @@ class LibraryBackend:
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError:
             raise unencodable(text) from None
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise RequestError(f"the model's tokenizer cannot tokenize the text ({told(error)})", "prompt") from None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str:
         if self.pieces is not None:
             return self.pieces.decode(ids, self.special_ids if skip_special_tokens else frozenset())
         tokens = self._tokens(ids, skip_special_tokens, spaces_between_special_tokens)
         decoder = self._tokenizer.decoder
-        return " ".join(tokens) if decoder is None else decoder.decode(tokens)
+        try:
+            return " ".join(tokens) if decoder is None else decoder.decode(tokens)
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise RequestError(f"the model's tokenizer cannot decode the tokens ({told(error)})") from None
 
     def token(self, token_id: int) -> str | None:
         return self._tokenizer.id_to_token(token_id)
@@ -133,6 +148,18 @@ class TransformersBackend:
 
     def size(self, with_added: bool) -> int:
         return self._size if with_added else int(self._tokenizer.vocab_size)
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether Rust code of the library has panicked. That is no Exception: PyO3 derives it from BaseException."""
+    return type(error).__module__ == "pyo3_runtime"
+
+
+def _takes_linear_time(tokenizer: tokenizers.Tokenizer) -> bool:
+    parts = [part for part in (tokenizer.normalizer, tokenizer.pre_tokenizer) if part is not None]
+    stages = [json.loads(part.__getstate__()) for part in parts]
+    cheap = all(is_cheap(expression) for stage in stages for expression in patterns_of(stage))
+    return cheap and prod(map(growth_of, stages)) <= SHORT_GROWTH
 
 
 def set_ends(tokenizer: tokenizers.Tokenizer, start: list[str], end: list[str]) -> None:

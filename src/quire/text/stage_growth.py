@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from quire.files.reading import told
+from quire.files.reading import shown, told
+from quire.text.regex_cost import is_cheap
 from quire.types.errors import ModelError
 
 MAX_GROWTH = 1 << 20  # of a text, before it cannot be tokenized at all
@@ -46,6 +47,9 @@ def check_stages(path: Path, content: bytes) -> None:
         stage = getattr(stages, name)
         if growth_of(stage) > MAX_GROWTH:
             raise ModelError(f"{path}: {name} must not make a text more than {MAX_GROWTH:,} times as long; its stages can")
+    for expression in patterns_of(stages.decoder):  # answers are decoded on the event loop
+        if not is_cheap(expression):
+            raise ModelError(f"{path}: decoder must have no regular expression that may backtrack; got {shown(expression)}")
     added = added_tokens(stages.post_processor)
     if added > MAX_ADDED_TOKENS:
         raise ModelError(f"{path}: post_processor must add at most {MAX_ADDED_TOKENS:,} tokens to a text; got {added:,}")
@@ -70,6 +74,14 @@ def growth_of(stage: Any) -> float:
     for each in flat_stages(stage):
         growth *= _growth(each)
     return growth
+
+
+def patterns_of(stage: Any) -> Iterable[str]:
+    """Yield the regular expressions of a section's stages."""
+    for each in flat_stages(stage):
+        expression = _table(each.get("pattern")).get("Regex")
+        if isinstance(expression, str):
+            yield expression
 
 
 def added_tokens(stage: Any) -> int:

@@ -110,7 +110,7 @@ class Tokenizer:
 
     @property
     def short(self) -> int:
-        """Characters of a text that is tokenized in less than a tenth of a second."""
+        """Characters of a text that is tokenized in less than a tenth of a second; 0 if any text may take long."""
         return self._backend.short
 
     @property

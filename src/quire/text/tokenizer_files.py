@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from quire.files.gguf import read_gguf
 from quire.files.reading import check_regular_files, read_bytes, read_object, read_text, reading, shown, told
 from quire.files.resolve import ModelFiles, resolve_model
-from quire.text.backends import LibraryBackend, TransformersBackend, set_ends
+from quire.text.backends import LibraryBackend, TransformersBackend, is_panic, set_ends
 from quire.text.gguf_tokenizer import tokenizer_from_gguf
 from quire.text.stage_growth import check_stages
 from quire.text.tokenizer import Tokenizer
@@ -58,18 +58,22 @@ def _read_tokenizer(path: Path) -> Tokenizer:
 def _read_library_tokenizer(path: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
     content = read_bytes(path)
     check_stages(path, content)
+    library = f"the `tokenizers` library ({tokenizers.__version__})"
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises plain Exception
-        raise ModelError(
-            f"{path}: the `tokenizers` library ({tokenizers.__version__}) cannot read it ({told(error)})"
-        ) from None
+        raise ModelError(f"{path}: {library} cannot read it ({told(error)})") from None
     # before the first text: a fixed padding may have any length
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    _add_tokens(tokenizer, config)
-    _set_prefix_space(tokenizer, config)
-    _set_added_ends(tokenizer, config)
+    try:
+        _add_tokens(tokenizer, config)
+        _set_prefix_space(tokenizer, config)
+        _set_added_ends(tokenizer, config)
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise ModelError(f"{path}: {library} cannot tokenize with it ({told(error)})") from None
     return tokenizer
 
 

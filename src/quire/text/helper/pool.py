@@ -29,6 +29,7 @@ from quire.subprocesses import environment, processor_time, with_us
 from quire.text.helper import wire
 from quire.types.errors import EngineDead, EngineError, InvalidParameter
 
+SETTINGS = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
 COMMAND = (sys.executable, "-P", "-m", "quire.text.helper.worker")
 LONGEST = 600.0  # seconds that a process may take for a job: it counts its own processor time, and may be starved of it
 BUSY = 0.05  # seconds that a job waits for the processes there are, before another one is started: that takes longer
@@ -60,7 +61,7 @@ class Helper:
                 [*COMMAND, str(theirs.fileno()), where, *with_us(lasting)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**(environment() or os.environ), "TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"},
+                env={**(environment() or os.environ), **SETTINGS},
                 process_group=0,  # Ctrl-C is for the parent
             )
             unused.pop_all()

@@ -31,6 +31,9 @@ GRACE = 2  # seconds of processor time until what cannot be interrupted is kille
 HEAVY = 512 * MB  # a process that has grown beyond this ends after its job
 
 
+MIN_ENCODE_SECONDS = 5.0
+SLOWEST_CHARS_PER_SECOND = 50_000  # of tokenizing; a twentieth of what is usual
+
 HARD_CPU = resource.getrlimit(resource.RLIMIT_CPU)[1]
 HARD_SPACE = resource.getrlimit(resource.RLIMIT_AS)[1]
 
@@ -126,7 +129,7 @@ class TextWorker:
 
     def _encode(self, text: str, add_special_tokens: bool, cut: wire.Cut) -> tuple[int, list[int] | None]:
         tokenizer = self._tokenizer  # reading it is not the job's cost
-        with Bounded(wire.Encode):
+        with Bounded(wire.Encode, max(MIN_ENCODE_SECONDS, len(text) / SLOWEST_CHARS_PER_SECOND)):
             return cut.of(tokenizer.encode(text, add_special_tokens))
 
 
@@ -157,8 +160,11 @@ class Bounded:
 
     _memory: tuple[str, int | None] = ("", None)  # for whom the bound is set: jobs of one kind need not measure again
 
-    def __init__(self, kind: type) -> None:
-        self._bounds = BOUNDS[kind]
+    def __init__(self, kind: type, seconds: float | None = None) -> None:
+        """`seconds`: of processor time, if this job may have fewer than others of its kind."""
+        bounds = BOUNDS[kind]
+        few = bounds.seconds if seconds is None else min(seconds, bounds.seconds)
+        self._bounds = msgspec.structs.replace(bounds, seconds=few)
 
     def __enter__(self) -> None:
         bounds = self._bounds
