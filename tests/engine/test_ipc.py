@@ -69,7 +69,7 @@ def test_commands_arrive_as_they_were_sent(command):
 @pytest.mark.parametrize(
     "report",
     [
-        ipc.Ready(256, 100, "cpu", "float32", 64, 8, 1, Timeline([("imports", 1.5)], 1.5, 7.25), 32),
+        ipc.Ready(256, 100, "cpu", "float32", 64, 8, 1, Timeline([("imports", 1.5)], 1.5, 7.25), 32, "NVIDIA H200"),
         ipc.StepReport([TokenDelta("a", [1, 2], "stop", 2), TokenDelta("b", [], "error", error="why")], STATS, 17),
         ipc.Beat(0.25),
         ipc.Refused("a", "PromptTooLong", "too long", "prompt"),

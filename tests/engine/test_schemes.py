@@ -506,3 +506,15 @@ def test_random_weights_in_a_scheme(checkpoint):
         )
         assert Sequences(model, 1, 40).step([(0, FIRST)])[0].isfinite().all()
         assert isinstance(model.layers[0].self_attn.o_proj.method, StoredLinear)
+
+
+@pytest.mark.parametrize("scheme", ["awq", "ct-w8a8"])
+def test_quantized_matrices_are_parameters_too(checkpoint, scheme):
+    """`describe_rank` counts what the model has, however few bits hold it."""
+    counts = set()
+    for directory in (checkpoint(scheme), checkpoint(scheme).parent / "floats"):
+        llm = LLM(str(directory), device="cpu", skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 20)
+        counts.add(llm.collective_rpc("describe_rank")[0]["parameters"])
+        llm.llm_engine.shutdown()
+    [count] = counts
+    assert count == sum(values.numel() for values in load_file(directory / "model.safetensors").values())

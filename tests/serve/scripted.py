@@ -14,8 +14,11 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Fast
 
 from patience import PATIENCE
+from quire.config.args import EngineArgs
+from quire.config.facts import DeviceFacts
 from quire.config.server_args import ServerArgs
 from quire.engine.adapter_names import AdapterNames
+from quire.files.resolve import ModelFiles
 from quire.obs.metrics import Metrics
 from quire.serve.app import build_app
 from quire.text.helper.wire import Cut, Parse
@@ -106,11 +109,12 @@ class ScriptedLLM:
         self.prompts = self.inputs.prompts
         self.default_sampling: dict[str, Any] = {}
         self.adapters = AdapterNames(enabled=False)
-        facts = SimpleNamespace(eos_ids=(), parameters=1)
-        args = SimpleNamespace(model="scripted", revision=None, structured_outputs_config={})
+        facts = SimpleNamespace(eos_ids=(), parameters=1, files=ModelFiles("scripted", Path("scripted"), "gguf"))
         self.config = SimpleNamespace(
-            served_names=("scripted",), policy="fcfs", max_logprobs=20, facts=facts, args=args, device="cpu", dtype="float32"
-        )
+            served_names=("scripted",), policy="fcfs", max_logprobs=20, facts=facts, args=EngineArgs(model="scripted"),
+            device="cpu", dtype="float32", cache_dtype="float32", device_facts=DeviceFacts("cpu"), keep_quantized=False,
+            ranks=1, stages=1,
+        )  # fmt: skip
         self.script = ""
         self.cuts: Iterable[int] | None = None
         self.finish = "stop"

@@ -456,6 +456,7 @@ def as_started(config: Config, ready: ipc.Ready) -> Config:
         max_seqs=ready.max_seqs,
         depth=ready.depth,
         page_size=ready.page_size,
+        device_facts=replace(config.device_facts, name=ready.device_name),
     )
 
 

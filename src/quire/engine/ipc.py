@@ -122,6 +122,7 @@ class Ready(_EngineFrame):
     depth: int
     timeline: Timeline
     page_size: int  # tokens
+    device_name: str = ""  # such as NVIDIA H200
 
 
 class StepReport(_EngineFrame):

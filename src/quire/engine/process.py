@@ -235,6 +235,7 @@ def start(command: ipc.StartEngine, watch: Stopwatch, ends: Ends | None) -> tupl
         depth=config.depth,
         timeline=started.timeline,
         page_size=config.page_size,
+        device_name=config.device_facts.name,
     )
 
 

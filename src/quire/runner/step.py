@@ -112,7 +112,7 @@ class Runner:
         self._position, self._group, self._exchange = position, group, exchange
         self._layers = facts.layers if group is None else share_layers(facts.layers, position)
         self._eplb, self._balancer = eplb, cast(Balancer | None, None)
-        self._parameters = 0  # that were loaded
+        self._parameters = 0  # of this rank, quantized ones included
         self._untold: Rows | None = None  # of the latest step, where another rank draws
         self._room, self._more = adapters, more_tokens
         self._vocabulary = facts.vocab_size + more_tokens
@@ -160,6 +160,8 @@ class Runner:
 
     def load(self) -> None:
         model = self._build()
+        # loading replaces quantized matrices by their packed form, and a device may keep weights outside the model
+        self._parameters = sum(parameter.numel() for parameter in model.parameters())
         count, rank = self._room
         adapters: Adapters | None = None
         if count:
@@ -170,7 +172,6 @@ class Runner:
             seed=self._seed, keep_quantized=self._keep_quantized, quantization=self._quantization, keeps=self._keeps,
             cache_scales=self._cache_dtype.itemsize == 1,
         )  # fmt: skip
-        self._parameters = sum(parameter.numel() for parameter in model.parameters())  # a device may keep them elsewhere
         if self._eplb is not None and self._group is not None and self._exchange is None:
             self._balancer = Balancer(model, self._position, self._group, self._eplb)
         facts = replace(self._facts, layers=tuple(self._layers))

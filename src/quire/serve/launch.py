@@ -34,6 +34,7 @@ from quire.obs.tracing import Tracing, make_exporter
 from quire.serve.adapters import check_adapters, load_modules
 from quire.serve.app import build_app
 from quire.serve.auth import Keys, check_exposure, find_keys
+from quire.serve.fingerprint import files_digest
 from quire.serve.formats import check_parsers
 from quire.serve.front import build_front
 from quire.serve.fronts.launch import FrontsLaunch, tell_ready
@@ -238,6 +239,8 @@ class ServerLaunch:
                 failure = error
             with contextlib.suppress(RuntimeError):  # the event loop is gone, and so will we be
                 loop.call_soon_threadsafe(tell, llm, failure)
+            if llm is not None:
+                files_digest(llm.config.facts.files)
 
         threading.Thread(target=make, name="quire-load", daemon=True).start()
         self._llm = await made

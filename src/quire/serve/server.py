@@ -1,7 +1,6 @@
 """What every endpoint needs: the engine, the settings, the names the model answers to. Made once, read by all."""
 
 import asyncio
-import hashlib
 import re
 import time
 from dataclasses import dataclass, field
@@ -9,7 +8,6 @@ from functools import cached_property
 
 from fastapi import Request
 
-import quire
 from quire.async_llm import AsyncLLM
 from quire.config.server_args import ServerArgs
 from quire.engine.client import check_number
@@ -18,6 +16,7 @@ from quire.serve.adapters import ServedAdapters
 from quire.serve.body import Unparsed
 from quire.serve.errors import HttpError, request_id_of
 from quire.serve.field_table import check_fields
+from quire.serve.fingerprint import system_fingerprint
 from quire.serve.formats import ModelFormats, choose_formats
 from quire.serve.limits import LIMITS, ServerLimits, check_limits
 from quire.serve.protocol.fields import GenerationFields, RequestBody
@@ -50,9 +49,7 @@ class Server:
     @cached_property
     def fingerprint(self) -> str:
         """Changes whenever the same request might be answered differently."""
-        config = self.llm.config
-        told = (config.args.model, config.args.revision, config.device, config.dtype, config.facts.parameters)
-        return f"quire-{quire.__version__}-{hashlib.sha256(repr(told).encode()).hexdigest()[:8]}"
+        return system_fingerprint(self.llm.config)
 
     @cached_property
     def responses(self) -> ResponseStore:
