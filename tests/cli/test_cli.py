@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import quire
 from gguf_files import tiny_llama
 from quire.cli.main import COMMANDS, main
 from quire.cli.parser import with_dashes
@@ -49,6 +50,44 @@ print("torch" in sys.modules, "transformers" in sys.modules, "huggingface_hub" i
     assert len(out) > 300
 
 
+def test_the_version_costs_nothing() -> None:
+    out = in_fresh_python("import sys; from quire.cli.main import main; code = main(['--version']); print(code, *sys.modules)")
+    version, (code, *modules) = out.splitlines()[0], out.splitlines()[1].split()
+    assert (version, code) == (quire.__version__, "0")
+    assert not {"numpy", "msgspec", "jinja2", "quire.cli.parser", "quire.config.args"} & {*modules} and len(modules) < 150
+
+
+def test_a_command_imports_no_other_command() -> None:
+    out = in_fresh_python("import sys; from quire.cli.main import make_parser; make_parser(['models']); print(*sys.modules)")
+    assert "quire.cli.models" in out and "quire.cli.serve" not in out and "numpy" not in out.split()
+
+
+def test_serving_a_missing_model_starts_no_engine_and_no_server() -> None:
+    code = """
+import sys
+from quire.cli.main import main
+code = main(["serve", "./nonexistent"])
+print(code, *(name for name in ("torch", "fastapi", "quire.engine.child", "quire.serve.launch") if name in sys.modules))
+"""
+    assert in_fresh_python(code) == "1\n"
+
+
+def test_an_unknown_architecture_does_not_import_transformers(tmp_path: Path) -> None:
+    config = {"architectures": ["NovelForCausalLM"], "model_type": "novel", "hidden_size": 8, "num_hidden_layers": 1,
+              "num_attention_heads": 1, "vocab_size": 10}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code = f"""
+import sys
+from quire import LLM
+from quire.types.errors import ModelError
+try:
+    LLM({str(tmp_path)!r}, device="cpu", load_format="dummy", skip_tokenizer_init=True)
+except ModelError as error:
+    print("does not know the model_type 'novel'" in str(error), "transformers" in sys.modules)
+"""
+    assert in_fresh_python(code) == "True False\n"
+
+
 def test_plan_does_not_import_torch(tmp_path: Path) -> None:
     path = tiny_llama(tmp_path / "m.gguf")
     out = in_fresh_python(
@@ -65,8 +104,7 @@ def test_no_command_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--version"])
+    assert main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == "0.1.0"
 
 

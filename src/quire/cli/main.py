@@ -5,10 +5,13 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from quire import __version__
-from quire.cli.parser import CommandParser
 from quire.types.errors import ConfigError, QuireError, RequestError
+
+if TYPE_CHECKING:
+    from quire.cli.parser import CommandParser
 
 COMMANDS = ("serve", "run", "chat", "plan", "simulate", "models", "top", "bench")
 EXAMPLES = """examples:
@@ -20,10 +23,13 @@ WRONG_USE, FAILED, INTERRUPTED = 2, 1, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser()
     line = sys.argv[1:] if argv is None else list(argv)
+    if line in (["-v"], ["--version"]):
+        print(__version__)
+        return 0
     if line[:1] == ["help"]:
         line = [*line[1:], "--help"]
+    parser = make_parser(line[:1] if line[:1] and line[0] in COMMANDS else COMMANDS)
     namespace = parser.parse_args(line)
     if not hasattr(namespace, "run"):
         parser.print_help()
@@ -40,7 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
 
 
-def make_parser() -> CommandParser:
+def make_parser(commands: Sequence[str] = COMMANDS) -> "CommandParser":
+    """Return a parser of these commands. Each has a module, which is imported."""
+    from quire.cli.parser import CommandParser
+
     parser = CommandParser(
         prog="quire",
         usage="%(prog)s COMMAND [MODEL] [options]",
@@ -50,7 +59,7 @@ def make_parser() -> CommandParser:
     )
     parser.add_argument("-v", "--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", prog="quire")
-    for name in COMMANDS:
+    for name in commands:
         importlib.import_module(f"quire.cli.{name}").add_parser(subparsers)
     return parser
 

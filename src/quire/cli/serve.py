@@ -6,6 +6,7 @@ from typing import Any
 
 from quire.cli.model_tag import add_model_tag, engine_args
 from quire.config.args import add_cli_arguments
+from quire.config.resolve import check_model
 from quire.config.server_args import SERVER_NAMES, ServerArgs, add_server_arguments
 from quire.engine.timeline import process_start
 from quire.types.errors import ConfigError
@@ -35,6 +36,7 @@ def run(namespace: argparse.Namespace) -> int:
         from quire.cli.headless import run_headless
 
         return run_headless(args)
+    check_model(args)
     if args.warm_restart is None:
         args = dataclasses.replace(args, warm_restart=True)
     try:

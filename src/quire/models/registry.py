@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from quire.files.reading import reading
 from quire.models.composite import COMPOSITES, TEXT_MODELS, renames_of
+from quire.models.transformers_types import check_model_type
 from quire.types.cache import LayerCache
 from quire.types.errors import ModelError
 
@@ -157,6 +158,7 @@ def complete_facts(facts: "ModelFacts", impl: str) -> "ModelFacts":
     if not ours and impl != "quire" and facts.architecture not in COMPOSITES:
         facts = replace(facts, by_transformers=True)
         try:
+            _check_known(facts)
             return importlib.import_module("quire.models.fallback_plan").plan(facts)  # type: ignore[no-any-return]
         except (ModuleNotFoundError, ModelError):
             return replace(facts, layers=(NO_CACHE,), unplanned="") if facts.unplanned else facts
@@ -186,6 +188,7 @@ def build_model(facts: "ModelFacts", impl: str = "auto") -> "Decoder":
     if impl == "quire":
         raise ModelError(unserved)
     try:
+        _check_known(facts)
         return _import(RECOMPUTED if facts.recomputed else FALLBACK)(facts).eval()
     except ModuleNotFoundError as error:
         install = f"transformers cannot be used ({error}); install it with pip install 'quire[transformers]'"
@@ -193,6 +196,11 @@ def build_model(facts: "ModelFacts", impl: str = "auto") -> "Decoder":
     except ModelError as error:
         refusal = f"{facts.architecture} cannot be run through transformers: {error}"
         raise ModelError(f"{unserved}, and {refusal}" if impl == "auto" else refusal) from error
+
+
+def _check_known(facts: "ModelFacts") -> None:
+    """Refuse a model type that transformers does not list before transformers, and torch with it, is imported."""
+    check_model_type(facts.hf.get("model_type"), bool(facts.hf.get("auto_map")))
 
 
 def _build(kind: "type[Decoder]", facts: "ModelFacts") -> "Decoder":

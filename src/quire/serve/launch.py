@@ -22,7 +22,6 @@ import uvloop
 
 from quire.async_llm import AsyncLLM
 from quire.config.args import EngineArgs
-from quire.config.resolve import check_model
 from quire.config.server_args import ServerArgs
 from quire.engine.child import Child
 from quire.obs.http_metrics import HttpMetrics
@@ -63,7 +62,6 @@ def run_server(engine_args: EngineArgs, settings: ServerArgs, started: float, sp
     check_parsers(settings)
     check_adapters(settings, engine_args)
     keys = find_keys(settings, os.environ)
-    check_model(engine_args)
     addresses = find_addresses(settings)
     check_exposure(settings, reachable(addresses), keys)
     exporter = None if settings.otlp_traces_endpoint is None else make_exporter(settings.otlp_traces_endpoint)
