@@ -7,8 +7,10 @@ import torch
 from quire.ops.arguments import BROKEN, GOOD, NOTHING_ALLOWED, DrawColumns, DrawScratch, Factors
 from quire.ops.sample_penalties import reference_penalize
 from quire.ops.sample_scores import reference_score
+from quire.runner.draft.sampler import DraftSampler
 from quire.runner.sampler.pipeline import Sampler
 from quire.runner.sampler.stage import Rows
+from quire.runner.slots import Slots
 from quire.types.plan import Admission
 from quire.types.sampling import SamplingParams
 
@@ -84,6 +86,35 @@ def test_draws_are_those_of_the_stages(device, vocabulary, levels):
     got, written, expected = draw_both(logits, [{}, *PARAMS], device, vocabulary)
     assert got.tolist() == expected.tolist()
     assert written.tolist() == expected[0].tolist()
+
+
+@pytest.mark.parametrize("shape", ["smaller", "larger", "mapped"])
+def test_drafts_are_drawn_as_the_target_draws(device, shape):
+    """From the draft's logits, by the target's token ids; what the target drew stays where it was."""
+    there, rows, vocabulary = torch.device(device), len(PARAMS), 700
+    slots = Slots(rows, 8, 1, 4, there)
+    sampler = Sampler(rows, vocabulary, there, "raw_logprobs", fused=True)
+    for slot, params in enumerate(PARAMS):
+        nothing = np.zeros(3, np.int32)
+        sampler.admit(slot, Admission(slot, nothing, 3, 0, SamplingParams(**params), seed=slot, stop_ids=(), bad_words=()))
+    sampler.refresh(slots.updates)
+    slots.updates.deliver()
+    drafts, slot, end = DraftSampler(sampler, slots), np.arange(rows), np.full(rows, 5)
+    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(1)).to(there) * 3
+    logits[:, 40:130] = logits[:, 650:] = -INF
+    drawn = sampler.sample(logits.clone(), drafts.rows(slot, end)).ids[:rows].tolist()
+    ids = None
+    if shape == "mapped":  # to the target's ids, in another order, without those that it cannot draw
+        ids = torch.randperm(650, generator=torch.Generator().manual_seed(2))
+        ids = ids[(ids < 40) | (ids >= 130)].to(there)
+        logits = logits[:, ids]
+    elif shape == "larger":
+        logits = torch.cat((logits, torch.full((rows, 20), 50.0, device=there)), 1)
+    else:
+        logits = logits[:, :650]
+    out = sampler.latest.clone()
+    assert drafts.guess(logits, drafts.rows(slot, end), ids).tolist() == drawn
+    assert slots.tokens[:, 5].tolist() == drawn and (sampler.latest == out).all()
 
 
 @pytest.mark.parametrize("value", [-0.0, -3.5, 1e30])

@@ -282,7 +282,7 @@ class Runner:
         self._tenants = slots, kv, sampler
         if self._companion is not None:
             own = self._device.recorder() if self._recording and pages else None
-            self._companion.allocate(pages, slots, self._max_batched_tokens, own)
+            self._companion.allocate(pages, slots, sampler, self._max_batched_tokens, own)
         self._parts = make_parts(self._max_seqs, self._shelf)
         planners = fixed_plans(model, len(self._layout.groups)) if self._recording else None
         self.graphs = None

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from quire.device.base import Device, Recorder
 from quire.models.decoder import Decoder
+from quire.runner.draft.sampler import DraftSampler
+from quire.runner.sampler.pipeline import Sampler
 from quire.runner.slots import Slots
 from quire.runner.transfer import Download
 from quire.types.plan import Ints, StepPlan, spans
@@ -72,9 +74,11 @@ class DeviceDrafter:
         """That graphs of its own may take."""
         return 0
 
-    def allocate(self, pages: int, slots: Slots, room: int, recorder: Recorder | None) -> None:  # noqa: ARG002
-        """With the model's cache. `room`: tokens of a step, at most. `recorder`: where it may record graphs."""
+    def allocate(self, pages: int, slots: Slots, sampler: Sampler, room: int, recorder: Recorder | None) -> None:  # noqa: ARG002
+        """With the model's cache. `sampler`: the target's. `room`: tokens of a step, at most. `recorder`: where it may record
+        graphs."""
         self._guessed = Guessed(len(slots.tokens), self.most)
+        self._draws = DraftSampler(sampler, slots)
 
     def take_in(self, plan: StepPlan) -> None:
         """Who came, and which pages are duplicated, before the step is run."""

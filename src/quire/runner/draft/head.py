@@ -31,6 +31,7 @@ from quire.models.decoder import Decoder
 from quire.runner.draft.base import DeviceDrafter, Ran
 from quire.runner.draft.passes import Passes, rows
 from quire.runner.kv import KVBuffers
+from quire.runner.sampler.pipeline import Sampler
 from quire.runner.slots import Slots
 from quire.runner.transfer import upload
 from quire.types.cache import CacheLayout
@@ -91,11 +92,14 @@ class HeadDrafter(DeviceDrafter):
             quantization=choose_quantization(None, facts.quantization, False),
         )  # fmt: skip
         self._layers, self._model, self._device, self._dtype = layers, model, device, dtype
-        self._vocabulary = model.lm_head.total
+        self._ids: Tensor | None = None  # [draft vocabulary] int64, the model's token ids
+        if layers.d2t is not None:  # whatever the files say, they are ids of the model
+            own = torch.arange(layers.draft_vocabulary, device=device.torch_device)
+            self._ids = (own + layers.d2t).clamp(0, model.lm_head.total - 1)
 
-    def allocate(self, pages: int, slots: Slots, room: int, recorder: Recorder | None) -> None:
+    def allocate(self, pages: int, slots: Slots, sampler: Sampler, room: int, recorder: Recorder | None) -> None:
         assert self._layers is not None
-        super().allocate(pages, slots, room, recorder)
+        super().allocate(pages, slots, sampler, room, recorder)
         self._passes = Passes(slots, self._group)
         self._kv = KVBuffers(self._layout, self._head.facts.layers, pages, self._dtype, self._device.allocate)
         attentions = self._layers.attentions
@@ -119,7 +123,7 @@ class HeadDrafter(DeviceDrafter):
         if len(drew) < len(out):
             last = upload((np.cumsum(count) - 1)[drew].astype(np.int64), out.device)
             out, state = out[last], state[last]
-        self._go_on(plan.slot[drew], ran.text[drew], self._guess(out), state, ahead)
+        self._go_on(plan.slot[drew], ran.text[drew], out, state, ahead)
 
     def _take_states(self, ran: Ran, count: Ints) -> tuple[Tensor, Tensor]:
         """Each token's state with the token behind it, of the first count[r] of each row."""
@@ -132,16 +136,16 @@ class HeadDrafter(DeviceDrafter):
         slot = upload(np.repeat(plan.slot, count).astype(np.int64), slots.device)
         return self._forward(slots.tokens[slot, batch.positions + 1].long(), self._layers.combine(states), batch)
 
-    def _go_on(self, slot: Ints, text: Ints, ids: Tensor, state: Tensor, ahead: int) -> None:
-        """`ids` [R]: the first guesses."""
+    def _go_on(self, slot: Ints, text: Ints, out: Tensor, state: Tensor, ahead: int) -> None:
+        """Draw `ahead` tokens after each text. out, state: [R, H], from which the first is drawn and the next pass goes on."""
         assert self._passes is not None
-        passes, guesses = self._passes, [ids]
+        passes = self._passes
+        ids = self._guess(out, slot, text)
         for i in range(1, ahead):
             end = np.minimum(text - 1 + i, passes.slots.length)  # beyond, no guess is asked for
             out, state = self._forward(ids, state, passes.build(rows(slot, 1, end, False), whole=True).batch)
-            ids = self._guess(out)
-            guesses.append(ids)
-        self._guessed.note(slot, passes.write(slot, text, torch.stack(guesses, 1)))
+            ids = self._guess(out, slot, text + i)
+        self._guessed.note(slot, passes.read(slot, text, ahead))
 
     def _forward(self, ids: Tensor, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         layers = self._layers
@@ -150,12 +154,9 @@ class HeadDrafter(DeviceDrafter):
         out, state = layers(embedded, hidden, replace(batch, ids=ids))
         return out, state
 
-    def _guess(self, out: Tensor) -> Tensor:
-        """[R, H] -> [R] int64, of the model's vocabulary whatever the files say."""
+    def _guess(self, out: Tensor, slot: Ints, end: Ints) -> Tensor:
+        """Draw the tokens of `slot` [R] at positions `end` [R] from out [R, H]; they are written to the slots. -> [R] int64."""
         layers = self._layers
         assert layers is not None
-        ids = (self._model.lm_head if layers.lm_head is None else layers.lm_head)(out).argmax(-1)
-        if layers.d2t is not None:
-            ids = ids + layers.d2t[ids]
-        guess: Tensor = ids.clamp(0, self._vocabulary - 1)
-        return guess
+        logits = (self._model.lm_head if layers.lm_head is None else layers.lm_head)(out)
+        return self._draws.guess(logits, self._draws.rows(slot, end), self._ids).long()

@@ -15,9 +15,11 @@ from quire.load.assign import Renames
 from quire.load.load import load_weights
 from quire.models.decoder import Decoder
 from quire.runner.draft.base import DeviceDrafter, Ran
-from quire.runner.draft.passes import write_guesses
+from quire.runner.draft.passes import read_guesses
+from quire.runner.sampler.pipeline import Sampler
 from quire.runner.slots import Slots
 from quire.runner.transfer import upload
+from quire.types.plan import Ints
 
 
 class MedusaHead(nn.Module):
@@ -65,10 +67,11 @@ class Medusa(DeviceDrafter):
         load_weights(
             heads, self._head.facts, device=device.torch_device, dtype=dtype, load_format=self._load_format, seed=self._seed
         )
-        self._heads, self._model, self._vocabulary = heads, model, model.lm_head.total
+        self._heads, self._model = heads, model
+        self._ids = None if heads.token_map is None else heads.token_map.clamp(0, model.lm_head.total - 1)
 
-    def allocate(self, pages: int, slots: Slots, room: int, recorder: Recorder | None) -> None:
-        super().allocate(pages, slots, room, recorder)
+    def allocate(self, pages: int, slots: Slots, sampler: Sampler, room: int, recorder: Recorder | None) -> None:
+        super().allocate(pages, slots, sampler, room, recorder)
         self._slots: Slots | None = slots
 
     def close(self) -> None:
@@ -80,19 +83,14 @@ class Medusa(DeviceDrafter):
             return
         assert self._slots is not None and ran.drawn_from is not None
         last = np.searchsorted(plan.draw_row, drew) + ran.lengths[drew] - 1
-        guesses = self._propose(ran.drawn_from[upload(last.astype(np.int64), ran.drawn_from.device)], ahead)
-        write_guesses(self._slots, plan.slot[drew], ran.text[drew], guesses)
-        self._guessed.note(plan.slot[drew], guesses)
+        slot, text = plan.slot[drew], ran.text[drew]
+        self._propose(ran.drawn_from[upload(last.astype(np.int64), ran.drawn_from.device)], slot, text, ahead)
+        self._guessed.note(slot, read_guesses(self._slots, slot, text, ahead))
 
-    def _propose(self, hidden: Tensor, ahead: int) -> Tensor:
-        """hidden [R, H] -> [R, ahead] int32."""
+    def _propose(self, hidden: Tensor, slot: Ints, text: Ints, ahead: int) -> None:
+        """Write `ahead` tokens after each text [R], drawn from hidden [R, H]."""
         heads = self._heads
         assert heads is not None
-        guesses = []
         for i, block in enumerate(heads.blocks[:ahead]):
             lm_head = heads.lm_heads[i] if heads.lm_heads else heads.lm_head or self._model.lm_head
-            guesses.append(lm_head(block(hidden)).argmax(-1))
-        ids = torch.stack(guesses, 1)
-        if heads.token_map is not None:
-            ids = heads.token_map[ids]
-        return ids.clamp(0, self._vocabulary - 1).int()
+            self._draws.guess(lm_head(block(hidden)), self._draws.rows(slot, text + i), self._ids)

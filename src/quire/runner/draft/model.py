@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from quire.config.quantization import choose_quantization
 from quire.device.base import Device, Recorder, Setting
@@ -22,8 +21,9 @@ from quire.models.registry import build_model
 from quire.runner.draft.base import DeviceDrafter, Ran
 from quire.runner.draft.filled import FilledPages
 from quire.runner.draft.passes import Passes, rows
-from quire.runner.graphs import Graphs, allowance, fixed_plans
+from quire.runner.graphs import Graphs, Undrawn, allowance, fixed_plans
 from quire.runner.kv import KVBuffers
+from quire.runner.sampler.pipeline import Sampler
 from quire.runner.slots import Slots
 from quire.types.cache import CacheLayout
 from quire.types.plan import Bools, Ints, StepPlan, StepRows
@@ -62,14 +62,14 @@ class DraftModel(DeviceDrafter):
         )  # fmt: skip
         prepared = device.prepare(own, Setting(facts, dtype, self._layout, self._load_format))
         own.body, self._kv_layout = prepared.body, prepared.kv_layout
-        self._vocabulary, last = min(facts.vocab_size, model.lm_head.total), facts.vocab_size - 1
+        last = facts.vocab_size - 1
         if facts.vocab_size < model.lm_head.total:  # which is padded more; what it may be told beyond, nobody says
             own.embed_tokens.register_forward_pre_hook(lambda _, given: (given[0].clamp(max=last), *given[1:]))
         self._model, self._device, self._dtype = own, device, dtype
 
-    def allocate(self, pages: int, slots: Slots, room: int, recorder: Recorder | None) -> None:
+    def allocate(self, pages: int, slots: Slots, sampler: Sampler, room: int, recorder: Recorder | None) -> None:
         assert self._model is not None
-        super().allocate(pages, slots, room, recorder)
+        super().allocate(pages, slots, sampler, room, recorder)
         self._kv = KVBuffers(self._layout, self._facts.layers, pages, self._dtype, self._device.allocate, self._kv_layout)
         for layer, view, group in self._kv.views():
             self._model.attentions[layer].bind(view, group, dtype=self._dtype)
@@ -78,9 +78,7 @@ class DraftModel(DeviceDrafter):
         self._graphs = None
         if recorder is not None and planners is not None:
             vocabulary = self._facts.vocab_size
-            self._graphs = Graphs(
-                self._model, self._passes.slots, Greedy(self._vocabulary), planners, recorder, vocabulary, room
-            )
+            self._graphs = Graphs(self._model, self._passes.slots, self._draws, planners, recorder, vocabulary, room)
             with torch.inference_mode():
                 self._graphs.record_guesses()
         self._seen = np.zeros(len(slots.tokens), np.int32)  # [S] of the text
@@ -147,23 +145,12 @@ class DraftModel(DeviceDrafter):
     def _run(self, plan: StepRows) -> None:
         """What the rows draw is written behind them."""
         assert self._model is not None and self._passes is not None
-        if self._graphs is not None and self._graphs.run(plan, plain=True) is not None:
-            return
-        built = self._passes.build(plan)
-        hidden = self._model(built.batch)
-        if len(plan.outputs.draw):
-            ids = self._model.logits(hidden[built.batch.logit_index])[:, : self._vocabulary].argmax(-1)
-            self._passes.slots.tokens[built.rows.slot, built.rows.end] = ids.int()
-
-
-class Greedy:
-    """In place of a sampler, in graphs: the most likely token is written to its slot. Rows of nobody write where nobody
-    reads, behind the last place of a slot that a row could ask for."""
-
-    def __init__(self, vocabulary: int) -> None:
-        self.latest, self._vocabulary = torch.empty(0), vocabulary
-
-    def draw(self, logits: Tensor, drawer: Tensor, end: Tensor, tokens: Tensor) -> Tensor:
-        place = torch.where(drawer >= 0, end, tokens.shape[1] - 1)
-        tokens[drawer.clamp(min=0), place] = logits[:, : self._vocabulary].argmax(-1).int()
-        return self.latest
+        replayed = None if self._graphs is None else self._graphs.run(plan, self._draws.plain(plan.slot))
+        if isinstance(replayed, Undrawn):
+            if len(plan.outputs.draw):
+                self._draws.guess(replayed.logits, replayed.rows)
+        elif replayed is None:
+            built = self._passes.build(plan)
+            hidden = self._model(built.batch)
+            if len(plan.outputs.draw):
+                self._draws.guess(self._model.logits(hidden[built.batch.logit_index]), built.rows)

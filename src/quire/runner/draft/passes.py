@@ -26,24 +26,15 @@ class Passes:
     def build(self, plan: StepRows, whole: bool = False) -> Built:
         return build_batch(plan, self.slots, whole=whole)
 
-    def write(self, slot: Ints, place: Ints, guesses: Tensor) -> Tensor:
-        """guesses [R, n]: they are the tokens from there on, until others are."""
-        written = guesses.int()
-        write_guesses(self.slots, slot, place, written)
-        return written
-
     def read(self, slot: Ints, place: Ints, count: int) -> Tensor:
         """[R, count] the tokens from there on."""
-        return self.slots.tokens[_places(self.slots, slot, place, count)]
+        return read_guesses(self.slots, slot, place, count)
 
 
-def write_guesses(slots: Slots, slot: Ints, place: Ints, guesses: Tensor) -> None:
-    slots.tokens[_places(slots, slot, place, guesses.shape[1])] = guesses
-
-
-def _places(slots: Slots, slot: Ints, place: Ints, count: int) -> tuple[Tensor, Tensor]:
+def read_guesses(slots: Slots, slot: Ints, place: Ints, count: int) -> Tensor:
+    """[R, count] the tokens of `slot` [R] from position `place` [R] on."""
     slot_there, first = upload_together([slot, place], slots.device)
-    return slot_there[:, None], first[:, None] + torch.arange(count, device=slots.device)
+    return slots.tokens[slot_there[:, None], first[:, None] + torch.arange(count, device=slots.device)]
 
 
 def rows(slot: Ints, count: Ints | int, end: Ints, sample: Bools | bool = True) -> StepRows:

@@ -1,5 +1,6 @@
 """The stages in their order, applied to the rows of one step."""
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -78,7 +79,7 @@ class Sampler:
     ) -> None:
         """`drafts`: a slot may draw so many times more in a step. `fused`: None says as on this device. `own`: how many tokens
         the model has itself, if adapters may add some."""
-        self._device = device
+        self._device, self.vocabulary, self._slots = device, vocabulary, slots
         fused = device.type == "cuda" if fused is None else fused
         self._together = max(1, CACHED_LOGITS // vocabulary) if device.type == "cpu" else slots
         self._columns = columns = Columns(slots, device)
@@ -100,6 +101,14 @@ class Sampler:
         parameters = (self._temperature.column, truncation.top_k, truncation.top_p, min_p.column, self._draw.seed)
         self._parameters = DrawColumns(*(column.there for column in parameters))
         self._scratch = DrawScratch(slots * (1 + drafts), vocabulary, device) if fused else None
+
+    def for_drafts(self) -> "Sampler":
+        """Return a sampler of the same tenants for one draft token per slot, with scratch memory of its own: a draft must not
+        overwrite what the latest step drew."""
+        drafts = copy.copy(self)
+        if self._scratch is not None:
+            drafts._scratch = DrawScratch(self._slots, self.vocabulary, self._device)
+        return drafts
 
     def admit(self, slot: int, admission: Admission) -> None:
         self.retire(slot)
@@ -143,11 +152,19 @@ class Sampler:
         """logits [N, V] float32, which this may overwrite; the tokens drawn are also written to their slots."""
         plain = masks is None and self.plain(rows.slots)
         edited, fault, raw = (logits, None, None) if plain else self.edit(logits, rows, masks)
-        if self._draws_fused(rows):
-            result = self.draw(edited, rows.slot, rows.end, rows.tokens, fault)
-        else:
-            result = self._draw_in_stages(edited, rows, fault)
+        result = self._draw_rows(edited, rows, fault)
         return Drawn(result) if plain else self.report(result, edited, raw, rows)
+
+    def guess(self, logits: Tensor, rows: Rows) -> Tensor:
+        """Draw as `sample` does, without masks and logprobs; return the ids [N] int32, which are also written to their
+        slots."""
+        edited, fault, _ = (logits, None, None) if self.plain(rows.slots) else self.edit(logits, rows, None)
+        return self._draw_rows(edited, rows, fault)[0, : len(rows.slots)]
+
+    def _draw_rows(self, logits: Tensor, rows: Rows, fault: Tensor | None) -> Tensor:
+        if self._draws_fused(rows):
+            return self.draw(logits, rows.slot, rows.end, rows.tokens, fault)
+        return self._draw_in_stages(logits, rows, fault)
 
     def edit(self, logits: Tensor, rows: Rows, masks: Masks | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """What the draw is from; then, where something was edited: what was wrong before, and the raw logits of rows that ask
