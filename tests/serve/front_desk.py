@@ -41,7 +41,9 @@ async def whoami(request: Request) -> JSONResponse:
 
 
 class Desk:
-    def __init__(self, environment: dict[str, str] | None = None, loaded: bool = True, **settings: Any) -> None:
+    def __init__(
+        self, environment: dict[str, str] | None = None, loaded: bool = True, loopback: bool = False, **settings: Any
+    ) -> None:
         args = ServerArgs(**settings)
         self.llm = FakeLLM()
         self.state = ServerState(args)
@@ -49,7 +51,7 @@ class Desk:
             metrics = Metrics(args.metrics_prefix, "tiny", 100, {"block_size": 16})
             api = Starlette(routes=[Route("/v1/whoami", whoami, methods=["GET", "POST"]), Route("/docs", whoami)])
             self.state.service = Service(self.llm, api, metrics, HttpMetrics(metrics.registry))  # type: ignore[arg-type]
-        self.app = build_front(self.state, Keys(find_keys(args, environment or {})))
+        self.app = build_front(self.state, Keys(find_keys(args, environment or {})), loopback)
 
     def ask(self, path: str, method: str = "GET", headers: Any = None) -> httpx.Response:
         async def send() -> httpx.Response:

@@ -233,3 +233,37 @@ def test_preflights_carry_no_key() -> None:
     refused = desk.ask("/v1/whoami", headers={"Origin": "https://a.example"})
     assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "https://a.example")
     assert "access-control-allow-origin" not in Desk().ask("/v1/whoami", headers={"Origin": "https://a.example"}).headers
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "localhost:8000", "LOCALHOST.:80", "127.0.0.1:8000", "127.9.9.9", "[::1]:8000", "a.localhost", "ours"]
+)
+def test_loopback_names_are_answered(host: str) -> None:
+    assert Desk(loopback=True, host="ours").ask("/v1/whoami", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "localhost.evil.example", "128.0.0.1", "[::2]", "", "*"])
+def test_other_hosts_are_refused_on_loopback_without_a_key(host: str) -> None:
+    """A page that points its own name at 127.0.0.1 would read the answers."""
+    for path in ("/v1/whoami", "/", "/livez", "/metrics"):
+        refused = Desk(loopback=True).ask(path, headers={"Host": host})
+        assert refused.status_code == refused.json()["error"]["code"] == 421
+        assert "--allowed-hosts" in refused.json()["error"]["message"]
+
+
+def test_where_any_host_is_answered() -> None:
+    evil = {"Host": "evil.example"}
+    assert Desk(loopback=False, auth=False).ask("/v1/whoami", headers=evil).status_code == 200
+    assert Desk(loopback=True, api_key=["secret"]).ask("/v1/whoami", headers=evil | bearer("secret")).status_code == 200
+    assert Desk(loopback=True, allowed_hosts=["*"]).ask("/v1/whoami", headers=evil).status_code == 200
+
+
+def test_hosts_may_be_allowed_by_name() -> None:
+    allowed = ["llm.example", "*.cluster.example"]
+    for loopback, key in ((True, {}), (False, {"auth": False}), (False, {"api_key": ["secret"]})):
+        desk = Desk(loopback=loopback, allowed_hosts=allowed, **key)
+        statuses = {
+            host: desk.ask("/v1/whoami", headers={"Host": host} | bearer("secret")).status_code
+            for host in ("LLM.example:80", "a.b.cluster.example", "localhost", "llm.example.evil", "cluster.example", "x")
+        }
+        assert list(statuses.values()) == [200, 200, 200, 421, 421, 421], statuses

@@ -92,6 +92,13 @@ def test_answers_and_metrics_of_all(two: ServerProcess, serve_model: Path) -> No
             assert client.get("/readyz").status_code == 200
 
 
+def test_other_hosts_are_refused_by_all(two: ServerProcess) -> None:
+    for _ in range(8):  # each time by any of the processes
+        with two.client() as http:
+            assert http.get("/livez", headers={"Host": "evil.example"}).status_code == 421
+            assert http.get("/livez", headers={"Host": "localhost"}).status_code == 200
+
+
 def test_what_no_process_could_find_again_is_refused(two: ServerProcess) -> None:
     with two.client() as client:
         asked = {"model": "tiny", "input": "hi", "max_output_tokens": 3}

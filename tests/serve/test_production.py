@@ -40,6 +40,13 @@ def idle(http: httpx.Client) -> bool:
     )
 
 
+def test_a_page_of_another_name_is_not_answered(server: ServerProcess) -> None:
+    with server.client() as http:
+        refused = http.post("/v1/completions", json=body(1, False), headers={"Host": "evil.example"})
+        assert refused.status_code == 421 and "--allowed-hosts evil.example" in refused.json()["error"]["message"]
+        assert http.post("/v1/completions", json=body(1, False), headers={"Host": "localhost:1"}).status_code == 200
+
+
 def requests() -> list[dict[str, Any]]:
     """Greedy and seeded in turn, of different lengths."""
     out = []

@@ -32,7 +32,7 @@ MOST = 0.75  # of the tokens of many: by then none has ended
 SETTLING = 0.1  # seconds after the last token, for what is left to do
 PART = b"data: {"
 START, ANSWER, END = 120.0, 60.0, 60.0  # seconds at most
-HEAD = b" HTTP/1.1\r\nHost: here\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+HEAD = b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 
 
 @dataclass(frozen=True)

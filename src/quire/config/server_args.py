@@ -47,6 +47,11 @@ class ServerArgs:
     )  # fmt: skip
     auth: bool = setting(True, FLAG, _SECURITY, "--no-auth: whoever reaches the server may use it, from other machines as well")
     metrics_without_key: bool = setting(False, FLAG, _SECURITY, "/metrics needs no API key, as for a Prometheus that has none")
+    allowed_hosts: list[str] = setting(
+        [], LIST, _SECURITY,
+        "names that the Host header may have, besides loopback names and the address itself; *.example.com: all that end so, "
+        "*: any. Default: any, but none on loopback without an API key, where web pages could use DNS rebinding",
+    )  # fmt: skip
     allowed_origins: list[str] = setting(
         [], LIST, _SECURITY, "web origins whose pages may call the server (CORS); default: none"
     )

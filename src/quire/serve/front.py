@@ -1,7 +1,8 @@
 """The layers around the API: each is an ASGI app that holds the next.
 
-AccessLog ─► RequestIds ─► CORS ─► Meter ─► Guard ─► Operations ─► Gate ─► the API (serve/app.py), once the model is loaded
-                                              └ /health    └ /, /metrics, /engine/events ...
+AccessLog ─► RequestIds ─► HostCheck ─► CORS ─► Meter ─► Guard ─► Operations ─► Gate ─► the API (serve/app.py), once the
+                                                          │          │                  model is loaded
+                                                          └ /health  └ /, /metrics, /engine/events ...
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from quire.serve.auth import Guard, Keys, glance
 from quire.serve.errors import RETRY_AFTER, error_body, error_response, json_response, shaped
 from quire.serve.feed.feed import Feed
 from quire.serve.health import Health
+from quire.serve.hosts import EVERY_HOST, HostCheck
 from quire.serve.ids import RequestIds
 from quire.serve.lifecycle import ServerState
 from quire.serve.no_route import no_route
@@ -28,7 +30,8 @@ from quire.serve.no_route import no_route
 access_logger = logging.getLogger("uvicorn.access")
 
 
-def build_front(state: ServerState, keys: Keys) -> ASGIApp:
+def build_front(state: ServerState, keys: Keys, loopback: bool = False) -> ASGIApp:
+    """`loopback`: the server listens on loopback addresses only."""
     settings, health = state.settings, Health(state)
     about = About(state, keyed=len(keys) > 0)
     operations = [*health.routes, *about.routes, *Feed(state, several=len(keys) > 1).routes]
@@ -45,6 +48,9 @@ def build_front(state: ServerState, keys: Keys) -> ASGIApp:
         )
     if settings.root_path:
         front = Rooted(front, settings.root_path)
+    checked = settings.allowed_hosts or (loopback and not len(keys))
+    if checked and EVERY_HOST not in settings.allowed_hosts:
+        front = HostCheck(front, [settings.host, *settings.allowed_hosts])
     front = RequestIds(front, settings.enable_request_id_headers)
     return front if settings.disable_uvicorn_access_log else AccessLog(front)
 

@@ -41,7 +41,7 @@ from quire.serve.fronts.side import Front
 from quire.serve.http import LAST_WORDS, HttpServer
 from quire.serve.lifecycle import ServerState, Service
 from quire.serve.sample import print_sample
-from quire.serve.sockets import find_addresses, listen, page_of, reachable, url_of
+from quire.serve.sockets import find_addresses, listen, on_loopback, page_of, reachable, url_of
 from quire.types.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class ServerLaunch:
         self._engine_args, self._settings, self._sockets, self._tracing = engine_args, settings, sockets, tracing
         self._stats_interval = stats_interval
         self._state = ServerState(settings)
-        self._http = HttpServer(settings, build_front(self._state, keys))
+        self._http = HttpServer(settings, build_front(self._state, keys, on_loopback(sockets)))
         self._asked, self._asked_again = asyncio.Event(), asyncio.Event()
         self._signal = 0
         self._llm: AsyncLLM | None = None

@@ -31,6 +31,12 @@ def reachable(addresses: list[Address]) -> bool:
     return not all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for _, address in addresses)
 
 
+def on_loopback(sockets: list[socket.socket]) -> bool:
+    """Return whether all sockets listen on loopback addresses. Browsers cannot connect to a Unix socket, which is none."""
+    internet = [each for each in sockets if each.family != socket.AF_UNIX]
+    return bool(internet) and not reachable([(each.family, str(each.getsockname()[0])) for each in internet])
+
+
 def listen(settings: ServerArgs, addresses: list[Address]) -> list[socket.socket]:
     if settings.uds is not None:
         return [_listen_unix(settings.uds)]
