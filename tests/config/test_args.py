@@ -161,8 +161,8 @@ def test_hints_are_taken_and_told(name: str, caplog: pytest.LogCaptureFixture) -
         "--trust-remote-code --model m", "--trust-remote-code=true --model m", "-O3 --model m", "-O 3 --model m",
         "--optimization-level=0 --model m", "--cudagraph-capture-sizes 1 2 4 --model m", "-cc.mode=3 --model m",
         "--compilation-config {\"mode\":3} --model m", "--compilation_config.cudagraph_mode NONE --model m",
-        "--attention-backend FLASHINFER --model m", "--disable-custom-all-reduce --model m", "--swap-space 4 --model m",
-        "--limit-mm-per-prompt.image 0 --model m", "--structured-outputs-config.backend xgrammar --model m",
+        "--attention-backend FLASHINFER --model m", "--disable-custom-all-reduce --model m", "--watermark 0.01 --model m",
+        "--mm-processor-cache-gb 0 --model m", "--structured-outputs-config.backend xgrammar --model m",
     ],
 )  # fmt: skip
 def test_hints_on_the_command_line(line: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -264,3 +264,18 @@ def test_typos_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_namespaces_may_hold_more() -> None:
     assert EngineArgs.from_cli(argparse.Namespace(model="m", prompt="x", run=print)) == EngineArgs(model="m")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fine"),
+    [
+        ("enable_dbo", True, False), ("all2all_backend", "deepep_low_latency", "allgather_reducescatter"),
+        ("swap_space", 16, 4), ("preemption_mode", "swap", "recompute"), ("limit_mm_per_prompt", {"image": 4}, {"image": 0}),
+        ("limit_mm_per_prompt", {"image": {"count": 2}}, {"image": {"count": 0}}), ("mm_processor_kwargs", {"a": 1}, {}),
+        ("allowed_local_media_path", "/media", ""), ("allowed_media_domains", ["a.example"], []),
+    ],
+)  # fmt: skip
+def test_what_would_change_capacity_or_answers_is_refused_unless_it_asks_for_nothing(name, value, fine):
+    EngineArgs(**{name: fine})
+    with pytest.raises(ConfigError, match=f"^{name}=.* is not supported: .*; leave it out"):
+        EngineArgs(**{name: value})

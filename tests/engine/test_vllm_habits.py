@@ -57,7 +57,7 @@ def test_hints_change_no_answer(llm, tiny_model, caplog):
         limit_mm_per_prompt={"image": 0}, max_seq_len_to_capture=512,
     )  # fmt: skip
     assert ids(hinted, TEXT[0]) == ids(llm, TEXT[0])
-    for name in ("trust_remote_code", "compilation_config", "attention_backend", "swap_space", "disable_custom_all_reduce"):
+    for name in ("trust_remote_code", "compilation_config", "attention_backend", "disable_custom_all_reduce"):
         assert f"{name}=" in caplog.text
     hinted.llm_engine.shutdown()
 

@@ -52,3 +52,42 @@ def test_tokenizer_info(server, http):
         told = telling.get("/tokenizer_info").json()
     assert told["tokenizer_class"] and told["chat_template"] == server.llm.tokenizer.chat_template
     assert not any(name.endswith("_file") for name in told)
+
+
+@pytest.mark.parametrize("path", ["/v2/rerank", "/v2/embed"])
+def test_refusals_name_the_path(http, path):
+    assert error_of(http.post(path, json={}))["message"].startswith(f"there is no {path} here: the model `tiny`")
+
+
+@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/collective_rpc", "/get_world_size"])
+def test_developer_routes_say_how_to_switch_them_on(http, path):
+    error = error_of(http.post(path, json={}))
+    assert error["code"] == 404
+    assert error["message"].startswith(f"{path} is switched off here: start the server with QUIRE_SERVER_DEV_MODE=1")
+
+
+@pytest.mark.parametrize(
+    "path", ["/sleep", "/wake_up", "/pause", "/update_weights", "/start_profile", "/fault_tolerance/status"]
+)
+def test_developer_routes_that_are_not_built_say_why(http, path):
+    error = error_of(http.post(path, json={}))
+    assert error["code"] == 404 and error["message"].startswith(f"{path} is not available here: ")
+
+
+def test_developer_routes(server, monkeypatch):
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    with server.serve(ServerArgs()) as http:
+        body = {"prompt": "the quick brown fox jumps over the lazy dog", "max_tokens": 1}
+        cached = [
+            http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)
+        ]
+        server.wait_idle()
+        assert http.post("/reset_prefix_cache").json() == {"success": True}
+        again = http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached[1] > 0 and again == 0
+        assert http.get("/get_world_size").json() == {"world_size": 1}
+        [rank] = http.post("/collective_rpc", json={"method": "describe_rank"}).json()["results"]
+        assert rank["ranks"] == 1 and rank["parameters"] > 0
+        assert error_of(http.post("/collective_rpc", json={"method": "exec"}))["code"] == 400
+        assert error_of(http.post("/collective_rpc", json={}))["code"] == 400
+        assert error_of(http.post("/sleep"))["message"].startswith("/sleep is not available here")

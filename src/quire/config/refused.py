@@ -14,6 +14,7 @@ _BY_HAND = "engines on other machines are started there, with --headless and dat
 _BALANCED = "the server itself shares requests out among its engines; a request may name one with X-data-parallel-rank"
 _WHOLE_ADAPTERS = "an adapter is used whole, by requests that ask for it"
 _TEXT_ONLY = "only text models are served for now"
+_RECOMPUTED = "preempted requests are computed again, and the KV cache is never swapped to the host"
 _NO_OFFLOAD = "offloading is not available yet"
 _NOT_MEASURED = "it is not measured yet"
 _NOT_REPLACED = "the engine's parts cannot be replaced"
@@ -46,7 +47,13 @@ _TABLE: _Groups = (
     (_WHOLE_ADAPTERS, {"default_mm_loras": ({},), "lora_target_modules": ([],), "enable_tower_connector_lora": (False,)}),
     ("names of adapters are the server's: quire serve takes it; offline give lora_request", {"lora_modules": ([],)}),
     ("reasoning is parsed by the server: quire serve has these", {"reasoning_parser": ("",), "reasoning_parser_plugin": ("",)}),
-    (_TEXT_ONLY, {"mm_encoder_only": (False,)}),
+    (_TEXT_ONLY, {
+        "mm_encoder_only": (False,), "limit_mm_per_prompt": ({},), "mm_processor_kwargs": ({},), "media_io_kwargs": ({},),
+        "allowed_local_media_path": ("",), "allowed_media_domains": ([],), "video_pruning_rate": (0, 0.0),
+    }),
+    (_RECOMPUTED, {"swap_space": (0, 0.0, 4, 4.0), "preemption_mode": ("recompute",)}),
+    ("steps are not split into two overlapping halves", {"enable_dbo": (False,), "ubatch_size": (0, 1)}),
+    ("experts exchange tokens by all-gather and reduce-scatter", {"all2all_backend": ("allgather_reducescatter", "naive")}),
     ("disaggregation is not available yet", {"kv_transfer_config": ({},), "kv_events_config": ({},),
                                              "ec_transfer_config": ({},)}),
     ("weights stay as they were loaded", {"enable_sleep_mode": (False,), "weight_transfer_config": ({},)}),
@@ -76,8 +83,19 @@ SHORT_FLAGS = {
 def refuse(name: str, value: Any, table: dict[str, tuple[str, tuple[Any, ...]]] = REFUSED) -> None:
     """Raises unless the value asks for nothing."""
     reason, harmless = table[name]
-    if value is None or any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in harmless):
+    if (
+        value is None
+        or _asks_nothing(name, value)
+        or any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in harmless)
+    ):
         return
     told = [item for item in harmless if item not in ([], {}, (), "")][:1]  # a value that somebody would write
     way_out = "leave it out" + "".join(f" or at {item!r}" for item in told)
     raise ConfigError(f"{name}={value!r} is not supported: {reason}; {way_out}")
+
+
+def _asks_nothing(name: str, value: Any) -> bool:
+    """`limit_mm_per_prompt` of 0 for every kind of media: {"image": 0}, or {"image": {"count": 0}}."""
+    if name != "limit_mm_per_prompt" or not isinstance(value, dict):
+        return False
+    return all((item.get("count", 0) if isinstance(item, dict) else item) == 0 for item in value.values())

@@ -13,11 +13,11 @@ from starlette.routing import Route
 
 from quire import __version__
 from quire.serve.auth import KEY_VARIABLES, unauthorized
+from quire.serve.developer import developing
 from quire.serve.errors import error_body, json_response
 from quire.serve.lifecycle import ServerState
 from quire.serve.page import page
 
-DEVELOPER_VARIABLES = ("QUIRE_SERVER_DEV_MODE", "VLLM_SERVER_DEV_MODE")
 _PREFIXES = ("QUIRE_", "VLLM_")
 _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 _PACKAGES = ("torch", "transformers", "tokenizers", "llguidance", "triton", "uvicorn", "fastapi")
@@ -35,8 +35,7 @@ class About:
     @property
     def routes(self) -> list[Route]:
         routes = self.public
-        developing = any(os.environ.get(name, "") not in ("", "0") for name in DEVELOPER_VARIABLES)
-        return [*routes, Route("/server_info", self.server_info)] if developing else routes
+        return [*routes, Route("/server_info", self.server_info)] if developing() else routes
 
     async def page(self, request: Request) -> Response:
         """The page for browsers; for all else a few lines, which name the model and therefore need the key."""

@@ -24,7 +24,8 @@ ABSENT = {
 async def refuse(request: Request) -> NoReturn:
     path = request.scope["route"].path
     name = server_of(request).names[0]
-    raise HttpError(404, f"there is no {path} here: the model `{name}` generates text and {ABSENT[path]}. There are {THERE}")
+    why = f"the model `{name}` generates text and {ABSENT[path]}"
+    raise HttpError(404, f"there is no {path} here: {why}. There are {THERE}", own=(path, path))
 
 
 for _path in ABSENT:

@@ -12,7 +12,7 @@ import quire
 from quire.async_llm import AsyncLLM
 from quire.config.server_args import ServerArgs
 from quire.obs.metrics import Metrics
-from quire.serve import absent, adapters, chat, completions, invocations, messages, models, responses, tokenize
+from quire.serve import absent, adapters, chat, completions, developer, invocations, messages, models, responses, tokenize
 from quire.serve.body import JSONRoute
 from quire.serve.disconnect import ClientGone
 from quire.serve.errors import CLIENT_GONE, HttpError, error_response, install_error_handlers
@@ -40,6 +40,8 @@ def build_app(llm: AsyncLLM, settings: ServerArgs, limits: ServerLimits = LIMITS
     routers = [protocol.router for protocol in (completions, chat, responses, messages, models, tokenize, invocations)]
     routers += [responses.stored_router, absent.router]
     routers.append(adapters.router if llm.adapters.enabled and adapters.updates_allowed(settings) else adapters.closed_router)
+    if developer.developing():
+        routers.append(developer.router)
     if settings.enable_tokenizer_info_endpoint:
         routers.append(tokenize.info_router)
     routes = [*app.routes, *(route for router in routers for route in router.routes)]

@@ -7,6 +7,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
+from quire.serve.developer import BUILT, NOT_BUILT, SWITCH
 from quire.serve.errors import HttpError, error_response
 
 THERE = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages and /tokenize"
@@ -14,7 +15,7 @@ THERE = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages and 
 OFF = {
     "/load": "--enable-server-load-tracking",
     "/tokenizer_info": "--enable-tokenizer-info-endpoint",
-    "/server_info": "QUIRE_SERVER_DEV_MODE=1 in its environment",
+    **dict.fromkeys(BUILT, SWITCH),
 }
 _UNTOLD = {"HEAD", "OPTIONS"}
 
@@ -33,7 +34,10 @@ def no_route(scope: Scope, routes: Sequence[BaseRoute]) -> HttpError:
     """Why none of these is for this request: another path, or another method."""
     near = [route for route in routes if route.matches(scope)[0] is Match.PARTIAL]
     methods = sorted({method for route in near for method in getattr(route, "methods", None) or ()} - _UNTOLD)
-    if not methods and (path := scope["path"].removeprefix(scope.get("root_path", ""))) in OFF:
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    if not methods and path in NOT_BUILT:
+        return HttpError(404, f"{path} is not available here: {NOT_BUILT[path]}", own=(path, path))
+    if not methods and path in OFF:
         return HttpError(404, f"{path} is switched off here: start the server with {OFF[path]}")
     if not methods:
         return HttpError(404, f"there is no such path here. There are {THERE}")
