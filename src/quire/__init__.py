@@ -4,6 +4,7 @@ Importing this package is instant and does not import torch: names are fetched f
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -56,3 +57,16 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+class _VllmPaths:
+    """The last finder, asked for modules that are not files: vLLM's paths (`quire.outputs` ...) are in `compat/table.py`."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        if not name.startswith(("quire.", "vllm.")):
+            return None
+        return importlib.import_module("quire.compat.modules").find_spec(name, path, target)
+
+
+sys.meta_path.append(_VllmPaths)

@@ -2,3 +2,13 @@
 
 This room reads headers and JSON. It does not know torch, pages or requests, and nobody below the engine receives a Config.
 """
+
+from importlib import import_module
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """`quire.config` stands for `vllm.config`, too: the classes that programs annotate with are fetched on first use."""
+    if name not in ("ModelConfig", "VllmConfig"):
+        raise AttributeError(f"module 'quire.config' has no attribute {name!r}")
+    return getattr(import_module("quire.config.model_config"), name)

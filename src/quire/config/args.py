@@ -279,6 +279,17 @@ class EngineArgs:
         """Fields by name. What is not built is refused with its reason, what is unknown with the nearest names."""
         return cls(**values)
 
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add a flag for every field, with the field's default, to a program's own parser."""
+        add_cli_arguments(parser)
+        parser.set_defaults(**vars(EngineArgs()))
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> "EngineArgs":
+        return cls.from_cli(args)
+
     @classmethod
     def from_cli(cls, namespace: argparse.Namespace) -> "EngineArgs":
         """Only what was given on the command line is in the namespace, so defaults stay in one place."""

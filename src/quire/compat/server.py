@@ -8,7 +8,3 @@ from quire.cli.main import main as quire
 
 def main(argv: Sequence[str] | None = None) -> int:
     return quire(["serve", *(sys.argv[1:] if argv is None else argv)])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

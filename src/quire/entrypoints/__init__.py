@@ -1,1 +1,0 @@
-"""Where scripts written for vLLM look for the server."""

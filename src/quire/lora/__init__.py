@@ -1,1 +1,0 @@
-"""Where scripts written for vLLM look for what they ask for an adapter with."""
