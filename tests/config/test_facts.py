@@ -201,8 +201,8 @@ def test_text_part_of_a_larger_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ...}, "lacks 'architectures'"),
-        ({"architectures": []}, r"architectures .* must be a list"),
+        ({"architectures": ..., "model_type": "unheard_of"}, "lacks 'architectures'"),
+        ({"architectures": [], "model_type": ...}, r"architectures .* must be a list"),
         ({"num_hidden_layers": ...}, "lacks 'num_hidden_layers'"),
         ({"num_hidden_layers": "four"}, "num_hidden_layers .* positive integer, got 'four'"),
         ({"num_hidden_layers": 10**12}, "plausible"),

@@ -8,6 +8,7 @@ from typing import Any
 from quire.config.gguf import GGUF_NAMES, translate
 from quire.config.hf import explicit_config, read_json
 from quire.config.memory import estimate_parameters
+from quire.config.model_types import with_architecture
 from quire.config.plausible import MOST_LAYERS, implausible
 from quire.config.quantization import Quantization, count_numbers, read_quantization
 from quire.config.recurrent import READERS, Kind, Layers, read_recurrent
@@ -44,6 +45,7 @@ _STATE = "they keep a recurrent state, and only attention is served"
 _NOT_SERVED = {
     "rwkv": _STATE, "xlm": _OWN_ATTENTION, "flaubert": _OWN_ATTENTION, "xlnet": _OWN_ATTENTION,
 }  # fmt: skip
+_REFUSED = {"prophetnet": "their decoder attends to several streams of predicted tokens at once"}
 CHUNKED = ("llama4_text", "llama4")  # whose chunks of attention are served
 # layers, of windowed ones
 _FIRST_ARE_FULL = ("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3", "mimo", "dots1")
@@ -158,7 +160,7 @@ def _read_facts(files: ModelFiles, overrides: Mapping[str, Any], lenient: bool) 
         for info in infos.values():
             dtypes[info.dtype] = dtypes.get(info.dtype, 0) + info.elements
     try:
-        config = explicit_config(raw, overrides)
+        config = explicit_config(with_architecture(raw), overrides)
     except ModelError as error:
         raise ModelError(f"{files.name}: {error}") from error
     if infos and isinstance(raw.get("text_config"), Mapping):  # who of the two says so differs from version to version
@@ -230,6 +232,8 @@ class _Reader:
     def refuse_what_is_not_built(self) -> None:
         if self.config.get("is_encoder_decoder"):
             raise ModelError(f"{self.name}: encoder-decoder models are not supported; only decoders are")
+        if (why := _REFUSED.get(str(self.config.get("model_type")))) is not None:
+            raise ModelError(f"{self.name}: {self.config['model_type']} models are not supported: {why}")
         if (why := _NOT_SERVED.get(str(self.config.get("model_type")))) is not None:
             raise _Unplanned(f"{self.name}: {self.config['model_type']} models are not supported: {why}")
         if self.config.get("model_type") not in READERS and not any(name in self.config for name in _NAMES["heads"]):

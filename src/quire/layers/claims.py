@@ -21,6 +21,7 @@ class Claim:
 
     shape: tuple[int, ...]
     takes: tuple[Take, ...]
+    otherwise: "Claim | None" = None  # if the tensor has another shape, which some files save it in
 
     @property
     def transposed(self) -> "Claim":

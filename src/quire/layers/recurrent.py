@@ -51,7 +51,8 @@ def rows_of(batch: Batch) -> StateRows:
 
 class ShortConvolution(nn.Module):
     """Each channel is convolved with its own last inputs. At `path` it takes `path.weight` [channels, 1, width]; `parts`:
-    siblings of that name in the checkpoint, of so many channels each."""
+    siblings of that name in the checkpoint, of so many channels each. transformers 5 saves the parts of OLMo Hybrid in equal
+    shares of all channels instead, in the same order."""
 
     def __init__(self, channels: int, width: int, *, bias: bool, parts: Mapping[str, int] | None = None) -> None:
         super().__init__()
@@ -63,9 +64,12 @@ class ShortConvolution(nn.Module):
         channels, width = self.weight.shape
         taken: Claims = {}
         first, above = 0, path.rpartition(".")[0]
-        for name, size in (self.parts or {path.rpartition(".")[2]: channels}).items():
+        parts = self.parts or {path.rpartition(".")[2]: channels}
+        shares = self.weight.data.unsqueeze(1).chunk(len(parts))
+        for share, (name, size) in zip(shares, parts.items(), strict=True):
             view = self.weight.data[first : first + size].unsqueeze(1)
-            taken[f"{above}.{name}.weight"] = Claim((size, 1, width), (Take(view),))
+            equal = Claim(tuple(share.shape), (Take(share),))
+            taken[f"{above}.{name}.weight"] = Claim((size, 1, width), (Take(view),), equal)
             first += size
         if self.bias is not None:
             taken[f"{path}.bias"] = Claim((channels,), (Take(self.bias.data),))

@@ -1,8 +1,8 @@
 """Rotary position embedding: the frequencies of each scaling scheme, and the table of cosines and sines.
 
-The frequencies depend on the longest context the engine may see, never on the request at hand: keys are cached already
-rotated, so one model has one table. Where a scheme changes with length (dynamic, longrope) the table is the one for
-`max_position`.
+The frequencies never depend on the request at hand: keys are cached already rotated, so one model has one table. transformers
+changes two schemes with the length of the text; here they are fixed as in vLLM. dynamic: the base is the one for the stretched
+length, max_position_embeddings * factor. longrope: long factors if `max_position` exceeds the original length, else short ones.
 """
 
 import math
@@ -65,9 +65,12 @@ def _dynamic(s: Scheme) -> Frequencies:
     alpha = s.parameters.get("alpha")
     if alpha:  # of Hunyuan: the base is stretched once and for all
         return _inverse(s.base * alpha ** (s.dim / (s.dim - 2)), s.dim), 1.0
-    factor = s.need("factor")
-    longest = max(s.max_position, s.trained)
-    return _inverse(s.base * (factor * longest / s.trained - (factor - 1)) ** (s.dim / (s.dim - 2)), s.dim), 1.0
+    return _inverse(s.base * dynamic_growth(s.need("factor"), s.dim), s.dim), 1.0
+
+
+def dynamic_growth(factor: float, dim: int) -> float:
+    """Return what the base of dynamic rope is multiplied by for a text of max_position_embeddings * factor tokens."""
+    return float((factor * factor - (factor - 1)) ** (dim / (dim - 2)))
 
 
 def _llama3(s: Scheme) -> Frequencies:

@@ -94,6 +94,8 @@ def _match(
         claim = table[ours]
         if claim is None:
             continue
+        if claim.otherwise is not None and claim.otherwise.shape == tuple(shape):
+            claim = claim.otherwise
         if ours not in missing:
             twice.append(name)
         elif claim.shape != tuple(shape):

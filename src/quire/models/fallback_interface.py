@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.files.reading import told
+from quire.layers.rope import dynamic_growth
 from quire.types.errors import ModelError
 
 if TYPE_CHECKING:
@@ -128,8 +129,8 @@ def find_class(facts: "ModelFacts") -> tuple[Any, Any]:
 
 
 def settle_rope(config: Any, longest: int) -> None:
-    """Rotations that transformers changes when a text grows long are those of the longest one from the beginning: keys are
-    cached as they were turned."""
+    """Fix the rotations that transformers changes when a text grows long: keys are cached as they were rotated. They are those
+    of `quire.layers.rope`."""
     rope = getattr(config, "rope_parameters", None) or {}
     trained = getattr(config, "max_position_embeddings", longest)
     for settings in (rope, *rope.values()):
@@ -138,10 +139,10 @@ def settle_rope(config: Any, longest: int) -> None:
             stated = settings.get("original_max_position_embeddings")
             if longest > (stated or getattr(config, "original_max_position_embeddings", None) or trained):
                 settings["short_factor"] = settings["long_factor"]
-        elif kind == "dynamic" and longest > trained:
+        elif kind == "dynamic":
             head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            turned, factor = int(head * settings.get("partial_rotary_factor", 1.0)), settings["factor"]
-            settings["rope_theta"] *= (factor * longest / trained - (factor - 1)) ** (turned / (turned - 2))
+            turned = int(head * settings.get("partial_rotary_factor", 1.0))
+            settings["rope_theta"] *= dynamic_growth(settings["factor"], turned)
             settings["rope_type"] = "default"
 
 

@@ -81,7 +81,14 @@ class FlexOlmo(OlmoE):
 
 
 class PhiMoE(Mixtral):
-    """Layer norms, biases, and experts that are chosen one after the other."""
+    """Layer norms, biases, and two experts per token that are chosen one after the other."""
+
+    def __init__(self, facts: "ModelFacts") -> None:
+        if (chosen := facts.hf.get("num_experts_per_tok", 2)) != 2:
+            raise ModelError(
+                f"num_experts_per_tok must be 2 for {facts.architecture}, whose router chooses two experts; got {shown(chosen)}"
+            )
+        super().__init__(facts)
 
     def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
         bias = bool(facts.hf.get("attention_bias"))

@@ -21,7 +21,8 @@ the alias `smollm2`.
 
 ## Families
 
-The architecture is what `config.json` says under `architectures`; in a GGUF file it is `general.architecture`.
+The architecture is what `config.json` says under `architectures`, or what transformers takes for its `model_type` where that
+field is missing; in a GGUF file it is `general.architecture`.
 
 | architecture | code | in a GGUF file | text model of composites |
 |---|---|---|---|
@@ -95,6 +96,15 @@ fp8 gain in all matrices but the smallest, which are as fast at 64 requests and 
 few tokens are on their way, and lose a fifth to a quarter in long prompts.
 
 ## The cache
+
+Rotary positions are the same for every request, because keys are cached rotated. transformers changes two kinds of rope with
+the length of the text; Quire follows vLLM:
+
+- `dynamic`: the base is always that of a text of `max_position_embeddings` * `factor` tokens, whatever `max_model_len` is.
+  transformers uses the unscaled base up to `max_position_embeddings` tokens, and another one for every length beyond.
+- `longrope`: `long_factor` if `max_model_len` is larger than `original_max_position_embeddings`, else `short_factor`, for all
+  texts. transformers uses `short_factor` for every text up to the original length; to get the same, set `max_model_len` to at
+  most that length.
 
 Latent attention (DeepSeek V2 and V3, and who took it over) keeps one row for each token, `kv_lora_rank` + `qk_rope_head_dim`
 numbers for all heads together, in the model's own type; the keys and values of all heads are made of it. Prompts of many
