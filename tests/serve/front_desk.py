@@ -49,7 +49,7 @@ class Desk:
         self.state = ServerState(args)
         if loaded:
             metrics = Metrics(args.metrics_prefix, "tiny", 100, {"block_size": 16})
-            api = Starlette(routes=[Route("/v1/whoami", whoami, methods=["GET", "POST"]), Route("/docs", whoami)])
+            api = Starlette(routes=[Route("/v1/whoami", whoami, methods=["GET", "POST"])])
             self.state.service = Service(self.llm, api, metrics, HttpMetrics(metrics.registry))  # type: ignore[arg-type]
         self.app = build_front(self.state, Keys(find_keys(args, environment or {})), loopback)
 

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+import urllib.parse
 
 import pytest
 from front_desk import Desk
@@ -18,16 +19,17 @@ ROUTES = ["/", "/livez", "/readyz", "/health", "/ping", "/version", "/metrics", 
 def test_the_page_for_browsers() -> None:
     page = Desk().ask("/", headers=BROWSER)
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
-    assert len(page.content) <= MOST_BYTES == 80_000
+    assert len(page.content) <= MOST_BYTES == 110_000
     assert page.content == Desk(loaded=False).ask("/", headers=BROWSER).content  # it asks for all it shows
     assert Desk(disable_page=True).ask("/", headers=BROWSER).status_code == 404
 
 
-def test_the_page_allows_its_own_scripts_and_nothing_from_elsewhere() -> None:
-    page = Desk().ask("/", headers=BROWSER)
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_the_pages_allow_their_own_scripts_and_nothing_from_elsewhere(path: str) -> None:
+    page = Desk().ask(path, headers=BROWSER)
     addresses = set(re.findall(r"https?://[\w.]+", page.text))
     assert addresses == {"http://www.w3.org"}  # the name of SVG, which nobody fetches
-    assert not re.search(r"src=|\burl\(|@import|href=\"(?!#|data:,)", page.text)
+    assert not re.search(r"src=|\burl\(|@import|href=\"(?!#|data:image/svg)", page.text)
     assert "innerHTML" not in page.text and "eval(" not in page.text and " style=" not in page.text
     policy = dict(part.strip().split(" ", 1) for part in page.headers["content-security-policy"].split(";"))
     for kind in ("script", "style"):
@@ -44,6 +46,24 @@ def test_the_page_is_open_and_what_it_shows_is_not() -> None:
     assert page.status_code == 200 and "tiny" not in page.text and "secret" not in page.text
     assert desk.ask("/").status_code == 401  # the few lines for everything else name the model
     assert desk.ask("/v1/whoami", headers=BROWSER).status_code == 401
+
+
+def test_the_api_reference_is_a_page_of_its_own() -> None:
+    desk = Desk(api_key=["secret"])
+    for path in ("/docs", "/redoc"):
+        page = desk.ask(path)
+        assert page.status_code == 200 and page.headers["content-type"].startswith("text/html") and "tiny" not in page.text
+        assert len(page.content) < 40_000 and "cdn" not in page.text
+        assert Desk(disable_fastapi_docs=True).ask(path).status_code == 404
+        assert Desk(loaded=False).ask(path).status_code == 200
+    assert desk.ask("/openapi.json").status_code == 401
+
+
+def test_the_favicon() -> None:
+    icon = Desk(api_key=["secret"]).ask("/favicon.ico")
+    assert icon.status_code == 200 and icon.headers["content-type"] == "image/svg+xml" and icon.text.startswith("<svg")
+    link = re.search(r'<link rel="icon" href="data:image/svg\+xml,([^"]+)">', Desk().ask("/", headers=BROWSER).text)
+    assert link and urllib.parse.unquote(link[1]) == icon.text
 
 
 def test_the_page_for_everything_else() -> None:

@@ -21,7 +21,6 @@ def test_without_keys_everybody_may_ask() -> None:
 
 GUARDED = [
     "/v1/whoami",
-    "/docs",
     "/openapi.json",
     "/metrics",
     "/version",
@@ -42,7 +41,7 @@ def test_every_route_but_those_of_health_needs_the_key(path: str) -> None:
     assert refused.headers["www-authenticate"] == "Bearer"
     assert refused.json()["error"]["code"] == 401
     assert refused.json()["error"]["type"] == "AuthenticationError"
-    there = ("/v1/whoami", "/docs", "/metrics", "/version", "/")
+    there = ("/v1/whoami", "/metrics", "/version", "/")
     assert desk.ask(path, headers=bearer("secret")).status_code == (200 if path in there else 404)
 
 

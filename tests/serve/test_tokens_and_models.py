@@ -63,7 +63,6 @@ def test_docs(http):
     assert posts == generating | {"/v1/messages/count_tokens", "/tokenize", "/detokenize", "/invocations"}
     fields = schema["components"]["schemas"]["ChatRequest"]["properties"]
     assert {"messages", "max_completion_tokens", "stream_options", "repetition_detection"} <= set(fields)
-    assert http.get("/docs").status_code == 200
 
 
 def test_docs_can_be_off(server):

@@ -12,7 +12,6 @@ SERVER_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = table_of((
     (_NO_PLUGINS, {"middleware": ([],), "log_config_file": ()}),
     ("only HTTP is spoken", {"grpc": (False,)}),
     ("certificates are read once, at the start", {"enable_ssl_refresh": (False,)}),
-    ("the docs page loads its script from the network", {"enable_offline_docs": (False,)}),
     ("the fingerprint has one form", {"fingerprint_mode": ("full",)}),
     ("errors are logged without their stack unless the level is debug", {"log_error_stack": (False,)}),
     ("headers are bounded by the server", {"h11_max_incomplete_event_size": (), "h11_max_header_count": ()}),
@@ -23,6 +22,7 @@ SERVER_HINTS: dict[str, tuple[str, Kind]] = {
     "disable_frontend_multiprocessing": ("engines run in processes of their own", FLAG),
     "aggregate_engine_logging": ("every engine has a line of its own", FLAG),
     "disable_log_requests": ("requests are logged only with --enable-log-requests", FLAG),
+    "enable_offline_docs": ("/docs never loads anything from the network", FLAG),
     "enable_reasoning": ("--reasoning-parser is enough", FLAG),
 }
 SERVER_SHORT_FLAGS: dict[str, str] = {}

@@ -16,7 +16,7 @@ from quire.serve.auth import KEY_VARIABLES, unauthorized
 from quire.serve.developer import developing
 from quire.serve.errors import error_body, json_response
 from quire.serve.lifecycle import ServerState
-from quire.serve.page import page
+from quire.serve.page import docs_page, favicon, page
 
 _PREFIXES = ("QUIRE_", "VLLM_")
 _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
@@ -29,8 +29,17 @@ class About:
 
     @property
     def public(self) -> list[Route]:
-        """What needs no API key: the page, which asks for one."""
-        return [] if self._state.settings.disable_page else [Route("/", self.page)]
+        """What needs no API key: the pages, which ask for one and hold nothing."""
+        settings = self._state.settings
+        docs = [] if settings.disable_fastapi_docs else [Route(path, self.docs) for path in ("/docs", "/redoc")]
+        pages = [] if settings.disable_page else [Route("/", self.page)]
+        return [*pages, *docs, Route("/favicon.ico", self.favicon)]
+
+    async def docs(self, _: Request) -> Response:
+        return docs_page()
+
+    async def favicon(self, _: Request) -> Response:
+        return favicon()
 
     @property
     def routes(self) -> list[Route]:

@@ -25,14 +25,13 @@ logger = logging.getLogger(__name__)
 
 
 def build_app(llm: AsyncLLM, settings: ServerArgs, limits: ServerLimits = LIMITS, metrics: Metrics | None = None) -> FastAPI:
-    shown = not settings.disable_fastapi_docs
     app = Api(
         title="Quire",
         version=quire.__version__,
         description="An OpenAI-compatible server with vLLM's extensions.",
-        docs_url="/docs" if shown else None,
-        redoc_url="/redoc" if shown else None,
-        openapi_url="/openapi.json" if shown else None,
+        docs_url=None,  # FastAPI's pages load their scripts from elsewhere; ours is in `about`
+        redoc_url=None,
+        openapi_url=None if settings.disable_fastapi_docs else "/openapi.json",
     )
     app.state.server = server = Server(llm, settings, limits, metrics)
     _ = server.formats  # chosen, and logged, now

@@ -1,7 +1,7 @@
 // What every other part uses: elements, what the browser keeps, calls to the server, and its streams.
 // Text only ever becomes text nodes. Nothing in these files parses HTML, and the page's policy (Trusted Types) forbids it.
 
-const BASE = location.pathname.replace(/\/+$/, ""); // the page is the server's root, wherever a proxy shows it
+const BASE = location.pathname.replace(/(\/(docs|redoc))?\/*$/, ""); // the server's root, wherever a proxy shows it
 const byId = (id) => document.getElementById(id);
 const ui = Object.fromEntries([...document.querySelectorAll("[id]")].map((node) => [node.id, node]));
 
@@ -180,7 +180,7 @@ async function messageOf(response) {
 function askForKey(refused) {
   if (ownKey() !== refused) return Promise.resolve();
   askForKey.asked ??= new Promise((resolve) => {
-    ui.keyNote.textContent = refused ? "The server does not know this key." : "This server answers to whoever has its key.";
+    ui.keyNote.textContent = refused ? "The server does not know this key." : "This server requires an API key.";
     ui.keyDialog.addEventListener("close", () => {
       session.setItem("quire.key", ui.key.value.trim());
       askForKey.asked = null;
