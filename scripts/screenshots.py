@@ -49,7 +49,7 @@ def take(browser: Any, url: str, where: Path, size: str, scheme: str) -> None:
     page.goto(url)
     page.click("#settingsToggle")
     page.get_by_label("Temperature").fill("0")
-    page.get_by_label("Most tokens").fill("220")
+    page.get_by_label("Max tokens").fill("220")
     page.click("#settingsClose")
     page.fill("#prompt", ASKED)
     page.press("#prompt", "Enter")

@@ -63,7 +63,7 @@ def viewer(browser: Any, server: ServerProcess) -> Iterator[Viewer]:
 
 def test_a_chat_streams_stops_and_is_made_again(viewer: Viewer, server: ServerProcess) -> None:
     page = viewer.page
-    viewer.set("Anything else", ENDLESS)
+    viewer.set("Other request fields", ENDLESS)
     viewer.say("the quick brown fox")
     page.wait_for_selector("#stop:not([hidden])")
     first = viewer.wait("document.querySelector('.turn > .markdown').textContent")
@@ -74,21 +74,21 @@ def test_a_chat_streams_stops_and_is_made_again(viewer: Viewer, server: ServerPr
     wait_idle(server)  # the server was told
     assert page.input_value("#prompt") == "" and page.is_disabled("#send")
 
-    viewer.set("Most tokens", "12")
+    viewer.set("Max tokens", "12")
     page.click("[title=Regenerate]")
     viewer.wait_answered()
-    assert "12 tokens" in page.inner_text(".facts") and "cut by the limit" in page.inner_text(".facts")
+    assert "12 tokens" in page.inner_text(".facts") and "stopped at max tokens" in page.inner_text(".facts")
     assert "2 / 2" in page.inner_text("#messages footer >> nth=-1")
     said = page.inner_text(".turn > .markdown >> nth=-1")
-    page.click("[title='Version before']")
+    page.click("[title='Previous version']")
     assert "1 / 2" in page.inner_text("#messages footer >> nth=-1")
     assert page.inner_text(".turn > .markdown >> nth=-1").startswith(said[:5])  # greedy: the same beginning
 
-    viewer.set("Most tokens", "")
+    viewer.set("Max tokens", "")
     viewer.say("and now")
     page.wait_for_selector("#stop:not([hidden])")
     page.once("dialog", lambda dialog: dialog.accept())
-    page.click("#chatList .current .quiet")  # deleted while it is being written
+    page.click("#chatList .current [title^=Delete]")  # deleted while it is being written
     viewer.wait_answered()
     wait_idle(server)
     assert page.locator("#chatList li").count() == 0 and page.is_visible("#welcome")
@@ -111,8 +111,8 @@ def test_conversations_are_kept_and_settings_are_sent(viewer: Viewer) -> None:
     sent = viewer.answer_with({"content": "Yes."})
     viewer.set("System prompt", "You are a page.")
     viewer.set("Temperature", "0.25")
-    viewer.set("Stop at", "END\nFIN")
-    viewer.set("Anything else", '{"min_tokens": 3}')
+    viewer.set("Stop sequences", "END\nFIN")
+    viewer.set("Other request fields", '{"min_tokens": 3}')
     viewer.ask("about apples")
     body = sent[0]
     assert body["messages"][0] == {"role": "system", "content": "You are a page."}
@@ -126,7 +126,7 @@ def test_conversations_are_kept_and_settings_are_sent(viewer: Viewer) -> None:
     page.click("#chatList button:has-text('about apples')")
     assert "about apples" in page.inner_text("#messages") and "Yes." in page.inner_text("#messages")
     page.once("dialog", lambda dialog: dialog.accept())
-    page.click("#chatList .current .quiet")
+    page.click("#chatList .current [title^=Delete]")
     viewer.wait("document.querySelectorAll('#chatList li').length === 1")
     page.reload()
     viewer.wait("document.querySelectorAll('#chatList li').length === 1")
@@ -183,6 +183,18 @@ HOSTILE = {
     "lines": "a\n" * 100_000,
     "code": "```js\n" + "/*" * 300_000,
     "strings": "```py\n" + "'\\" * 9_000 + '"""' * 500,
+    "dollars": "$" * 60_000 + "$x " * 5_000,
+    "formulas": "$$"
+    + "\\frac{" * 500
+    + "$$\n"
+    + "\\[\n" * 10_000
+    + "$"
+    + "\\hat" * 900
+    + "x$\n$"
+    + "{" * 1_900
+    + "}" * 1_900
+    + "$",
+    "matrices": "$$\\begin{matrix}" + "&" * 3_000 + "\\end{matrix}$$ $" + "x_" * 1_500 + "x$ $" + "a'" * 1_500 + "$",
     "unicode": "\u202e\u2066\ud83d\ude00\u0301" * 5_000,
 }
 
@@ -240,9 +252,9 @@ def test_exports_do_what_the_page_did(viewer: Viewer, tmp_path: Path, monkeypatc
     viewer.answer_with({"content": "Fine."})
     viewer.set("System prompt", 'It\'s a "page"\\ of\n\ttext: $HOME `x` 漢字 😀')
     viewer.set("Temperature", "0")
-    viewer.set("Most tokens", "4")
+    viewer.set("Max tokens", "4")
     viewer.set("Min p", "0.1")
-    viewer.set("Anything else", '{"ignore_eos": true, "logprobs": false}')
+    viewer.set("Other request fields", '{"ignore_eos": true, "logprobs": false}')
     viewer.ask("what's up?")
     page.click("#export")
     stand_in = tmp_path / "curl"
@@ -321,6 +333,28 @@ def _check(page: Any, where: str) -> None:
     assert not serious, f"{where}: {serious}"
 
 
+def test_the_api_reference_needs_nothing_from_elsewhere(browser: Any, keyed: ServerProcess) -> None:
+    viewer = Viewer(browser, keyed.url(), "/docs#post--v1-chat-completions", color_scheme="dark")
+    page = viewer.page
+    give_key(viewer, "key-one")
+    viewer.wait("document.querySelectorAll('.operation').length > 10")
+    assert all(url.startswith((viewer.url, "data:")) for url in viewer.requested)
+    chat = page.locator("#post--v1-chat-completions")
+    assert chat.evaluate("node => node.open")
+    fields = chat.locator("> div > table >> nth=0").inner_text()
+    assert "messages" in fields and "required" in fields and "top_p" in fields and "number" in fields
+    _check(page, "docs")
+    body = {"messages": [{"role": "user", "content": "fox"}], "max_tokens": 3}
+    chat.locator("[aria-label='Request body']").fill(json.dumps(body))
+    chat.locator("button:has-text('Send')").click()
+    viewer.wait("document.querySelector('#post--v1-chat-completions .try pre').textContent.includes('completion_tokens')")
+    assert chat.locator(".try pre").inner_text().startswith("200 OK")
+    page.fill("#filter", "detokenize")
+    assert page.locator(".operation:visible").count() == 1 and page.is_visible("text=/detokenize")
+    assert not viewer.errors[1:], viewer.errors  # the first: the description was refused without a key
+    viewer.close()
+
+
 def test_the_keyboard_is_enough(viewer: Viewer) -> None:
     page = viewer.page
     page.keyboard.press("Alt+e")
@@ -368,7 +402,7 @@ def test_keys_and_what_each_sees(browser: Any, keyed: ServerProcess) -> None:
     give_key(two, "key-two")
     one.wait(LIVE)
     two.wait(LIVE)
-    one.set("Anything else", ENDLESS)
+    one.set("Other request fields", ENDLESS)
     one.say("secret words")
     one.wait("feed.queue.running === 1 && [...feed.requests.values()].some((r) => r.state === 'decode')")
     two.wait("feed.queue.running === 1")  # how many is told, which is not
@@ -399,11 +433,12 @@ def test_the_engine_at_work(viewer: Viewer, server: ServerProcess) -> None:
     page = viewer.page
     viewer.wait(LIVE)
     page.evaluate(NOTE_PROMPTS)
-    viewer.set("Anything else", ENDLESS)
+    viewer.set("Other request fields", ENDLESS)
     viewer.say("the quick brown fox jumps over the lazy dog " * 20)
     page.click("#views a:has-text('Engine')")
     page.wait_for_selector("#requests button")
     viewer.wait("view.tiles.running.textContent.startsWith('1 /')")
+    assert not page.is_visible("#engineIdle")
     viewer.wait("document.querySelector('#requests .state').textContent === 'decode'")
     viewer.wait("feed.map.filter((c) => c === 'o').length > 3")
     viewer.wait("feed.steps.length > 10 && window.longest > 100")
@@ -422,7 +457,7 @@ def test_the_engine_at_work(viewer: Viewer, server: ServerProcess) -> None:
     page.keyboard.press("Escape")
     viewer.wait_answered()
 
-    viewer.set("Most tokens", "7")
+    viewer.set("Max tokens", "7")
     viewer.ask("again")
     page.click(".facts >> nth=-1")  # how was it made?
     page.wait_for_selector("#requestDialog[open]")
@@ -433,6 +468,8 @@ def test_the_engine_at_work(viewer: Viewer, server: ServerProcess) -> None:
     shares = [float(found[1]) for row in rows if (found := re.search(r"([\d.]+) %", row))]
     assert rows[-1].startswith("wall") and shares[-1] == 100 and abs(sum(shares[:-1]) - 100) < 0.05 * len(rows)
     page.keyboard.press("Escape")
+    viewer.wait("!document.querySelector('#engineIdle').hidden")
+    assert "idle" in page.inner_text("#engineIdle")
     agrees_with_metrics(viewer, server)
 
 
@@ -469,7 +506,7 @@ def test_a_server_that_comes_back_is_connected_to_again(browser: Any, model: Pat
     with serving(model, "--api-key", "key-two", "--port", port) as back:
         back.url()
         viewer.wait(LIVE)
-        viewer.set("Most tokens", "3")
+        viewer.set("Max tokens", "3")
         viewer.page.click("[title=Regenerate]")
         viewer.wait_answered()
         assert "3 tokens" in viewer.page.inner_text(".facts")

@@ -1,6 +1,8 @@
 // Conversations. One is {id, title, updated, settings, turns}; a turn is
 //   {role: "user", text}    {role: "tool", id, name, text}    {role: "assistant", versions: [answer], at}
-// and an answer {text, reasoning, calls, finish, usage, first, seconds, error, request}. Regenerating adds a version.
+// and an answer {text, reasoning, calls, finish, usage, first, seconds, error, request}. Regenerating or editing an answer adds a
+// version. Editing another turn begins a branch: the turn that replaces it has fork: {at, tails}. tails holds the turns from there
+// on of every branch but the shown one, whose place (at) is null.
 
 const chats = {
   all: [],
@@ -48,24 +50,19 @@ const chats = {
 const firstWords = (text) => text.trim().split("\n")[0].slice(0, 60) || "Untitled";
 const answerOf = (turn) => turn.versions[turn.at];
 
-function listChats() {
-  ui.chatList.replaceChildren(...chats.all.map((chat) => {
-    const current = chat === chats.current;
-    const open = el("button", { className: "chatName", ariaCurrent: current, onclick: () => { showMenu(false); chats.open(chat); } }, chat.title);
-    const remove = iconButton("trash", `Delete ${chat.title}`, () => confirm(`Delete “${chat.title}”?`) && chats.remove(chat));
-    return el("li", { className: current ? "current" : "" }, open, remove);
-  }));
-}
-
 // ---- what is shown
 
 function showChat() {
   const { turns } = chats.current;
-  document.title = chats.current.title ? `${chats.current.title} · Quire` : "Quire";
+  showTitle();
   ui.welcome.hidden = turns.length > 0;
   ui.messages.replaceChildren(...turns.map((turn, i) => turnView(turn, i)));
   showComposer();
   scrollDown();
+}
+
+function showTitle() {
+  document.title = chats.current.title ? `${chats.current.title} · Quire` : "Quire";
 }
 
 function turnView(turn, at) {
@@ -75,14 +72,22 @@ function turnView(turn, at) {
     const live = chats.live?.answer === shown.answer;
     shown.update(!live);
     if (live) chats.live.view = shown;
-    else shown.node.append(answerFoot(turn, last));
+    else shown.node.append(answerFoot(turn, last, shown.node));
     return shown.node;
   }
-  if (turn.role === "tool") return el("article", { className: "turn tool", ariaLabel: "Result of a tool" }, el("b", {}, turn.name), el("pre", {}, turn.text));
-  const node = el("article", { className: "turn user", ariaLabel: "Your message" }, el("div", { className: "said" }, ...plainBoxes(turn.text)));
-  const edit = at >= chats.current.turns.length - 2 && iconButton("edit", "Edit", () => editTurn(node, turn, at));
-  node.append(el("footer", {}, edit, copyButton(() => turn.text)));
+  const node = turn.role === "tool"
+    ? el("article", { className: "turn tool", ariaLabel: "Result of a tool" }, el("b", {}, turn.name), el("pre", {}, turn.text))
+    : el("article", { className: "turn user", ariaLabel: "Your message" }, el("div", { className: "said" }, ...plainBoxes(turn.text)));
+  const edit = iconButton("edit", "Edit", () => editTurn(node, turn.text, (text) => branch(at, text)));
+  const switched = turn.fork ? switcher("branch", turn.fork.at, turn.fork.tails.length, (step) => switchBranch(at, step)) : [];
+  node.append(el("footer", {}, edit, copyButton(() => turn.text), ...switched));
   return node;
+}
+
+/** Buttons to go through the alternatives of a turn. */
+function switcher(what, at, total, go) {
+  const move = (step) => () => !chats.live && go(step);
+  return [iconButton("left", `Previous ${what}`, move(-1)), `${at + 1} / ${total}`, iconButton("right", `Next ${what}`, move(1))];
 }
 
 /** Shows one answer, again and again while it grows. */
@@ -130,30 +135,32 @@ function callView({ name, arguments: given }) {
   return el("section", { className: "call", ariaLabel: `Call of ${name}` }, el("header", {}, icon("tool"), el("code", {}, name)), codeView(shown, "json"));
 }
 
-function answerFoot(turn, last) {
+function answerFoot(turn, last, node) {
   const answer = answerOf(turn);
-  const foot = el("footer", {}, copyButton(() => answer.text || answer.reasoning));
+  const edit = iconButton("edit", "Edit", () => editTurn(node, answer.text, (text) => editAnswer(turn, text), "Save"));
+  const foot = el("footer", {}, edit, copyButton(() => answer.text || answer.reasoning));
   if (last) foot.append(iconButton("again", "Regenerate", regenerate));
   if (turn.versions.length > 1) {
-    const turnTo = (step) => () => {
+    foot.append(...switcher("version", turn.at, turn.versions.length, (step) => {
       turn.at = (turn.at + step + turn.versions.length) % turn.versions.length;
+      chats.save(chats.current);
       showChat();
-    };
-    foot.append(iconButton("left", "Version before", turnTo(-1)), `${turn.at + 1} / ${turn.versions.length}`, iconButton("right", "Next version", turnTo(1)));
+    }));
   }
   const facts = answerFacts(answer);
-  if (facts) foot.append(el("a", { className: "facts", href: `#engine/${encodeURIComponent(answer.request || "")}`, title: "How this answer was made" }, facts));
+  if (facts && !answer.request) foot.append(el("span", { className: "facts" }, facts));
+  else if (facts) foot.append(el("a", { className: "facts", href: `#engine/${encodeURIComponent(answer.request)}`, title: "How this answer was made" }, facts));
   return last && answer.calls.length ? el("div", {}, resultForm(answer.calls), foot) : foot;
 }
 
 function answerFacts(answer) {
-  const drawn = answer.usage?.completion_tokens;
+  const tokens = answer.usage?.completion_tokens;
   const facts = [];
-  if (drawn) facts.push(`${count(drawn)} tokens`);
-  if (drawn > 1) facts.push(`${rate((drawn - 1) / (answer.seconds - answer.first))} per second`);
+  if (tokens) facts.push(`${count(tokens)} tokens`);
+  if (tokens > 1) facts.push(`${rate((tokens - 1) / (answer.seconds - answer.first))} per second`);
   if (answer.first) facts.push(`first after ${duration(answer.first)}`);
-  if (answer.finish === "length") facts.push("cut by the limit");
-  if (answer.finish === "stopped") facts.push("stopped");
+  if (answer.finish === "length") facts.push("stopped at max tokens");
+  if (answer.finish === "stopped" || answer.finish === "edited") facts.push(answer.finish);
   return facts.join(" · ");
 }
 
@@ -170,16 +177,15 @@ function resultForm(calls) {
   return form;
 }
 
-function editTurn(node, turn, at) {
+/** Replaces a turn by a field with its text until it is sent or given up. */
+function editTurn(node, text, done, verb = "Send") {
   if (chats.live) return;
-  const field = el("textarea", { value: turn.text, rows: Math.min(12, turn.text.split("\n").length + 1), ariaLabel: "Your message" });
-  const buttons = el("div", {}, el("button", { type: "submit", className: "primary" }, "Send"), el("button", { onclick: showChat }, "Cancel"));
+  const field = el("textarea", { value: text, rows: Math.min(12, text.split("\n").length + 1), ariaLabel: "Edited message" });
+  const buttons = el("div", {}, el("button", { type: "submit", className: "primary" }, verb), el("button", { onclick: showChat }, "Cancel"));
   const form = el("form", { className: "edit" }, field, buttons);
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    if (!field.value.trim()) return;
-    chats.current.turns.length = at;
-    say(field.value);
+    if (field.value.trim()) done(field.value);
   });
   form.addEventListener("keydown", (event) => {
     if (event.key === "Escape") showChat();
@@ -192,8 +198,47 @@ function editTurn(node, turn, at) {
 
 function editLast() {
   const at = chats.current.turns.findLastIndex((turn) => turn.role === "user");
-  const button = ui.messages.children[at]?.querySelector("footer button");
-  if (button?.title === "Edit") button.click();
+  ui.messages.children[at]?.querySelector("footer [title=Edit]")?.click();
+}
+
+/** Takes the turns from `at` on out of the conversation and puts them among the branches of that turn. */
+function foldBranch(at) {
+  const tail = chats.current.turns.splice(at);
+  const fork = tail[0].fork || { at: 0, tails: [null] };
+  delete tail[0].fork;
+  fork.tails[fork.at] = tail;
+  return fork;
+}
+
+/** A turn with another text, in a branch of its own; results of other tools of the same answer come along. */
+function branch(at, text) {
+  const { turns } = chats.current;
+  const end = turns.findIndex((turn, i) => i > at && turn.role !== "tool");
+  const others = turns[at].role === "tool" ? turns.slice(at + 1, end < 0 ? turns.length : end).map(({ fork: _, ...turn }) => turn) : [];
+  const { fork: _, ...turn } = turns[at];
+  const fork = foldBranch(at);
+  fork.at = fork.tails.push(null) - 1;
+  turns.push({ ...turn, text, fork }, ...others);
+  answerNow();
+}
+
+function switchBranch(at, step) {
+  const fork = foldBranch(at);
+  fork.at = (fork.at + step + fork.tails.length) % fork.tails.length;
+  const tail = fork.tails[fork.at];
+  fork.tails[fork.at] = null;
+  tail[0].fork = fork;
+  chats.current.turns.push(...tail);
+  chats.save(chats.current);
+  showChat();
+}
+
+/** The model did not write this one: it has no times and no tokens. */
+function editAnswer(turn, text) {
+  const { reasoning, calls } = answerOf(turn);
+  turn.at = turn.versions.push({ text, reasoning, calls, finish: "edited", seconds: 0 }) - 1;
+  chats.save(chats.current);
+  showChat();
 }
 
 /** Enter sends, unless it makes a new line or ends a word of an input method. */
@@ -261,7 +306,7 @@ async function answerNow(turn) {
   if (chat === chats.current) {
     inPlace(() => {
       shown.update(true);
-      shown.node.append(answerFoot(chat.turns.at(-1), true));
+      shown.node.append(answerFoot(chat.turns.at(-1), true, shown.node));
     });
   }
   showComposer();

@@ -2,26 +2,26 @@
 
 const PARTS = {
   prepare: ["time", "tokenized, and on the way to the engine"],
-  unseen: ["ahead", "nobody watched, nobody measured"],
+  unseen: ["ahead", "not measured: no viewer was connected"],
   grammar: ["drafted", "its grammar was being compiled"],
   queue: ["cached", "waited to run for the first time"],
   prompt: ["prompt", "its prompt was computed"],
-  decode: ["drawn", "its tokens were drawn"],
+  decode: ["drawn", "its tokens were sampled"],
   masks: ["drafted", "waited for what a grammar allows"],
   others: ["others", "waited for the work of other requests"],
-  preempted: ["bad", "had given its pages back"],
+  preempted: ["bad", "preempted: its pages were taken back"],
   restart: ["bad", "its engine was lost"],
   deliver: ["time", "on the way back, as text"],
 };
 const CELLS = { "-": "kept", o: "drawn", O: "shared", x: "others", X: "others" };
 const LEGENDS = {
   steps: { prompt: "prompt", drawn: "generation", drafted: "drafts, masks", time: "time", bad: "preempted" },
-  requests: { cached: "cached", prompt: "prompt", ahead: "to come", drawn: "drawn" },
-  pool: { drawn: "in use", shared: "shared", kept: "cached", others: "other keys", ahead: "blank" },
+  requests: { cached: "cached prompt", prompt: "computed prompt", ahead: "prompt to compute", drawn: "generated" },
+  pool: { drawn: "in use", shared: "shared", kept: "cached", others: "other keys", ahead: "free" },
 };
 const TILES = {
-  generated: "tokens/s generated", prompt: "prompt tokens/s", running: "running", waiting: "waiting", pages: "of pages in use",
-  hits: "of prompts cached", preemptions: "preemptions", restarts: "restarts",
+  generated: "tokens/s generated", prompt: "prompt tokens/s", running: "running", waiting: "waiting", pages: "of the KV cache in use",
+  hits: "of prompt tokens cached", preemptions: "preemptions", restarts: "restarts",
 };
 const MOST_ROWS = 40;
 const BETWEEN = 60; // milliseconds between two pictures
@@ -96,6 +96,7 @@ function drawTiles() {
     preemptions: count(stats.preemptions), restarts: count(engine.restarts),
   };
   for (const [name, text] of Object.entries(told)) setText(view.tiles[name], text);
+  ui.engineIdle.hidden = queue.running + queue.waiting > 0;
   setText(ui.engineAbout, `${hello.model} · ${hello.device}, ${hello.dtype} · context ${count(hello.max_model_len)} · Quire ${hello.server}`);
   const { pen, width, height } = board(byId("spark"));
   const most = Math.max(1, ...rates.map((one) => one[2]));
@@ -139,14 +140,14 @@ function drawSteps() {
     pen.strokeStyle = paint("ink");
     pen.strokeRect(left + at * STEP_WIDTH - 0.5, 0.5, STEP_WIDTH, height - 1);
   }
-  setText(ui.stepsText, shown[at] ? describeStep(shown[at]) : "No step yet: send something.");
+  setText(ui.stepsText, shown[at] ? describeStep(shown[at]) : "No step yet.");
 }
 
 function describeStep(step) {
   const said = [`${feed.hello.engines > 1 ? `engine ${step.engine} · ` : ""}step ${step.step}`, `${step.rows} rows`, `${step.tokens} tokens`];
   if (step.prompt) said.push(`${step.prompt} of prompts`);
   if (step.drafted) said.push(`${step.accepted} of ${step.drafted} drafts right`);
-  said.push(`${step.drawn} drawn`);
+  said.push(`${step.drawn} sampled`);
   if (step.masked) said.push(`${step.masked} under a grammar`);
   if (step.given) said.push(`${step.given} given by it`);
   if (step.preempted) said.push(`${step.preempted} preempted`);
@@ -177,7 +178,7 @@ function drawPool(now) {
   });
   const { used, cached, blank } = feed.pool;
   const { pages, page_size: size, pages_per_cell: each } = feed.hello;
-  setText(ui.poolText, `${count(used)} in use, ${count(cached)} cached, ${count(blank)} blank of ${count(pages)} pages of ${size} tokens${each > 1 ? `; every ${each}th is drawn` : ""}`);
+  setText(ui.poolText, `${count(used)} in use, ${count(cached)} cached, ${count(blank)} free of ${count(pages)} pages of ${size} tokens${each > 1 ? `; every ${each}th is shown` : ""}`);
 }
 
 // ---- requests
@@ -238,7 +239,7 @@ function chooseAnswer(id, until = performance.now() + 3000) {
   const found = [...feed.requests.values()].find((request) => request.id === id);
   if (found) chooseRequest(found.key);
   else if (performance.now() < until) setTimeout(() => chooseAnswer(id, until), 100);
-  else announce("The server does not tell about this request");
+  else announce("The server no longer lists this request");
 }
 
 function drawRequest() {
@@ -255,11 +256,11 @@ function drawRequest() {
     engine: feed.hello.engines > 1 && String(request.engine),
     adapter: request.adapter,
     prompt: `${request.prompt} tokens, ${request.cached} cached`,
-    drawn: `${request.drawn} of at most ${request.max_tokens ?? "any number"}`,
+    generated: `${request.drawn} of at most ${request.max_tokens ?? "any number of"} tokens`,
     "first token": over && request.ttft !== null && `after ${duration(request.ttft)}`,
     drafts: request.drafted && `${request.accepted} of ${request.drafted} right`,
     preempted: request.preemptions && `${request.preemptions} ×`,
-    grammar: request.grammar && "its answer has a given form",
+    grammar: request.grammar && "structured output",
   };
   ui.requestFacts.replaceChildren(...Object.entries(facts).filter(([, text]) => text).flatMap(([name, text]) => [el("dt", {}, name), el("dd", {}, text)]));
   ui.requestBar.replaceChildren(...rows.map(([name, seconds, colour]) => {

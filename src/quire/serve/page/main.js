@@ -122,10 +122,15 @@ function begin() {
   const clicks = {
     stop: stopAnswer, new: newChat, menu: () => showMenu(true), shade: () => showMenu(false), theme: nextTheme, help: () => ui.helpDialog.showModal(),
     settingsToggle: () => showPanel(), settingsClose: () => showPanel(false), settingsReset: resetSettings, export: () => showExport(),
-    forgetKey, tabActive: () => showTab("active"), tabFinished: () => showTab("finished"),
+    exportChats, importChats: () => ui.importFile.click(), forgetKey, tabActive: () => showTab("active"), tabFinished: () => showTab("finished"),
   };
   for (const [id, act] of Object.entries(clicks)) ui[id].addEventListener("click", act);
   ui.composer.addEventListener("submit", submitPrompt);
+  ui.search.addEventListener("input", listChats);
+  ui.importFile.addEventListener("change", async () => {
+    if (ui.importFile.files[0]) await importChats(ui.importFile.files[0]);
+    ui.importFile.value = ""; // the same file may come again
+  });
   ui.prompt.addEventListener("input", fitPrompt);
   ui.prompt.addEventListener("keydown", onPromptKey);
   ui.model.addEventListener("change", () => kept.set("model", ui.model.value));

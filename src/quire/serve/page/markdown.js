@@ -15,6 +15,8 @@ const HEADING = /^ {0,3}(#{1,6}) +(.*)$/;
 const RULE = /^ {0,3}(?:(?:\* *){3,}|(?:- *){3,}|(?:_ *){3,})$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])( +(.*)|)$/;
+const MATH = /^ {0,3}(\$\$|\\\[)/;
+const MATH_ENDS = { "$$": "$$", "\\[": "\\]" };
 const TABLE = /^ *\|? *:?-+:? *(?:\| *:?-+:? *)*\|? *$/;
 
 /** Shows a text that grows. Blocks that are complete stay as they are; only what is behind them is made again. */
@@ -61,15 +63,19 @@ function plainBoxes(text) {
 /** Where the last block begins that may still change: behind an empty line, not in code, not in a list. */
 function settledEnd(text, from) {
   let fence = null;
+  let began = 0;
   let blank = false;
   let end = from;
   for (let at = from; at < text.length; ) {
     const stop = text.indexOf("\n", at);
     const line = text.slice(at, stop < 0 ? text.length : stop);
-    const mark = line.length < MOST_LINE ? FENCE.exec(line) : null;
+    const mark = line.length < MOST_LINE ? FENCE.exec(line) || openMath(line) : null;
     const fresh = blank && line.trim() && !/^[ \t>|]/.test(line) && !ITEM.test(line.slice(0, 20));
     if (!fence && (fresh || at - end > MOST_INLINE)) end = at;
-    if (fence ? closes(line, fence) : mark) fence = fence ? null : mark[1];
+    if (fence ? closes(line, fence) || (isMath(fence) && at - began > MOST_TEX) : mark) {
+      fence = fence ? null : mark[1];
+      began = at;
+    }
     blank = !line.trim();
     if (stop < 0) break;
     at = stop + 1;
@@ -77,7 +83,14 @@ function settledEnd(text, from) {
   return end;
 }
 
-const closes = (line, fence) => line.trim().startsWith(fence) && line.trim() === fence[0].repeat(line.trim().length);
+/** The end that a formula of several lines waits for, as the second of two; null if this line begins none. */
+function openMath(line) {
+  const found = MATH.exec(line);
+  return found && !line.includes(MATH_ENDS[found[1]], found[0].length) ? [found[0], MATH_ENDS[found[1]]] : null;
+}
+
+const isMath = (mark) => Object.values(MATH_ENDS).includes(mark);
+const closes = (line, fence) => isMath(fence) ? line.includes(fence) : line.trim().startsWith(fence) && line.trim() === fence[0].repeat(line.trim().length);
 
 function renderBlocks(lines, depth) {
   const nodes = [];
@@ -106,6 +119,7 @@ function startBlock(lines, at, depth) {
     return [el(`h${level}`, {}, ...renderInline(found[2].replace(/ +#+ *$/, ""))), at + 1];
   }
   if (RULE.test(line)) return [el("hr"), at + 1];
+  if ((found = MATH.exec(line))) return mathBlock(lines, at, found);
   if (QUOTE.test(line)) {
     let end = at;
     while (end < lines.length && QUOTE.test(lines[end])) end += 1;
@@ -124,8 +138,25 @@ function interrupts(lines, at) {
   if (line.length > MOST_LINE) return false;
   const found = ITEM.exec(line);
   if (found) return Boolean(found[4]) && (found[2].length === 1 || parseInt(found[2], 10) === 1);
-  return [FENCE, HEADING, RULE, QUOTE].some((block) => block.test(line)) || beginsTable(lines, at);
+  return [FENCE, HEADING, RULE, QUOTE, MATH].some((block) => block.test(line)) || beginsTable(lines, at);
 }
+
+/** A formula on lines of its own; null if it does not end, or text follows it: then it is a part of a paragraph. */
+function mathBlock(lines, at, [begin, mark]) {
+  const close = MATH_ENDS[mark];
+  const parts = [];
+  let length = 0;
+  for (let end = at, line = lines[at].slice(begin.length); line !== undefined && length < MOST_TEX; line = lines[++end]) {
+    const stop = line.indexOf(close);
+    parts.push(stop < 0 ? line : line.slice(0, stop));
+    if (stop >= 0) return line.slice(stop + 2).trim() ? null : [mathView(parts.join("\n"), true), end + 1];
+    length += line.length + 1;
+  }
+  return null;
+}
+
+/** A formula, or its source where it cannot be read. */
+const mathView = (tex, display) => renderMath(tex, display) || el("code", { className: display ? "formula" : "" }, tex.trim());
 
 function codeBlock(lines, at, [, fence, language]) {
   let end = at + 1;
@@ -206,7 +237,7 @@ function paragraph(lines, at, depth) {
 
 // ---- inside a line
 
-const SPECIAL = /[\\`*_~[!<\n]|https?:\/\//g;
+const SPECIAL = /[\\`*_~[!<$\n]|https?:\/\//g;
 const PAIRS = [["**", "strong"], ["__", "strong"], ["~~", "del"], ["*", "em"], ["_", "em"]];
 const MOST_INLINE_DEPTH = 6;
 const MOST_LABEL = 400;
@@ -231,6 +262,10 @@ function renderInline(text, depth = 0) {
 function inlineAt(text, at, depth, lost) {
   const sign = text[at];
   if (sign === "\n") return [el("br"), at + 1];
+  if (sign === "$" || (sign === "\\" && /[([]/.test(text[at + 1] || ""))) {
+    const made = inlineMath(text, at, lost);
+    if (made || sign === "$") return made;
+  }
   if (sign === "\\") return /[!-/:-@[-`{-~]/.test(text[at + 1] || "") ? [text[at + 1], at + 2] : null;
   if (sign === "`") return inlineCode(text, at, lost);
   if (sign === "h") return /\w/.test(text[at - 1] || "") ? null : bareLink(text, at);
@@ -243,6 +278,26 @@ function inlineAt(text, at, depth, lost) {
   if (sign === "[") return labelled(text, at, depth, false);
   const pair = PAIRS.find(([mark]) => text.startsWith(mark, at));
   return pair ? emphasis(text, at, pair, depth, lost) : null;
+}
+
+const MATH_PAIRS = [["$$", "$$", true], ["\\[", "\\]", true], ["\\(", "\\)", false], ["$", "$", false]];
+
+/** Dollars are formulas only if they touch what they enclose and no digit follows: prices are not. */
+function inlineMath(text, at, lost) {
+  const [open, close, display] = MATH_PAIRS.find(([mark]) => text.startsWith(mark, at));
+  if (lost.has(open)) return null;
+  const begin = at + open.length;
+  if (open === "$" && /\s/.test(text[begin] || " ")) return null;
+  for (let tries = 0, end = begin; tries < 16; tries += 1, end += 1) {
+    end = text.indexOf(close, end);
+    if (end < 0) {
+      lost.add(open);
+      return null;
+    }
+    if (end === begin || end - begin > MOST_TEX) return null;
+    if (open !== "$" || (!/[\s\\]/.test(text[end - 1]) && !/\d/.test(text[end + 1] || ""))) return [mathView(text.slice(begin, end), display), end + close.length];
+  }
+  return null;
 }
 
 function inlineCode(text, at, lost) {

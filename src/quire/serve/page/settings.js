@@ -3,26 +3,26 @@
 
 const server = { length: 0 };
 
-const number = (label, min, max, hint) => ({ label, kind: "number", min, max, hint });
+const number = (label, min, max) => ({ label, kind: "number", min, max });
 const FIELDS = {
-  system: { label: "System prompt", kind: "text", rows: 4, hint: "Who the model is to be" },
+  system: { label: "System prompt", kind: "text", rows: 4, hint: "Instructions for the model; empty: none" },
   temperature: number("Temperature", 0, 2),
   top_p: number("Top p", 0, 1),
   top_k: number("Top k", -1),
   min_p: number("Min p", 0, 1),
-  max_tokens: number("Most tokens", 1),
+  max_tokens: number("Max tokens", 1),
   seed: number("Seed"),
   repetition_penalty: number("Repetition penalty", 0, 2),
   presence_penalty: number("Presence penalty", -2, 2),
   frequency_penalty: number("Frequency penalty", -2, 2),
-  stop: { label: "Stop at", kind: "lines", rows: 2, hint: "One text per line" },
-  tools: { label: "Tools", kind: "json", rows: 4, hint: "A JSON list, as in the API; you are asked for the results" },
-  more: { label: "Anything else", kind: "json", rows: 3, hint: 'Other fields of the request, as JSON: {"min_tokens": 5}' },
+  stop: { label: "Stop sequences", kind: "lines", rows: 2, hint: "One per line; empty: none" },
+  tools: { label: "Tools", kind: "json", rows: 4, hint: "A JSON list, as in the API; you type the results" },
+  more: { label: "Other request fields", kind: "json", rows: 3, hint: 'JSON, as in {"min_tokens": 5}' },
 };
 
 function showSettings() {
   ui.settingsFields.replaceChildren(...Object.entries(FIELDS).map(([name, { label, kind, min, max, rows, hint }]) => {
-    const input = el(kind === "number" ? "input" : "textarea", { value: chats.current.settings[name] ?? "", placeholder: hint || "default" });
+    const input = el(kind === "number" ? "input" : "textarea", { value: chats.current.settings[name] ?? "", placeholder: hint || "model default" });
     if (kind === "number") Object.assign(input, { type: "number", min: min ?? "", max: max ?? "", step: "any" });
     else input.rows = rows;
     input.addEventListener("input", () => setSetting(name, input));
@@ -61,7 +61,7 @@ function sampling(settings) {
     const text = settings[name];
     if (text === undefined || kind === "text") continue;
     const value = kind === "lines" ? text.split("\n").filter(Boolean) : parsed(text);
-    if (value === undefined) announce(`“${label}” cannot be read, and was left out`);
+    if (value === undefined) announce(`“${label}” is not valid JSON and was left out`);
     else if (name === "more") Object.assign(body, value);
     else body[name] = value;
   }
@@ -85,7 +85,7 @@ function messageFrom(turn) {
 
 // ---- export
 
-const EXPORTS = { curl: exportCurl, Python: exportPython };
+const EXPORTS = { curl: exportCurl, Python: exportPython, JSON: exportMessages };
 
 function showExport(kind = "curl") {
   const text = EXPORTS[kind]();
@@ -109,6 +109,11 @@ function exportCurl() {
   const json = JSON.stringify(exportedBody(), null, 2).replaceAll("'", "'\\''");
   const key = ownKey() ? ' \\\n  -H "Authorization: Bearer $QUIRE_API_KEY"' : "";
   return `curl ${location.origin}${BASE}/v1/chat/completions \\\n  -H 'Content-Type: application/json'${key} \\\n  -d '${json}'`;
+}
+
+/** The conversation so far, as `quire chat` loads it and this page imports it. */
+function exportMessages() {
+  return JSON.stringify({ messages: requestBody(chats.current, chats.current.turns.length).messages }, null, 2);
 }
 
 const OPENAI_FIELDS = new Set("model messages temperature top_p max_tokens seed presence_penalty frequency_penalty stop tools".split(" "));
