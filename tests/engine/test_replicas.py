@@ -13,6 +13,7 @@ from async_support import processes
 from tiny import TEXT, open_model
 
 from patience import PATIENCE
+from quick_engines import held_back
 from quire import LLM, SamplingParams
 from quire.engine import replicas
 from quire.types.errors import ConfigError, EngineDead, InvalidParameter, PromptTooLong
@@ -119,6 +120,52 @@ def test_the_cache_is_forgotten_everywhere_and_metrics_are_told_by_engine(two):
     assert {metric.labels["engine"] for metric in told} == {"0", "1"} and all(metric.value > 0 for metric in told)
     drafted = [metric for metric in two.get_metrics() if metric.name == "vllm:spec_decode_num_draft_tokens"]
     assert {metric.labels["engine"] for metric in drafted} == {"0", "1"} and sum(metric.value for metric in drafted) > 0
+
+
+def test_a_prefix_that_one_engine_has_cached_does_not_make_the_others_queue_there(tiny_model, traces):
+    two = fake(tiny_model, max_num_seqs=2)
+    shared = list(range(3, 163))
+    engines = two.llm_engine.core.engines
+
+    def counts():
+        return [0 if engine.stats is None else engine.stats.queries for engine in engines]
+
+    def queries(prompts, **more):
+        before = counts()
+        two.generate([{"prompt_token_ids": prompt} for prompt in prompts], params(**more), use_tqdm=False)
+        return [after - count for after, count in zip(counts(), before, strict=True)]
+
+    home = queries([shared], max_tokens=1)
+    assert sorted(home) == [0, len(shared)]
+    assert queries([[*shared, 7]], max_tokens=20) == [len(shared) + 1 if count else 0 for count in home], "affinity, when idle"
+    assert queries([[*shared, i] for i in range(4)], max_tokens=20) == [2 * (len(shared) + 1)] * 2, "two slots each"
+    two.llm_engine.shutdown()
+
+
+def test_requests_that_a_lost_engine_had_not_begun_move_to_free_slots(tiny_model, traces, monkeypatch):
+    monkeypatch.setenv("QUIRE_FAKE_LATENCY", "0.01")
+    prompts = [f"{TEXT[i % 3]} {i}" for i in range(6)]
+    asked = [params(max_tokens=60)] * 2 + [params(max_tokens=3)] * 4
+    alone = told(fake(tiny_model, data_parallel_size=1).generate(prompts, asked, use_tqdm=False))
+    two = fake(tiny_model, max_num_seqs=1)
+    core, ended = two.llm_engine.core, []
+    engine = core.engines[1]
+
+    def lose():
+        while not (engine.stats is not None and engine.stats.running and engine.stats.waiting):
+            time.sleep(0.001)
+        with held_back(engine.supervisor):
+            os.kill(engine.pid, signal.SIGKILL)
+            while core.engines[0].num_open or engine.num_open > 1:
+                time.sleep(0.001)
+            ended.append(engine.num_open)
+
+    killer = threading.Thread(target=lose)
+    killer.start()
+    assert told(two.generate(prompts, asked, use_tqdm=False)) == alone
+    killer.join(PATIENCE)
+    assert ended == [1], "only the one that had begun waited for the restart"
+    two.llm_engine.shutdown()
 
 
 def test_a_killed_engine_is_only_a_pause(tiny_model, monkeypatch, traces):

@@ -1,17 +1,18 @@
 """Who gets a request, of several engines: by tokens that wait and by what is cached, and nobody who is far behind."""
 
 import random
+from math import inf
 
 import pytest
 from desk import SIZE, Desk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.sched.balancer import LEAST, OUTPUT, SLACK, SPREAD, Balancer
+from quire.sched.balancer import AFFINITY_SLACK_TOKENS, AFFINITY_SPREAD, EXPECTED_OUTPUT_TOKENS, Balancer
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
 
-PAGE = 16
+PAGE, OUTPUT = 16, EXPECTED_OUTPUT_TOKENS
 
 
 def request(name, prompt, most=OUTPUT, fork_of=None, hold=False, salt=(), **params):
@@ -20,10 +21,10 @@ def request(name, prompt, most=OUTPUT, fork_of=None, hold=False, salt=(), **para
     return EngineRequest(name, tuple(prompt), asked, 0, **ends, arrival=0.0, fork_of=fork_of, hold=hold, salt=salt)
 
 
-def balancer(engines=2, pages=1000, **bounds):
+def balancer(engines=2, pages=1000, slots=inf, caching=True, **bounds):
     made = Balancer(engines, **bounds)
     for engine in range(engines):
-        made.begin(engine, pages, PAGE)
+        made.begin(engine, pages, PAGE, slots, caching)
     return made
 
 
@@ -41,7 +42,7 @@ def test_tokens_are_balanced_not_requests():
     placed = [balance.place(request(f"short{i}", text(i + 1, 20)), BOTH) for i in range(20)]
     assert placed == [1] * 20, "all of them are less than the long one"
     assert balance.work == [3000 + OUTPUT, 20 * (20 + OUTPUT)]
-    balance.told("long", 1)  # its prompt is done, and it only draws from now on
+    balance.add_tokens("long", 1)  # its prompt is done, and it only draws from now on
     assert balance.work[0] == OUTPUT - 1
     assert balance.place(request("next", text(99, 20)), BOTH) == 0
 
@@ -74,21 +75,70 @@ def test_what_many_share_is_computed_twice_before_one_engine_has_all():
     balance = balancer()
     system = text(7, 5000)
     balance.place(request("first", system), BOTH)
-    balance.told("first", 1)
+    balance.add_tokens("first", 1)
     placed = []
     for i in range(200):
         placed.append(balance.place(request(str(i), system + text(i, 8)), BOTH))
-        balance.told(str(i), 1)
+        balance.add_tokens(str(i), 1)
     alone = placed.index(1)
-    assert alone == SLACK // (OUTPUT - 1), "as long as the bound lets it"
+    assert alone == AFFINITY_SLACK_TOKENS // (OUTPUT - 1), "as long as the bound lets it"
     assert abs(placed[alone:].count(0) - placed[alone:].count(1)) <= alone + 1, "from then on both have it"
+
+
+def test_a_running_request_counts_for_what_it_may_still_generate():
+    balance = balancer()
+    system = text(7, 2048)
+    for i in range(40):  # answers without a limit, all of them long past the expected length
+        balance.place(request(str(i), system + text(i, 8), most=None), BOTH)
+        balance.add_tokens(str(i), 1000)
+    assert sum(balance.engine(str(i)) for i in range(40)) >= 12, "each counts as 128 tokens, and 16 of them as the prefix"
+    near_its_end = balancer()
+    near_its_end.place(request("a", system, most=1000), BOTH)
+    near_its_end.add_tokens("a", 990)
+    assert near_its_end.work == [10, 0]
+
+
+def test_nothing_queues_while_another_engine_has_a_free_slot():
+    balance = balancer(slots=4)
+    system = text(7, 2048)
+    placed = []
+    for i in range(8):
+        placed.append(balance.place(request(str(i), system + text(i, 8), most=20), BOTH))
+        balance.add_tokens(str(i), 1)
+    assert placed == [0] * 4 + [1] * 4
+    placed = [balance.place(request(f"queued{i}", system + text(i, 8), most=20), BOTH) for i in range(8)]
+    assert placed == [0, 1] * 4, "queues of a small batch stay equally long"
+
+
+def test_cache_that_is_full_makes_a_queue():
+    balance = balancer(pages=100)  # 1,600 tokens
+    shared = text(7, 800)
+    placed = []
+    for i in range(3):
+        placed.append(balance.place(request(str(i), shared + text(i, 300), most=10), BOTH))
+        balance.add_tokens(str(i), 9)  # prompts that have run still take their pages
+    assert placed == [0, 0, 1], "800 + 310 + 310 tokens, and the third has no room left"
+    for i in range(3):
+        balance.end(str(i))
+    assert balance.place(request("again", shared + text(0, 300), most=10), BOTH) == 0
+
+
+def test_a_request_that_has_not_begun_moves_to_a_free_slot_only():
+    balance = balancer(slots=2)
+    asked = [request(str(i), text(i, 30)) for i in range(3)]
+    for one in asked:
+        balance.place(one, [0])
+    assert balance.move(asked[2], [1]) == 1 and balance.engine("2") == 1 and balance.work == [2 * (30 + OUTPUT), 30 + OUTPUT]
+    balance.place(request("other", text(8, 30)), [1])
+    assert balance.move(asked[1], [1]) is None and balance.engine("1") == 0
+    assert balance.move(asked[1], []) is None
 
 
 def test_a_lost_engine_has_nothing_cached_and_begins_its_requests_again():
     balance = balancer()
     prompt = text(1, 640)
     home = balance.place(request("a", prompt), BOTH)
-    balance.told("a", 3)
+    balance.add_tokens("a", 3)
     assert balance.work[home] == OUTPUT - 3
     balance.begin(home, 1000, PAGE)
     assert balance.work[home] == 640 + OUTPUT - 3
@@ -114,6 +164,8 @@ def test_forks_and_those_that_are_held_stay_together():
 def test_work_is_what_is_open_and_nobody_is_far_behind(engines, pages, slack, data):
     balance = balancer(engines, pages, slack=slack)
     open_now, count = {}, 0
+    for load in balance._loads:
+        load.capacity = inf  # engines with queues have tests of their own
     for _ in range(data.draw(st.integers(1, 40))):
         action = data.draw(st.sampled_from("aaaaatteb"))
         if action == "a":
@@ -127,24 +179,26 @@ def test_work_is_what_is_open_and_nobody_is_far_behind(engines, pages, slack, da
             assert engine in among and balance.engine(name) == engine
             least = min(before[each] for each in among)
             if parent is None or open_now[parent] not in among:
-                assert before[engine] <= least + slack + SPREAD * least
+                assert before[engine] <= least + slack + AFFINITY_SPREAD * least
                 assert before[engine] < balance.work[engine] <= before[engine] + len(prompt) + OUTPUT
             else:
                 assert engine == open_now[parent]
             open_now[name] = engine
         elif action == "b":
-            balance.begin(data.draw(st.integers(0, engines - 1)), pages, PAGE)
+            begun = data.draw(st.integers(0, engines - 1))
+            balance.begin(begun, pages, PAGE)
+            balance._loads[begun].capacity = inf
         elif open_now:
             name = data.draw(st.sampled_from(list(open_now)))
             if action == "t":
-                balance.told(name, data.draw(st.integers(0, 50)))
+                balance.add_tokens(name, data.draw(st.integers(0, 50)))
             else:
                 balance.end(name)
                 del open_now[name]
         for engine in range(engines):
             mine = [balance._open[name] for name, at in open_now.items() if at == engine]
             assert balance.work[engine] == sum(each.prompt + each.output for each in mine)
-            assert all(each.prompt >= 0 and each.output >= min(LEAST, 1) for each in mine)
+            assert all(each.prompt >= 0 and each.output >= 1 for each in mine)
             assert len(balance._pages[engine]) <= pages
     for name in [*open_now, "never"]:
         balance.end(name)

@@ -35,9 +35,8 @@ def replica(*, pages: int = 200, max_seqs: int = 4, budget: int = 64, depth: int
 
 
 def simulate(trace: Trace, replicas: int = 1, name: str = "round-robin", most: int | None = None, **numbers) -> Run:
-    return Fleet(
-        [replica(**numbers) for _ in range(replicas)], router_maker(name, numbers.get("pages", 200), PAGE)(replicas), most
-    ).run(trace)
+    make_router = router_maker(name, numbers.get("pages", 200), PAGE, numbers.get("max_seqs", 4))
+    return Fleet([replica(**numbers) for _ in range(replicas)], make_router(replicas), most).run(trace)
 
 
 def trace(*arrivals: tuple[float, tuple[tuple[int, int], ...], int]) -> Trace:

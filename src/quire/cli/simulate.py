@@ -155,8 +155,8 @@ def _counter(chars_per_token: float | None, config: Config) -> TokenCounter:
 def _simulate(
     namespace: argparse.Namespace, setting: Setting, trace: Trace, objectives: Objectives | None
 ) -> tuple[Run, Search | None]:
-    known = setting.plan.pages if setting.config.prefix_caching else 0
-    make_router = router_maker(namespace.router, known, setting.plan.page_size)
+    plan, config = setting.plan, setting.config
+    make_router = router_maker(namespace.router, plan.pages, plan.page_size, config.max_seqs, config.prefix_caching)
     pages = setting.pages_for(trace)
 
     def simulate(replicas: int, wanted: Callable[[Visit], bool] = lambda _: True) -> Run:

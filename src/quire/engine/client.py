@@ -114,6 +114,7 @@ class EngineClient:
         self.replayed = 0  # requests that another engine had before
         self._watched = False
         self.heir: Callable[[list[OpenRequest]], list[OpenRequest]] = lambda orphans: orphans  # see `on_dead`
+        self.relief: Callable[[list[OpenRequest]], list[OpenRequest]] = lambda _: []  # returns those taken
         self.on_given_up: Callable[[QuireError], None] = lambda error: None  # noqa: ARG005
         self.stats: Stats | None = None  # as of the latest step
         self.pages = 0  # of the cache; 0 until an engine is ready
@@ -334,6 +335,14 @@ class EngineClient:
         if self._harbour is not None and self._open:  # nobody knows when its node comes again, if it does
             left = self.heir(list(self._open.values()))
             self._open = {entry.spec.id: entry for entry in left}
+        self.relieve()
+
+    def relieve(self) -> None:
+        """While the engine restarts, let other engines take requests that it had not begun."""
+        if self.supervisor.state not in ("ready", "dead"):
+            not_begun = [entry for entry in self._open.values() if not entry.told and not entry.strikes]
+            for entry in self.relief(not_begun):
+                del self._open[entry.spec.id]
 
     def on_dead(self, error: QuireError) -> None:
         """The engine is given up. Whoever inherits its requests returns those that nobody can have: they end."""

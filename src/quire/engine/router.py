@@ -4,14 +4,15 @@
                      ├─► EngineClient 1 ═ engine process        each with a supervisor of its own
                      └─► ...                         deltas ─► whoever uses the router, as they come
 
-A request stays with its engine. One that is lost is restarted, and has its requests again, by its own supervisor; the others
-never hear of it. New requests go to engines that are ready, if there are any. The requests of an engine that is given up for
-good go on in the others, from their token logs: the router is dead when all of them are.
+A request that has begun stays with its engine. A lost engine is restarted and gets its requests again, by its own supervisor.
+Requests that it had not begun move to other engines, as these get free slots. New requests go to engines that are ready, if there
+are any. The requests of an engine that is given up for good go on in the others, from their token logs: the router is dead when
+all of them are.
 """
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from quire.config.args import EngineArgs, local_engines
@@ -51,20 +52,25 @@ class FleetHearer(Protocol):
 class _Ear:
     """Hears one engine."""
 
-    def __init__(self, number: int, hearer: FleetHearer, balancer: Balancer, caching: bool) -> None:
+    def __init__(
+        self, number: int, hearer: FleetHearer, balancer: Balancer, caching: bool, on_slot_free: Callable[[], None]
+    ) -> None:
         self._number, self._hearer, self._balancer, self._caching = number, hearer, balancer, caching
+        self._on_slot_free = on_slot_free
 
     def on_ready(self, ready: ipc.Ready) -> None:
-        self._balancer.begin(self._number, ready.pages if self._caching else 0, ready.page_size)
+        self._balancer.begin(self._number, ready.pages, ready.page_size, ready.max_seqs, self._caching)
         self._hearer.on_ready(ready, self._number)
 
     def on_deltas(self, deltas: Sequence[TokenDelta]) -> None:
         for delta in deltas:
             if delta.finish_reason is None:
-                self._balancer.told(delta.request_id, len(delta.token_ids))
+                self._balancer.add_tokens(delta.request_id, len(delta.token_ids))
             else:
                 self._balancer.end(delta.request_id)
         self._hearer.on_deltas(deltas, self._number)
+        if any(delta.finish_reason is not None for delta in deltas):
+            self._on_slot_free()
 
     def on_step(self, report: ipc.StepReport) -> None:
         self._hearer.on_step(report, self._number)
@@ -102,12 +108,13 @@ class EngineRouter(Together):
             spare = None
         try:
             for number in range(args.data_parallel_size):
-                ear = _Ear(number, hearer, self._balancer, args.enable_prefix_caching)
+                ear = _Ear(number, hearer, self._balancer, args.enable_prefix_caching, self._relieve_all)
                 first, spare = spare, None
                 harbour = self._harbour if number >= here else None
                 client = EngineClient(args, ear, command, first, number, serving, warm, harbour, self._companions)
                 self.engines.append(client)
                 self.engines[-1].heir = self._inherit
+                self.engines[-1].relief = self._relieve
                 if self._companions is not None:
                     self.engines[-1].on_given_up = self._give_up
         except BaseException:
@@ -225,11 +232,33 @@ class EngineRouter(Together):
             self._balancer.end(orphan.spec.id)
         for orphan in orphans:
             number = self._balancer.place(orphan.spec, takers)
-            self._balancer.told(orphan.spec.id, len(orphan.tokens))
+            self._balancer.add_tokens(orphan.spec.id, len(orphan.tokens))
             shares.setdefault(number, []).append(orphan)
         for number, share in shares.items():
             self.engines[number].adopt(share)
         return []
+
+    def _relieve_all(self) -> None:
+        for engine in self.engines:
+            engine.relieve()
+
+    def _relieve(self, not_begun: list[OpenRequest]) -> list[OpenRequest]:
+        """Move requests that a lost engine had not begun to free slots of ready engines; return those that moved.
+
+        Forks and requests that others may fork stay with their engine, and so do requests that name it.
+        """
+        ready = [number for number, engine in enumerate(self.engines) if engine.state == "ready"]
+        shares: dict[int, list[OpenRequest]] = {}
+        parents = {entry.spec.fork_of for entry in not_begun}
+        for entry in not_begun:
+            spec = entry.spec
+            bound = spec.engine is not None or spec.fork_of is not None or spec.hold or spec.id in parents
+            number = None if bound else self._balancer.move(spec, ready)
+            if number is not None:
+                shares.setdefault(number, []).append(entry)
+        for number, share in shares.items():
+            self.engines[number].adopt(share)
+        return [entry for share in shares.values() for entry in share]
 
     def _give_up(self, error: QuireError) -> None:
         """Of engines that share experts none can go on without the others."""

@@ -35,22 +35,21 @@ class RoundRobin:
 
 
 class Balanced:
-    """As `quire serve` places requests. Without pages it goes by load alone."""
+    """As `quire serve` places requests; by load alone without `caching`."""
 
-    def __init__(self, replicas: int, pages: int = 0, page_size: int = 0) -> None:
+    def __init__(self, replicas: int, pages: int, page_size: int, slots: int, caching: bool) -> None:
         self._balancer, self._all = Balancer(replicas), range(replicas)
-        if pages:
-            for replica in self._all:
-                self._balancer.begin(replica, pages, page_size)
+        for replica in self._all:
+            self._balancer.begin(replica, pages, page_size, slots, caching)
 
     def place(self, request: EngineRequest) -> int:
         return self._balancer.place(request, self._all)
 
     def heard(self, deltas: Sequence[TokenDelta]) -> None:
-        told, end = self._balancer.told, self._balancer.end
+        add_tokens, end = self._balancer.add_tokens, self._balancer.end
         for delta in deltas:
             if delta.token_ids:
-                told(delta.request_id, len(delta.token_ids))
+                add_tokens(delta.request_id, len(delta.token_ids))
             if delta.finish_reason is not None:
                 end(delta.request_id)
 
@@ -62,8 +61,8 @@ ROUTERS = ("balancer", "load", "round-robin")
 MakeRouter = Callable[[int], Router]
 
 
-def router_maker(name: str, pages: int, page_size: int) -> MakeRouter:
-    """For a number of replicas, each with so many pages."""
+def router_maker(name: str, pages: int, page_size: int, slots: int, caching: bool = True) -> MakeRouter:
+    """Return a factory of routers by number of replicas. Each replica has `pages` of cache and runs `slots` requests at once."""
     if name == "round-robin":
         return RoundRobin
-    return lambda replicas: Balanced(replicas, pages if name == "balancer" else 0, page_size)
+    return lambda replicas: Balanced(replicas, pages, page_size, slots, caching and name == "balancer")
