@@ -11,7 +11,7 @@ from tiny import TEXT, open_model
 
 from patience import PATIENCE
 from quire import SamplingParams
-from quire.grammar import client, process
+from quire.grammar import client, process, wire
 from quire.sampling_params import StructuredOutputsParams
 from quire.types.errors import EngineError, InvalidParameter
 
@@ -222,3 +222,70 @@ def test_a_stopped_process_stops_only_those_who_need_it(engine, monkeypatch):
     finally:
         os.kill(pid, (signal.SIGCONT, signal.SIGKILL)[engine.core.depth])
     assert told(run.finish()) == expected
+
+
+def kill_first_starts(monkeypatch, counter: Path, count: int) -> None:
+    """The first `count` grammar processes are killed before they are up."""
+    script = (
+        "import os, pathlib, signal, sys\n"
+        f"counter = pathlib.Path({str(counter)!r})\n"
+        "number = len(counter.read_text()) if counter.exists() else 0\n"
+        "counter.write_text('x' * (number + 1))\n"
+        f"if number < {count}: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from quire.grammar.worker import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    monkeypatch.setattr(process, "COMMAND", (sys.executable, "-P", "-c", script))
+    monkeypatch.setattr(client, "MAX_RESTART_PAUSE_S", 0.01)
+
+
+def test_processes_killed_before_they_are_up_cost_nobody_an_answer(tiny_model, monkeypatch, tmp_path):
+    engine = open_engine(tiny_model)
+    asked = {"a": bound(1, regex="[ab]{9}"), "b": bound(2, regex="[cd]{9}")}
+    expected = told(Run(engine, asked).finish())
+    engine.core.constraints.stop()
+    kill_first_starts(monkeypatch, tmp_path / "starts", 6)
+    run = Run(engine, asked)
+    assert len((tmp_path / "starts").read_text()) == 7, "it went on for the question whether the grammar is valid"
+    (tmp_path / "starts").unlink()
+    kill(engine)
+    assert told(run.finish()) == expected
+    assert len((tmp_path / "starts").read_text()) == 7
+
+
+def test_starts_that_are_killed_for_too_long_are_given_up(tiny_model, monkeypatch, tmp_path):
+    engine = open_engine(tiny_model)
+    kill_first_starts(monkeypatch, tmp_path / "starts", 100)
+    monkeypatch.setattr(client, "MAX_KILLED_STARTS_S", 0.0)
+    with pytest.raises(EngineError, match="does not start"):
+        engine.add_request("a", TEXT[0], bound(1, regex="ab"))
+
+
+def test_a_kill_from_outside_is_not_blamed_on_the_grammar(engine, monkeypatch):
+    asked = {"alone": bound(1, regex="[abc]{12}")}
+    expected, left, hear = told(Run(engine, asked).finish()), [1, 2], client.Grammars._hear
+
+    def killing(self, answer, process):
+        if left and isinstance(answer, wire.GrammarOpened) and self._by_number[answer.id].name is not None:
+            left.pop()
+            os.kill(process.pid, signal.SIGKILL)
+        else:
+            hear(self, answer, process)
+
+    monkeypatch.setattr(client.Grammars, "_hear", killing)
+    assert told(Run(engine, asked).finish()) == expected and not left
+
+
+def test_kills_between_which_a_request_goes_on_are_not_counted_together(engine, monkeypatch):
+    monkeypatch.setattr(client, "MOST_LOSSES", 2)
+    asked = {"alone": bound(1, regex="[abc]{30}")}
+    expected, run = told(Run(engine, asked).finish()), Run(engine, asked)
+    lane, killed_at = engine.core.constraints.grammars.first, [0]
+    while engine.has_unfinished_requests():
+        entry = next(iter(lane._open.values()), None)
+        if entry is not None and entry.ready and len(killed_at) < 4 and len(entry.tokens) > killed_at[-1]:
+            killed_at.append(len(entry.tokens))
+            os.kill(lane._process.pid, signal.SIGKILL)
+            entry.told = lane._sent + 1  # at work, whatever it has answered by now
+        run.turn()
+    assert told(run.answers) == expected and len(killed_at) == 4

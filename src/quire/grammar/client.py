@@ -4,6 +4,9 @@ The grammar process runs beside the engine: tokens are told as they are known, m
 in between costs the engine nothing. Nobody waits for a mask that is late: news says when it is there. All that the process
 knows can be told again: if it is lost, its requests wait for another one, which hears their tokens so far, and go on. A grammar
 that kills it again is refused.
+
+A process that another process killed (SIGKILL, SIGTERM) is no fault of the requests: it is replaced, with growing pauses between
+starts, as long as requests wait. Starts that fail by themselves are given up after MAX_FAILED_STARTS.
 """
 
 import hashlib
@@ -26,7 +29,9 @@ LONGEST_STEP = 5.0  # seconds of silence until an answer to sampled tokens is gi
 LONGEST_CHECK = 60.0  # the same for a grammar: the process may have to start, and others may be tried before it
 LONGEST_SILENCE = 20.0  # of a process that has grammars to tell us about; more than a trial takes
 ROWS = 4096  # of masks: requests with a grammar at a time; the others wait
-MOST_STARTS = 3  # in vain, one after the other
+MAX_FAILED_STARTS = 3  # of processes that end or hang by themselves before they are up, one after the other
+MAX_KILLED_STARTS_S = 300.0  # seconds in which every process is killed from outside before it is up
+RESTART_PAUSE_S, MAX_RESTART_PAUSE_S = 0.05, 2.0  # before the second start in vain; doubled for each one after it
 MOST_DEATHS = 2  # of a process at work for a grammar, with nothing done in between, and the last time for no other
 MOST_LOSSES = 8  # of a process at work for one request
 MOST_SLOW = 10.0  # seconds of processor time that a request's slow masks may take altogether
@@ -76,6 +81,7 @@ class _OpenGrammar:
     told: int = 0  # the number of the message with its latest tokens
     losses: int = 0  # of processes that were at work for it
     suspected: int = 0  # those of them since it was last ready: did it kill them?
+    tokens_at_kill: int = -1  # len(tokens) when a process at work for it was last killed from outside
     slow: float = 0.0  # seconds that its slow masks took
     verdict: Exception | None = None  # of a question
 
@@ -86,7 +92,10 @@ class Grammars:
         self.losses = 0  # of processes
         self._start = start
         self._process: Process | None = None
-        self._starts = 0  # in vain
+        self._failed_starts = 0
+        self._killed_starts = 0  # processes in a row that were killed from outside before they were up
+        self._killed_since = 0.0  # the first of them
+        self._next_start = 0.0  # time.monotonic() before which no process is started
         self._heard = 0.0  # when it last said something
         self._deadly: set[bytes] = set()  # grammars
         each = 1 + start.drafts
@@ -145,6 +154,7 @@ class Grammars:
         while not entry.ready and entry.verdict is None and time.monotonic() < deadline:
             self._read(deadline - time.monotonic())
             self._revive()
+            self._send_queue()
         self._forget(entry)
         if not entry.ready:
             raise entry.verdict or EngineError(f"the grammar process has not answered for {LONGEST_CHECK:g} s")
@@ -194,6 +204,8 @@ class Grammars:
         self._read(0.0)
         self._check_silence()
         self._revive()
+        if self._process is None and self._queue:
+            self._send_queue()
         news, self._news = self._news, News()
         if any(entry.suspected for entry in (*self._queue, *self._opening)):
             self._news.ready, news.ready = news.ready, []  # whoever goes on now would be a suspect, too
@@ -290,7 +302,7 @@ class Grammars:
     # ---- the process
 
     def _spawn(self, ahead: bool = False) -> bool:
-        if self._process is None:
+        if self._process is None and time.monotonic() >= self._next_start:
             try:
                 self._process = Process(self._start, self.words, ahead)
             except OSError as error:
@@ -312,6 +324,7 @@ class Grammars:
         """Takes in what there is, waiting for up to `wait` seconds."""
         process = self._process
         if process is None:
+            time.sleep(max(0.0, min(wait, self._next_start - time.monotonic())))
             return
         if not process.mailbox.wait(max(0, math.ceil(1000 * wait))):
             return
@@ -319,7 +332,7 @@ class Grammars:
             self._heard = time.monotonic()
             self._hear(wire.decode_answer(frame), process)
         if process.mailbox.closed and self._process is process:
-            self._lose("is gone")
+            self._lose("is gone", process.killed_from_outside())
 
     def _check_silence(self) -> None:
         """A process that is stuck or stopped is as good as gone."""
@@ -334,7 +347,7 @@ class Grammars:
     def _hear(self, answer: wire.Answer, process: Process) -> None:
         match answer:
             case wire.WorkerStarted(None):
-                process.started, self._starts = True, 0
+                process.started, self._failed_starts, self._killed_starts = True, 0, 0
             case wire.WorkerStarted(error):
                 self._give_up(error or "", self._refuse)
             case wire.GrammarOpened(number, error, forced):
@@ -394,7 +407,7 @@ class Grammars:
 
     # ---- losing it
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, why: str, killed: bool = False) -> None:
         """Nobody is opened again before `_revive`: some of their tokens may not have been told yet."""
         process, self._process = self._process, None
         assert process is not None
@@ -402,9 +415,10 @@ class Grammars:
         known = [entry for entry in self._by_number.values() if entry.ready or entry in self._opening]
         logger.warning("the grammar process %s (exit status %s); %d requests wait for another", why, process.end(), len(known))
         if process.started:
-            self._accuse([entry for entry in known if entry in self._opening or entry.told > self._masked])
+            at_work = [entry for entry in known if entry in self._opening or entry.told > self._masked]
+            self._count_kill(at_work) if killed else self._accuse(at_work)
         else:
-            self._starts += 1
+            self._count_start(killed)
         self._news.lost += [entry.name for entry in known if entry.ready and entry.name is not None]
         self._news.ready = []
         for entry in known:
@@ -423,6 +437,29 @@ class Grammars:
         if len(at_work) == 1 and at_work[0].suspected >= MOST_DEATHS:
             self._deadly.add(fingerprint(at_work[0].rules.params))
 
+    def _count_kill(self, at_work: list[_OpenGrammar]) -> None:
+        """The process was killed from outside. The kernel does that too, for want of memory that a grammar may have taken:
+        a request is at fault only if it makes no progress from kill to kill."""
+        for entry in at_work:
+            entry.losses = 1 + (0 if len(entry.tokens) > entry.tokens_at_kill else entry.losses)
+            entry.tokens_at_kill = len(entry.tokens)
+
+    def _count_start(self, killed: bool) -> None:
+        """A process ended before it was up."""
+        now = time.monotonic()
+        if killed:
+            self._killed_since = self._killed_since if self._killed_starts else now
+            self._killed_starts += 1
+            pause = RESTART_PAUSE_S * 2 ** min(self._killed_starts - 1, 16)
+            self._next_start = now + min(pause, MAX_RESTART_PAUSE_S)
+        else:
+            self._failed_starts += 1
+
+    @property
+    def _start_is_hopeless(self) -> bool:
+        killed_for = time.monotonic() - self._killed_since if self._killed_starts else 0.0
+        return self._failed_starts >= MAX_FAILED_STARTS or killed_for > MAX_KILLED_STARTS_S
+
     def _revive(self) -> None:
         """Whoever a lost process knew is opened by the next one, suspects last."""
         if not self._lost:
@@ -433,14 +470,15 @@ class Grammars:
                 self._fail(entry, LOST)
         self._queue = [entry for entry in lost if entry.losses < MOST_LOSSES] + self._queue
         self._queue.sort(key=lambda entry: entry.suspected)
-        if self._starts >= MOST_STARTS:
+        if self._start_is_hopeless:
             self._give_up(NO_START, self._fail)
         self._send_queue()
 
     def _give_up(self, error: str, tell: Callable[[_OpenGrammar, str], None]) -> None:
         """There is no process to be had for those who wait."""
         self.stop()
-        waiting, self._queue, self._opening, self._starts = [*self._opening, *self._queue], [], {}, 0
+        waiting, self._queue, self._opening = [*self._opening, *self._queue], [], {}
+        self._failed_starts = self._killed_starts = 0
         for entry in waiting:
             tell(entry, error)
 

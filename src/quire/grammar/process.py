@@ -3,6 +3,7 @@
 import contextlib
 import mmap
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from quire.frames import Mailbox
 from quire.grammar import wire
 from quire.subprocesses import environment, nameless_memory, with_us
 
+EXIT_TIMEOUT_S = 1.0  # for a process that closed its socket: it is about to end
+OUTSIDE_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # what a fault of its own does not send
 COMMAND = (sys.executable, "-P", "-m", "quire.grammar.worker")
 Words = npt.NDArray[np.uint32]
 
@@ -42,6 +45,13 @@ class Process:
         self.mailbox = Mailbox(ours)  # never waits: a process that is stopped does not read
         self.end = weakref.finalize(self, _end, self._child, ours)
         self.mailbox.send(wire.encode(start))
+
+    def killed_from_outside(self) -> bool:
+        """Return whether another process ended this one. To be asked before `end`, which kills it."""
+        try:
+            return -self._child.wait(EXIT_TIMEOUT_S) in OUTSIDE_SIGNALS
+        except subprocess.TimeoutExpired:
+            return False
 
 
 def _environment() -> dict[str, str]:

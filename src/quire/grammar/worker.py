@@ -262,7 +262,7 @@ class GrammarWorker:
 
     def _take_verdicts(self) -> bool:
         if not self._vetting.receive():
-            raise RuntimeError("the vetting process is gone")
+            signal.raise_signal(signal.SIGTERM)  # it was killed, and the engine is to see this process as killed too
         while (frame := self._vetting.next()) is not None:
             verdict = decode_verdict(frame)
             key = self._jobs.pop(verdict.id)
