@@ -1,4 +1,4 @@
-"""No simulated engine idles while another one queues, whatever prefixes are cached where; at low load, prefixes stay together."""
+"""No simulated engine idles while another one queues, whatever is cached where; at low load, prefixes stay together."""
 
 import random
 from itertools import pairwise
@@ -49,7 +49,8 @@ def watched_run(work, replicas, slots, **numbers):
 def idle_beside_a_queue(run):
     """Seconds in which some replica had no request while another one had requests that waited for a slot."""
     total = 0.0
-    open_between = [sorted((visit.at, visit.last) for visit in run.visits if visit.replica == i) for i in range(len(run.replicas))]
+    numbers = range(len(run.replicas))
+    open_between = [[(visit.at, visit.last) for visit in run.visits if visit.replica == i] for i in numbers]
     for i, engine in enumerate(run.replicas):
         for before, step in pairwise(engine.steps):
             if step.waiting and before.waiting:

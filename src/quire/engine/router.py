@@ -5,9 +5,9 @@
                      └─► ...                         deltas ─► whoever uses the router, as they come
 
 A request that has begun stays with its engine. A lost engine is restarted and gets its requests again, by its own supervisor.
-Requests that it had not begun move to other engines, as these get free slots. New requests go to engines that are ready, if there
-are any. The requests of an engine that is given up for good go on in the others, from their token logs: the router is dead when
-all of them are.
+Requests that it had not begun move to other engines, as these get free slots. New requests go to engines that are ready, if
+there are any. The requests of an engine that is given up for good go on in the others, from their token logs: the router is
+dead when all of them are.
 """
 
 import asyncio

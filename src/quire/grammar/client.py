@@ -5,8 +5,8 @@ in between costs the engine nothing. Nobody waits for a mask that is late: news 
 knows can be told again: if it is lost, its requests wait for another one, which hears their tokens so far, and go on. A grammar
 that kills it again is refused.
 
-A process that another process killed (SIGKILL, SIGTERM) is no fault of the requests: it is replaced, with growing pauses between
-starts, as long as requests wait. Starts that fail by themselves are given up after MAX_FAILED_STARTS.
+A process that another process killed (SIGKILL, SIGTERM) is no fault of the requests: it is replaced, with growing pauses
+between starts, as long as requests wait. Starts that fail by themselves are given up after MAX_FAILED_STARTS.
 """
 
 import hashlib

@@ -5,10 +5,10 @@
              part, and the expected rest of every answer
     cost     of a request on an engine: the engine's work plus the tokens of the prompt that the engine has not cached
 
-The engines with the shortest queue are candidates, and the cheapest of them gets the request: cached pages count for the prefill
-that they save, never for a place in a queue while another engine has a free slot. A candidate whose work exceeds the least by
-more than `slack` tokens and a `spread` of the least gets nothing, whatever it has cached: another engine then computes the shared
-prefix too, and both have it from then on.
+The engines with the shortest queue are candidates, and the cheapest of them gets the request: cached pages count for the
+prefill that they save, never for a wait in a queue while another engine has a free slot. A candidate whose work exceeds the
+least by more than `slack` tokens and a `spread` of the least gets nothing, whatever it has cached: another engine then computes
+the shared prefix too, and both have it from then on.
 
 Queues and caches are estimates from the requests that engines were given. Cached pages are counted as the engines keep them
 (`cache/prefix.py`), and the least recently used are forgotten first.

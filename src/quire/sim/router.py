@@ -62,7 +62,7 @@ MakeRouter = Callable[[int], Router]
 
 
 def router_maker(name: str, pages: int, page_size: int, slots: int, caching: bool = True) -> MakeRouter:
-    """Return a factory of routers by number of replicas. Each replica has `pages` of cache and runs `slots` requests at once."""
+    """Return a factory of routers by number of replicas, each with `pages` of cache and `slots` requests at once."""
     if name == "round-robin":
         return RoundRobin
     return lambda replicas: Balanced(replicas, pages, page_size, slots, caching and name == "balancer")
