@@ -187,6 +187,112 @@ def gemma(begin: str, end: str, mark: str) -> Callable[[list[Call]], str]:
     return write
 
 
+def hy_v3(calls: list[Call]) -> str:
+    inner = ""
+    for name, args in calls:
+        pairs = (f"<arg_key>{key}</arg_key>\n<arg_value>{_as_text(value)}</arg_value>\n" for key, value in args.items())
+        inner += f"<tool_call>{name}<tool_sep>\n{''.join(pairs)}</tool_call>\n"
+    return f"<tool_calls>\n{inner}</tool_calls>" if calls else ""
+
+
+_KIMI_K3_TYPES = {str: "string", bool: "boolean", int: "number", float: "number", dict: "object", list: "array"}
+
+
+def kimi_k3(reasoning: str, text: str, calls: list[Call]) -> str:
+    out = f"<|open|>think<|sep|>{reasoning}<|close|>think<|sep|>" if reasoning else ""
+    out += f"<|open|>response<|sep|>{text}<|close|>response<|sep|>"
+    inner = ""
+    for i, (name, args) in enumerate(calls):
+        inner += f'<|open|>call tool="{name}" index="{i}"<|sep|>'
+        inner += "".join(
+            f'<|open|>argument key="{key}" type="{_KIMI_K3_TYPES[type(value)]}"<|sep|>{_as_text(value)}<|close|>argument<|sep|>'
+            for key, value in args.items()
+        )
+        inner += "<|close|>call<|sep|>"
+    return out + (f"<|open|>tools<|sep|>{inner}<|close|>tools<|sep|>" if calls else "") + "<|close|>message<|sep|>"
+
+
+def solar_open2(calls: list[Call]) -> str:
+    out = ""
+    for name, args in calls:
+        pairs = "".join(
+            f"<|tool_arg:start|>{key}<|tool_arg:value|>{_as_text(value)}<|tool_arg:end|>\n" for key, value in args.items()
+        )
+        out += f"<|tool_call:start|>{name}\n{pairs}<|tool_call:end|>\n"
+    return out
+
+
+def minicpm5(calls: list[Call]) -> str:
+    out = ""
+    for name, args in calls:
+        pairs = (f'<param name="{key}">{_as_text(value)}</param>' for key, value in args.items())
+        out += f'\n<function name="{name}">{"".join(pairs)}</function>'
+    return out
+
+
+def _invocations(calls: list[Call], tag: str = "") -> str:
+    out = ""
+    for name, args in calls:
+        pairs = (f'<{tag}parameter name="{key}">{_as_text(value)}</{tag}parameter>\n' for key, value in args.items())
+        out += f'\n<{tag}invoke name="{name}">\n{"".join(pairs)}</{tag}invoke>\n'
+    return out
+
+
+def dots(calls: list[Call]) -> str:
+    return f"<dots_function_call>{_invocations(calls)}</dots_function_call>" if calls else ""
+
+
+def apertus(calls: list[Call]) -> str:
+    written = ", ".join(f"{{{dumps(name)}: {dumps(args)}}}" for name, args in calls)
+    return f"<|tools_prefix|>[{written}]<|tools_suffix|>" if calls else ""
+
+
+def gigachat3(calls: list[Call]) -> str:
+    return "".join(
+        f'<|message_sep|>\n\nfunction call<|role_sep|>\n{{"name": {dumps(name)}, "arguments": {dumps(args)}}}'
+        for name, args in calls
+    )
+
+
+def inkling(reasoning: str, text: str, calls: list[Call]) -> str:
+    blocks = [f"<|content_thinking|>{reasoning}"] if reasoning else []
+    blocks += [f"<|content_text|>{text}"] if text else []
+    blocks += [
+        f'{name if i % 2 else ""}<|content_invoke_tool_json|>{{"name":{dumps(name)},"args":{dumps(args)}}}'
+        for i, (name, args) in enumerate(calls)
+    ]
+    return "<|end_message|><|message_model|>".join(blocks) + "<|end_message|><|content_model_end_sampling|>"
+
+
+def muse_glimmer(reasoning: str, text: str, calls: list[Call]) -> str:
+    messages = [f" to=self<|message|>{reasoning}<|eom|>"] if reasoning else []
+    messages += [f" to=user<|message|>{text}<|eom|>"] if text else []
+    messages += [
+        f" to={name}<|message|><atem:function_calls>{_invocations([(name, args)], 'atem:')}</atem:function_calls><|eom|>"
+        for name, args in calls
+    ]
+    return "<|start|>assistant".join(messages)
+
+
+M3 = "]<]minimax[>["
+
+
+def _m3_element(name: str, value: Any) -> str:
+    if isinstance(value, dict):
+        value = "".join(_m3_element(key, one) for key, one in value.items())
+    elif isinstance(value, list):
+        value = "".join(_m3_element("item", one) for one in value)
+    return f"{M3}<{name}>{_as_text(value)}{M3}</{name}>"
+
+
+def minimax_m3(calls: list[Call]) -> str:
+    inner = "".join(
+        f'{M3}<invoke name="{name}">{"".join(_m3_element(key, value) for key, value in args.items())}{M3}</invoke>\n'
+        for name, args in calls
+    )
+    return f"{M3}<tool_call>\n{inner}{M3}</tool_call>" if calls else ""
+
+
 def lfm2(calls: list[Call]) -> str:
     return f"<|tool_call_start|>{pythonic(calls)}<|tool_call_end|>" if calls else ""
 
@@ -298,6 +404,29 @@ FAMILIES: dict[str, tuple[str, str, Writer, bool]] = {
     "granite-20b-fc": ("granite-20b-fc", "qwen3", _after(tagged("<function_call>", ""), think), True),
     "mimo": ("mimo", "mimo", _after(qwen3_coder, think), True),
     "nemotron_v3": ("qwen3_coder", "nemotron_v3", _after(qwen3_coder, lambda text: f"{text}\n</think>\n"), True),
+    "hy_v3": ("hy_v3", "hy_v3", _after(hy_v3, think), True),
+    "ling3": ("ling3", "ling3", _after(glm45, think), True),
+    "poolside_v1": ("poolside_v1", "poolside_v1", _after(glm45, think), True),
+    "kimi_k3": ("kimi_k3", "kimi_k3", kimi_k3, True),
+    "solar_open2": (
+        "solar_open2", "solar_open2",
+        _after(solar_open2, lambda text: f"<|think:start|>{text}<|think:end|>" if text else ""), True,
+    ),
+    "minicpm5": ("minicpm5", "qwen3", _after(minicpm5, think), True),
+    "dots": ("dots", "qwen3", _after(dots, think), True),
+    "dots-json": ("dots", "qwen3", _after(tagged("<dots_function_call>", "</dots_function_call>"), think), True),
+    "apertus": (
+        "apertus", "apertus",
+        _after(apertus, lambda text: f"<|inner_prefix|>{text}<|inner_suffix|>" if text else ""), True,
+    ),
+    "gigachat3": ("gigachat3", "qwen3", _after(gigachat3, think), True),
+    "gigachat3-new": ("gigachat3", "qwen3", _after(tagged("<|function_call|>", ""), think), True),
+    "inkling": ("inkling", "inkling", inkling, True),
+    "muse_glimmer": ("muse_glimmer", "muse_glimmer", muse_glimmer, True),
+    "minimax_m3": (
+        "minimax_m3", "minimax_m3",
+        _after(minimax_m3, lambda text: f"<mm:think>{text}</mm:think>" if text else ""), True,
+    ),
     "generic": ("generic", "qwen3", _after(hermes, think), True),
     "generic-json": ("generic", "qwen3", _after(llama3_json, think), True),
     "llama3_json-prose": ("llama3_json", "qwen3", _after(llama3_json, think), True),

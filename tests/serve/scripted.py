@@ -48,6 +48,11 @@ SPECIALS = (
     "<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>", "<start_function_call>", "<end_function_call>",
     "<escape>", "<|tool_call_start|>", "<|START_ACTION|>", "<|END_ACTION|>", "<|START_THINKING|>", "<|END_THINKING|>",
     "<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|action_start|>", "<|action_end|>", "<|plugin|>",
+    "<|open|>", "<|close|>", "<|sep|>", "<|tool_call:start|>", "<|tool_call:end|>", "<|tool_arg:start|>", "<|tool_arg:value|>",
+    "<|tool_arg:end|>", "<|think:start|>", "<|think:end|>", "<|tools_prefix|>", "<|tools_suffix|>", "<|inner_prefix|>",
+    "<|inner_suffix|>", "<|message_sep|>", "<|role_sep|>", "<|function_call|>", "<|message_model|>", "<|content_text|>",
+    "<|content_thinking|>", "<|content_invoke_tool_json|>", "<|end_message|>", "<|content_model_end_sampling|>", "<|eom|>",
+    "<|eot|>",
 )  # fmt: skip
 WHOLE = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # one token each, but not special
 
@@ -58,10 +63,10 @@ def byte_tokenizer(directory: Path, template: str = TEMPLATE) -> Tokenizer:
     fast = Fast(models.BPE(vocab={piece: i for i, piece in enumerate(alphabet)}, merges=[]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = decoders.ByteLevel()
-    fast.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in ("<s>", "</s>", *SPECIALS)])
+    fast.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in ("<bos>", "<eos>", *SPECIALS)])
     fast.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in WHOLE])
     fast.save(str(directory / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    settings = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": template}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     return read_tokenizer(directory)
 

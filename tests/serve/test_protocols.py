@@ -478,7 +478,7 @@ def test_what_is_wrong_is_told_in_anthropics_words(server):
 def test_too_much_is_told_in_the_words_that_clients_look_for(server):
     server.llm.prompts.max_model_len = 100
     assert refused_message(server, max_tokens=90)[::2] == (
-        400, "input length and `max_tokens` exceed context limit: 20 + 90 > 100, decrease one of them",
+        400, "input length and `max_tokens` exceed context limit: 23 + 90 > 100, decrease one of them",
     )  # fmt: skip
     long = [{"role": "user", "content": "x" * 200}]
     message = refused_message(server, messages=long)[2]

@@ -265,10 +265,10 @@ def test_tools_can_be_kept_from_the_template(tokenizer):
 
 
 def test_special_tokens_are_not_shown(tokenizer):
-    server = Scripted(tokenizer, enable_auto_tool_choice=True, tool_call_parser="mistral").say("a<|end|>b<s>")
+    server = Scripted(tokenizer, enable_auto_tool_choice=True, tool_call_parser="mistral").say("a<|end|>b<bos>")
     assert ask(server)["choices"][0]["message"]["content"] == "ab"
     assert server.llm.seen[-1][1].skip_special_tokens is False
-    assert ask(server, skip_special_tokens=False)["choices"][0]["message"]["content"] == "a<|end|>b<s>"
+    assert ask(server, skip_special_tokens=False)["choices"][0]["message"]["content"] == "a<|end|>b<bos>"
     assert ask(server, tool_choice="none")["choices"][0]["message"]["content"] == "ab"
 
 

@@ -12,14 +12,15 @@ from quire.text.parse.events import Text, ToolArguments, ToolEnd, ToolStart
 from quire.text.parse.format import Calls, Format, combine
 from quire.text.parse.formats import BUILT_IN, REQUIRED, named
 from quire.text.parse.machine import AnswerParser
-from quire.text.parse.registry import NOT_BUILT, detect, find_format, load_plugins, names, register_format
+from quire.text.parse.registry import detect, find_format, load_plugins, names, register_format
 from quire.types.errors import ConfigError
 
 SCHEMA = {"properties": {"s": {"type": "string"}, "n": {"type": "integer"}, "o": {"type": "object"}, "l": {"type": "array"}}}
 TOOLS = {"get_weather": SCHEMA, "list-files": SCHEMA, "math.add": SCHEMA}
 
 TEXT_FORMATS = (
-    "qwen3_coder", "seed_oss", "minimax_m2", "glm45", "deepseek_v32", "deepseek_v4", "step3", "mimo", "gemma4", "functiongemma"
+    "qwen3_coder", "seed_oss", "minimax_m2", "glm45", "deepseek_v32", "deepseek_v4", "step3", "mimo", "gemma4", "functiongemma",
+    "hy_v3", "ling3", "poolside_v1", "kimi_k3", "solar_open2", "minicpm5", "dots", "muse_glimmer", "minimax_m3",
 )  # fmt: skip
 
 # neither marks nor the space beside them
@@ -58,6 +59,8 @@ def events(machine, text, cuts=()):
 
 def _harmless(family, calls):
     """Text formats cannot hold their own end mark, and lose a line end at a value's edge; marks cannot be in keys."""
+    if family == "minimax_m3":  # what is inside of containers has no types
+        return "</" not in repr(calls) and not any(args.get("o") or args.get("l") for _, args in calls)
     if family in ("gemma4", "functiongemma"):
         return not any("o" in args and args["o"] for _, args in calls) and ":" not in repr(calls).replace("': ", "")
     if FAMILIES[family][0] not in TEXT_FORMATS:
@@ -287,15 +290,9 @@ openai_gptoss poolside_v1 qwen3 seed_oss solar_open2 step3 step3p5
 
 
 @pytest.mark.parametrize("use, known", [("tool calls", VLLM_TOOLS), ("reasoning", VLLM_REASONING)])
-def test_every_name_of_vllms_is_built_or_refused_by_name(use, known):
-    for name in known.split():
-        if name in NOT_BUILT:
-            assert name not in names(use)
-            with pytest.raises(ConfigError, match=f"vLLM's parser '{name}'"):
-                find_format(name, use)
-        else:
-            assert find_format(name, use)
-    assert set(known.split()) >= NOT_BUILT - set(VLLM_TOOLS.split()) - set(VLLM_REASONING.split())
+def test_every_name_of_vllms_is_known(use, known):
+    assert set(known.split()) <= set(names(use))
+    assert all(find_format(name, use) for name in known.split())
 
 
 def test_plugins_of_packages(monkeypatch):

@@ -194,7 +194,8 @@ def _reading(formats: ModelFormats, request: ChatRequest, use: ToolUse, inside: 
     form = combine(tools if use.mode == "auto" or (tools is not None and tools.channels) else None, formats.reasoning)
     if use.forced:
         calls = REQUIRED if use.name is None else named(use.name)
-        form = Format((calls,), form.thinking, short_ids=tools is not None and tools.short_ids)
+        thinking = None if form.thinking is None else replace(form.thinking, as_text=False)
+        form = Format((calls,), thinking, short_ids=tools is not None and tools.short_ids)
     if not form.calls and form.thinking is None and form.channels is None:
         return Reading()
     _, noise = special_marks(form, formats.specials)

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from quire.text.parse.coerce import is_string_only, types_of
 from quire.text.parse.events import Event, ToolArguments, ToolEnd, ToolStart
 from quire.text.parse.source import AnswerText, Malformed, Pull
 from quire.text.parse.values import reread_value
@@ -65,12 +66,23 @@ class CallWriter:
         self._told()
 
     @property
+    def named(self) -> bool:
+        return self._name is not None
+
+    @property
     def has_arguments(self) -> bool:
         return bool(self._pieces)
 
     @property
     def schema(self) -> Mapping[str, Any]:
         return self._tools.get(self._name or "", {})
+
+    def must_be_string(self, key: str) -> bool:
+        """Does the schema allow nothing but a string for this argument?"""
+        return is_string_only(types_of(self.schema, key))
+
+    def is_tool(self, name: str) -> bool:
+        return name in self._tools
 
     @property
     def whole(self) -> bool:
@@ -118,4 +130,4 @@ def write_settled(source: AnswerText, call: CallWriter, value: str) -> Pull[None
         raise Malformed("the arguments are no object")
     if not decoded.lstrip().startswith("{"):
         raise Malformed("the arguments are no object")
-    call.write((yield from reread_value(source, decoded.strip())))
+    call.write((yield from reread_value(source, decoded.strip(), strings=call.must_be_string)))

@@ -20,10 +20,12 @@ class Calls:
     begin: tuple[str, ...]  # any of these
     call: tuple[Part, ...]
     opening: str = ""
+    opening_is_read: bool = True  # or is it part of the first call?
     end: str = ""  # nothing: calls are over when no other follows
     closing: str = ""  # may stand behind the end
     several: bool = False  # more than one between begin and end
     between: str = ""
+    noisy: bool = False  # text may stand in front of every one of several calls: it is text of the answer
     begin_is_read: bool = True  # or is it part of the first call?
     # No marker that could not be text as well: only calls of tools that the request named count, and only at the very
     # beginning of the answer, unless they may stand `anywhere`.
@@ -56,8 +58,9 @@ class Calls:
 
 @dataclass(frozen=True)
 class Thinking:
-    """How reasoning is written. It opens an answer; anywhere else its marks are text, unless it may `reopen`.
+    """How reasoning is written. It opens an answer; anywhere else its first mark is text, unless it may `reopen`.
 
+    An end that ends nothing is left out, unless it is one of `phrases` that prose has too, or the first mark was in the text.
     A tool call in the middle of reasoning is one if the reasoning never ends; or at once (`calls_end_it`).
     """
 
@@ -66,11 +69,17 @@ class Thinking:
     opened: bool = False  # an answer begins with reasoning even where no mark says so
     reopen: bool = False
     calls_end_it: bool = False
+    phrases: bool = False  # the marks are words
+    as_text: bool = False  # reasoning stays in the text, marks included, and the text begins with the first mark
 
 
 @dataclass(frozen=True)
 class Channels:
-    """Messages with headers: `start` role `channel` name [recipient] `message` body, and one of `ends`."""
+    """Messages with headers: `start` role `channel` name [recipient] `message` body, and one of `ends`.
+
+    Without a `channel` the recipient says what a message is: reasoning for those in `reasoning`, text for those in `readers`
+    and for none, and otherwise calls, which are written as in `calls`.
+    """
 
     start: str
     channel: str
@@ -80,10 +89,12 @@ class Channels:
     final: str  # header of the message that answers; what comes before it is on the way there
     recipient: str  # in a header, in front of the name of the tool that the message calls
     prefix: str  # of tools' names
+    readers: tuple[str, ...] = ()
+    calls: Calls | None = None  # None: the recipient is the tool, and the body its arguments
 
     @property
     def marks(self) -> tuple[str, ...]:
-        return (self.start, self.channel, self.message, *self.ends)
+        return (self.start, self.channel, self.message, *self.ends, *(() if self.calls is None else self.calls.marks))
 
 
 @dataclass(frozen=True)
@@ -93,6 +104,10 @@ class Format:
     channels: Channels | None = None  # instead of the two above
     noise: tuple[str, ...] = ()  # strings without a meaning: they are left out
     frames: tuple[str, ...] = ()  # marks around the answer: they are left out with the space beside them
+    spans: tuple[tuple[str, str], ...] = ()  # two strings that are left out with the few characters between them
+    # The answer, and what follows the first of these strings, may begin with a word in front of one of the others. It is a
+    # header, which is left out.
+    header: tuple[str, ...] = ()
     short_ids: bool = False  # calls without an id get one of nine letters and digits
     in_template: tuple[str, ...] = ()  # a chat template with all of these strings is this format's; for "auto"
 
@@ -101,7 +116,9 @@ class Format:
         thinking = () if self.thinking is None else self.thinking.begin + self.thinking.end
         channels = () if self.channels is None else self.channels.marks
         calls = tuple(mark for calls in self.calls for mark in calls.marks)
-        return frozenset(mark for mark in (*calls, *thinking, *channels, *self.noise, *self.frames) if mark)
+        spans = tuple(mark for span in self.spans for mark in span if len(mark) > SHORT)
+        every = (*calls, *thinking, *channels, *self.noise, *self.frames, *spans, *self.header)
+        return frozenset(mark for mark in every if mark)
 
 
 def combine(tools: Format | None, reasoning: Format | None) -> Format:
@@ -113,5 +130,7 @@ def combine(tools: Format | None, reasoning: Format | None) -> Format:
         channels=tools.channels or reasoning.channels,
         noise=tools.noise + reasoning.noise,
         frames=tools.frames + reasoning.frames,
+        spans=tools.spans + reasoning.spans,
+        header=tools.header or reasoning.header,
         short_ids=tools.short_ids,
     )

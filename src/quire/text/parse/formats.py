@@ -1,10 +1,27 @@
 """The formats by the names vLLM gives their parsers. What a model of each family writes is in the comment above its row."""
 
+from quire.text.parse.elements import Elements
 from quire.text.parse.format import Calls, Channels, Format, Thinking
-from quire.text.parse.parts import Envelope, Id, Json, Known, Mark, Marked, Maybe, Name, Parameters, Part, PythonCall
+from quire.text.parse.parts import (
+    Envelope,
+    Id,
+    Json,
+    Keyed,
+    Known,
+    Mark,
+    Marked,
+    Maybe,
+    Name,
+    Parameters,
+    Part,
+    PythonCall,
+    Word,
+)
 
 _THINK = Thinking(("<think>",), ("</think>",))
+_THINK_UNTIL_CALLS = Thinking(("<think>",), ("</think>",), calls_end_it=True)
 _THINKS_AT_ONCE = Thinking(("<think>",), ("</think>",), opened=True)
+_ATEM = "atem:"
 
 
 def _tagged(begin: str, end: str, in_template: tuple[str, ...], frames: tuple[str, ...] = ()) -> Format:
@@ -73,9 +90,20 @@ _SEED = Format(
 
 
 def _invocations(begin: str, end: str, tag: str = "", kinds: tuple[tuple[str, str], ...] = ()) -> Calls:
-    """<invoke name="f"><parameter name="a">1</parameter></invoke>, several between two marks; `tag` in front of every name."""
-    parameters = Parameters((f'<{tag}parameter name="', '">'), ("", f"</{tag}parameter>"), kinds, end=f"</{tag}invoke>")
-    return Calls((begin,), (Mark(f'<{tag}invoke name="'), Name(('">',)), parameters), several=True, end=end)
+    """<invoke name="f"><parameter name="a">1</parameter></invoke>, several between two marks; `tag` in front of every name.
+
+    Models forget the ends of a parameter and of an invocation.
+    """
+    invoke, parameter, over = f'<{tag}invoke name="', f'<{tag}parameter name="', f"</{tag}invoke>"
+    parameters = Parameters(
+        (parameter, '">'),
+        ("", f"</{tag}parameter>"),
+        kinds,
+        stops=(parameter, over, invoke, end),
+        end=over,
+        before=(invoke, end),
+    )
+    return Calls((begin,), (Mark(invoke), Name(('">',), doubled=tag == _ATEM), parameters), several=True, end=end)
 
 
 _MINIMAX_M2 = Format(
@@ -107,24 +135,25 @@ _DEEPSEEK_V3 = _deepseek(
 # begin, then per call: call begin, f, separator, the arguments
 _DEEPSEEK_V31 = _deepseek(Name((_DEEPSEEK_SEPARATOR,)), Json())
 
-# calls begin, then per call: call begin, function, separator, an invocation, call end; calls end
+
+# calls begin, then per call: call begin, function, separator, an invocation, call end; calls end. Models forget what stands in
+# front of the invocation, write the name there, too, and separate calls.
+def _step3(begin: str, begin_is_read: bool) -> Calls:
+    end, over, parameter = "<｜tool_calls_end｜>", "</steptml:invoke>", '<steptml:parameter name="'
+    stops = (parameter, over, _STEP3_CALL_END, end)
+    parameters = Parameters(
+        (parameter, '">'), ("", "</steptml:parameter>"), stops=stops, end=over, before=(_STEP3_CALL_END, end)
+    )
+    call = (
+        Mark(_STEP3_CALL), Word(), Maybe("<｜tool_sep｜>"), Word(), Mark('<steptml:invoke name="'), Name(('">',)), parameters,
+        Mark(_STEP3_CALL_END), Maybe("<｜tool_sep｜>"),
+    )  # fmt: skip
+    return Calls((begin,), call, several=True, end=end, begin_is_read=begin_is_read)
+
+
+_STEP3_CALL, _STEP3_CALL_END = "<｜tool_call_begin｜>", "<｜tool_call_end｜>"
 _STEP3 = Format(
-    (
-        Calls(
-            ("<｜tool_calls_begin｜>",),
-            (
-                Mark("<｜tool_call_begin｜>"),
-                Mark("function"),
-                Mark("<｜tool_sep｜>"),
-                Mark('<steptml:invoke name="'),
-                Name(('">',)),
-                Parameters(('<steptml:parameter name="', '">'), ("", "</steptml:parameter>"), end="</steptml:invoke>"),
-                Mark("<｜tool_call_end｜>"),
-            ),
-            several=True,
-            end="<｜tool_calls_end｜>",
-        ),
-    ),
+    (_step3("<｜tool_calls_begin｜>", True), _step3(_STEP3_CALL, False)),
     _THINKS_AT_ONCE,
     in_template=("<｜tool_calls_begin｜>",),
 )
@@ -135,43 +164,201 @@ _GRANITE = Format(
         _list("<|tool_call|>", "<tool_call>", closing="</tool_call>"),
         Calls(("<|tool_call|>", "<tool_call>"), (Envelope(),), end="</tool_call>"),
     ),
-    Thinking(("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")),
+    Thinking(
+        ("Here is my thought process:", "Here's my thought process:"),
+        ("Here is my response:", "Here's my response:"),
+        phrases=True,
+    ),
     in_template=("<|tool_call|>", "<|start_of_role|>"),
 )
 
 # <tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>, mostly every pair on a line of its own
+_PAIRS = Parameters(("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), before=("</tool_call>",))
 _GLM = Format(
-    (
-        Calls(
-            ("<tool_call>",),
-            (
-                Name(("\n",), left=("<arg_key>", "</tool_call>")),
-                Parameters(("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), before=("</tool_call>",)),
-            ),
-            end="</tool_call>",
-        ),
-    ),
+    (Calls(("<tool_call>",), (Name(("\n",), left=("<arg_key>", "</tool_call>")), _PAIRS), end="</tool_call>"),),
     _THINK,
     in_template=("<arg_key>",),
 )
 
-# section begin, then per call: call begin, functions.f:0, argument begin, the arguments, call end; section end
-_KIMI = Format(
+# <tool_calls>, then per call: <tool_call>f<tool_sep>, pairs as above, </tool_call>; </tool_calls>
+_HY_V3 = Format(
     (
         Calls(
-            ("<|tool_calls_section_begin|>",),
+            ("<tool_calls>",),
             (
-                Mark("<|tool_call_begin|>"),
-                Name(("<|tool_call_argument_begin|>",), written=r"(?:functions\.)?(.+):\d+"),
-                Json(),
-                Mark("<|tool_call_end|>"),
+                Mark("<tool_call>"),
+                Name(("<tool_sep>",), left=("<arg_key>", "</tool_call>")),
+                _PAIRS,
+                Mark("</tool_call>"),
             ),
-            end="<|tool_calls_section_end|>",
+            end="</tool_calls>",
             several=True,
         ),
     ),
-    Thinking(("<think>",), ("</think>",), calls_end_it=True),
+    _THINK,
+    in_template=("<tool_sep>", "<arg_key>"),
+)
+
+
+# section begin, then per call: call begin, functions.f:0, argument begin, the arguments, call end; section end
+def _kimi(begin: str, begin_is_read: bool) -> Calls:
+    call = (
+        Mark("<|tool_call_begin|>"),
+        Name(("<|tool_call_argument_begin|>",), written=r"(?:functions\.)?(.+):\d+"),
+        Json(),
+        Mark("<|tool_call_end|>"),
+    )
+    return Calls((begin,), call, end="<|tool_calls_section_end|>", several=True, begin_is_read=begin_is_read, noisy=True)
+
+
+_KIMI = Format(
+    (_kimi("<|tool_calls_section_begin|>", True), _kimi("<|tool_call_begin|>", False)),
+    _THINK_UNTIL_CALLS,
     in_template=("<|tool_calls_section_begin|>",),
+)
+
+# <|open|>tools<|sep|>, then per call: <|open|>call tool="f" index="1"<|sep|>, arguments, <|close|>call<|sep|>; then the same
+# with close. An argument: <|open|>argument key="a" type="number"<|sep|>1<|close|>argument<|sep|>
+_KIMI_K3_TYPES = ("number", "integer", "boolean", "null", "object", "array")
+_KIMI_K3 = Format(
+    (
+        Calls(
+            ("<|open|>tools<|sep|>",),
+            (
+                Mark("<|open|>call"),
+                Name(("<|sep|>",), written=r'(?:.*\s)?tool="([^"]*)".*'),
+                Parameters(
+                    ('<|open|>argument key="', '"<|sep|>'),
+                    ("", "<|close|>argument<|sep|>"),
+                    (('" type="string"<|sep|>', "string"), *((f'" type="{one}"<|sep|>', "json") for one in _KIMI_K3_TYPES)),
+                    stops=("<|close|>call<|sep|>", "<|close|>tools<|sep|>"),
+                    end="<|close|>call<|sep|>",
+                    before=("<|open|>call", "<|close|>tools<|sep|>"),
+                ),
+            ),
+            end="<|close|>tools<|sep|>",
+            several=True,
+        ),
+    ),
+    Thinking(("<|open|>think<|sep|>",), ("<|close|>think<|sep|>",), calls_end_it=True),
+    frames=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+    in_template=("<|open|>", "<|sep|>"),
+)
+
+# <|tool_call:start|>f, a line end, then per argument: <|tool_arg:start|>a<|tool_arg:value|>1<|tool_arg:end|>; <|tool_call:end|>
+_SOLAR_OPEN2 = Format(
+    (
+        Calls(
+            ("<|tool_call:start|>",),
+            (
+                Name(("\n",), left=("<|tool_arg:start|>", "<|tool_call:end|>")),
+                Parameters(
+                    ("<|tool_arg:start|>", "<|tool_arg:value|>"),
+                    ("", "<|tool_arg:end|>"),
+                    stops=("<|tool_arg:start|>", "<|tool_call:end|>", "<|tool_call:start|>"),
+                    before=("<|tool_call:end|>", "<|tool_call:start|>"),
+                ),
+            ),
+            end="<|tool_call:end|>",
+        ),
+    ),
+    Thinking(("<|think:start|>",), ("<|think:end|>",), calls_end_it=True),
+    in_template=("<|tool_call:start|>",),
+)
+
+# <function name="f"><param name="a">1</param></function>; a value may stand in <![CDATA[ ]]>
+_MINICPM5 = Format(
+    (
+        Calls(
+            ('<function name="',),
+            (
+                Mark('<function name="'),
+                Name(('">',)),
+                Parameters(
+                    ('<param name="', '">'),
+                    ("", "</param>"),
+                    stops=('<param name="', "</function>"),
+                    end="</function>",
+                    before=('<function name="',),
+                    wrap=("<![CDATA[", "]]>"),
+                ),
+            ),
+            several=True,
+            begin_is_read=False,
+        ),
+    ),
+    in_template=('<function name="', "<param name="),
+)
+
+# <tool_call>, then per call: <invoke name="f"><a>1</a><b><item>x</item></b></invoke>; </tool_call>; all with a tag in front
+_M3_TAG = "]<]minimax[>["
+_MINIMAX_M3 = Format(
+    (
+        Calls(
+            (f"{_M3_TAG}<tool_call>",),
+            (
+                Mark(f'{_M3_TAG}<invoke name="'),
+                Name(('">',)),
+                Elements(_M3_TAG, f"{_M3_TAG}</invoke>", (f'{_M3_TAG}<invoke name="', f"{_M3_TAG}</tool_call>")),
+            ),
+            several=True,
+            end=f"{_M3_TAG}</tool_call>",
+        ),
+    ),
+    Thinking(("<mm:think>",), ("</mm:think>",)),
+    in_template=(_M3_TAG,),
+)
+
+# <dots_function_call> invocations </dots_function_call>, or one call as JSON between them
+_DOTS = Format(
+    (
+        Calls(("<dots_function_call>",), (Envelope(),), opening="{", opening_is_read=False, end="</dots_function_call>"),
+        _invocations("<dots_function_call>", "</dots_function_call>"),
+    ),
+    in_template=("<dots_function_call>",),
+)
+
+# <|tools_prefix|>[{"f": {"a": 1}}, ...]<|tools_suffix|>
+_APERTUS = Format(
+    (Calls(("<|tools_prefix|>",), (Keyed(),), opening="[", several=True, between=",", end="]", closing="<|tools_suffix|>"),),
+    Thinking(("<|inner_prefix|>",), ("<|inner_suffix|>",)),
+    in_template=("<|tools_prefix|>",),
+)
+
+# text<|message_sep|>, then: function call<|role_sep|>{"name": "f", "arguments": {"a": 1}}, or the same behind <|function_call|>
+_GIGACHAT3 = Format(
+    (Calls(("function call<|role_sep|>", "<|function_call|>"), (Envelope(),)),),
+    frames=("<|message_sep|>",),
+    in_template=("<|message_sep|>", "<|role_sep|>"),
+)
+
+# Blocks, each between <|message_model|>, maybe a name, one of the marks that say what it is, and <|end_message|>:
+# <|content_thinking|>, <|content_text|>, <|content_invoke_tool_json|>{"name": "f", "args": {"a": 1}}
+_INKLING_END = ("<|end_message|>", "<|content_model_end_sampling|>")
+_INKLING_TEXT = ("<|content_text|>", "<|content_invoke_tool_text|>", "<|content_tool_error|>")
+_INKLING = Format(
+    (Calls(("<|content_invoke_tool_json|>",), (Envelope(argument_keys=("args",)),), end=_INKLING_END[0]),),
+    Thinking(("<|content_thinking|>",), _INKLING_END, reopen=True, calls_end_it=True),
+    frames=(*_INKLING_END, *_INKLING_TEXT),
+    header=("<|message_model|>", "<|content_thinking|>", "<|content_invoke_tool_json|>", *_INKLING_TEXT),
+    in_template=("<|content_invoke_tool_json|>",),
+)
+
+# to=self<|message|>...<|eom|><|start|>assistant to=f<|message|> calls <|eom|><|start|>assistant to=user<|message|>...<|eot|>
+_MUSE_GLIMMER = Format(
+    channels=Channels(
+        start="<|start|>",
+        channel="",
+        message="<|message|>",
+        ends=("<|eom|>", "<|eot|>"),
+        reasoning=("self",),
+        final=" to=user<|message|>",
+        recipient="to=",
+        prefix="",
+        readers=("user",),
+        calls=_invocations(f"<{_ATEM}function_calls>", f"</{_ATEM}function_calls>", _ATEM),
+    ),
+    in_template=(f"<{_ATEM}function_calls>",),
 )
 
 # <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}
@@ -207,6 +394,8 @@ _COHERE = Format(
     (_list("<|START_ACTION|>", closing="<|END_ACTION|>", envelope=Envelope(("tool_name", "name"))),),
     Thinking(("<|START_THINKING|>",), ("<|END_THINKING|>",), calls_end_it=True),
     frames=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    noise=("<co>", "</co>"),  # citations: <co>words</co: 0:[1]>
+    spans=(("</co:", ">"), ("<co:", ">")),
     in_template=("<|START_ACTION|>",),
 )
 
@@ -221,7 +410,7 @@ _GEMMA4 = _gemma(
     "<|tool_call>",
     "<tool_call|>",
     '<|"|>',
-    Thinking(("<|channel>", "<|channel>thought", "<|channel>thought\n"), ("<channel|>",), calls_end_it=True),
+    Thinking(("<|channel>", "<|channel>thought", "<|channel>thought\n"), ("<channel|>",), reopen=True, calls_end_it=True),
 )
 
 # <|tool_call_start|>[f(a=1), g(b='x')]<|tool_call_end|>
@@ -286,12 +475,25 @@ BUILT_IN: dict[str, Format] = {
     "deepseek_v4": _dsml("tool_calls"),
     "step3": _STEP3,
     "kimi_k2": _KIMI,
+    "kimi_k3": _KIMI_K3,
+    "hy_v3": _HY_V3,
     "glm45": _GLM,
     "glm47": _GLM,
+    "ling3": Format(_GLM.calls, _THINK_UNTIL_CALLS),
+    "poolside_v1": Format(_GLM.calls, _THINK_UNTIL_CALLS),
     "qwen3_coder": _QWEN_CODER,
     "qwen3_xml": _QWEN_CODER,
     "seed_oss": _SEED,
     "minimax_m2": _MINIMAX_M2,
+    "minimax_m2_append_think": Format(thinking=Thinking(("<think>",), ("</think>",), as_text=True)),
+    "minimax_m3": _MINIMAX_M3,
+    "minicpm5": _MINICPM5,
+    "solar_open2": _SOLAR_OPEN2,
+    "dots": _DOTS,
+    "apertus": _APERTUS,
+    "gigachat3": _GIGACHAT3,
+    "inkling": _INKLING,
+    "muse_glimmer": _MUSE_GLIMMER,
     "gemma4": _GEMMA4,
     "functiongemma": _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
     "lfm2": _LFM2,

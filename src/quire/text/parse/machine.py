@@ -22,6 +22,10 @@ from quire.text.parse.source import AnswerText, Malformed, Marks, Pull, marks_of
 from quire.text.parse.values import read_value
 
 LONGEST_HEADER = 512
+LONGEST_NOISE = 1024  # characters in front of a call
+LONGEST_SPAN = 128
+
+_HEADER_WORD = re.compile(r"[\w.-]*", re.ASCII)
 
 _Prose = type[Text] | type[Reasoning]
 _Outcome = Literal["whole", "broken", "none"]  # of a call; none: it was none, and nothing has been told of it
@@ -39,6 +43,9 @@ class AnswerParser:
         self._tools = tools
         self._calls: tuple[Calls, ...] = () if tools is None else form.calls
         self._noise = noise.union(form.noise)
+        self._spans = dict(form.spans)
+        self._header = form.header
+        self._mentions = 0  # marks that begin reasoning, in text: their ends are text as well
         self._source = AnswerText()
         self._events: list[Event] = []
         self._said: set[_Prose] = set()  # what there has been some of
@@ -91,28 +98,64 @@ class AnswerParser:
         return joined(first + rest) if rest else first
 
     def _marks(self, *marks: str) -> Marks:
+        return marks_of(self._noise.union(marks, self._spans))
+
+    def _marks_ahead(self, *marks: str) -> Marks:
+        """Marks that must come next."""
         return marks_of(self._noise.union(marks))
 
     # ---- an answer with markers
 
     def _read_answer(self, thinking: Thinking | None, inside: bool | None) -> Pull[None]:
+        if thinking is not None and thinking.as_text:
+            self._say(Text, thinking.begin[0])
+            thinking = None
         if thinking is not None and (thinking.opened if inside is None else inside):
-            yield from self._source.ahead(self._marks(*thinking.begin), self._noise)
+            yield from self._source.ahead(self._marks_ahead(*thinking.begin), self._noise)
             yield from self._read_reasoning(thinking)
+        elif self._header and not inside:
+            yield from self._drop_header()
         while True:
             mark = (yield from self._read_opening(thinking)) if self._opening else ""
             if not mark:
                 mark = yield from self._read_prose(Text, self._marks(*self._marks_in_text(thinking)))
             if not mark:
                 return
-            if thinking is not None and mark in thinking.begin and (self._opening or thinking.reopen):
-                yield from self._read_reasoning(thinking)
+            if thinking is not None and mark in thinking.begin:
+                yield from self._read_begin(thinking, mark)
+            elif self._mentions and thinking is not None and mark in thinking.end:
+                self._mentions -= 1
+                self._unmark(mark, Text)
+            elif self._header and mark == self._header[0]:
+                yield from self._drop_header()
             elif self._left is not None and mark == self._left.resume:
                 yield from self._read_calls(mark, [self._left])
             elif any(mark in calls.begin for calls in self._calls):
                 yield from self._read_calls(mark, [calls for calls in self._calls if mark in calls.begin])
             elif self._left is not None and mark == self._left.end:
                 self._left = None
+
+    def _read_begin(self, thinking: Thinking, mark: str) -> Pull[None]:
+        if self._opening or thinking.reopen:
+            yield from self._read_reasoning(thinking)
+        else:
+            self._mentions += 1
+            self._unmark(mark, Text)
+
+    def _drop_header(self) -> Pull[None]:
+        """A word in front of one of the marks that end a header; anything else is text."""
+        source = self._source
+        source.keep()
+        place = source.position
+        while source.run(_HEADER_WORD) or source.at == len(source.text):
+            if source.position - place > LONGEST_SPAN or not (yield from source.more()):
+                break
+        _, mark = yield from source.ahead(marks_of(frozenset(self._header)), frozenset())
+        if not mark:
+            source.rewind()
+            return
+        source.at -= len(mark)
+        source.let_go()
 
     def _read_opening(self, thinking: Thinking | None) -> Pull[str]:
         """A marker that counts only at the beginning of the answer."""
@@ -121,13 +164,13 @@ class AnswerParser:
             marks += thinking.begin
         if not marks:
             return ""
-        self._gap, mark = yield from self._source.ahead(self._marks(*marks), self._noise)
+        self._gap, mark = yield from self._source.ahead(self._marks_ahead(*marks), self._noise)
         return mark
 
     def _marks_in_text(self, thinking: Thinking | None) -> list[str]:
-        marks = [*self._begins_of_calls(), *self._stray]
-        if thinking is not None and thinking.reopen:
-            marks += thinking.begin
+        marks = [*self._begins_of_calls(), *self._stray, *self._header[:1]]
+        if thinking is not None and not (thinking.phrases and not thinking.reopen):
+            marks += thinking.begin + thinking.end
         if self._left is not None:
             marks += [self._left.resume, *self._left.tail]
         return marks
@@ -182,8 +225,12 @@ class AnswerParser:
             if found is not None and (source.ended or not marks.may_grow(source.text, found[0])):
                 begin, end = found
                 self._say(kind, source.take(source.before_space(begin) - source.at))  # what is dropped joins nothing
-                if source.text[begin:end] in self._noise:
+                mark = source.text[begin:end]
+                if mark in self._noise:
                     source.drop(begin, end)
+                    continue
+                if mark in self._spans:
+                    yield from self._drop_span(kind, begin, end)
                     continue
                 self._gap = source.take(begin - source.at)
                 self._after_mark = True
@@ -194,6 +241,22 @@ class AnswerParser:
             sure = marks.safe(source.text, source.at) if found is None else found[0]
             self._say(kind, source.take(source.before_space(sure) - source.at))
             yield from source.more()
+
+    def _drop_span(self, kind: _Prose, begin: int, end: int) -> Pull[None]:
+        """Leaves out a mark with what stands between it and its other half. Without one, it is text."""
+        source = self._source
+        begin, end = begin - source.at, end - source.at
+        mark = source.text[source.at + begin : source.at + end]
+        ends = marks_of(frozenset({self._spans[mark], "<", "\n"}))
+        while True:
+            found = ends.find(source.text, source.at + end, source.at + end + LONGEST_SPAN)
+            if found is not None and source.text[slice(*found)] == self._spans[mark]:
+                source.drop(source.at + begin, found[1])
+                return
+            over = found is not None or len(source.text) - source.at - end >= LONGEST_SPAN
+            if over or not (yield from source.more()):
+                self._say(kind, source.take(end))
+                return
 
     def _say(self, kind: _Prose, text: str) -> None:
         if self._after_mark:
@@ -235,7 +298,10 @@ class AnswerParser:
     def _choose(self, tables: list[Calls]) -> Pull[Calls | None]:
         yield from self._source.space()
         for calls in tables:
-            if not calls.opening or (yield from self._source.literal(calls.opening)):
+            if not calls.opening:
+                return calls
+            if (yield from self._source.literal(calls.opening)):
+                self._source.at -= 0 if calls.opening_is_read else len(calls.opening)
                 return calls
         return None
 
@@ -244,6 +310,8 @@ class AnswerParser:
         source = self._source
         told = False
         while True:
+            if shape.noisy:
+                yield from self._skip_noise(shape)
             place = source.place()
             outcome = yield from self._read_call(shape.call, shape.markerless)
             told |= outcome != "none"
@@ -298,6 +366,19 @@ class AnswerParser:
         self._skipped += source.since(begin)
         return True
 
+    def _skip_noise(self, shape: Calls) -> Pull[None]:
+        """Text in front of a call becomes text of the answer if a call follows."""
+        source = self._source
+        place = source.place()
+        try:
+            noise = yield from source.until(marks_of(frozenset({shape.resume, shape.end})), LONGEST_NOISE)
+        except Malformed:
+            noise = ""
+        if noise and source.text.startswith(shape.resume, source.at):
+            self._skipped += noise.strip()
+        else:
+            source.go_to(place)
+
     def _goes_on(self, shape: Calls) -> Pull[bool]:
         """Does another call follow? If not, we are behind the end, or the text has left the format."""
         source = self._source
@@ -324,7 +405,7 @@ class AnswerParser:
 
     def _read_channels(self, channels: Channels) -> Pull[None]:
         source = self._source
-        headers = self._marks(channels.start, channels.channel, channels.recipient)
+        headers = self._marks_ahead(channels.start, channels.channel, channels.recipient)
         while True:
             self._gap, mark = yield from source.ahead(headers, self._noise)
             header = (yield from self._read_header(mark, channels)) if mark else ""
@@ -332,19 +413,28 @@ class AnswerParser:
                 return
             self._after_mark |= bool(header)
             recipient = re.search(re.escape(channels.recipient) + r"([^\s<]+)", header)
-            if recipient is not None and self._tools is not None:
+            reader = "" if recipient is None else recipient[1]
+            if reader and reader not in channels.readers + channels.reasoning and self._tools is not None:
                 source.keep()
-                name = recipient[1].removeprefix(channels.prefix)
-                if (yield from self._read_call((Known(name), Json()), only_known=False)) != "none":
+                if (yield from self._read_message_calls(channels, reader)):
                     source.let_go()
                     continue
                 self.mistaken += 1
                 source.rewind()
-            channel = re.search(re.escape(channels.channel) + r"\s*(\w+)", header)
+            channel = re.search(re.escape(channels.channel) + r"\s*(\w+)", header) if channels.channel else recipient
             kind = Reasoning if channel is not None and channel[1] in channels.reasoning else Text
             mark = yield from self._read_prose(kind, self._marks(channels.start, *channels.ends))
             if mark == channels.start:
                 source.at -= len(mark)
+
+    def _read_message_calls(self, channels: Channels, reader: str) -> Pull[bool]:
+        if channels.calls is None:
+            known = Known(reader.removeprefix(channels.prefix))
+            return (yield from self._read_call((known, Json()), only_known=False)) != "none"
+        yield from self._source.space()
+        if not (yield from self._source.literal(channels.calls.begin[0])):
+            return False
+        return (yield from self._read_section(channels.calls))
 
     def _read_header(self, mark: str, channels: Channels) -> Pull[str]:
         """From its first marker to the one in front of the body. A header that does not end is text."""

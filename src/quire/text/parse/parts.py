@@ -5,15 +5,24 @@ Each part is a table row that can read itself: `read(source, call)` takes its te
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from quire.text.parse.call import LONGEST_NAME, CallWriter, write_settled
+from quire.text.parse.coerce import as_json, is_string_only, types_of
 from quire.text.parse.source import AnswerText, Malformed, Marks, Pull, marks_of
-from quire.text.parse.values import PYTHON, collect_value, escape, marked, read_bare_key, read_string, read_value, reread_value
+from quire.text.parse.values import (
+    PYTHON_ARGUMENT,
+    collect_value,
+    escape,
+    marked,
+    read_as_string,
+    read_bare_key,
+    read_string,
+    read_value,
+    reread_value,
+)
 
-_ARGUMENT_KEYS = ("arguments", "parameters")
 _OTHER_KEYS = ("id", "type", "index", "tool_call_id")
 _KEY = re.compile(r"[\w.$-]{1,64}")
 _IDENTIFIER = re.compile(r"[\w.-]*")
@@ -46,11 +55,13 @@ class Name:
     """The tool's name, up to one of `ends`, which is taken, or of `left`, which is not.
 
     `written`: a pattern whose group 1 is the name, where more stands here; then all of it is the call's id.
+    `doubled`: "f.f" is the tool "f", where there is no tool with the longer name.
     """
 
     ends: tuple[str, ...]
     left: tuple[str, ...] = ()
     written: str | None = None
+    doubled: bool = False
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -61,6 +72,9 @@ class Name:
         for end in self.ends:
             if (yield from source.literal(end)):
                 break
+        if self.doubled and not call.is_tool(text):
+            head, _, tail = text.partition(".")
+            text = head if head == tail and call.is_tool(head) else text
         if self.written is None:
             call.name_it(text)
             return
@@ -114,6 +128,19 @@ class Maybe:
 
 
 @dataclass(frozen=True)
+class Word:
+    """A word that may stand here and means nothing."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return ()
+
+    def read(self, source: AnswerText, call: CallWriter) -> Pull[None]:  # noqa: ARG002 every part is read alike
+        if _IDENTIFIER.fullmatch((yield from source.peek())):
+            yield from _read_identifier(source)
+
+
+@dataclass(frozen=True)
 class Json:
     """The arguments, as a JSON object."""
 
@@ -124,7 +151,27 @@ class Json:
     def read(self, source: AnswerText, call: CallWriter) -> Pull[None]:
         if (yield from source.peek()) != "{":
             raise Malformed("the arguments are no object")
-        yield from read_value(source, call.write)
+        yield from read_value(source, call.write, strings=call.must_be_string)
+
+
+@dataclass(frozen=True)
+class Keyed:
+    """The whole call as one JSON object with a single member: the tool's name and the arguments."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return ()
+
+    def read(self, source: AnswerText, call: CallWriter) -> Pull[None]:
+        yield from source.expect("{")
+        yield from source.space()
+        call.name_it((yield from read_string(source)))
+        yield from source.space()
+        yield from source.expect(":")
+        yield from source.space()
+        yield from Json().read(source, call)
+        yield from source.space()
+        yield from source.expect("}")
 
 
 @dataclass(frozen=True)
@@ -137,23 +184,25 @@ class Envelope:
 
     name_keys: tuple[str, ...] = ("name",)
     strict: bool = False
+    argument_keys: tuple[str, ...] = ("arguments", "parameters")
 
     @property
     def marks(self) -> tuple[str, ...]:
         return ()
 
     def read(self, source: AnswerText, call: CallWriter) -> Pull[None]:
+        early: list[str] = []  # arguments in front of the name: their types are not known yet
         yield from source.expect("{")
         while True:
             yield from source.space()
             key = yield from read_string(source)
-            known = key in (*self.name_keys, *_ARGUMENT_KEYS, *_OTHER_KEYS)
+            known = key in (*self.name_keys, *self.argument_keys, *_OTHER_KEYS)
             if not known and (self.strict or not _KEY.fullmatch(key)):
                 raise Malformed(f"a call has no {key!r:.40}")
             yield from source.space()
             yield from source.expect(":")
             yield from source.space()
-            yield from self._read_member(key, source, call)
+            yield from self._read_member(key, source, call, early)
             yield from source.space()
             if (yield from source.literal("}")):
                 break
@@ -161,18 +210,25 @@ class Envelope:
         if self.strict and not call.has_arguments:
             raise Malformed("the call has no arguments")
 
-    def _read_member(self, key: str, source: AnswerText, call: CallWriter) -> Pull[None]:
+    def _read_member(self, key: str, source: AnswerText, call: CallWriter, early: list[str]) -> Pull[None]:
         if key in self.name_keys:
             call.name_it((yield from read_string(source)))
-        elif key in _ARGUMENT_KEYS and not call.has_arguments:
-            if (yield from source.peek()) == "{":
-                yield from read_value(source, call.write)
-            else:
-                yield from write_settled(source, call, (yield from collect_value(source)))
+            if early:
+                call.write((yield from reread_value(source, early.pop(), strings=call.must_be_string)))
+        elif key in self.argument_keys and not call.has_arguments and not early:
+            yield from self._read_arguments(source, call, early)
         else:
             value = yield from collect_value(source)
             if key == "id" and value.startswith('"'):
                 call.identify(json.loads(value))
+
+    def _read_arguments(self, source: AnswerText, call: CallWriter, early: list[str]) -> Pull[None]:
+        if (yield from source.peek()) != "{":
+            yield from write_settled(source, call, (yield from collect_value(source)))
+        elif call.named:
+            yield from read_value(source, call.write, strings=call.must_be_string)
+        else:
+            early.append((yield from collect_value(source)))
 
 
 @dataclass(frozen=True)
@@ -197,7 +253,9 @@ class PythonCall:
             yield from source.expect("=")
             yield from source.space()
             call.write(f'{before}"{escape(key)}": ')
-            yield from read_value(source, call.write, PYTHON)
+            dialect, string = PYTHON_ARGUMENT, call.must_be_string(key)
+            if not (string and (yield from read_as_string(source, call.write, dialect))):
+                yield from read_value(source, call.write, dialect)
             before = ", "
             yield from source.space()
             if not (yield from source.literal(",")):
@@ -210,9 +268,10 @@ class PythonCall:
 class Parameters:
     """The arguments one by one, between marks, as text: what a value is, the tool's schema says.
 
-    `kinds`: other ends of a key that say themselves whether the value is a "string" or "json". `lines`: a value has lines of
-    its own, so one line end in front of it and one behind are not part of it. `stops` end a value whose own end is missing.
-    The parameters end with `end`, or, where that is none or was forgotten, in front of one of `before`.
+    `kinds`: other ends of a key that say whether the value is a "string" or "json", for keys that the schema has no type for.
+    `lines`: a value has lines of its own, so one line end in front of it and one behind are not part of it. `stops` end a value
+    whose own end is missing. `wrap`: two marks that may stand around a value. The parameters end with `end`, or, where that is
+    none or was forgotten, in front of one of `before`.
     """
 
     key: tuple[str, str]
@@ -222,10 +281,11 @@ class Parameters:
     stops: tuple[str, ...] = ()
     end: str = ""
     before: tuple[str, ...] = ()
+    wrap: tuple[str, str] = ("", "")
 
     @property
     def marks(self) -> tuple[str, ...]:
-        return (*self.key, *self.value, *(end for end, _ in self.kinds), *self.stops, self.end, *self.before)
+        return (*self.key, *self.value, *(end for end, _ in self.kinds), *self.stops, self.end, *self.before, *self.wrap)
 
     def read(self, source: AnswerText, call: CallWriter) -> Pull[None]:
         written = 0
@@ -249,7 +309,7 @@ class Parameters:
         key = (yield from source.until(marks_of(frozenset(ends)), LONGEST_NAME)).strip()
         for end, kind in ends.items():
             if (yield from source.literal(end)):
-                return key, {kind} if kind else _types(call.schema, key)
+                return key, types_of(call.schema, key) or ({kind} if kind else set())
         raise Malformed("a key does not end")
 
     def _read_end(self, source: AnswerText, some: bool) -> Pull[None]:
@@ -268,10 +328,12 @@ class Parameters:
         ends = marks_of(frozenset({self.value[1], *self.stops}))
         if self.lines:
             yield from source.literal("\n")
+        if self.wrap[0] and (yield from source.literal(self.wrap[0])):
+            ends = marks_of(frozenset({self.wrap[1]}))
         if types != {"string"}:
-            text = yield from _read_all(source, ends)
-            call.write((yield from _as_json(source, text.removesuffix("\n") if self.lines else text, types)))
-            yield from source.literal(self.value[1])
+            text = yield from read_all(source, ends)
+            call.write((yield from as_json(source, text.removesuffix("\n") if self.lines else text, types)))
+            yield from self._read_value_end(source)
             return
         call.write('"')
         while True:
@@ -279,7 +341,7 @@ class Parameters:
             if found is not None:
                 text = source.take(found[0] - source.at)
                 call.write(escape(text.removesuffix("\n") if self.lines else text) + '"')
-                yield from source.literal(self.value[1])
+                yield from self._read_value_end(source)
                 return
             sure = ends.safe(source.text, source.at)
             if self.lines and sure > source.at and source.text[sure - 1] == "\n":
@@ -288,6 +350,11 @@ class Parameters:
                 call.write(escape(source.take(sure - source.at)))
             if not (yield from source.more()):
                 raise Malformed("a parameter does not end")
+
+    def _read_value_end(self, source: AnswerText) -> Pull[None]:
+        if self.wrap[1] and (yield from source.literal(self.wrap[1])):
+            yield from source.space()
+        yield from source.literal(self.value[1])
 
 
 @dataclass(frozen=True)
@@ -309,13 +376,14 @@ class Marked:
                 break
             key = yield from read_bare_key(source, dialect)
             yield from source.space()
-            types = _types(call.schema, key)
+            types = types_of(call.schema, key)
             if not types or "string" in types:
                 call.write(f'{before}"{escape(key)}": ')
-                yield from read_value(source, call.write, dialect)
+                if not (is_string_only(types) and (yield from read_as_string(source, call.write, dialect))):
+                    yield from read_value(source, call.write, dialect)
             else:  # what is no string may be written as one
                 value = yield from collect_value(source, dialect)
-                value = (yield from _as_json(source, json.loads(value), types)) if value.startswith('"') else value
+                value = (yield from as_json(source, json.loads(value), types)) if value.startswith('"') else value
                 call.write(f'{before}"{escape(key)}": {value}')
             before = ", "
             yield from source.space()
@@ -338,7 +406,8 @@ def _read_identifier(source: AnswerText) -> Pull[str]:
     return name
 
 
-def _read_all(source: AnswerText, end: Marks) -> Pull[str]:
+def read_all(source: AnswerText, end: Marks) -> Pull[str]:
+    """The text in front of the next of the marks, which is not taken."""
     pieces: list[str] = []
     while True:
         found = end.find(source.text, source.at)
@@ -348,36 +417,3 @@ def _read_all(source: AnswerText, end: Marks) -> Pull[str]:
             return "".join(pieces)
         if not (yield from source.more()):
             raise Malformed("a parameter does not end")
-
-
-def _types(schema: Mapping[str, Any], key: str) -> set[str]:
-    """The JSON types a parameter may have; none are known where the schema does not say."""
-    properties = schema.get("properties")
-    found = properties.get(key) if isinstance(properties, Mapping) else None
-    return _types_of(found) if isinstance(found, Mapping) else set()
-
-
-def _types_of(schema: Mapping[str, Any]) -> set[str]:
-    kind = schema.get("type")
-    types = (
-        {kind} if isinstance(kind, str) else {one for one in kind if isinstance(one, str)} if isinstance(kind, list) else set()
-    )
-    values = schema.get("enum")
-    if not types and isinstance(values, list) and values and all(isinstance(value, str) for value in values):
-        types = {"string"}
-    for word in ("anyOf", "oneOf"):
-        options = schema.get(word)
-        if isinstance(options, list):
-            types |= {one for option in options if isinstance(option, Mapping) for one in _types_of(option)}
-    return types
-
-
-def _as_json(source: AnswerText, text: str, types: set[str]) -> Pull[str]:
-    """A value as the model wrote it, as JSON: what its type says, a string if it is nothing else."""
-    quoted = json.dumps(text, ensure_ascii=False)
-    if "string" in types and not ("null" in types and text.strip() == "null"):
-        return quoted
-    try:
-        return (yield from reread_value(source, text.strip(), PYTHON))
-    except Malformed:
-        return quoted

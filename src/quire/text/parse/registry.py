@@ -18,14 +18,6 @@ from quire.types.errors import ConfigError
 ENTRY_POINTS = "quire.parsers"
 Use = Literal["tool calls", "reasoning"]
 
-# parsers that vLLM has under these names
-NOT_BUILT = frozenset(
-    {
-        "apertus", "dots", "gigachat3", "hy_v3", "inkling", "kimi_k3", "ling3", "minicpm5", "minimax_m2_append_think",
-        "minimax_m3", "muse_glimmer", "poolside_v1", "solar_open2",
-    }
-)  # fmt: skip
-
 _formats: dict[str, Format] = dict(BUILT_IN)
 
 
@@ -68,11 +60,6 @@ def find_format(name: str, use: Use) -> Format:
     form = _formats.get(name)
     if form is not None and _fits(form, use):
         return form
-    if name in NOT_BUILT:
-        raise ConfigError(
-            f"vLLM's parser {name!r} for {use} is not built: serve without it, choose another ({', '.join(names(use))}), "
-            "or describe the format in a plugin (docs/tools.md)"
-        )
     near = difflib.get_close_matches(name, names(use), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"there is no parser {name!r} for {use}{hint} Known: auto, {', '.join(names(use))}")

@@ -2,18 +2,19 @@
 
 Whatever has been written is the beginning of valid JSON. What models often get wrong and what has one meaning only is put
 right: control characters, unknown escapes and halves of surrogate pairs in strings, commas before a bracket, `True`, `False`
-and `None`. Anything else raises Malformed.
+and `None`, zeros in front of an integer. A Python set is a list. Anything else raises Malformed.
 """
 
 import json
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from quire.text.parse.source import AnswerText, Malformed, Pull, marks_of
 
 Emit = Callable[[str], None]
+Strings = Callable[[str], bool]  # must the value of this key be a string?
 
 DEEPEST = 128
 LONGEST_SCALAR = 4096
@@ -22,7 +23,12 @@ LONGEST_KEY = 256
 _SPACE = re.compile(r"[ \t\r\n]+")
 _SCALAR = re.compile(r"[-+.\w]+", re.ASCII)
 _JSON_SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null", re.ASCII)
+_PADDED_INTEGER = re.compile(r"([-+]?)0+(\d+)", re.ASCII)
+_ARGUMENT_NAME = re.compile(r"[^\W\d][\w.-]*")
+_VALUE_BEGINS = "\"'[({]})+-0123456789"
+LONGEST_LOOK_AHEAD = 64  # characters behind a quote that may end a string
 _WORDS = {"True": "true", "False": "false", "None": "null"}
+_ALL_WORDS = (*_WORDS, *_WORDS.values())
 _PLAIN = {quote: re.compile(rf"[^{quote}\\\x00-\x1f]+") for quote in "\"'"}
 _HEX_DIGITS = re.compile(r"[0-9a-fA-F]*")
 _LOW_HALF = re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
@@ -39,16 +45,36 @@ _PYTHON_ESCAPES = {
 
 @dataclass(frozen=True)
 class Dialect:
-    """`mark`: what strings stand between, as they are. Where there is one, keys need no quotes, and words are strings, too."""
+    """`mark`: what strings stand between, as they are. Where there is one, keys need no quotes, and words are strings, too.
+
+    `argument`: the value is an argument of a Python call. Models leave quotes in such strings unescaped, so a quote ends a
+    string only if what follows can follow a string there.
+    """
 
     brackets: dict[str, str]  # opening -> closing
     quotes: str
     python: bool = False
     mark: str = ""
+    argument: bool = False
+    nested: bool = False  # it is in a container
+
+
+@dataclass(frozen=True)
+class _Container:
+    """`close`: the bracket that ends it in the text. `written`: the bracket that ends it in JSON."""
+
+    close: str
+    written: str
+
+    @property
+    def keyed(self) -> bool:
+        return self.written == "}"
 
 
 JSON = Dialect({"{": "}", "[": "]"}, '"')
 PYTHON = Dialect({"{": "}", "[": "]", "(": ")"}, "\"'", python=True)
+PYTHON_ARGUMENT = replace(PYTHON, argument=True)
+_PYTHON_ITEM = replace(PYTHON_ARGUMENT, nested=True)
 
 
 def marked(mark: str) -> Dialect:
@@ -56,29 +82,37 @@ def marked(mark: str) -> Dialect:
     return Dialect({"{": "}", "[": "]"}, '"', mark=mark)
 
 
-def read_value(source: AnswerText, emit: Emit, dialect: Dialect = JSON) -> Pull[None]:
-    """Exactly one value; spaces inside of it are kept, those around it are not its business."""
-    closers: list[str] = []  # of the containers we are in
+def read_value(source: AnswerText, emit: Emit, dialect: Dialect = JSON, strings: Strings | None = None) -> Pull[None]:
+    """Exactly one value; spaces inside of it are kept, those around it are not its business.
+
+    `strings`: of an object, the members that must be strings; their values are written as such.
+    """
+    inside: list[_Container] = []
+    done = False  # has the next value been read already?
     while True:
         # in front of a value
-        opened = yield from _begin(source, emit, dialect)
-        if opened:
-            closers.append(dialect.brackets[opened])
-            if len(closers) > DEEPEST:
+        opened = None if done else (yield from _begin(source, emit, dialect, dialect.nested or bool(inside)))
+        done = False
+        if opened is not None:
+            container, done = opened
+            inside.append(container)
+            if len(inside) > DEEPEST:
                 raise Malformed(f"values nest more than {DEEPEST} deep")
-            yield from _space(source, emit)
-            if not (yield from _close(source, emit, closers)):
-                if closers[-1] == "}":
-                    yield from _read_key(source, emit, dialect)
+            if not done:
+                yield from _space(source, emit)
+                if not (yield from _close(source, emit, inside)):
+                    done = container.keyed and (yield from _read_member(source, emit, dialect, strings, inside))
+                    continue
+            elif container.keyed:
+                done = False
                 continue
         # behind a value
-        while closers:
+        while inside:
             yield from _space(source, emit)
-            if (yield from _close(source, emit, closers)):
+            if (yield from _close(source, emit, inside)):
                 continue
-            if (yield from _next_item(source, emit, closers)):
-                if closers[-1] == "}":
-                    yield from _read_key(source, emit, dialect)
+            if (yield from _next_item(source, emit, inside)):
+                done = inside[-1].keyed and (yield from _read_member(source, emit, dialect, strings, inside))
                 break
         else:
             return
@@ -91,12 +125,12 @@ def collect_value(source: AnswerText, dialect: Dialect = JSON) -> Pull[str]:
     return "".join(pieces)
 
 
-def reread_value(source: AnswerText, text: str, dialect: Dialect = JSON) -> Pull[str]:
+def reread_value(source: AnswerText, text: str, dialect: Dialect = JSON, strings: Strings | None = None) -> Pull[str]:
     """Text that `source` gave, read as exactly one value, as JSON."""
     own, pieces = AnswerText(), list[str]()
     own.add(text)
     own.complete = True
-    for _ in read_value(own, pieces.append, dialect):
+    for _ in read_value(own, pieces.append, dialect, strings):
         own.show()
         yield from source.pause()
     if own.at != len(own.text) or own.hides:
@@ -116,41 +150,95 @@ def escape(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _begin(source: AnswerText, emit: Emit, dialect: Dialect) -> Pull[str]:
-    """Reads a scalar or a string, or the bracket of a container, which is returned."""
+def read_as_string(source: AnswerText, emit: Emit, dialect: Dialect = JSON) -> Pull[bool]:
+    """Write a value that is no string as a string of its text. False: a string follows, or null, which is left to be read."""
+    char = yield from source.peek()
+    if not char or char in dialect.quotes or (dialect.mark and dialect.mark.startswith(char)):
+        return False
+    if char in dialect.brackets:
+        emit(json.dumps((yield from collect_value(source, dialect)), ensure_ascii=False))
+        return True
+    word = yield from _peek_word(source)
+    if word in ("null", "None") or (_json_scalar(word) or _python_number(word)) is None:
+        return False
+    source.take(len(word))
+    emit(f'"{word}"')
+    return True
+
+
+def _read_member(
+    source: AnswerText, emit: Emit, dialect: Dialect, strings: Strings | None, inside: list[_Container]
+) -> Pull[bool]:
+    """Read a key, and the value too if it must be a string and is written as something else (True)."""
+    if strings is None or len(inside) > 1:
+        yield from _read_key(source, emit, dialect)
+        return False
+    pieces: list[str] = []
+
+    def note(piece: str) -> None:
+        pieces.append(piece)
+        emit(piece)
+
+    yield from _read_key(source, note, dialect)
+    key = json.loads("".join(pieces).rstrip().removesuffix(":"))
+    return strings(key) and (yield from read_as_string(source, emit, dialect))
+
+
+def _begin(source: AnswerText, emit: Emit, dialect: Dialect, nested: bool) -> Pull[tuple[_Container, bool] | None]:
+    """Reads a scalar or a string, or opens a container: is its first key (of a list: its first value) read?"""
     if dialect.mark and (yield from source.literal(dialect.mark)):
         yield from _read_between_marks(source, emit, dialect.mark)
-        return ""
+        return None
     char = yield from source.peek()
     if not char:
         raise Malformed("the value is missing")
     if char in dialect.brackets:
         source.take(1)
-        emit("[" if char == "(" else char)
-        return char
+        if char == "{" and dialect.python:
+            return (yield from _open_braces(source, emit, dialect))
+        emit("{" if char == "{" else "[")
+        return _Container(dialect.brackets[char], "}" if char == "{" else "]"), False
     if char in dialect.quotes:
-        yield from _read_quoted(source, emit, dialect)
+        yield from _read_quoted(source, emit, dialect, nested)
     elif dialect.mark:
         emit((yield from _read_word(source)))
     else:
         emit((yield from _read_scalar(source, dialect)))
-    return ""
+    return None
 
 
-def _close(source: AnswerText, emit: Emit, closers: list[str]) -> Pull[bool]:
-    if not (yield from source.literal(closers[-1])):
+def _open_braces(source: AnswerText, emit: Emit, dialect: Dialect) -> Pull[tuple[_Container, bool]]:
+    """A Python dict, with its first key, or a set, with its first item."""
+    yield from source.space()
+    char = yield from source.peek()
+    if char == "}":
+        emit("{")
+        return _Container("}", "}"), False
+    if char in dialect.brackets:
+        raise Malformed("a key or an item of a set is no container")
+    first = yield from collect_value(source, _PYTHON_ITEM if dialect.argument else dialect)
+    yield from source.space()
+    if not (yield from source.literal(":")):
+        emit("[" + first)
+        return _Container("}", "]"), True
+    emit("{" + (first if first.startswith('"') else f'"{first}"') + ":")
+    yield from _space(source, emit)
+    return _Container("}", "}"), True
+
+
+def _close(source: AnswerText, emit: Emit, inside: list[_Container]) -> Pull[bool]:
+    if not (yield from source.literal(inside[-1].close)):
         return False
-    emit("]" if closers[-1] == ")" else closers[-1])
-    closers.pop()
+    emit(inside.pop().written)
     return True
 
 
-def _next_item(source: AnswerText, emit: Emit, closers: list[str]) -> Pull[bool]:
+def _next_item(source: AnswerText, emit: Emit, inside: list[_Container]) -> Pull[bool]:
     """Is there one more? A comma in front of the closing bracket is left out."""
     yield from source.expect(",")
     gap: list[str] = [","]
     yield from _space(source, gap.append)
-    if (yield from source.peek()) == closers[-1]:
+    if (yield from source.peek()) == inside[-1].close:
         return False
     emit("".join(gap))
     return True
@@ -170,7 +258,7 @@ def read_bare_key(source: AnswerText, dialect: Dialect) -> Pull[str]:
 def _read_key(source: AnswerText, emit: Emit, dialect: Dialect) -> Pull[None]:
     char = yield from source.peek()
     if char and char in dialect.quotes:
-        yield from _read_quoted(source, emit, dialect)
+        yield from _read_quoted(source, emit, dialect, nested=True)
     elif dialect.mark:
         emit(f'"{escape((yield from read_bare_key(source, dialect)))}":')
         yield from _space(source, emit)
@@ -196,14 +284,8 @@ def _space(source: AnswerText, emit: Emit) -> Pull[None]:
 
 def _read_scalar(source: AnswerText, dialect: Dialect) -> Pull[str]:
     """It is taken only if it is one: what is wrong stays to be read."""
-    while True:
-        found = _SCALAR.match(source.text, source.at)
-        word = "" if found is None else found.group()
-        if len(word) > LONGEST_SCALAR:
-            raise Malformed("a number is too long")
-        if source.at + len(word) < len(source.text) or not (yield from source.more()):
-            break
-    value = _json_scalar(word)
+    word = yield from _peek_word(source)
+    value = _json_scalar(word) or _padded_integer(word)
     if value is None and dialect.python:
         value = _python_number(word)
     if value is None:
@@ -212,12 +294,23 @@ def _read_scalar(source: AnswerText, dialect: Dialect) -> Pull[str]:
     return value
 
 
+def _peek_word(source: AnswerText) -> Pull[str]:
+    """The word or number that comes next; it is not taken."""
+    while True:
+        found = _SCALAR.match(source.text, source.at)
+        word = "" if found is None else found.group()
+        if len(word) > LONGEST_SCALAR:
+            raise Malformed("a number is too long")
+        if source.at + len(word) < len(source.text) or not (yield from source.more()):
+            return word
+
+
 def _read_word(source: AnswerText) -> Pull[str]:
     """A number or one of JSON's words; anything else is a string, up to what ends a value."""
     word = (yield from source.until(_VALUE_ENDS, LONGEST_SCALAR)).strip()
     if not word:
         raise Malformed("the value is missing")
-    return _json_scalar(word) or json.dumps(word, ensure_ascii=False)
+    return _json_scalar(word) or _padded_integer(word) or json.dumps(word, ensure_ascii=False)
 
 
 def _json_scalar(word: str) -> str | None:
@@ -228,7 +321,16 @@ def _json_scalar(word: str) -> str | None:
     return word if word.lstrip("-").isdigit() or word.isalpha() or math.isfinite(float(word)) else None
 
 
+def _padded_integer(word: str) -> str | None:
+    """An integer behind zeros, which neither JSON nor Python has."""
+    found = _PADDED_INTEGER.fullmatch(word)
+    return None if found is None else found[1].replace("+", "") + found[2]
+
+
 def _python_number(word: str) -> str | None:
+    padded = _padded_integer(word)
+    if padded is not None:
+        return padded
     for read in (lambda text: int(text, 0), float):
         try:
             number = read(word)
@@ -255,14 +357,17 @@ def _read_between_marks(source: AnswerText, emit: Emit, mark: str) -> Pull[None]
             raise Malformed("a string does not end")
 
 
-def _read_quoted(source: AnswerText, emit: Emit, dialect: Dialect) -> Pull[None]:
+def _read_quoted(source: AnswerText, emit: Emit, dialect: Dialect, nested: bool) -> Pull[None]:
+    """`nested`: it is in a container."""
     quote = source.take(1)
     emit('"')
     while True:
         char = yield from source.peek()
         if not char:
             raise Malformed("a string does not end")
-        if char == quote:
+        if char == quote and dialect.argument and not (yield from _ends_string(source, nested)):
+            emit(escape(source.take(1)))
+        elif char == quote:
             source.take(1)
             emit('"')
             return
@@ -274,6 +379,43 @@ def _read_quoted(source: AnswerText, emit: Emit, dialect: Dialect) -> Pull[None]
         else:
             plain = source.run(_PLAIN[quote])
             emit(plain if quote == '"' else escape(plain))
+
+
+def _ends_string(source: AnswerText, nested: bool) -> Pull[bool]:
+    """Can what follows this quote follow a string in the arguments of a Python call?"""
+    while True:
+        behind = source.text[source.at + 1 :]
+        decided = _may_follow_string(behind.lstrip(), nested)
+        if decided is not None or len(behind) > LONGEST_LOOK_AHEAD:
+            return bool(decided)
+        if not (yield from source.more()):
+            return True
+
+
+def _may_follow_string(text: str, nested: bool) -> bool | None:
+    """None: that depends on more text."""
+    if not text:
+        return None
+    if nested and text[0] != ",":
+        return text[0] in ":]})"
+    rest = text[1:].lstrip()
+    if text[0] not in ",)" or not rest:
+        return None if text[0] in ",)" else False
+    if text[0] == ")":
+        return rest[0] not in ")'\""
+    if nested:
+        return rest[0] in _VALUE_BEGINS or _begins_with(rest, _ALL_WORDS)
+    name = _ARGUMENT_NAME.match(rest)
+    if name is None:
+        return rest[0] == ")"
+    rest = rest[name.end() :].lstrip()
+    return None if rest in ("", "=") else rest[0] == "=" != rest[1]
+
+
+def _begins_with(text: str, words: Iterable[str]) -> bool | None:
+    if any(text.startswith(word) for word in words):
+        return True
+    return None if any(word.startswith(text) for word in words) else False
 
 
 def _read_escape(source: AnswerText, dialect: Dialect) -> Pull[str]:
