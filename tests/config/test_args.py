@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from quire import AsyncEngineArgs
+from quire.cli.main import make_parser
 from quire.cli.parser import CommandParser
 from quire.config.args import EngineArgs, add_cli_arguments, one_at_a_time
 from quire.config.fields import FLAG, LIST, OBJECT, TEXT, read_number, spec_of
@@ -279,3 +280,22 @@ def test_what_would_change_capacity_or_answers_is_refused_unless_it_asks_for_not
     EngineArgs(**{name: fine})
     with pytest.raises(ConfigError, match=f"^{name}=.* is not supported: .*; leave it out"):
         EngineArgs(**{name: value})
+
+
+def test_numa_bind_needs_itself():
+    with pytest.raises(ConfigError, match="require numa_bind"):
+        EngineArgs(numa_bind_nodes=["0"])
+
+
+def test_every_flag_of_vllm_is_known(capsys):
+    """Those of its newest version: taken, or refused with a reason."""
+    parser = make_parser(["serve"])
+    for flag in ("--jit-monitor-mode warn", "--use-fp64-gumbel", "--max-num-queued-reqs 5", "--numa-bind", "--mamba-backend x",
+                 "--dp-supervisor-probe-interval-s 3", "--cohere-format cmd3", "--num-speculative-tokens 3",
+                 "--enable-return-routed-experts", "--fault-tolerance-config {}", "--tokenizer-pool-size 2"):  # fmt: skip
+        parser.parse_args(["serve", *flag.split()])
+    with pytest.raises(SystemExit):
+        parser.parse_args(["serve", "--max-model-length", "5"])
+    assert "unknown option --max-model-length; did you mean --max-model-len" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="speculative_config replaces it"):
+        EngineArgs(num_speculative_tokens=3)

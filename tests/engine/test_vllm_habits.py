@@ -2,13 +2,14 @@
 
 import json
 import shutil
+import socket
 
 import pytest
 from tiny import TEXT, open_model
 
 from quire import LLM, BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
 from quire.obs.reader import Counter, Gauge, Histogram
-from quire.types.errors import InvalidParameter, ModelError, NotSupported
+from quire.types.errors import ConfigError, EngineError, InvalidParameter, ModelError, NotSupported
 from quire.types.outputs import FlatLogprobs
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -308,3 +309,26 @@ def test_engines_are_made_from_engine_args_by_keyword(tiny_model):
         LLMEngine.from_engine_args(EngineArgs(str(tiny_model), **small), stat_loggers=[print])
     llm.llm_engine.shutdown()
     engine.shutdown()
+
+
+def test_fewer_tokens_are_scheduled_than_a_step_holds(llm, tiny_model):
+    """max_num_scheduled_tokens: a prompt of 40 tokens takes five steps of 8."""
+    engine = open_model(tiny_model, max_num_batched_tokens=64, max_num_scheduled_tokens=8, max_num_seqs=4).llm_engine
+    engine.add_request("a", {"prompt_token_ids": [5] * 40}, SamplingParams(max_tokens=1))
+    steps = 1
+    while not engine.step():
+        steps += 1
+    engine.shutdown()
+    assert steps == 5
+    with pytest.raises(ConfigError, match="max_num_scheduled_tokens must be at most max_num_batched_tokens"):
+        open_model(tiny_model, max_num_batched_tokens=64, max_num_scheduled_tokens=65, max_num_seqs=4)
+
+
+def test_ranks_wait_for_other_machines_as_long_as_they_are_to(tiny_model):
+    with pytest.raises(EngineError, match="1 of 2 nodes did not come in time"):
+        open_model(tiny_model, tensor_parallel_size=2, nnodes=2, distributed_timeout_seconds=0.2, master_port=free_port())
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]

@@ -8,6 +8,8 @@ import torch
 from scripted import byte_tokenizer
 
 from quire.config.server_args import ServerArgs
+from quire.serve.app import build_app
+from quire.types.errors import ConfigError
 from serving import Running, events_of
 
 SCHEMA = {
@@ -21,7 +23,7 @@ ASK = {"messages": [{"role": "user", "content": "hi"}], "temperature": 1, "seed"
 
 
 @pytest.fixture(scope="module")
-def http(tmp_path_factory):
+def thinker(tmp_path_factory):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     directory = tmp_path_factory.mktemp("thinking")
@@ -33,10 +35,15 @@ def http(tmp_path_factory):
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(directory)
     running = Running(directory)
-    with running.serve(ServerArgs(tool_call_parser="hermes", reasoning_parser="qwen3")) as client:
-        yield client
+    yield running
     running.wait_idle()
     running.close()
+
+
+@pytest.fixture(scope="module")
+def http(thinker):
+    with thinker.serve(ServerArgs(tool_call_parser="hermes", reasoning_parser="qwen3")) as client:
+        yield client
 
 
 def ask(http, **body):
@@ -82,3 +89,30 @@ def test_a_format_holds_after_the_reasoning(http):
     off = ask(http, response_format=form, chat_template_kwargs={"think": "<think></think>"})["choices"][0]["message"]
     jsonschema.validate(json.loads(off["content"]), SCHEMA)
     assert off["reasoning"] is None
+
+
+def test_the_server_chooses_the_text_that_ends_the_reasoning(thinker):
+    """reasoning_config: also where the model ended its reasoning before, nothing is forced."""
+    config = {"reasoning_start_str": "Let me see. <think>", "reasoning_end_str": " Enough.</think>"}
+    with thinker.serve(ServerArgs(reasoning_parser="qwen3", reasoning_config=config)) as http:
+        [end] = http.post("/tokenize", json={"prompt": "</think>", "add_special_tokens": False}).json()["tokens"]
+        body = {"thinking_token_budget": 9, "return_prompt_text": True, "ignore_eos": True, "max_tokens": 40}
+        answer = ask(http, **body, logit_bias={str(end): -100})
+        assert answer["prompt_text"].endswith("Let me see. <think>")
+        assert answer["choices"][0]["message"]["reasoning"].endswith(" Enough.")
+        early = ask(http, **body, logit_bias={str(end): 100})["choices"][0]["message"]
+        assert "Enough" not in (early["reasoning"] or "") + early["content"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"reasoning_config": {"reasoning_end_str": "stop"}, "reasoning_parser": "qwen3"},
+        {"reasoning_config": {"reasoning_start_str": "go"}, "reasoning_parser": "qwen3"},
+        {"reasoning_config": {"reasoning_end_str": "</think>"}},
+        {"reasoning_config": {"end": "</think>"}, "reasoning_parser": "qwen3"},
+    ],
+)
+def test_a_reasoning_config_that_cannot_work_is_refused(thinker, settings):
+    with pytest.raises(ConfigError, match="reasoning_config"):
+        build_app(thinker.llm, ServerArgs(**settings))

@@ -10,7 +10,7 @@ import sys
 import time
 from typing import NoReturn
 
-from quire.config.args import EngineArgs
+from quire.config.args import EngineArgs, connect_timeout
 from quire.engine import handshake
 from quire.engine.agreement import own_terms
 from quire.engine.executor import nodes
@@ -39,7 +39,7 @@ def run_headless(args: EngineArgs) -> int:
         while True:
             logger.info("node %d of %d: waiting for machine 0 at %s:%d", args.node_rank, args.nnodes, *first)
             host, key = handshake.address_towards(first), handshake.cluster_key()
-            links = nodes.join(first, args.node_rank, host, key, args.engine_start_timeout, own_terms(args))
+            links = nodes.join(first, args.node_rank, host, key, connect_timeout(args), own_terms(args))
             logger.info("node %d has ranks %d to %d", args.node_rank, links.own.start, links.own.stop - 1)
             ranks = nodes.NodeRanks(links)
             try:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from quire.config.devices import check_device
 from quire.config.eplb import read_eplb
-from quire.config.fields import FLAG, NAMES, NUMBER, OBJECT, REAL, TEXT, TOKEN, setting, spec_of
+from quire.config.fields import FLAG, LIST, NAMES, NUMBER, OBJECT, REAL, TEXT, TOKEN, setting, spec_of
 from quire.config.flags import add_flags, add_hidden_flags, kind_of
 from quire.config.hints import HINT_SHORT_FLAGS, HINTS, take_hint, taken_for
 from quire.config.refused import REFUSED, SHORT_FLAGS, refuse
@@ -149,6 +149,10 @@ class EngineArgs:
     max_num_batched_tokens: int | None = setting(
         None, NUMBER, _SCHEDULER, "most tokens in one step; default: by the device, and by the load where a GPU serves", low=1
     )
+    max_num_scheduled_tokens: int | None = setting(
+        None, NUMBER, _SCHEDULER, "most tokens that are scheduled in one step, where buffers are to hold more; default: "
+        "max_num_batched_tokens", low=1,
+    )  # fmt: skip
     max_num_seqs: int | None = setting(None, NUMBER, _SCHEDULER, "most requests in one step", low=1)
     enable_chunked_prefill: bool = setting(True, FLAG, _SCHEDULER, "cut long prompts into pieces that share steps with others")
     long_prefill_token_threshold: int = setting(
@@ -242,6 +246,15 @@ class EngineArgs:
     node_rank: int = setting(0, NUMBER, _RANKS, "which of the machines this is; all but 0 are --headless", low=0, short="-r")
     master_addr: str = setting("127.0.0.1", TEXT, _RANKS, "address of machine 0, where it waits for the others")
     master_port: int = setting(29501, NUMBER, _RANKS, "port of machine 0", low=1, high=65535)
+    distributed_timeout_seconds: float | None = setting(
+        None, REAL, _RANKS, "seconds that ranks wait for each other, to connect and in a step; default: "
+        "engine_start_timeout to connect, engine_hang_timeout in a step", above=0.0,
+    )  # fmt: skip
+    numa_bind: bool = setting(False, FLAG, _RANKS, "bind every rank to the CPUs of one NUMA node: its GPU's, or by turns")
+    numa_bind_nodes: list[str] | None = setting(None, LIST, _RANKS, "with numa_bind: the node of each rank on this machine")
+    numa_bind_cpus: list[str] | None = setting(
+        None, LIST, _RANKS, "with numa_bind: the CPUs of each rank on this machine instead, such as 0-15 16-31"
+    )
     distributed_executor_backend: str | None = setting(
         None, TEXT, _RANKS,
         "auto: as many processes as there are ranks; mp: the same; ray: Ray starts those of other machines; external_launcher: "
@@ -264,6 +277,8 @@ class EngineArgs:
                 f"max_cpu_loras {self.max_cpu_loras} is less than max_loras {self.max_loras}, and those on the device are in "
                 "the host's memory, too. Raise it, or leave it out"
             )
+        if not self.numa_bind and (self.numa_bind_nodes is not None or self.numa_bind_cpus is not None):
+            raise ConfigError("numa_bind_nodes and numa_bind_cpus require numa_bind. Add it")
         read_eplb(self.eplb_config, self.num_redundant_experts)
         if self.pipeline_parallel_size > 1 and self.pipeline_layer_partition is None:
             self.pipeline_layer_partition = os.environ.get(PARTITION) or None
@@ -305,6 +320,16 @@ def one_at_a_time(args: EngineArgs) -> EngineArgs:
 def local_engines(args: EngineArgs) -> int:
     """Of the engines of data_parallel_size, how many are on this machine."""
     return args.data_parallel_size if args.data_parallel_size_local is None else args.data_parallel_size_local
+
+
+def connect_timeout(args: EngineArgs) -> float:
+    """Return the seconds that ranks wait for other machines to connect."""
+    return args.distributed_timeout_seconds or args.engine_start_timeout
+
+
+def step_timeout(args: EngineArgs) -> float:
+    """Return the seconds that a rank may keep the others waiting in a step."""
+    return args.distributed_timeout_seconds or args.engine_hang_timeout
 
 
 def shares_experts(args: EngineArgs) -> bool:

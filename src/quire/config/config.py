@@ -71,6 +71,11 @@ class Config:
         return self.args.lora_extra_vocab_size if self.max_loras else 0
 
     @property
+    def scheduled_tokens(self) -> int:
+        """Most tokens of a step. Buffers hold `max_batched_tokens`."""
+        return min(self.args.max_num_scheduled_tokens or self.max_batched_tokens, self.max_batched_tokens)
+
+    @property
     def node_ranks(self) -> int:
         """Of the node that has most."""
         return -(-self.world // self.args.nnodes)

@@ -28,6 +28,10 @@ class Conflict:
     what: str = ""
 
 
+def _tokens_of_step(c: Config) -> str:
+    return "max_num_batched_tokens" if c.args.max_num_scheduled_tokens is None else "max_num_scheduled_tokens"
+
+
 CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         "length beyond the model",
@@ -43,19 +47,27 @@ CONFLICTS: tuple[Conflict, ...] = (
         lambda c: f"max_model_len {c.max_model_len} leaves no room for a prompt and an answer; give at least 2",
     ),
     Conflict(
-        "more requests than tokens",
-        lambda c: c.max_seqs > c.max_batched_tokens,
+        "more scheduled tokens than a step holds",
+        lambda c: (c.args.max_num_scheduled_tokens or 0) > c.max_batched_tokens,
         lambda c: (
-            f"max_num_seqs {c.max_seqs} needs at least as many max_num_batched_tokens, which are {c.max_batched_tokens}. "
+            f"max_num_scheduled_tokens must be at most max_num_batched_tokens ({c.max_batched_tokens}); got "
+            f"{c.args.max_num_scheduled_tokens}. Lower the first or raise the second"
+        ),
+    ),
+    Conflict(
+        "more requests than tokens",
+        lambda c: c.max_seqs > c.scheduled_tokens,
+        lambda c: (
+            f"max_num_seqs {c.max_seqs} needs at least as many {_tokens_of_step(c)}, which are {c.scheduled_tokens}. "
             "Lower the first or raise the second"
         ),
     ),
     Conflict(
         "whole prompts do not fit a step",
-        lambda c: not c.chunked and c.max_batched_tokens < c.max_model_len,
+        lambda c: not c.chunked and c.scheduled_tokens < c.max_model_len,
         lambda c: (
-            f"without enable_chunked_prefill a whole prompt must fit in one step, but max_num_batched_tokens "
-            f"{c.max_batched_tokens} is less than max_model_len {c.max_model_len}. Raise it, lower the length or chunk"
+            f"without enable_chunked_prefill a whole prompt must fit in one step, but {_tokens_of_step(c)} "
+            f"{c.scheduled_tokens} is less than max_model_len {c.max_model_len}. Raise it, lower the length or chunk"
         ),
     ),
     Conflict(
@@ -143,10 +155,10 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "more drafts than a step has room for",
-        lambda c: c.speculation is not None and c.speculation.num_speculative_tokens >= c.max_batched_tokens,
+        lambda c: c.speculation is not None and c.speculation.num_speculative_tokens >= c.scheduled_tokens,
         lambda c: (
             f"num_speculative_tokens {c.speculation and c.speculation.num_speculative_tokens} and a token before them do not "
-            f"fit a step of max_num_batched_tokens {c.max_batched_tokens}. Lower the first or raise the second"
+            f"fit a step of {_tokens_of_step(c)} {c.scheduled_tokens}. Lower the first or raise the second"
         ),
     ),
     Conflict(

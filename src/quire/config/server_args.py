@@ -87,6 +87,10 @@ class ServerArgs:
     reasoning_parser: str = setting(
         "", TEXT, _TOOLS, "how the model writes its reasoning: qwen3, deepseek_r1, ... ; auto: by its chat template"
     )
+    reasoning_config: dict[str, object] = setting(
+        {}, OBJECT, _TOOLS, "reasoning_start_str and reasoning_end_str: text that opens the reasoning, and text that ends it "
+        "when thinking_token_budget is spent; each contains the parser's mark. Default: the marks alone",
+    )  # fmt: skip
     reasoning_parser_plugin: str | None = setting(None, TEXT, _TOOLS, "Python file that registers formats of reasoning")
     chat_template_content_format: str = setting(
         "auto", TEXT, _TOOLS, "what the chat template gets as content: string, openai (a list of parts), auto: what it reads",
@@ -140,6 +144,9 @@ class ServerArgs:
     )
     enable_log_requests: bool = setting(False, FLAG, _SEEN, "log every request with its parameters; prompts at debug level")
     enable_log_outputs: bool = setting(False, FLAG, _SEEN, "log what was generated; needs --enable-log-requests")
+    enable_log_deltas: bool = setting(
+        True, FLAG, _SEEN, "with --enable-log-outputs: log every piece of a stream; --no-enable-log-deltas: whole answers only"
+    )
     max_log_len: int | None = setting(None, NUMBER, _SEEN, "most characters or token ids of a prompt or output to log", low=0)
     enable_server_load_tracking: bool = setting(False, FLAG, _SEEN, "/load tells how many requests are open")
     metrics_prefix: str = setting(
@@ -173,6 +180,13 @@ class ServerArgs:
             raise ConfigError("ssl_ca_certs, ssl_cert_reqs and ssl_ciphers need --ssl-keyfile and --ssl-certfile")
         if self.enable_log_outputs and not self.enable_log_requests:
             raise ConfigError("--enable-log-outputs needs --enable-log-requests")
+        unknown = {*self.reasoning_config} - {"reasoning_start_str", "reasoning_end_str"}
+        if unknown or not all(isinstance(text, str | None) for text in self.reasoning_config.values()):
+            raise ConfigError(
+                f"reasoning_config must map reasoning_start_str and reasoning_end_str to text; got {self.reasoning_config!r}"
+            )
+        if self.reasoning_config and not self.reasoning_parser:
+            raise ConfigError("reasoning_config requires --reasoning-parser. Add it")
         if self.sample is not None and not self.sample.strip():
             raise ConfigError("--sample is empty: give a question, or leave it out")
         if self.open and self.disable_page:

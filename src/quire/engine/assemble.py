@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from quire.cache.capacity import MOST_SNAPSHOTS, Capacity, fit, fit_states, pages_for
-from quire.config.args import EngineArgs, local_engines
+from quire.config.args import EngineArgs, connect_timeout, local_engines, step_timeout
 from quire.config.config import Config
 from quire.config.cores import wait_politely
 from quire.config.facts import DeviceFacts, ModelFacts
@@ -29,6 +29,7 @@ from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel
 from quire.engine.layouts import even_out, model_share, share_memory, text_drafter_config, whole_layout
 from quire.engine.learnt import open_learnt
+from quire.engine.numa import bind_process
 from quire.engine.runners import bounded_facts, join_companions, make_device_drafter, make_runner, start_device
 from quire.engine.scheduling import make_scheduler
 from quire.engine.timeline import Stopwatch, Timeline
@@ -77,6 +78,8 @@ def resolve_here(args: EngineArgs, watch: Stopwatch, serving: bool = False, engi
     it is imported. `engine`: its number, among those on this machine."""
     engines, sharing = local_engines(args), args.kv_cache_memory_bytes is not None
     ranks = args.tensor_parallel_size * args.pipeline_parallel_size
+    if args.numa_bind:
+        args = bind_process(args, engine, rank)
 
     def find() -> str:
         watch.lap("configuration")
@@ -285,7 +288,7 @@ def start_local(
 
 def meet_companions(config: Config, ends: Ends, workers: "Workers | None") -> "tuple[CompanionWatch, SharedExperts]":
     args = config.args
-    patience = args.engine_start_timeout, SOONER * args.engine_hang_timeout
+    patience = connect_timeout(args), SOONER * step_timeout(args)
     watch = CompanionWatch(workers, ends.first // config.ranks, config.ranks, *patience)
     return watch, join_companions(config, ends.of(ends.first), watch)
 
@@ -311,7 +314,7 @@ def start_workers(config: Config, drafter: "Drafter | DeviceDrafter | None", end
     told, links = find_nodes(told, config.world)
     gpus = ",".join(named_gpus() or map(str, range(config.device_facts.count))) if config.device == "cuda" else ""
     drafts = {} if links is None else draft_files(config)
-    return Workers(told, config.world, SOONER * args.engine_hang_timeout, links, ends, gpus, drafts)
+    return Workers(told, config.world, SOONER * step_timeout(args), links, ends, gpus, drafts)
 
 
 def start_fake(config: Config, facts: ModelFacts, layout: CacheLayout, watch: Stopwatch) -> tuple[Executor, Capacity]:

@@ -14,14 +14,14 @@ def make_scheduler(
     """`parameters`: of the model, which every step reads. `more`: drafts, states that are kept."""
     budget: Budget | None = None
     if config.steps_follow_load and config.device_facts.times_steps:
-        budget = TimedBudget(config.max_batched_tokens)
+        budget = TimedBudget(config.scheduled_tokens)
     elif config.steps_follow_load:
-        budget = StepBudget.following(config.max_batched_tokens, layout.bytes_per_page, parameters)
+        budget = StepBudget.following(config.scheduled_tokens, layout.bytes_per_page, parameters)
     return Scheduler(
         layout,
         pages=pages,
         max_model_len=max_model_len,
-        max_batched_tokens=config.max_batched_tokens,
+        max_batched_tokens=config.scheduled_tokens,
         max_seqs=config.max_seqs,
         chunk_cap=config.chunk_cap,
         chunked=config.chunked,

@@ -40,3 +40,10 @@ class RequestLog:
 
     def _cut(self, text: _Text) -> _Text:
         return text if self._most is None else text[: self._most]
+
+
+def log_piece(name: str, choice: int, text: str, finish_reason: str | None, most: int | None) -> None:
+    """Log one piece of a streamed answer; at most `most` characters of it."""
+    shown = text if most is None else text[:most]
+    line = "Generated response %s (streaming delta): choice: %d, output: %r, finish_reason: %s."
+    logger.info(line, name, choice, shown, finish_reason)

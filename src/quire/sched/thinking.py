@@ -26,9 +26,10 @@ def forced_end(request: Request) -> int | None:
     if budget is None or request.thought or len(request.tokens) - start < budget:
         return None
     begun = len(request.tokens) - start - budget  # how much of the end has been forced
+    forced = params.thinking_forced_ids or ends
     if begun == 0:
         thinking = request.tokens[start:].tolist()
         request.thought = any(thinking[i : i + len(ends)] == ends for i in range(len(thinking)))
-    elif begun >= len(ends):
+    elif begun >= len(forced):
         request.thought = True
-    return None if request.thought else ends[begun]
+    return None if request.thought else forced[begun]

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from quire.serve.beam import search_beams
 from quire.serve.body import JSONRoute
 from quire.serve.errors import json_response
-from quire.serve.generation import GenerationJob, collect, make_job, raise_failure, run
+from quire.serve.generation import GenerationJob, collect, log_delta, make_job, raise_failure, run
 from quire.serve.logprobs import FEW, Joined, TextOffsets, TokenNames, completion_logprobs, few, prompt_logprobs
 from quire.serve.prompts import read_prompts
 from quire.serve.protocol.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
@@ -146,6 +146,7 @@ async def _stream(server: Server, job: GenerationJob, request: CompletionRequest
     async with aclosing(run(server, job)) as outputs:
         async for prompt, output in outputs:
             raise_failure(output)
+            log_delta(server, job, output)
             usage.note(prompt, output)
             for part in output.outputs:
                 index = prompt * job.n + part.index

@@ -1,6 +1,7 @@
 """How the served model writes tool calls and reasoning: chosen once, by the settings or by its chat template."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -9,6 +10,7 @@ from quire.text.parse.format import Format, Thinking
 from quire.text.parse.registry import Use, detect, find_format, load_plugins
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_prompt import GENERIC, ignores_tools
+from quire.types.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +26,8 @@ class ModelFormats:
     specials: frozenset[str] = frozenset()
     begin_ids: tuple[int, ...] = ()  # of the mark that begins the reasoning
     end_id: int | None = None  # of the one that ends it; None: it is not a single token, or there is none
+    opening: str = ""  # text that opens the reasoning; "": its mark
+    forced_ids: tuple[int, ...] = ()  # end the reasoning when its budget is spent; none: end_id
     tell_tools: bool = False  # the template says nothing of tools: the prompt describes them
 
     @property
@@ -64,7 +68,24 @@ def choose_formats(settings: ServerArgs, tokenizer: Tokenizer | None) -> ModelFo
     begin, end = (
         tokenizer.encode(marks[0], add_special_tokens=False) for marks in (formats.thinking.begin, formats.thinking.end)
     )
-    return replace(formats, begin_ids=tuple(begin), end_id=end[0] if len(end) == 1 else None)
+    formats = replace(formats, begin_ids=tuple(begin), end_id=end[0] if len(end) == 1 else None)
+    return _with_own_texts(formats, settings.reasoning_config, tokenizer) if settings.reasoning_config else formats
+
+
+def _with_own_texts(formats: ModelFormats, config: Mapping[str, object], tokenizer: Tokenizer) -> ModelFormats:
+    """`reasoning_config`: the texts contain the parser's marks, so that the answer is still parsed."""
+    assert formats.thinking is not None
+    opening, closing = str(config.get("reasoning_start_str") or ""), str(config.get("reasoning_end_str") or "")
+    if opening and not opening.rstrip().endswith(formats.thinking.begin):
+        raise ConfigError(
+            f"reasoning_config.reasoning_start_str must end with {' or '.join(formats.thinking.begin)}; got {opening!r}"
+        )
+    ids = tuple(tokenizer.encode(closing, add_special_tokens=False)) if closing else ()
+    if closing and (not closing.rstrip().endswith(formats.thinking.end) or formats.end_id not in ids):
+        raise ConfigError(
+            f"reasoning_config.reasoning_end_str must end with {formats.thinking.end[0]}, a single token; got {closing!r}"
+        )
+    return replace(formats, opening=opening, forced_ids=ids)
 
 
 def _asked(settings: ServerArgs) -> list[tuple[str, Use]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from fastapi import Request
 
+from quire.obs.request_log import log_piece
 from quire.serve.disconnect import stop
 from quire.serve.errors import GenerationFailed
 from quire.serve.protocol.fields import GenerationFields
@@ -85,6 +86,14 @@ async def collect(server: Server, job: GenerationJob) -> list[RequestOutput]:
             raise_failure(output)
             final[i] = output
     return [final[i] for i in range(len(job.prompts))]
+
+
+def log_delta(server: Server, job: GenerationJob, output: RequestOutput) -> None:
+    """Log a piece of a stream, where the settings ask for it."""
+    settings = server.settings
+    if settings.enable_log_outputs and settings.enable_log_deltas:
+        for part in output.outputs:
+            log_piece(job.id, part.index, part.text, part.finish_reason, settings.max_log_len)
 
 
 def raise_failure(output: RequestOutput) -> None:

@@ -14,7 +14,7 @@ from quire.paced import Pace
 from quire.serve.beam import search_beams
 from quire.serve.events import AnswerReader, Reading
 from quire.serve.formats import ModelFormats, special_marks
-from quire.serve.generation import GenerationJob, collect, make_job, raise_failure, run
+from quire.serve.generation import GenerationJob, collect, log_delta, make_job, raise_failure, run
 from quire.serve.limits import check_work
 from quire.serve.prompts import render_messages
 from quire.serve.protocol.chat import ChatRequest
@@ -122,6 +122,7 @@ async def stream_turn(server: Server, turn: Turn) -> TurnDeltas:
     async with aclosing(run(server, turn.job)) as outputs:
         async for _, output in outputs:
             raise_failure(output)
+            log_delta(server, turn.job, output)
             pace.begin()
             yield await _delta(turn, output, readers, pace)
             for part in output.outputs:
@@ -234,6 +235,7 @@ def _set_up(server: Server, job: GenerationJob, rendered: Rendered, reading: Rea
             params.structured_outputs.starts_after = _ids(server.llm.get_tokenizer(), form.channels.final)
     if rendered.budget is not None and end_id is not None:
         params.thinking_token_budget, params.thinking_end_ids = rendered.budget, [end_id]
+        params.thinking_forced_ids = list(server.formats.forced_ids) or None
 
 
 def _check_tools(request: ChatRequest, use: ToolUse) -> None:
@@ -317,7 +319,7 @@ def _settled(server: Server, prompt: Prompt, inside: bool | None, wanted: bool) 
     if inside is None and not thinking.opened:
         if thinking.reopen and not wanted:
             return prompt, False
-        text = thinking.begin[0] + "\n"
+        text = server.formats.opening or thinking.begin[0] + "\n"
         ids = _ids(server.llm.get_tokenizer(), text)
         prompt = replace(prompt, text=None if prompt.text is None else prompt.text + text, ids=prompt.ids + ids)
     return prompt, True

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 _MASK64 = 2**64 - 1
 SHORT = 4096  # token ids that are checked faster than they are handed to a thread
+_TOKEN_IDS = (
+    "stop_token_ids", "allowed_token_ids", "logprob_token_ids", "thinking_end_ids", "thinking_forced_ids", "logit_bias"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,7 @@ class InputProcessor:
         for name in ("logprobs", "prompt_logprobs"):
             if (asked := getattr(params, name)) is not None:
                 self._check_logprobs(name, asked)
-        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "thinking_end_ids", "logit_bias"):
+        for name in _TOKEN_IDS:
             if ids := getattr(params, name):
                 _check_ids(name, ids, vocab_size)
         if self.tokenizer is None and (params.stop or params.bad_words):

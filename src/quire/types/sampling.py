@@ -124,6 +124,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, metaclass=_Named):
     repetition_detection: RepetitionDetectionParams | None = None
     routed_experts_prompt_start: int = 0
     trace_decode_token_ids: list[int] | None = None
+    thinking_forced_ids: list[int] | None = None  # drawn when thinking_token_budget is spent; None = thinking_end_ids
 
     def __post_init__(self) -> None:
         """What was left at its default needs no check."""
@@ -350,6 +351,7 @@ _CHECKS: dict[str, Check] = {
     "allowed_token_ids": _allowed_ids,
     "logprob_token_ids": _logprob_ids,
     "thinking_end_ids": check_ids,
+    "thinking_forced_ids": check_ids,
     "bad_words": _bad_words,
     "logit_bias": _bias,
     "repetition_detection": _repetition_detection,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-from quire.config.args import EngineArgs
+from quire.config.args import EngineArgs, connect_timeout
 from quire.engine import handshake
 from quire.engine.agreement import Terms, own_terms, terms_of
 from quire.engine.executor import nodes
@@ -26,7 +26,7 @@ def find_nodes(args: EngineArgs, ranks: int) -> tuple[EngineArgs, nodes.Links | 
         links = start_nodes(args, ranks)
         return replace(args, nnodes=len(links.ranks)), links
     if args.distributed_executor_backend == "external_launcher":
-        return args, read_spot(os.environ, ranks).gather(args.engine_start_timeout, terms_of(args))
+        return args, read_spot(os.environ, ranks).gather(connect_timeout(args), terms_of(args))
     if args.nnodes == 1:
         return args, None
     address = (args.master_addr, args.master_port)
@@ -35,7 +35,7 @@ def find_nodes(args: EngineArgs, ranks: int) -> tuple[EngineArgs, nodes.Links | 
         handshake.listen(address) as listener,
         doing(f"waiting for {args.nnodes - 1} other nodes at {address[0]}:{address[1]}"),
     ):
-        return args, nodes.gather(listener, nodes.share_ranks(ranks, args.nnodes), key, args.engine_start_timeout, terms)
+        return args, nodes.gather(listener, nodes.share_ranks(ranks, args.nnodes), key, connect_timeout(args), terms)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Spot:
             return nodes.gather(listener, shares, handshake.cluster_key(), seconds, terms)
 
     def join(self, args: EngineArgs) -> nodes.Links:
-        seconds, first = args.engine_start_timeout, self.address
+        seconds, first = connect_timeout(args), self.address
         if self.agent:
             first = (first[0], int(self._store(seconds).get(f"quire/{next(_turns)}")))
         host = handshake.address_towards(first)

@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quire.config.args import EngineArgs
+from quire.config.args import EngineArgs, connect_timeout
 from quire.engine import handshake
 from quire.engine.agreement import own_terms, terms_of
 from quire.engine.executor import nodes
@@ -31,12 +31,12 @@ class _Agent:
     """What an actor does."""
 
     def run(self, first: tuple[str, int], node: int, host: str, key: str, args: EngineArgs) -> bool:
-        return nodes.run_node(tuple(first), node, host, key, args.engine_start_timeout, own_terms(args))  # type: ignore[arg-type]
+        return nodes.run_node(tuple(first), node, host, key, connect_timeout(args), own_terms(args))  # type: ignore[arg-type]
 
 
 def start_nodes(args: EngineArgs, ranks: int) -> nodes.Links:
     """args.nnodes: nodes to use; 1 = as few as have the CPUs."""
-    count, seconds = args.nnodes, args.engine_start_timeout
+    count, seconds = args.nnodes, connect_timeout(args)
     ray = _import()
     _connect(ray, ranks)
     here = ray.get_runtime_context().get_node_id()
@@ -58,7 +58,7 @@ def _start_others(ray: Any, alive: Sequence[dict[str, Any]], shares: Sequence[ra
         first = (host, listener.getsockname()[1])
         for number, node in enumerate(alive[1 : len(shares)], 1):
             _start_agent(ray, node, first, number, key, args)
-        return nodes.gather(listener, shares, key, args.engine_start_timeout, terms_of(args))
+        return nodes.gather(listener, shares, key, connect_timeout(args), terms_of(args))
 
 
 def _import() -> Any:
