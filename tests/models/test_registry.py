@@ -58,3 +58,10 @@ def test_every_target_exists(target):
 
     module, name = target.split(":")
     assert hasattr(importlib.import_module(module), name)
+
+
+def test_every_architecture_stands_once_in_the_table_of_model_names():
+    from quire.models.model_names import MODEL_NAMES, architectures_of
+
+    named = [name for _, _, short in MODEL_NAMES for name in architectures_of(short)]
+    assert sorted(named) == sorted(FAMILIES)

@@ -10,6 +10,7 @@ from quire.config.gguf_families import ARCHITECTURES
 from quire.config.quantization import quantization_table
 from quire.files.gguf import GGML_TYPES, READABLE_TYPES
 from quire.models.composite import COMPOSITES, TEXT_MODELS
+from quire.models.model_names import MODEL_NAMES, architectures_of
 from quire.models.registry import FAMILIES
 from quire.models.ways import ways
 
@@ -19,6 +20,15 @@ Made from the registry (`src/quire/models/registry.py`) and the tables of file t
 terminal. A model is named by a directory, a `.gguf` file, a hub id (`org/repo`, `org/repo:Q4_K_M`, `org/repo/FILE.gguf`) or
 the alias `smollm2`.
 
+## Models
+
+SmolLM2 and many others have Llama's architecture: what counts is `architectures` in `config.json`. MoE: mixture of experts.
+MLA: latent attention, whose KV cache holds one small row per token. Recurrent models keep a state instead of keys and values;
+hybrid ones have layers of both kinds.
+
+| model | kind | architectures |
+|---|---|---|
+NAMES
 ## Families
 
 The architecture is what `config.json` says under `architectures`, or what transformers takes for its `model_type` where that
@@ -221,7 +231,11 @@ def table() -> str:
         for name, entry in quantization_table().items()
     )
     others = _OTHERS.replace("SWEPT\n", swept()).replace("WAYS\n", ways(_sweep()["types"])).format(methods)
-    return _HEAD + families + others + types + _UNREADABLE.format(unreadable)
+    named = "".join(
+        f"| {models} | {kind} | {', '.join(f'`{name}`' for name in architectures_of(short))} |\n"
+        for models, kind, short in MODEL_NAMES
+    )
+    return _HEAD.replace("NAMES\n", named + "\n") + families + others + types + _UNREADABLE.format(unreadable)
 
 
 def _kept(entry: Mapping[str, Any], device: str) -> str:
