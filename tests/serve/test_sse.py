@@ -48,7 +48,7 @@ def test_a_stream_begins_with_its_first_event_and_ends_after_the_last():
 
 
 def test_a_stream_whose_first_event_takes_long_begins_without_it(monkeypatch):
-    monkeypatch.setattr(sse, "PATIENCE", 0.02)
+    monkeypatch.setattr(sse, "HEADERS_TIMEOUT_S", 0.02)
     begun: list[int] = []
     messages: list[dict[str, Any]] = []
 

@@ -15,6 +15,7 @@ import pytest
 from server_process import body, only_child, read_stream, serving, wait_for
 
 from quire.config.server_args import ServerArgs
+from quire.serve import sse
 from quire.subprocesses import is_stopped
 
 SCHEMA = {
@@ -173,6 +174,32 @@ def test_a_bad_grammar_is_a_400_that_says_where(http, wrong, words):
     answer = http.post("/v1/chat/completions", json={"model": "tiny", "messages": HELLO, "n": 2, "structured_outputs": wrong})
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == "structured_outputs" and words in error["message"]
+
+
+def impossible_requests():
+    """Requests whose grammar the engine refuses, in every protocol."""
+    wrong = {"type": "object", "properties": {"a": {"type": "strin"}}}
+    form = {"type": "json_schema", "name": "x", "schema": wrong}
+    call = {"name": "f", "input_schema": wrong}
+    hello = {"messages": HELLO, "max_tokens": 8}
+    no_token = {"structured_outputs": {"regex": "[ab]{4}"}, "allowed_token_ids": [0]}
+    return [
+        ("/v1/chat/completions", {**hello, "n": 2, "structured_outputs": {"json": wrong}}),
+        ("/v1/chat/completions", {**hello, "n": 2, **no_token}),
+        ("/v1/chat/completions", {**hello, "tools": [tool(wrong)], "tool_choice": "required"}),
+        ("/v1/completions", {"prompt": ["a", "b", "c"], "n": 2, "structured_outputs": {"grammar": "start: missing"}}),
+        ("/v1/completions", {"prompt": ["a", "b", "c"], "echo": True, **no_token}),
+        ("/v1/responses", {"input": "a", "text": {"format": form}}),
+        ("/v1/messages", {**hello, "tools": [call], "tool_choice": {"type": "any"}}),
+    ]
+
+
+def test_an_impossible_request_is_the_same_400_streamed_or_not(http, monkeypatch):
+    monkeypatch.setattr(sse, "HEADERS_TIMEOUT_S", 0.0)  # the refusal is late, however fast it is
+    for path, asked in impossible_requests():
+        whole, streamed = (http.post(path, json={"model": "tiny", **asked, "stream": stream}) for stream in (False, True))
+        assert whole.status_code == streamed.status_code == 400, (path, asked, whole.text, streamed.text)
+        assert whole.json()["error"] == streamed.json()["error"]
 
 
 def tool(parameters, name="f"):

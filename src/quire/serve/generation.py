@@ -48,6 +48,11 @@ class GenerationJob:
         return self.params[0].n
 
     @property
+    def has_grammar(self) -> bool:
+        """All of its prompts have the same: what the engine samples first shows that it was accepted."""
+        return self.params[0].structured_outputs is not None
+
+    @property
     def prompt_tokens(self) -> int:
         return sum(len(prompt.ids) for prompt in self.prompts)
 

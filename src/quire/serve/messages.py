@@ -33,7 +33,7 @@ async def create_message(request: MessagesRequest, raw: Request) -> Response:
         raise in_anthropics_words(error) from None
     reply = _MessageReply(server, turn, chat)
     if request.stream:
-        return EventStream(reply.stream(), ANTHROPIC)
+        return EventStream(reply.stream(), ANTHROPIC, refusable=turn.job.has_grammar)
     return json_response(await reply.answer())
 
 

@@ -1,7 +1,8 @@
 """Server-sent events: an async generator of JSON objects becomes a stream, written as one of two protocols does (`Wire`).
 
-A stream starts only with its first event, or after `PATIENCE` seconds without one: what goes wrong before that is an
-ordinary HTTP error. What goes wrong later is an event of its own.
+A stream starts only with its first event, or after `HEADERS_TIMEOUT_S` without one: what goes wrong before that is an ordinary
+HTTP error. What goes wrong later is an event of its own. A request with a grammar may be refused after any time, so its stream
+starts with its first event only.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from quire.paced import json_pieces
 from quire.serve.errors import anthropic_error, describe, request_id_of
 from quire.serve.protocol.errors import ErrorBody
 
-PATIENCE = 1.0  # seconds; a refusal takes milliseconds, a full queue may take minutes
+HEADERS_TIMEOUT_S = 1.0  # a refusal takes milliseconds, a full queue may take minutes
 
 _encoder = msgspec.json.Encoder()
 Events = AsyncGenerator[Any, None]
@@ -71,15 +72,20 @@ ANTHROPIC = Wire(encode_named, anthropic_error, b"")
 
 
 class EventStream(Response):
-    """A response for these events. Raises what they raise before the first one."""
+    """A response for these events. Raises what they raise before its headers are sent.
 
-    def __init__(self, events: Events, wire: Wire = OPENAI) -> None:  # there is no body, so nothing is rendered
+    refusable: the request may be refused at any time before its first event, so the headers wait for that event.
+    """
+
+    def __init__(self, events: Events, wire: Wire = OPENAI, refusable: bool = False) -> None:  # there is no body to render
         self._events = events
         self._wire = wire
+        self._refusable = refusable
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         wire = self._wire
-        head = _Head(send, {"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})
+        timeout = None if self._refusable else HEADERS_TIMEOUT_S
+        head = _Head(send, {"type": "http.response.start", "status": 200, "headers": [*_HEADERS]}, timeout)
         try:
             async with aclosing(self._events) as events:
                 async for event in events:
@@ -100,11 +106,11 @@ class EventStream(Response):
 
 
 class _Head:
-    """The start of a response: sent when it is asked for the first time, or after `PATIENCE` seconds."""
+    """The start of a response: sent when it is asked for the first time, or after `timeout` seconds."""
 
-    def __init__(self, send: Send, message: Message) -> None:
+    def __init__(self, send: Send, message: Message, timeout: float | None) -> None:
         self._send, self._message = send, message
-        self._timer = asyncio.get_running_loop().call_later(PATIENCE, self._begin)
+        self._timer = None if timeout is None else asyncio.get_running_loop().call_later(timeout, self._begin)
         self._late: asyncio.Future[None] | None = None
         self.begun = False
 
@@ -113,13 +119,14 @@ class _Head:
         self._late = asyncio.ensure_future(self._send(self._message))
 
     def hold(self) -> None:
-        """No more patience: it is sent only if it is asked for."""
-        self._timer.cancel()
+        """From now on it is sent only if it is asked for."""
+        if self._timer is not None:
+            self._timer.cancel()
 
     async def send(self) -> None:
         if not self.begun:
             self.begun = True
-            self._timer.cancel()
+            self.hold()
             await self._send(self._message)
         elif self._late is not None:
             late, self._late = self._late, None
