@@ -100,6 +100,10 @@ class EngineClient:
     ) -> None:
         """`warm`: where restarts are quick; without one it makes its own, if that is asked for. `harbour`: the engine is on
         another node, which comes there. `companions`: engines that share its experts."""
+        if args.distributed_executor_backend == "ray":
+            from quire.engine.executor.ray_placement import export_group
+
+            export_group()
         self._hearer, self._harbour = hearer, harbour
         self._warm = warm or WarmStart()
         self._warms = bool(args.warm_restart) and args.distributed_executor_backend != "fake" and tuple(command) == COMMAND

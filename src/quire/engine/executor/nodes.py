@@ -37,6 +37,7 @@ from quire.types.errors import EngineError
 WORKER = (sys.executable, "-P", "-m", "quire.engine.executor.worker")
 REMOTE = "+"  # before the number of a rank of another node, among a rank's ends
 LOOK = 0.2  # seconds between looks at a node's ranks
+CHECK_EVERY_S = 1.0  # whether missing nodes can still come
 STOPPED = 0.5  # seconds that one may be stopped
 ENDS = 3.0  # seconds without a connection of those that nodes make at once when told where others are, if others claim a place
 
@@ -88,10 +89,18 @@ def share_ranks(ranks: int, nodes: int) -> list[range]:
 # ---- node 0
 
 
-def gather(listener: socket.socket, ranks: Sequence[range], key: str, seconds: float, terms: Terms) -> Links:
+def gather(
+    listener: socket.socket,
+    ranks: Sequence[range],
+    key: str,
+    seconds: float,
+    terms: Terms,
+    check: Callable[[], None] = lambda: None,
+) -> Links:
     """Waits for all other nodes, and for what their ranks connect. If those of one do not, all nodes come again.
 
-    terms: node 0's; a node that differs is refused, and another one may come in its place.
+    terms: node 0's; a node that differs is refused, and another one may come in its place. check: called while nodes are
+    missing; raises if it is known that they will not come.
     """
     deadline = time.monotonic() + seconds
     with contextlib.closing(Reception(listener, key)) as reception:
@@ -99,7 +108,10 @@ def gather(listener: socket.socket, ranks: Sequence[range], key: str, seconds: f
         with contextlib.closing(claims):
             while True:
                 while missing := claims.missing:
-                    came = reception.next(deadline - time.monotonic())
+                    check()
+                    came = reception.next(min(CHECK_EVERY_S, deadline - time.monotonic()))
+                    if came is None and time.monotonic() < deadline:
+                        continue
                     if came is None:
                         refused = "".join(f"; node {node} was refused: {why}" for node, why in claims.refused.items())
                         raise EngineError(f"{missing} of {len(ranks)} nodes did not come in time{refused}")

@@ -3,8 +3,8 @@
     this node     the engine, and the first ranks (`workers.py`)
     other nodes   an actor each, which starts the node's ranks and watches them (`nodes.run_node`)
 
-A placement group holds a CPU for every rank while they live. Data goes over our own connections; Ray only starts and ends
-actors, and ends them with the engine. `ray` is an extra: pip install 'quire[ray]'.
+A placement group reserves a CPU for every rank while they live (`ray_placement.py`). Data goes over our own connections; Ray
+only starts and ends actors, and ends them with the engine. `ray` is an extra: pip install 'quire[ray]'.
 """
 
 import atexit
@@ -12,19 +12,25 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from quire.config.args import EngineArgs, connect_timeout
 from quire.engine import handshake
 from quire.engine.agreement import own_terms, terms_of
 from quire.engine.executor import nodes
+from quire.engine.executor.ray_placement import Placement, RayNode, Wait, find_placement
 from quire.progress import doing
 from quire.subprocesses import environment
-from quire.types.errors import ConfigError
+from quire.types.errors import ConfigError, EngineError
 
 LOCAL_CPUS = "QUIRE_RAY_CPUS"  # of a cluster that is started here; default: as many as ranks are wanted
 logger = logging.getLogger(__name__)
+
+
+class _NodeLost(Exception):
+    """A Ray node was lost while its ranks started."""
 
 
 class _Agent:
@@ -36,29 +42,64 @@ class _Agent:
 
 def start_nodes(args: EngineArgs, ranks: int) -> nodes.Links:
     """args.nnodes: nodes to use; 1 = as few as have the CPUs."""
-    count, seconds = args.nnodes, connect_timeout(args)
     ray = _import()
     _connect(ray, ranks)
-    here = ray.get_runtime_context().get_node_id()
-    alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != here)
-    shares = _share(ranks, count, [int(node["Resources"].get("CPU", 0)) for node in alive])
-    release = _reserve(ray, alive, shares, seconds)
-    try:
-        links = nodes.Links(shares) if len(shares) == 1 else _start_others(ray, alive, shares, args)
-    except BaseException:
-        release()
-        raise
-    links.then = release
-    return links
+    wait = Wait(args.engine_start_timeout)
+    while True:
+        with doing(f"waiting for the CPUs of {ranks} ranks in the Ray cluster"):
+            placement = find_placement(ray, ranks, args.nnodes, wait)
+        agents: list[Any] = []
+        try:
+            links = _start_others(ray, placement, args, wait, agents)
+        except _NodeLost as error:
+            _end(ray, agents, placement)
+            wait.pause(str(error))
+        except BaseException:
+            _end(ray, agents, placement)
+            raise
+        else:
+            links.then = partial(_end, ray, agents, placement)
+            return links
 
 
-def _start_others(ray: Any, alive: Sequence[dict[str, Any]], shares: Sequence[range], args: EngineArgs) -> nodes.Links:
-    key, host = secrets.token_hex(16), alive[0]["NodeManagerAddress"]
-    with handshake.listen((host, 0)) as listener, doing(f"starting ranks on {len(shares) - 1} other nodes"):
+def _start_others(ray: Any, placement: Placement, args: EngineArgs, wait: Wait, agents: list[Any]) -> nodes.Links:
+    """agents: gets the actors that were started."""
+    shares, others = placement.shares, placement.nodes[1:]
+    if not others:
+        return nodes.Links(shares)
+    key, host = secrets.token_hex(16), placement.nodes[0]["NodeManagerAddress"]
+    with handshake.listen((host, 0)) as listener, doing(f"starting ranks on {len(others)} other nodes"):
         first = (host, listener.getsockname()[1])
-        for number, node in enumerate(alive[1 : len(shares)], 1):
-            _start_agent(ray, node, first, number, key, args)
-        return nodes.gather(listener, shares, key, connect_timeout(args), terms_of(args))
+        runs = []
+        for number, node in enumerate(others, 1):
+            agents.append(_make_agent(ray, node))
+            runs.append(agents[-1].run.remote(first, number, node["NodeManagerAddress"], key, args))
+        seconds = min(wait.left, connect_timeout(args))
+        return nodes.gather(listener, shares, key, seconds, terms_of(args), lambda: _check(ray, others, runs))
+
+
+def _check(ray: Any, others: Sequence[RayNode], runs: Sequence[Any]) -> None:
+    """Raise why, if an actor has ended before its ranks joined."""
+    ended, _ = ray.wait(list(runs), num_returns=len(runs), timeout=0)
+    for number, (node, run) in enumerate(zip(others, runs, strict=True), 1):
+        if run not in ended:
+            continue
+        name = f"node {number} ({node['NodeManagerAddress']})"
+        try:
+            ray.get(run)
+        except ray.exceptions.RayTaskError as error:  # of our code
+            raise EngineError(f"{name} could not start its ranks: {error.cause}") from None
+        except ray.exceptions.RayError as error:
+            raise _NodeLost(f"{name} was lost: {type(error).__name__}") from None
+        raise _NodeLost(f"the ranks of {name} were lost")
+
+
+def _end(ray: Any, agents: list[Any], placement: Placement) -> None:
+    """End the actors, and with them their ranks; give the reserved CPUs back."""
+    while agents:
+        with contextlib.suppress(Exception):  # the cluster may be gone
+            ray.kill(agents.pop())
+    placement.release()
 
 
 def _import() -> Any:
@@ -95,51 +136,7 @@ def _shut_down(ray: Any) -> None:
         ray.shutdown()
 
 
-def _share(ranks: int, count: int, cpus: Sequence[int]) -> list[range]:
-    """Ranks of every node that is used."""
-    if count > len(cpus):
-        raise ConfigError(f"nnodes={count}, and the Ray cluster has {len(cpus)}; lower it, or start more nodes")
-    if count > 1:
-        shares = nodes.share_ranks(ranks, count)
-    else:
-        shares, begun = [], 0
-        for have in cpus:
-            shares.append(range(begun, min(ranks, begun + have)))
-            begun = shares[-1].stop
-            if begun == ranks:
-                break
-    short = [node for node, share in enumerate(shares) if len(share) > cpus[node]]
-    if short or shares[-1].stop < ranks or not shares[0]:
-        there = ", ".join(map(str, cpus))
-        raise ConfigError(
-            f"{ranks} ranks need a CPU each, the first of them on this node; the nodes of the Ray cluster have {there}"
-        )
-    return [share for share in shares if share]
-
-
-def _reserve(ray: Any, alive: Sequence[dict[str, Any]], shares: Sequence[range], seconds: float) -> Callable[[], None]:
-    """A CPU for every rank, until that is called or this process ends."""
-    from ray.util.placement_group import placement_group, remove_placement_group
-
-    bundles = [
-        {"CPU": float(len(share)), f"node:{node['NodeManagerAddress']}": 0.001}
-        for node, share in zip(alive, shares, strict=False)
-    ]
-    group = placement_group(bundles, strategy="PACK")
-    try:
-        ray.get(group.ready(), timeout=seconds)
-    except Exception as error:
-        remove_placement_group(group)
-        raise ConfigError(f"the Ray cluster has no room for {shares[-1].stop} ranks: {type(error).__name__}") from None
-
-    def release() -> None:
-        with contextlib.suppress(Exception):  # the cluster may be gone
-            remove_placement_group(group)
-
-    return release
-
-
-def _start_agent(ray: Any, node: dict[str, Any], first: tuple[str, int], number: int, key: str, args: EngineArgs) -> None:
+def _make_agent(ray: Any, node: RayNode) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ours = environment() or {}
@@ -149,9 +146,4 @@ def _start_agent(ray: Any, node: dict[str, Any], first: tuple[str, int], number:
         scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
         runtime_env={"env_vars": variables} if variables else None,
     )
-    agent = actor.remote()
-    agent.run.remote(first, number, node["NodeManagerAddress"], key, args)
-    _agents.append(agent)
-
-
-_agents: list[Any] = []  # an actor that nobody holds is ended
+    return actor.remote()
