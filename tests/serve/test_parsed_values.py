@@ -5,6 +5,7 @@ import json
 import pytest
 from scripted import Scripted, byte_tokenizer
 
+from quire.text.tokenizer_files import read_tokenizer
 from serving import events_of
 
 SCHEMA = {
@@ -54,7 +55,7 @@ KIMI = '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"s": 5}<|to
         ("gemma4", "<|tool_call>call:f{s:5,n:07}<tool_call|>", "", {"s": "5", "n": 7}),
         ("functiongemma", "<start_function_call>call:f{s:5}<end_function_call>", "", {"s": "5"}),
         ("step3", f"Look.<｜tool_calls_begin｜>{STEP3}<｜tool_call_end｜><｜tool_calls_end｜>", "Look.", {"s": "5"}),
-        ("kimi_k2", f"<|tool_calls_section_begin|>So. {KIMI}<|tool_calls_section_end|>", "So.", {"s": "5"}),
+        ("kimi_k2", f"<|tool_calls_section_begin|>So. {KIMI}<|tool_calls_section_end|>", "", {"s": "5"}),
         ("lfm2", "<|tool_call_start|>[f(l={'a'}, s='sed '1,2p' x')]<|tool_call_end|>", "", {"l": ["a"], "s": "sed '1,2p' x"}),
     ],
 )  # fmt: skip
@@ -89,6 +90,16 @@ def test_reasoning_in_the_text_beside_a_tool_that_must_be_called(tokenizer):
         'a</think>[{"name": "f", "parameters": {"n": 1}}]'
     )
     assert ask(server, False, tool_choice="required") == ("", "a", [{"n": 1}], "tool_calls")
+
+
+def test_a_model_whose_marks_have_a_suffix(tmp_path):
+    byte_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"token_suffix": ":x"}))
+    server = Scripted(read_tokenizer(tmp_path), tool_call_parser="hy_v3", reasoning_parser="hy_v3")
+    pair = "<arg_key:x>n</arg_key:x><arg_value:x>1</arg_value:x>"
+    call = f"<tool_calls:x><tool_call:x>f<tool_sep:x>{pair}</tool_call:x></tool_calls:x>"
+    assert ask(server.say(f"<think:x>a</think:x>b{call}"), False) == ("b", "a", [{"n": 1}], "tool_calls")
 
 
 def test_other_protocols_have_the_same_values(tokenizer):

@@ -205,9 +205,10 @@ def kimi(name="f"):
 @pytest.mark.parametrize(
     "answer, text",
     [
-        ("<|tool_calls_section_begin|>I look. CALL<|tool_calls_section_end|>", "I look."),
-        ("<|tool_calls_section_begin|>CALL and CALL<|tool_calls_section_end|> Done.", "and\nDone."),
-        ("Hm.<|tool_calls_section_begin|>CALL that is all<|tool_calls_section_end|>", "Hm.\nthat is all"),
+        ("<|tool_calls_section_begin|>I look. CALL<|tool_calls_section_end|>", ""),
+        ("<|tool_calls_section_begin|>CALL and CALL<|tool_calls_section_end|> Done.", "Done."),
+        ("Hm.<|tool_calls_section_begin|>CALL that is all<|tool_calls_section_end|>", "Hm."),
+        ("<|tool_calls_section_begin|>CALL and no end", "and no end"),
         ("CALL", ""),
         ("CALL<|tool_calls_section_end|>", ""),
     ],
@@ -215,6 +216,45 @@ def kimi(name="f"):
 def test_kimi_sections_with_noise(answer, text):
     told, _, calls = read("kimi_k2", answer.replace("CALL", kimi()), "kimi_k2")
     assert (told, calls) == (text, [("f", {"n": 1})] * answer.count("CALL"))
+
+
+@pytest.mark.parametrize(
+    "types, written, meant",
+    [
+        (["integer", "string"], "5", 5),
+        (["string", "integer"], "five", "five"),
+        (["string", "boolean"], "true", True),
+        (["string", "object"], '{"a": 1}', {"a": 1}),
+        (["string", "number"], '{"a": 1}', '{"a": 1}'),
+        (["string", "array"], "[draft] x", "[draft] x"),
+        ("boolean", "1", True),
+        ("boolean", "0", False),
+        ("boolean", "TRUE", True),
+        ("boolean", "yes", "yes"),
+        (["boolean", "integer"], "1", 1),
+        ("int", "5", 5),
+        ("str", "5", "5"),
+        ("number", "5", 5),
+        (["string", "null"], "null", None),
+    ],
+)
+def test_values_of_one_of_several_types(types, written, meant):
+    tools = {"f": {"properties": {"a": {"type": types}}}}
+    machine = AnswerParser(find_format("glm45", "tool calls"), tools=tools)
+    answer = f"<tool_call>f<arg_key>a</arg_key><arg_value>{written}</arg_value></tool_call>"
+    found = json.loads(Folded.of(machine.feed(answer) + machine.finish()).calls[0][1])["a"]
+    assert found == meant and type(found) is type(meant)
+
+
+def test_marks_with_a_suffix():
+    form = find_format("hy_v3", "tool calls", ":x1")
+    answer = (
+        "<think:x1>a</think:x1><tool_calls:x1><tool_call:x1>f<tool_sep:x1><arg_key:x1>n</arg_key:x1>"
+        "<arg_value:x1>1</arg_value:x1></tool_call:x1></tool_calls:x1>"
+    )
+    machine = AnswerParser(form, tools=TOOLS)
+    told = Folded.of(machine.feed(answer) + machine.finish())
+    assert told == Folded("", "a", [["f", '{"n": 1}']], 1)
 
 
 def test_a_section_with_nothing_but_noise_is_text():

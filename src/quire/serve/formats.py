@@ -15,6 +15,7 @@ from quire.types.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
+LONGEST_SUFFIX = 64  # characters
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def choose_formats(settings: ServerArgs, tokenizer: Tokenizer | None) -> ModelFo
         how = "" if name != AUTO else " (the chat template shows no other)" if found == GENERIC else " (by the chat template)"
         told = "; tools are described in the prompt" if tell_tools and use == "tool calls" else ""
         logger.info("%s: parsed as %s%s%s", use, found, how, told)
-        chosen[use] = find_format(found, use)
+        chosen[use] = find_format(found, use, _suffix(tokenizer))
     formats = ModelFormats(chosen.get("tool calls"), chosen.get("reasoning"), tell_tools=tell_tools)
     if tokenizer is None:
         return formats
@@ -86,6 +87,11 @@ def _with_own_texts(formats: ModelFormats, config: Mapping[str, object], tokeniz
             f"reasoning_config.reasoning_end_str must end with {formats.thinking.end[0]}, a single token; got {closing!r}"
         )
     return replace(formats, opening=opening, forced_ids=ids)
+
+
+def _suffix(tokenizer: Tokenizer | None) -> str:
+    suffix = None if tokenizer is None else tokenizer.init_kwargs.get("token_suffix")
+    return suffix if isinstance(suffix, str) and len(suffix) <= LONGEST_SUFFIX else ""
 
 
 def _asked(settings: ServerArgs) -> list[tuple[str, Use]]:

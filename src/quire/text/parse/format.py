@@ -25,7 +25,7 @@ class Calls:
     closing: str = ""  # may stand behind the end
     several: bool = False  # more than one between begin and end
     between: str = ""
-    noisy: bool = False  # text may stand in front of every one of several calls: it is text of the answer
+    noisy: bool = False  # text may stand in front of every one of several calls, and of the end: it is left out
     begin_is_read: bool = True  # or is it part of the first call?
     # No marker that could not be text as well: only calls of tools that the request named count, and only at the very
     # beginning of the answer, unless they may stand `anywhere`.

@@ -1,5 +1,7 @@
 """The formats by the names vLLM gives their parsers. What a model of each family writes is in the comment above its row."""
 
+from collections.abc import Callable
+
 from quire.text.parse.elements import Elements
 from quire.text.parse.format import Calls, Channels, Format, Thinking
 from quire.text.parse.parts import (
@@ -172,32 +174,35 @@ _GRANITE = Format(
     in_template=("<|tool_call|>", "<|start_of_role|>"),
 )
 
+
 # <tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>, mostly every pair on a line of its own
-_PAIRS = Parameters(("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), before=("</tool_call>",))
+def _pairs(suffix: str = "") -> Parameters:
+    key, value = (f"<arg_key{suffix}>", f"</arg_key{suffix}>"), (f"<arg_value{suffix}>", f"</arg_value{suffix}>")
+    return Parameters(key, value, before=(f"</tool_call{suffix}>",))
+
+
 _GLM = Format(
-    (Calls(("<tool_call>",), (Name(("\n",), left=("<arg_key>", "</tool_call>")), _PAIRS), end="</tool_call>"),),
+    (Calls(("<tool_call>",), (Name(("\n",), left=("<arg_key>", "</tool_call>")), _pairs()), end="</tool_call>"),),
     _THINK,
     in_template=("<arg_key>",),
 )
 
-# <tool_calls>, then per call: <tool_call>f<tool_sep>, pairs as above, </tool_call>; </tool_calls>
-_HY_V3 = Format(
-    (
-        Calls(
-            ("<tool_calls>",),
-            (
-                Mark("<tool_call>"),
-                Name(("<tool_sep>",), left=("<arg_key>", "</tool_call>")),
-                _PAIRS,
-                Mark("</tool_call>"),
-            ),
-            end="</tool_calls>",
-            several=True,
-        ),
-    ),
-    _THINK,
-    in_template=("<tool_sep>", "<arg_key>"),
-)
+
+def hy_v3(suffix: str = "") -> Format:
+    """<tool_calls>, then per call: <tool_call>f<tool_sep>, pairs as above, </tool_call>; </tool_calls>.
+
+    `suffix`: what all names of marks end with.
+    """
+    end = f"</tool_call{suffix}>"
+    name = Name((f"<tool_sep{suffix}>",), left=(f"<arg_key{suffix}>", end))
+    calls = Calls(
+        (f"<tool_calls{suffix}>",),
+        (Mark(f"<tool_call{suffix}>"), name, _pairs(suffix), Mark(end)),
+        end=f"</tool_calls{suffix}>",
+        several=True,
+    )
+    thinking = Thinking((f"<think{suffix}>",), (f"</think{suffix}>",))
+    return Format((calls,), thinking, in_template=("<tool_sep", "<arg_key"))
 
 
 # section begin, then per call: call begin, functions.f:0, argument begin, the arguments, call end; section end
@@ -476,7 +481,7 @@ BUILT_IN: dict[str, Format] = {
     "step3": _STEP3,
     "kimi_k2": _KIMI,
     "kimi_k3": _KIMI_K3,
-    "hy_v3": _HY_V3,
+    "hy_v3": hy_v3(),
     "glm45": _GLM,
     "glm47": _GLM,
     "ling3": Format(_GLM.calls, _THINK_UNTIL_CALLS),
@@ -528,6 +533,9 @@ BUILT_IN: dict[str, Format] = {
     "holo2": Format(thinking=_THINKS_AT_ONCE),
     "think": Format(thinking=_THINK),
 }
+
+# formats whose marks end with a suffix that the tokenizer's configuration names (`token_suffix`)
+SUFFIXED: dict[str, Callable[[str], Format]] = {"hy_v3": hy_v3}
 
 
 # What a grammar makes a model write when tools must be called, whatever its own format is.

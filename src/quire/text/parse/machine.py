@@ -311,7 +311,7 @@ class AnswerParser:
         told = False
         while True:
             if shape.noisy:
-                yield from self._skip_noise(shape)
+                yield from self._skip_noise(shape, told)
             place = source.place()
             outcome = yield from self._read_call(shape.call, shape.markerless)
             told |= outcome != "none"
@@ -366,18 +366,17 @@ class AnswerParser:
         self._skipped += source.since(begin)
         return True
 
-    def _skip_noise(self, shape: Calls) -> Pull[None]:
-        """Text in front of a call becomes text of the answer if a call follows."""
+    def _skip_noise(self, shape: Calls, told: bool) -> Pull[None]:
+        """Leaves out text in front of a call and, behind a call that was `told`, in front of the end."""
         source = self._source
         place = source.place()
         try:
-            noise = yield from source.until(marks_of(frozenset({shape.resume, shape.end})), LONGEST_NOISE)
+            yield from source.until(marks_of(frozenset({shape.resume, shape.end})), LONGEST_NOISE)
         except Malformed:
-            noise = ""
-        if noise and source.text.startswith(shape.resume, source.at):
-            self._skipped += noise.strip()
-        else:
             source.go_to(place)
+            return
+        if told:
+            source.keep()
 
     def _goes_on(self, shape: Calls) -> Pull[bool]:
         """Does another call follow? If not, we are behind the end, or the text has left the format."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from quire.text.parse.format import Format
-from quire.text.parse.formats import BUILT_IN
+from quire.text.parse.formats import BUILT_IN, SUFFIXED
 from quire.types.errors import ConfigError
 
 ENTRY_POINTS = "quire.parsers"
@@ -56,8 +56,11 @@ def names(use: Use) -> list[str]:
     return sorted(name for name, form in _formats.items() if _fits(form, use))
 
 
-def find_format(name: str, use: Use) -> Format:
+def find_format(name: str, use: Use, suffix: str = "") -> Format:
+    """`suffix`: of the model's marks, for formats that have one."""
     form = _formats.get(name)
+    if suffix and name in SUFFIXED and form == BUILT_IN[name]:
+        form = SUFFIXED[name](suffix)
     if form is not None and _fits(form, use):
         return form
     near = difflib.get_close_matches(name, names(use), n=1)
