@@ -127,3 +127,12 @@ def test_a_conversation_is_saved_and_loaded(chat: Any, tmp_path: Path) -> None:
     assert after.asked[0][0].startswith(f"<system>be brief</s><user>hi</s><assistant>{saved[2]['content']}</s><user>again")
     path.write_text('{"messages": [{"role": "cook", "content": "x"}]}')
     assert "must hold" in chat(f"/load {path}").notes
+
+
+def test_every_conversation_has_a_seed_of_its_own(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(module, "load_engine", lambda args: seeds.append(args.seed) or engine)
+    for flags in ([], [], ["--seed", "5"]):
+        monkeypatch.setattr("sys.stdin", io.StringIO("/exit\n"))
+        assert main(["chat", "./model", *flags]) == 0
+    assert seeds[0] != seeds[1] and seeds[2] == 5

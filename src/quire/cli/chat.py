@@ -5,6 +5,8 @@ Each turn sends the whole history; the prefix cache makes that cheap.
 
 import argparse
 import contextlib
+import dataclasses
+import secrets
 import sys
 from typing import Any
 
@@ -39,6 +41,8 @@ def run(namespace: argparse.Namespace) -> int:
     if len(messages) > 1:
         raise ConfigError(f"one message at a time, in quotes; got {len(messages)}")
     sampling_values(namespace)  # wrong flags are reported before the model is loaded
+    if "seed" not in vars(namespace):  # with a fixed one, the first answer would be the same in every conversation
+        args = dataclasses.replace(args, seed=secrets.randbits(32))
     engine = load_engine(args)
     values = sampling_values(namespace, engine.config.default_sampling)
     conversation = Conversation(engine, values, namespace.system)
