@@ -3,7 +3,8 @@
     quire serve smollm2 &
     python scripts/screenshots.py http://127.0.0.1:8000 docs/images
 
-Needs Chromium and Playwright (the extra `test`). Requests run meanwhile, so that there is something to see.
+Needs Chromium and Playwright (the extra `test`). Requests run while pictures of the engine are taken:
+otherwise there is nothing to see.
 """
 
 import json
@@ -20,6 +21,7 @@ from playwright.sync_api import sync_playwright
 SIZES = {"desktop": (1280, 860), "phone": (390, 844)}
 QUESTIONS = ["Write a Python function that merges two sorted lists.", "What is a quire of paper?", "List five rivers."]
 ASKED = QUESTIONS[0]
+ENGINE_SECONDS = 20  # of work before a picture of the engine
 
 
 def ask(url: str, question: str, tokens: int) -> None:
@@ -41,12 +43,16 @@ def keep_busy(url: str, over: threading.Event) -> None:
         threading.Thread(target=work, args=(number,), daemon=True).start()
 
 
-def take(browser: Any, url: str, where: Path, size: str, scheme: str) -> None:
+def open_page(browser: Any, url: str, size: str, scheme: str) -> Any:
     width, height = SIZES[size]
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, has_touch=size == "phone")
     context.set_default_timeout(300_000)
     page = context.new_page()
     page.goto(url)
+    return page
+
+
+def take_chat(page: Any, path: Path) -> None:
     page.click("#settingsToggle")
     page.get_by_label("Temperature").fill("0")
     page.get_by_label("Max tokens").fill("220")
@@ -54,27 +60,36 @@ def take(browser: Any, url: str, where: Path, size: str, scheme: str) -> None:
     page.fill("#prompt", ASKED)
     page.press("#prompt", "Enter")
     page.wait_for_selector(".facts")
-    page.screenshot(path=where / f"chat-{size}-{scheme}.png")
+    page.screenshot(path=path)
+
+
+def take_engine(page: Any, path: Path, request: Path | None) -> None:
     page.click("#views a >> nth=1")
-    time.sleep(20)
-    page.screenshot(path=where / f"engine-{size}-{scheme}.png")
-    if (size, scheme) == ("desktop", "light"):
+    time.sleep(ENGINE_SECONDS)
+    page.screenshot(path=path)
+    if request is not None:
         page.click("#tabFinished")
         page.click("#requests button >> nth=1")
-        page.locator("#requestDialog").screenshot(path=where / "request.png")
-    context.close()
+        page.locator("#requestDialog").screenshot(path=request)
 
 
 def main() -> None:
     url, where = sys.argv[1].rstrip("/"), Path(sys.argv[2])
     where.mkdir(parents=True, exist_ok=True)
+    kinds = [(size, scheme) for size in SIZES for scheme in ("light", "dark")]
     over = threading.Event()
-    keep_busy(url, over)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        for size in SIZES:
-            for scheme in ("light", "dark"):
-                take(browser, url, where, size, scheme)
+        for size, scheme in kinds:  # alone: answers are as fast as they are for one person
+            page = open_page(browser, url, size, scheme)
+            take_chat(page, where / f"chat-{size}-{scheme}.png")
+            page.context.close()
+        keep_busy(url, over)
+        for size, scheme in kinds:
+            page = open_page(browser, url, size, scheme)
+            first = (size, scheme) == kinds[0]
+            take_engine(page, where / f"engine-{size}-{scheme}.png", where / "request.png" if first else None)
+            page.context.close()
         browser.close()
     over.set()
 
