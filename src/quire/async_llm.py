@@ -33,7 +33,7 @@ from quire.engine.router import FleetHearer, start_engines
 from quire.engine.supervisor import State
 from quire.engine.timeline import Timeline
 from quire.engine.view import Engines, OneEngine
-from quire.not_built import AsyncLLMNotBuilt, refuse_stat_loggers
+from quire.not_built import AsyncLLMNotBuilt, refuse_connector, refuse_stat_loggers
 from quire.text.aside import Aside
 from quire.text.inputs import InputProcessor, PreparedRequest, is_quick
 from quire.text.open import open_tokenizer
@@ -329,14 +329,13 @@ class AsyncLLM(AsyncLLMNotBuilt):
         return self._outputs.owner(engine_id)
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forgets all cached content. False, and nothing is forgotten, while a request runs."""
-        if reset_running_requests or reset_connector:
-            name = "reset_running_requests" if reset_running_requests else "reset_connector"
-            raise NotSupported(
-                f"{name}=True is not supported: running requests keep their cache, and there is no connector", name
-            )
+        """Forget all cached content. Return False, and forget nothing, while a request runs.
+
+        reset_running_requests: running requests are preempted and computed again, so that nothing cached is left
+        """
+        refuse_connector(reset_connector)
         self._attend()
-        return bool(await self._client.call("reset_prefix_cache"))
+        return bool(await self._client.call("reset_prefix_cache", reset_running_requests))
 
     # ---- adapters -------------------------------------------------------------------------------------------------------
 

@@ -212,8 +212,9 @@ class LLM(LLMNotBuilt):
         """Call `check_health` or `describe_rank` on every rank; return the answers in the order of ranks."""
         return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
 
-    def reset_prefix_cache(self) -> bool:
-        return self.llm_engine.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """See `LLMEngine.reset_prefix_cache`."""
+        return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def _prepare(
         self,

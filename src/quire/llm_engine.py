@@ -27,7 +27,7 @@ from quire.engine.rank_calls import check_rank_call
 from quire.engine.replicas import Replicas
 from quire.engine.timeline import Stopwatch
 from quire.grammar.schema import unenforced
-from quire.not_built import LLMEngineNotBuilt, refuse_stat_loggers
+from quire.not_built import LLMEngineNotBuilt, refuse_connector, refuse_stat_loggers
 from quire.progress import doing
 from quire.text.inputs import InputProcessor, PreparedRequest
 from quire.text.open import open_tokenizer
@@ -237,8 +237,13 @@ class LLMEngine(LLMEngineNotBuilt):
         """The model's own sampling defaults (generation_config.json, then override_generation_config), or neutral ones."""
         return SamplingParams(**self.config.default_sampling)
 
-    def reset_prefix_cache(self) -> bool:
-        return self.core.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget all cached content. Return False, and forget nothing, while a request runs.
+
+        reset_running_requests: running requests are preempted and computed again, so that nothing cached is left
+        """
+        refuse_connector(reset_connector)
+        return self.core.reset_prefix_cache(reset_running_requests)
 
     def shutdown(self) -> None:
         """Stop the engine and give back its processes and memory, on the device too. Deleting the engine does the same."""

@@ -29,6 +29,13 @@ def refuse_stat_loggers(stat_loggers: Sequence[Any] | None) -> None:
         )
 
 
+def refuse_connector(reset_connector: bool) -> None:
+    if reset_connector:
+        raise NotSupported(
+            "reset_connector=True is not supported: KV connectors are not built. Leave it out.", "reset_connector"
+        )
+
+
 class NotBuilt:
     """What `LLM`, `LLMEngine` and `AsyncLLM` lack."""
 

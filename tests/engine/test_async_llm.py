@@ -558,10 +558,24 @@ def test_what_programs_ask_of_an_engine(crew):
         assert await llm.get_supported_tasks() == ("generate",) and not await llm.is_tracing_enabled()
         assert not await llm.is_sleeping() and not await llm.is_paused()
         assert await llm.reset_mm_cache() is None and await llm.reset_encoder_cache() is None
-        with pytest.raises(NotSupported, match="reset_running_requests=True is not supported"):
-            await llm.reset_prefix_cache(reset_running_requests=True)
+        with pytest.raises(NotSupported, match="reset_connector=True is not supported"):
+            await llm.reset_prefix_cache(reset_connector=True)
         cut = [o async for o in llm.generate(TEXT[0], GREEDY, "cut", tokenization_kwargs={"truncate_prompt_tokens": 2})]
         assert cut[-1].prompt_token_ids == llm.tokenizer.encode(TEXT[0])[-2:]
+
+    crew(scene())
+
+
+def test_the_cache_is_reset_under_a_running_request(crew):
+    llm, params = crew.llm, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+
+    async def scene():
+        alone = (await collect(llm, TEXT[0], params, "alone"))[-1].outputs[0].token_ids
+        outputs = []
+        async for output in llm.generate(TEXT[0], params, "reset"):
+            assert outputs or await llm.reset_prefix_cache(reset_running_requests=True)
+            outputs.append(output)
+        assert outputs[-1].outputs[0].token_ids == alone
 
     crew(scene())
 

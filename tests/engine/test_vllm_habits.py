@@ -296,6 +296,36 @@ def test_pieces_of_a_stream(tiny_model):
     engine.shutdown()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"async_scheduling": True},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
+    ],
+)
+def test_the_cache_is_reset_between_steps(llm, tiny_model, options):
+    """Running requests compute everything again, and answer as if nothing had happened."""
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    expected = [output.outputs[0].token_ids for output in llm.generate(TEXT, params, use_tqdm=False)]
+    engine = open_model(tiny_model, **options).llm_engine
+    for name, text in enumerate(TEXT):
+        engine.add_request(str(name), text, params)
+    done, steps = {}, 0
+    while engine.has_unfinished_requests():
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        steps += 1
+        if steps == 6:
+            assert not engine.reset_prefix_cache()
+            assert engine.reset_prefix_cache(reset_running_requests=True)
+            engine.core.scheduler.check()
+    assert [done[str(name)].outputs[0].token_ids for name in range(3)] == expected
+    assert all(output.metrics.num_preemptions == 1 for output in done.values())
+    engine.core.scheduler.check()
+    assert engine.core.stats.free_pages == engine.core.stats.pages
+    engine.shutdown()
+
+
 def test_engines_are_made_from_engine_args_by_keyword(tiny_model):
     small = {"device": "cpu", "kv_cache_memory_bytes": 4 << 20}
     llm = LLM.from_engine_args(engine_args=EngineArgs(str(tiny_model), **small))

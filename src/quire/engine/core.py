@@ -81,8 +81,8 @@ class EngineCore:
     def release(self, ids: Iterable[str]) -> None:
         self.scheduler.release(ids)
 
-    def reset_prefix_cache(self) -> bool:
-        return self.scheduler.reset_prefix_cache()
+    def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        return self.scheduler.reset_prefix_cache(preempt_running)
 
     def retire_adapter(self, version: str) -> None:
         """No request will ask for it any more."""

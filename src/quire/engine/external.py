@@ -105,8 +105,8 @@ class Leader:
 
         return self._told("step", 0, core.step, report)
 
-    def reset_prefix_cache(self) -> bool:
-        return self._told("reset_prefix_cache", 0, self.core.reset_prefix_cache)
+    def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        return self._told("reset_prefix_cache", int(preempt_running), lambda: self.core.reset_prefix_cache(preempt_running))
 
     def load_adapter(self, ref: AdapterRef, pinned: bool) -> None:
         self._told("load_adapter", zlib.crc32(ref.path.encode()), lambda: self.core.adapters.load_now(ref, pinned))
@@ -178,8 +178,8 @@ class Follower:
     def step(self) -> list[TokenDelta]:
         return list(self._hear("step", 0))
 
-    def reset_prefix_cache(self) -> bool:
-        return bool(self._hear("reset_prefix_cache", 0))
+    def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        return bool(self._hear("reset_prefix_cache", int(preempt_running)))
 
     def load_adapter(self, ref: AdapterRef, pinned: bool) -> None:  # noqa: ARG002
         self._hear("load_adapter", zlib.crc32(ref.path.encode()))

@@ -165,8 +165,8 @@ class Replicas:
         self._open -= {delta.request_id for delta in known if delta.finish_reason is not None}
         return known
 
-    def reset_prefix_cache(self) -> bool:
-        return bool(self._call("reset_prefix_cache"))
+    def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        return bool(self._call("reset_prefix_cache", preempt_running))
 
     def load_adapter(self, ref: AdapterRef, pinned: bool) -> None:
         """On every engine; raises why it cannot be."""

@@ -150,9 +150,14 @@ class Scheduler:
                 self._roster.forced.setdefault(request, start)
         return [delta(request, news, stop=stop)]
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached content. Held pages are released; False, and nothing is forgotten, while a request runs."""
+    def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        """Forget all cached content and release held pages. Return False, and forget nothing, while a request runs.
+
+        preempt_running: running requests are preempted first and compute their tokens' keys and values again
+        """
         self.release(list(self._forks.held))
+        for request in list(self._running) if preempt_running else ():
+            self._roster.preempt(request)
         if len(self._running):
             return False
         self._tables.forget_all()
