@@ -302,6 +302,11 @@ class AsyncLLM(AsyncLLMNotBuilt):
         finally:
             self._close(request_id, stream)
 
+    def unread_bytes(self, request_id: str) -> int:
+        """Return about how much memory the outputs of a request take that its generator has not been asked for."""
+        stream = self._streams.get(request_id)
+        return 0 if stream is None else stream.answer.unread_bytes
+
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends requests now; their generators give a last output with finish_reason "abort". Unknown ids are ignored."""
         for name in [request_id] if isinstance(request_id, str) else request_id:

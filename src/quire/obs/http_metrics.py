@@ -25,6 +25,9 @@ class HttpMetrics:
         self.duration_fine = board.add(
             Histogram("http_request_duration_highr_seconds", "Duration of requests, with many buckets", FINE)
         )
+        self.closed_unread = board.add(
+            Counter("http_connections_closed_unread", "Connections closed because their client did not read the answer")
+        )
         registry.register(board)
 
     def record(self, method: str, handler: str, status: int, seconds: float, received: int, sent: int) -> None:

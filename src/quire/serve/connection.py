@@ -22,7 +22,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from quire.serve.crowd import Crowd
+from quire.serve.crowd import UNREAD_BYTES, Crowd
 from quire.serve.errors import RETRY_AFTER, error_body
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,8 @@ class ClientConnection(HttpToolsProtocol):
         self._due: bytes | None = None  # a refusal that follows the answers to what came before
         self._age = 0  # seconds
         self._progress = 0  # bytes of the body in that time
-        self._unsent, self._unread = 0, 0  # bytes that the client does not take, and for how many seconds
+        self.unread = self.stalled = 0
+        self._unsent = 0  # bytes in the transport's buffer, a second ago
 
     # ---- the transport's side ---------------------------------------------------------------------------------------------
 
@@ -264,6 +265,8 @@ class ClientConnection(HttpToolsProtocol):
         limits, cycle = self._limits, self._answered
         if self.flow.write_paused:
             self._look_at_reader()
+        else:
+            self.unread = self.stalled = 0
         answering = cycle is not None and not cycle.response_complete
         if self._over:
             self._age += not answering
@@ -287,10 +290,17 @@ class ClientConnection(HttpToolsProtocol):
 
     def _look_at_reader(self) -> None:
         unsent = self.transport.get_write_buffer_size()
-        self._unread = self._unread + 1 if unsent == self._unsent else 0
+        self.stalled = self.stalled + 1 if unsent == self._unsent else 0
         self._unsent = unsent
-        if self._unread > self._limits.read_seconds:
+        state = {} if self._answered is None else self._answered.scope.get("state", {})
+        waiting = state.get(UNREAD_BYTES)
+        self.unread = unsent + (0 if waiting is None else waiting())
+        if self.stalled > self._limits.read_seconds:
             self.transport.abort()
+
+    def close_unread(self) -> None:
+        self.unread = 0
+        self.transport.abort()
 
     def _be_late(self, why: str) -> None:
         if self._in_head and not self._head:

@@ -1,17 +1,23 @@
-"""All connections of one server together: how many there may be, and how much of what they send is kept unfinished.
+"""All connections of one server together: how many there may be, how much of what they send is kept unfinished, and how much
+that they do not read.
 
 When there is no room, those that only wait make room first: connections between two requests, or in the middle of a head. A
 connection for which there is none even so is told to come back. Descriptors are left over for whatever else the process has to
 open, because an engine that cannot be restarted for want of them is lost to everybody.
 """
 
+import logging
 import resource
+from collections.abc import Callable
 from typing import Protocol
 
 from quire.serve.limits import ServerLimits
 
 MOST_DESCRIPTORS = 2**16  # more are not asked for, whatever the system would give
-ROOM = 7 / 8  # how full unfinished bodies may leave their share, once it was too full
+ROOM = 7 / 8  # how full unfinished bodies, or unread answers, may leave their share, once it was too full
+UNREAD_BYTES = "unread_bytes"  # in the state of a request: a function that returns what waits for the client in the API
+
+logger = logging.getLogger(__name__)
 
 
 class Member(Protocol):
@@ -19,6 +25,8 @@ class Member(Protocol):
 
     body_size: int  # bytes so far of a body that is not finished
     body_age: int  # seconds that it has been coming
+    unread: int  # bytes of an answer that wait for the client
+    stalled: int  # seconds in which the client has read nothing of them
 
     def look(self) -> None:
         """A second has passed."""
@@ -29,6 +37,9 @@ class Member(Protocol):
     def give_up_body(self) -> None:
         """What it sends takes too much room for too long."""
 
+    def close_unread(self) -> None:
+        """What its client does not read takes too much memory."""
+
 
 class Crowd:
     def __init__(self, limits: ServerLimits, descriptors: int) -> None:
@@ -38,6 +49,7 @@ class Crowd:
         self._idle: dict[Member, None] = {}  # in the order in which they began to wait
         self._sending: set[Member] = set()
         self.unfinished = 0  # bytes
+        self.on_closed_unread: Callable[[], None] = lambda: None  # called for every connection that is closed as unread
 
     def __len__(self) -> int:
         return len(self._members)
@@ -85,6 +97,9 @@ class Crowd:
             member.body_age += 1
         for member in tuple(self._members):
             member.look()
+            if member.unread > self.limits.unread_bytes and member.stalled > self.limits.stalled_seconds:
+                self._close_unread(member)
+        self._make_room_for_answers()
 
     def _make_room_for_bodies(self) -> None:
         """Whoever holds the most for the longest goes first: a body that comes quickly is not kept out by those that do not."""
@@ -93,6 +108,25 @@ class Crowd:
             if self.unfinished <= ROOM * self.limits.unfinished_bytes:
                 return
             member.give_up_body()
+
+    def _make_room_for_answers(self) -> None:
+        """Close those first that hold much and have read nothing for long: slow clients that read are hurt last."""
+        total, most = sum(member.unread for member in self._members), self.limits.all_unread_bytes
+        if total <= most:
+            return
+        for member in sorted(self._members, key=lambda member: member.unread * (1 + member.stalled), reverse=True):
+            if total <= ROOM * most:
+                return
+            total -= member.unread
+            self._close_unread(member)
+
+    def _close_unread(self, member: Member) -> None:
+        logger.warning(
+            "closed a connection: its client left %d bytes of the answer unread, and read nothing for %d s",
+            member.unread, member.stalled,
+        )  # fmt: skip
+        self.on_closed_unread()
+        member.close_unread()
 
 
 def raise_descriptor_limit() -> int:

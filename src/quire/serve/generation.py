@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from fastapi import Request
 
 from quire.obs.request_log import log_piece
+from quire.serve.crowd import UNREAD_BYTES
 from quire.serve.disconnect import stop
 from quire.serve.errors import GenerationFailed
 from quire.serve.protocol.fields import GenerationFields
@@ -42,6 +43,7 @@ class GenerationJob:
     wording: Wording  # of its errors
     rank: int | None = None  # of several engines, the one that is to have it
     created: int = field(default_factory=lambda: int(time.time()))
+    engine_ids: list[str] = field(default_factory=list)  # of its requests to the engine, as far as they have begun
 
     @property
     def n(self) -> int:
@@ -63,7 +65,7 @@ def make_job(
     llm, defaults, extras = server.llm, server.llm.default_sampling, server.extras(model)
     params = [sampling_params(request, max_tokens_for(request, llm.prompts, prompt, defaults), defaults) for prompt in prompts]
     traced = {name: raw.headers[name] for name in _TRACE_HEADERS if name in raw.headers}
-    return GenerationJob(
+    job = GenerationJob(
         id=answer_id(prefix, raw, request),
         model=model,
         prompts=[prompt if prompt.extras.lora else replace(prompt, extras=extras) for prompt in prompts],
@@ -75,6 +77,8 @@ def make_job(
         wording=wording_of(request),
         rank=rank_of(raw, llm),
     )
+    raw.scope["state"][UNREAD_BYTES] = lambda: sum(map(llm.unread_bytes, job.engine_ids))
+    return job
 
 
 def run(server: Server, job: GenerationJob) -> Outputs:
@@ -111,6 +115,7 @@ def raise_failure(output: RequestOutput) -> None:
 def _start(server: Server, job: GenerationJob, i: int) -> AsyncGenerator[RequestOutput, None]:
     # clients may use an id twice, the engine may not
     engine_id = f"{job.id}-{i}-{next(_serials):x}"
+    job.engine_ids.append(engine_id)
     return server.llm.generate(
         job.prompts[i],
         job.params[i],

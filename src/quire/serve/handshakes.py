@@ -22,7 +22,7 @@ PAUSE = 1.0  # seconds, when the system has no descriptor left
 class Handshake:
     """A member of the crowd until its connection is one."""
 
-    body_size = body_age = 0
+    body_size = body_age = unread = stalled = 0
 
     def __init__(self, peer: socket.socket, seconds: int) -> None:
         self._peer, self._left = peer, seconds
@@ -37,6 +37,9 @@ class Handshake:
             self._peer.shutdown(socket.SHUT_RDWR)
 
     def give_up_body(self) -> None:
+        pass
+
+    def close_unread(self) -> None:
         pass
 
 

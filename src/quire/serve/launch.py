@@ -183,6 +183,7 @@ class ServerLaunch:
         metrics = self._observe(llm)
         app = build_app(llm, self._settings, metrics=metrics)
         http_metrics = HttpMetrics(metrics.registry)
+        self._http.crowd.on_closed_unread = http_metrics.closed_unread.add
         self._state.service = Service(llm, app, metrics, http_metrics, None if self._front is None else self._front.hub)
         gc.collect()
         if self._front is None:

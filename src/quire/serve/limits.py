@@ -37,6 +37,8 @@ class ServerLimits:
     body_seconds: int = 20  # 408; in which `body_progress` bytes of a body come, or all that is left of it
     body_progress: int = 16 * 2**10
     read_seconds: int = 300  # in which a client reads something of what was written for it
+    unread_bytes: int = 8 * 2**20  # of an answer that wait for a client which has read nothing for `stalled_seconds`
+    stalled_seconds: int = 60
     linger_seconds: int = 5  # in which a client that was answered early may finish what it was saying
 
     # of all connections together
@@ -44,6 +46,8 @@ class ServerLimits:
     spare_descriptors: int = 128  # that connections leave to the rest of the process, a restart of the engine above all
     unfinished_bytes: int = 256 * 2**20  # 503; of bodies that are being received
     unparsed_bytes: int = 256 * 2**20  # 503; of large bodies that are there and wait to be read
+
+    all_unread_bytes: int = 512 * 2**20  # of answers that wait for their clients
 
     viewers: int = 64  # 503; of /engine/events; of one of several keys, no more than are left for others
 

@@ -31,6 +31,9 @@ from quire.types.sampling import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger(__name__)
 
+TOKEN_BYTES = 40  # of memory, of one token id in a list
+LOGPROB_BYTES = 240  # of memory, of one alternative of a token: object, float and text
+
 _LogprobTable = list[TokenLogprobs | None] | FlatLogprobs
 
 
@@ -284,6 +287,11 @@ class RequestAnswer:
         return max(0, length // size * size - self.cached_tokens) if size and self.metrics.first_token_ts else 0
 
     @property
+    def unread_bytes(self) -> int:
+        """Memory of what the next output will have, about: it grows as long as nobody takes an output."""
+        return sum(choice.unread_bytes for choice in self.choices)
+
+    @property
     def behind(self) -> bool:
         """Are there prompt logprobs to be read before the next output?"""
         return bool(self._unread)
@@ -386,6 +394,14 @@ class _GrowingChoice:
         new = len(self.token_ids) - self.sent.tokens
         return new >= self._interval or (new > 0 and not self.sent.tokens)
 
+    @property
+    def unread_bytes(self) -> int:
+        sent, table = self.sent, self.logprobs
+        size = len(self.text) - sent.text + TOKEN_BYTES * (len(self.token_ids) - sent.tokens)
+        if table is not None and len(table) > sent.logprobs:
+            size += LOGPROB_BYTES * (len(table) - sent.logprobs) * len(table[-1] or ())
+        return size
+
     def take(self, delta: bool) -> CompletionOutput:
         sent = self.sent if delta else _NOTHING
         output = CompletionOutput(
@@ -401,7 +417,9 @@ class _GrowingChoice:
         )
         sent = self.sent
         sent.tokens, sent.text, sent.finish = len(self.token_ids), len(self.text), self.finish_reason is not None
-        if self.logprobs is not None:
+        if self.logprobs is not None and delta:  # they take far more memory than tokens and text, and are not needed again
+            self.logprobs = _new_table(self.params)
+        elif self.logprobs is not None:
             sent.logprobs = len(self.logprobs)
         return output
 
