@@ -91,7 +91,7 @@ def test_what_is_not_a_number(text: str) -> None:
         ),
         ({"trust_remote_code": 0}, r"trust_remote_code must be true or false"),
         ({"rope_scaling": {"rope_type": "yarn"}}, r"hf_overrides replaces it"),
-        ({"load_format": "pt"}, r"load_format must be one of auto, safetensors, gguf, dummy; got 'pt'"),
+        ({"load_format": "pt"}, r"load_format must be one of auto, safetensors, mistral, gguf, dummy; got 'pt'"),
         (
             {"load_format": "bitsandbytes"},
             r"load_format='bitsandbytes' is not supported: .* Leave it out, or say quantization=",

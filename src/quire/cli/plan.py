@@ -18,7 +18,7 @@ from quire.cli.plan_beside import what_is_beside
 from quire.cli.plan_copies import plan_copies
 from quire.cli.plan_text import MemoryPlan, render
 from quire.cli.plan_weights import largest_part, weights_of
-from quire.config.args import EngineArgs, add_cli_arguments, local_engines
+from quire.config.args import EngineArgs, add_cli_arguments, local_engines, wants_mistral
 from quire.config.config import Config
 from quire.config.facts import CHUNKED, ModelFacts, read_facts
 from quire.config.host import available_host_bytes
@@ -169,7 +169,12 @@ def _beside(layout: CacheLayout, pages: int, size: int, config: Config) -> float
 def read_plan_facts(args: EngineArgs) -> ModelFacts:
     """Weights are looked at only where they already are: a plan for a hub model fetches its configuration alone."""
     files = resolve_model(
-        args.model, revision=args.revision, download_dir=args.download_dir, token=args.hf_token, weights=False
+        args.model,
+        revision=args.revision,
+        download_dir=args.download_dir,
+        token=args.hf_token,
+        weights=False,
+        mistral=wants_mistral(args),
     )
     return read_facts(with_weights_on_disk(files), args.hf_overrides)
 

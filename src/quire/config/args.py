@@ -71,8 +71,16 @@ class EngineArgs:
         TEXT,
         _MODEL,
         "where weights come from; dummy makes random ones",
-        choices=("auto", "safetensors", "gguf", "dummy"),
+        choices=("auto", "safetensors", "mistral", "gguf", "dummy"),
     )
+    config_format: str = setting(
+        "auto", TEXT, _MODEL, "hf reads config.json, mistral reads params.json and consolidated*.safetensors; auto: "
+        "config.json where there is one", choices=("auto", "hf", "mistral"),
+    )  # fmt: skip
+    tokenizer_mode: str = setting(
+        "auto", TEXT, _MODEL, "mistral reads tekken.json and writes chats as mistral-common does; auto: tokenizer.json where "
+        "there is one", choices=("auto", "hf", "slow", "mistral"),
+    )  # fmt: skip
     model_impl: str = setting(
         "auto", TEXT, _MODEL, "whose model code; auto prefers quire's own", choices=("auto", "quire", "transformers")
     )
@@ -277,6 +285,8 @@ class EngineArgs:
                 f"max_cpu_loras {self.max_cpu_loras} is less than max_loras {self.max_loras}, and those on the device are in "
                 "the host's memory, too. Raise it, or leave it out"
             )
+        if self.load_format == "mistral" and self.config_format == "hf":
+            raise ConfigError("load_format='mistral' requires params.json; got config_format='hf'. Use config_format='mistral'")
         if not self.numa_bind and (self.numa_bind_nodes is not None or self.numa_bind_cpus is not None):
             raise ConfigError("numa_bind_nodes and numa_bind_cpus require numa_bind. Add it")
         read_eplb(self.eplb_config, self.num_redundant_experts)
@@ -320,6 +330,11 @@ def one_at_a_time(args: EngineArgs) -> EngineArgs:
 def local_engines(args: EngineArgs) -> int:
     """Of the engines of data_parallel_size, how many are on this machine."""
     return args.data_parallel_size if args.data_parallel_size_local is None else args.data_parallel_size_local
+
+
+def wants_mistral(args: EngineArgs) -> bool:
+    """Return whether params.json and consolidated*.safetensors are to be read where there are other files, too."""
+    return "mistral" in (args.config_format, args.load_format)
 
 
 def connect_timeout(args: EngineArgs) -> float:

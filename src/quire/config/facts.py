@@ -8,13 +8,14 @@ from typing import Any
 from quire.config.gguf import GGUF_NAMES, translate
 from quire.config.hf import explicit_config, read_json
 from quire.config.memory import estimate_parameters
+from quire.config.mistral import translate_params
 from quire.config.model_types import with_architecture
 from quire.config.plausible import MOST_LAYERS, implausible
 from quire.config.quantization import Quantization, count_numbers, read_quantization
 from quire.config.recurrent import READERS, Kind, Layers, read_recurrent
 from quire.files.gguf import read_gguf_shards
 from quire.files.reading import reading, shown
-from quire.files.resolve import ModelFiles
+from quire.files.resolve import PARAMS, ModelFiles
 from quire.files.safetensors import TensorInfo, read_header
 from quire.types.cache import LayerCache, StateCache
 from quire.types.errors import ModelError
@@ -152,7 +153,8 @@ def _read_facts(files: ModelFiles, overrides: Mapping[str, Any], lenient: bool) 
         stored, counted = sum(tensor.nbytes for tensor in tensors), sum(tensor.elements for tensor in tensors)
         shapes = [tensor.shape for tensor in tensors]
     else:
-        raw = read_json(files.path / "config.json")
+        mistral = files.format == "mistral"
+        raw = translate_params(read_json(files.path / PARAMS)) if mistral else read_json(files.path / "config.json")
         generation = read_json(files.path / "generation_config.json", required=False)
         infos = {name: info for path in files.weights for name, info in read_header(path).items()}
         stored, counted = sum(info.nbytes for info in infos.values()), sum(info.elements for info in infos.values())

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from quire.config.args import FLOAT_NAMES, EngineArgs
+from quire.config.args import FLOAT_NAMES, EngineArgs, wants_mistral
 from quire.config.config import Config, Policy
 from quire.config.conflicts import refuse_conflicts
 from quire.config.draft_heads import DraftHead, find_method, read_head
@@ -17,7 +17,7 @@ from quire.config.facts import DTYPE_BYTES, DeviceFacts, ModelFacts, count_exper
 from quire.config.hf import read_json
 from quire.config.quantization import Quantization, choose_quantization
 from quire.config.speculative import DRAFT_MODEL, HEADS, ON_DEVICE, SpeculativeConfig
-from quire.files.resolve import check_on_disk, is_bare_name, resolve_model, with_weights_on_disk
+from quire.files.resolve import TEKKEN, check_on_disk, is_bare_name, resolve_model, with_weights_on_disk
 from quire.files.vocabulary import same_tokens
 from quire.types.errors import ConfigError, RequestError
 from quire.types.sampling import LogprobsMode, SamplingParams
@@ -54,6 +54,7 @@ def resolve(
     whoever drafts are needed; otherwise they are looked at where they already are.
     """
     facts = facts or find_facts(args)
+    args = with_tekken(args, facts)
     sampling = choose_sampling(args, facts)
     length, explicit = choose_length(args, facts)
     device = describe(choose_device(args, find_device))
@@ -104,7 +105,7 @@ def check_model(args: EngineArgs) -> None:
     if is_bare_name(args.model):
         resolve_model(args.model, revision=args.revision, download_dir=args.download_dir, token=args.hf_token, weights=False)
     else:
-        check_on_disk(args.model, wants_weights(args))
+        check_on_disk(args.model, wants_weights(args), wants_mistral(args))
 
 
 def wants_weights(args: EngineArgs) -> bool:
@@ -118,8 +119,22 @@ def find_facts(args: EngineArgs) -> ModelFacts:
         download_dir=args.download_dir,
         token=args.hf_token,
         weights=wants_weights(args),
+        mistral=wants_mistral(args),
     )
     return read_facts(files, args.hf_overrides, lenient=True)
+
+
+def with_tekken(args: EngineArgs, facts: ModelFacts) -> EngineArgs:
+    """With `tokenizer_mode` mistral, `tokenizer` is the file tekken.json, so that every process reads that one."""
+    if args.tokenizer_mode != "mistral" or args.skip_tokenizer_init:
+        return args
+    where = facts.files.path
+    if args.tokenizer is not None:
+        where = resolve_model(args.tokenizer, revision=args.tokenizer_revision, weights=False).path
+    file = where if where.name == TEKKEN else where / TEKKEN
+    if not file.is_file():
+        raise ConfigError(f"tokenizer_mode='mistral' requires {TEKKEN}; {where} has none. Remove tokenizer_mode")
+    return replace(args, tokenizer=str(file.absolute()))
 
 
 @dataclass(frozen=True)

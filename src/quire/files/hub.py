@@ -14,11 +14,13 @@ NEVER = ["*/*.safetensors", "consolidated*", "original/*", "onnx/*", "*.onnx*", 
 
 
 def fetch_snapshot(
-    repo: str, *, revision: str | None, download_dir: str | None, token: str | bool | None, weights: bool
+    repo: str, *, revision: str | None, download_dir: str | None, token: str | bool | None, weights: bool, mistral: bool = False
 ) -> Path:
-    """The snapshot directory of a hub repository in the format of `transformers`."""
-    patterns = TEXT_FILES + WEIGHT_FILES if weights else TEXT_FILES
-    return _download(repo, patterns, revision, download_dir, token)
+    """The snapshot directory of a hub repository in the format of `transformers`, or of Mistral."""
+    patterns = TEXT_FILES
+    if weights:
+        patterns = TEXT_FILES + (["consolidated*.safetensors"] if mistral else WEIGHT_FILES)
+    return _download(repo, patterns, revision, download_dir, token, [] if mistral else NEVER)
 
 
 def fetch_gguf(repo: str, file: str, *, revision: str | None, download_dir: str | None, token: str | bool | None) -> Path:
@@ -53,18 +55,32 @@ def _has_quant(name: str, quant: str) -> bool:
     return bool(found) and not after and (not before or not before[-1].isalnum())
 
 
-def _download(repo: str, patterns: list[str], revision: str | None, download_dir: str | None, token: str | bool | None) -> Path:
+def _download(
+    repo: str,
+    patterns: list[str],
+    revision: str | None,
+    download_dir: str | None,
+    token: str | bool | None,
+    never: list[str] = NEVER,
+) -> Path:
     with doing(f"fetching {repo} from the hub"), set_aside():  # which shows bars of its own
-        return _snapshot(repo, patterns, revision, download_dir, token)
+        return _snapshot(repo, patterns, revision, download_dir, token, never)
 
 
-def _snapshot(repo: str, patterns: list[str], revision: str | None, download_dir: str | None, token: str | bool | None) -> Path:
+def _snapshot(
+    repo: str,
+    patterns: list[str],
+    revision: str | None,
+    download_dir: str | None,
+    token: str | bool | None,
+    never: list[str],
+) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     at = f" at revision {revision!r}" if revision else ""
     try:
         path = snapshot_download(
-            repo, revision=revision, cache_dir=download_dir, token=token, allow_patterns=patterns, ignore_patterns=NEVER
+            repo, revision=revision, cache_dir=download_dir, token=token, allow_patterns=patterns, ignore_patterns=never
         )
     except errors.HFValidationError as error:
         raise ModelNotFound(

@@ -9,7 +9,7 @@ from quire.types.errors import ModelError
 
 WEIGHTS = "weights"
 BESIDE = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model",
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "params.json", "tekken.json",
     "quant_config.json", "quantize_config.json", "hf_quant_config.json",
 )  # fmt: skip  # what tokens depend on besides
 WHOLE = 1 << 24  # bytes of a file that is read whole

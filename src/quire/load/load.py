@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from quire.config.quantization import Quantization
 
 logger = logging.getLogger(__name__)
-FORMATS = ("auto", "safetensors", "gguf", "dummy")
+FORMATS = ("auto", "safetensors", "mistral", "gguf", "dummy")
 
 
 @runtime_checkable
@@ -232,13 +232,17 @@ def open_source(facts: "ModelFacts", load_format: str) -> Source:
     if load_format not in FORMATS:
         raise ModelError(f"unknown load_format {load_format!r}; it must be one of {', '.join(FORMATS)}")
     files = facts.files
-    there = "gguf" if files.format == "gguf" else "safetensors"
-    if load_format not in ("auto", there):
+    there = "safetensors" if files.format == "hf" else files.format
+    if load_format not in ("auto", "mistral", there):  # mistral decided which files these are
         raise ModelError(f"load_format {load_format!r} does not suit {files.path}, which holds {there} weights")
     if there == "gguf":
         from quire.load.gguf import GGUFSource
 
         return GGUFSource(facts)
+    if there == "mistral":
+        from quire.load.mistral import MistralSource
+
+        return MistralSource(facts)
     return SafetensorsSource(files.path, files.weights)
 
 

@@ -31,12 +31,12 @@ GGML_NUMBERS = {name: number for number, (name, _, _) in GGML_TYPES.items() if n
 
 
 class SafetensorsSource:
-    """`files`: the weight files found beside the configuration in `directory`."""
+    """`files`: the weight files found beside the configuration in `directory`; `indexed`: an index there is about them."""
 
-    def __init__(self, directory: Path, files: tuple[Path, ...]) -> None:
+    def __init__(self, directory: Path, files: tuple[Path, ...], indexed: bool = True) -> None:
         index = directory / INDEX
         self.directory = directory
-        self.index = read_index(index) if index.is_file() else None
+        self.index = read_index(index) if indexed and index.is_file() else None
         shards = [path for path in files if path.suffix == ".safetensors"]
         if self.index is not None:
             shards = _indexed(directory, set(self.index.values()))

@@ -79,6 +79,7 @@ WAYS
 | safetensors in float32, bfloat16, float16 | float32, or `dtype` | bfloat16, or the checkpoint's float16, or `dtype` |
 | GGUF, floating point (F32, F16, BF16, F64) | as above | as above |
 | GGUF, quantized | stays quantized; with an explicit `dtype` dequantized when loaded | stays quantized, but for embeddings |
+| consolidated*.safetensors and params.json (Mistral, Mixtral) | float32, or `dtype` | bfloat16, or `dtype` |
 | safetensors with a `quantization_config` | as below | stays quantized |
 | safetensors of floats with `quantization="fp8"` | rounded to 8 bits, held as floats | 8 bits |
 | `load_format="dummy"` | random | random |

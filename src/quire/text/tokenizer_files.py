@@ -12,10 +12,11 @@ from tokenizers import AddedToken
 
 from quire.files.gguf import read_gguf
 from quire.files.reading import check_regular_files, read_bytes, read_object, read_text, reading, shown, told
-from quire.files.resolve import ModelFiles, resolve_model
+from quire.files.resolve import TEKKEN, ModelFiles, resolve_model
 from quire.text.backends import LibraryBackend, TransformersBackend, is_panic, set_ends
 from quire.text.gguf_tokenizer import tokenizer_from_gguf
 from quire.text.stage_growth import check_stages
+from quire.text.tekken import read_tekken
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import ModelError
 
@@ -36,6 +37,10 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:
+    if path.name == TEKKEN:
+        return read_tekken(path)
+    if path.is_dir() and not (path / "tokenizer.json").exists() and (path / TEKKEN).is_file():
+        return read_tekken(path / TEKKEN)
     if path.suffix == ".gguf":
         return tokenizer_from_gguf(read_gguf(path).metadata, str(path))
     config = read_object(path / "tokenizer_config.json") or {}
