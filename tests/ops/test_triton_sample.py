@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from quire.device.registry import open_device
 from quire.ops.arguments import BROKEN, GOOD, NOTHING_ALLOWED, DrawColumns, DrawScratch, Factors
 from quire.ops.sample_penalties import reference_penalize
 from quire.ops.sample_scores import reference_score
@@ -92,7 +93,7 @@ def test_draws_are_those_of_the_stages(device, vocabulary, levels):
 def test_drafts_are_drawn_as_the_target_draws(device, shape):
     """From the draft's logits, by the target's token ids; what the target drew stays where it was."""
     there, rows, vocabulary = torch.device(device), len(PARAMS), 700
-    slots = Slots(rows, 8, 1, 4, there)
+    slots = Slots(rows, 8, 1, 4, there, updates=open_device(there.type).updates())
     sampler = Sampler(rows, vocabulary, there, "raw_logprobs", fused=True)
     for slot, params in enumerate(PARAMS):
         nothing = np.zeros(3, np.int32)

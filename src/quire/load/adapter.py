@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import re
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -118,10 +119,18 @@ def _check_archive(path: Path) -> None:
         if file.read(4) != b"PK\x03\x04":  # an older format, which has no parts
             return
         size = file.seek(0, os.SEEK_END)
-    archive = torch._C.PyTorchFileReader(str(path))
-    held = sum(archive.get_record_size(name) for name in archive.get_all_records())
+    held = _unpacked_bytes(path)
     if held > size:
         raise AdapterError(f"{path.name} has {size:,} bytes, and {held:,} in it: torch.save does not compress", "lora_path")
+
+
+def _unpacked_bytes(path: Path) -> int:
+    """Return the size that an archive states for all its records together."""
+    archive = torch._C.PyTorchFileReader(str(path))
+    if hasattr(archive, "get_record_size"):  # not in torch 2.11
+        return sum(archive.get_record_size(name) for name in archive.get_all_records())
+    with zipfile.ZipFile(path) as records:
+        return sum(record.file_size for record in records.infolist())
 
 
 def _read_safetensors(path: Path) -> list[Named]:
