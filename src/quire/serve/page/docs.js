@@ -32,7 +32,8 @@ function objectsIn(schema) {
 
 function fieldTable(schema, depth = 0) {
   const { properties = {}, required = [] } = resolved(schema);
-  const rows = Object.entries(properties).map(([name, field]) => {
+  const first = (name) => (required.includes(name) ? 0 : 1);
+  const rows = Object.entries(properties).sort(([a], [b]) => first(a) - first(b)).map(([name, field]) => {
     const needed = required.includes(name) ? "required" : field.default != null ? `default ${JSON.stringify(field.default)}` : "";
     const inner = depth < MOST_NESTED ? objectsIn(field).map((one) =>
       el("details", {}, el("summary", {}, `Fields of ${plainName(one) || name}`), fieldTable(one, depth + 1))) : [];
@@ -54,13 +55,13 @@ function operationView(path, verb, operation) {
   const given = (operation.parameters || []).filter((one) => one.in === "path" || one.in === "query");
   const parts = [];
   if (operation.description) parts.push(el("p", {}, operation.description));
+  parts.push(el("h3", {}, "Try it"), tryForm(path, verb, given, body));
   if (given.length) {
     const properties = Object.fromEntries(given.map((one) => [one.name, { ...one.schema, description: `in the ${one.in}` }]));
     parts.push(el("h3", {}, "Parameters"), fieldTable({ properties, required: given.filter((one) => one.required).map((one) => one.name) }));
   }
   for (const one of body ? objectsIn(body) : []) parts.push(el("h3", {}, `Body: ${plainName(one)}`), fieldTable(one));
   parts.push(el("h3", {}, "Answers"), ...Object.entries(operation.responses).filter(([status]) => status !== "422").map(answerView));
-  parts.push(el("h3", {}, "Try it"), tryForm(path, verb, given, body));
   const id = `${verb}-${path.replace(/\W+/g, "-")}`;
   const summary = el("summary", {}, el("span", { className: "verb" }, verb.toUpperCase()), el("code", {}, path), el("span", { className: "faint" }, operation.summary || ""));
   return el("details", { className: "operation", id }, summary, el("div", {}, ...parts));
