@@ -70,6 +70,10 @@ class LLMNotBuilt(NotBuilt):
 
 class LLMEngineNotBuilt(NotBuilt):
     apply_model = _refused("apply_model", _NO_CODE)
+    get_metrics = _refused("get_metrics", "metrics are counted by LLM.get_metrics and by the server")
+    set_weight_version = _refused("set_weight_version", _KEPT)
+    do_log_stats = _refused("do_log_stats", "statistics are logged by the server; see core.stats")
+    do_log_stats_with_interval = _refused("do_log_stats_with_interval", "statistics are logged by the server; see core.stats")
     has_unfinished_requests_dp = _refused("has_unfinished_requests_dp", "data-parallel engines step by themselves")
 
     def reset_mm_cache(self) -> None:

@@ -11,7 +11,7 @@ import functools
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from quire.config.devices import check_device
 from quire.config.eplb import read_eplb
@@ -22,7 +22,7 @@ from quire.config.refused import REFUSED, SHORT_FLAGS, refuse
 from quire.config.speculative import SpeculativeConfig, read_speculative
 from quire.config.stages import PARTITION, read_partition
 from quire.config.structured import checked_structured_outputs
-from quire.types.errors import ConfigError
+from quire.types.errors import ConfigError, NotSupported
 
 DEFAULT_MODEL = "smollm2"
 _FLOATS = ("half", "float16", "bfloat16", "float", "float32")
@@ -310,6 +310,12 @@ class EngineArgs:
         add_cli_arguments(parser)
         parser.set_defaults(**vars(EngineArgs()))
         return parser
+
+    def create_engine_config(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotSupported("EngineArgs.create_engine_config is not available: use from_engine_args", "create_engine_config")
+
+    def create_model_config(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotSupported("EngineArgs.create_model_config is not available: see LLM.model_config", "create_model_config")
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> "EngineArgs":
