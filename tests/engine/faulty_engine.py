@@ -79,7 +79,7 @@ def install(fault: str, given: str) -> None:
             os._exit(4)
     elif fault == "grammar":
         grammar_process.COMMAND = (sys.executable, str(Path(__file__).parents[1] / "grammar" / "faulty_grammar.py"))
-        grammar_client.MOST_SLOW = float(argument)
+        grammar_client.MAX_MASK_CPU_S = float(argument)
     elif fault == "add":
         Scheduler.add = refuse
     elif fault == "schedule":

@@ -195,7 +195,7 @@ def test_masks_that_are_late_change_no_token(tiny_model, faulty, monkeypatch):
 
 
 def test_a_grammar_that_is_slow_is_given_up_and_slows_nobody_down(faulty, monkeypatch):
-    monkeypatch.setattr(client, "MOST_SLOW", 1.0)
+    monkeypatch.setattr(client, "MAX_MASK_CPU_S", 1.0)
     good = {"good": bound(1, regex="[ab]{20}"), "free": SamplingParams(max_tokens=150, seed=6, ignore_eos=True)}
     expected = told(Run(faulty, good).finish())
     answers = Run(faulty, good | {"bad": bound(9, regex="slow[ab]{55}")}).finish()

@@ -228,7 +228,7 @@ def test_a_process_that_stays_silent_is_replaced(model, tokenizer, monkeypatch):
 
 def test_whoever_is_slow_goes_on_in_a_lane_of_its_own_and_is_given_up_there(model, tokenizer, monkeypatch):
     monkeypatch.setattr(process, "COMMAND", FAULTY)
-    monkeypatch.setattr(client, "MOST_SLOW", 1.0)
+    monkeypatch.setattr(client, "MAX_MASK_CPU_S", 1.0)
     lanes = GrammarLanes(str(model), None, None, vocab_size=330, eos_ids=[1])
     texts = {"slow": tokenizer.encode("slow" + "a" * 80), "quick": tokenizer.encode("ab" * 900)}
     for name, pattern in (("slow", "slow[a]{90}"), ("quick", "[ab]{2000}")):

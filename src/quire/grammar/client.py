@@ -14,8 +14,9 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -34,8 +35,8 @@ MAX_KILLED_STARTS_S = 300.0  # seconds in which every process is killed from out
 RESTART_PAUSE_S, MAX_RESTART_PAUSE_S = 0.05, 2.0  # before the second start in vain; doubled for each one after it
 MOST_DEATHS = 2  # of a process at work for a grammar, with nothing done in between, and the last time for no other
 MOST_LOSSES = 8  # of a process at work for one request
-MOST_SLOW = 10.0  # seconds of processor time that a request's slow masks may take altogether
-SLOW_PER_TOKEN = 0.02  # and as much more for every token
+MAX_MASK_CPU_S = 10.0  # processor time that the slow masks of a request's choices may take together
+MAX_MASK_CPU_S_PER_TOKEN = 0.02  # added for every token of them
 NO_START = "the grammar process does not start; the server's log says why"
 LOST = f"the grammar process was lost {MOST_LOSSES} times while it followed this request"
 DEADLY = "this grammar makes the library that follows it crash or hang, so it cannot be used; another way to say it may work"
@@ -75,6 +76,7 @@ class _OpenGrammar:
     name: str | None  # None: it is only asked whether the grammar can be compiled
     rules: wire.Rules
     tokens: list[int]  # the text so far
+    request: str = ""  # the same for all choices of a request
     row: int = -1  # of its masks, while a process knows of it
     ready: bool = False
     awaited: bool = False  # its mask was late: news will name it
@@ -82,12 +84,18 @@ class _OpenGrammar:
     losses: int = 0  # of processes that were at work for it
     suspected: int = 0  # those of them since it was last ready: did it kill them?
     tokens_at_kill: int = -1  # len(tokens) when a process at work for it was last killed from outside
-    slow: float = 0.0  # seconds that its slow masks took
+    slow: float = 0.0  # seconds of processor time that its slow masks took
     verdict: Exception | None = None  # of a question
+
+    @cached_property
+    def grammar(self) -> bytes:
+        return fingerprint(self.rules.params)
 
 
 class Grammars:
-    def __init__(self, start: wire.StartWorker) -> None:
+    def __init__(self, start: wire.StartWorker, gives_way: bool = False) -> None:
+        """`gives_way`: its process gets a core after the engine and the other processes."""
+        self._gives_way = gives_way
         self.words = -(-start.vocab_size // 32)
         self.losses = 0  # of processes
         self._start = start
@@ -126,17 +134,32 @@ class Grammars:
         params = request.params
         assert params.structured_outputs is not None
         rules = wire.Rules(params.structured_outputs, params.ignore_eos, params.min_tokens)
-        self._open[request.id] = self._line_up(request.id, rules, list(request.resumed))
+        entry = self._open[request.id] = self._line_up(request.id, rules, list(request.resumed))
+        entry.request = request.fork_of or request.id
 
     def adopt(self, other: _OpenGrammar) -> None:
         """As `open`, for one that another process followed so far."""
         assert other.name is not None
         entry = self._open[other.name] = self._line_up(other.name, other.rules, other.tokens)
-        entry.losses, entry.slow = other.losses, other.slow
+        entry.request, entry.losses, entry.slow = other.request, other.losses, other.slow
 
-    def take_slow(self, patience: float) -> list[_OpenGrammar]:
-        """Those whose slow masks took longer than that altogether; they are closed here."""
-        taken = [entry for entry in self._open.values() if entry.slow > patience and entry.ready]
+    def take_slow(self, budget: float, known: Container[bytes]) -> list[_OpenGrammar]:
+        """Close and return requests with slow grammars.
+
+        budget: seconds of processor time for the slow masks of all open requests with one grammar
+        known: grammars that exceeded the budget before
+        """
+        spent: dict[bytes, float] = {}
+        for entry in self._open.values():
+            if entry.slow:
+                spent[entry.grammar] = spent.get(entry.grammar, 0.0) + entry.slow
+        if not spent and not known:
+            return []
+        taken = [
+            entry
+            for entry in self._open.values()
+            if entry.ready and (entry.grammar in known or spent.get(entry.grammar, 0.0) > budget)
+        ]
         for entry in taken:
             del self._open[entry.name or ""]
             self._forget(entry)
@@ -255,7 +278,7 @@ class Grammars:
         """Opens those that wait. A suspect is opened alone."""
         while self._queue and (self._rows or self._queue[0].name is None):
             entry = self._queue[0]
-            if self._deadly and fingerprint(entry.rules.params) in self._deadly:
+            if self._deadly and entry.grammar in self._deadly:
                 self._refuse(self._queue.pop(0), DEADLY)
                 continue
             if self._opening and any(other.suspected for other in (entry, *self._opening)):
@@ -304,7 +327,7 @@ class Grammars:
     def _spawn(self, ahead: bool = False) -> bool:
         if self._process is None and time.monotonic() >= self._next_start:
             try:
-                self._process = Process(self._start, self.words, ahead)
+                self._process = Process(self._start, self.words, ahead, self._gives_way)
             except OSError as error:
                 logger.error("the grammar process does not start: %s", error)
                 self._give_up(NO_START, self._fail)
@@ -401,9 +424,13 @@ class Grammars:
             self._news.ready.append(entry.name or "")
 
     def _charge(self, entry: _OpenGrammar, seconds: float) -> None:
+        """Count processor time of a request, and refuse all of its choices when they have used up its budget."""
         entry.slow += seconds
-        if entry.slow > MOST_SLOW + SLOW_PER_TOKEN * len(entry.tokens) and entry.name is not None:
-            self._refuse(entry, TOO_SLOW.format(entry.slow, len(entry.tokens)))
+        choices = [other for other in self._open.values() if other.request == entry.request]
+        spent, tokens = sum(choice.slow for choice in choices), sum(len(choice.tokens) for choice in choices)
+        if spent > MAX_MASK_CPU_S + MAX_MASK_CPU_S_PER_TOKEN * tokens:
+            for choice in choices:
+                self._refuse(choice, TOO_SLOW.format(spent, tokens))
 
     # ---- losing it
 
@@ -435,7 +462,7 @@ class Grammars:
             entry.losses += 1
             entry.suspected += 1
         if len(at_work) == 1 and at_work[0].suspected >= MOST_DEATHS:
-            self._deadly.add(fingerprint(at_work[0].rules.params))
+            self._deadly.add(at_work[0].grammar)
 
     def _count_kill(self, at_work: list[_OpenGrammar]) -> None:
         """The process was killed from outside. The kernel does that too, for want of memory that a grammar may have taken:

@@ -1,7 +1,9 @@
-"""Two grammar processes: whoever was slow in the first goes on in the second, where only others of the kind wait behind it.
+"""Two grammar processes: requests with slow grammars go on in the second, where only others of the kind wait behind them.
 
-In the first lane a step waits a few milliseconds for masks; for those of the second it never does. The second process starts
-with the first request that needs it and ends with the last. Slow grammars are remembered, and start there next time.
+Work is counted in processor time of masks, so the machine's load does not matter. All open requests with one grammar share a
+budget in the first lane: when it is used up, all of them move. In the first lane a step waits a few milliseconds for masks; for
+those of the second it never does. The second process starts with the first request that needs it and ends with the last, and it
+gives way to other processes. Slow grammars are remembered, and start there next time.
 """
 
 from collections import OrderedDict
@@ -13,7 +15,7 @@ from quire.grammar.process import Words
 from quire.types.request import EngineRequest
 from quire.types.structured import StructuredOutputsParams
 
-PATIENCE = 0.2  # seconds of slow masks in the first lane
+FIRST_LANE_CPU_S = 0.2  # processor time of slow masks in the first lane, for all open requests with one grammar
 MOST_REMEMBERED = 1024
 
 
@@ -29,7 +31,7 @@ class GrammarLanes:
     ) -> None:
         """`drafts`: a row may have so many."""
         start = wire.StartWorker(path, tokenizer, revision, vocab_size, sorted(eos_ids), ROWS, drafts)
-        self.first, self.second = Grammars(start), Grammars(start)
+        self.first, self.second = Grammars(start), Grammars(start, gives_way=True)
         self._slow: OrderedDict[bytes, None] = OrderedDict()  # grammars
 
     def __contains__(self, name: str) -> bool:
@@ -82,8 +84,8 @@ class GrammarLanes:
 
     def news(self) -> News:
         news = self.first.news()
-        for entry in self.first.take_slow(PATIENCE):
-            self._remember(entry.rules.params)
+        for entry in self.first.take_slow(FIRST_LANE_CPU_S, self._slow):
+            self._remember(entry.grammar)
             self.second.adopt(entry)
             news.move(entry.name or "")
         if len(self.second):
@@ -107,7 +109,7 @@ class GrammarLanes:
                 masks[i] = self.second.masks([name], [behind[i] if behind else 0])[0]
         return masks
 
-    def _remember(self, params: StructuredOutputsParams) -> None:
-        self._slow[fingerprint(params)] = None
+    def _remember(self, grammar: bytes) -> None:
+        self._slow[grammar] = None
         if len(self._slow) > MOST_REMEMBERED:
             self._slow.popitem(last=False)

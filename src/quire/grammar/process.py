@@ -23,8 +23,8 @@ Words = npt.NDArray[np.uint32]
 
 
 class Process:
-    def __init__(self, start: wire.StartWorker, words: int, ahead: bool = False) -> None:
-        """`ahead`: nobody waits for it yet, so it gives way to others while it starts."""
+    def __init__(self, start: wire.StartWorker, words: int, ahead: bool = False, gives_way: bool = False) -> None:
+        """`ahead`: nobody waits for it yet, so it gives way to others while it starts. `gives_way`: it always does."""
         ours, theirs = socket.socketpair()
         with contextlib.ExitStack() as cleaning:
             cleaning.callback(theirs.close)
@@ -32,8 +32,9 @@ class Process:
             memory = nameless_memory("quire-masks", 4 * rows * words)
             cleaning.callback(os.close, memory)
             handed = (theirs.fileno(), memory)
+            flags = [flag for flag, wanted in ((wire.AHEAD, ahead), (wire.GIVES_WAY, gives_way)) if wanted]
             self._child = subprocess.Popen(
-                [*COMMAND, *map(str, handed), *with_us(), *([wire.AHEAD] if ahead else [])],
+                [*COMMAND, *map(str, handed), *with_us(), *flags],
                 pass_fds=handed,
                 stdin=subprocess.DEVNULL,
                 env=_environment(),

@@ -7,6 +7,7 @@ import msgspec
 from quire.types.structured import StructuredOutputsParams
 
 AHEAD = "ahead"  # the argument of a process that nobody waits for yet
+GIVES_WAY = "gives-way"  # the argument of a process that gets a core after others
 
 
 class _GrammarFrame(msgspec.Struct, array_like=True, tag=True):

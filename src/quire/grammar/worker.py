@@ -1,4 +1,5 @@
-"""The grammar process: `python -m quire.grammar.worker SOCKET MEMORY [with-us] [ahead]`, two inherited file descriptors.
+"""The grammar process: `python -m quire.grammar.worker SOCKET MEMORY [with-us] [ahead] [gives-way]`, with two inherited
+file descriptors.
 
 It holds a matcher for every open request, takes in the tokens they sampled and writes the masks for their next ones into the
 shared memory. New grammars are vetted, then compiled by a thread: neither keeps the loop from answering. It ends when the
@@ -332,6 +333,8 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     if WITH_US in argv:
         end_with_parent()
+    if wire.GIVES_WAY in argv:
+        give_way()
     frames = Frames(socket.socket(fileno=int(argv[0])))
     while (frame := frames.next()) is None:
         if not frames.receive():
