@@ -204,6 +204,16 @@ def test_a_grammar_that_is_slow_is_given_up_and_slows_nobody_down(faulty, monkey
     assert len(answers["bad"][0].token_ids) > 4 and not len(faulty.core.constraints.grammars)
 
 
+def test_the_choices_of_a_request_share_its_budget_of_mask_time(faulty, monkeypatch):
+    monkeypatch.setattr(client, "MAX_MASK_CPU_S", 1.0)
+    good = {"good": bound(1, regex="[ab]{20}")}
+    expected = told(Run(faulty, good).finish())
+    answers = Run(faulty, good | {"bad": bound(9, regex="slow[ab]{54}", n=4)}).finish()
+    assert told(answers)["good"] == expected["good"]
+    assert all(choice.finish_reason == "error" and "take too long" in choice.error for choice in answers["bad"])
+    assert sum(len(choice.token_ids) for choice in answers["bad"]) <= 16, "0.1 s a mask, and 1 s for all of them"
+
+
 def test_a_stopped_process_stops_only_those_who_need_it(engine, monkeypatch):
     monkeypatch.setattr(client, "LONGEST_STEP", PATIENCE)  # it is not given up meanwhile
     params = {"bound": bound(1, 50, regex="(a|b){40}"), "free": SamplingParams(max_tokens=100, seed=6, ignore_eos=True)}

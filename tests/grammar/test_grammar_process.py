@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -256,6 +257,60 @@ def test_whoever_is_slow_goes_on_in_a_lane_of_its_own_and_is_given_up_there(mode
     assert lanes.second._process is None
     lanes.open(spec("again", constraint={"regex": "slow[a]{90}"}))
     assert "again" in lanes.second, "what it did is remembered"
+    lanes.stop()
+
+
+def test_whoever_was_slow_waits_for_the_others(model, tokenizer, monkeypatch):
+    """The commands that have arrived are answered before a slow matcher has its turn, which is shown by their order."""
+    monkeypatch.setattr(process, "COMMAND", FAULTY)
+    grammars, order, hear = Grammars(start(model)), [], Grammars._hear
+    monkeypatch.setattr(Grammars, "_hear", lambda self, answer, process: (order.append(answer), hear(self, answer, process))[1])
+    slow, (a, b) = [f"slow{i}" for i in range(3)], (tokenizer.encode(letter)[0] for letter in "ab")
+    for name in slow:
+        grammars.open(spec(name, constraint={"regex": "slow[ab]{9}"}))
+    grammars.open(spec("quick", constraint={"regex": "[ab]{9}"}))
+    wait_ready(grammars, 4)
+    numbers = {name: grammars._open[name].number for name in (*slow, "quick")}
+    order.clear()
+    os.kill(grammars._process.pid, signal.SIGSTOP)  # both messages are there when it goes on
+    begin = tokenizer.encode("slow")[:1]
+    for name in slow:
+        grammars.tell(name, begin)
+    grammars.send()
+    for token in (a, b):
+        grammars.tell("quick", [token])
+        grammars.send()
+    os.kill(grammars._process.pid, signal.SIGCONT)
+    assert grammars.late(["quick"], GENEROUS) == []
+    assert not grammars.late([*slow, "quick"], GENEROUS)
+    kinds = [type(answer).__name__ for answer in order if not isinstance(answer, wire.Slow)]
+    assert kinds == ["Accepted", "Masked"] * 3 + ["CaughtUp"] * 3
+    assert [answer.deferred for answer in order if isinstance(answer, wire.Masked)] == [
+        [numbers[name] for name in slow],
+        [],
+        [],
+    ]
+    following = allowed(grammars, slow[0])
+    assert following == allowed(grammars, slow[1]) and following != allowed(grammars, "quick")
+    grammars.stop()
+
+
+def test_choices_and_requests_with_a_slow_grammar_change_lanes_together(model, monkeypatch):
+    """Their budget in the first lane is one for all, in processor time."""
+    monkeypatch.setattr(process, "COMMAND", FAULTY)
+    lanes = GrammarLanes(str(model), None, None, vocab_size=330, eos_ids=[1])
+    slow = [f"{name}#{i}" for name in "ab" for i in range(4)]
+    for name in slow:
+        lanes.open(
+            replace(spec(name, constraint={"regex": "slow[ab]{9}"}), fork_of=None if name[-1] == "0" else name[:2] + "0")
+        )
+    lanes.open(spec("quick", constraint={"regex": "[ab]{9}"}))
+    assert {lanes.first._open[name].request for name in slow} == {"a#0", "b#0"}
+    while not all(name in lanes.second for name in slow):  # opening makes one mask each
+        lanes.wait(0.01)
+        assert all(entry.slow < 0.2 for entry in lanes.first._open.values()), "none of them has used up the budget alone"
+        lanes.news()
+    assert "quick" in lanes.first
     lanes.stop()
 
 

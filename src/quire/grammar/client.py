@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 
 import numpy as np
 
@@ -115,6 +116,7 @@ class Grammars:
         self._lost: list[_OpenGrammar] = []  # a process that is gone knew of them
         self._numbers = self._sent = self._accepted = self._masked = 0
         self._unanswered: deque[tuple[int, float]] = deque()  # messages with tokens whose masks are to come, and when they left
+        self._deferred: dict[_OpenGrammar, float] = {}  # the process makes their masks after others'; since when
         self._late: list[_OpenGrammar] = []  # awaited
         self._tokens: dict[int, list[int]] = {}  # to be told
         self._drafts: dict[int, list[int]] = {}  # behind them
@@ -192,6 +194,7 @@ class Grammars:
             self._process = None
             self._accepted = self._masked = self._sent
             self._unanswered.clear()
+            self._deferred.clear()
 
     # ---- the loop
 
@@ -247,9 +250,8 @@ class Grammars:
     def late(self, names: Iterable[str], seconds: float) -> list[str]:
         """Those whose masks do not come within that time. News will say when they are there."""
         entries = [entry for name in names if (entry := self._open.get(name)) is not None]
-        last = max((entry.told for entry in entries), default=0)
-        self._wait(lambda: self._masked >= last, seconds)
-        late = [entry for entry in entries if entry.ready and entry.told > self._masked]
+        self._wait(lambda: all(map(self._has_mask, entries)), seconds)
+        late = [entry for entry in entries if entry.ready and not self._has_mask(entry)]
         for entry in late:
             entry.awaited = True
         self._late += late
@@ -299,6 +301,7 @@ class Grammars:
         self._tokens.pop(entry.number, None)
         self._drafts.pop(entry.number, None)
         self._opening.pop(entry, None)
+        self._deferred.pop(entry, None)
         for line in (self._queue, self._lost, self._late):
             if entry in line:
                 line.remove(entry)
@@ -364,7 +367,8 @@ class Grammars:
             since = max(self._heard, next(iter(self._opening.values())))
             if now - since > (LONGEST_SILENCE if self._process.started else LONGEST_CHECK):
                 self._lose("does not answer")
-        if self._process is not None and self._unanswered and now - max(self._heard, self._unanswered[0][1]) > LONGEST_STEP:
+        since = [when for _, when in islice(self._unanswered, 1)] + [min(self._deferred.values(), default=now)]
+        if self._process is not None and now - max(self._heard, min(since)) > LONGEST_STEP:
             self._lose("does not answer")
 
     def _hear(self, answer: wire.Answer, process: Process) -> None:
@@ -382,12 +386,20 @@ class Grammars:
                 for which, tokens in forced:
                     self._force(which, tokens, number)
                 self._fail_all(failed)
-            case wire.Masked(number, failed):
+            case wire.Masked(number, failed, deferred):
                 self._masked = number
+                self._defer(deferred)
                 while self._unanswered and self._unanswered[0][0] <= number:
                     self._unanswered.popleft()
                 self._fail_all(failed)
                 self._wake()
+            case wire.CaughtUp(which, number, tokens, error):
+                entry = self._by_number.get(which)
+                if entry is not None:
+                    self._deferred.pop(entry, None)
+                    self._force(which, tokens, number)
+                    self._fail_all([] if error is None else [(which, error)])
+                    self._wake()
             case wire.Slow(number, seconds):
                 entry = self._by_number.get(number)
                 if entry is not None:
@@ -416,9 +428,18 @@ class Grammars:
             if number in self._by_number:
                 self._refuse(self._by_number[number], error)
 
+    def _defer(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            entry = self._by_number.get(number)
+            if entry is not None:
+                self._deferred.setdefault(entry, time.monotonic())
+
+    def _has_mask(self, entry: _OpenGrammar) -> bool:
+        return entry.told <= self._masked and entry not in self._deferred
+
     def _wake(self) -> None:
         """The masks of some that were late are there."""
-        for entry in [entry for entry in self._late if entry.told <= self._masked]:
+        for entry in [entry for entry in self._late if self._has_mask(entry)]:
             self._late.remove(entry)
             entry.awaited = False
             self._news.ready.append(entry.name or "")
@@ -442,7 +463,7 @@ class Grammars:
         known = [entry for entry in self._by_number.values() if entry.ready or entry in self._opening]
         logger.warning("the grammar process %s (exit status %s); %d requests wait for another", why, process.end(), len(known))
         if process.started:
-            at_work = [entry for entry in known if entry in self._opening or entry.told > self._masked]
+            at_work = [entry for entry in known if entry in self._opening or not self._has_mask(entry)]
             self._count_kill(at_work) if killed else self._accuse(at_work)
         else:
             self._count_start(killed)
@@ -452,7 +473,7 @@ class Grammars:
             self._rows += [] if entry.row < 0 else [entry.row]
             entry.row, entry.ready, entry.awaited, entry.told = -1, False, False, 0
         self._lost += known
-        self._tokens, self._drafts, self._forced, self._opening, self._late = {}, {}, {}, {}, []
+        self._tokens, self._drafts, self._forced, self._opening, self._deferred, self._late = {}, {}, {}, {}, {}, []
         self._unanswered.clear()
         self._accepted = self._masked = self._sent
 

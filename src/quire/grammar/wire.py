@@ -91,6 +91,16 @@ class Accepted(_GrammarFrame):
 class Masked(_GrammarFrame):
     number: int
     failed: list[tuple[int, str]]
+    deferred: list[int] = []  # matchers of this message that were slow before: CaughtUp follows for each of them
+
+
+class CaughtUp(_GrammarFrame):
+    """A deferred matcher has taken all tokens up to message `number`, and its masks are written."""
+
+    id: int
+    number: int
+    forced: list[int]
+    error: str | None
 
 
 class Slow(_GrammarFrame):
@@ -101,7 +111,7 @@ class Slow(_GrammarFrame):
 
 
 Command = StartWorker | Open | Check | Accept | Close
-Answer = WorkerStarted | GrammarOpened | Accepted | Masked | Slow
+Answer = WorkerStarted | GrammarOpened | Accepted | Masked | CaughtUp | Slow
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode

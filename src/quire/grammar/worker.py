@@ -4,6 +4,10 @@ file descriptors.
 It holds a matcher for every open request, takes in the tokens they sampled and writes the masks for their next ones into the
 shared memory. New grammars are vetted, then compiled by a thread: neither keeps the loop from answering. It ends when the
 engine closes the socket.
+
+A matcher that was slow before is deferred: its tokens wait until the commands that have arrived are answered. Then one deferred
+matcher has its turn, the one that has used the least processor time, before the next commands are read. So other matchers wait
+for one slow mask at most.
 """
 
 import mmap
@@ -79,6 +83,7 @@ class Live:
     rules: wire.Rules
     sampled: int = 0
     matched: int = 0  # those of them that the matcher has seen
+    slow: float = 0.0  # seconds of processor time of its slow turns
     tail: list[int] | None = field(init=False)  # None: the grammar holds
 
     def __post_init__(self) -> None:
@@ -118,12 +123,22 @@ class Live:
         return (self.rules.ignore_eos or self.sampled < self.rules.min_tokens) and not self.matcher.done
 
 
+@dataclass
+class Deferred:
+    """What a matcher that was slow before has to catch up with."""
+
+    number: int  # of the latest message
+    tokens: list[int]
+    drafts: list[int]
+
+
 class GrammarWorker:
     def __init__(self, frames: Frames, masks: Words, backend: GrammarBackend) -> None:
         """masks [rows, words]."""
         self._frames, self._masks, self._backend = frames, masks, backend
         self._kept = CompiledGrammars()
         self._live: dict[int, Live] = {}
+        self._deferred: dict[int, Deferred] = {}
         self._waiting: dict[bytes, list[wire.Open | wire.Check]] = {}  # for a grammar that is being tried or compiled
         self._jobs: dict[int, bytes] = {}
         self._numbers = 0
@@ -149,7 +164,8 @@ class GrammarWorker:
                 (self._bell, self._take_compiled),
             ):
                 selector.register(source, selectors.EVENT_READ, act)
-            while all(key.data() for key, _ in selector.select()):
+            while all(key.data() for key, _ in selector.select(0 if self._deferred else None)):
+                self._catch_up()
                 signal.alarm(0)
 
     def _take_commands(self) -> bool:
@@ -172,6 +188,7 @@ class GrammarWorker:
 
     def _close(self, ids: Sequence[int]) -> None:
         for number in ids:
+            self._deferred.pop(number, None)
             if self._live.pop(number, None) is None:
                 for commands in self._waiting.values():
                     commands[:] = [command for command in commands if command.id != number]
@@ -182,9 +199,13 @@ class GrammarWorker:
         good: list[tuple[int, Live]] = []
         forced: list[tuple[int, list[int]]] = []
         failed: list[tuple[int, str]] = []
+        deferred, drafted = list[int](), dict(command.drafts)
         for number, tokens in command.tokens:
             live = self._live.get(number)
-            if live is not None:
+            if live is not None and live.slow:
+                self._defer(number, command.number, tokens, drafted.pop(number, []))
+                deferred.append(number)
+            elif live is not None:
                 began = time.thread_time()
                 live.accept(tokens)
                 if (error := live.matcher.error) is not None:
@@ -193,20 +214,43 @@ class GrammarWorker:
                     good.append((number, live))
                     if must := live.forced(self._backend.eos_ids):
                         forced.append((number, must))
-                self._measure(number, began)
+                self._measure(number, live, began)
         self._send(wire.Accepted(command.number, forced, failed))
         self._fill_all(good)
-        for number, drafts in command.drafts:
+        for number, drafts in drafted.items():
             if (live := self._live.get(number)) is not None and live.matcher.error is None:
                 began = time.thread_time()
                 self._fill_along(live, drafts)
-                self._measure(number, began)
+                self._measure(number, live, began)
         lost = [(number, error) for number, live in good if (error := live.matcher.error) is not None]
-        self._send(wire.Masked(command.number, lost))
+        self._send(wire.Masked(command.number, lost, deferred))
 
-    def _measure(self, number: int, began: float) -> None:
+    def _defer(self, number: int, message: int, tokens: list[int], drafts: list[int]) -> None:
+        before = self._deferred.get(number)
+        self._deferred[number] = Deferred(message, [*before.tokens, *tokens] if before else tokens, drafts)
+
+    def _catch_up(self) -> None:
+        """Give a turn to the deferred matcher that has used the least processor time."""
+        if not self._deferred:
+            return
+        number = min(self._deferred, key=lambda number: self._live[number].slow)
+        late, live = self._deferred.pop(number), self._live[number]
+        signal.alarm(LONGEST_WORK)
+        began = time.thread_time()
+        live.accept(late.tokens)
+        forced: list[int] = []
+        if live.matcher.error is None:
+            forced = live.forced(self._backend.eos_ids)
+            self._fill([(live, live.row)])
+            if live.matcher.error is None and late.drafts:
+                self._fill_along(live, late.drafts)
+        self._measure(number, live, began)
+        self._send(wire.CaughtUp(number, late.number, forced, live.matcher.error))
+
+    def _measure(self, number: int, live: Live, began: float) -> None:
         seconds = time.thread_time() - began
         if seconds > SLOW:
+            live.slow += seconds
             self._send(wire.Slow(number, seconds))
             signal.alarm(LONGEST_WORK)
 
@@ -217,7 +261,7 @@ class GrammarWorker:
             for number, live in good:
                 began = time.thread_time()
                 self._fill([(live, live.row)])
-                self._measure(number, began)
+                self._measure(number, live, began)
         else:
             began = time.monotonic()
             self._fill([(live, live.row) for _, live in good])
@@ -303,7 +347,7 @@ class GrammarWorker:
         began = time.thread_time()
         live.accept(command.tokens)
         self._fill([(live, live.row)])
-        self._measure(command.id, began)
+        self._measure(command.id, live, began)
         error = live.matcher.error
         self._send(wire.GrammarOpened(command.id, error, [] if error else live.forced(self._backend.eos_ids)))
 
