@@ -306,7 +306,9 @@ def test_choices_and_requests_with_a_slow_grammar_change_lanes_together(model, m
         )
     lanes.open(spec("quick", constraint={"regex": "[ab]{9}"}))
     assert {lanes.first._open[name].request for name in slow} == {"a#0", "b#0"}
+    deadline = time.monotonic() + GENEROUS
     while not all(name in lanes.second for name in slow):  # opening makes one mask each
+        assert time.monotonic() < deadline
         lanes.wait(0.01)
         assert all(entry.slow < 0.2 for entry in lanes.first._open.values()), "none of them has used up the budget alone"
         lanes.news()
