@@ -367,8 +367,8 @@ class Grammars:
             since = max(self._heard, next(iter(self._opening.values())))
             if now - since > (LONGEST_SILENCE if self._process.started else LONGEST_CHECK):
                 self._lose("does not answer")
-        since = [when for _, when in islice(self._unanswered, 1)] + [min(self._deferred.values(), default=now)]
-        if self._process is not None and now - max(self._heard, min(since)) > LONGEST_STEP:
+        waiting = [when for _, when in islice(self._unanswered, 1)] + [min(self._deferred.values(), default=now)]
+        if self._process is not None and now - max(self._heard, min(waiting)) > LONGEST_STEP:
             self._lose("does not answer")
 
     def _hear(self, answer: wire.Answer, process: Process) -> None:
