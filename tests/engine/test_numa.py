@@ -6,7 +6,6 @@ import pytest
 
 from quire import LLM
 from quire.config.args import EngineArgs
-from quire.engine import numa
 from quire.engine.numa import bind_process, read_cpus
 from quire.types.errors import ConfigError
 
@@ -22,7 +21,9 @@ def bound(monkeypatch):
 
 @pytest.fixture
 def machine(tmp_path):
-    """Two nodes of four CPUs, and a GPU at each."""
+    """Two nodes of four CPUs, and a GPU at each; a node without CPUs."""
+    (tmp_path / "sys/devices/system/node/node2").mkdir(parents=True)
+    (tmp_path / "sys/devices/system/node/node2/cpulist").write_text("\n")
     for node, cpus in enumerate(("0-3", "4-7")):
         folder = tmp_path / f"sys/devices/system/node/node{node}"
         folder.mkdir(parents=True)
@@ -55,12 +56,20 @@ def test_ranks_take_nodes_by_turns_by_gpu_or_as_given(machine, bound):
     assert bound[-1] == {2} and told.numa_bind_cpus == ["2", "3,4,5"], "the other ranks of the second engine"
 
 
-@pytest.mark.parametrize("args", [{"numa_bind_nodes": ["7"]}, {"numa_bind_nodes": []}, {"numa_bind_cpus": ["a-b"]}])
-def test_what_cannot_be_bound_is_refused(machine, bound, args):
-    with pytest.raises(ConfigError, match="numa_bind"):
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"numa_bind_nodes": ["7"]}, "numa_bind_nodes must be NUMA nodes that have CPUs; got '7'"),
+        ({"numa_bind_nodes": ["2"]}, "numa_bind_nodes must be NUMA nodes that have CPUs; got '2'"),
+        ({"numa_bind_nodes": []}, "numa_bind_nodes must have a value for every rank"),
+        ({"numa_bind_cpus": ["a-b"]}, "numa_bind_cpus must be lists of CPUs such as 0-3,8; got 'a-b'"),
+    ],
+)
+def test_what_cannot_be_bound_is_refused(machine, bound, args, message):
+    with pytest.raises(ConfigError, match=message):
         bind_process(EngineArgs(numa_bind=True, **args), 0, None, machine)
     assert not bound
 
 
 def test_cpu_lists():
-    assert read_cpus("0-2,8\n") == {0, 1, 2, 8} and numa.read_cpus("5") == {5}
+    assert read_cpus("0-2,8\n") == {0, 1, 2, 8} and read_cpus("5") == {5}

@@ -54,7 +54,8 @@ def _cpus(args: EngineArgs, index: int, count: int, root: Path) -> set[int]:
     gpus = [] if args.device == "cpu" else _gpu_nodes(root)
     if gpus:
         return _node_cpus(str(gpus[index % len(gpus)]), root)
-    nodes = sorted(int(folder.name[4:]) for folder in (root / "sys/devices/system/node").glob("node[0-9]*"))
+    lists = (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
+    nodes = sorted(int(file.parent.name[4:]) for file in lists if file.read_text().strip())  # some have memory only
     if not nodes:
         raise ConfigError("numa_bind: the system names no NUMA nodes. Give numa_bind_nodes or numa_bind_cpus, or remove it")
     return _node_cpus(str(nodes[index * len(nodes) // count]), root)
@@ -70,11 +71,14 @@ def _of_rank(name: str, values: Sequence[str], index: int) -> str:
 
 def _node_cpus(node: str, root: Path) -> set[int]:
     try:
-        return read_cpus((root / f"sys/devices/system/node/node{int(node)}/cpulist").read_text())
+        text = (root / f"sys/devices/system/node/node{int(node)}/cpulist").read_text()
     except (OSError, ValueError):
+        text = ""
+    if not text.strip():
         raise ConfigError(
-            f"numa_bind_nodes: there is no NUMA node {node!r}. `ls /sys/devices/system/node` shows them"
-        ) from None
+            f"numa_bind_nodes must be NUMA nodes that have CPUs; got {node!r}. /sys/devices/system/node/has_cpu lists them"
+        )
+    return read_cpus(text)
 
 
 def _gpu_nodes(root: Path) -> list[int]:
