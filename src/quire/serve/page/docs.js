@@ -116,18 +116,10 @@ async function send(verb, address, body, shown) {
       text = (text + decoder.decode(part.value, { stream: true })).slice(0, MOST_SHOWN);
       shown.textContent = `${response.status} ${response.statusText}\n\n${text}`;
     }
-    const json = parsedJson(text);
+    const json = parsed(text);
     shown.textContent = `${response.status} ${response.statusText}\n\n${json === undefined ? text : JSON.stringify(json, null, 2)}`;
   } catch (error) {
     shown.textContent = `No answer: ${error.message}`;
-  }
-}
-
-function parsedJson(text) {
-  try {
-    return JSON.parse(text);
-  } catch {
-    return undefined;
   }
 }
 

@@ -5,6 +5,15 @@ const BASE = location.pathname.replace(/(\/(docs|redoc))?\/*$/, ""); // the serv
 const byId = (id) => document.getElementById(id);
 const ui = Object.fromEntries([...document.querySelectorAll("[id]")].map((node) => [node.id, node]));
 
+/** The value of a JSON text; undefined if it is none. */
+function parsed(json) {
+  try {
+    return JSON.parse(json);
+  } catch {
+    return undefined;
+  }
+}
+
 function el(tag, props, ...children) {
   const node = document.createElement(tag);
   if (tag === "button") node.type = "button";

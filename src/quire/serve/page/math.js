@@ -197,7 +197,7 @@ class TexReader {
     if (name === "pmod") return ml("mrow", {}, operator("("), ml("mtext", {}, "mod "), this.group(), operator(")"));
     if (name === "bmod" || name === "mod") return operator("mod");
     if (/^([bB]igg?[lrm]?|middle)$/.test(name)) return operator(this.delimiter(), { stretchy: "true" });
-    if (/^(displaystyle|textstyle|limits|nolimits|nonumber|notag|hline|left\.|right\.)$/.test(name)) return null;
+    if (/^(displaystyle|textstyle|limits|nolimits|nonumber|notag|hline)$/.test(name)) return null;
     if (name === "tag" || name === "label" || name === "color") {
       const text = this.raw();
       return name === "tag" ? ml("mtext", {}, `\u2003(${text})`) : null;

@@ -46,14 +46,6 @@ function resetSettings() {
   showSettings();
 }
 
-function parsed(json) {
-  try {
-    return JSON.parse(json);
-  } catch {
-    return undefined;
-  }
-}
-
 /** The values that are sent; what is no JSON is not, and said so. */
 function sampling(settings) {
   const body = {};
