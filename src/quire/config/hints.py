@@ -12,7 +12,7 @@ from quire.types.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _OWN_KERNELS = "kernels and CUDA graphs are chosen by the engine (enforce_eager turns graphs off)"
-_ONE_WAY = "ranks are processes of one machine, and there is one way in which they meet"
+_ONE_WAY = "there is one implementation of how ranks divide a model and communicate"
 _PAGES = "pages are taken on demand, and preempted requests are run again"
 _STEPS = "the scheduler fills its steps by itself"
 _NO_MEDIA = "only text is taken, and media are refused when they come"
@@ -79,9 +79,9 @@ _TABLE: tuple[tuple[str, dict[str, Kind]], ...] = (
     ("nothing is offloaded", {"offload_backend": TEXT, "offload_num_in_group": TEXT, "offload_prefetch_step": TEXT}),
     ("biases of an adapter are always used", {"enable_lora_bias": FLAG}),
     (_GONE, {"speculative_disable_mqa_scorer": FLAG, "disable_logprobs_during_spec_decoding": FLAG,
-             "max_prompt_adapters": TEXT, "max_prompt_adapter_token": TEXT}),
-    (_GONE, {"use_v2_block_manager": FLAG, "allow_deprecated_quantization": FLAG, "fail_on_environ_validation": FLAG,
-             "worker_use_ray": FLAG, "engine_use_ray": FLAG}),
+             "max_prompt_adapters": TEXT, "max_prompt_adapter_token": TEXT, "use_v2_block_manager": FLAG,
+             "allow_deprecated_quantization": FLAG, "fail_on_environ_validation": FLAG, "worker_use_ray": FLAG,
+             "engine_use_ray": FLAG}),
 )  # fmt: skip
 HINTS: dict[str, tuple[str, Kind]] = {name: (reason, kind) for reason, names in _TABLE for name, kind in names.items()}
 HINT_SHORT_FLAGS = {
