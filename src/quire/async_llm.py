@@ -116,7 +116,7 @@ class AsyncLLM(AsyncLLMNotBuilt):
         spare: an engine process that was started ahead
         """
         if not start_engine_loop:
-            raise NotSupported("start_engine_loop must be True; the engine process starts at once", "start_engine_loop")
+            raise NotSupported("start_engine_loop must be True; got False. Leave it out.", "start_engine_loop")
         refuse_stat_loggers(stat_loggers)
         return cls(resolve(engine_args, lambda: "cpu", describe_unseen), spare=spare)
 

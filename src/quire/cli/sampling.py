@@ -37,7 +37,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: int) -> 
     group.add_argument("--max-tokens", type=int, default=max_tokens, help=f"most tokens to generate (default {max_tokens})")
     for name, kind, text in _FLAGS:
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, default=None, help=f"{text} (default: the model's own)")
-    group.add_argument("--stop", action="append", default=None, help="end before this text; may be given up to 4 times")
+    group.add_argument("--stop", action="append", default=None, help="end before this text; may be given several times")
 
 
 def sampling_values(namespace: argparse.Namespace, defaults: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -51,7 +51,9 @@ class AdapterTokenizers:
         if base.short and not found.short:
             # threads tokenize for adapters, and nothing can end a thread
             raise AdapterError(
-                f"{lora.path}/tokenizer.json: a text must not take long to tokenize; its stages may", "lora_path"
+                f"{lora.path}/tokenizer.json: the normalizer and pre_tokenizer of an adapter must be fast for any text; "
+                "these may take very long. Remove the file to use the model's tokenizer.",
+                "lora_path",
             )
         if base.chat_template is not None and (self._fixed or found.chat_template is None):
             found.chat_template = base.chat_template
