@@ -92,3 +92,14 @@ def _open_things() -> set[str]:
         with suppress(OSError):
             things.add(f"{fd.name} {fd.readlink()}")
     return things
+
+
+class Crew:
+    """One engine for many tests, on one event loop."""
+
+    def __init__(self, model):
+        self.runner = asyncio.Runner()
+        self.llm = open_async(model)
+
+    def __call__(self, scene):
+        return self.runner.run(asyncio.wait_for(scene, PATIENCE))

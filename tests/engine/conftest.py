@@ -1,6 +1,8 @@
 import pytest
-from async_support import Traces
+from async_support import Crew, Traces, collect, until
 from tiny import make_model, open_model
+
+from quire import SamplingParams
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +34,29 @@ def traces(monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(found.room))
     yield found
     found.check()
+
+
+@pytest.fixture(scope="module")
+def shared_crew(tiny_model, quick):
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("QUIRE_FAKE_LATENCY", "0.002")
+        crew = Crew(tiny_model)
+        crew(crew.llm.wait_ready())
+    yield crew
+    crew.llm.shutdown()
+    crew.runner.close()
+
+
+@pytest.fixture
+def crew(shared_crew):
+    """Nothing may be open after the test, here or in the engine, and all pages must be back."""
+    yield shared_crew
+    llm = shared_crew.llm
+
+    async def settle():
+        await collect(llm, [1, 2], SamplingParams(max_tokens=1), "last")
+        await until(lambda: llm.stats and llm.stats.running == llm.stats.waiting == 0)
+        assert llm.stats.free_pages == llm.stats.pages == llm.pages
+        assert (llm.num_open, llm._client.num_open, llm._streams) == (0, 0, {})
+
+    shared_crew(settle())
