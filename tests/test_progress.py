@@ -11,7 +11,7 @@ from contextlib import contextmanager, redirect_stderr
 
 import pytest
 
-from patience import PATIENCE
+from patience import wait_for
 from quire import progress
 from quire.progress import doing, set_aside, shown
 
@@ -50,13 +50,6 @@ def shown_on(stream: io.StringIO, ready: str = "", tell: Callable[[str], None] |
         with shown(ready, tell):
             yield
         assert sys.stderr is stream
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def test_a_line_moves_and_is_erased(terminal: Terminal) -> None:

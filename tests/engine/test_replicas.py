@@ -12,7 +12,7 @@ import pytest
 from async_support import processes
 from tiny import TEXT, open_model
 
-from patience import PATIENCE
+from patience import PATIENCE, wait_for
 from quick_engines import held_back
 from quire import LLM, SamplingParams
 from quire.engine import replicas
@@ -152,12 +152,10 @@ def test_requests_that_a_lost_engine_had_not_begun_move_to_free_slots(tiny_model
     engine = core.engines[1]
 
     def lose():
-        while not (engine.stats is not None and engine.stats.running and engine.stats.waiting):
-            time.sleep(0.001)
+        wait_for(lambda: engine.stats is not None and engine.stats.running and engine.stats.waiting)
         with held_back(engine.supervisor):
             os.kill(engine.pid, signal.SIGKILL)
-            while core.engines[0].num_open or engine.num_open > 1:
-                time.sleep(0.001)
+            wait_for(lambda: not core.engines[0].num_open and engine.num_open <= 1)
             ended.append(engine.num_open)
 
     killer = threading.Thread(target=lose)

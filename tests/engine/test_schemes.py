@@ -510,7 +510,7 @@ def test_random_weights_in_a_scheme(checkpoint):
 
 @pytest.mark.parametrize("scheme", ["awq", "ct-w8a8"])
 def test_quantized_matrices_are_parameters_too(checkpoint, scheme):
-    """`describe_rank` counts what the model has, however few bits hold it."""
+    """`describe_rank` counts the model's parameters, also those that are stored in 4 or 8 bits."""
     counts = set()
     for directory in (checkpoint(scheme), checkpoint(scheme).parent / "floats"):
         llm = LLM(str(directory), device="cpu", skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 20)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from patience import PATIENCE
+from patience import PATIENCE, wait_for
 from quire import LLM, SamplingParams
 from quire.engine.companions import LOOK, Companions, looking_after
 from quire.subprocesses import processor_time
@@ -82,13 +82,6 @@ def two(checkpoint, quick):
     llm.llm_engine.shutdown()
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.01)
-
-
 def test_the_tokens_of_one_process(two, expected, capsys):
     for _ in range(2):
         outputs = two.generate(*WORK, use_tqdm=False)
@@ -122,7 +115,7 @@ def test_two_engines_of_two_ranks_and_the_loss_of_one(checkpoint, expected):
         killing.start()
         assert ids(llm.generate(*WORK, use_tqdm=False)) == ids(expected("qwen3-moe"))
         killing.join()
-        wait_until(lambda: [engine.state for engine in engines] == ["ready"] * 2 and engines[0].restarts)
+        wait_for(lambda: [engine.state for engine in engines] == ["ready"] * 2 and engines[0].restarts)
         assert [engine.restarts for engine in engines] == [1, 1]
         assert "which has some of its experts, is gone" in engines[0].last_loss and "SIGKILL" in engines[1].last_loss
         assert ids(llm.generate(*WORK, use_tqdm=False)) == ids(expected("qwen3-moe"))
@@ -130,7 +123,7 @@ def test_two_engines_of_two_ranks_and_the_loss_of_one(checkpoint, expected):
         lost += [engine.pid for engine in engines]
     finally:
         llm.llm_engine.shutdown()
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in lost))
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in lost))
     assert not [*Path("/dev/shm").glob("*quire*")]
 
 

@@ -9,14 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from patience import PATIENCE
+from patience import PATIENCE, wait_for
 
 READY = re.compile(r"ready: serving \S+ on (\S+) after \d+\.\d s")
 MODULE = "quire.cli.main"
@@ -95,13 +94,6 @@ def only_child(pid: int, module: str) -> int:
     found = children(pid, module)
     assert len(found) == 1, found
     return found[0]
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = PATIENCE) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.02)
 
 
 def body(tokens: int, stream: bool, prompt: str = "the quick brown fox") -> dict[str, Any]:

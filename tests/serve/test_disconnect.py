@@ -9,7 +9,7 @@ import time
 import httpx
 import pytest
 
-from patience import PATIENCE
+from patience import wait_for
 from serving import Running
 
 LONG = {"prompt": "the quick", "max_tokens": 250, "ignore_eos": True, "temperature": 0}
@@ -35,13 +35,6 @@ def hang_up_when(condition, http: httpx.Client, path: str, body: dict) -> None:
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
         connection.sendall(head.encode() + raw)
         wait_for(condition)
-
-
-def wait_for(condition, seconds=PATIENCE):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 class Endings:

@@ -75,9 +75,12 @@ def test_each_choice_ends_by_itself(served, stream):
 
 
 def test_usage_and_logprobs_of_an_answer_that_was_read_as_it_came(served):
-    body = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required", "return_token_ids": True}
+    served.llm.scored = True
+    body = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required", "return_token_ids": True, "logprobs": True}
     answer = served.say(required([ONE])).post("/v1/chat/completions", body).json()
-    assert answer["usage"]["completion_tokens"] == len(answer["choices"][0]["token_ids"]) == len(required([ONE])) + 1
+    [choice] = answer["choices"]
+    assert answer["usage"]["completion_tokens"] == len(choice["token_ids"]) == len(required([ONE])) + 1
+    assert "".join(token["token"] for token in choice["logprobs"]["content"][:-1]) == required([ONE])
 
 
 @pytest.mark.parametrize("stream", [False, True])

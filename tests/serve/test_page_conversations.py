@@ -3,7 +3,6 @@
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import uvicorn
 from browser import Viewer, needs_browser, open_browser
 from front_desk import Desk
 
-from patience import PATIENCE
+from patience import PATIENCE, wait_for
 
 pytestmark = needs_browser
 MODELS = {"data": [{"id": "tiny", "max_model_len": 4096}]}
@@ -31,8 +30,7 @@ def address() -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(Desk().app, log_level="warning", lifespan="off", access_log=False))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
-    while not server.started:
-        time.sleep(0.01)
+    wait_for(lambda: server.started)
     yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     server.should_exit = True
     thread.join(PATIENCE)
@@ -208,8 +206,8 @@ def test_a_broken_file_breaks_nothing(viewer: Viewer, tmp_path: Path) -> None:
         viewer.page.evaluate("document.querySelector('#toast').textContent = ''")
         viewer.page.set_input_files("#importFile", path)
         told = viewer.wait("document.querySelector('#toast').textContent")
-        assert told == ("Imported 1 conversation" if name == "wrong types" else told), name
-        assert ("holds no conversations" in told) != (name == "wrong types"), name
+        expected = "Imported 1 conversation" if name == "wrong types" else "The file holds no conversations"
+        assert told.startswith(expected), name
     assert "kept" in viewer.page.inner_text("#messages")
     viewer.page.reload()
     viewer.wait("document.querySelectorAll('#chatList li').length === 2")

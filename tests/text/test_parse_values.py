@@ -81,15 +81,12 @@ def test_deepseek_values_have_the_schemas_types(tool, wrapper):
 
 
 @pytest.mark.parametrize("tool, wrapper", DSML)
-@pytest.mark.parametrize("end", [True, False])
-@pytest.mark.parametrize("closed", ["</｜DSML｜parameter>\n", ""])
+@pytest.mark.parametrize("end, closed", [(True, "</｜DSML｜parameter>\n"), (True, ""), (False, "</｜DSML｜parameter>\n")])
 def test_deepseek_without_the_end_of_an_invocation(tool, wrapper, end, closed):
-    if not end and not closed:
-        return  # a string that never ends is cut off
     assert arguments(tool, dsml(wrapper, parameter("s", "x", True, closed), invoke="", end=end)) == {"s": "x"}
     two = dsml(wrapper, parameter("n", "1", False, closed), invoke="", end=False)
     two += dsml(wrapper, parameter("n", "2", False), end=end).removeprefix(f"<｜DSML｜{wrapper}>\n")
-    assert read(tool, two + " Done.") == (" Done.".strip(), "", [("f", {"n": 1}), ("f", {"n": 2})])
+    assert read(tool, two + " Done.") == ("Done.", "", [("f", {"n": 1}), ("f", {"n": 2})])
 
 
 @pytest.mark.parametrize(
