@@ -14,8 +14,6 @@ from typing import Any
 from quire.compat import VLLM_VERSION
 from quire.compat.table import MAINS, MODULES, NOT_BUILT_MODULES, NOT_BUILT_NAMES, WHOLE_MODULES
 
-ROOTS = ("quire", "vllm")
-
 
 class LazyModule(ModuleType):
     def __getattr__(self, name: str) -> Any:

@@ -35,7 +35,10 @@ def resolve_chat_template(
     *,
     model_config: Any = None,  # noqa: ARG001
 ) -> str | None:
-    """Return the template that conversations are rendered with: the given one, or the tokenizer's, if it has one."""
+    """Return the template that conversations are rendered with: the given one, or the tokenizer's, if it has one.
+
+    model_config: vLLM's; the tokenizer has all that is needed
+    """
     own = tokenizer.chat_template if chat_template is None else chat_template
     if not isinstance(own, dict):
         return own

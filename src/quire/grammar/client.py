@@ -464,7 +464,10 @@ class Grammars:
         logger.warning("the grammar process %s (exit status %s); %d requests wait for another", why, process.end(), len(known))
         if process.started:
             at_work = [entry for entry in known if entry in self._opening or not self._has_mask(entry)]
-            self._count_kill(at_work) if killed else self._accuse(at_work)
+            if killed:
+                self._count_kill(at_work)
+            else:
+                self._accuse(at_work)
         else:
             self._count_start(killed)
         self._news.lost += [entry.name for entry in known if entry.ready and entry.name is not None]

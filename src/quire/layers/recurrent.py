@@ -51,7 +51,7 @@ def rows_of(batch: Batch) -> StateRows:
 
 class ShortConvolution(nn.Module):
     """Each channel is convolved with its own last inputs. At `path` it takes `path.weight` [channels, 1, width]; `parts`:
-    siblings of that name in the checkpoint, of so many channels each. transformers 5 saves the parts of OLMo Hybrid in equal
+    names of sibling tensors in the checkpoint -> channels of each. transformers 5 saves the parts of OLMo Hybrid in equal
     shares of all channels instead, in the same order."""
 
     def __init__(self, channels: int, width: int, *, bias: bool, parts: Mapping[str, int] | None = None) -> None:

@@ -24,7 +24,7 @@ class Elements:
     """<a>1</a><b><c>x</c></b> with `tag` in front of every mark, up to `end`, or in front of one of `before`.
 
     An element that holds others is an object, or a list where the schema says so or all of them are items. An element that is
-    there several times is a list, so nothing is told before the end.
+    there several times is a list, so nothing is emitted before the end.
     """
 
     tag: str

@@ -159,7 +159,7 @@ def read_as_string(source: AnswerText, emit: Emit, dialect: Dialect = JSON) -> P
         emit(json.dumps((yield from collect_value(source, dialect)), ensure_ascii=False))
         return True
     word = yield from _peek_word(source)
-    if word in ("null", "None") or (_json_scalar(word) or _python_number(word)) is None:
+    if word in ("null", "None") or (_json_scalar(word) or _padded_integer(word) or _python_number(word)) is None:
         return False
     source.take(len(word))
     emit(f'"{word}"')
@@ -328,9 +328,6 @@ def _padded_integer(word: str) -> str | None:
 
 
 def _python_number(word: str) -> str | None:
-    padded = _padded_integer(word)
-    if padded is not None:
-        return padded
     for read in (lambda text: int(text, 0), float):
         try:
             number = read(word)
