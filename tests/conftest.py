@@ -7,7 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+# speed is never asserted: a busy machine must not fail a property test
+settings.register_profile("quire", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("quire")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny: threads would only wait for each other
 # directories whose files take long: no process is to be left with one
 LONG = ("e2e", "engine", "serve", "ops", "models", "prepare", "sched")

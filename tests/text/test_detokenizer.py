@@ -8,7 +8,7 @@ from quire.text.tokenizer import Tokenizer
 from text.tiny_tokenizers import KINDS
 
 TEXTS = ["The capital of France is Paris.", "Grüße 你好 🙂🙃 привет ½ € end", " lead  double \n\n x", "don't, it's"]
-settings.register_profile("text", max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+settings.register_profile("text", max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 law = settings(settings.get_profile("text"))
 
 tokens = st.lists(st.one_of(st.integers(0, 460), st.integers(0, 20)), max_size=24)  # beyond every vocabulary, and specials
