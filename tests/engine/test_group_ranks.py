@@ -2,12 +2,16 @@
 
 import json
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from divided_model import GREEDY, SEEDED, family_engine, ids
 
 from forked import nursery
+from gguf_files import LLAMA, llama_tensors, tiny_llama
 from quantized_checkpoints import AWQ, BLOCKS, GPTQ, SCHEMES, compressed, fp8, write
+from quire import SamplingParams
 from quire.config.quantization import Quantization
 from quire.engine.executor import workers
 from quire.prepare.quantize import find_grain
@@ -43,6 +47,29 @@ def test_blocks_of_which_the_last_is_less(tmp_path, monkeypatch):
     )
     monkeypatch.setitem(SCHEMES, "fp8-block-mlp", writers)
     check(write("fp8-block-mlp", tmp_path, 320), 3)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_of_a_quantized_model_on_a_cpu_give_the_bits_of_one_process(tmp_path, size):
+    """Whatever the order of sums, heads and blocks are: no product is shared."""
+    sizes = {"embedding_length": 160, "feed_forward_length": 320, "attention.head_count": 5, "attention.head_count_kv": 5}
+    fields = LLAMA | sizes | {"rope.dimension_count": 32}
+    kind, small = gguf.GGMLQuantizationType.Q4_1, {name: value / 12 for name, value in llama_tensors(fields).items()}
+    stored = {
+        name: value * 12 if "norm" in name else (gguf.quants.quantize(value.astype(np.float32), kind), kind)
+        for name, value in small.items()
+    }
+    path = tiny_llama(tmp_path / "model.gguf", fields=fields, tensors=stored)
+    prompts = [{"prompt_token_ids": [3 + 7 * i % 40 for i in range(length)]} for length in (33, 5, 18)]
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=3)
+
+    def answers(**args):
+        llm = family_engine(path, **args)
+        outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+        llm.llm_engine.shutdown()
+        return [[{token: each.logprob for token, each in some.items()} for some in output.logprobs] for output in outputs]
+
+    assert answers(tensor_parallel_size=size) == answers()
 
 
 def check(directory, size):

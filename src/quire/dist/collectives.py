@@ -42,6 +42,21 @@ class Exchange(Protocol):
         ...
 
 
+def spread(part: Tensor, kept: range, total: int) -> Tensor:
+    """Return [..., total]: `part` [..., len(kept)] in its columns, zeros in those of other ranks."""
+    whole = part.new_zeros(*part.shape[:-1], total)
+    whole[..., kept.start : kept.stop] = part
+    return whole
+
+
+def join_parts(part: Tensor, group: Group, kept: range, total: int) -> Tensor:
+    """Return all ranks' columns [..., total], of which this rank has those `kept`: adding zeros changes no bits. It can be
+    overridden."""
+    if has_torch_function_unary(part):
+        return handle_torch_function(join_parts, (part,), part, group, kept, total)
+    return group.add(spread(part, kept, total))
+
+
 def add_parts(part: Tensor, group: Group) -> Tensor:
     """It can be overridden."""
     if has_torch_function_unary(part):

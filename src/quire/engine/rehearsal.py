@@ -66,7 +66,8 @@ def _build_ranks(config: Config) -> "Iterator[nn.Module]":
     for rank in range(config.world):
         seat = Seat.of(rank, layers, config.ranks, expert_parallel)
         model = build_model(bounded_facts(config), config.args.model_impl)
-        shard(model, seat.position, _Nobody(), find_grain(config.quantization))
+        exact = config.keep_quantized and config.device_facts.kind == "cpu"
+        shard(model, seat.position, _Nobody(), find_grain(config.quantization), exact=exact)
         if config.stages > 1:
             keep_stage(model, seat.stage)
         yield model

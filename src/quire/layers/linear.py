@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.attn.batch import AdapterRows
-from quire.dist.collectives import Group, add_parts
+from quire.dist.collectives import Group, add_parts, join_parts
 from quire.dist.mesh import Cut, HeadDivision, evenly
 from quire.layers.adapter import LinearBank
 from quire.layers.claims import Claim, Claims, Take, rows_of
@@ -94,7 +94,8 @@ class Linear(MethodLayer):
     """
 
     weight: nn.Parameter
-    group: Group | None = None  # of the ranks whose outputs are to be added
+    group: Group | None = None  # of the ranks whose outputs are to be added, or joined
+    joined: range | None = None  # the inputs that this rank brings, where ranks share a ROW layer by its outputs
     bank: LinearBank | None = None  # of the adapters that rows may ask for
 
     def __init__(
@@ -168,13 +169,19 @@ class Linear(MethodLayer):
 
     def forward(self, x: Any, adapters: AdapterRows | None = None) -> Tensor:
         """x: Rows [..., inputs] -> [..., outputs]."""
+        if self.joined is not None and self.group is not None:
+            x = join_parts(x, self.group, self.joined, self.all_inputs)
         if adapters is None or self.bank is None:
             out = self.method.apply(self, x)
         elif adapters.tiles is not None and self.bank.table is not None and isinstance(self.method, Plain):
             out = linear_tiled(x, self.weight, self.bias, adapters.tiles, self.bank.table)
         else:
             out = self.bank.add(self.method.apply(self, x), x, adapters, self.bias)
-        return out if self.group is None else add_parts(out, self.group)
+        if self.group is None:
+            return out
+        if self.joined is not None:
+            return join_parts(out, self.group, self.kept_outputs[0], sum(self.sections))
+        return add_parts(out, self.group)
 
     def gated(self, x: Any, activation: str, adapters: AdapterRows | None = None, reader: "Linear | None" = None) -> Rows:
         """As `LinearMethod.apply_gated`: in one launch where the method can, and nobody asks for an adapter. `reader`: of what

@@ -144,6 +144,8 @@ nvfp4, mxfp4, nf4). Which of them a device multiplies by as they are:
 | method | other names | a CPU | a CUDA GPU |
 |---|---|---|---|
 {}
+On a CPU, ranks of `tensor_parallel_size` give the tokens and logprobs of one process with them ([limits](parallel.md)).
+
 What a device does not keep becomes floats of the model's type, with the same values; on a CPU so do experts. There
 that is so for everything if there is an explicit `dtype`, and for act-order and groups that are no multiple of 32;
 what stays is multiplied by rows of 8 bits, as with GGUF files. On a GPU `dtype` is the activations' type. mxfp4

@@ -200,7 +200,9 @@ class LinearSite:
     def _row_lengths(self, parts: Sequence[LowRank], like: Tensor) -> Tensor:
         layer = self._layer
         squares = squares_of_rows(partial(layer.method.apply, layer), layer.inputs, parts, like)
-        return (squares if layer.group is None else layer.group.add(squares)).sqrt()
+        if layer.group is None or layer.joined is not None:  # this rank has all inputs of its outputs
+            return squares.sqrt()
+        return layer.group.add(squares).sqrt()
 
 
 class LatentSite(LinearSite):

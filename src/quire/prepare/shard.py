@@ -18,16 +18,22 @@ from quire.layers.sparse_mlp import Cutoff
 from quire.types.errors import ConfigError
 
 
-def shard(model: nn.Module, position: Position, group: Group, grain: int = 1) -> None:
+def shard(model: nn.Module, position: Position, group: Group, grain: int = 1, *, exact: bool = False) -> None:
     """Before anything is loaded. What the ranks' layers say to each other goes through `group`. grain: see `Position`; it is
-    for all but the vocabulary."""
+    for all but the vocabulary. exact: ranks share the outputs of linear layers, not their inputs, wherever each rank gets a
+    grain of outputs. Each product is then computed by one rank, in the order of one process, at the price of joining the inputs
+    of ROW layers."""
     if position.size == 1:
         return
     if not any(isinstance(layer, SelfAttention | LatentAttention) for layer in model.modules()):
         raise ConfigError("only models of a family of our own can be divided among several devices")
     with torch.device("meta"):
         for layer in model.modules():
-            _keep_share(layer, replace(position, grain=grain), group)
+            own = replace(position, grain=grain)
+            if exact and isinstance(layer, Linear) and layer.role is Role.ROW and layer.outputs > grain * (position.size - 1):
+                _keep_outputs(layer, own, group)
+            else:
+                _keep_share(layer, own, group)
 
 
 def share_experts(model: nn.Module, exchange: Exchange) -> None:
@@ -43,6 +49,12 @@ def share_experts(model: nn.Module, exchange: Exchange) -> None:
 
 def find_experts(model: nn.Module) -> list[Experts]:
     return [layer for layer in model.modules() if isinstance(layer, Experts)]
+
+
+def _keep_outputs(layer: Linear, position: Position, group: Group) -> None:
+    [cut] = layer.cuts
+    layer.keep(range(layer.all_inputs), [evenly(size)(position) for size in layer.sections], bias=layer.biased)
+    layer.joined, layer.group = cut(position), group
 
 
 def _keep_share(layer: nn.Module, position: Position, group: Group) -> None:

@@ -194,7 +194,9 @@ class Runner:
         """This rank's share of the model, without weights."""
         model = build_model(self._facts, self._model_impl)
         if self._group is not None:
-            shard(model, self._position, self._group, find_grain(self._quantization))
+            # products round activations to 8 bits there, which makes much of the last bits of a sum in another order
+            exact = self._keep_quantized and self._device.torch_device.type == "cpu"
+            shard(model, self._position, self._group, find_grain(self._quantization), exact=exact)
         if self._exchange is not None:
             share_experts(model, self._exchange)
         return model

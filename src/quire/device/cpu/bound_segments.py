@@ -12,7 +12,6 @@ from torch import Tensor
 from quire.attn.batch import Batch
 from quire.attn.cpu import batch_rows
 from quire.device.cpu.session import Call
-from quire.dist.collectives import Group
 from quire.layers.attention import SelfAttention, attend_heads
 from quire.ops import paged_attention
 
@@ -53,16 +52,16 @@ class BoundAttention:
 
 
 class BoundSum:
-    """A sum over ranks in a track, from `part` to `total`, each [C, columns]."""
+    """A sum over ranks (`Between.add`) in a track, from `part` to `total`, each [C, columns]."""
 
     stale = False
 
-    def __init__(self, group: Group, part: Tensor, total: Tensor) -> None:
-        self._group, self._part, self._total = group, part, total
+    def __init__(self, add: Callable[[Tensor], Tensor], part: Tensor, total: Tensor) -> None:
+        self._add, self._part, self._total = add, part, total
 
     def run(self, batch: Batch) -> None:
         tokens = len(batch.ids)
-        self._total[:tokens] = self._group.add(self._part[:tokens])
+        self._total[:tokens] = self._add(self._part[:tokens])
 
 
 class Memory:
@@ -85,13 +84,13 @@ class Memory:
 
 
 class BoundSegments:
-    """Stages in order, each with the attention or the sum behind it, for up to C tokens."""
+    """Stages in order, each with the attention and the sums behind it, for up to C tokens."""
 
     def __init__(
         self,
         source: Tensor,
         result: Tensor,
-        stages: Sequence[tuple[Bind, BoundAttention | BoundSum | None]],
+        stages: Sequence[tuple[Bind, Sequence[BoundAttention | BoundSum]]],
         memory: Memory,
         places: Tensor | None = None,
     ) -> None:
@@ -99,12 +98,11 @@ class BoundSegments:
         self._places, self._adapted = places, False  # True = they are not all zeros
         self._source, self._result, self._memory = source, result, memory  # [C, columns]
         self._binds = [bind for bind, _ in stages]
-        self._attending = [attending for _, attending in stages]
+        self._behind = [behind for _, behind in stages]
         self._calls: dict[int, list[Call]] = {}  # by how many tokens they are for
 
     def suits(self, tokens: int) -> bool:
-        first = self._attending[0]
-        return tokens <= self._memory.rows and (first is None or not first.stale)
+        return tokens <= self._memory.rows and not any(each.stale for each in self._behind[0])
 
     def run(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, columns] -> hidden states of the same tokens; they are overwritten by the next run."""
@@ -113,10 +111,10 @@ class BoundSegments:
         self._source[:tokens] = x
         if self._adapted or batch.adapters is not None:
             self._place(batch)
-        for call, attending in zip(calls, self._attending, strict=True):
+        for call, behind in zip(calls, self._behind, strict=True):
             call.run()
-            if attending is not None:
-                attending.run(batch)
+            for each in behind:
+                each.run(batch)
         return self._result[:tokens]
 
     def _place(self, batch: Batch) -> None:

@@ -93,17 +93,17 @@ class Segments:
         for stage in self._stages:
             values.update((symbol, memory.take(symbol.columns)) for symbol in stage.made)
             bind = partial(_bind, stage.session, [values[s] for s in stage.read], [values[s] for s in stage.made])
-            attending: BoundAttention | BoundSum | None = None
+            behind = list[BoundAttention | BoundSum]()
             for between in stage.behind:
                 if between.group is not None:
                     values[between.target] = memory.take(between.target.columns)
-                    attending = BoundSum(between.group, values[between.source], values[between.target])
+                    behind.append(BoundSum(between.add, values[between.source], values[between.target]))
                 elif between.attention is None:  # all tokens are kept
                     values[between.target] = values[between.source]
                 else:
                     values[between.target] = memory.take(between.target.columns)
-                    attending = BoundAttention(between.attention, values[between.source], values[between.target])
-            stages.append((bind, attending))
+                    behind.append(BoundAttention(between.attention, values[between.source], values[between.target]))
+            stages.append((bind, behind))
             for symbol in stage.dead:
                 matrix = values.pop(symbol)
                 if all(matrix is not other for other in values.values()):

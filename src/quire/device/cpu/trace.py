@@ -20,7 +20,7 @@ from quire.device.cpu import gemm
 from quire.device.cpu.graph import CONTRIB, Graph
 from quire.device.cpu.low_rank import LowRankTables
 from quire.device.cpu.product import emit, repack
-from quire.dist.collectives import Group, add_parts
+from quire.dist.collectives import Group, add_parts, join_parts, spread
 from quire.layers.adapter import LinearBank
 from quire.layers.attention import SelfAttention, attend_heads, keep
 from quire.layers.linear import Linear
@@ -63,16 +63,22 @@ class Step:
 
 @dataclass(frozen=True)
 class Between:
-    """What is done behind a piece: an attention, a sum over the ranks of a group, or the choice of the tokens that are kept."""
+    """What is done behind a piece: an attention, a sum over the ranks of a group, or the choice of the tokens that are kept.
+    `columns`: of the sum those that this rank has, if each rank has others."""
 
     attention: SelfAttention | None
     source: "Symbol"
     target: "Symbol"
     group: Group | None = None
+    columns: range | None = None
+
+    def add(self, part: Tensor) -> Tensor:
+        assert self.group is not None
+        return self.group.add(part if self.columns is None else spread(part, self.columns, self.target.columns))
 
     def do(self, x: Tensor, batch: Batch) -> Tensor:
         if self.group is not None:
-            return self.group.add(x)
+            return self.add(x)
         return keep(x, batch) if self.attention is None else attend_heads(self.attention, x, batch)
 
 
@@ -211,6 +217,16 @@ def _add_parts(part: Symbol, group: Group) -> Symbol:
     return target
 
 
+def _join_parts(part: Symbol, group: Group, kept: range, total: int) -> Symbol:
+    target, pieces = Symbol(part.pieces, total), part.pieces
+    if not pieces[-1].steps and len(pieces) > 1:  # right behind an attention
+        pieces[-2].behind.append(Between(None, part, target, group, kept))
+    else:
+        pieces[-1].behind.append(Between(None, part, target, group, kept))
+        pieces.append(Piece())
+    return target
+
+
 def _keep(x: Symbol, batch: Batch) -> Symbol:  # noqa: ARG001
     """x went past the latest attention, and is thinned out beside it."""
     since, found = list[Symbol](), None
@@ -244,6 +260,7 @@ OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.gelu: _gelu,
     attend_heads: _attend,
     add_parts: _add_parts,
+    join_parts: _join_parts,
     keep: _keep,
 }
 
