@@ -72,7 +72,7 @@ _TABLE: tuple[tuple[str, dict[str, Kind]], ...] = (
     ("requests are logged by the server, and only if asked to", {"disable_log_requests": FLAG}),
     ("prompts are rendered and tokenized in processes of their own", {
         "renderer_num_workers": TEXT, "tokenizer_pool_size": TEXT, "tokenizer_pool_type": TEXT,
-        "tokenizer_pool_extra_config": OBJECT, "intial_incremental_detokenization_offset": TEXT,
+        "tokenizer_pool_extra_config": OBJECT,
     }),
     ("a lost engine is always restarted and its requests continue", {"enable_fault_tolerance": FLAG,
                                                                      "fault_tolerance_config": OBJECT}),
