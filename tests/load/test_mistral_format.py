@@ -196,6 +196,8 @@ def test_what_cannot_be_read_is_refused(formats, tmp_path):
     hf, own = formats("Mistral")
     with pytest.raises(ModelError, match=r"has no params\.json"):
         answers(hf, config_format="mistral", skip_tokenizer_init=True)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        answers(own, config_format="hf", skip_tokenizer_init=True)
     with pytest.raises(ConfigError, match=r"requires tekken\.json"):
         answers(hf, tokenizer_mode="mistral")
     with pytest.raises(ConfigError, match="config_format='mistral'"):

@@ -18,15 +18,15 @@ from quire.cli.plan_beside import what_is_beside
 from quire.cli.plan_copies import plan_copies
 from quire.cli.plan_text import MemoryPlan, render
 from quire.cli.plan_weights import largest_part, weights_of
-from quire.config.args import EngineArgs, add_cli_arguments, local_engines, wants_mistral
+from quire.config.args import EngineArgs, add_cli_arguments, local_engines
 from quire.config.config import Config
 from quire.config.facts import CHUNKED, ModelFacts, read_facts
 from quire.config.host import available_host_bytes
-from quire.config.resolve import resolve
+from quire.config.resolve import find_files, resolve
 from quire.device.registry import open_device
 from quire.engine.copies import largest_step
 from quire.engine.layouts import model_share, share_memory, whole_layout
-from quire.files.resolve import resolve_model, with_weights_on_disk
+from quire.files.resolve import with_weights_on_disk
 from quire.models.registry import find_family
 from quire.sim.cards import CARDS, find_card
 from quire.types.cache import CacheLayout
@@ -168,15 +168,7 @@ def _beside(layout: CacheLayout, pages: int, size: int, config: Config) -> float
 
 def read_plan_facts(args: EngineArgs) -> ModelFacts:
     """Weights are looked at only where they already are: a plan for a hub model fetches its configuration alone."""
-    files = resolve_model(
-        args.model,
-        revision=args.revision,
-        download_dir=args.download_dir,
-        token=args.hf_token,
-        weights=False,
-        mistral=wants_mistral(args),
-    )
-    return read_facts(with_weights_on_disk(files), args.hf_overrides)
+    return read_facts(with_weights_on_disk(find_files(args, weights=False)), args.hf_overrides)
 
 
 def _fit(config: Config, layout: CacheLayout, cache: int, share: float) -> tuple[int, int, int, list[str]]:

@@ -338,9 +338,11 @@ def local_engines(args: EngineArgs) -> int:
     return args.data_parallel_size if args.data_parallel_size_local is None else args.data_parallel_size_local
 
 
-def wants_mistral(args: EngineArgs) -> bool:
-    """Return whether params.json and consolidated*.safetensors are to be read where there are other files, too."""
-    return "mistral" in (args.config_format, args.load_format)
+def wants_mistral(args: EngineArgs) -> bool | None:
+    """Return whether params.json and consolidated*.safetensors are read; None: where there is no config.json."""
+    if "mistral" in (args.config_format, args.load_format):
+        return True
+    return False if args.config_format == "hf" else None
 
 
 def connect_timeout(args: EngineArgs) -> float:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from quire.files.resolve import PARAMS
 from quire.types.errors import ModelError
 
-FILE = "params.json"
 _NAMES = {
     "dim": "hidden_size", "n_layers": "num_hidden_layers", "hidden_dim": "intermediate_size", "n_heads": "num_attention_heads",
     "n_kv_heads": "num_key_value_heads", "head_dim": "head_dim", "norm_eps": "rms_norm_eps", "vocab_size": "vocab_size",
@@ -25,10 +25,12 @@ _NOT_BUILT = {
 def translate_params(params: Mapping[str, Any]) -> dict[str, Any]:
     for name, why in _NOT_BUILT.items():
         if params.get(name):
-            raise ModelError(f"{FILE} has {name}: {why}, which is read from the Hugging Face format only (config_format='hf')")
+            raise ModelError(
+                f"{PARAMS} has {name}: {why}, which is read from the Hugging Face format only (config_format='hf')"
+            )
     missing = [name for name in _NEEDED if not isinstance(params.get(name), int)]
     if missing:
-        raise ModelError(f"{FILE} must have the number {missing[0]}")
+        raise ModelError(f"{PARAMS} must have the number {missing[0]}")
     config: dict[str, Any] = {ours: params[name] for name, ours in _NAMES.items() if params.get(name) is not None}
     config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_act": "silu", "bos_token_id": 1}
     config |= {"eos_token_id": 2, "torch_dtype": "bfloat16"}

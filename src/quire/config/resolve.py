@@ -17,7 +17,7 @@ from quire.config.facts import DTYPE_BYTES, DeviceFacts, ModelFacts, count_exper
 from quire.config.hf import read_json
 from quire.config.quantization import Quantization, choose_quantization
 from quire.config.speculative import DRAFT_MODEL, HEADS, ON_DEVICE, SpeculativeConfig
-from quire.files.resolve import TEKKEN, check_on_disk, is_bare_name, resolve_model, with_weights_on_disk
+from quire.files.resolve import TEKKEN, ModelFiles, check_on_disk, is_bare_name, resolve_model, with_weights_on_disk
 from quire.files.vocabulary import same_tokens
 from quire.types.errors import ConfigError, RequestError
 from quire.types.sampling import LogprobsMode, SamplingParams
@@ -103,7 +103,7 @@ def check_model(args: EngineArgs) -> None:
     """Raises what is wrong with a model that would be found on this machine. A name without an organisation is most often a
     slip: the hub is asked about it, for a few small files."""
     if is_bare_name(args.model):
-        resolve_model(args.model, revision=args.revision, download_dir=args.download_dir, token=args.hf_token, weights=False)
+        find_files(args, weights=False)
     else:
         check_on_disk(args.model, wants_weights(args), wants_mistral(args))
 
@@ -112,16 +112,20 @@ def wants_weights(args: EngineArgs) -> bool:
     return args.load_format != "dummy" and args.distributed_executor_backend != "fake"
 
 
-def find_facts(args: EngineArgs) -> ModelFacts:
-    files = resolve_model(
+def find_files(args: EngineArgs, weights: bool) -> ModelFiles:
+    """Return the model's files, fetched if need be; without `weights`, configuration and tokenizer will do."""
+    return resolve_model(
         args.model,
         revision=args.revision,
         download_dir=args.download_dir,
         token=args.hf_token,
-        weights=wants_weights(args),
+        weights=weights,
         mistral=wants_mistral(args),
     )
-    return read_facts(files, args.hf_overrides, lenient=True)
+
+
+def find_facts(args: EngineArgs) -> ModelFacts:
+    return read_facts(find_files(args, wants_weights(args)), args.hf_overrides, lenient=True)
 
 
 def with_tekken(args: EngineArgs, facts: ModelFacts) -> EngineArgs:

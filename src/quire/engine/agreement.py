@@ -9,12 +9,11 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from quire import __version__
-from quire.config.args import FLOAT_NAMES, EngineArgs, wants_mistral
+from quire.config.args import FLOAT_NAMES, EngineArgs
 from quire.config.config import Config
-from quire.config.resolve import wants_weights
+from quire.config.resolve import find_files, wants_weights
 from quire.files.identity import WEIGHTS, identity
 from quire.files.reading import shown
-from quire.files.resolve import resolve_model
 from quire.types.errors import ModelError
 
 ARGUMENTS = (
@@ -73,14 +72,7 @@ def _different_file(ours: dict[str, str], theirs: dict[str, Any]) -> str | None:
 
 
 def _terms(args: EngineArgs, weights: bool, names: "tuple[str, ...] | list[str]") -> Terms:
-    files = resolve_model(
-        args.model,
-        revision=args.revision,
-        download_dir=args.download_dir,
-        token=args.hf_token,
-        weights=weights,
-        mistral=wants_mistral(args),
-    )
+    files = find_files(args, weights)
     arguments = {name: getattr(args, name) for name in names}
     if "dtype" in arguments:
         arguments["dtype"] = FLOAT_NAMES.get(args.dtype, args.dtype)

@@ -46,11 +46,11 @@ def resolve_model(
     download_dir: str | None = None,
     token: str | bool | None = None,
     weights: bool = True,
-    mistral: bool = False,
+    mistral: bool | None = None,
 ) -> ModelFiles:
     """Find the files of `model`, fetching them if need be. With `weights=False`, configuration and tokenizer files will do.
 
-    mistral: use params.json and consolidated*.safetensors where a directory has other files, too
+    mistral: use params.json and consolidated*.safetensors (True), config.json (False), or what there is, config.json first
     """
     name = os.fspath(model)
     if not name:
@@ -74,7 +74,7 @@ def resolve_model(
     return _from_hub(name, revision, download_dir, token, weights, mistral)
 
 
-def check_on_disk(model: str, weights: bool = True, mistral: bool = False) -> None:
+def check_on_disk(model: str, weights: bool = True, mistral: bool | None = None) -> None:
     """Raises what is wrong with a model that would be found here. One that has to be fetched is not looked for."""
     if model not in wheel.ALIASES and (_must_be_here(model) or Path(model).expanduser().exists()):
         resolve_model(model, weights=weights, mistral=mistral)
@@ -97,11 +97,11 @@ def with_weights_on_disk(files: ModelFiles) -> ModelFiles:
 
 
 def _from_hub(
-    name: str, revision: str | None, download_dir: str | None, token: str | bool | None, weights: bool, mistral: bool
+    name: str, revision: str | None, download_dir: str | None, token: str | bool | None, weights: bool, mistral: bool | None
 ) -> ModelFiles:
     try:
         path = hub.fetch_snapshot(
-            name, revision=revision, download_dir=download_dir, token=token, weights=weights, mistral=mistral
+            name, revision=revision, download_dir=download_dir, token=token, weights=weights, mistral=bool(mistral)
         )
     except ModelNotFound as error:
         here = f"; there is no directory {name!r} here either{_nearest_alias(name)}"
@@ -123,13 +123,13 @@ def _from_file(name: str, path: Path) -> ModelFiles:
     return ModelFiles(name, shards[0], "gguf", shards)
 
 
-def _from_directory(name: str, path: Path, weights: bool, mistral: bool) -> ModelFiles:
+def _from_directory(name: str, path: Path, weights: bool, mistral: bool | None) -> ModelFiles:
     try:
         check_regular_files(path)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from error
     has_config = (path / "config.json").is_file()
-    if mistral or (not has_config and (path / PARAMS).is_file()):
+    if mistral or (mistral is None and not has_config and (path / PARAMS).is_file()):
         return _from_mistral(name, path, weights)
     safetensors = _safetensors(path) if has_config and weights else ()
     if has_config and (safetensors or not weights):

@@ -17,7 +17,6 @@ from quire.text.backends import LibraryBackend, set_ends
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import ModelError
 
-FILE = "tekken.json"
 BOS, EOS, PAD, UNKNOWN = "<s>", "</s>", "<pad>", "<unk>"
 # files without special_tokens have these
 _CONTROL = (
