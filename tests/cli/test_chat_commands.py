@@ -35,7 +35,7 @@ class Chat:
 def chat(engine: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     monkeypatch.setattr(module, "load_engine", lambda _: engine)
 
-    def run(*lines: str, flags: tuple[str, ...] = ()) -> Chat:
+    def run(*lines: str | bytes, flags: tuple[str, ...] = ()) -> Chat:
         asked: list[tuple[str, SamplingParams]] = []
         add = type(engine).add_request
 
@@ -44,7 +44,8 @@ def chat(engine: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
             add(engine, request_id, prompt, params)
 
         monkeypatch.setattr(engine, "add_request", watched)
-        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
+        typed = b"".join((line if isinstance(line, bytes) else line.encode()) + b"\n" for line in lines)
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
         assert main(["chat", "./model", "--max-tokens", "3", "--temperature", "0", *flags]) == 0
         told = capsys.readouterr()
         return Chat(told.out, told.err, asked)
@@ -89,6 +90,8 @@ def test_sampling_parameters_are_set(chat: Any) -> None:
         ("/clear all", "/clear takes no argument; got 'all'"),
         ("/save", "/save: a file name is missing"),
         ("/save /nowhere/x.json", "/save: cannot write /nowhere/x.json"),
+        ("/save a\0b", "/save: cannot write a\0b: embedded null byte"),
+        ("/load a\0b", "/load: cannot read a\0b: embedded null byte"),
         ("/load /nowhere/x.json", "/load: cannot read /nowhere/x.json"),
     ],
 )
@@ -127,6 +130,15 @@ def test_a_conversation_is_saved_and_loaded(chat: Any, tmp_path: Path) -> None:
     assert after.asked[0][0].startswith(f"<system>be brief</s><user>hi</s><assistant>{saved[2]['content']}</s><user>again")
     path.write_text('{"messages": [{"role": "cook", "content": "x"}]}')
     assert "must hold" in chat(f"/load {path}").notes
+
+
+def test_bytes_that_are_not_utf8_are_a_message_and_lone_surrogates_are_saved(chat: Any, tmp_path: Path) -> None:
+    path = tmp_path / "talk.json"
+    path.write_text('{"messages": [{"role": "user", "content": "\\udcff"}]}')
+    found = chat(b"\xff hi", f"/load {path}", f"/save {path}")
+    assert [prompt for prompt, _ in found.asked] == ["<user>\ufffd hi</s><assistant>"]
+    assert "saved 1 messages" in found.notes
+    assert json.loads(path.read_text())["messages"] == [{"role": "user", "content": "\udcff"}]
 
 
 def test_every_conversation_has_a_seed_of_its_own(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

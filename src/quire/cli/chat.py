@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.cli.chat_commands import ALIASES, SUMMARY, Conversation, run_command
 from quire.cli.sampling import add_sampling_arguments, sampling_values
-from quire.cli.words import load_engine, take_words
+from quire.cli.words import load_engine, replace_invalid_input, take_words
 from quire.config.args import add_cli_arguments
 from quire.types.errors import ConfigError
 
@@ -47,6 +47,7 @@ def run(namespace: argparse.Namespace) -> int:
     values = sampling_values(namespace, engine.config.default_sampling)
     conversation = Conversation(engine, values, namespace.system)
     terminal = sys.stdin.isatty()
+    replace_invalid_input()
     for message in messages:
         if terminal:
             print(f">>> {message}")

@@ -129,8 +129,9 @@ def _save(conversation: Conversation, argument: str) -> str:
         return "/save: a file name is missing, as in /save talk.json"
     text = json.dumps({"messages": conversation.history()}, ensure_ascii=False, indent=2)
     try:
-        Path(argument).expanduser().write_text(text + "\n", encoding="utf-8")
-    except (OSError, RuntimeError) as error:
+        # input that is not UTF-8 has lone surrogates; a backslash escape of one is its JSON form
+        Path(argument).expanduser().write_bytes(f"{text}\n".encode("utf-8", "backslashreplace"))
+    except (OSError, RuntimeError, ValueError) as error:
         return f"/save: cannot write {argument}: {error}"
     return f"saved {len(conversation.messages)} messages to {argument}"
 

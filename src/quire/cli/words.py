@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import io
 import re
 import sys
 from pathlib import Path
@@ -51,10 +52,17 @@ def read_text(command: str, model: str) -> str:
     """Of standard input. Whoever types nothing into it is told what to do."""
     if sys.stdin.isatty():
         raise ConfigError(f'there is no prompt: quire {command} {model} "The capital of France is"')
+    replace_invalid_input()
     text = sys.stdin.read()
     if not text.strip():
         raise ConfigError(f'there is no prompt: standard input is empty; quire {command} {model} "The capital of France is"')
     return text
+
+
+def replace_invalid_input() -> None:
+    """Read bytes of standard input that are not UTF-8 as U+FFFD, instead of failing."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
 
 
 def load_engine(args: EngineArgs) -> "LLMEngine":
