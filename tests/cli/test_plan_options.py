@@ -118,9 +118,12 @@ def test_floats_that_a_cpu_holds_twice(plan, monkeypatch):
     assert plan(*line, "--dtype", "bfloat16")["weights_twice"] == plan(*line[:-1])["weights_twice"] == 0
 
 
-@pytest.mark.parametrize("scheme", ["fp8-block", "gptq-act-order"])
-def test_what_cannot_be_divided_is_refused_as_the_engine_does(scheme, tmp_path, capsys):
-    path = str(write(scheme, tmp_path))
+def test_a_cpu_divides_act_order_by_outputs(tmp_path):
+    assert main(["plan", str(write("gptq-act-order", tmp_path)), "-tp", "4", "--device", "cpu"]) == 0
+
+
+def test_what_cannot_be_divided_is_refused_as_the_engine_does(tmp_path, capsys):
+    path = str(write("fp8-block", tmp_path))
     assert main(["plan", path]) == 0
     capsys.readouterr()
     assert main(["plan", path, "-tp", "4", "--device", "cpu"]) != 0
