@@ -109,6 +109,7 @@ class LLMEngine(LLMEngineNotBuilt):
         extras: Extras = NO_EXTRAS,
         engine_id: str | None = None,
     ) -> PreparedRequest:
+        self._check_open()
         arrival = time.time() if arrival_time is None else arrival_time
         prepared = self.inputs.prepare(
             request_id, prompt, params, arrival=arrival, priority=priority, how=how, engine_id=engine_id, extras=extras
@@ -140,7 +141,12 @@ class LLMEngine(LLMEngineNotBuilt):
     def step(self) -> list[RequestOutput]:
         """One turn of the loop. Requests whose text hit a stop string are ended in the engine as well."""
         self._check_open()
-        deltas = self.core.step()
+        try:
+            deltas = self.core.step()
+        except EngineDead:
+            self._check_open()
+            raise
+        self._check_open()  # another thread may have shut the engine down during the step
         processed = self.outputs.process(deltas, self.core.number)
         if processed.aborts:
             self.core.abort(processed.aborts)
@@ -157,6 +163,7 @@ class LLMEngine(LLMEngineNotBuilt):
         """What a request with this adapter brings along. One that is new is loaded; raises why it cannot be."""
         if lora_request is None:
             return NO_EXTRAS
+        self._check_open()
         known = self.adapters.known(self.adapters.check(lora_request))
         return (known or self._load(lora_request)).extras
 
@@ -166,6 +173,7 @@ class LLMEngine(LLMEngineNotBuilt):
 
     def remove_lora(self, lora_id: int) -> bool:
         """False if there is none. Requests that run with it go on."""
+        self._check_open()
         adapter = self.adapters.of_key(lora_id)
         if adapter is not None:
             self._retire(self.adapters.remove(adapter.name))
@@ -176,6 +184,7 @@ class LLMEngine(LLMEngineNotBuilt):
 
     def pin_lora(self, lora_id: int) -> bool:
         """Keeps an adapter on the device, whoever else is asked for. False if there is none."""
+        self._check_open()
         adapter = self.adapters.of_key(lora_id)
         if adapter is not None:
             self._wait_loaded(adapter, pinned=True)
@@ -220,6 +229,7 @@ class LLMEngine(LLMEngineNotBuilt):
             raise NotSupported(f"timeout is not supported by collective_rpc offline; got {timeout}. Leave it out.", "timeout")
         if isinstance(self.core, Replicas):
             raise NotSupported("collective_rpc is not supported with data_parallel_size above 1", "collective_rpc")
+        self._check_open()
         return self.core.call_all(method)
 
     def has_unfinished_requests(self) -> bool:
@@ -243,6 +253,7 @@ class LLMEngine(LLMEngineNotBuilt):
         reset_running_requests: running requests are preempted and computed again, so that nothing cached is left
         """
         refuse_connector(reset_connector)
+        self._check_open()
         return self.core.reset_prefix_cache(reset_running_requests)
 
     def shutdown(self) -> None:

@@ -10,7 +10,7 @@ from tiny import TEXT, open_model
 from torch import distributed as dist
 
 from quantized_checkpoints import write
-from quire import LLM, SamplingParams
+from quire import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
 from quire.device.cuda import shared_bytes
 from quire.device.cuda.group import CUDAGroup
 from quire.dist.mesh import Position
@@ -47,6 +47,43 @@ def test_a_closed_llm_gives_back_its_weights_and_refuses_requests(tiny_model, tr
     llm.close()
     gc.collect()
     assert kept() is None
+    with pytest.raises(EngineDead, match="has been shut down"):
+        llm.generate(TEXT, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda llm: llm.reset_prefix_cache(),
+        lambda llm: llm.collective_rpc("check_health"),
+        lambda llm: llm.generate("a", SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))),
+        lambda llm: llm.llm_engine.add_lora(LoRARequest("x", 1, "x")),
+        lambda llm: llm.llm_engine.remove_lora(1),
+        lambda llm: llm.llm_engine.pin_lora(1),
+    ],
+)
+def test_a_closed_llm_refuses_everything_that_its_engine_would_do(closed, use):
+    with pytest.raises(EngineDead, match="has been shut down"):
+        use(closed)
+
+
+@pytest.fixture(scope="module")
+def closed(tiny_model):
+    llm = open_model(tiny_model)
+    llm.close()
+    return llm
+
+
+def test_closing_during_a_step_ends_generate_with_the_reason(tiny_model, monkeypatch):
+    llm = open_model(tiny_model)
+    core = llm.llm_engine.core
+    step = core.step
+
+    def close_first():
+        llm.close()
+        return step()
+
+    monkeypatch.setattr(core, "step", close_first)
     with pytest.raises(EngineDead, match="has been shut down"):
         llm.generate(TEXT, GREEDY, use_tqdm=False)
 
