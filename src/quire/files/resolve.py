@@ -94,7 +94,7 @@ def _local_path(name: str) -> Path:
 
 def is_bare_name(model: str) -> bool:
     """Could be nothing but a hub id without an organisation, of which there are few: gpt2."""
-    here = model in wheel.ALIASES or _must_be_here(model) or Path(model).expanduser().exists()
+    here = model in wheel.ALIASES or _must_be_here(model) or _local_path(model).exists()
     return not here and "/" not in model
 
 
