@@ -20,7 +20,7 @@ from quire.types.errors import EngineDead
 class ThreadWorkers:
     """In the place of `Workers`."""
 
-    def __init__(self, args, size, hang_timeout, links=None, companions=None, gpus=""):
+    def __init__(self, args, size, hang_timeout, links=None, companions=None, gpus="", drafts=None):
         self.memory, self.remote, self.count, self.gone = nameless_memory("threads"), {}, size - 1, False
         ends = [{} for _ in range(size)]
         for first, second in itertools.combinations(range(size), 2):
@@ -31,7 +31,7 @@ class ThreadWorkers:
         self._told = [queue.SimpleQueue() for _ in range(size)]
         self._threads = [threading.Thread(target=self._run, args=(rank, ends[rank])) for rank in range(1, size)]
         for rank, thread in enumerate(self._threads, 1):
-            self._asked[rank].put(wire.encode(wire.StartRank(args, rank, gpus)))
+            self._asked[rank].put(wire.encode(wire.StartRank(args, rank, gpus=gpus)))
             thread.start()
 
     def _run(self, number, peers):

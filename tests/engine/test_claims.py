@@ -12,6 +12,8 @@ from patience import PATIENCE
 from quire.engine.executor import nodes
 from quire.engine.handshake import connect, heard, listen, say
 
+TERMS = {"version": "1", "files": {}, "arguments": {}, "model": "somewhere"}  # that all nodes agree on
+
 
 class Meeting:
     """Node 0 and two others, each with a rank. Node 1 has come first: whoever claims its place came later, and is tried before
@@ -26,7 +28,7 @@ class Meeting:
 
     def _start(self, node: int) -> threading.Thread:
         thread = threading.Thread(
-            target=lambda: self.made.update({node: nodes.join(self._first, node, "127.0.0.1", "", PATIENCE)})
+            target=lambda: self.made.update({node: nodes.join(self._first, node, "127.0.0.1", "", PATIENCE, TERMS)})
         )
         thread.start()
         return thread
@@ -37,11 +39,11 @@ class Meeting:
         return stranger
 
     def claim(self) -> socket.socket:
-        return self.connect({"node": 1, "host": "127.0.0.1", "port": 1})
+        return self.connect({"node": 1, "host": "127.0.0.1", "port": 1, **TERMS})
 
     def begin(self) -> threading.Thread:
         gathering = threading.Thread(
-            target=lambda: self.made.update({0: nodes.gather(self._listener, nodes.share_ranks(3, 3), "", PATIENCE)})
+            target=lambda: self.made.update({0: nodes.gather(self._listener, nodes.share_ranks(3, 3), "", PATIENCE, TERMS)})
         )
         gathering.start()
         return gathering

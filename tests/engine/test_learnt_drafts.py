@@ -93,7 +93,7 @@ def test_what_is_no_file_is_left_alone(opened, caplog):
     assert open_it()["known"] is None and not caplog.messages  # there is nothing yet
     os.mkfifo(path)
     found = open_it()
-    assert found["known"] is None and "no plain file" in caplog.text
+    assert found["known"] is None and "not a regular file" in caplog.text
     found["remember"](GOOD)
     assert open_it()["known"]["costs"] == GOOD["costs"]
     path.unlink()

@@ -83,7 +83,7 @@ def test_every_engine_has_a_draft_model(shared_llm, tiny_model):
     assert told(llm.generate(prompts, some, use_tqdm=False)) == told(shared_llm.generate(prompts, some, use_tqdm=False))
     counts = [engine.stats.drafts for engine in llm.llm_engine.core.engines]
     llm.llm_engine.shutdown()
-    assert all(0 < count.accepted < count.tokens for count in counts)
+    assert all(0 < count.accepted <= count.tokens for count in counts)
 
 
 def open_seed(llm):
