@@ -125,7 +125,7 @@ class Cards:
     def __init__(self, reach=True, shares=True):
         self.device, self.log, self._reach, self._shares = torch.device("cpu"), [], reach, shares
         self._main, self._events = Stream("main", self.log), itertools.count()
-        self.freed = 0
+        self.freed = self.closed = 0
 
     @classmethod
     def keep(cls, thing):
@@ -146,6 +146,9 @@ class Cards:
 
     def free(self, memory):
         self.freed += 1
+
+    def close(self, memory):
+        self.closed += 1
 
     def event(self, shared=False):
         return Event(next(self._events), self.log)
