@@ -85,9 +85,10 @@ class About:
 
 def _curl(url: str, chat: bool, keyed: bool) -> str:
     """A model without a chat template completes prompts only."""
-    path, body = "/v1/completions", '{"prompt": "The capital of France is"}'
+    path, body = "/v1/completions", '{"prompt": "The capital of France is", "max_tokens": 16}'
     if chat:
-        path, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+        question = "What is the capital of France? Answer in one word."
+        path, body = "/v1/chat/completions", f'{{"messages": [{{"role": "user", "content": "{question}"}}], "max_tokens": 64}}'
     key = f' -H "Authorization: Bearer ${KEY_VARIABLES[0]}"' if keyed else ""
     return f"curl {url}{path} -H 'Content-Type: application/json'{key} \\\n     -d '{body}'"
 

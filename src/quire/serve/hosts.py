@@ -68,6 +68,6 @@ def _misdirected(header: bytes, scope: Scope) -> Response:
     host = header.decode("latin-1")[:MAX_SHOWN_CHARS]
     message = (
         f"the Host header must be a loopback name or an allowed one; got {host!r}. "
-        f"Start the server with --allowed-hosts {host_of(host)} to allow it."
+        f"Start the server with --allowed-hosts {host_of(host) or 'NAME'} to allow it."
     )
     return json_response(shaped(error_body(MISDIRECTED, message, kind="MisdirectedRequestError"), scope), MISDIRECTED)
