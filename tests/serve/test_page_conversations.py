@@ -58,6 +58,11 @@ def contents(body: Any) -> list[str]:
     return [message["content"] for message in body["messages"]]
 
 
+def shown(page: Any, selector: str) -> str:
+    """The text of an element. Its `innerText` lacks pieces that the browser has not drawn yet (`content-visibility`)."""
+    return page.locator(selector).first.text_content() or ""
+
+
 def edit(viewer: Viewer, turn: int, text: str) -> None:
     viewer.page.locator("#messages > .turn").nth(turn).locator("[title=Edit]").click()
     viewer.page.fill(".edit textarea", text)
@@ -72,9 +77,9 @@ def test_editing_any_message_begins_a_branch(viewer: Viewer) -> None:
         viewer.ask(text)
     edit(viewer, 0, "other one")
     assert contents(sent[-1]) == ["other one"] and page.locator("#messages > .turn").count() == 2
-    assert "2 / 2" in page.inner_text("#messages > .turn >> nth=0")
+    assert "2 / 2" in shown(page, "#messages > .turn >> nth=0")
     page.click("[title='Previous branch']")
-    assert page.locator("#messages > .turn").count() == 6 and "three" in page.inner_text("#messages")
+    assert page.locator("#messages > .turn").count() == 6 and "three" in shown(page, "#messages")
     edit(viewer, 2, "other two")  # a branch within a branch
     assert contents(sent[-1]) == ["one", "Yes.", "other two"]
     page.reload()
@@ -82,10 +87,10 @@ def test_editing_any_message_begins_a_branch(viewer: Viewer) -> None:
     viewer.ask("four")
     assert contents(sent[-1]) == ["one", "Yes.", "other two", "Yes.", "four"]
     page.locator("#messages > .turn").nth(0).locator("[title='Next branch']").click()
-    assert "other one" in page.inner_text("#messages") and page.locator("#messages > .turn").count() == 2
+    assert "other one" in shown(page, "#messages") and page.locator("#messages > .turn").count() == 2
     page.click("[title='Next branch']")
     page.locator("#messages > .turn").nth(2).locator("[title='Next branch']").click()
-    assert "three" in page.inner_text("#messages") and "other two" not in page.inner_text("#messages")
+    assert "three" in shown(page, "#messages") and "other two" not in shown(page, "#messages")
 
 
 def test_an_edited_answer_is_a_version_that_the_next_request_carries(viewer: Viewer) -> None:
@@ -95,8 +100,8 @@ def test_an_edited_answer_is_a_version_that_the_next_request_carries(viewer: Vie
     viewer.page.locator("#messages > .turn").nth(1).locator("[title=Edit]").click()
     viewer.page.fill(".edit textarea", "No.")
     viewer.page.click(".edit button:has-text('Save')")
-    assert len(sent) == 2 and "2 / 2" in viewer.page.inner_text("#messages > .turn >> nth=1")
-    assert "edited" in viewer.page.inner_text("#messages > .turn >> nth=1")
+    assert len(sent) == 2 and "2 / 2" in shown(viewer.page, "#messages > .turn >> nth=1")
+    assert "edited" in shown(viewer.page, "#messages > .turn >> nth=1")
     viewer.ask("three")
     assert contents(sent[-1]) == ["one", "No.", "two", "Yes.", "three"]
 
@@ -158,9 +163,9 @@ def test_conversations_are_exported_and_imported(viewer: Viewer, browser: Any, a
     other = open_viewer(browser, address)  # another browser profile
     other.page.set_input_files("#importFile", path)
     other.wait("document.querySelectorAll('#messages > .turn').length === 2")
-    assert "other one" in other.page.inner_text("#messages")
+    assert "other one" in shown(other.page, "#messages")
     other.page.click("[title='Previous branch']")
-    assert "one" in other.page.inner_text(".said") and "other" not in other.page.inner_text(".said")
+    assert "one" in shown(other.page, ".said") and "other" not in shown(other.page, ".said")
     sent = other.answer_with({"content": "No."})
     other.ask("two")
     assert contents(sent[-1]) == ["Be brief.", "one", "Yes.", "two"]
@@ -208,7 +213,7 @@ def test_a_broken_file_breaks_nothing(viewer: Viewer, tmp_path: Path) -> None:
         told = viewer.wait("document.querySelector('#toast').textContent")
         expected = "Imported 1 conversation" if name == "wrong types" else "The file holds no conversations"
         assert told.startswith(expected), name
-    assert "kept" in viewer.page.inner_text("#messages")
+    assert "kept" in shown(viewer.page, "#messages")
     viewer.page.reload()
     viewer.wait("document.querySelectorAll('#chatList li').length === 2")
     assert "Yes." in viewer.ask("and now?")
