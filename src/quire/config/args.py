@@ -85,13 +85,9 @@ class EngineArgs:
         "auto", TEXT, _MODEL, "whose model code; auto prefers quire's own", choices=("auto", "quire", "transformers")
     )
     dtype: str = setting(
-        "auto",
-        TEXT,
-        _MODEL,
-        "of weights and cache; auto: float32 on CPU, bfloat16 (or the checkpoint's float16) on CUDA. With auto a GGUF file "
-        "stays quantized on a CPU, with float32 it is dequantized",
+        "auto", TEXT, _MODEL, "of weights and cache; auto: float32 on CPU, bfloat16 (or the checkpoint's float16) on CUDA",
         choices=("auto", *_FLOATS),
-    )
+    )  # fmt: skip
     quantization: str | None = setting(
         None,
         TEXT,
