@@ -1,8 +1,8 @@
-"""`quire serve` with a pulse on its event loop: `python stall_server.py ARGUMENTS...`.
+"""`quire serve` with a pulse on its event loop: `python pulse_server.py ARGUMENTS...`.
 
-For every byte on its standard input it writes the longest stall since the last one, in seconds. A stall is a time in which the
-loop did not get its turn *and this process computed*: on the loop itself, or in a thread that kept the interpreter's lock. What
-neighbours take of the processor is no stall.
+For every byte on standard input it writes the longest stall since the previous byte, in seconds. A stall is a time in which the
+event loop did not run *and this process used a processor*: on the loop, or in a thread that held the GIL. Time in which other
+processes had the processor does not count.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ async def pulse() -> None:
 def answer() -> None:
     global longest
     while os.read(0, 1):
-        told, longest = longest, 0.0
-        os.write(1, f"{told:.6f}\n".encode())
+        stall, longest = longest, 0.0
+        os.write(1, f"{stall:.6f}\n".encode())
 
 
 run = ServerLaunch.run
