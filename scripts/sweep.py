@@ -6,8 +6,8 @@
 A checkpoint of each type is made from its own configuration class with small numbers in it, read by `LLM` on a CPU in float32
 (prompts together, cut in steps of 8 tokens), and compared with transformers' own logits of the same tokens: every
 log-probability of prompts and answers to 1e-4, and each drawn token is transformers' likeliest. Each runs in a process of its
-own, so that none takes the others down. `python -m quire.models.reference` makes the list in docs/models.md of
-`src/quire/models/served.json`, which is what `--keep` writes.
+own, so that none takes the others down. `scripts/models_page.py` makes the list in docs/models.md of
+`scripts/served.json`, which is what `--keep` writes.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from typing import Any
 from sweep_configs import make_config
 
 BUILD = Path("build/sweep.json")
-KEPT = Path("src/quire/models/served.json")
+KEPT = Path("scripts/served.json")
 TOLERANCE = 1e-4
 LENGTHS, NEW_TOKENS, STEP = (21, 5), 5, 8
 SECONDS = 240  # of one type

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from matrix_case import BUDGET, NEW_TOKENS, PAGE, PENALTY, Case, ids_of
+from matrix_columns import COLUMNS
 from quire import LLM, AsyncLLM, EngineArgs, SamplingParams
 from quire.cache.capacity import pages_for
 from quire.cache.layout import make_layout
@@ -17,12 +18,11 @@ from quire.config.resolve import resolve
 from quire.device.registry import describe
 from quire.engine.executor import workers
 from quire.lora.request import LoRARequest
-from quire.models.ways import WAYS
 from quire.sampling_params import StructuredOutputsParams
 
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=PENALTY, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
 SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=NEW_TOKENS, ignore_eos=True)
-ARGUMENTS = {way.name: way.argument for way in WAYS if way.argument}  # which some kinds of models are refused
+ARGUMENTS = {column.name: column.argument for column in COLUMNS if column.argument}  # which some kinds of models are refused
 FAR = {"zamba2": 1.5, "zamba2-one-block": 0.8}  # what rounding rows does to likelihoods, in torch too
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 

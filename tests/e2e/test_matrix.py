@@ -13,10 +13,10 @@ import rotation
 from forked import nursery
 from matrix_case import Case, Processes
 from matrix_cells import ARGUMENTS, CELLS
+from matrix_columns import COLUMNS
 from more_families import MORE
 from oracle import FALLBACK, FAMILIES
 from quire.config.conflicts import CONFLICTS
-from quire.models.ways import WAYS
 from quire.types.errors import ConfigError
 from recomputed_families import RECOMPUTED
 from recurrent_families import RECURRENT
@@ -35,8 +35,8 @@ if not rotation.ALL:
 
 
 def test_the_document_has_all_columns():
-    """Who of them is refused it says by itself: `quire.models.ways` reads the same conflicts as `test_cell`."""
-    assert [way.name for way in WAYS] == [*CELLS]
+    """Who of them is refused it says by itself: `scripts/models_page.py` reads the same conflicts as `test_cell`."""
+    assert [column.name for column in COLUMNS] == [*CELLS]
     assert {conflict.what for conflict in CONFLICTS if conflict.of} <= {*ARGUMENTS.values()}
 
 

@@ -1,0 +1,152 @@
+"""Rewrite the tables of docs/models.md, between `<!-- generated: NAME -->` and `<!-- end -->`.
+
+    python scripts/models_page.py
+
+The tables come from the registry of model families, the tables of file types, `scripts/served.json` (what
+`scripts/sweep.py --keep` found) and `tests/matrix_columns.py`.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from textwrap import fill, shorten
+from typing import Any
+
+from quire.config.conflicts import CONFLICTS
+from quire.config.gguf_families import ARCHITECTURES
+from quire.config.quantization import quantization_table
+from quire.config.recurrent import READERS
+from quire.files.gguf import GGML_TYPES, READABLE_TYPES
+from quire.models.composite import COMPOSITES, TEXT_MODELS
+from quire.models.model_names import MODEL_NAMES, architectures_of
+from quire.models.registry import FAMILIES
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tests"))
+from matrix_columns import COLUMNS  # noqa: E402
+
+PAGE = ROOT / "docs" / "models.md"
+LINE_WIDTH, MAX_REASON_CHARACTERS = 128, 220
+_SERVED = {"native": "families of our own", "fallback": "over our cache", "recomputed": "without keys and values"}
+_NOT_SERVED = {"refused": "refused", "not built": "not tried, no tiny checkpoint of it was made"}
+_BLOCK = re.compile(r"(?<=<!-- generated: )(\w+) -->\n.*?(?=<!-- end -->)", re.DOTALL)
+
+
+def render(page: str) -> str:
+    """Return the page with every generated block made anew."""
+    return _BLOCK.sub(lambda block: f"{block[1]} -->\n{BLOCKS[block[1]]()}", page)
+
+
+def models() -> str:
+    return _table(
+        "model | kind | architectures",
+        ((names, kind, _listed(architectures_of(short))) for names, kind, short in MODEL_NAMES),
+    )
+
+
+def families() -> str:
+    in_gguf: dict[str, list[str]] = {}
+    for name, found in ARCHITECTURES.items():
+        in_gguf.setdefault(found.hf_class, []).append(name.partition(" ")[0])
+    text_of: dict[str, list[str]] = {}
+    for model_type, architecture in TEXT_MODELS.items():
+        text_of.setdefault(architecture, []).append(model_type)
+    return _table(
+        "architecture | code | in a GGUF file | text model of composites",
+        (
+            (f"`{name}`", f"`{_file(FAMILIES[name])}`", _listed(in_gguf.get(name)), _listed(text_of.get(name)))
+            for name in sorted(FAMILIES)
+        ),
+    )
+
+
+def composites() -> str:
+    return "".join(f"- `{name}`\n" for name in sorted(COMPOSITES))
+
+
+def sweep() -> str:
+    found = _swept()
+    by: dict[str, list[str]] = {}
+    for kind, entry in found["types"].items():
+        verdict = entry["verdict"]
+        why = f": {shorten(entry['why'], MAX_REASON_CHARACTERS)}" if "why" in entry and verdict not in _SERVED else ""
+        by.setdefault(verdict, []).append(f"`{kind}`{why}")
+    count = sum(len(by.get(verdict, ())) for verdict in _SERVED)
+    lines = [f"Of the {len(found['types'])} causal types of transformers {found['transformers']}, {count} are served:\n"]
+    for verdict, title in (_SERVED | _NOT_SERVED).items():
+        if not (names := by.get(verdict)):
+            continue
+        if verdict in _SERVED:
+            text = f"- {title} ({len(names)}): {', '.join(names)}."
+            lines.append(fill(text, LINE_WIDTH, subsequent_indent="  ", break_on_hyphens=False))
+        else:
+            lines += [f"- {title} ({len(names)}):", *(f"    - {name}" for name in names)]
+    return "\n".join(lines) + "\n"
+
+
+def columns() -> str:
+    """The columns of the family matrix, and which models are refused which of them."""
+    kinds = {
+        "without attention": "recurrent families without attention (Mamba)",
+        "shared blocks": "`Zamba2ForCausalLM`",
+        "by transformers": "models that `transformers` runs",
+    }
+    rows = []
+    for column in COLUMNS:
+        refused = [kinds[row.of] for row in CONFLICTS if row.of and row.what == column.argument]
+        rows.append((column.name, column.holds, f"`{column.argument}`: {', '.join(refused)}" if refused else "–"))
+    native = {entry.get("architecture") for kind, entry in _swept()["types"].items()
+              if kind in READERS and entry["verdict"] == "native"}  # fmt: skip
+    recurrent = ", ".join(f"`{name}`" for name in sorted(filter(None, native)))
+    last = fill(f"Recurrent families: {recurrent}.", LINE_WIDTH, break_on_hyphens=False)
+    return _table("column | what holds | refused", rows) + f"\n{last}\n"
+
+
+def quantization() -> str:
+    return _table(
+        "method | other names | a CPU | a CUDA GPU",
+        (
+            (name, _listed(entry["names"]), _kept(entry, "cpu"), _kept(entry, "cuda"))
+            for name, entry in quantization_table().items()
+        ),
+    )
+
+
+def types() -> str:
+    sizes = {name: 8 * nbytes / elements for name, elements, nbytes in GGML_TYPES.values()}
+    unreadable = [name for name in sizes if name not in READABLE_TYPES]
+    table = _table("type | bits per weight", ((f"`{name}`", f"{sizes[name]:g}") for name in READABLE_TYPES))
+    return table + f"\nNot read, and refused by name: {_listed(unreadable)}.\n"
+
+
+BLOCKS: Mapping[str, Callable[[], str]] = {
+    made.__name__: made for made in (models, families, composites, sweep, columns, quantization, types)
+}
+
+
+def _swept() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "scripts" / "served.json").read_text())
+    return found
+
+
+def _table(head: str, rows: Iterable[tuple[str, ...]]) -> str:
+    body = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return f"| {head} |\n|{'---|' * (head.count('|') + 1)}\n{body}"
+
+
+def _kept(entry: Mapping[str, Any], device: str) -> str:
+    return ", ".join(entry["kept"][device]) or "floats"
+
+
+def _file(target: str) -> str:
+    return target.partition(":")[0].removeprefix("quire.").replace(".", "/") + ".py"
+
+
+def _listed(names: list[str] | None) -> str:
+    return ", ".join(f"`{name}`" for name in names or ()) or "–"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
