@@ -90,7 +90,7 @@ def test_the_cache_of_each_is_what_lets_them_share(device, told, tmp_path, monke
 
 
 def test_devices_of_others_are_not_divided():
-    with pytest.raises(ConfigError, match="data_parallel_size=2 cannot be had with device"):
+    with pytest.raises(ConfigError, match="data_parallel_size=2 is not supported with device"):
         Device().take_part(0, 2)
 
 

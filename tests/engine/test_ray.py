@@ -76,7 +76,7 @@ def test_two_nodes_of_a_cluster(checkpoint, cluster, monkeypatch):
     for args, message in (
         ({"tensor_parallel_size": 3}, "3 ranks need a CPU each, .* the nodes of the Ray cluster have 1, 1"),
         ({"tensor_parallel_size": 3, "nnodes": 3}, "nnodes=3, and the Ray cluster has 2"),
-        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, "data_parallel_size=2 cannot be had"),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, "data_parallel_size=2 is not supported"),
     ):
         with pytest.raises(ConfigError, match=message):
             family_engine(directory, distributed_executor_backend="ray", **args)

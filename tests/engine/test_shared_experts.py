@@ -165,8 +165,8 @@ def test_served_and_stopped(checkpoint, expected):
     ("more", "message"),
     [
         ({"tensor_parallel_size": 3}, r"5 experts cannot be divided among 6 ranks \(2 engines\)"),
-        ({"pipeline_parallel_size": 2}, "share the experts then, which cannot be had with pipeline_parallel_size=2 yet"),
-        ({"enable_lora": True}, "cannot be had with enable_lora yet"),
+        ({"pipeline_parallel_size": 2}, "share the experts then, which is not supported with pipeline_parallel_size=2 yet"),
+        ({"enable_lora": True}, "is not supported with enable_lora yet"),
         ({"data_parallel_size_local": 1}, r"engines on other machines \(data_parallel_size_local\)"),
     ],
 )

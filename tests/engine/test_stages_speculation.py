@@ -109,5 +109,5 @@ def test_what_cannot_be_had(expected, tmp_path):
     config = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 48}
     config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 320}
     write(tmp_path, {}, config)
-    with pytest.raises(ConfigError, match="method eagle3 cannot be had with pipeline_parallel_size=2: it reads the states"):
+    with pytest.raises(ConfigError, match="method eagle3 is not supported with pipeline_parallel_size=2: it reads the states"):
         open_model(directory, **two, speculative_config={"model": str(tmp_path), "method": "eagle3"})

@@ -1,4 +1,4 @@
-"""Settings that cannot be had together: one row each, with what to change. All that apply are told at once."""
+"""Settings that are not supported together: one row each, with what to change. All that apply are reported at once."""
 
 import os
 from collections.abc import Callable
@@ -133,7 +133,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         "steps planned ahead of drafts",
         lambda c: c.depth > 0 and (c.draft_head is not None or (c.stages > 1 and _drafts_by_weights(c))),
         lambda c: (
-            f"async_scheduling plans steps before the last one's states are read, but {c.speculation and c.speculation.method} "
+            f"async_scheduling plans steps before the last one's states are read, but {_method(c)} "
             "drafts from them; drop async_scheduling, or speculative_config"
         ),
     ),
@@ -186,7 +186,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         "engines of several nodes",
         lambda c: c.args.data_parallel_size > 1 and (c.args.nnodes > 1 or c.args.distributed_executor_backend == "ray"),
         lambda c: (
-            f"data_parallel_size={c.args.data_parallel_size} cannot be had with engines whose ranks are on several machines "
+            f"data_parallel_size={c.args.data_parallel_size} is not supported with engines whose ranks are on several machines "
             "yet; leave it at 1. Engines that are each on one machine may be on several: data_parallel_size_local"
         ),
     ),
@@ -210,7 +210,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         "models that draft on several GPUs",
         lambda c: (c.drafts_on_device or c.text_drafter is not None) and c.world > 1 and c.device != "cpu",
         lambda c: (
-            f"speculative_config.method {c.speculation and c.speculation.method} cannot be had with {c.divided} on {c.device} "
+            f"speculative_config.method {_method(c)} is not supported with {c.divided} on {c.device} "
             "yet; use ngram or suffix, or leave one of them out"
         ),
     ),
@@ -218,7 +218,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         "drafts of stages",
         lambda c: c.stages > 1 and c.draft_head is not None and bool(c.draft_head.taps),
         lambda c: (
-            f"speculative_config.method {c.speculation and c.speculation.method} cannot be had with {c.divided}: it reads the "
+            f"speculative_config.method {_method(c)} is not supported with {c.divided}: it reads the "
             "states of layers that other stages have. Take another method, or divide the model by tensor_parallel_size"
         ),
     ),
@@ -226,7 +226,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         "drafts of recurrent layers",
         lambda c: c.speculation is not None and bool(c.facts.states) and (c.drafts_on_device or c.device != "cpu"),
         lambda c: (
-            f"speculative_config.method {c.speculation and c.speculation.method} cannot be had with {c.facts.architecture} on "
+            f"speculative_config.method {_method(c)} is not supported with {c.facts.architecture} on "
             f"{c.device}: its recurrent state goes back behind drafts that were wrong only where the host drafts, on a CPU. "
             + ('Take {"method": "ngram"} or {"method": "suffix"}' if c.device == "cpu" else "Leave speculative_config out")
         ),
@@ -307,7 +307,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         "copies on a GPU of several",
         lambda c: bool(c.args.dequantized_copies) and c.device == "cuda" and c.share_gpus,
         lambda _: (
-            "dequantized_copies cannot be had where several engines or ranks have one GPU, for none sees what the others take; "
+            "dequantized_copies is not supported where several engines or ranks share one GPU: none sees what the others take; "
             "leave it out"
         ),
     ),
@@ -368,7 +368,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         lambda c: shares_experts(c.args) and bool(_why_not_shared(c)),
         lambda c: (
             f"enable_expert_parallel: the {c.args.data_parallel_size} engines of data_parallel_size share the experts then, "
-            f"which cannot be had with {_why_not_shared(c)} yet. Leave one of them out"
+            f"which is not supported with {_why_not_shared(c)} yet. Leave one of them out"
         ),
     ),
     Conflict(
@@ -401,8 +401,8 @@ CONFLICTS: tuple[Conflict, ...] = (
         "balanced experts with adapters, or quantized",
         lambda c: c.args.enable_eplb and (c.max_loras > 0 or c.keep_quantized),
         lambda c: (
-            f"enable_eplb moves experts of floats: {'enable_lora' if c.max_loras else 'quantized weights'} cannot be had with "
-            "it yet. Leave one of them out"
+            f"enable_eplb is not supported with {'enable_lora' if c.max_loras else 'quantized weights'}: it moves unquantized "
+            "experts without adapters. Leave one of them out"
         ),
     ),
     Conflict(
@@ -426,7 +426,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         "stages of layers that need each other",
         lambda c: c.stages > 1 and bool(whole_only(c.facts.hf)),
         lambda c: (
-            f"pipeline_parallel_size {c.stages} cannot be had with {c.facts.architecture}: {whole_only(c.facts.hf)}. "
+            f"pipeline_parallel_size {c.stages} is not supported with {c.facts.architecture}: {whole_only(c.facts.hf)}. "
             "Use tensor_parallel_size"
         ),
     ),
@@ -434,8 +434,8 @@ CONFLICTS: tuple[Conflict, ...] = (
         "drafts of tokens that only adapters have",
         lambda c: c.more_tokens > 0 and c.speculation is not None and c.speculation.method not in ("ngram", "suffix"),
         lambda c: (
-            f"lora_extra_vocab_size cannot be had with the speculation method {c.speculation and c.speculation.method}: what "
-            "drafts knows the model's own tokens only. ngram and suffix can be had; or leave it out"
+            f"lora_extra_vocab_size is not supported with the speculation method {_method(c)}: what "
+            "drafts knows the model's own tokens only. Use ngram or suffix, or leave it out"
         ),
     ),
 )  # fmt: skip
@@ -453,6 +453,10 @@ def _why_no_nodes(config: Config) -> str:
             f"multiple of {nodes}, so that every machine has whole stages"
         )
     return ""
+
+
+def _method(config: Config) -> str:
+    return "" if config.speculation is None else config.speculation.method
 
 
 def _drafts_by_weights(config: Config) -> bool:
@@ -503,5 +507,5 @@ def refuse_conflicts(config: Config) -> None:
     found = [conflict.message(config) for conflict in CONFLICTS if conflict.applies(config)]
     if found:
         raise ConfigError(
-            found[0] if len(found) == 1 else "\n".join(["these settings cannot be had:", *(f"- {text}" for text in found)])
+            found[0] if len(found) == 1 else "\n".join(["these settings are not supported:", *(f"- {text}" for text in found)])
         )

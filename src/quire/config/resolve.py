@@ -1,6 +1,6 @@
 """From what was asked for to a frozen `Config`: the files are found, the facts read, and small rules decide the rest in order.
 
-A rule only decides what the user left open. What was asked for and cannot be had is a row in `conflicts.py`.
+A rule only decides what the user left open. What was asked for and is not supported is a row in `conflicts.py`.
 """
 
 import logging

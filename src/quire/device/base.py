@@ -106,7 +106,7 @@ class Device:
         """This process runs one of several engines on this machine: its part of the device, or those of several devices that
         are its own, is taken before anything else is asked. Raises ConfigError where there are not so many. `sharing`: it was
         said how much memory each takes, so that several may have one device. `ranks`: of each engine."""
-        raise ConfigError(f"data_parallel_size={engines} cannot be had with device {self.name}, which is not divided; use 1")
+        raise ConfigError(f"data_parallel_size={engines} is not supported with device {self.name}, which is not divided; use 1")
 
     @property
     def torch_device(self) -> "torch.device":

@@ -301,7 +301,7 @@ def start_workers(config: Config, drafter: "Drafter | DeviceDrafter | None", end
 
     args, facts = config.args, config.facts
     if drafter is not None:
-        raise ConfigError(f"{config.divided} cannot be had with drafts; leave it at 1")
+        raise ConfigError(f"{config.divided} is not supported with drafts; leave it at 1")
     told = replace(
         args,
         model=str(facts.files.path.absolute()),

@@ -24,7 +24,7 @@ TERMS: Terms = (
     ("max_completion_tokens", "max_tokens"),
     ("stop", "stop_sequences"),
 )
-# values that ask for nothing, and why others cannot be had
+# values that ask for nothing, and why others are not supported
 _TOOL_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "defer_loading": ((False,), "all tools are shown to the model"),
     "allowed_callers": (([], ["direct"]), "the server runs no code that could call tools"),

@@ -160,7 +160,7 @@ INSTEAD: dict[type[RequestBody], dict[str, str]] = {
 
 
 def check_fields(request: RequestBody) -> list[str]:
-    """Refuses what cannot be had. Returns what nobody knows."""
+    """Refuses what is not supported. Returns what nobody knows."""
     if not request.model_extra:
         return []
     unknown = []

@@ -64,8 +64,8 @@ class Server:
         for name in () if self.keeps_responses else ("background", "previous_response_id"):
             if getattr(body, name):
                 raise InvalidParameter(
-                    f"{name} cannot be had here: a server with several API processes (--api-server-count) stores no responses. "
-                    "Send the whole conversation as input",
+                    f"{name} is not supported here: a server with several API processes (--api-server-count) stores no "
+                    "responses. Send the whole conversation as input",
                     name,
                 )
 
