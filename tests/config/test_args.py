@@ -163,7 +163,7 @@ def test_hints_are_taken_and_told(name: str, caplog: pytest.LogCaptureFixture) -
         "--optimization-level=0 --model m", "--cudagraph-capture-sizes 1 2 4 --model m", "-cc.mode=3 --model m",
         "--compilation-config {\"mode\":3} --model m", "--compilation_config.cudagraph_mode NONE --model m",
         "--attention-backend FLASHINFER --model m", "--disable-custom-all-reduce --model m", "--watermark 0.01 --model m",
-        "--mm-processor-cache-gb 0 --model m", "--structured-outputs-config.backend xgrammar --model m",
+        "--mm-processor-cache-gb 0 --model m", "--structured-outputs-config.backend outlines --model m",
     ],
 )  # fmt: skip
 def test_hints_on_the_command_line(line: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from quire.config import structured
 from quire.config.args import EngineArgs
 from quire.types.errors import ConfigError
 
@@ -14,8 +15,8 @@ from quire.types.errors import ConfigError
         ({"backend": "xgramar"}, "backend must be one of auto, guidance, xgrammar"),
         ({"disable_any_whitespace": 1}, "disable_any_whitespace must be true or false"),
         ({"enable_in_reasoning": True}, "a grammar begins where the reasoning ends"),
-        ({"reasoning_parser": "qwen3"}, "an argument of its own"),
-        ({"whitespace": "x"}, "has no 'whitespace'"),
+        ({"reasoning_parser": "qwen3"}, "use the argument reasoning_parser"),
+        ({"whitespace": "x"}, "has no field 'whitespace'"),
     ],
 )
 def test_what_is_refused(given, words):
@@ -23,11 +24,22 @@ def test_what_is_refused(given, words):
         EngineArgs(structured_outputs_config=given)
 
 
-@pytest.mark.parametrize("backend", ["xgrammar", "outlines", "lm-format-enforcer"])
+@pytest.mark.parametrize("backend", ["outlines", "lm-format-enforcer"])
 def test_other_backends_are_hints(backend, caplog):
     args = dataclasses.replace(EngineArgs(structured_outputs_config={"backend": backend}), max_num_seqs=1)
     assert caplog.text.count(f"backend='{backend}' changes nothing here") == 1
     assert args.structured_outputs_config == {"backend": "guidance"}
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_xgrammar_is_used_where_it_is_installed(installed, monkeypatch, caplog):
+    monkeypatch.setattr(structured, "find_spec", lambda name: object() if installed else None)
+    taken = EngineArgs(structured_outputs_config={"backend": "xgrammar"}).structured_outputs_config
+    assert structured.structured_backend(taken) == ("xgrammar" if installed else "guidance")
+    assert ("requires quire[xgrammar]" in caplog.text) is not installed
+    if not installed:
+        with pytest.raises(ConfigError, match="requires the package xgrammar"):
+            EngineArgs(structured_outputs_config={"backend": "xgrammar", "disable_fallback": True})
 
 
 def test_what_is_taken():

@@ -124,7 +124,7 @@ class EngineArgs:
         {},
         OBJECT,
         _LENGTHS,
-        "disable_any_whitespace (false) and disable_additional_properties (true) of JSON answers; llguidance is the backend",
+        "backend (auto, guidance, xgrammar); for JSON disable_any_whitespace (false), disable_additional_properties (true)",
     )
     generation_config: str = setting(
         "auto", TEXT, _LENGTHS, "where default sampling parameters come from: auto = the model, vllm = neutral, or a directory"

@@ -54,7 +54,7 @@ def table() -> str:
         f"| {', '.join(f'`{name}={value}`' for value in values)} | the same as `{', '.join(sorted(set(values.values())))}` |"
         for name, values in TAKEN_FOR.items()
     ]
-    lines.append("| `structured_outputs_config.backend` | grammars are followed by llguidance, whatever the name |")
+    lines.append("| `structured_outputs_config.backend=outlines`, `=lm-format-enforcer` | the same as `guidance` |")
     lines += ["", "## Refused", "", "| argument | unless it is | why |", "|---|---|---|"]
     for name, (reason, harmless) in [*REFUSED.items(), *SERVER_REFUSED.items()]:
         if name not in SERVED:

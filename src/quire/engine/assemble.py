@@ -17,6 +17,7 @@ from quire.config.config import Config
 from quire.config.cores import wait_politely
 from quire.config.facts import DeviceFacts, ModelFacts
 from quire.config.resolve import resolve
+from quire.config.structured import structured_backend
 from quire.device.registry import describe, find_device, open_device
 from quire.device.visible import named_gpus
 from quire.dist.mesh import Position
@@ -207,7 +208,8 @@ def make_grammars(config: Config, drafts: int) -> GrammarLanes:
     """Nothing is started before the first request with a grammar."""
     args, facts = config.args, config.facts
     path = str(facts.files.path.absolute())
-    return GrammarLanes(path, args.tokenizer, args.tokenizer_revision, facts.vocab_size, facts.eos_ids, drafts)
+    backend = structured_backend(args.structured_outputs_config)
+    return GrammarLanes(path, args.tokenizer, args.tokenizer_revision, facts.vocab_size, facts.eos_ids, drafts, backend)
 
 
 def start_local(

@@ -28,9 +28,13 @@ class GrammarLanes:
         vocab_size: int,
         eos_ids: Iterable[int],
         drafts: int = 0,
+        backend: str = "guidance",
     ) -> None:
-        """`drafts`: a row may have so many."""
-        start = wire.StartWorker(path, tokenizer, revision, vocab_size, sorted(eos_ids), ROWS, drafts)
+        """
+        drafts: maximum draft tokens per request and step
+        backend: "guidance" or "xgrammar"
+        """
+        start = wire.StartWorker(path, tokenizer, revision, vocab_size, sorted(eos_ids), ROWS, drafts, backend)
         self.first, self.second = Grammars(start), Grammars(start, gives_way=True)
         self._slow: OrderedDict[bytes, None] = OrderedDict()  # grammars
 

@@ -31,7 +31,7 @@ _RANGE = re.compile(r"Failed to generate regex for \w+ range: min=(?:None|Some\(
 _COUNT = re.compile(r"Expected positive integer for '(\w+)', got (\d[\d.]*e\d+)$")
 
 
-class _Spelling:
+class TokenSpelling:
     """Our tokenizer as llguidance wants to see it."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
@@ -148,7 +148,7 @@ class LLGuidance:
             raise GrammarError("structured outputs need an end-of-text token, and this model names none")
         self.eos_ids = tuple(eos_ids)
         self.words = -(-vocab_size // 32)
-        spelling = TokenizerWrapper(_Spelling(tokenizer, vocab_size, eos_ids))
+        spelling = TokenizerWrapper(TokenSpelling(tokenizer, vocab_size, eos_ids))
         self._tokenizer = LLTokenizer(spelling, eos_token=list(eos_ids))
         self._threads: LLExecutor | None = None  # made late: whoever forks must have none
 

@@ -26,7 +26,8 @@ class StartWorker(_GrammarFrame):
     vocab_size: int
     eos_ids: list[int]
     rows: int  # requests that have masks in the shared memory
-    drafts: int = 0  # each has so many more masks, behind tokens that may come
+    drafts: int = 0  # draft tokens per request: each has a mask of its own
+    backend: str = "guidance"  # or "xgrammar"
 
 
 class Rules(msgspec.Struct, array_like=True, frozen=True):

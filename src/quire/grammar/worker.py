@@ -356,14 +356,18 @@ class GrammarWorker:
 
 
 def open_backend(start: wire.StartWorker) -> GrammarBackend:
-    from quire.grammar.llguidance import LLGuidance
-
     path = Path(start.path)
     if start.tokenizer is not None:
         path = resolve_model(start.tokenizer, revision=start.revision, weights=False).path
     tokenizer = read_tokenizer(path)
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ends = [token for token in dict.fromkeys([*own, *start.eos_ids]) if 0 <= token < start.vocab_size]
+    if start.backend == "xgrammar":
+        from quire.grammar.xgrammar import XGrammar
+
+        return XGrammar(tokenizer, start.vocab_size, ends)
+    from quire.grammar.llguidance import LLGuidance
+
     return LLGuidance(tokenizer, start.vocab_size, ends)
 
 
