@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from patience import PATIENCE
 from quire.dist.experts import ExpertsGroup, SharedExperts
 from quire.dist.mesh import Position
 from quire.subprocesses import nameless_memory
@@ -104,7 +105,7 @@ def test_one_that_fails_is_noticed_by_all(fleet):
     with pytest.raises(CompanionLost, match="lost [12]"):
         fleet.leaders[0].run(0, *row)
     for one in fleet.shared:
-        one._thread.join(10.0)
+        one._thread.join(PATIENCE)
         with pytest.raises(EngineDead, match="lost|ZeroDivisionError"):
             one.check()
         with pytest.raises(EngineDead):

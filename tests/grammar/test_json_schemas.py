@@ -322,4 +322,4 @@ def test_hostile_schemas_are_looked_over_in_no_time():
     begun = time.process_time()
     for schema in (cyclic, wide, nested, odd, {"not": {"required": 1}, "type": "object"}, {"allOf": 3, "properties": {"a": 1}}):
         told(schema)
-    assert time.process_time() - begun < 5
+    assert time.process_time() - begun < 60  # what grows exponentially takes hours

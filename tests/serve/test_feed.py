@@ -124,7 +124,7 @@ def test_the_parts_of_a_request_add_up_to_its_time(served):
         alone = [request for request in finished if request["choice"] == 0]
         both = [r for r in finished if [other["id"] for other in finished].count(r["id"]) == 2]
         walls = sum(request["wall"] for request in alone if request not in both) + max(r["wall"] for r in both)
-        assert walls == pytest.approx(metric(client, "e2e_request_latency_seconds_sum") - before, abs=0.05)
+        assert walls == pytest.approx(metric(client, "e2e_request_latency_seconds_sum") - before, rel=0.05)
         assert {request["reason"] for request in finished} <= {"length", "stop"}
 
 
@@ -151,7 +151,7 @@ def test_who_leaves_early_is_told_as_such(served):
 
 def test_a_request_that_ran_before_anybody_looked(served):
     with served.client() as client:
-        time.sleep(0.3)  # until the engine has heard that the viewers before us have gone
+        time.sleep(1.0)  # until the engine knows that the earlier viewers have left
         thread = threading.Thread(target=client.post, args=("/v1/completions",), kwargs={"json": body(220, False)})
         thread.start()
         wait_for(lambda: metric(client, "num_requests_running"))

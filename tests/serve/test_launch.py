@@ -229,8 +229,8 @@ def test_the_deadline_ends_what_is_left(serve_model: Path) -> None:
             whole = pool.submit(http.post, "/v1/completions", json=body(200, False))
             assert begun.wait(PATIENCE)
             wait_for(lambda: both_run(http))
-            server.signal(signal.SIGINT)
             asked = time.monotonic()
+            server.signal(signal.SIGINT)
             events, answer = stream.result(PATIENCE), whole.result(PATIENCE)
         assert events[-1] == "[DONE]"
         endings = [choice["finish_reason"] for event in events[:-1] for choice in event.get("choices", [])]
