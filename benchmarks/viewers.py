@@ -40,8 +40,8 @@ from quire.engine import ipc
 from quire.engine.watch import Watch
 from quire.sched.scheduler import Scheduler
 from quire.serve.feed import views
+from quire.serve.feed.feed import encode
 from quire.serve.feed.ledger import Ledger
-from quire.serve.feed.viewer import encode
 from quire.serve.feed.views import PageView
 from quire.types.cache import LayerCache
 from quire.types.plan import StepResult

@@ -16,7 +16,7 @@ from quire.obs.http_metrics import HttpMetrics
 from quire.obs.metrics import Metrics
 from quire.serve.auth import Keys, find_keys
 from quire.serve.front import build_front
-from quire.serve.lifecycle import ServerState, Service
+from quire.serve.health import ServerState, Service
 from quire.types.errors import EngineDead
 from quire.types.stats import Stats
 

@@ -9,10 +9,9 @@ import pytest
 from quire.config.server_args import ServerArgs
 from quire.obs.http_metrics import HttpMetrics
 from quire.obs.metrics import Metrics
-from quire.serve.feed.feed import Feed
+from quire.serve.feed.feed import MOST_BYTES, MOST_WAITING, Feed, Viewer, ViewerStream, encode
 from quire.serve.feed.ledger import PATIENCE, Ledger
-from quire.serve.feed.viewer import MOST_BYTES, MOST_WAITING, Viewer, ViewerStream, encode
-from quire.serve.lifecycle import ServerState, Service
+from quire.serve.health import ServerState, Service
 from quire.serve.limits import ServerLimits
 from quire.types.sight import PARTS, RequestSight
 from quire.types.stats import Stats

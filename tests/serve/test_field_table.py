@@ -8,13 +8,17 @@ from pydantic import ValidationError
 from scripted import Scripted, byte_tokenizer
 
 from quire.serve import field_table
-from quire.serve.field_table import GENERATING, HINTS, PATHS, all_names, handling
-from quire.serve.protocol.chat import ChatRequest
-from quire.serve.protocol.completions import CompletionRequest
-from quire.serve.protocol.messages import CountTokensRequest, MessagesRequest
-from quire.serve.protocol.responses import ResponsesRequest
-from quire.serve.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
-from quire.serve.unknown_fields import MOST_NAMES, UnknownFields
+from quire.serve.field_table import GENERATING, HINTS, MOST_NAMES, PATHS, UnknownFields, all_names, handling
+from quire.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    CountTokensRequest,
+    DetokenizeRequest,
+    MessagesRequest,
+    ResponsesRequest,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+)
 from serving import error_of
 
 HELLO = [{"role": "user", "content": "hello"}]

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from quire.config.args import EngineArgs
 from quire.config.resolve import resolve
 from quire.device.registry import describe
-from quire.serve.fingerprint import files_digest, system_fingerprint
+from quire.serve.server import files_digest, system_fingerprint
 from tiny_model import make_model
 
 

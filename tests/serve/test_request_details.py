@@ -4,7 +4,7 @@ import pytest
 from starlette.requests import Request
 
 from quire.config.server_args import ServerArgs
-from quire.serve.protocol.completions import CompletionRequest
+from quire.serve.protocol import CompletionRequest
 from quire.serve.server import priority_of
 from quire.serve.usage import timing_of
 from quire.types.errors import InvalidParameter

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from quire.serve.disconnect import ClientGone, UnlessGone
+from quire.serve.body import ClientGone, UnlessGone
 
 
 class Client:

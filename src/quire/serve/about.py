@@ -15,7 +15,7 @@ from quire import __version__
 from quire.serve.auth import KEY_VARIABLES, unauthorized
 from quire.serve.developer import developing
 from quire.serve.errors import error_body, json_response
-from quire.serve.lifecycle import ServerState
+from quire.serve.health import ServerState
 from quire.serve.page import docs_page, favicon, page
 
 _PREFIXES = ("QUIRE_", "VLLM_")

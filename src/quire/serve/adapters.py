@@ -23,10 +23,9 @@ from quire.engine.adapter_names import NamedAdapter, absolute
 from quire.files.adapter import AdapterBounds, check_header
 from quire.files.reading import shown
 from quire.serve.body import JSONRoute
-from quire.serve.errors import HttpError
+from quire.serve.errors import ErrorBody, HttpError
 from quire.serve.lora_resolvers import LoRAResolver, make_resolvers
-from quire.serve.protocol.adapters import LoadAdapterRequest, UnloadAdapterRequest
-from quire.serve.protocol.errors import ErrorBody
+from quire.serve.protocol import LoadAdapterRequest, UnloadAdapterRequest
 from quire.types.adapter import LoRARequest
 from quire.types.errors import AdapterError, ConfigError, InvalidParameter, RequestError
 

@@ -12,13 +12,12 @@ import quire
 from quire.async_llm import AsyncLLM
 from quire.config.server_args import ServerArgs
 from quire.obs.metrics import Metrics
-from quire.serve import absent, adapters, chat, completions, developer, invocations, messages, models, responses, tokenize
-from quire.serve.body import JSONRoute
-from quire.serve.disconnect import ClientGone
+from quire.serve import adapters, anthropic, chat, completions, developer, models, responses, tokenize
+from quire.serve.body import ClientGone, JSONRoute
 from quire.serve.errors import CLIENT_GONE, HttpError, error_response, install_error_handlers
-from quire.serve.ids import choose_id
+from quire.serve.front import choose_id
 from quire.serve.limits import LIMITS, ServerLimits
-from quire.serve.no_route import install_no_route_handlers
+from quire.serve.no_route import absent_router, install_no_route_handlers
 from quire.serve.server import Server
 
 logger = logging.getLogger(__name__)
@@ -36,8 +35,8 @@ def build_app(llm: AsyncLLM, settings: ServerArgs, limits: ServerLimits = LIMITS
     app.state.server = server = Server(llm, settings, limits, metrics)
     _ = server.formats  # chosen, and logged, now
     bounded = partial(Boundary, limits=limits)
-    routers = [protocol.router for protocol in (completions, chat, responses, messages, models, tokenize, invocations)]
-    routers += [responses.stored_router, absent.router]
+    routers = [protocol.router for protocol in (completions, chat, responses, anthropic, models, tokenize)]
+    routers += [completions.invocations_router, responses.stored_router, absent_router]
     routers.append(adapters.router if llm.adapters.enabled and adapters.updates_allowed(settings) else adapters.closed_router)
     if developer.developing():
         routers.append(developer.router)

@@ -1,7 +1,12 @@
-"""A request's JSON body, read within bounds: its bytes are counted as they come, its depth before anything walks it."""
+"""Reading a request's JSON body within limits, and ending its work when the client disconnects.
 
+Bytes are counted as they arrive, and the depth is checked before anything walks the value.
+"""
+
+import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -10,10 +15,60 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.serve.disconnect import ClientGone, UnlessGone
 from quire.serve.errors import HttpError
 from quire.serve.limits import LIMITS, ServerLimits
 from quire.text.helper.wire import Parse, not_json, too_deep, too_many
+
+
+class ClientGone(Exception):
+    """The client hung up; its work was cancelled."""
+
+
+class UnlessGone:
+    """What is done inside is cancelled when the client hangs up; ClientGone is raised then. The body must have been read."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._watch: asyncio.Task[None] | None = None
+        self._gone = False
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._start = asyncio.get_running_loop().call_soon(self._begin)  # when there is a moment to wait in
+
+    def _begin(self) -> None:
+        self._watch = asyncio.create_task(_client_gone(self._receive))
+        self._watch.add_done_callback(self._end)
+
+    def _end(self, watch: "asyncio.Task[None]") -> None:
+        if not watch.cancelled():
+            self._gone = True
+            self._task.cancel()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._start.cancel()
+        if self._watch is not None:
+            self._watch.remove_done_callback(self._end)
+            self._watch.cancel()
+        if self._gone and not self._task.uncancel() and kind is asyncio.CancelledError:
+            raise ClientGone from None
+
+
+async def _client_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def stop(*tasks: "asyncio.Task[Any]") -> None:
+    """Cancels what still runs and waits until it has ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
 
 SHORT = 1 << 16  # bytes that are read in a moment, whatever they are
 

@@ -2,24 +2,24 @@
 
 from collections.abc import Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
+from pydantic import Discriminator, Tag
 
 from quire.serve.beam import search_beams
 from quire.serve.body import JSONRoute
-from quire.serve.errors import json_response
+from quire.serve.chat import create_chat_completion
+from quire.serve.errors import ErrorBody, HttpError, json_response
 from quire.serve.generation import GenerationJob, collect, log_delta, make_job, raise_failure, run
 from quire.serve.logprobs import FEW, Joined, TextOffsets, TokenNames, completion_logprobs, few, prompt_logprobs
 from quire.serve.prompts import read_prompts
-from quire.serve.protocol.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
-from quire.serve.protocol.errors import ErrorBody
+from quire.serve.protocol import ChatRequest, Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from quire.serve.sampling import check_request, only_echoes
 from quire.serve.server import Server, server_of
 from quire.serve.sse import Events, EventStream, Large
-from quire.serve.stream import StreamUsage
 from quire.serve.structured import tell_unenforced
-from quire.serve.usage import timing_of, usage_of
+from quire.serve.usage import StreamUsage, timing_of, usage_of
 from quire.types.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 
 router = APIRouter(route_class=JSONRoute, tags=["OpenAI"])
@@ -162,3 +162,27 @@ async def _stream(server: Server, job: GenerationJob, request: CompletionRequest
 
 def _head(job: GenerationJob) -> dict[str, Any]:
     return {"id": job.id, "object": "text_completion", "created": job.created, "model": job.model}
+
+
+# ---- SageMaker's /invocations: one path for chats and completions, distinguished by their fields
+
+invocations_router = APIRouter(route_class=JSONRoute, tags=["SageMaker"])
+
+
+def _kind(body: Any) -> str:
+    for field in ("messages", "prompt"):
+        if isinstance(body, dict) and field in body:
+            return field
+    raise HttpError(400, "the body must have messages, for a chat completion, or a prompt, for a completion", "body")
+
+
+Invocation = Annotated[
+    Annotated[ChatRequest, Tag("messages")] | Annotated[CompletionRequest, Tag("prompt")], Discriminator(_kind)
+]
+
+
+@invocations_router.post("/invocations", responses={400: {"model": ErrorBody}, 404: {"model": ErrorBody}})
+async def invoke(request: Invocation, raw: Request) -> Response:
+    if isinstance(request, ChatRequest):
+        return await create_chat_completion(request, raw)
+    return await create_completion(request, raw)

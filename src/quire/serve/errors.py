@@ -13,7 +13,7 @@ import logging
 import re
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -21,10 +21,33 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+from typing_extensions import TypedDict
 
 from quire.paced import is_light, json_pieces
-from quire.serve.protocol.errors import AnthropicErrorBody, ErrorBody
 from quire.types.errors import EngineDead, EngineError, NotSupported, RequestError
+
+
+class ErrorInfo(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorBody(TypedDict):
+    error: ErrorInfo
+
+
+class AnthropicErrorInfo(TypedDict):
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(TypedDict):
+    type: Literal["error"]
+    error: AnthropicErrorInfo
+    request_id: str
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,21 +1,31 @@
 """One table of the fields of all requests: each works, is a hint that changes no answer, or is refused by name.
 
-    works     a field of the protocol's model (serve/protocol/), unless it is one of HINTS
+    works     a field of the protocol's model (serve/protocol.py), unless it is one of HINTS
     hint      in HINTS: taken, and nothing follows from it
     refused   in REFUSED, or in the model of another protocol: an error, unless the value asks for nothing
-    unknown   no protocol here has it: ignored, as in vLLM, with a warning in the log (serve/unknown_fields.py)
+    unknown   no protocol here has it: ignored, as in vLLM, with a warning in the log (serve/field_table.py)
 
 `python -m quire.serve.field_table` writes docs/fields.md.
 """
 
+import difflib
+import logging
+from collections.abc import Iterable
 from typing import Any
 
-from quire.serve.protocol.chat import ChatRequest
-from quire.serve.protocol.completions import CompletionRequest
-from quire.serve.protocol.fields import RequestBody
-from quire.serve.protocol.messages import CountTokensRequest, MessagesRequest
-from quire.serve.protocol.responses import ResponsesRequest
-from quire.serve.protocol.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
+from pydantic import BaseModel
+
+from quire.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    CountTokensRequest,
+    DetokenizeRequest,
+    MessagesRequest,
+    RequestBody,
+    ResponsesRequest,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+)
 from quire.types.errors import InvalidParameter, NotSupported
 
 PATHS: dict[type[RequestBody], str] = {
@@ -251,3 +261,25 @@ vLLM's sampling fields (`seed`, `min_p`, `structured_outputs` ...) mean the same
 
 if __name__ == "__main__":
     print(table(), end="")
+
+
+logger = logging.getLogger(__name__)
+
+MOST_NAMES, LONGEST_NAME = 64, 64  # clients choose them
+
+
+class UnknownFields:
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def tell(self, body: BaseModel, names: Iterable[str]) -> None:
+        for name in names:
+            name = name[:LONGEST_NAME]
+            if name in self._told or len(self._told) == MOST_NAMES:
+                continue
+            self._told.add(name)
+            near = difflib.get_close_matches(name, type(body).model_fields, n=1)
+            hint = f"; did its client mean {near[0]!r}?" if near else ""
+            logger.warning("a request has the field %s, which is unknown and ignored%s (told once)", ascii(name), hint)
+            if len(self._told) == MOST_NAMES:
+                logger.warning("%d unknown fields have been named; others are ignored without a word", MOST_NAMES)

@@ -8,6 +8,7 @@ AccessLog ─► RequestIds ─► HostCheck ─► CORS ─► Meter ─► Gua
 import asyncio
 import logging
 import re
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -18,14 +19,38 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.utils import get_client_addr, get_path_with_query_string
 
 from quire.serve.about import About
-from quire.serve.auth import Guard, Keys, glance
+from quire.serve.auth import EVERY_HOST, Guard, HostCheck, Keys, glance
 from quire.serve.errors import RETRY_AFTER, error_body, error_response, json_response, shaped
 from quire.serve.feed.feed import Feed
-from quire.serve.health import Health
-from quire.serve.hosts import EVERY_HOST, HostCheck
-from quire.serve.ids import RequestIds
-from quire.serve.lifecycle import ServerState
+from quire.serve.health import Health, ServerState
+from quire.serve.limits import LIMITS
 from quire.serve.no_route import no_route
+
+_SANE = re.compile(rb"[\x21-\x7e]{1,%d}" % LIMITS.identifier_characters)  # ids go into headers and logs
+
+
+def choose_id(scope: Scope) -> str:
+    chosen: bytes = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    return chosen.decode() if _SANE.fullmatch(chosen) else secrets.token_hex(16)
+
+
+class RequestIds:
+    """Around everything, so that refusals have one as well."""
+
+    def __init__(self, app: ASGIApp, told: bool) -> None:
+        self._app, self._told = app, told
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = choose_id(scope)
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def tell(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        await self._app(scope, receive, tell if self._told else send)
+
 
 access_logger = logging.getLogger("uvicorn.access")
 

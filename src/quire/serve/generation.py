@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from fastapi import Request
 
 from quire.obs.request_log import log_piece
+from quire.serve.body import stop
 from quire.serve.crowd import UNREAD_BYTES
-from quire.serve.disconnect import stop
 from quire.serve.errors import GenerationFailed
-from quire.serve.protocol.fields import GenerationFields
+from quire.serve.protocol import GenerationFields
 from quire.serve.sampling import max_tokens_for, sampling_params
 from quire.serve.server import Server, answer_id, priority_of, rank_of
 from quire.serve.wording import Wording, wording_of

@@ -1,23 +1,70 @@
-"""What operators ask: is it alive, may it get traffic, what does it measure.
+"""The state of a server, and the endpoints for operators.
 
     /livez     the API process answers, and the engine beats or is being restarted    503: restart this server
-    /readyz    the model is loaded, the engine ready, the queue short, no drain        503: send traffic elsewhere
-    /health    as vLLM's: 200 unless the engine is dead or not there yet               /ping is the same
+    /readyz    the model is loaded, the engine ready, the queue short, no drain        503: send traffic to another server
+    /health    as vLLM's: 200 unless the engine is dead or not started yet             /ping is the same
     /metrics   Prometheus                                                              /version
-    /load      how many requests are open, as {"server_load": n}, if that is asked for at the start
+    /load      the number of open requests, as {"server_load": n}, with --enable-server-load-tracking
 
-They are served beside the API, so they answer while the model loads and while the server drains. The first three need no key,
-and whoever comes without one is told nothing but yes or no.
+These endpoints answer while the model loads and while the server drains. The first three need no key; without a key, their
+answer has no reason in it.
 """
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from quire import __version__
+from quire.async_llm import AsyncLLM
+from quire.config.server_args import ServerArgs
+from quire.obs.http_metrics import HttpMetrics
+from quire.obs.metrics import Metrics
 from quire.serve.errors import error_body, json_response
-from quire.serve.lifecycle import ServerState
+from quire.serve.fronts.client import HubClient
 from quire.types.errors import EngineDead
+
+
+@dataclass(frozen=True)
+class Service:
+    """All that exists once the model is loaded."""
+
+    llm: AsyncLLM
+    app: ASGIApp
+    metrics: Metrics
+    http_metrics: HttpMetrics
+    hub: HubClient | None = None  # the way to other API processes, if there are any
+
+
+@dataclass
+class ServerState:
+    settings: ServerArgs
+    service: Service | None = None
+    draining: bool = False  # no new requests
+    closing: bool = False  # the deadline has passed: what has not begun to answer is refused
+    open: int = 0  # requests being answered
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def enter(self) -> None:
+        self.open += 1
+        self._idle.clear()
+
+    def leave(self) -> None:
+        self.open -= 1
+        if not self.open:
+            self._idle.set()
+
+    async def wait_idle(self, seconds: float) -> bool:
+        """True once nothing is open, False if that takes too long."""
+        if self.open:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), seconds)
+        return not self.open
+
 
 STALE_AFTER = 3.0  # seconds without a heartbeat; the engine beats several times a second, in long steps too
 

@@ -1,9 +1,16 @@
-"""The HTTP server: uvicorn with our connections, whose signals are the launcher's business."""
+"""The HTTP server: uvicorn with our connections. Signals are handled by the launcher.
 
+With TLS, connections are accepted here: the event loop's own server accepts any number of connections and reports none of them
+before its handshake is done. Here a connection counts against the limits from the moment it is accepted, can be closed to make
+room, and has as long for its handshake as for the head of a request.
+"""
+
+import asyncio
 import contextlib
+import logging
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,10 +20,89 @@ from starlette.types import ASGIApp
 from quire.config.server_args import ServerArgs
 from quire.serve.connection import ClientConnection
 from quire.serve.crowd import Crowd, raise_descriptor_limit
-from quire.serve.handshakes import Handshakes
 from quire.serve.limits import LIMITS, ServerLimits
 from quire.serve.sockets import BACKLOG
 from quire.types.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PAUSE = 1.0  # seconds, when the system has no descriptor left
+
+
+class Handshake:
+    """A member of the crowd until its connection is one."""
+
+    body_size = body_age = unread = stalled = 0
+
+    def __init__(self, peer: socket.socket, seconds: int) -> None:
+        self._peer, self._left = peer, seconds
+
+    def look(self) -> None:
+        self._left -= 1
+        if self._left <= 0:
+            self.make_room()
+
+    def make_room(self) -> None:
+        with contextlib.suppress(OSError):  # it is gone
+            self._peer.shutdown(socket.SHUT_RDWR)
+
+    def give_up_body(self) -> None:
+        pass
+
+    def close_unread(self) -> None:
+        pass
+
+
+class Handshakes:
+    """Accepts from listening sockets until it is closed."""
+
+    def __init__(self, crowd: Crowd, context: ssl.SSLContext, connect: Callable[[], ClientConnection]) -> None:
+        self._crowd, self._context, self._connect = crowd, context, connect
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def listen(self, listener: socket.socket, backlog: int) -> None:
+        listener.setblocking(False)
+        listener.listen(backlog)
+        self._start(self._accept(listener))
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    def _start(self, work: "asyncio._CoroutineLike[None]") -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                peer, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                logger.warning("no connection can be accepted: %s", error)
+                await asyncio.sleep(PAUSE)
+                continue
+            handshake = Handshake(peer, self._crowd.limits.head_seconds)
+            if self._crowd.enter(handshake):
+                self._start(self._shake_hands(peer, handshake))
+            else:
+                peer.close()
+
+    async def _shake_hands(self, peer: socket.socket, handshake: Handshake) -> None:
+        def connect() -> ClientConnection:
+            connection = self._connect()
+            connection.arrived = lambda: self._crowd.leave(handshake)
+            return connection
+
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(connect, peer, ssl=self._context)
+        except (OSError, ssl.SSLError) as error:
+            logger.debug("a TLS handshake failed: %s", error)
+            peer.close()
+        finally:
+            self._crowd.leave(handshake)
+
 
 LAST_WORDS = 5.0  # seconds for responses to be written after their requests were ended
 TICKS = 10  # of uvicorn in a second

@@ -33,16 +33,17 @@ from quire.obs.tracing import Tracing, make_exporter
 from quire.serve.adapters import check_adapters, load_modules
 from quire.serve.app import build_app
 from quire.serve.auth import Keys, check_exposure, find_keys
-from quire.serve.fingerprint import files_digest
 from quire.serve.formats import check_parsers
 from quire.serve.front import build_front
+from quire.serve.fronts.client import Front
 from quire.serve.fronts.launch import FrontsLaunch, tell_ready
-from quire.serve.fronts.side import Front
+from quire.serve.health import ServerState, Service
 from quire.serve.http import LAST_WORDS, HttpServer
-from quire.serve.lifecycle import ServerState, Service
-from quire.serve.sample import print_sample
+from quire.serve.server import files_digest
 from quire.serve.sockets import find_addresses, listen, on_loopback, page_of, reachable, url_of
-from quire.types.errors import EngineError
+from quire.types.errors import EngineError, QuireError, RequestError
+from quire.types.prompts import PromptType
+from quire.types.sampling import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +190,9 @@ class ServerLaunch:
         if self._front is None:
             tell_ready(llm.config.served_names[0], url, started, page_of(self._settings, self._sockets), llm.timeline)
         else:
-            self._start(self._front.tell_counts(self._state, [*metrics.boards, http_metrics.board], metrics.adapters))
+            self._start(
+                self._front.tell_counts(lambda: self._state.open, [*metrics.boards, http_metrics.board], metrics.adapters)
+            )
         gc.freeze()  # what lives now lives to the end: a search through it would make every stream wait
         self._start(self._greet(llm, page_of(self._settings, self._sockets)))
         if await self._unless_asked(self._start(_death(llm))):
@@ -309,3 +312,31 @@ def _cache_info(llm: AsyncLLM, pages: int) -> dict[str, object]:
         "num_gpu_blocks_override": config.args.num_gpu_blocks_override,
         "num_gpu_blocks": pages,
     }
+
+
+MOST_TOKENS = 64
+
+
+async def print_sample(llm: AsyncLLM, question: str) -> None:
+    """Failing is no reason not to serve."""
+    try:
+        print(f"> {question}\n{await _answer(llm, question)}", flush=True)
+    except QuireError as error:
+        logger.warning("the sample could not be answered: %s", error)
+
+
+async def _answer(llm: AsyncLLM, question: str) -> str:
+    params = SamplingParams(temperature=0.0, max_tokens=MOST_TOKENS, output_kind=RequestOutputKind.FINAL_ONLY)
+    text = ""
+    async for output in llm.generate(await _prompt(llm, question), params, "sample"):
+        text = output.outputs[0].text
+    return text.strip()
+
+
+async def _prompt(llm: AsyncLLM, question: str) -> PromptType:
+    """As a user's message, or, for a model without a chat template, as it is."""
+    try:
+        text, ids = await llm.render_chat([{"role": "user", "content": question}], add_generation_prompt=True)
+    except RequestError:
+        return question
+    return {"prompt": text, "prompt_token_ids": ids}

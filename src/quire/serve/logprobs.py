@@ -5,8 +5,7 @@ from itertools import chain
 from typing import Any, TypeVar, cast, overload
 
 from quire.paced import Lazily
-from quire.serve.protocol.chat import ChatLogprobs, ChatToken, TokenChance
-from quire.serve.protocol.completions import CompletionLogprobs
+from quire.serve.protocol import ChatLogprobs, ChatToken, CompletionLogprobs, TokenChance
 from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.types.outputs import Logprob, TokenLogprobs

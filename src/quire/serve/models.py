@@ -1,12 +1,45 @@
-"""/v1/models: the names this server answers to."""
+"""/v1/models: the model names that this server serves."""
+
+from typing import Literal
 
 from fastapi import APIRouter, Request, Response
+from typing_extensions import TypedDict
 
 from quire.engine.adapter_names import NamedAdapter
-from quire.serve.errors import json_response
-from quire.serve.protocol.errors import ErrorBody
-from quire.serve.protocol.models import ModelCard, ModelList
+from quire.serve.errors import ErrorBody, json_response
 from quire.serve.server import Server, server_of
+
+
+class Permission(TypedDict):
+    id: str
+    object: Literal["model_permission"]
+    created: int
+    allow_create_engine: bool
+    allow_sampling: bool
+    allow_logprobs: bool
+    allow_search_indices: bool
+    allow_view: bool
+    allow_fine_tuning: bool
+    organization: str
+    group: str | None
+    is_blocking: bool
+
+
+class ModelCard(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+    permission: list[Permission]
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelCard]
+
 
 router = APIRouter(tags=["OpenAI"])
 

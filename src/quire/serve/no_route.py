@@ -1,14 +1,16 @@
-"""Paths and methods that are not there, in the words of all other errors."""
+"""Answers for paths and methods that this server does not have, and for vLLM endpoints of other kinds of models."""
 
 from collections.abc import Sequence
+from typing import NoReturn
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
 from quire.serve.developer import BUILT, NOT_BUILT, SWITCH
 from quire.serve.errors import HttpError, error_response
+from quire.serve.server import server_of
 
 THERE = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages and /tokenize"
 # paths that a server has only if it was told so
@@ -44,3 +46,29 @@ def no_route(scope: Scope, routes: Sequence[BaseRoute]) -> HttpError:
     error = HttpError(405, f"{scope['method']} is not a method of this path; there is {' and '.join(methods)}")
     error.headers = {"Allow": ", ".join(methods)}
     return error
+
+
+# ---- endpoints of vLLM for models of another kind
+
+absent_router = APIRouter(include_in_schema=False)
+
+_EMBEDS = "does not make embeddings"
+_SCORES = "does not score or classify texts"
+_LISTENS = "does not take audio"
+ABSENT = {
+    "/v1/embeddings": _EMBEDS, "/v2/embed": _EMBEDS, "/pooling": _EMBEDS,
+    "/score": _SCORES, "/v1/score": _SCORES, "/rerank": _SCORES, "/v1/rerank": _SCORES, "/v2/rerank": _SCORES,
+    "/classify": _SCORES,
+    "/v1/audio/transcriptions": _LISTENS, "/v1/audio/translations": _LISTENS, "/v1/audio/speech": "does not speak",
+}  # fmt: skip
+
+
+async def refuse(request: Request) -> NoReturn:
+    path = request.scope["route"].path
+    name = server_of(request).names[0]
+    why = f"the model `{name}` generates text and {ABSENT[path]}"
+    raise HttpError(404, f"there is no {path} here: {why}. There are {THERE}", own=(path, path))
+
+
+for _path in ABSENT:
+    absent_router.add_api_route(_path, refuse, methods=["POST"], response_model=None)

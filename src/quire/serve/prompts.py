@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.serve.limits import check_work, refuse_more
-from quire.serve.protocol.completions import CompletionRequest
-from quire.serve.protocol.fields import GenerationFields, TemplateFields
+from quire.serve.protocol import CompletionRequest, GenerationFields, TemplateFields
 from quire.serve.sampling import asked_tokens
 from quire.serve.server import Server
 from quire.text.helper.wire import Cut

@@ -5,9 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from quire.serve.items import Item
-from quire.serve.protocol.chat import ChatRequest, ChatToken, TokenChance, chat_request
-from quire.serve.protocol.fields import SamplingFields, given
-from quire.serve.protocol.responses import ResponsesRequest
+from quire.serve.protocol import ChatRequest, ChatToken, ResponsesRequest, SamplingFields, TokenChance, chat_request, given
 from quire.serve.wording import Terms
 from quire.types.errors import InvalidParameter, NotSupported
 

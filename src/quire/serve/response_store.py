@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.serve.disconnect import stop
+from quire.serve.body import stop
 from quire.serve.response_objects import StoredItem, size_of
 
 

@@ -15,12 +15,10 @@ from fastapi import APIRouter, Query, Request, Response
 
 from quire.paced import Pace
 from quire.serve.body import JSONRoute
-from quire.serve.errors import HttpError, describe, json_response, request_id_of
-from quire.serve.items import Change, Item, ItemClosed, ItemGrown, ItemOpened, Items
+from quire.serve.errors import ErrorBody, HttpError, describe, json_response, request_id_of
+from quire.serve.items import Change, Item, ItemClosed, ItemGrown, ItemOpened, Items, TextLogprobs
 from quire.serve.logprobs import TokenNames
-from quire.serve.protocol.chat import ChatRequest, ChatToken
-from quire.serve.protocol.errors import ErrorBody
-from quire.serve.protocol.responses import ResponsesRequest
+from quire.serve.protocol import ChatRequest, ChatToken, ResponsesRequest
 from quire.serve.response_objects import (
     TERMS,
     Status,
@@ -39,7 +37,6 @@ from quire.serve.response_objects import (
 from quire.serve.response_store import StoredResponse
 from quire.serve.server import Server, server_of
 from quire.serve.sse import NAMED, Events, EventStream
-from quire.serve.text_logprobs import TextLogprobs
 from quire.serve.turn import ChoiceDelta, Turn, TurnDelta, prepare_turn, reasoning_tokens, run_turn, stream_turn
 from quire.types.errors import InvalidParameter, NotSupported
 

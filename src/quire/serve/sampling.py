@@ -3,9 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from quire.serve.protocol.chat import ChatRequest
-from quire.serve.protocol.completions import CompletionRequest
-from quire.serve.protocol.fields import GenerationFields
+from quire.serve.protocol import ChatRequest, CompletionRequest, GenerationFields
 from quire.serve.structured import structured_outputs
 from quire.text.prompts import PromptReader
 from quire.types.errors import InvalidParameter

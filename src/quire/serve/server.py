@@ -1,32 +1,64 @@
-"""What every endpoint needs: the engine, the settings, the names the model answers to. Made once, read by all."""
+"""The state that every endpoint reads: the engine, the settings, the model's names, the system fingerprint."""
 
 import asyncio
+import functools
+import hashlib
+import platform
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from fastapi import Request
 
+from quire import __version__
 from quire.async_llm import AsyncLLM
+from quire.config.config import Config
 from quire.config.server_args import ServerArgs
 from quire.engine.client import check_number
+from quire.files.identity import identity
+from quire.files.resolve import ModelFiles
 from quire.obs.metrics import Metrics
 from quire.serve.adapters import ServedAdapters
 from quire.serve.body import Unparsed
 from quire.serve.errors import HttpError, request_id_of
-from quire.serve.field_table import check_fields
-from quire.serve.fingerprint import system_fingerprint
+from quire.serve.field_table import UnknownFields, check_fields
 from quire.serve.formats import ModelFormats, choose_formats
 from quire.serve.limits import LIMITS, ServerLimits, check_limits
-from quire.serve.protocol.fields import GenerationFields, RequestBody
-from quire.serve.protocol.responses import ResponsesRequest
+from quire.serve.protocol import GenerationFields, RequestBody, ResponsesRequest
 from quire.serve.response_store import ResponseStore
-from quire.serve.unknown_fields import UnknownFields
 from quire.text.prompts import PromptReader
 from quire.text.tokenizer import Tokenizer
-from quire.types.errors import InvalidParameter
+from quire.types.errors import InvalidParameter, ModelError
 from quire.types.prompts import NO_EXTRAS, Extras, Prompt
+
+_ARGUMENTS = ("model", "revision", "tokenizer", "tokenizer_revision", "hf_overrides", "model_impl", "load_format", "seed",
+              "chat_template", "quantization", "dequantized_copies", "enable_expert_parallel", "logprobs_mode")  # fmt: skip
+
+
+@functools.cache
+def files_digest(files: ModelFiles) -> Mapping[str, str]:
+    """Return the digests of weights, configuration and tokenizer. Large files are sampled: a 70B checkpoint takes milliseconds.
+
+    The server calls it while the engine loads, so that the first request does not read files.
+    """
+    try:
+        return identity(files)
+    except ModelError:  # the files are gone, and the engine still has what it read
+        return {}
+
+
+def system_fingerprint(config: Config) -> str:
+    parts = {
+        "files": files_digest(config.facts.files),
+        "arguments": [repr(getattr(config.args, name)) for name in _ARGUMENTS],
+        "machine": (platform.machine(), config.device, config.device_facts.name),
+        "types": (config.dtype, config.cache_dtype, config.keep_quantized),
+        "ranks": (config.ranks, config.stages),
+    }
+    return f"quire-{__version__}-{hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()[:8]}"
+
 
 MOST_NAMES = 20  # that an error tells
 _PRINTABLE = re.compile(r"[\x21-\x7e]+")  # ids go into headers and logs

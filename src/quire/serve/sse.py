@@ -16,8 +16,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.paced import json_pieces
-from quire.serve.errors import anthropic_error, describe, request_id_of
-from quire.serve.protocol.errors import ErrorBody
+from quire.serve.errors import ErrorBody, anthropic_error, describe, request_id_of
 
 HEADERS_TIMEOUT_S = 1.0  # a refusal takes milliseconds, a full queue may take minutes
 

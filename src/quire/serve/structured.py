@@ -7,7 +7,7 @@ from starlette.requests import Request
 
 from quire.grammar.backend import GrammarError
 from quire.grammar.schema import Preparation, unenforced
-from quire.serve.protocol.fields import GenerationFields
+from quire.serve.protocol import GenerationFields
 from quire.serve.server import server_of
 from quire.serve.tools import ToolUse
 from quire.types.errors import InvalidParameter

@@ -7,11 +7,10 @@ from pydantic import Discriminator, Tag
 
 from quire.paced import Lazily
 from quire.serve.body import JSONRoute
-from quire.serve.errors import HttpError, json_response
+from quire.serve.errors import ErrorBody, HttpError, json_response
 from quire.serve.limits import refuse_more
 from quire.serve.prompts import render_messages
-from quire.serve.protocol.errors import ErrorBody
-from quire.serve.protocol.tokenize import (
+from quire.serve.protocol import (
     DetokenizeAnswer,
     DetokenizeRequest,
     TokenizeAnswer,

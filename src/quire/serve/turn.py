@@ -17,7 +17,7 @@ from quire.serve.formats import ModelFormats, special_marks
 from quire.serve.generation import GenerationJob, collect, log_delta, make_job, raise_failure, run
 from quire.serve.limits import check_work
 from quire.serve.prompts import render_messages
-from quire.serve.protocol.chat import ChatRequest
+from quire.serve.protocol import ChatRequest
 from quire.serve.sampling import check_request
 from quire.serve.server import Server
 from quire.serve.structured import from_response_format, tell_unenforced

@@ -8,7 +8,7 @@ as its protocol has it       tools[0].input_schema: $.properties.a: Invalid type
 import re
 from dataclasses import dataclass
 
-from quire.serve.protocol.fields import GenerationFields
+from quire.serve.protocol import GenerationFields
 from quire.serve.tools import ToolUse
 from quire.types.errors import RequestError
 from quire.types.structured import FIELD

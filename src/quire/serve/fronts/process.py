@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.getppid() != int(parent):  # it ended before that
         return 1
     from quire.serve.fronts import wire  # imports come before orders: engines are started at the same time
-    from quire.serve.fronts.side import Front
+    from quire.serve.fronts.client import Front
     from quire.serve.launch import run_front
 
     for inherited in (connection, *listeners.split(",")):
