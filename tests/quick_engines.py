@@ -1,6 +1,6 @@
-"""Engine processes that start in a blink: a nursery (quire/engine/nursery.py) forks them, whoever starts them.
+"""Engine processes that start in a blink: a fork server (quire/proc/fork_server.py) forks them, whoever starts them.
 
-    with quick_engines(): AsyncLLM(...)      python quick_engines.py PARENT SOCKET [with-us]
+    with quick_engines(): AsyncLLM(...)      python quick_engines.py PARENT SOCKET MODULE,... [with-thread]
 
 A forked engine is what a started one is, but for the imports it finds done: a process with its own number, with the environment
 and the directory of who starts it. Tests of starting itself start real ones.
@@ -25,33 +25,34 @@ GRAMMARS_AHEAD = "QUIRE_TEST_GRAMMARS_AHEAD"  # environment: engines start their
 
 
 @functools.cache
-def _nursery():
+def _server():
     """One for all tests of this process, and gone with it."""
     from patience import PATIENCE
-    from quire.engine import nursery
+    from quire.engine.child import PRELOADED_MODULES
+    from quire.proc import fork_server
 
     with contextlib.ExitStack() as stack:
-        command = nursery.COMMAND
-        stack.callback(setattr, nursery, "COMMAND", command)
-        nursery.COMMAND = (sys.executable, __file__)
-        process = nursery.NurseryProcess()
+        command = fork_server.COMMAND
+        stack.callback(setattr, fork_server, "COMMAND", command)
+        fork_server.COMMAND = (sys.executable, __file__)
+        process = fork_server.ForkServerProcess((*PRELOADED_MODULES, "numpy.ma", "quire.ops.native"))
     atexit.register(process.close)
     deadline = time.monotonic() + PATIENCE
     while not process.usable:
-        assert not process.closed and time.monotonic() < deadline, "there is no nursery"
+        assert not process.closed and time.monotonic() < deadline, "there is no fork server"
         time.sleep(0.01)
     return process
 
 
 class _Asking:
-    """The nursery, for one engine with a fault."""
+    """The fork server, for one engine with a fault."""
 
     def __init__(self, fault: Sequence[str]) -> None:
         self._fault = fault
 
-    def fork(self, kind, argv, descriptors, out):
+    def fork(self, module, argv, descriptors, out):
         told = json.dumps([dict(os.environ), str(Path.cwd()), *self._fault]).encode()
-        return _nursery().fork(kind, [*argv, told.hex()], descriptors, out)
+        return _server().fork("quick_engines", [*argv, told.hex()], descriptors, out)
 
 
 @contextlib.contextmanager
@@ -59,13 +60,13 @@ def quick_engines() -> Iterator[None]:
     from quire.engine import client
     from quire.engine.child import COMMAND, Child
 
-    _nursery()
+    _server()
 
-    def start(args, command=COMMAND, engine=0, serving=True, nursery=None, ends=None):
+    def start(args, command=COMMAND, engine=0, serving=True, server=None, ends=None):
         command = tuple(command)
-        if nursery is None and (command == COMMAND or command[:2] == FAULTY):
-            nursery = _Asking(command[2:] if command[:2] == FAULTY else ())
-        return Child(args, command, engine, serving, nursery, ends)
+        if server is None and (command == COMMAND or command[:2] == FAULTY):
+            server = _Asking(command[2:] if command[:2] == FAULTY else ())
+        return Child(args, command, engine, serving, server, ends)
 
     client.Child = start
     try:
@@ -111,9 +112,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    from quire.engine import nursery
+    from quire.proc import fork_server
 
     sys.modules["quick_engines"] = sys.modules["__main__"]
-    nursery.KINDS["engine"] = "quick_engines"
-    nursery.MODULES += ("numpy.ma", "quire.device.cpu.device", "quire.ops.native")
-    sys.exit(nursery.main())
+    sys.exit(fork_server.main())

@@ -13,7 +13,7 @@ import torch
 from patience import PATIENCE
 from quire.engine.executor import wire
 from quire.engine.executor.worker import Rank
-from quire.subprocesses import nameless_memory
+from quire.proc.spawn import anonymous_memory
 from quire.types.errors import EngineDead
 
 
@@ -21,7 +21,7 @@ class ThreadWorkers:
     """In the place of `Workers`."""
 
     def __init__(self, args, size, hang_timeout, links=None, companions=None, gpus="", drafts=None):
-        self.memory, self.remote, self.count, self.gone = nameless_memory("threads"), {}, size - 1, False
+        self.memory, self.remote, self.count, self.gone = anonymous_memory("threads"), {}, size - 1, False
         ends = [{} for _ in range(size)]
         for first, second in itertools.combinations(range(size), 2):
             ends[first][second], ends[second][first] = socket.socketpair()

@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 from quire.device.cuda import group
 from quire.dist.mesh import Position, evenly
-from quire.subprocesses import nameless_memory
+from quire.proc.spawn import anonymous_memory
 
 SIZE = 3
 
@@ -67,7 +67,7 @@ def run(rank: int, memory: int, peers: dict[int, socket.socket]) -> None:
 
 
 def main() -> int:
-    memory, ends = nameless_memory("gathering"), [{} for _ in range(SIZE)]
+    memory, ends = anonymous_memory("gathering"), [{} for _ in range(SIZE)]
     for first, second in itertools.combinations(range(SIZE), 2):
         ends[first][second], ends[second][first] = socket.socketpair()
     children = []

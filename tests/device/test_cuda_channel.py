@@ -10,7 +10,7 @@ import torch
 from quire.device.cuda.channel import LANDINGS, CardEnds, CardInlet, CardOutlet, FromHost, ToHost
 from quire.device.cuda.shared_bytes import view_bytes
 from quire.dist.channel import Neighbours, Shape
-from quire.subprocesses import nameless_memory
+from quire.proc.spawn import anonymous_memory
 from thread_ranks import Cards
 
 SHAPE = Shape(places=3, rows=5, columns=4, dtype=torch.bfloat16)
@@ -32,7 +32,7 @@ class Circle:
     """Ranks in a ring, each with a card."""
 
     def __init__(self, size, cards):
-        self.cards, memory = cards, nameless_memory("test", size * SHAPE.size)
+        self.cards, memory = cards, anonymous_memory("test", size * SHAPE.size)
         ends = [{} for _ in range(size)]
         for first, second in itertools.combinations(range(size), 2):
             ends[first][second], ends[second][first] = socket.socketpair()

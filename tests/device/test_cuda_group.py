@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from quire.subprocesses import environment
+from quire.proc.spawn import environment
 
 RANKS = Path(__file__).with_name("gathering_ranks.py")
 

@@ -9,14 +9,14 @@ from test_shared_memory import Told, Watch
 
 from quire.dist import channel
 from quire.dist.channel import Inlet, Outlet, Shape
-from quire.subprocesses import nameless_memory
+from quire.proc.spawn import anonymous_memory
 
 SHAPE = Shape(places=3, rows=5, columns=4, dtype=torch.bfloat16)
 
 
 @pytest.fixture
 def ends():
-    memory, (ours, theirs) = nameless_memory("test"), socket.socketpair()
+    memory, (ours, theirs) = anonymous_memory("test"), socket.socketpair()
     os.ftruncate(memory, 2 * SHAPE.size)
     yield Outlet(SHAPE, memory, SHAPE.size, 1, ours, Watch()), Inlet(SHAPE, memory, SHAPE.size, 0, theirs, Watch()), theirs
     os.close(memory)

@@ -13,7 +13,7 @@ import torch
 from patience import PATIENCE
 from quire.dist.experts import ExpertsGroup, SharedExperts
 from quire.dist.mesh import Position
-from quire.subprocesses import nameless_memory
+from quire.proc.spawn import anonymous_memory
 from quire.types.errors import CompanionLost, EngineDead
 
 WIDTH, EXPERTS, LAYERS = 6, 7, 3
@@ -37,7 +37,7 @@ def scale(layer, expert):
 
 class Fleet:
     def __init__(self, engines, ranks):
-        self.size, self.memory = engines * ranks, nameless_memory("test")
+        self.size, self.memory = engines * ranks, anonymous_memory("test")
         ends = [{} for _ in range(self.size)]
         for first, second in itertools.combinations(range(self.size), 2):
             ends[first][second], ends[second][first] = socket.socketpair()

@@ -17,7 +17,7 @@ from quire.dist.mesh import Position, evenly
 from quire.dist.nodes import NodesGroup
 from quire.engine.executor import nodes
 from quire.engine.handshake import heard, listen, say
-from quire.subprocesses import nameless_memory
+from quire.proc.spawn import anonymous_memory
 from quire.types.errors import EngineError
 
 TERMS = {"version": "1", "files": {}, "arguments": {}, "model": "somewhere"}
@@ -43,7 +43,7 @@ def groups(places):
             else:
                 remote[one][other] = socket.create_connection(server.getsockname())
                 remote[other][one] = server.accept()[0]
-    memories = {node: nameless_memory("test") for node in set(places)}
+    memories = {node: anonymous_memory("test") for node in set(places)}
     try:
         yield [
             NodesGroup(Position(rank, size), memories[node], local[rank], Patient(), remote[rank])

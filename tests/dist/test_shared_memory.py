@@ -13,7 +13,7 @@ import torch
 from quire.dist import shared_memory
 from quire.dist.mesh import Position, evenly, largest_share, share_layers
 from quire.dist.shared_memory import SharedMemoryGroup
-from quire.subprocesses import nameless_memory
+from quire.proc.spawn import anonymous_memory
 from quire.types.cache import LayerCache
 
 
@@ -31,7 +31,7 @@ class Watch:
 
 class Ranks:
     def __init__(self, size):
-        self.size, self.memory = size, nameless_memory("test")
+        self.size, self.memory = size, anonymous_memory("test")
         self.ends = [{} for _ in range(size)]
         for first, second in itertools.combinations(range(size), 2):
             self.ends[first][second], self.ends[second][first] = socket.socketpair()

@@ -14,7 +14,7 @@ from cuda_sums import Watch
 from quire.device.cuda.channel import CardEnds, CardInlet, FromHost
 from quire.device.cuda.links import CUDALinks
 from quire.dist.channel import Neighbours, Shape
-from quire.subprocesses import nameless_memory
+from quire.proc.spawn import anonymous_memory
 
 DEVICE = torch.device(os.environ.get("HANDOVER_DEVICE", "cuda"))
 COLUMNS, ROWS, PLACES = 512, 96, 4
@@ -100,7 +100,7 @@ def main() -> None:
     if "rank1" in sys.argv:
         run(1, int(sys.argv[2]), socket.socket(fileno=int(sys.argv[3])))
         return
-    memory, (ours, theirs) = nameless_memory("handover"), socket.socketpair()
+    memory, (ours, theirs) = anonymous_memory("handover"), socket.socketpair()
     command = [sys.executable, __file__, "rank1", str(memory), str(theirs.fileno()), *sys.argv[1:]]
     other = subprocess.Popen(command, pass_fds=[memory, theirs.fileno()], env=os.environ)
     theirs.close()

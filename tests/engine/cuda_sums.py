@@ -11,7 +11,7 @@ import torch
 
 from quire.device.cuda.group import CUDAGroup
 from quire.dist.mesh import Position
-from quire.subprocesses import nameless_memory
+from quire.proc.spawn import anonymous_memory
 
 SIZES = (1, 7, 4096, 65536, 3 << 20)
 
@@ -58,7 +58,7 @@ def main() -> None:
     if "rank1" in sys.argv:
         run(1, int(sys.argv[2]), socket.socket(fileno=int(sys.argv[3])), timed)
         return
-    memory, (ours, theirs) = nameless_memory("sums"), socket.socketpair()
+    memory, (ours, theirs) = anonymous_memory("sums"), socket.socketpair()
     command = [sys.executable, __file__, "rank1", str(memory), str(theirs.fileno()), *(["times"] if timed else [])]
     other = subprocess.Popen(command, pass_fds=[memory, theirs.fileno()], env=os.environ)
     theirs.close()

@@ -14,7 +14,7 @@ from quire import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
 from quire.device.cuda import shared_bytes
 from quire.device.cuda.group import CUDAGroup
 from quire.dist.mesh import Position
-from quire.subprocesses import nameless_memory
+from quire.proc.spawn import anonymous_memory
 from quire.types.errors import EngineDead
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -197,7 +197,7 @@ def test_two_groups_and_the_programs_own_live_in_one_process(tmp_path):
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
         for _ in range(2):
-            group = CUDAGroup(Position(0, 1), nameless_memory("alone"), {}, SimpleNamespace(), torch.device("cuda"))
+            group = CUDAGroup(Position(0, 1), anonymous_memory("alone"), {}, SimpleNamespace(), torch.device("cuda"))
             part = torch.randn(1 << 20, device="cuda")
             assert torch.equal(group._all_gather(part)[0], part)
             group.close()

@@ -9,18 +9,18 @@ import pytest
 from patience import PATIENCE
 from quire.engine import ipc
 from quire.engine.process import Link
-from quire.frames import Mailbox
+from quire.proc.channel import Channel
 
 
 @pytest.fixture
 def ends():
-    pair = [Mailbox(end) for end in socket.socketpair()]
+    pair = [Channel(end) for end in socket.socketpair()]
     yield pair
     for end in pair:
         end.close()
 
 
-def received(end: Mailbox, count: int) -> list[bytes]:
+def received(end: Channel, count: int) -> list[bytes]:
     messages: list[bytes] = []
     deadline = time.monotonic() + PATIENCE
     while len(messages) < count and time.monotonic() < deadline:
@@ -102,9 +102,9 @@ def test_the_other_end_is_closed(ends):
 def test_a_large_report_leaves_before_the_next_step():
     """The other end reads only while somebody waits for it: what found no room must not wait for the next message."""
     ours, theirs = socket.socketpair()
-    there = Mailbox(theirs)
+    there = Channel(theirs)
 
-    class Waiting(Mailbox):
+    class Waiting(Channel):
         def drain(self, seconds: float) -> None:
             assert 0 < seconds < 0.1, "nor may a step wait long for a slow reader"
             while self.full:

@@ -23,7 +23,7 @@ from quire.engine.outpost import Outpost
 from quire.engine.remote import Harbour, RemoteEngine
 from quire.engine.supervisor import Supervisor, SupervisorLimits
 from quire.engine.timeline import Timeline
-from quire.frames import Frames
+from quire.proc.channel import Frames
 from quire.types.errors import EngineError
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")

@@ -14,7 +14,7 @@ import pytest
 from patience import PATIENCE, wait_for
 from quire import LLM, SamplingParams
 from quire.engine.companions import LOOK, Companions, looking_after
-from quire.subprocesses import processor_time
+from quire.proc.spawn import processor_time
 from quire.types.errors import ConfigError
 from serving import NAME, Running
 

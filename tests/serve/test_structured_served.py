@@ -15,8 +15,8 @@ import pytest
 from server_process import body, only_child, read_stream, serving, wait_for
 
 from quire.config.server_args import ServerArgs
+from quire.proc.spawn import is_stopped
 from quire.serve import sse
-from quire.subprocesses import is_stopped
 
 SCHEMA = {
     "type": "object",

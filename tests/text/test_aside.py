@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, pre_tokenizers
 
 from patience import PATIENCE
-from quire.subprocesses import processor_time
+from quire.proc.spawn import processor_time
 from quire.text import aside as aside_module
 from quire.text.aside import Aside
 from quire.text.helper import pool, worker

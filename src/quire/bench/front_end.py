@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from quire.subprocesses import environment, with_us
+from quire.proc.spawn import environment, with_thread_option
 from quire.types.errors import ConfigError, EngineError
 
 STEP = 0.01  # seconds that a step waits
@@ -85,7 +85,7 @@ def measure_front_end(
     flags = [
         "--port", str(port), "--distributed-executor-backend", "fake", "--load-format", "dummy", "--max-num-seqs", str(MANY),
         "--max-model-len", str(requests.longest), "--async-scheduling", "--disable-log-stats", "--disable-uvicorn-access-log",
-        "--served-model-name", "it", *with_us(),
+        "--served-model-name", "it", *with_thread_option(),
     ]  # fmt: skip
     around = {**(environment() or os.environ), **(variables or {}), "QUIRE_FAKE_LATENCY": str(STEP)}
     with tempfile.TemporaryFile() as said:

@@ -9,11 +9,8 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import tempfile
-import threading
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO
@@ -22,21 +19,29 @@ from quire.config.args import EngineArgs
 from quire.engine import ipc
 from quire.engine.companions import Ends
 from quire.engine.correspondent import Correspondent
-from quire.engine.nursery import PARENT, Forked, Nursery
-from quire.frames import Mailbox
-from quire.subprocesses import ending, environment, is_stopped
+from quire.proc.channel import Channel
+from quire.proc.fork_server import ForkServer, LazyForkServer
+from quire.proc.spawn import PARENT, ChildProcess, LogPipe, command_of, exit_reason, is_stopped, spawn
 from quire.types.errors import ConfigError
 
-COMMAND = (sys.executable, "-P", "-m", "quire.engine.process")  # -P: what lies in the working directory is not imported
-LAST_LINES = 20
-_Process = subprocess.Popen[bytes] | Forked
+COMMAND = command_of("quire.engine.process")
+PRELOADED_MODULES = (
+    "quire.engine.assemble",
+    "quire.runner.step",
+    "quire.engine.executor.ranks",
+    "quire.device.cpu.device",
+    "quire.device.cpu.prepare",
+    "quire.attn.cpu",
+    "quire.engine.process",
+    "quire.engine.executor.worker",
+)  # by the fork server
 
 
 class Child(Correspondent):
     """Without arguments, the process waits for `begin`, and spends the time importing what an engine with a model needs.
 
     `engine` is its number, of args.data_parallel_size; `serving`: requests come and go while others wait for their tokens.
-    `nursery`: who forks it, if that can be. `ends`: its ways to engines that share its experts.
+    `server`: forks it, if it can. `ends`: its ways to engines that share its experts.
     """
 
     def __init__(
@@ -45,7 +50,7 @@ class Child(Correspondent):
         command: Sequence[str] = COMMAND,
         engine: int = 0,
         serving: bool = True,
-        nursery: Nursery | None = None,
+        server: ForkServer | None = None,
         ends: Ends | None = None,
     ) -> None:
         start = None if args is None else first_frame(args, engine, serving)
@@ -55,8 +60,8 @@ class Child(Correspondent):
         except OSError:
             self._journal.close()
             raise
-        self._mailbox = Mailbox(ours)
-        process: _Process | None = None
+        self._mailbox = Channel(ours)
+        process: ChildProcess | None = None
         try:
             inner, outer = os.pipe()
         except OSError:
@@ -65,19 +70,13 @@ class Child(Correspondent):
             self._journal.close()
             raise
         try:
-            options = [*([ipc.AHEAD] if args is None else []), *([] if ends is None else [ends.say()])]
-            if nursery is not None:
-                process = _fork(nursery, self._journal.fileno(), theirs.fileno(), outer, ends)
-            if process is None:
-                process = subprocess.Popen(
-                    [*command, str(self._journal.fileno()), str(os.getpid()), str(theirs.fileno()), *options],
-                    pass_fds=[self._journal.fileno(), theirs.fileno(), *([] if ends is None else ends.descriptors)],
-                    env=environment(),
-                    stdin=subprocess.DEVNULL,
-                    stdout=outer,
-                    stderr=subprocess.STDOUT,
-                    process_group=0,  # Ctrl-C is for the parent
-                )
+            arguments, descriptors = ["{0}", PARENT, "{1}"], [self._journal.fileno(), theirs.fileno()]
+            if args is None:
+                arguments.append(ipc.AHEAD)
+            if ends is not None:
+                arguments.append(ends.say([f"{{{i}}}" for i in range(2, 2 + len(ends.descriptors))]))
+                descriptors += ends.descriptors
+            process = spawn(command, arguments, descriptors, server=server, output=outer)
         finally:
             theirs.close()
             os.close(outer)
@@ -87,7 +86,7 @@ class Child(Correspondent):
                 self._finalizer()
         self._process = process
         try:
-            self._log = Log(os.fdopen(inner, "rb"), process.pid)
+            self._log = LogPipe(os.fdopen(inner, "rb"), f"(engine {process.pid})")
         except RuntimeError as error:  # the system gives no thread
             self._finalizer()
             raise OSError(errno.EAGAIN, str(error)) from None
@@ -117,7 +116,7 @@ class Child(Correspondent):
     def ending(self) -> str | None:
         """How the process ended; None while it lives."""
         code = self._process.poll()
-        return None if code is None else ending(code)
+        return None if code is None else exit_reason(code)
 
     def last_words(self) -> str:
         """The end of its log, for a message."""
@@ -150,22 +149,9 @@ class Child(Correspondent):
         self._log.join(1.0)
 
 
-class Log(threading.Thread):
-    """Copies what the engine process prints to our stderr, line by line."""
-
-    def __init__(self, pipe: IO[bytes], pid: int) -> None:
-        super().__init__(name="quire-engine-log", daemon=True)
-        self.lines: deque[str] = deque(maxlen=LAST_LINES)
-        self._pipe, self._prefix = pipe, f"(engine {pid})"
-        self.start()
-
-    def run(self) -> None:
-        with self._pipe:
-            for raw in self._pipe:
-                line = raw.decode(errors="replace").rstrip()
-                self.lines.append(line)
-                with suppress(OSError, ValueError):  # our stderr is closed
-                    sys.stderr.write(f"{self._prefix} {line}\n")
+def engine_fork_server() -> LazyForkServer:
+    """Return what makes restarts of engines quick, once it is prepared."""
+    return LazyForkServer(PRELOADED_MODULES)
 
 
 def first_frame(args: EngineArgs, engine: int, serving: bool) -> bytes:
@@ -175,19 +161,7 @@ def first_frame(args: EngineArgs, engine: int, serving: bool) -> bytes:
         raise ConfigError(f"an engine argument cannot be sent to the engine process: {error}") from None
 
 
-def _fork(nursery: Nursery, journal: int, connection: int, out: int, ends: Ends | None) -> Forked | None:
-    """None: it cannot, and a process has to be started."""
-    argv, descriptors = ["{0}", PARENT, "{1}"], [journal, connection]
-    if ends is not None:
-        argv.append(ends.say([f"{{{place}}}" for place in range(2, 2 + len(ends.descriptors))]))
-        descriptors += ends.descriptors
-    try:
-        return nursery.fork("engine", argv, descriptors, out)
-    except OSError:
-        return None
-
-
-def _clean_up(mailbox: Mailbox, process: "_Process | None", journal: IO[bytes]) -> None:
+def _clean_up(mailbox: Channel, process: ChildProcess | None, journal: IO[bytes]) -> None:
     if process is not None:
         process.kill()
         with suppress(subprocess.TimeoutExpired):

@@ -18,11 +18,11 @@ from typing import Any, Protocol
 from quire.config.args import EngineArgs
 from quire.config.config import Config
 from quire.engine import ipc
-from quire.engine.child import COMMAND, Child
+from quire.engine.child import COMMAND, Child, engine_fork_server
 from quire.engine.companions import Companions
-from quire.engine.nursery import WarmStart
 from quire.engine.remote import Harbour, RemoteEngine
 from quire.engine.supervisor import AnyChild, State, Supervisor, SupervisorLimits
+from quire.proc.fork_server import LazyForkServer
 from quire.types.adapter import AdapterRef
 from quire.types.errors import ConfigError, EngineDead, EngineError, InvalidParameter, QuireError
 from quire.types.outputs import TokenDelta
@@ -94,7 +94,7 @@ class EngineClient:
         spare: Child | None = None,
         engine: int = 0,
         serving: bool = True,
-        warm: WarmStart | None = None,
+        warm: LazyForkServer | None = None,
         harbour: Harbour | None = None,
         companions: Companions | None = None,
     ) -> None:
@@ -105,7 +105,7 @@ class EngineClient:
 
             export_group()
         self._hearer, self._harbour = hearer, harbour
-        self._warm = warm or WarmStart()
+        self._warm = warm or engine_fork_server()
         self._warms = bool(args.warm_restart) and args.distributed_executor_backend != "fake" and tuple(command) == COMMAND
         self._open: dict[str, OpenRequest] = {}
         self._suspects: deque[OpenRequest] = deque()

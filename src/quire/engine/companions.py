@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from quire.config.args import EngineArgs, shares_experts
-from quire.subprocesses import nameless_memory
+from quire.proc.spawn import anonymous_memory
 from quire.types.errors import CompanionLost
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Companions:
     def _make(self) -> dict[int, Ends]:
         ways: list[list[tuple[int, int, int]]] = [[] for _ in range(self._engines)]
         with contextlib.ExitStack() as undone:
-            memory = nameless_memory("quire-experts")
+            memory = anonymous_memory("quire-experts")
             undone.callback(os.close, memory)
             for first, second in itertools.combinations(range(self._engines * self._ranks), 2):
                 for one, other, end in zip((first, second), (second, first), socket.socketpair(), strict=True):

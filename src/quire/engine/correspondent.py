@@ -1,11 +1,11 @@
 """An engine somewhere else, as whoever watches over it writes to it: commands leave, and reports come, through a mailbox."""
 
 from quire.engine import ipc
-from quire.frames import Mailbox
+from quire.proc.channel import Channel
 
 
 class Correspondent:
-    _mailbox: Mailbox
+    _mailbox: Channel
 
     @property
     def fd(self) -> int:

@@ -26,9 +26,9 @@ from quire.engine.executor import wire
 from quire.engine.executor.launch import Spot, read_spot
 from quire.engine.executor.worker import Rank, RankLost
 from quire.engine.timeline import Stopwatch, Timeline
-from quire.frames import Frames
+from quire.proc.channel import Frames
+from quire.proc.spawn import anonymous_memory
 from quire.progress import doing
-from quire.subprocesses import nameless_memory
 from quire.types import errors
 from quire.types.adapter import AdapterRef
 from quire.types.errors import EngineDead, QuireError, RequestError
@@ -155,7 +155,7 @@ class Follower:
         with doing(f"{self._name}: waiting for rank 0 at {spot.address[0]}:{spot.address[1]}"):
             links = self._links = spot.join(config.args)
         control = links.controls[spot.rank]
-        self._memory = nameless_memory("quire-ranks")
+        self._memory = anonymous_memory("quire-ranks")
         self._frames, self._rank = Frames(control), Rank(self._memory, {}, links.ends.get(spot.rank, {}))
         self._dead: str | None = None
         self.stats = NOTHING

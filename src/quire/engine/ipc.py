@@ -5,7 +5,7 @@
     ◄─── Ready, StepReport, ... ────── the loop
     ◄─── Beat ──────────────────────── the heartbeat thread
 
-They are joined by a pair of sockets that nobody else has (`Mailbox`); the frames are msgpack. Nothing received is ever executed
+They are joined by a pair of sockets that nobody else has (`Channel`); the frames are msgpack. Nothing received is ever executed
 or unpickled.
 """
 
@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import msgspec
+from msgspec import field
 
 from quire.config.args import EngineArgs
-from quire.engine.arrays import array_reader, from_array
 from quire.engine.timeline import Timeline
+from quire.proc import messages
+from quire.proc.messages import WireMessage, decoder
 from quire.types import errors
 from quire.types.adapter import AdapterRef
 from quire.types.outputs import TokenDelta
@@ -32,26 +33,22 @@ FIRST = 1 << 20  # of the first one, when nobody knows yet who speaks
 END = b"\0"  # of the journal, the file that says who is being worked on: one request id per line
 
 
-class _EngineFrame(msgspec.Struct, array_like=True, tag=True):
-    pass
-
-
 # ---- to the engine
 
 
-class StartEngine(_EngineFrame):
+class StartEngine(WireMessage):
     args: EngineArgs
     log_level: int
     engine: int = 0  # its number, of args.data_parallel_size
     serving: bool = True  # requests come and go while others wait for their next token
 
 
-class Add(_EngineFrame):
+class Add(WireMessage):
     """A prompt that several requests have is told once: `shared` says which of the `prompts` a request without one has."""
 
     requests: list[EngineRequest]
-    prompts: list[tuple[int, ...]] = []
-    shared: dict[str, int] = {}
+    prompts: list[tuple[int, ...]] = field(default_factory=list)
+    shared: dict[str, int] = field(default_factory=dict)
 
     def restored(self) -> list[EngineRequest]:
         return [
@@ -77,11 +74,11 @@ def add(requests: Sequence[EngineRequest]) -> Add:
     return Add(told, prompts, shared)
 
 
-class Abort(_EngineFrame):
+class Abort(WireMessage):
     ids: list[str]
 
 
-class CallMethod(_EngineFrame):
+class CallMethod(WireMessage):
     """One of the engine core's public methods, by name."""
 
     id: int
@@ -89,7 +86,7 @@ class CallMethod(_EngineFrame):
     args: list[Any]
 
 
-class LoadAdapter(_EngineFrame):
+class LoadAdapter(WireMessage):
     """The reply comes when it is read, and found good or not."""
 
     id: int
@@ -97,20 +94,20 @@ class LoadAdapter(_EngineFrame):
     pinned: bool
 
 
-class Watch(_EngineFrame):
+class Watch(WireMessage):
     """Somebody looks at the engine now, or nobody any more."""
 
     on: bool
 
 
-class Stop(_EngineFrame):
+class Stop(WireMessage):
     pass
 
 
 # ---- from the engine
 
 
-class Ready(_EngineFrame):
+class Ready(WireMessage):
     """Started: what was decided there."""
 
     max_model_len: int
@@ -125,7 +122,7 @@ class Ready(_EngineFrame):
     device_name: str = ""  # such as NVIDIA H200
 
 
-class StepReport(_EngineFrame):
+class StepReport(WireMessage):
     """One turn of the loop: news of every request that has any."""
 
     deltas: list[TokenDelta]
@@ -133,19 +130,19 @@ class StepReport(_EngineFrame):
     tokens: int  # run in this step
 
 
-class Seen(_EngineFrame):
+class Seen(WireMessage):
     """For those who look at the engine."""
 
     sight: Sight
 
 
-class Beat(_EngineFrame):
+class Beat(WireMessage):
     """The process is alive. `busy` is for how long its loop has been in the present turn; 0 while it waits for work."""
 
     busy: float
 
 
-class Refused(_EngineFrame):
+class Refused(WireMessage):
     """A request that was not added, or that was and turned out to be wrong while it was worked on."""
 
     id: str
@@ -155,7 +152,7 @@ class Refused(_EngineFrame):
     added: bool = False
 
 
-class Reply(_EngineFrame):
+class Reply(WireMessage):
     """The answer to a Call; `error` says why there is none, `kind` and `parameter` whether that is the client's fault."""
 
     id: int
@@ -165,7 +162,7 @@ class Reply(_EngineFrame):
     parameter: str | None = None
 
 
-class Failed(_EngineFrame):
+class Failed(WireMessage):
     """The engine could not start."""
 
     kind: str
@@ -175,11 +172,11 @@ class Failed(_EngineFrame):
 # ---- from the node of an engine on another machine
 
 
-class Begun(_EngineFrame):
+class Begun(WireMessage):
     pid: int  # there
 
 
-class Ended(_EngineFrame):
+class Ended(WireMessage):
     """Its process has; `how`, and what a parent learns from its journal and its log."""
 
     how: str
@@ -191,10 +188,10 @@ Command = StartEngine | Add | Abort | CallMethod | LoadAdapter | Watch | Stop
 Report = Ready | StepReport | Seen | Beat | Refused | Reply | Failed | Begun | Ended
 
 
-to_array = array_reader(("<i4", "<f4"))  # the kinds of numpy arrays that cross
-encode: Callable[[Command | Report], bytes] = msgspec.msgpack.Encoder(enc_hook=from_array).encode
-decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command, dec_hook=to_array).decode
-decode_report: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report, dec_hook=to_array).decode
+encode: Callable[[Command | Report], bytes] = messages.encode
+DTYPES = ("<i4", "<f4")  # of numpy arrays in messages
+decode_command: Callable[[bytes], Command] = decoder(Command, DTYPES)
+decode_report: Callable[[bytes], Report] = decoder(Report, DTYPES)
 
 
 def request_error(refused: Refused) -> errors.QuireError:

@@ -17,10 +17,9 @@ import msgspec
 from quire.config.args import EngineArgs
 from quire.engine import ipc
 from quire.engine.agreement import own_terms
-from quire.engine.child import Child
+from quire.engine.child import Child, engine_fork_server
 from quire.engine.handshake import Address, cluster_key, connect, heard, keep_alive, say
-from quire.engine.nursery import WarmStart
-from quire.frames import Mailbox
+from quire.proc.channel import Channel
 from quire.types.errors import EngineError
 
 LOOK = 0.1  # seconds between looks at the process
@@ -39,7 +38,7 @@ class Outpost:
         """`args` of the command here: engines `first` to `first + count - 1`."""
         self._args, self._first, self._count, self._terms = args, first, count, own_terms(args)
         self._address: Address = (args.data_parallel_address, args.data_parallel_rpc_port)
-        self._warm, self._lock = WarmStart(), threading.Lock()
+        self._warm, self._lock = engine_fork_server(), threading.Lock()
         self._over = threading.Event()
         self.errors: list[Exception] = []
 
@@ -87,21 +86,21 @@ class Outpost:
             if "refused" in told:
                 raise EngineError(f"machine 0 refused this one: {told['refused']}")
             keep_alive(connection)
-            mailbox = Mailbox(connection, ipc.FIRST)
+            mailbox = Channel(connection, ipc.FIRST)
             start = self._order(mailbox)
             mailbox.allow(ipc.LARGEST)
             if not isinstance(start, ipc.StartEngine):
                 return start is not None
             logger.info("engine %d starts", engine)
             with self._lock:
-                nursery = self._warm.get()
-            child = Child(self._own(start.args), engine=number, serving=start.serving, nursery=nursery)
+                server = self._warm.get()
+            child = Child(self._own(start.args), engine=number, serving=start.serving, server=server)
             try:
                 return self._relay(mailbox, child, start)
             finally:
                 child.close()
 
-    def _order(self, mailbox: Mailbox) -> ipc.Command | None:
+    def _order(self, mailbox: Channel) -> ipc.Command | None:
         """What node 0 wants, which may come late: it has another node for this engine now. None: it is gone."""
         while not self._over.is_set() and not mailbox.closed:
             frame = mailbox.receive()
@@ -114,7 +113,7 @@ class Outpost:
         self._refuse_fault(mailbox)
         return None
 
-    def _refuse_fault(self, mailbox: Mailbox) -> None:
+    def _refuse_fault(self, mailbox: Channel) -> None:
         if mailbox.fault:
             raise EngineError(f"{self._address[0]}, port {self._address[1]}, is not machine 0: {mailbox.fault}")
 
@@ -130,7 +129,7 @@ class Outpost:
             data_parallel_start_rank=0,
         )
 
-    def _relay(self, mailbox: Mailbox, child: Child, start: ipc.StartEngine) -> bool:
+    def _relay(self, mailbox: Channel, child: Child, start: ipc.StartEngine) -> bool:
         """Carries what the two say until one of them is gone. True: node 0 wanted the end."""
         mailbox.send(ipc.encode(ipc.Begun(child.pid)))
         warm_at: float | None = None
@@ -164,7 +163,7 @@ class Outpost:
         self._refuse_fault(mailbox)
         return stopping
 
-    def _tell(self, mailbox: Mailbox, child: Child, how: str) -> bool:
+    def _tell(self, mailbox: Channel, child: Child, how: str) -> bool:
         """Node 0 of an engine's end."""
         child.kill()
         logger.info("the engine process %d ended with %s", child.pid, how)

@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -28,13 +27,13 @@ from quire.engine.companions import Ends, looking_after, read_ends
 from quire.engine.core import EngineCore
 from quire.engine.plan_deadline import PlanDeadline
 from quire.engine.timeline import Stopwatch
-from quire.frames import Mailbox
+from quire.proc.channel import Channel
+from quire.proc.liveness import Heartbeat
+from quire.proc.spawn import set_up
 from quire.progress import doing, shown
-from quire.subprocesses import name_process
 from quire.types.errors import CompanionLost, EngineDead, QuireError, RequestError
 from quire.types.request import EngineRequest
 
-BEAT_EVERY = 0.25  # seconds
 IDLE_WAIT = 500  # milliseconds between looks at the stop signal
 COMPANY_WAIT = 100  # milliseconds between looks at engines that share our experts
 READ_WAIT = 1  # milliseconds between looks at adapters that are being read
@@ -48,27 +47,6 @@ CALLS = ("reset_prefix_cache", "retire_adapter", "expect_adapter", "release", "c
 
 logger = logging.getLogger("quire.engine.process")  # __name__ is __main__ here, and would not have the level of quire
 LINE = logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)s [%(name)s] %(message)s", "%Y-%m-%d %H:%M:%S")  # as the server's
-
-
-class Pulse(threading.Thread):
-    """Beats until told to end. `busy_since` is written by the loop: when its present turn began, 0 while it waits."""
-
-    def __init__(self, mailbox: Mailbox, parent: int) -> None:
-        super().__init__(name="quire-pulse", daemon=True)
-        self.busy_since = 0.0
-        self._mailbox, self._parent = mailbox, parent
-        self._over = threading.Event()
-
-    def run(self) -> None:
-        while not self._over.wait(BEAT_EVERY):
-            if os.getppid() != self._parent:
-                os._exit(1)
-            since = self.busy_since
-            self._mailbox.send(ipc.encode(ipc.Beat(time.monotonic() - since if since else 0.0)))
-
-    def end(self) -> None:
-        self._over.set()
-        self.join()
 
 
 class Journal:
@@ -95,7 +73,7 @@ class Journal:
 class Link:
     """The loop's end of the connection."""
 
-    def __init__(self, mailbox: Mailbox) -> None:
+    def __init__(self, mailbox: Channel) -> None:
         self._mailbox = mailbox
         self.wait = mailbox.wait
 
@@ -112,7 +90,9 @@ class Link:
 class EngineLoop:
     """One core, turned by commands."""
 
-    def __init__(self, core: EngineCore, link: Link, pulse: Pulse, gathers: bool = True, idle_wait: int = IDLE_WAIT) -> None:
+    def __init__(
+        self, core: EngineCore, link: Link, pulse: Heartbeat, gathers: bool = True, idle_wait: int = IDLE_WAIT
+    ) -> None:
         """`gathers`: the next step is planned shortly before the one in flight ends. The first stage of a pipeline has nothing
         to do until then, so it is planned at once. `idle_wait`: milliseconds between looks at the executor."""
         self._core, self._link, self._pulse, self._gathers = core, link, pulse, gathers
@@ -252,12 +232,10 @@ def _tell(line: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     file, parent, number, *options = sys.argv[1:] if argv is None else argv
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    name_process("engine")
-    for inherited in (file, number):
-        os.set_inheritable(int(inherited), False)
-    mailbox = Mailbox(socket.socket(fileno=int(number)))
-    pulse = Pulse(mailbox, int(parent))
+    if not set_up("engine", options, parent, [file, number]):
+        return 1
+    mailbox = Channel(socket.socket(fileno=int(number)))
+    pulse = Heartbeat(lambda busy: mailbox.send(ipc.encode(ipc.Beat(busy))), int(parent))
     pulse.start()
     try:
         watch = Stopwatch.of_engine("python")
@@ -278,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         mailbox.close()
 
 
-def _serve(link: Link, pulse: Pulse, journal: Journal, watch: Stopwatch, ends: Ends | None) -> int:
+def _serve(link: Link, pulse: Heartbeat, journal: Journal, watch: Stopwatch, ends: Ends | None) -> int:
     while (first := link.receive()) is None:
         link.wait(IDLE_WAIT)
     assert isinstance(first, ipc.StartEngine), first

@@ -25,7 +25,7 @@ from quire.engine.correspondent import Correspondent
 from quire.engine.handshake import Address, Said, cluster_key, keep_alive, listen, say
 from quire.engine.reception import Reception
 from quire.files.reading import shown, told
-from quire.frames import Frames, Mailbox
+from quire.proc.channel import Channel, Frames
 from quire.types.errors import EngineError
 
 PIECE = 1 << 16
@@ -133,7 +133,7 @@ class RemoteEngine(Correspondent):
     def __init__(self, args: EngineArgs, harbour: Harbour, engine: int, serving: bool = True) -> None:
         start = first_frame(args, engine, serving)
         ours, theirs = socket.socketpair()
-        self._mailbox, self._engine, self._harbour = Mailbox(ours, ipc.FIRST), engine, harbour
+        self._mailbox, self._engine, self._harbour = Channel(ours, ipc.FIRST), engine, harbour
         self._line = _Line(harbour, engine, theirs)
         self._begun: ipc.Begun | None = None
         self._ended: ipc.Ended | None = None
@@ -330,6 +330,6 @@ def _close(listener: socket.socket, waiting: dict[int, Arrived]) -> None:
             Frames(arrived.connection).send(ipc.encode(ipc.Stop()))
 
 
-def _hang_up(mailbox: Mailbox, line: _Line) -> None:
+def _hang_up(mailbox: Channel, line: _Line) -> None:
     line.end()
     mailbox.close()

@@ -19,10 +19,9 @@ from quire.config.args import EngineArgs, local_engines
 from quire.config.config import Config
 from quire.engine import ipc
 from quire.engine.agreement import terms_of
-from quire.engine.child import COMMAND, Child
+from quire.engine.child import COMMAND, Child, engine_fork_server
 from quire.engine.client import EngineClient, OpenRequest, check_number, engine_args
 from quire.engine.companions import companions_of
-from quire.engine.nursery import WarmStart
 from quire.engine.remote import Harbour
 from quire.engine.together import Together
 from quire.engine.view import Engines
@@ -97,7 +96,7 @@ class EngineRouter(Together):
         self._balancer = Balancer(args.data_parallel_size)
         self._harbour: Harbour | None = None
         self.engines: list[EngineClient] = []
-        warm = WarmStart()  # for all of them
+        warm = engine_fork_server()  # for all of them
         self._companions = companions_of(args)
         here = local_engines(args)
         if here < args.data_parallel_size:

@@ -76,10 +76,13 @@ class Stopwatch:
         return Timeline.of(self._laps, self._began, time.monotonic())
 
 
-def begin_anew() -> None:
+def _on_fork() -> None:
     """This process was forked from one that had imported everything."""
     global _imported
     _imported = time.monotonic()
+
+
+os.register_at_fork(after_in_child=_on_fork)
 
 
 def process_start() -> float:

@@ -12,9 +12,9 @@ import weakref
 import numpy as np
 import numpy.typing as npt
 
-from quire.frames import Mailbox
 from quire.grammar import wire
-from quire.subprocesses import environment, nameless_memory, with_us
+from quire.proc.channel import Channel
+from quire.proc.spawn import anonymous_memory, environment, with_thread_option
 
 EXIT_TIMEOUT_S = 1.0  # for a process that closed its socket: it is about to end
 OUTSIDE_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # what a fault of its own does not send
@@ -29,12 +29,12 @@ class Process:
         with contextlib.ExitStack() as cleaning:
             cleaning.callback(theirs.close)
             rows = start.rows * (1 + start.drafts)
-            memory = nameless_memory("quire-masks", 4 * rows * words)
+            memory = anonymous_memory("quire-masks", 4 * rows * words)
             cleaning.callback(os.close, memory)
             handed = (theirs.fileno(), memory)
             flags = [flag for flag, wanted in ((wire.AHEAD, ahead), (wire.GIVES_WAY, gives_way)) if wanted]
             self._child = subprocess.Popen(
-                [*COMMAND, *map(str, handed), *with_us(), *flags],
+                [*COMMAND, *map(str, handed), *with_thread_option(), *flags],
                 pass_fds=handed,
                 stdin=subprocess.DEVNULL,
                 env=_environment(),
@@ -43,7 +43,7 @@ class Process:
             self.masks: Words = np.frombuffer(mmap.mmap(memory, 0), np.uint32).reshape(rows, words)
         self.pid = self._child.pid
         self.started = False  # it has said so
-        self.mailbox = Mailbox(ours)  # never waits: a process that is stopped does not read
+        self.mailbox = Channel(ours)  # never waits: a process that is stopped does not read
         self.end = weakref.finalize(self, _end, self._child, ours)
         self.mailbox.send(wire.encode(start))
 

@@ -19,10 +19,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from quire.frames import Frames
 from quire.grammar.backend import GrammarBackend, GrammarError
 from quire.grammar.schema import Place, pointer, subschemas
-from quire.subprocesses import end_with_parent, processor_time
+from quire.proc.channel import Frames
+from quire.proc.spawn import end_with_parent, processor_time
 from quire.types.errors import InvalidParameter
 from quire.types.structured import StructuredOutputsParams, read_object
 

@@ -1,4 +1,4 @@
-"""The grammar process: `python -m quire.grammar.worker SOCKET MEMORY [with-us] [ahead] [gives-way]`, with two inherited
+"""The grammar process: `python -m quire.grammar.worker SOCKET MEMORY [with-thread] [ahead] [gives-way]`, with two inherited
 file descriptors.
 
 It holds a matcher for every open request, takes in the tokens they sampled and writes the masks for their next ones into the
@@ -29,11 +29,11 @@ import numpy.typing as npt
 
 from quire.files.resolve import resolve_model
 from quire.files.threads import give_way
-from quire.frames import Frames
 from quire.grammar import wire
 from quire.grammar.backend import GrammarBackend, GrammarError, Matcher
 from quire.grammar.vetting import VettingJob, decode_verdict, encode, start_vetting
-from quire.subprocesses import WITH_US, end_with_parent
+from quire.proc.channel import Frames
+from quire.proc.spawn import WITH_THREAD, end_with_parent
 from quire.text.tokenizer_files import read_tokenizer
 
 MOST_KEPT = 256  # compiled grammars
@@ -379,7 +379,7 @@ def open_ahead(start: wire.StartWorker) -> GrammarBackend:
 
 def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    if WITH_US in argv:
+    if WITH_THREAD in argv:
         end_with_parent()
     if wire.GIVES_WAY in argv:
         give_way()

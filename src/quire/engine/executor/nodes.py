@@ -20,21 +20,21 @@ import secrets
 import select
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from quire.engine.agreement import Terms
+from quire.engine.companions import Ends
 from quire.engine.executor.claims import Claims, is_gone
 from quire.engine.handshake import AGAIN, HELLO, Address, HungUp, Said, connect, heard, keep_alive, listen, say
 from quire.engine.reception import Reception
-from quire.subprocesses import environment, is_stopped, nameless_memory, with_us
+from quire.proc.fork_server import ForkServer
+from quire.proc.spawn import PARENT, ChildProcess, anonymous_memory, command_of, is_stopped, spawn
 from quire.types.errors import EngineError
 
-WORKER = (sys.executable, "-P", "-m", "quire.engine.executor.worker")
+WORKER = command_of("quire.engine.executor.worker")
 REMOTE = "+"  # before the number of a rank of another node, among a rank's ends
 LOOK = 0.2  # seconds between looks at a node's ranks
 CHECK_EVERY_S = 1.0  # whether missing nodes can still come
@@ -211,14 +211,14 @@ class NodeRanks:
 
     def __init__(self, links: Links) -> None:
         self._links = links
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
-        memory = nameless_memory("quire-ranks")
+        self.processes: dict[int, ChildProcess] = {}
+        memory = anonymous_memory("quire-ranks")
         ends: dict[int, dict[int, socket.socket]] = {rank: {} for rank in links.own}
         for one, other in itertools.combinations(links.own, 2):
             ends[one][other], ends[other][one] = socket.socketpair()
         try:
             for rank in links.own:
-                self.processes[rank] = _start(links.controls[rank], memory, ends[rank], links.ends.get(rank, {}))
+                self.processes[rank] = spawn_rank(WORKER, links.controls[rank], memory, ends[rank], links.ends.get(rank, {}))
         except BaseException:
             self.end()
             raise
@@ -316,22 +316,23 @@ class RemoteProcess:
 # ---- inside
 
 
-def _start(
-    control: socket.socket, memory: int, local: Mapping[int, socket.socket], remote: Mapping[int, socket.socket]
-) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        [*WORKER, str(os.getpid()), str(control.fileno()), str(memory), name_ends(local, remote), *with_us()],
-        pass_fds=[control.fileno(), memory, *(end.fileno() for end in (*local.values(), *remote.values()))],
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        process_group=0,
-    )
-
-
-def name_ends(local: Mapping[int, socket.socket], remote: Mapping[int, socket.socket]) -> str:
-    """An argument of a rank's process."""
-    here = [f"{rank}:{end.fileno()}" for rank, end in local.items()]
-    return ",".join([*here, *(f"{REMOTE}{rank}:{end.fileno()}" for rank, end in remote.items())])
+def spawn_rank(
+    command: Sequence[str],
+    control: socket.socket,
+    memory: int,
+    local: Mapping[int, socket.socket],
+    remote: Mapping[int, socket.socket],
+    companions: Ends | None = None,
+    server: ForkServer | None = None,
+) -> ChildProcess:
+    """local, remote: the rank's connections to ranks of this node and of others."""
+    names = [*map(str, local), *(f"{REMOTE}{rank}" for rank in remote)]
+    arguments = [PARENT, "{0}", "{1}", ",".join(f"{name}:{{{i}}}" for i, name in enumerate(names, 2))]
+    descriptors = [control.fileno(), memory, *(end.fileno() for end in (*local.values(), *remote.values()))]
+    if companions is not None:
+        arguments.append(companions.say([f"{{{len(descriptors) + i}}}" for i in range(len(companions.descriptors))]))
+        descriptors += companions.descriptors
+    return spawn(command, arguments, descriptors, server=server, with_thread=True)
 
 
 def _take_ends(reception: Reception, links: Links, deadline: float, claims: Claims | None = None) -> None:

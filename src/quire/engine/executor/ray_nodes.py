@@ -21,8 +21,8 @@ from quire.engine import handshake
 from quire.engine.agreement import own_terms, terms_of
 from quire.engine.executor import nodes
 from quire.engine.executor.ray_placement import Placement, RayNode, Wait, find_placement
+from quire.proc.spawn import environment
 from quire.progress import doing
-from quire.subprocesses import environment
 from quire.types.errors import ConfigError, EngineError
 
 LOCAL_CPUS = "QUIRE_RAY_CPUS"  # of a cluster that is started here; default: as many as ranks are wanted

@@ -4,36 +4,32 @@ front. Nothing received is ever executed or unpickled."""
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
+from msgspec import field
 
 from quire.config.args import EngineArgs
-from quire.engine.arrays import array_reader, from_array
+from quire.proc import messages
+from quire.proc.messages import WireMessage, decoder
 from quire.types.adapter import AdapterRef
 from quire.types.plan import Ints, StepPlan
-
-
-class _RankFrame(msgspec.Struct, array_like=True, tag=True):
-    pass
-
 
 # ---- from the first rank
 
 
-class StartRank(_RankFrame):
+class StartRank(WireMessage):
     args: EngineArgs  # with which any process comes to the same configuration
     rank: int
-    draft_files: dict[str, str] = {}  # digests of node 0's, for a rank of another node (`agreement.draft_files`)
+    draft_files: dict[str, str] = field(default_factory=dict)  # digests of node 0's (`agreement.draft_files`), on other nodes
     gpus: str = ""  # those of its engine, by their names, where the first rank has GPUs; "" = as the machine has them
 
 
-class RunStep(_RankFrame):
+class RunStep(WireMessage):
     """The first rank alone draws: `drawn` is what the step before drew, if it did."""
 
     drawn: Ints | None
     plan: StepPlan
 
 
-class Follow(_RankFrame):
+class Follow(WireMessage):
     """A model or head that drafts goes on behind the latest step, on every rank: what it drew, and how many tokens its rows
     brought."""
 
@@ -41,27 +37,27 @@ class Follow(_RankFrame):
     lengths: Ints
 
 
-class BeginStep(_RankFrame):
+class BeginStep(WireMessage):
     """Of a pipeline: the rows go through a rank's stage. `drawn`: what steps that are finished drew, for the first stage."""
 
     drawn: dict[int, Ints]
     plan: StepPlan
 
 
-class FinishStep(_RankFrame):
+class FinishStep(WireMessage):
     """Of a pipeline: the first stage takes what came out of the last one. Steps are finished in the order they were begun."""
 
     step: int
 
 
-class CallRank(_RankFrame):
+class CallRank(WireMessage):
     """One of a runner's public methods, by name. The answer is an Answer."""
 
     method: str
     args: list[Any]
 
 
-class ReadAdapter(_RankFrame):
+class ReadAdapter(WireMessage):
     """Into the host's memory, while steps run. There is no answer (`rank_adapters.py` has what comes of it). Not `wanted`: the
     first rank could not read it."""
 
@@ -69,7 +65,7 @@ class ReadAdapter(_RankFrame):
     wanted: bool = True
 
 
-class Did(_RankFrame):
+class Did(WireMessage):
     """To ranks that run the same script (`engine/external.py`): what came of a call in the first one's. digest: of what was
     asked. report: a frame of `ipc`."""
 
@@ -81,11 +77,11 @@ class Did(_RankFrame):
 # ---- to it
 
 
-class Answer(_RankFrame):
+class Answer(WireMessage):
     value: Any
 
 
-class RankFailed(_RankFrame):
+class RankFailed(WireMessage):
     """Its last words."""
 
     kind: str
@@ -97,7 +93,7 @@ Command = StartRank | RunStep | Follow | BeginStep | FinishStep | CallRank | Rea
 Report = Answer | RankFailed
 
 
-_to_array = array_reader(("<i4", "<i8", "<u4", "<f4", "|b1"), writable=True)
-encode: Callable[[Command | Report], bytes] = msgspec.msgpack.Encoder(enc_hook=from_array).encode
-decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command, dec_hook=_to_array).decode
-decode_report: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report, dec_hook=_to_array).decode
+encode: Callable[[Command | Report], bytes] = messages.encode
+_DTYPES = ("<i4", "<i8", "<u4", "<f4", "|b1")
+decode_command: Callable[[bytes], Command] = decoder(Command, _DTYPES, writable=True)
+decode_report: Callable[[bytes], Report] = decoder(Report, _DTYPES, writable=True)

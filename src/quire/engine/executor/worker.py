@@ -10,7 +10,6 @@ import gc
 import logging
 import os
 import select
-import signal
 import socket
 import sys
 from collections import deque
@@ -25,8 +24,8 @@ from quire.engine.companions import Ends, read_ends
 from quire.engine.executor import wire
 from quire.engine.executor.nodes import REMOTE
 from quire.engine.executor.workers import LOST
-from quire.frames import Frames
-from quire.subprocesses import WITH_US, end_with_parent, name_process
+from quire.proc.channel import Frames
+from quire.proc.spawn import set_up
 from quire.types.errors import QuireError
 
 if TYPE_CHECKING:
@@ -181,17 +180,11 @@ class Rank:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parent, connection, memory, ends, *options = sys.argv[1:] if argv is None else argv
-    if WITH_US in options:
-        end_with_parent()
-    if os.getppid() != int(parent):  # it ended before that
+    pairs = [end.split(":") for end in ends.split(",") if end]
+    if not set_up("rank", options, parent, [connection, memory, *(fd for _, fd in pairs)]):
         return LOST
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    name_process("rank")
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("quire").setLevel(logging.ERROR)  # whatever else there is to say, the first rank says as well
-    pairs = [end.split(":") for end in ends.split(",") if end]
-    for inherited in (connection, memory, *(fd for _, fd in pairs)):
-        os.set_inheritable(int(inherited), False)
     control = socket.socket(fileno=int(connection))
     frames = Frames(control)
     wait_politely()

@@ -14,7 +14,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -25,17 +24,17 @@ from typing import Any, NoReturn
 import msgspec
 
 from quire.config.args import EngineArgs
-from quire.engine import ipc, nursery
+from quire.engine import ipc
 from quire.engine.companions import Ends
 from quire.engine.executor import wire
-from quire.engine.executor.nodes import REMOTE, Links, NodeLine, RemoteProcess, name_ends
-from quire.engine.nursery import Forked
-from quire.frames import MOST, Frames, FrameTooLong
-from quire.subprocesses import ending, environment, is_stopped, nameless_memory, with_us
+from quire.engine.executor.nodes import Links, NodeLine, RemoteProcess, spawn_rank
+from quire.proc.channel import MAX_FRAME_BYTES, Frames, FrameTooLong
+from quire.proc.fork_server import usable_parent_server
+from quire.proc.spawn import ChildProcess, anonymous_memory, command_of, exit_reason, is_stopped
 from quire.types.adapter import AdapterRef
 from quire.types.errors import CompanionLost, EngineDead, QuireError
 
-COMMAND = (sys.executable, "-P", "-m", "quire.engine.executor.worker")
+COMMAND = command_of("quire.engine.executor.worker")
 LOST = 3  # the exit code of a rank that ends because another one is gone
 LOOK = 0.5  # seconds between looks at those who are waited for
 STOPPED = 0.5  # seconds that a stopped process may keep the others waiting
@@ -51,7 +50,7 @@ class Worker:
     def __init__(
         self,
         rank: int,
-        process: "subprocess.Popen[bytes] | Forked | RemoteProcess",
+        process: "ChildProcess | RemoteProcess",
         connection: socket.socket,
         stage: int | None = None,
     ) -> None:
@@ -61,7 +60,7 @@ class Worker:
         self.failure: wire.RankFailed | None = None
         self.answers: list[Any] = []
         self.closed = False  # its connection
-        most = MOST_ELSEWHERE if isinstance(process, RemoteProcess) else MOST
+        most = MOST_ELSEWHERE if isinstance(process, RemoteProcess) else MAX_FRAME_BYTES
         self.socket, self._frames = connection, Frames(connection, most)
         connection.settimeout(SENDING)
 
@@ -123,7 +122,7 @@ class Workers:
         workers: list[Worker] = []
         self._workers: Sequence[Worker] = workers
         with contextlib.ExitStack() as handed:
-            self.memory = nameless_memory("quire-ranks")
+            self.memory = anonymous_memory("quire-ranks")
             ends: list[dict[int, socket.socket]] = [{} for _ in links.own]
             self.peers, self.remote = ends[0], links.ends.get(0, {})
             self.end = weakref.finalize(self, _end, os.getpid(), workers, self.peers, self.memory, links)
@@ -271,7 +270,7 @@ class Workers:
 def _fate(code: int, elsewhere: bool) -> str:
     if elsewhere and -code in (signal.SIGSTOP, signal.SIGHUP):  # what its node told, or that it tells no more
         return "is stopped (SIGSTOP)" if -code == signal.SIGSTOP else "is gone: the connection to its node was closed"
-    return f"ended with {ending(code)}"
+    return f"ended with {exit_reason(code)}"
 
 
 def _wait(workers: Iterable[Worker], seconds: float) -> bool:
@@ -291,45 +290,13 @@ def _start(
     companions: Ends | None,
 ) -> Worker:
     ours, theirs = socket.socketpair()
-    options, shared = with_us(), list[int]()
-    if companions is not None:
-        options, shared = [*options, companions.say()], companions.descriptors
     with theirs:
         try:
-            process = _fork(theirs.fileno(), memory, peers, remote, companions) or subprocess.Popen(
-                [*COMMAND, str(os.getpid()), str(theirs.fileno()), str(memory), name_ends(peers, remote), *options],
-                pass_fds=[theirs.fileno(), memory, *(end.fileno() for end in (*peers.values(), *remote.values())), *shared],
-                env=environment(),
-                stdin=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C is for the first rank
-            )
+            process = spawn_rank(COMMAND, theirs, memory, peers, remote, companions, usable_parent_server())
         except BaseException:
             ours.close()
             raise
     return Worker(rank, process, ours, stage)
-
-
-def _fork(
-    connection: int,
-    memory: int,
-    peers: dict[int, socket.socket],
-    remote: dict[int, socket.socket],
-    companions: Ends | None,
-) -> Forked | None:
-    """Of the process that forked this one, if there is one and it can."""
-    if nursery.ours is None or not nursery.ours.usable:
-        return None
-    names = [*map(str, peers), *(f"{REMOTE}{other}" for other in remote)]
-    ends = ",".join(f"{name}:{{{place}}}" for place, name in enumerate(names, 2))
-    descriptors = [connection, memory, *(end.fileno() for end in (*peers.values(), *remote.values()))]
-    options = []
-    if companions is not None:
-        options = [companions.say([f"{{{len(descriptors) + place}}}" for place in range(len(companions.descriptors))])]
-        descriptors += companions.descriptors
-    try:
-        return nursery.ours.fork("rank", [nursery.PARENT, "{0}", "{1}", ends, *options], descriptors, 2)
-    except OSError:
-        return None
 
 
 def _end(owner: int, workers: Sequence[Worker], peers: dict[int, socket.socket], memory: int, links: Links) -> None:

@@ -27,10 +27,10 @@ from quire.device.registry import describe_unseen
 from quire.engine.child import COMMAND, Child
 from quire.engine.router import start_engines
 from quire.engine.timeline import Timeline
+from quire.proc.spawn import environment, exit_reason, with_thread_option
 from quire.serve.fronts import wire
 from quire.serve.fronts.hub import Desk, Hub
 from quire.serve.sockets import page_of, url_of
-from quire.subprocesses import ending, environment, with_us
 from quire.types.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class FrontProcess:
         with theirs:
             try:
                 self.process = subprocess.Popen(
-                    [*FRONT, str(os.getpid()), str(theirs.fileno()), ",".join(map(str, listeners)), *with_us()],
+                    [*FRONT, str(os.getpid()), str(theirs.fileno()), ",".join(map(str, listeners)), *with_thread_option()],
                     pass_fds=[theirs.fileno(), *listeners],
                     env=environment(),
                     stdin=subprocess.DEVNULL,
@@ -222,7 +222,7 @@ class FrontsLaunch:
         code = await front.wait(LAST_WORDS)
         if self._asked.is_set() or self._hub.engines is None or self._hub.engines.state == "dead":
             return
-        logger.error("API process %d ended with %s", front.process.pid, ending(code))
+        logger.error("API process %d ended with %s", front.process.pid, exit_reason(code))
         if self._may_replace():
             fresh = FrontProcess(self._sockets)
             self._fronts[self._fronts.index(front)] = fresh

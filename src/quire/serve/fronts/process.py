@@ -1,4 +1,4 @@
-"""An API process: `python -m quire.serve.fronts.process PARENT SOCKET LISTENER,... [with-us]`, started by the hub alone."""
+"""An API process: `python -m quire.serve.fronts.process PARENT SOCKET LISTENER,... [with-thread]`, started by the hub alone."""
 
 import os
 import signal
@@ -6,13 +6,13 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from quire.subprocesses import WITH_US, end_with_parent
+from quire.proc.spawn import WITH_THREAD, end_with_parent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parent, connection, listeners, *options = sys.argv[1:] if argv is None else argv
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the hub, which sends SIGTERM
-    if WITH_US in options:
+    if WITH_THREAD in options:
         end_with_parent()
     if os.getppid() != int(parent):  # it ended before that
         return 1

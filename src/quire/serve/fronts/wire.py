@@ -12,9 +12,10 @@ from quire.config.server_args import ServerArgs
 from quire.engine import ipc
 from quire.engine.adapter_names import NamedAdapter
 from quire.engine.supervisor import State
-from quire.frames import Mailbox
 from quire.obs.metrics import NONE_OPEN, OpenAdapters
 from quire.obs.totals import BoardState
+from quire.proc.channel import Channel
+from quire.proc.messages import decoder
 from quire.types.adapter import AdapterRef
 from quire.types.outputs import TokenDelta
 from quire.types.sight import Sight
@@ -166,15 +167,15 @@ Up = (
     | ipc.Add | ipc.Abort | ipc.CallMethod | ipc.Watch
 )  # fmt: skip
 
-decode_down: Callable[[bytes], Down] = msgspec.msgpack.Decoder(Down, dec_hook=ipc.to_array).decode
-decode_up: Callable[[bytes], Up] = msgspec.msgpack.Decoder(Up, dec_hook=ipc.to_array).decode
+decode_down: Callable[[bytes], Down] = decoder(Down, ipc.DTYPES)
+decode_up: Callable[[bytes], Up] = decoder(Up, ipc.DTYPES)
 
 
 class Line:
     """One end of a connection, on an event loop. Whoever sends never waits."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._mailbox = Mailbox(connection)
+        self._mailbox = Channel(connection)
         self._closed = False
 
     def send(self, frame: Any) -> None:

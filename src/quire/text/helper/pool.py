@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from quire.paced import Pace
-from quire.subprocesses import environment, processor_time, with_us
+from quire.proc.spawn import environment, processor_time, with_thread_option
 from quire.text.helper import wire
 from quire.types.errors import EngineDead, EngineError, InvalidParameter
 
@@ -58,7 +58,7 @@ class Helper:
             unused = cleaning.enter_context(contextlib.ExitStack())
             unused.callback(ours.close)
             self._child = subprocess.Popen(
-                [*COMMAND, str(theirs.fileno()), where, *with_us(lasting)],
+                [*COMMAND, str(theirs.fileno()), where, *with_thread_option(lasting)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**(environment() or os.environ), **SETTINGS},

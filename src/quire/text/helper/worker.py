@@ -1,4 +1,4 @@
-"""A text process: `python -m quire.text.helper.worker SOCKET WHERE [with-us]`: an inherited file descriptor, and where the
+"""A text process: `python -m quire.text.helper.worker SOCKET WHERE [with-thread]`: an inherited file descriptor, and where the
 tokenizer is.
 
 It does one job at a time, within bounds of processor time and memory, and ends when the other side closes the socket. The
@@ -19,8 +19,8 @@ from typing import Any
 
 import msgspec
 
-from quire.frames import Frames
-from quire.subprocesses import WITH_US, end_with_parent
+from quire.proc.channel import Frames
+from quire.proc.spawn import WITH_THREAD, end_with_parent
 from quire.text.chat import ChatTemplates
 from quire.text.helper import wire
 from quire.text.tool_prompt import render_told
@@ -225,7 +225,7 @@ def _space() -> int | None:
 
 def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    if WITH_US in argv:
+    if WITH_THREAD in argv:
         end_with_parent()
     frames = Frames(socket.socket(fileno=int(argv[0])))
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the other side is gone

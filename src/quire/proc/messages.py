@@ -1,0 +1,41 @@
+"""Messages between processes: msgspec structs in msgpack. Numpy arrays travel as dtype, shape and bytes."""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import msgspec
+import numpy as np
+
+
+class WireMessage(msgspec.Struct, array_like=True, tag=True):
+    """Base of all messages. The class name is the tag, so a union of messages can be decoded."""
+
+
+def _from_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return (value.dtype.str, value.shape, np.ascontiguousarray(value).data)
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} cannot be sent to another process")
+
+
+encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder(enc_hook=_from_array).encode
+
+
+def decoder(messages: Any, dtypes: Collection[str] = (), writable: bool = False) -> Callable[[bytes], Any]:
+    """Return the decoder of a message class or of a union of them.
+
+    dtypes: of the arrays that may arrive, such as "<i4".
+    writable: copy arrays, so that the receiver may write to them.
+    """
+
+    def to_array(kind: Any, value: Any) -> Any:
+        if getattr(kind, "__origin__", kind) is not np.ndarray:
+            raise TypeError(f"a {kind} cannot be received from another process")
+        dtype, shape, data = value
+        if dtype not in dtypes:
+            raise TypeError(f"an array of {dtype} cannot be received; only {', '.join(dtypes)} can")
+        array = np.frombuffer(data, dtype).reshape(shape)
+        return array.copy() if writable else array
+
+    return msgspec.msgpack.Decoder(messages, dec_hook=to_array).decode
