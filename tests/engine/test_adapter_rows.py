@@ -1,7 +1,5 @@
 """Rows with adapters in the runner: the same numbers in any company, over quantized matrices, and nothing for those without."""
 
-from functools import partial
-
 import pytest
 import torch
 from tiny import make_model, open_model
@@ -9,11 +7,10 @@ from tiny import make_model, open_model
 from adapters import halves, write_adapter
 from oracle import Sequences
 from quantized_checkpoints import shapes, write
-from quire import SamplingParams, llm_engine
+from quire import SamplingParams
 from quire.config.devices import KEEPS
 from quire.config.facts import read_facts
 from quire.device.cpu.prepare import CompiledBody
-from quire.engine.assemble import start_core
 from quire.files.adapter import digest
 from quire.files.resolve import resolve_model
 from quire.layers.linear import Linear
@@ -66,13 +63,12 @@ def tiny(tmp_path_factory):
 
 
 @pytest.fixture
-def open_adapted(monkeypatch):
+def open_adapted():
     """open_adapted(model, adapters, ...) -> an engine that has them in places 1, 2, ..."""
 
     def get(model, adapters, **args):
-        monkeypatch.setattr(llm_engine, "start_core", partial(start_core, adapters=(len(adapters), 16)))
-        llm = open_model(model, **({"dtype": "float32"} | args))
-        monkeypatch.undo()
+        lora = {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": 16} if adapters else {}
+        llm = open_model(model, **({"dtype": "float32"} | lora | args))
         executor = llm.llm_engine.core.executor
         for place, path in enumerate(adapters, 1):
             ref = AdapterRef(place, digest(path), path)

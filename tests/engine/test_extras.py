@@ -1,7 +1,5 @@
 """What requests bring beside tokens and parameters, from the prompt to the batch and back."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -9,8 +7,7 @@ from tiny import open_model
 from transformers import LlamaForCausalLM
 
 from adapters import write_adapter
-from quire import SamplingParams, llm_engine
-from quire.engine.assemble import start_core
+from quire import SamplingParams
 from quire.files.adapter import digest
 from quire.types.adapter import AdapterRef
 from quire.types.prompts import Extras, Prompt
@@ -47,9 +44,8 @@ def expected(directory, number: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("device", "depth"), [("cpu", 0), ("cpu", 1), pytest.param("cuda", 1, marks=pytest.mark.gpu)])
-def test_rows_run_with_their_own_adapters(tiny_model, monkeypatch, tmp_path, device, depth):
-    monkeypatch.setattr(llm_engine, "start_core", partial(start_core, adapters=(2, 4)))
-    llm = open_model(tiny_model, dtype="float32", device=device)
+def test_rows_run_with_their_own_adapters(tiny_model, tmp_path, device, depth):
+    llm = open_model(tiny_model, dtype="float32", device=device, enable_lora=True, max_loras=2, max_lora_rank=8)
     core = llm.llm_engine.core
     core.depth = depth
     for number in (1, 2):
@@ -69,7 +65,7 @@ def test_rows_run_with_their_own_adapters(tiny_model, monkeypatch, tmp_path, dev
 def test_an_adapter_without_room_is_not_passed_over(tiny_model):
     llm = open_model(tiny_model)
     [output] = llm.generate(prompts(Extras(adapter=1)), GREEDY, use_tqdm=False)
-    assert output.outputs[0].finish_reason == "error" and "where there is none" in output.outputs[0].error
+    assert output.outputs[0].finish_reason == "error" and "started without" in output.outputs[0].error
     assert llm.generate(prompts(Extras()), GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected(tiny_model, 0)
 
 

@@ -109,19 +109,16 @@ def start_core(
     config: Config,
     watch: Stopwatch | None = None,
     drafter: "Drafter | DeviceDrafter | None" = None,
-    adapters: tuple[int, int] | None = None,
     ends: Ends | None = None,
 ) -> StartedCore:
-    """`watch` runs since whatever belongs to the start began; it is stopped here. `drafter` guesses tokens ahead. `adapters`:
-    room for so many, of at most that rank, if that is not what the configuration says. `ends`: ways to engines that share its
-    experts."""
+    """`watch` runs since whatever belongs to the start began; it is stopped here. `drafter` guesses tokens ahead. `ends`:
+    ways to engines that share its experts."""
     watch = watch or Stopwatch()
-    adapters = adapters or (config.max_loras, config.args.max_lora_rank)
     facts = bounded_facts(config)
     if facts.unplanned:
         raise ModelError(facts.unplanned)
     layout = whole_layout(config)
-    local = partial(start_local, drafter=drafter, adapters=adapters, ends=ends)
+    local = partial(start_local, drafter=drafter, ends=ends)
     start = start_fake if config.args.distributed_executor_backend == "fake" else local
     speculation = _speculation(config, watch)  # a model that drafts by text takes its memory first
     try:
@@ -218,7 +215,6 @@ def start_local(
     layout: CacheLayout,
     watch: Stopwatch,
     drafter: "Drafter | DeviceDrafter | None" = None,
-    adapters: tuple[int, int] = (0, 0),
     ends: Ends | None = None,
 ) -> tuple[Executor, Capacity]:
     """The model in this process, or the first rank's share of it."""
@@ -240,7 +236,7 @@ def start_local(
         if config.drafts_on_device:
             drafter = make_device_drafter(config, layout)
         if workers is None:
-            executor = LocalExecutor(make_runner(config, device, drafter=drafter, adapters=adapters, exchange=exchange))
+            executor = LocalExecutor(make_runner(config, device, drafter=drafter, exchange=exchange))
         elif config.stages > 1:
             from quire.engine.executor.stages import StagesExecutor
             from quire.engine.pipeline import join_pipeline, make_stage_runner
@@ -250,7 +246,7 @@ def start_local(
         else:
             position = Position(0, config.ranks, args.enable_expert_parallel)
             group = join_group(device, workers, position)
-            executor = RanksExecutor(make_runner(config, device, position, group, drafter, adapters, exchange), workers)
+            executor = RanksExecutor(make_runner(config, device, position, group, drafter, exchange), workers)
         with doing("loading weights"):
             executor.call("load")
         if may_copy(config):

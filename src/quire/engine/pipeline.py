@@ -12,7 +12,8 @@ from quire.dist.ring import Ring, join_ring
 from quire.dist.shared_memory import Watch
 from quire.dist.stages import Seat
 from quire.engine.layouts import whole_layout
-from quire.engine.runners import bounded_facts, make_device_drafter, runner_options
+from quire.engine.runners import bounded_facts, make_device_drafter, make_parts, runner_options
+from quire.features.lora.device import LoRAPart
 from quire.runner.stage import StageRunner
 from quire.runner.step import DTYPES
 
@@ -38,7 +39,8 @@ def make_stage_runner(config: Config, device: Device, ring: Ring) -> StageRunner
     drafts = config.drafts_on_device and ring.seat.stage.first
     drafter = make_device_drafter(config, whole_layout(config)) if drafts else None
     facts, own = bounded_facts(config), ring.seat.stage.own
-    layers = share_layers(facts.layers, ring.seat.position)
+    layers, parts = share_layers(facts.layers, ring.seat.position), make_parts(config, device)
+    lora = next((part for part in parts if isinstance(part, LoRAPart)), None)
     return StageRunner(
         facts,
         device=device,
@@ -47,6 +49,7 @@ def make_stage_runner(config: Config, device: Device, ring: Ring) -> StageRunner
         layers=[layers[index] for index in own],
         whole=config.draft_head is not None and bool(config.draft_head.facts.layers),
         drafter=drafter,
-        adapters=(config.max_loras, config.args.max_lora_rank),
+        parts=parts,
+        before_cut=None if lora is None else lora.note_whole_model,
         **runner_options(config),
     )

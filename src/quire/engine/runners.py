@@ -12,6 +12,7 @@ from quire.device.base import Device
 from quire.device.registry import open_device
 from quire.dist.mesh import ALONE, Position, share_layers
 from quire.engine.layouts import draft_forms, draft_layout
+from quire.features.base import StepPart
 from quire.types.cache import CacheLayout
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ def make_runner(
     position: Position = ALONE,
     group: "Group | None" = None,
     drafter: "Drafter | DeviceDrafter | None" = None,
-    adapters: tuple[int, int] = (0, 0),
     exchange: "SharedExperts | None" = None,
 ) -> "Runner":
     """Of the whole model, or of a rank's share of it."""
@@ -59,12 +59,23 @@ def make_runner(
         device=device,
         layout=make_layout(share_layers(facts.layers, position), config.page_size, config.cache_bytes, bool(facts.states)),
         drafter=drafter,
-        adapters=adapters,
+        parts=make_parts(config, device),
         position=position,
         group=group,
         exchange=exchange,
         **runner_options(config),
     )
+
+
+def make_parts(config: Config, device: Device) -> "list[StepPart]":
+    """Return the device halves of the features that are on, in the order of FEATURES."""
+    from quire.features.lora.device import LoRAPart
+    from quire.runner.step import DTYPES
+
+    dtype, parts = DTYPES[config.dtype], list[StepPart]()
+    if config.max_loras:
+        parts.append(LoRAPart(device, dtype, config.max_loras, config.args.max_lora_rank, config.more_tokens))
+    return parts
 
 
 def join_companions(config: Config, ends: "Ends", watch: "Watch") -> "SharedExperts":

@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 
 from quire.attn.batch import Batch, GroupView, keep_last
+from quire.features.base import StepPart
+from quire.models.decoder import Decoder
 from quire.ops.arguments import RowInputs
 from quire.ops.rows import fill_rows
-from quire.runner.row_parts import RowPart
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
 from quire.runner.states import StateBuffers
-from quire.runner.transfer import Longs, upload_together
-from quire.types.plan import Bools, StepRows, spans
+from quire.runner.transfer import Longs, upload, upload_together
+from quire.types.plan import Bools, Ints, Outputs, RowShapes, StepRows, spans
 
 NO_TOKENS: Longs = np.empty(0, np.int64)
 THE_SLOTS_OWN = 0  # instead of an end: the slot knows
@@ -43,12 +44,11 @@ class Built:
 def build_batch(
     plan: StepRows,
     slots: Slots,
-    parts: Iterable[RowPart] = (),
+    parts: Iterable[StepPart] = (),
     whole: bool = False,
     states: StateBuffers | None = None,
 ) -> Built:
-    """`parts`: those that the rows have something of. `whole`: all tokens are kept. `states`: where recurrent layers have
-    theirs."""
+    """whole: all tokens are kept. states: of recurrent layers."""
     slot, count = plan.slot.astype(np.int64), plan.count.astype(np.int64)
     end, loose = _ends(plan, slots)
     row_starts = _starts(count)
@@ -84,7 +84,7 @@ def build_batch(
     if states is not None:
         batch = _with_states(batch, states, plan, slot_there)
     for part in parts:
-        batch = part.attach(batch, plan)
+        batch = part.extend(batch, plan, slot_there)
     if not all_kept:
         batch = keep_last(batch, kept, kept_starts_there.int(), kept_there)
     end_of_draw = rest[1] if loose is None else batch.positions[rest[3]] + 1
@@ -99,6 +99,24 @@ def draws_of(plan: StepRows, slots: Slots) -> Rows:
     prompt = slots.prompt_length[slot]
     slot_there, end_there, prompt_there = upload_together([slot, end, prompt], slots.device)
     return Rows(slot, end, prompt, slot_there, end_there, prompt_there, slots.tokens)
+
+
+def draws_batch(plan: StepRows, slots: Slots, parts: Iterable[StepPart]) -> Batch:
+    """Return a batch of the tokens that the rows of `plan` draw after, for logits alone."""
+    row = plan.draw_row
+    slot, none = upload(plan.slot[row].astype(np.int64), slots.device), torch.zeros(0, dtype=torch.int32, device=slots.device)
+    batch = Batch(slot, slot, none, none, (), slot, ())
+    one = np.ones(len(row), np.int32)
+    rows = StepRows(plan.slot[row], plan.end[row], RowShapes(one, np.zeros_like(one), Outputs.last(one, one)))
+    for part in parts:
+        batch = part.extend(batch, rows, slot)
+    return batch
+
+
+def compute_logits(model: Decoder, hidden: Tensor, batch: Batch, tokens: Ints | None = None) -> Tensor:
+    """Return the logits [N, V] of hidden [N, H], the states of the batch's `tokens` [N] (None: of all)."""
+    adapters = batch.adapters
+    return model.logits(hidden, adapters if adapters is None or tokens is None else adapters.take(tokens))
 
 
 def _with_states(batch: Batch, states: StateBuffers, plan: StepRows, slot_there: Tensor) -> Batch:

@@ -4,7 +4,7 @@ Few, so that traffic that wanders over rows and lengths has soon met them all; a
 over costs little. Pure arithmetic: nothing here knows the device.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ class Bucket(NamedTuple):
     rows: int
     room: Room
     tokens: int = 0  # in rows of any length; 0 = every row has one token
-    adapted: bool = False  # some row has an adapter
+    keys: tuple[Hashable, ...] = ()  # of the parts that the step uses (`StepPart.graph_key`), one per part
 
     @property
     def width(self) -> int:
@@ -87,7 +87,7 @@ def substitute(own: Bucket, need: Room, recorded: Collection[Bucket]) -> Bucket 
     near = (
         bucket
         for bucket in recorded
-        if bucket.adapted == own.adapted
+        if bucket.keys == own.keys
         and bucket.rows <= factor * own.rows
         and bucket.room.splits <= factor * own.room.splits
         and bucket.room.shared <= next_shared

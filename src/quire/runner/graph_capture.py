@@ -6,6 +6,7 @@ draw      ─► ids and faults [2, rows], tokens to their slots
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from torch import Tensor
 from quire.attn.batch import Batch
 from quire.device.base import Recorder, Recording
 from quire.dist.stages import Stage
+from quire.features.base import StepPart
 from quire.models.decoder import Decoder
 from quire.ops.rows import fill_rows
 from quire.runner.buckets import MOST_TOKENS, Bucket
@@ -43,11 +45,11 @@ class StepRecorder:
         sampler: Draws,
         inputs: Inputs,
         recorder: Recorder,
+        parts: Sequence[StepPart] = (),
         states: KeptStates | None = None,
     ) -> None:
-        """`states`: somebody reads those of rows of one token."""
         self._model, self._slots, self._sampler, self._inputs, self._recorder = model, slots, sampler, inputs, recorder
-        self._states = states
+        self._parts, self._states = parts, states
 
     def record(self, bucket: Bucket) -> tuple[Recording | None, Tensor]:
         """Records the step, which runs nothing, and replays it for its result [rows, V]. What was never run may refuse to be
@@ -76,6 +78,8 @@ class StepRecorder:
         batch = self._fill(bucket)
         batch = self._inputs.keep_final(bucket, batch) if bucket.tokens else batch
         hidden = self._model(batch)
+        for part in self._parts:
+            part.keep_states(hidden, len(batch.ids))
         if self._states is not None:
             self._states.keep(hidden, len(batch.ids))
         logits = self._model.logits(hidden, batch.final.adapters)
@@ -89,7 +93,7 @@ class StepRecorder:
         slot, end, _, _ = inputs.row_numbers(bucket)
         filled = inputs.rows(bucket)
         fill_rows(slot, end, batch.row_starts, slots.position, slots.tokens, slots.tables, slots.page_size, filled)
-        return inputs.adapt(bucket, batch)
+        return inputs.extend(bucket, batch)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from quire.attn.backend import FixedPlans, Room
-from quire.attn.batch import AdapterRows, Batch, GroupView, LogitTokens
+from quire.attn.batch import Batch, GroupView, LogitTokens
 from quire.attn.shared_prefix import nothing_shared
-from quire.ops.adapters import sort_rows
+from quire.features.base import StepPart
 from quire.ops.arguments import RowInputs
 from quire.runner.buckets import MOST_ROOM, MOST_TOKENS, Bucket, final_room
 from quire.runner.sampler.stage import Rows
@@ -42,8 +42,8 @@ class Work:
 class Inputs:
     """The memory that graphs read, shared by all of them: steps run one after the other."""
 
-    def __init__(self, slots: Slots, planners: Planners, max_rows: int, adapters: int = 0) -> None:
-        """`adapters`: rows may have so many different ones."""
+    def __init__(self, slots: Slots, planners: Planners, max_rows: int, parts: Sequence[StepPart] = ()) -> None:
+        """parts: in the order of the buckets' `keys`."""
         device, groups = slots.device, len(planners)
         self._slots, self._planners = slots, planners
         most = max_rows + 1  # rows of prompts have one more, for what is left
@@ -55,8 +55,9 @@ class Inputs:
         self._packed: Ints = NOTHING  # those of the latest step, and in it:
         self._row_numbers: Longs = np.empty((NUMBERS, 0), np.int64)  # [NUMBERS, rows]
         self._plans: list[Ints] = []  # each group's
-        self._adapters = adapters
-        self._adapted = torch.zeros(2 * start_size(most), dtype=torch.int32, device=device)
+        self._parts = parts
+        for part in parts:
+            part.allocate_inputs(slots, most)
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._index = torch.arange(most, device=device)
         self._rows = RowInputs(
@@ -67,10 +68,10 @@ class Inputs:
             write=torch.zeros(groups, tokens, dtype=torch.int64, device=device),
         )
 
-    def write(self, plan: StepRows, bucket: Bucket, plain: bool, work: Work, places: Integers | None = None) -> None:
-        """Sends a step's numbers to the device, with what else is on its way. places [R]: of the rows' adapters."""
-        if bucket.adapted:
-            self._write_adapters(NOTHING if places is None else places, bucket)
+    def write(self, plan: StepRows, bucket: Bucket, plain: bool, work: Work) -> None:
+        """Send a step's numbers to the device, with other pending updates."""
+        for part in self._used(bucket):
+            part.write_inputs(plan, bucket.rows)
         drawer: Integers = plan.slot
         if not plain or not plan.shapes.all_draw:
             drawer = np.where(plan.sample & plain, plan.slot, NOBODY)
@@ -95,9 +96,9 @@ class Inputs:
         return Rows(slot, end, self._slots.prompt_length[slot], slot_there, end_there, prompt_there, self._slots.tokens)
 
     def write_nothing(self, bucket: Bucket) -> None:
-        """A step without rows: all of the bucket's are padding."""
-        if bucket.adapted:
-            self._write_adapters(NOTHING, bucket)
+        """Send a step without rows: all of the bucket's rows are padding."""
+        for part in self._used(bucket):
+            part.write_inputs(None, bucket.rows)
         pieces = []
         for planner, window in self._planners:
             cut = planner.cut(NOTHING, NOTHING, window, nothing_shared)
@@ -119,26 +120,14 @@ class Inputs:
         self._slots.updates.write(self._numbers, 0, self._packed)
         self._slots.updates.deliver()
 
-    def _write_adapters(self, places: Integers, bucket: Bucket) -> None:
-        """Groups of rows with the same one, by the rows, and the place of each group's."""
-        all_rows = np.zeros(bucket.rows, np.int64)
-        all_rows[: len(places)] = places
-        distinct, groups = np.unique(all_rows, return_inverse=True)
-        packed = np.zeros(2 * start_size(bucket.rows), np.int32)
-        packed[: bucket.rows] = groups
-        packed[start_size(bucket.rows) :][: len(distinct)] = distinct
-        self._slots.updates.write(self._adapted, 0, packed)
+    def _used(self, bucket: Bucket) -> list[StepPart]:
+        return [part for part, key in zip(self._parts, bucket.keys, strict=True) if key] if bucket.keys else []
 
-    def _sorted(self, bucket: Bucket, starts: Tensor, tokens: int) -> AdapterRows:
-        """Of rows that begin at `starts` among so many tokens. This is recorded."""
-        n, room = bucket.rows, start_size(bucket.rows)
-        groups, places = self._adapted[:n], self._adapted[room : room + n]
-        tiles = sort_rows(groups, starts, places, tokens, min(self._adapters + 1, n))
-        return AdapterRows(np.empty(0, np.int64), self._slots.device, tiles)
-
-    def adapt(self, bucket: Bucket, batch: Batch) -> Batch:
-        """The batch of a bucket, whose rows have adapters. This is recorded."""
-        return replace(batch, adapters=self._sorted(bucket, batch.row_starts, bucket.width)) if bucket.adapted else batch
+    def extend(self, bucket: Bucket, batch: Batch) -> Batch:
+        """Return the batch of a bucket with the arrays of the parts that it uses. This is recorded."""
+        for part in self._used(bucket):
+            batch = part.extend_recorded(batch, bucket.rows)
+        return batch
 
     def row_numbers(self, bucket: Bucket) -> tuple[Tensor, ...]:
         """slot, end, prompt and drawer, each [rows] int64."""
@@ -182,8 +171,8 @@ class Inputs:
             rows=_of_one_token(n),
             groups=tuple(GroupView(view.tables, view.write[index]) for view in batch.groups),
             plans={},
-            adapters=self._sorted(bucket, self._starts[: n + 1], n) if bucket.adapted else None,
         )
+        part = self.extend(bucket, part)
         before = sum(planner.size(n, bucket.room) for planner, _ in self._planners)
         self._attach(part, number_size(n) + start_size(n) + before, n, final_room(bucket.room))
         return replace(batch, kept=LogitTokens(index, part))

@@ -14,10 +14,12 @@ makes people wait for a few steps' time: ragged buckets that can borrow, at litt
 `buckets.py` has the sizes and the order.
 """
 
+import math
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from quire.attn.backend import FixedPlans, Room
 from quire.device.base import Recorder, Recording
+from quire.features.base import StepPart
 from quire.models.decoder import Decoder
 from quire.runner.buckets import (
     MOST_PROMPT_SPLITS,
@@ -45,7 +48,7 @@ from quire.runner.graph_capture import Draws, Passage, StageRecorder, StepRecord
 from quire.runner.graph_inputs import Inputs, Planners, Work
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
-from quire.runner.transfer import Longs, upload
+from quire.runner.transfer import upload
 from quire.types.plan import Ints, RowShapes, StepRows
 
 WANTED = 3  # steps that would have run eagerly before their bucket is recorded
@@ -54,10 +57,13 @@ MOST_PREPARED = 15  # drafts of one request, whose steps are recorded at the sta
 ACTIVATION_BYTES = 512 << 20
 
 
-def allowance(max_seqs: int, vocabulary: int, adapters: bool = False) -> int:
-    """Bytes all graphs together may take: logits (of several sizes, on their way in two types), activations, the graphs; those
-    of rows with adapters come on top."""
-    return (2 if adapters else 1) * ACTIVATION_BYTES + 3 * 4 * min(max_seqs, MOST_ROWS) * vocabulary
+def allowance(max_seqs: int, vocabulary: int, parts: Sequence[StepPart] = ()) -> int:
+    """Return the bytes that all graphs together may take: logits (of several sizes, in two dtypes), activations, the graphs.
+
+    Each combination of the parts' keys has graphs of its own.
+    """
+    kinds = math.prod(len(part.graph_keys) for part in parts)
+    return kinds * ACTIVATION_BYTES + 3 * 4 * min(max_seqs, MOST_ROWS) * vocabulary
 
 
 def fixed_plans(model: Decoder, groups: int) -> Planners | None:
@@ -110,34 +116,39 @@ class Graphs:
         recorder: Recorder,
         vocabulary: int,
         max_tokens: int,
-        adapters: int = 0,
         drafts: int = 0,
+        parts: Sequence[StepPart] = (),
         states: KeptStates | None = None,
         passage: Passage | None = None,
     ) -> None:
-        """`max_tokens`: no step has more. `adapters`: there may be so many; steps with some have graphs of their own. `drafts`:
-        a slot may have so many more rows (`draft/unroll.py`). `states`: a drafter reads them. `passage`: the model is a stage's
-        part."""
-        self._adapters = adapters > 0
-        self._max_tokens = min(max_tokens, MOST_TOKENS)
+        """max_tokens: of a step, at most.
+        drafts: rows that a slot may have beside its own (`draft/unroll.py`).
+        states: where the hidden states go that a drafter reads.
+        passage: the hidden states of a pipeline stage; None: the model is whole.
+        """
+        self._keys: list[tuple[Hashable, ...]] = list(product(*(part.graph_keys for part in parts)))
+        self._max_tokens = 0 if any(part.single_tokens for part in parts) else min(max_tokens, MOST_TOKENS)
         self._slots, self._sampler, self._planners = slots, sampler, planners
         self._drafts, rows = drafts, len(slots.tokens) * (1 + drafts)
         self._max_rows = min(rows, MOST_ROWS)
-        self._allowance = allowance(rows, vocabulary, self._adapters)
+        self._allowance = allowance(rows, vocabulary, parts)
         self._taken = 0  # bytes
         self._wanted: Counter[Bucket] = Counter()
         self._recorded: dict[Bucket, Recording] = {}
-        self._inputs = Inputs(slots, planners, self._max_rows, adapters)
+        self._inputs = Inputs(slots, planners, self._max_rows, parts)
         self._device = recorder
-        parts = model, slots, sampler, self._inputs, recorder, states
-        self._recorder = StepRecorder(*parts) if passage is None else StageRecorder(passage, *parts)
+        recorded = model, slots, sampler, self._inputs, recorder, parts, states
+        self._recorder = StepRecorder(*recorded) if passage is None else StageRecorder(passage, *recorded)
         self._latest: Ran | None = None
         self.captures = self.replays = self.eager = 0
 
-    def run(self, plan: StepRows, plain: bool, places: Longs | None = None) -> Tensor | Undrawn | None:
-        """`plain`: a draw is all that the rows ask for; then -> ids and faults [2, >= R] int32 of all rows of the step.
-        places [R]: of the rows' adapters, if any has one. None = this step is to be run eagerly."""
-        found = self._replay(plan, plain, places)
+    def run(self, plan: StepRows, plain: bool, keys: tuple[Hashable, ...] = ()) -> Tensor | Undrawn | None:
+        """Replay a step, or record it. None: run it eagerly.
+
+        plain: the rows need nothing but a draw; then the result are ids and faults [2, >= R] int32 of all rows.
+        keys: of the parts, in their order.
+        """
+        found = self._replay(plan, plain, keys)
         if found is None:
             return None
         bucket, logits = found
@@ -149,16 +160,18 @@ class Graphs:
         drawing = np.flatnonzero(plan.sample)
         return Undrawn(logits[upload(drawing, self._slots.device)], rows.take(drawing))
 
-    def pass_on(self, plan: StepRows, enter: Callable[[], None], places: Longs | None = None) -> bool:
-        """Through a stage: from the entry of the passage, where `enter` puts hidden states, to its exit. False = this step is
-        to be run eagerly, and nobody entered."""
-        return self._replay(plan, False, places, enter) is not None
+    def pass_on(self, plan: StepRows, enter: Callable[[], None], keys: tuple[Hashable, ...] = ()) -> bool:
+        """Replay a pipeline stage, from the entry of the passage, where `enter` writes hidden states, to its exit.
+
+        False: run the step eagerly; `enter` was not called.
+        """
+        return self._replay(plan, False, keys, enter) is not None
 
     def _replay(
-        self, plan: StepRows, plain: bool, places: Longs | None, enter: Callable[[], None] | None = None
+        self, plan: StepRows, plain: bool, keys: tuple[Hashable, ...], enter: Callable[[], None] | None = None
     ) -> tuple[Bucket, Tensor] | None:
-        """The bucket that was run, and what its recording returns."""
-        bucket = self._write(plan, plain, places)
+        """Return the bucket that was run, and what its recording returns."""
+        bucket = self._write(plan, plain, keys)
         if bucket is None:
             return None
         if enter is not None:
@@ -171,22 +184,22 @@ class Graphs:
             self.replays += 1
         return bucket, logits
 
-    def _write(self, plan: StepRows, plain: bool, places: Longs | None) -> Bucket | None:
-        """The inputs of the graph that runs this step; None = no graph does."""
-        latest, tokens = self._latest, plan.tokens
-        alike = latest is not None and places is None and latest.like(plan, plain, self._slots.prefixes.changes)
+    def _write(self, plan: StepRows, plain: bool, keys: tuple[Hashable, ...]) -> Bucket | None:
+        """Write the inputs of the graph that runs this step. None: no graph does."""
+        latest, tokens, unused = self._latest, plan.tokens, not any(keys)
+        alike = latest is not None and unused and latest.like(plan, plain, self._slots.prefixes.changes)
         if alike and latest is not None and self._stays(latest) and self._inputs.write_again(plan, plain, latest.work):
             return latest.bucket
         self._latest = None
         if len(plan.slot) > self._max_rows or tokens > max(self._max_rows, self._max_tokens):
             return None
-        chosen = self._choose(plan, tokens, places is not None)
+        chosen = self._choose(plan, tokens, keys)
         if chosen is None:
             self.eager += 1
             return None
         bucket, own, work = chosen
-        self._inputs.write(plan, bucket, plain, work, places)
-        if places is None and not bucket.tokens and bucket in self._recorded:
+        self._inputs.write(plan, bucket, plain, work)
+        if unused and not bucket.tokens and bucket in self._recorded:
             self._latest = Ran(plan.slot, plan.shapes, plain, self._slots.prefixes.changes, bucket, own, work)
         return bucket
 
@@ -207,14 +220,14 @@ class Graphs:
 
     def _record_all(self, buckets: list[Bucket]) -> None:
         for bucket in buckets:
-            if bucket not in self._recorded and self._taken < self._allowance:
-                self._record_nothing(bucket)
+            plain = bucket._replace(keys=self._keys[0])
+            if plain not in self._recorded and self._taken < self._allowance:
+                self._record_nothing(plain)
 
     def record_next(self) -> bool:
         """Records the most useful bucket that has no graph, without any row; False = there is none, or no memory."""
         likely = [bucket for bucket, _ in self._wanted.most_common()] + worth_having(self._max_rows, self._max_tokens)
-        if self._adapters:
-            likely = [each for bucket in likely for each in (bucket, bucket._replace(adapted=True))]
+        likely = [bucket._replace(keys=keys) for bucket in likely for keys in (bucket.keys or self._keys[0], *self._keys)]
         bucket = next((bucket for bucket in likely if bucket not in self._recorded), None)
         if bucket is None or self._taken >= self._allowance:
             return False
@@ -226,14 +239,14 @@ class Graphs:
         self._inputs.write_nothing(bucket)
         self._record(bucket)
 
-    def _choose(self, plan: StepRows, tokens: int, adapted: bool) -> tuple[Bucket, Bucket, Work] | None:
+    def _choose(self, plan: StepRows, tokens: int, keys: tuple[Hashable, ...]) -> tuple[Bucket, Bucket, Work] | None:
         """The bucket whose graph runs this step, or is to be recorded by it, the step's own, and each group's attention
         work."""
         found = self._cut(plan)
         if found is None:
             return None
         work, need = found
-        own = self._bucket(need, len(plan.slot), tokens, adapted)
+        own = self._bucket(need, len(plan.slot), tokens, keys)
         if own is None:
             return None
         if own in self._recorded:
@@ -245,13 +258,13 @@ class Graphs:
         chosen = own if due else other
         return None if chosen is None else (chosen, own, work)
 
-    def _bucket(self, need: Room, rows: int, tokens: int, adapted: bool) -> Bucket | None:
+    def _bucket(self, need: Room, rows: int, tokens: int, keys: tuple[Hashable, ...]) -> Bucket | None:
         if need.tiles:
             found = prompt_bucket(need, rows, tokens, self._max_rows)
-            return None if found is None else found._replace(adapted=adapted)
+            return None if found is None else found._replace(keys=keys)
         size = row_bucket(rows, self._max_rows)
         room = None if size is None else room_bucket(need, size)
-        return None if size is None or room is None else Bucket(size, room, adapted=adapted)
+        return None if size is None or room is None else Bucket(size, room, keys=keys)
 
     def _cut(self, plan: StepRows) -> tuple[Work, Room] | None:
         """Each group's attention work, and the most of it beyond one split a row; None = it is too much for any graph."""

@@ -4,7 +4,7 @@ import numpy as np
 from torch import Tensor
 
 from quire.models.decoder import Decoder
-from quire.runner.batch import Built
+from quire.runner.batch import Built, compute_logits
 from quire.runner.sampler.logprobs import Report
 from quire.runner.sampler.pipeline import Sampler
 from quire.runner.slots import Slots
@@ -31,6 +31,6 @@ def report_prompts(
             piece = index[first : first + PROMPT_PIECE]
             states, at = upload_together([final[piece], tokens[piece]], slots.device)
             targets = slots.tokens[slot, built.batch.positions[at] + 1].long()
-            adapters = None if built.batch.adapters is None else built.batch.adapters.take(tokens[piece])
-            reports.append((row, sampler.logprobs.of_prompt(model.logits(hidden[states], adapters), targets, slot)))
+            logits = compute_logits(model, hidden[states], built.batch, tokens[piece])
+            reports.append((row, sampler.logprobs.of_prompt(logits, targets, slot)))
     return reports

@@ -16,17 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.attn.batch import AdapterRows, Batch
+from quire.attn.batch import Batch
 from quire.dist.ring import Ring
 from quire.models.decoder import Decoder
-from quire.ops.adapters import tile
-from quire.prepare.adapt import find_sites
 from quire.prepare.stage import keep_stage
-from quire.runner.adapters import WholeModel
-from quire.runner.batch import Built, build_batch, draws_of
+from quire.runner.batch import Built, build_batch, draws_batch, draws_of
 from quire.runner.flight import StepFlight
 from quire.runner.graph_capture import Passage
-from quire.runner.row_parts import RowPart
 from quire.runner.sampler.grammar import Masks
 from quire.runner.sampler.logprobs import Report
 from quire.runner.sampler.pipeline import Drawn
@@ -46,7 +42,7 @@ class Begun:
     run: StepRows | None = None  # its rows; None = it has none, and nothing is on its way
     owner: Longs | None = None  # [rows] whose of the plan's they are, if they are not these
     built: Built | None = None  # None = it was replayed
-    places: Longs | None = None  # [rows] of adapters, then
+    drawn_from: Batch | None = None  # of its draws, then
 
     @property
     def kept(self) -> int:
@@ -56,9 +52,22 @@ class Begun:
 
 
 class StageRunner(Runner):
-    def __init__(self, *args: Any, ring: Ring, layers: Sequence[LayerCache], whole: bool = False, **options: Any) -> None:
-        """`layers`: what this rank's cache holds of each of its stage's. `whole`: the last stage's states of all tokens are
-        wanted, for a drafter of the first. The rest is as a Runner has it."""
+    def __init__(
+        self,
+        *args: Any,
+        ring: Ring,
+        layers: Sequence[LayerCache],
+        whole: bool = False,
+        before_cut: Callable[[Decoder], None] | None = None,
+        **options: Any,
+    ) -> None:
+        """layers: what this rank's cache holds of each layer of its stage.
+        whole: the last stage returns the states of all tokens, for a drafter of the first.
+        before_cut: is called with the whole model, before the other stages' layers are taken out.
+
+        The rest is as in Runner.
+        """
+        self._before_cut = before_cut
         super().__init__(*args, position=ring.seat.position, group=ring.group, **options)
         self._seat, self._stage, self._layers = ring.seat, ring.seat.stage, tuple(layers)
         self._others, self._ends = ring.others, ring.ends
@@ -70,10 +79,8 @@ class StageRunner(Runner):
 
     def _build(self) -> Decoder:
         model = super()._build()
-        if self._room[0]:  # what is wrong with an adapter is found by every stage, wherever it belongs
-            self._whole = WholeModel(
-                find_sites(model, self._more), model.renames, {name for name, _ in model.named_parameters()}
-            )
+        if self._before_cut is not None:
+            self._before_cut(model)
         keep_stage(model, self._stage)
         return model
 
@@ -103,11 +110,10 @@ class StageRunner(Runner):
         slots, _ = self._take_in(plan)
         if not len(plan.slot):
             return Begun(plan)
-        parts = [part for part in self._parts if part.active(plan.slot)]
         run, owner = self._rows_of(plan)
-        begun = self._replay_stage(plan, run, owner, parts)
+        begun = self._replay_stage(plan, run, owner)
         if begun is None:
-            built, model = build_batch(run, slots, parts, whole=self._all_kept), self._loaded()
+            built, model = build_batch(run, slots, self._parts, whole=self._all_kept), self._loaded()
             batch = built.batch if self._stage.last else replace(built.batch, kept=None)
             x = model.embed(batch) if self._stage.first else self._await(plan, run)
             self._ends.outlet.send(model.body(x, batch))
@@ -122,18 +128,18 @@ class StageRunner(Runner):
             raise EngineError(f"step {plan.step} has {run.tokens} tokens, but hidden states of {len(x)} came")
         return x
 
-    def _replay_stage(self, plan: StepPlan, run: StepRows, owner: Longs | None, parts: list[RowPart]) -> Begun | None:
+    def _replay_stage(self, plan: StepPlan, run: StepRows, owner: Longs | None) -> Begun | None:
         """None = this step is to be run eagerly."""
         graphs, way = self.graphs, self._way
         if graphs is None or way is None or wants_more(run) or run.tokens > len(way.exit):
             return None
-        brought = [part.replayed(run.slot) for part in parts]
-        if any(numbers is None for numbers in brought):
+        keys = self._graph_keys(run)
+        if keys is None or not graphs.pass_on(run, lambda: self._go_in(way, plan, run), keys):
             return None
-        if not graphs.pass_on(run, lambda: self._go_in(way, plan, run), *brought):
-            return None
+        assert self._tenants is not None
+        drawn_from = draws_batch(run, self._tenants[0], self._parts) if self.finishes else None
         self._ends.outlet.send(self._left(way, run))
-        return Begun(plan, run, owner, places=next(iter(brought), None))
+        return Begun(plan, run, owner, drawn_from=drawn_from)
 
     def _go_in(self, way: Passage, plan: StepPlan, run: StepRows) -> None:
         if way.entry is not None:
@@ -173,7 +179,7 @@ class StageRunner(Runner):
             raise EngineError(f"hidden states of {len(hidden)} tokens came out of step {begun.plan.step}, which kept others")
         prompts: list[tuple[int, Report]] = []
         if begun.built is None:
-            draw, pooled = self._draw_replayed(begun.run, hidden, begun.places), None
+            draw, pooled = self._draw_replayed(begun, hidden), None
         else:
             prompts, draw, pooled = self._take_out(begun.run, begun.built, hidden)
             if begun.owner is not None:
@@ -184,14 +190,11 @@ class StageRunner(Runner):
             self._undrawn[begun.plan.step] = self._untold
         return flight
 
-    def _draw_replayed(self, run: StepRows, hidden: Tensor, places: Longs | None) -> Callable[[Masks | None], Drawn] | None:
-        """hidden [K, H] of the draws; where nobody draws, of a token that is not wanted."""
-        assert self._tenants is not None
-        slots, row = self._tenants[0], run.draw_row
-        adapters = None
-        if places is not None and len(row):
-            adapters = AdapterRows(places[row], slots.device, tile(places[row], slots.device))
-        return self._prepare_draw(hidden[: len(row)], draws_of(run, slots), adapters)
+    def _draw_replayed(self, begun: Begun, hidden: Tensor) -> Callable[[Masks | None], Drawn] | None:
+        """hidden [K, H] of the draws; of one unused token if there are none."""
+        assert self._tenants is not None and begun.run is not None and begun.drawn_from is not None
+        draws = draws_of(begun.run, self._tenants[0])
+        return self._prepare_draw(hidden[: len(draws.slots)], draws, begun.drawn_from, None)
 
     @torch.inference_mode()
     def take_drawn_of(self, step: int, ids: Ints) -> None:

@@ -5,30 +5,29 @@ It does what the plan says, in the plan's order, and decides nothing. It does no
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import torch
 from msgspec import structs
 from torch import Tensor
 
-from quire.attn.batch import AdapterRows, Batch
+from quire.attn.batch import Batch
 from quire.device.base import Device, Setting
 from quire.dist.collectives import Group
 from quire.dist.experts import SharedExperts
 from quire.dist.mesh import ALONE, Position, share_layers
+from quire.features.base import Allocation, StepPart
 from quire.load.load import load_weights
 from quire.models.decoder import Decoder
 from quire.models.registry import build_model
-from quire.prepare.adapt import Adapters, adapt
 from quire.prepare.quantize import find_grain
 from quire.prepare.shard import find_experts, shard, share_experts
-from quire.runner.adapters import Shelf, WholeModel, set_aside
 from quire.runner.balance import Balancer, serve_experts
-from quire.runner.batch import Built, build_batch
+from quire.runner.batch import Built, build_batch, compute_logits
 from quire.runner.buckets import MOST_ROWS, MOST_TOKENS
 from quire.runner.copies import Needs, copy_matrices
 from quire.runner.draft.base import DeviceDrafter, Drafter, Guessing
@@ -42,15 +41,14 @@ from quire.runner.kv import KVBuffers
 from quire.runner.profile_run import largest_step
 from quire.runner.prompt_logprobs import final_states, report_prompts
 from quire.runner.rollback import Rollback
-from quire.runner.row_parts import RowPart, make_parts
 from quire.runner.sampler.grammar import Masks
 from quire.runner.sampler.logprobs import Report
 from quire.runner.sampler.pipeline import Drawn, Sampler
-from quire.runner.sampler.stage import Rows, Tenancy
+from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
 from quire.runner.states import StateBuffers
 from quire.runner.transfer import Longs, upload
-from quire.runner.warmup import LONG, apart, warm_up_adapters, warm_up_parts, warm_up_products, warm_up_steps
+from quire.runner.warmup import LONG, apart, warm_up_parts, warm_up_products, warm_up_steps
 from quire.types.cache import CacheLayout, KVLayout
 from quire.types.errors import ConfigError, EngineError
 from quire.types.plan import Ints, StepPlan, StepRows
@@ -67,6 +65,9 @@ DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2,
 }  # fmt: skip
 Wanted = tuple[list[tuple[int, Report]], Callable[[Masks | None], Drawn] | None, Tensor | None]  # of a step: see `StepFlight`
+
+
+Part = TypeVar("Part", bound=StepPart)
 
 
 class Runner:
@@ -95,7 +96,7 @@ class Runner:
         keeps: frozenset[str] = frozenset(),
         drafter: Drafter | DeviceDrafter | None = None,
         drafts: int = 0,
-        adapters: tuple[int, int] = (0, 0),
+        parts: Sequence[StepPart] = (),
         more_tokens: int = 0,
         position: Position = ALONE,
         group: Group | None = None,
@@ -103,23 +104,21 @@ class Runner:
         eplb: "EplbConfig | None" = None,
         exchange: SharedExperts | None = None,
     ) -> None:
-        """`drafts`: rows of plans bring so many of them along, unless a `drafter` makes them here. `adapters`: room for so
-        many, of at most that rank; `more_tokens`: that they may add to the model's own. `position`: whose share of the model
-        this is, where several ranks have one; `layout` is that of its share of the cache, and the ranks meet through `group`.
-        `cache_dtype`: of the cache, if it is not the model's. `eplb`: experts are balanced over the ranks.
-        `exchange`: experts are shared with other engines."""
+        """drafts: draft tokens per row in the plan; ignored if a drafter runs on the device.
+        parts: of features, in the order of FEATURES.
+        more_tokens: vocabulary entries that adapters may add to the model's own.
+        position: this rank's share of the model; `layout` is that of its share of the cache, and the ranks meet in `group`.
+        cache_dtype: of the KV cache, if it is not the model's.
+        eplb: experts are balanced over the ranks. exchange: experts are shared with other engines.
+        """
         self._facts = facts
         self._position, self._group, self._exchange = position, group, exchange
         self._layers = facts.layers if group is None else share_layers(facts.layers, position)
         self._eplb, self._balancer = eplb, cast(Balancer | None, None)
         self._parameters = 0  # of this rank, quantized ones included
         self._untold: Rows | None = None  # of the latest step, where another rank draws
-        self._room, self._more = adapters, more_tokens
         self._vocabulary = facts.vocab_size + more_tokens
-        self._shelf: Shelf | None = None  # of adapters
-        self._whole: WholeModel | None = None  # of which this is a stage
-        self._reserved = 0  # bytes on the device that adapters will take
-        self._parts: tuple[RowPart, ...] = ()
+        self._parts = tuple(parts)
         self._drafts = drafts if drafter is None else drafter.most
         self._companion = drafter if isinstance(drafter, DeviceDrafter) else None
         self._drafter = None if isinstance(drafter, DeviceDrafter) else drafter
@@ -162,11 +161,8 @@ class Runner:
         model = self._build()
         # loading replaces quantized matrices by their packed form, and a device may keep weights outside the model
         self._parameters = sum(parameter.numel() for parameter in model.parameters())
-        count, rank = self._room
-        adapters: Adapters | None = None
-        if count:
-            tabled = self._room if self._device.torch_device.type == "cuda" else None  # for kernels
-            adapters = adapt(model, device=self._device.torch_device, dtype=self._dtype, tabled=tabled, more=self._more)
+        for part in self._parts:
+            part.transform(model)
         load_weights(
             model, self._facts, device=self._device.torch_device, dtype=self._dtype, load_format=self._load_format,
             seed=self._seed, keep_quantized=self._keep_quantized, quantization=self._quantization, keeps=self._keeps,
@@ -174,6 +170,8 @@ class Runner:
         )  # fmt: skip
         if self._eplb is not None and self._group is not None and self._exchange is None:
             self._balancer = Balancer(model, self._position, self._group, self._eplb)
+        for part in self._parts:
+            part.load(model, self._reserved_bytes)
         facts = replace(self._facts, layers=tuple(self._layers))
         tapped = self._companion is not None and bool(self._companion.taps)
         setting = Setting(facts, self._dtype, self._layout, self._load_format, tapped)
@@ -183,10 +181,6 @@ class Runner:
         if self._companion is not None:
             self._companion.load(self._device, self._dtype, model)
             self._taps = Taps(model, self._companion.taps) if tapped else None
-        if adapters is not None:
-            budget = None if self._device.torch_device.type == "cpu" else count * adapters.bytes_of(rank)
-            self._reserved = set_aside(adapters, count, rank)
-            self._shelf = Shelf(adapters, model, count, rank, budget, self._more, self._whole)
         if self._exchange is not None:
             serve_experts(model, self._exchange, self._eplb)
 
@@ -201,15 +195,15 @@ class Runner:
             share_experts(model, self._exchange)
         return model
 
-    @property
-    def shelf(self) -> Shelf:
-        if self._shelf is None:
-            raise EngineError("the runner has no room for adapters")
-        return self._shelf
+    def part(self, kind: type[Part]) -> Part:
+        found = next((part for part in self._parts if isinstance(part, kind)), None)
+        if found is None:
+            raise EngineError(f"the runner has no part {kind.name}")
+        return found
 
     def copy_matrices(self, gpu_memory_utilization: float, cache: int, step: int, asked: bool | None) -> None:
         """Copies of quantized matrices in the model's type, if there is room for all of them (`runner/copies.py`)."""
-        needs = Needs(gpu_memory_utilization, cache, step + self._set_aside(), asked)
+        needs = Needs(gpu_memory_utilization, cache, step + self._reserved_bytes(), asked)
         copy_matrices(self._loaded(), self._dtype, self._device, needs)
 
     def warm_up(self) -> None:
@@ -229,9 +223,8 @@ class Runner:
         hidden = torch.zeros(self._max_batched_tokens, self._facts.hidden_size, dtype=self._dtype, device=slots.device)
         with apart(self._loaded(), self._group):
             warm_up_products(self._loaded(), hidden, MOST_TOKENS, self.finishes)
-            if self._shelf is not None and self._shelf.has_kernels_for(()):
-                warm_up_adapters(self._loaded(), slots.device, self._max_batched_tokens)
-                self._shelf.warm_up()
+            for part in self._parts:
+                part.warm_up(self._max_batched_tokens)
         del hidden
         self._device.synchronize()
         self._tenants = self.graphs = self._guessing = None
@@ -251,15 +244,15 @@ class Runner:
             if kv_cache_memory_bytes <= 0:
                 raise ConfigError(f"kv_cache_memory_bytes must be positive, got {kv_cache_memory_bytes}")
             return kv_cache_memory_bytes
-        return self._device.budget(gpu_memory_utilization, self._profile_run, self._set_aside())
+        return self._device.budget(gpu_memory_utilization, self._profile_run, self._reserved_bytes())
 
-    def _set_aside(self) -> int:
-        """Bytes on the device that adapters and recorded steps will take."""
+    def _reserved_bytes(self) -> int:
+        """Return the bytes on the device that parts and CUDA graphs will take."""
         rows = self._max_seqs * (1 + self._drafts)
-        graphs = allowance(rows, self._vocabulary, self._room[0] > 0) if self._recording else 0
+        graphs = allowance(rows, self._vocabulary, self._parts) if self._recording else 0
         if self._recording and self._companion is not None:
             graphs += self._companion.recorded_bytes(self._max_seqs)
-        return self._reserved + graphs
+        return graphs + sum(part.reserved_bytes(self._max_seqs, self._recording) for part in self._parts)
 
     def allocate(self, pages: int, max_model_len: int, snapshots: int = 0) -> None:
         """The cache of `pages` usable pages (the null page comes on top), and slots for contexts of max_model_len. Without
@@ -285,18 +278,20 @@ class Runner:
         if self._companion is not None:
             own = self._device.recorder() if self._recording and pages else None
             self._companion.allocate(pages, slots, sampler, self._max_batched_tokens, own)
-        self._parts = make_parts(self._max_seqs, self._shelf)
+        recorder = self._device.recorder if self._recording else None
+        for part in self._parts:
+            part.allocate(Allocation(pages, snapshots, slots, sampler, recorder))
         planners = fixed_plans(model, len(self._layout.groups)) if self._recording else None
         self.graphs = None
         if self._balancer is not None:
             self._balancer.forget()  # steps that nobody asked for
         if planners is not None:
-            recorder, most, self._kept_states = self._device.recorder(), self._max_batched_tokens, None
+            most, self._kept_states = self._max_batched_tokens, None
             if self._companion is not None and self._companion.reads:
                 count, size, most = len(self._companion.taps) or 1, self._facts.hidden_size, 0  # rows of one token only
                 self._kept_states = KeptStates(self._taps, count, MOST_ROWS, size, self._dtype, device)
             self.graphs = Graphs(
-                model, slots, sampler, planners, recorder, self._vocabulary, most, self._room[0], self._drafts,
+                model, slots, sampler, planners, self._device.recorder(), self._vocabulary, most, self._drafts, self._parts,
                 self._kept_states, self._passage(),
             )  # fmt: skip
             if pages and told:
@@ -313,11 +308,11 @@ class Runner:
 
     def close(self) -> None:
         """Give back all memory on the device. The other ranks must have ended."""
-        for joint in (self._exchange, self._group, self._companion):
+        for joint in (*self._parts, self._exchange, self._group, self._companion):
             if joint is not None:
                 joint.close()
-        self._model = self._tenants = self.graphs = self._shelf = self._group = self._states = self._balancer = None
-        self._guessing = self._untold = self._whole = self._rollback = self._taps = self._kept_states = self._launched = None
+        self._model = self._tenants = self.graphs = self._group = self._states = self._balancer = None
+        self._guessing = self._untold = self._rollback = self._taps = self._kept_states = self._launched = None
         self._exchange = self._companion = self._drafter = None
         self._parts = ()
         gc.collect()
@@ -329,18 +324,17 @@ class Runner:
         if not len(plan.slot):
             return StepFlight(plan, [], None)
         plain = not len(plan.masked) and sampler.plain(plan.slot)
-        parts = [part for part in self._parts if part.active(plan.slot)]
         run, owner = self._rows_of(plan)
         if self._rollback is not None:
-            run = self._go_back(self._rollback, plan, slots, parts)
+            run = self._go_back(self._rollback, plan, slots)
         more = wants_more(run) or (self._kept_states is not None and run.tokens > len(run.slot))
-        replayed = None if self.graphs is None or more else self._replay(self.graphs, run, plain, parts)
+        replayed = None if self.graphs is None or more else self._replay(self.graphs, run, plain)
         prompts: list[tuple[int, Report]] = []
         pooled: Tensor | None = None
         draw: Drawn | Callable[[Masks | None], Drawn] | None = None
         if replayed is None:
             whole = self._companion is not None and self._companion.whole
-            built = build_batch(run, slots, parts, whole=whole, states=self._states)
+            built = build_batch(run, slots, self._parts, whole=whole, states=self._states)
             prompts, draw, pooled = self._take_out(run, built, self._loaded()(built.batch))
             if owner is not None:
                 prompts = [(int(owner[row]), report) for row, report in prompts]
@@ -368,12 +362,7 @@ class Runner:
         slots.updates.deliver()  # what a launch that failed left
         slots.take_in(plan)
         if plan.admitted or len(plan.retired):
-            tenancies: tuple[Tenancy, ...] = (sampler, *self._parts)
-            for tenancy in tenancies:
-                for slot in plan.retired.tolist():
-                    tenancy.retire(slot)
-                for admission in plan.admitted:
-                    tenancy.admit(admission.slot, admission)
+            self._admit(plan, sampler)
         sampler.refresh(slots.updates)
         if len(plan.copy_from):
             kv.copy(plan.copy_from, plan.copy_to)
@@ -392,11 +381,25 @@ class Runner:
             slots.updates.deliver()
         return slots, sampler
 
-    def _go_back(self, rollback: Rollback, plan: StepPlan, slots: Slots, parts: list[RowPart]) -> StepRows:
+    def _admit(self, plan: StepPlan, sampler: Sampler) -> None:
+        for slot in plan.retired.tolist():
+            sampler.retire(slot)
+            for part in self._parts:
+                part.retire(slot)
+        for admission in plan.admitted:
+            sampler.admit(admission.slot, admission)
+            for part in self._parts:
+                part.retire(admission.slot)
+                part.admit(admission.slot, admission)
+        missing = {name for each in plan.admitted for name in each.extras.features} - {part.name for part in self._parts}
+        if missing:
+            raise EngineError(f"a request uses {', '.join(sorted(missing))}, which this engine was started without")
+
+    def _go_back(self, rollback: Rollback, plan: StepPlan, slots: Slots) -> StepRows:
         """States stand where the rows begin that are to be run, and those returned are to be run in their place."""
         first, run = rollback.prepare(plan)
         if first is not None:
-            self._loaded()(build_batch(first, slots, parts, states=self._states).batch)
+            self._loaded()(build_batch(first, slots, self._parts, states=self._states).batch)
         rollback.keep()
         return run
 
@@ -410,21 +413,21 @@ class Runner:
             pooled = hidden[upload(final_states(outputs.pool, plan, built), hidden.device)].float()
         drawn_from = hidden[batch.logit_index] if len(outputs.draw) else hidden[:0]
         follow = None if self._drafter is None else prepare(plan, slots, batch, built.rows, drawn_from)
-        adapters = None if batch.adapters is None or not len(drawn_from) else batch.adapters.take(outputs.draw)
-        draw = self._prepare_draw(drawn_from, built.rows, adapters, follow)
+        draw = self._prepare_draw(drawn_from, built.rows, batch, outputs.draw, follow)
         if self._companion is not None:
             states = self._taps.take() if self._taps is not None else [hidden] if self._companion.whole else []
             self._guessing = Guessing(self._companion, states, drawn_from)
         return prompts, draw, pooled
 
     def _prepare_draw(
-        self, hidden: Tensor, rows: Rows, adapters: AdapterRows | None, follow: Verification | None = None
+        self, hidden: Tensor, rows: Rows, batch: Batch, tokens: Ints | None, follow: Verification | None = None
     ) -> Callable[[Masks | None], Drawn] | None:
-        """hidden [N, H] of the draws. None = nothing is drawn, or another rank does."""
+        """hidden [N, H] of the draws, tokens [N] which of the batch's they are. None = nothing is drawn, or another rank
+        does."""
         self._untold = None
         if not len(hidden):
             return None
-        logits = self._loaded().logits(hidden, adapters)
+        logits = compute_logits(self._loaded(), hidden, batch, tokens)
         self._untold = None if self._position.rank == 0 else rows
         return partial(self._draw, logits, rows, follow) if self._position.rank == 0 or self._device.draws_alike else None
 
@@ -433,11 +436,14 @@ class Runner:
         but masks are the first one's alone."""
         return self._device.draws_alike and not len(plan.masked)
 
-    def _replay(self, graphs: Graphs, plan: StepRows, plain: bool, parts: list[RowPart]) -> Tensor | Undrawn | None:
-        brought = [part.replayed(plan.slot) for part in parts]
-        if any(numbers is None for numbers in brought):
-            return None
-        return graphs.run(plan, plain, *brought)
+    def _replay(self, graphs: Graphs, plan: StepRows, plain: bool) -> Tensor | Undrawn | None:
+        keys = self._graph_keys(plan)
+        return None if keys is None else graphs.run(plan, plain, keys)
+
+    def _graph_keys(self, rows: StepRows) -> tuple[Hashable, ...] | None:
+        """Return the key of each part; None: no graph can run these rows."""
+        keys = tuple(part.graph_key(rows) for part in self._parts)
+        return None if None in keys else keys
 
     def _take_replayed(self, plan: StepRows, replayed: Tensor | Undrawn) -> Drawn | Callable[[Masks | None], Drawn] | None:
         if self._companion is not None:

@@ -31,6 +31,11 @@ class Extras:
     lora_name: str = ""  # as users call it
 
     @property
+    def features(self) -> tuple[str, ...]:
+        """Names of the features without whose device half the request must not run."""
+        return ("lora",) if self.adapter else ()
+
+    @property
     def salt(self) -> tuple[str, ...]:
         """What of it cached keys and values depend on."""
         adapter = self.adapter if self.lora is None else self.lora.version

@@ -6,6 +6,7 @@ from typing import Any
 from torch import AcceleratorError
 
 from quire.engine.executor.base import Flight
+from quire.features.lora.device import LoRAPart
 from quire.runner.flight import StepFlight
 from quire.runner.step import Runner
 from quire.types.adapter import AdapterFacts, AdapterRef
@@ -75,22 +76,22 @@ class LocalExecutor:
         return found
 
     def read_adapter(self, ref: AdapterRef) -> AdapterFacts:
-        return self._runner.shelf.read(ref)
+        return self._runner.part(LoRAPart).cache.read(ref)
 
     def read_ahead(self, ref: AdapterRef) -> None:
-        self._runner.shelf.read_ahead(ref)
+        self._runner.part(LoRAPart).cache.read_ahead(ref)
 
     def put_adapter(self, ref: AdapterRef, place: int) -> None:
         try:
-            self._runner.shelf.put(ref, place)
+            self._runner.part(LoRAPart).cache.put(ref, place)
         except AcceleratorError as error:
             raise device_lost(error) from error
 
     def drop_adapter(self, place: int) -> None:
-        self._runner.shelf.drop(place)
+        self._runner.part(LoRAPart).cache.drop(place)
 
     def forget_adapter(self, version: str) -> None:
-        self._runner.shelf.forget(version)
+        self._runner.part(LoRAPart).cache.forget(version)
 
     def stop(self) -> None:
         self._runner.close()

@@ -121,8 +121,9 @@ class Rank:
     def _own_adapters(self) -> "RankAdapters":
         if self._adapters is None:
             from quire.engine.executor.rank_adapters import RankAdapters
+            from quire.features.lora.device import LoRAPart
 
-            self._adapters = RankAdapters(self._started.shelf)
+            self._adapters = RankAdapters(self._started.part(LoRAPart).cache)
         return self._adapters
 
     @property
@@ -161,13 +162,12 @@ class Rank:
             group: SharedMemoryGroup = NodesGroup(position, self._memory, self._peers, Others(), self._remote)
         else:
             group = device.group(position, self._memory, self._peers, Others())
-        adapters = (config.max_loras, config.args.max_lora_rank)
         drafter = make_device_drafter(config, whole_layout(config)) if config.drafts_on_device else None
         exchange = None
         if self._companions is not None:
             exchange = join_companions(config, self._companions, Others())
             exchange.on_dead = self._on_lost
-        return make_runner(config, device, position, group, drafter, adapters, exchange)
+        return make_runner(config, device, position, group, drafter, exchange)
 
     def _call(self, method: str, args: Sequence[Any]) -> Any:
         target = self._own_adapters if method.endswith("_adapter") else self._started

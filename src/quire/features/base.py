@@ -1,0 +1,158 @@
+"""The device half of a feature: a `StepPart`, which the runner calls at fixed moments of a step.
+
+    start      transform (model without weights) → load (weights are there) → warm_up → allocate (KV cache and slots)
+    each step  retire, admit → prepare → arrange → extend or graph_key → finish
+    end        close
+
+The runner names no feature: it loops over its parts in the order of FEATURES. A feature that is off has no part and costs
+nothing. This module does not import torch.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from quire.types.plan import Admission, Ints, Longs, StepPlan, StepRows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quire.attn.batch import Batch
+    from quire.device.base import Recorder
+    from quire.models.decoder import Decoder
+    from quire.runner.sampler.pipeline import Sampler
+    from quire.runner.slots import Slots
+
+# Parts run in this order: `transform` and `extend` build on what earlier parts did.
+FEATURES = ("experts", "quantization", "lora", "recurrent", "speculation")
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The memory of a runner's slots. Parts keep their own per-slot state beside it."""
+
+    pages: int  # usable KV cache pages; 0: a profile or warm-up run, whose results do not matter
+    snapshots: int  # entries for saved recurrent states
+    slots: "Slots"
+    sampler: "Sampler"
+    recorder: "Callable[[], Recorder] | None"  # None: no CUDA graphs are recorded
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """A step whose rows have been launched."""
+
+    plan: StepPlan
+    rows: StepRows  # as they were run, see `StepPart.arrange`
+    hidden: "Tensor | None"  # [kept tokens, hidden_size]; None: a CUDA graph was replayed
+    drawn_from: "Tensor | None"  # [draws, hidden_size]; None: a CUDA graph was replayed
+
+
+class Follower(Protocol):
+    """Work that goes on when the tokens of a step have reached the host."""
+
+    def follow(self, plan: StepPlan, lengths: Ints) -> None:
+        """lengths [R]: tokens that each row brought."""
+
+    def drafts_of(self, plan: StepPlan) -> Ints:
+        """Return the draft tokens [sum of drafts] that the rows of `plan` ran with."""
+
+    def expects(self, slot: int, count: int) -> Ints:
+        """Return the `count` draft tokens after the text of `slot`."""
+
+
+class StepPart(ABC):
+    """The device half of a feature. Every hook but `graph_key` has a default that does nothing."""
+
+    name: str  # one of FEATURES
+    reads_layers = False  # it reads hidden states between layers, so the device must run them one by one
+    graph_keys: Sequence[Hashable] = (False,)  # every key that `graph_key` can return, False first
+    single_tokens = False  # only steps whose rows have one token each can be recorded
+
+    def transform(self, model: "Decoder") -> None:
+        """Change this rank's share of the model, on the meta device, before its weights are loaded."""
+
+    def load(self, model: "Decoder", reserved_bytes: Callable[[], int]) -> None:
+        """Load what belongs to the feature. The weights of `model` are there; the device has not prepared it yet.
+
+        reserved_bytes: what all parts and CUDA graphs together will take, valid when every part is loaded.
+        """
+
+    def reserved_bytes(self, max_seqs: int, recording: bool) -> int:
+        """Return bytes of device memory that the part takes after the profile run."""
+        return 0
+
+    def warm_up(self, max_tokens: int) -> None:
+        """Compile or load kernels that the warm-up steps do not run."""
+
+    def allocate(self, allocation: Allocation) -> None:
+        """Make the per-slot state. Called again with another allocation after a profile or warm-up run."""
+
+    def admit(self, slot: int, admission: Admission) -> None:
+        """Take in a new request. Its slot was retired before."""
+
+    def retire(self, slot: int) -> None:
+        """Forget the slot's request; the slot may be free already."""
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Act on the rest of a plan (copied pages, loaded states) before its rows are built. The plan may have no rows."""
+
+    def complete(self, plan: StepPlan) -> StepPlan:
+        """Fill in what only this process knows of the plan, before it goes to other ranks."""
+        return plan
+
+    def arrange(
+        self,
+        plan: StepPlan,
+        run: Callable[[StepRows], None],
+    ) -> tuple[StepRows, Longs | None] | None:
+        """Return other rows to run in place of the plan's, and [rows] the plan's row of each (None: the same). None: no change.
+
+        run: runs rows through the model before the step, without outputs.
+        """
+        return None
+
+    def extend(self, batch: "Batch", rows: StepRows, slot: "Tensor") -> "Batch":
+        """Return the batch with the feature's arrays. slot [R] int64, on the device. All tokens are still in the batch."""
+        return batch
+
+    @abstractmethod
+    def graph_key(self, rows: StepRows) -> Hashable | None:
+        """Return which CUDA graphs can run these rows: steps with different keys have graphs of their own.
+
+        False: these rows do not use the feature. None: no graph can run them, so the step is run eagerly.
+        """
+
+    def finish(self, step: FinishedStep) -> Follower | None:
+        """Read what the step left. Return a Follower if work goes on when its tokens have reached the host."""
+        return None
+
+    def idle(self) -> bool:
+        """Use a moment without requests. Return False if there is nothing left to do."""
+        return False
+
+    def check(self) -> None:
+        """Raise EngineDead if other processes that the part needs are lost."""
+
+    def describe(self) -> dict[str, int]:
+        """Return counts for the description of this rank."""
+        return {}
+
+    def close(self) -> None:
+        """Give back memory and connections."""
+
+    # ---- CUDA graphs: inputs at fixed addresses, and what is read after a replay -----------------------------------------
+
+    def allocate_inputs(self, slots: "Slots", max_rows: int) -> None:
+        """Allocate the graph inputs, shared by all graphs."""
+
+    def write_inputs(self, rows: StepRows | None, count: int) -> None:
+        """Write the inputs of a graph of `count` rows. None: all of its rows are padding. Only for keys that are true."""
+
+    def extend_recorded(self, batch: "Batch", count: int) -> "Batch":
+        """As `extend`, from the graph inputs. This is recorded. Only for keys that are true."""
+        return batch
+
+    def keep_states(self, hidden: "Tensor", tokens: int) -> None:
+        """Keep what is read after the replay; hidden [kept tokens, hidden_size] of `tokens` tokens. This is recorded."""
