@@ -15,7 +15,7 @@ from quire.config.args import EngineArgs
 from quire.engine.process import needs_grammars
 from quire.sampling_params import StructuredOutputsParams
 
-WORKER = "quire.grammar.worker"
+WORKER = "quire.features.structured.grammar.worker"
 CHOICE = SamplingParams(temperature=0.0, structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
 pytestmark = [pytest.mark.usefixtures("quick"), pytest.mark.usefixtures("traces")]
 

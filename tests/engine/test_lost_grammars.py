@@ -11,7 +11,7 @@ from tiny import TEXT, open_model
 
 from patience import PATIENCE
 from quire import SamplingParams
-from quire.grammar import client, process, wire
+from quire.features.structured.grammar import client, process, wire
 from quire.sampling_params import StructuredOutputsParams
 from quire.types.errors import EngineError, InvalidParameter
 
@@ -242,7 +242,7 @@ def kill_first_starts(monkeypatch, counter: Path, count: int) -> None:
         "number = len(counter.read_text()) if counter.exists() else 0\n"
         "counter.write_text('x' * (number + 1))\n"
         f"if number < {count}: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "from quire.grammar.worker import main\n"
+        "from quire.features.structured.grammar.worker import main\n"
         "sys.exit(main(sys.argv[1:]))"
     )
     monkeypatch.setattr(process, "COMMAND", (sys.executable, "-P", "-c", script))

@@ -10,7 +10,7 @@ import random
 import sys
 import time
 
-from quire.grammar import worker
+from quire.features.structured.grammar import worker
 
 accept, fill = worker.Live.accept, worker.GrammarWorker._fill
 LETHAL = 4

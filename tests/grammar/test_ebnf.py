@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from quire.grammar.backend import GrammarError
-from quire.grammar.ebnf import is_ebnf
-from quire.grammar.llguidance import LIMITS
-from quire.grammar.terminals import ebnf_to_lark
+from quire.features.structured.grammar.backend import GrammarError
+from quire.features.structured.grammar.ebnf import is_ebnf
+from quire.features.structured.grammar.llguidance import LIMITS
+from quire.features.structured.grammar.terminals import ebnf_to_lark
 
 COUNT = int(os.environ.get("QUIRE_EXAMPLES", "150"))
 LETTERS = "abàá"  # the last two begin with the same byte

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from patience import PATIENCE
-from quire.grammar import client, process, vetting, wire
-from quire.grammar.client import Grammars
-from quire.grammar.lanes import GrammarLanes
+from quire.features.structured.grammar import client, process, vetting, wire
+from quire.features.structured.grammar.client import Grammars
+from quire.features.structured.grammar.lanes import GrammarLanes
 from quire.text.tokenizer_files import read_tokenizer
 from quire.types.errors import InvalidParameter
 from quire.types.request import EngineRequest

@@ -18,10 +18,9 @@ import pydantic
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from quire.grammar.backend import GrammarError
-from quire.grammar.llguidance import LIMITS
-from quire.grammar.schema import Preparation, unenforced
-from quire.grammar.translate import to_source
+from quire.features.structured.grammar.backend import GrammarError
+from quire.features.structured.grammar.llguidance import LIMITS, to_source
+from quire.features.structured.grammar.schema import Preparation, unenforced
 from quire.types.errors import InvalidParameter
 from quire.types.structured import StructuredOutputsParams
 

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from llguidance import LLParserLimits
 
-from quire.grammar import llguidance
-from quire.grammar.backend import GrammarError
-from quire.grammar.forms import without_anchors
-from quire.grammar.keywords import disjoint
-from quire.grammar.llguidance import LLGuidance
-from quire.grammar.schema import prepare_schema
+from quire.features.structured.grammar import llguidance
+from quire.features.structured.grammar.backend import GrammarError
+from quire.features.structured.grammar.ebnf import without_anchors
+from quire.features.structured.grammar.llguidance import LLGuidance
+from quire.features.structured.grammar.schema import disjoint, prepare_schema
 from quire.text.tokenizer_files import read_tokenizer
 from quire.types.structured import StructuredOutputsParams
 

@@ -15,10 +15,10 @@ import test_ebnf
 import test_matchers
 
 from patience import PATIENCE
-from quire.grammar import wire
-from quire.grammar.backend import GrammarError
-from quire.grammar.client import Grammars
-from quire.grammar.xgrammar import XGrammar, XGrammarMatcher
+from quire.features.structured.grammar import wire
+from quire.features.structured.grammar.backend import GrammarError
+from quire.features.structured.grammar.client import Grammars
+from quire.features.structured.grammar.xgrammar import XGrammar, XGrammarMatcher
 from quire.text.tokenizer_files import read_tokenizer
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from desk import Desk, Faults
 
-from quire.grammar.client import News
+from quire.features.structured.grammar.client import News
 from quire.types.structured import StructuredOutputsParams
 
 FORCED = {3: [7, 8, 9, 10], 4: [8, 9, 10], 5: [9, 10], 6: [10]}  # after so many tokens

@@ -60,7 +60,7 @@ class ServerProcess:
         return only_child(self.process.pid, "quire.engine.process")
 
     def grammar_pid(self) -> int:
-        return only_child(self.engine_pid(), "quire.grammar.worker")
+        return only_child(self.engine_pid(), "quire.features.structured.grammar.worker")
 
     def text_pids(self) -> list[int]:
         return children(self.process.pid, "quire.text.helper.worker")

@@ -393,7 +393,7 @@ def test_hostile_grammars_are_little_work_and_disturb_nobody(serve_model):
         warm = client.post("/v1/completions", json=body(3, False) | {"structured_outputs": {"regex": "a{3}"}})
         assert warm.status_code == 200, warm.text
         engine, grammars = makers = [server.engine_pid(), server.grammar_pid()]
-        vetting = only_child(grammars, "quire.grammar.worker")
+        vetting = only_child(grammars, "quire.features.structured.grammar.worker")
         neighbours = [Neighbour(client, makers), Neighbour(client, makers, structured_outputs={"regex": "[a-z]*"})]
         work, tokens = {}, {}
         with listening(*neighbours):

@@ -34,7 +34,7 @@ from quire.engine.numa import bind_process
 from quire.engine.runners import bounded_facts, join_companions, make_device_drafter, make_runner, start_device
 from quire.engine.scheduling import make_scheduler
 from quire.engine.timeline import Stopwatch, Timeline
-from quire.grammar.lanes import GrammarLanes
+from quire.features.structured.grammar.lanes import GrammarLanes
 from quire.models.registry import complete_facts
 from quire.progress import doing
 from quire.sched.draft.ahead import SpeculationAhead

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from quire.engine.adapters import AdapterDesk
-from quire.engine.constraints import Constraints
 from quire.engine.executor.base import Executor, Flight
 from quire.engine.watch import Watch
-from quire.grammar.lanes import GrammarLanes
+from quire.features.structured.constraints import Constraints
+from quire.features.structured.grammar.lanes import GrammarLanes
 from quire.sched.draft.speculation import Speculation
 from quire.sched.plan_builder import Scheduled
 from quire.sched.scheduler import Scheduler

@@ -23,7 +23,7 @@ from quire.engine.client import EngineClient, as_started, engine_args
 from quire.engine.layouts import whole_layout
 from quire.engine.router import EngineRouter
 from quire.engine.timeline import Stopwatch
-from quire.grammar.lanes import GrammarLanes
+from quire.features.structured.grammar.lanes import GrammarLanes
 from quire.sched.limits import RequestLimits
 from quire.types.adapter import AdapterRef
 from quire.types.errors import EngineDead, QuireError, RequestError

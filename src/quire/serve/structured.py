@@ -5,8 +5,8 @@ from typing import Any
 
 from starlette.requests import Request
 
-from quire.grammar.backend import GrammarError
-from quire.grammar.schema import Preparation, unenforced
+from quire.features.structured.grammar.backend import GrammarError
+from quire.features.structured.grammar.schema import Preparation, unenforced
 from quire.serve.protocol import GenerationFields
 from quire.serve.server import server_of
 from quire.serve.tools import ToolUse

@@ -1,13 +1,12 @@
-"""The grammar process: `python -m quire.grammar.worker SOCKET MEMORY [with-thread] [ahead] [gives-way]`, with two inherited
-file descriptors.
+"""The grammar process: `python -m quire.features.structured.grammar.worker SOCKET MEMORY [with-thread] [ahead] [gives-way]`.
 
-It holds a matcher for every open request, takes in the tokens they sampled and writes the masks for their next ones into the
-shared memory. New grammars are vetted, then compiled by a thread: neither keeps the loop from answering. It ends when the
-engine closes the socket.
+SOCKET and MEMORY are inherited file descriptors. The process holds a matcher for every open request, takes in sampled tokens
+and writes the masks of the next ones into the shared memory. A thread compiles new grammars after they were vetted, so the loop
+keeps answering. The process ends when the engine closes the socket.
 
-A matcher that was slow before is deferred: its tokens wait until the commands that have arrived are answered. Then one deferred
-matcher has its turn, the one that has used the least processor time, before the next commands are read. So other matchers wait
-for one slow mask at most.
+A matcher that was slow before is deferred: its tokens wait until all received commands are answered. Then the deferred matcher
+that has used the least processor time gets one turn, before the next commands are read. So other matchers wait for at most one
+slow mask.
 """
 
 import mmap
@@ -27,11 +26,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from quire.features.structured.grammar import wire
+from quire.features.structured.grammar.backend import GrammarBackend, GrammarError, Matcher
+from quire.features.structured.grammar.vetting import VettingJob, decode_verdict, encode, start_vetting
 from quire.files.resolve import resolve_model
 from quire.files.threads import give_way
-from quire.grammar import wire
-from quire.grammar.backend import GrammarBackend, GrammarError, Matcher
-from quire.grammar.vetting import VettingJob, decode_verdict, encode, start_vetting
 from quire.proc.channel import Frames
 from quire.proc.spawn import WITH_THREAD, end_with_parent
 from quire.text.tokenizer_files import read_tokenizer
@@ -363,10 +362,10 @@ def open_backend(start: wire.StartWorker) -> GrammarBackend:
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ends = [token for token in dict.fromkeys([*own, *start.eos_ids]) if 0 <= token < start.vocab_size]
     if start.backend == "xgrammar":
-        from quire.grammar.xgrammar import XGrammar
+        from quire.features.structured.grammar.xgrammar import XGrammar
 
         return XGrammar(tokenizer, start.vocab_size, ends)
-    from quire.grammar.llguidance import LLGuidance
+    from quire.features.structured.grammar.llguidance import LLGuidance
 
     return LLGuidance(tokenizer, start.vocab_size, ends)
 

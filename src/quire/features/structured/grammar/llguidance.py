@@ -5,18 +5,58 @@ library stops by itself when a step exceeds its limits; it does not guard agains
 (`vetting.py` does).
 """
 
+import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from quire.grammar.backend import GrammarError, Matcher
-from quire.grammar.translate import to_source
+from quire.features.structured.grammar.backend import GrammarError, Matcher
+from quire.features.structured.grammar.ebnf import is_ebnf, to_pattern, without_anchors
+from quire.features.structured.grammar.schema import Schema, prepare_schema
+from quire.features.structured.grammar.tags import tags_to_lark
+from quire.features.structured.grammar.terminals import ebnf_to_lark
 from quire.text.tokenizer import Tokenizer
-from quire.types.structured import StructuredOutputsParams
+from quire.types.errors import InvalidParameter
+from quire.types.structured import StructuredOutputsParams, read_object
+
+
+def to_source(params: StructuredOutputsParams) -> str:
+    if params.json is not None or params.json_object:
+        schema = {"type": "object"} if params.json is None else _read("json", params.json)
+        return json.dumps({"grammars": [{"json_schema": prepare_schema(schema, params)}]})
+    if params.regex is not None:
+        return LLMatcher.grammar_from_regex(without_anchors(params.regex))
+    if params.choice is not None:
+        return _lark(choice_to_lark(params.choice))
+    if params.structural_tag is not None:
+        return tags_to_lark(_read("structural_tag", params.structural_tag), prepare_schema)
+    assert params.grammar is not None
+    return _lark(ebnf_to_lark(params.grammar) if is_ebnf(params.grammar) else params.grammar)
+
+
+def choice_to_lark(texts: Iterable[str]) -> str:
+    """One terminal: rules with thousands of alternatives are more than the library takes."""
+    written = [to_pattern(text) for text in dict.fromkeys(texts)]
+    several = "|".join(text for text in written if text)
+    if not several:
+        return 'start: ""'
+    return f"start: CHOICE{'' if all(written) else '?'}\nCHOICE: /{several}/"
+
+
+def _lark(text: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def _read(name: str, value: str | Schema) -> Schema:
+    try:
+        return read_object(name, value)
+    except InvalidParameter as error:
+        raise GrammarError(str(error)) from None
+
 
 LIMITS = LLParserLimits(
     step_lexer_fuel=100_000,  # about 7 ms

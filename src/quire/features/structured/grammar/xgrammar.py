@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import xgrammar
 
-from quire.grammar.backend import GrammarError, Matcher
-from quire.grammar.ebnf import is_ebnf
-from quire.grammar.llguidance import LLGuidance, TokenSpelling
+from quire.features.structured.grammar.backend import GrammarError, Matcher
+from quire.features.structured.grammar.ebnf import is_ebnf
+from quire.features.structured.grammar.llguidance import LLGuidance, TokenSpelling
 from quire.text.tokenizer import Tokenizer
 from quire.types.structured import StructuredOutputsParams
 

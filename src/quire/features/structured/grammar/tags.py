@@ -9,10 +9,9 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
-from quire.grammar.backend import GrammarError
-from quire.grammar.ebnf import is_ebnf
-from quire.grammar.forms import to_pattern, without_anchors
-from quire.grammar.terminals import ebnf_to_lark
+from quire.features.structured.grammar.backend import GrammarError
+from quire.features.structured.grammar.ebnf import is_ebnf, to_pattern, without_anchors
+from quire.features.structured.grammar.terminals import ebnf_to_lark
 
 TEXT = r"/(.|\n)*/"
 PATTERNS = ("const_string", "regex")

@@ -9,9 +9,9 @@ gives way to other processes. Slow grammars are remembered, and start there next
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from quire.grammar import wire
-from quire.grammar.client import ROWS, Grammars, News, fingerprint
-from quire.grammar.process import Words
+from quire.features.structured.grammar import wire
+from quire.features.structured.grammar.client import ROWS, Grammars, News, fingerprint
+from quire.features.structured.grammar.process import Words
 from quire.types.request import EngineRequest
 from quire.types.structured import StructuredOutputsParams
 

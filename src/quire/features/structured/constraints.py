@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from quire.grammar.client import refusal
-from quire.grammar.lanes import GrammarLanes
+from quire.features.structured.grammar.client import refusal
+from quire.features.structured.grammar.lanes import GrammarLanes
 from quire.sched.plan_builder import Scheduled
 from quire.sched.scheduler import Scheduler
 from quire.sched.thinking import forced_end

@@ -19,8 +19,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from quire.grammar.backend import GrammarBackend, GrammarError
-from quire.grammar.schema import Place, pointer, subschemas
+from quire.features.structured.grammar.backend import GrammarBackend, GrammarError
+from quire.features.structured.grammar.schema import Place, pointer, subschemas
 from quire.proc.channel import Frames
 from quire.proc.spawn import end_with_parent, processor_time
 from quire.types.errors import InvalidParameter

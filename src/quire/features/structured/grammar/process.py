@@ -12,13 +12,13 @@ import weakref
 import numpy as np
 import numpy.typing as npt
 
-from quire.grammar import wire
+from quire.features.structured.grammar import wire
 from quire.proc.channel import Channel
 from quire.proc.spawn import anonymous_memory, environment, with_thread_option
 
 EXIT_TIMEOUT_S = 1.0  # for a process that closed its socket: it is about to end
 OUTSIDE_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # what a fault of its own does not send
-COMMAND = (sys.executable, "-P", "-m", "quire.grammar.worker")
+COMMAND = (sys.executable, "-P", "-m", "quire.features.structured.grammar.worker")
 Words = npt.NDArray[np.uint32]
 
 
