@@ -9,7 +9,7 @@ import copy
 import pytest
 import torch
 
-import rotation
+import selection
 from more_families import MORE
 from oracle import FAMILIES, TINY
 from quire import LLM, SamplingParams
@@ -34,10 +34,10 @@ ENGINES = {
 
 # an activation of its own
 SAMPLE = ("persimmon",)
-IN_CI = 6  # others with every commit
+CORE, CHANGED = 4, 2
 
 
-@pytest.fixture(scope="module", params=[*rotation.sample(sorted({*FAMILIES} - {*MORE}), IN_CI), *SAMPLE])
+@pytest.fixture(scope="module", params=[*selection.select(sorted({*FAMILIES} - {*MORE}), FAMILIES, CORE, CHANGED), *SAMPLE])
 def name(request) -> str:
     return request.param
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import torch
 
-import rotation
+import selection
 from forked import nursery
 from more_families import MORE
 from oracle import COMPOSITES, FALLBACK, FAMILIES, make_checkpoint, open_reference
@@ -33,7 +33,7 @@ ALL = {**FAMILIES, **FALLBACK, **COMPOSITES, **RECURRENT, **RECOMPUTED}
 NAMES = [*sorted({*NATIVE.values()} - {*MORE}), *SAMPLE, *WITH_EYES]
 STRUCTURED = ("llama", "persimmon")
 NEW_TOKENS = 20
-IN_CI = 8  # of both lists, others with every commit
+CORE, CHANGED = 5, 2  # of both lists
 PROMPTS = [
     torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (37, 9)
 ]
@@ -97,7 +97,7 @@ def served(name: str, directory: Path, command: tuple[str, ...]) -> Iterator[Cas
         running.close()
 
 
-@pytest.mark.parametrize("name", rotation.sample(NAMES, IN_CI))
+@pytest.mark.parametrize("name", selection.select(NAMES, ALL, CORE, CHANGED))
 def test_served(tmp_path, engines, name):
     with served(name, tmp_path, engines) as case:
         check_answers(case)
@@ -106,13 +106,16 @@ def test_served(tmp_path, engines, name):
             check_structured(case)
 
 
-@pytest.mark.parametrize("name", rotation.sample([*sorted({*NATIVE.values()} & {*MORE}), "bamba", "lfm2"], IN_CI))
+MANY = [*sorted({*NATIVE.values()} & {*MORE}), "bamba", "lfm2"]
+
+
+@pytest.mark.parametrize("name", selection.select(MANY, ALL, CORE, CHANGED))
 def test_more_served(tmp_path, engines, name):
     with served(name, tmp_path, engines) as case:
         check_answers(case)
 
 
-@pytest.mark.parametrize("name", rotation.sample([*RECOMPUTED], 1))
+@pytest.mark.parametrize("name", selection.select([*RECOMPUTED], ALL, 1, 0))
 def test_served_without_keys_and_values(tmp_path, engines, name):
     """Models of transformers whose layers do not fit the cache: it holds their tokens, and prefixes are found."""
     with served(name, tmp_path, engines) as case:

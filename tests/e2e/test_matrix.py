@@ -1,7 +1,7 @@
 """Every family in every way to run it: each cell is transformers' greedy tokens, or the same tokens in two ways, or a refusal
 by name at the start that docs/models.md lists.
 
-`make test` runs some cells, others with every commit (tests/rotation.py); `make matrix` runs all.
+`make test` runs CORE and cells of what changed (tests/selection.py); `make matrix` runs all.
 """
 
 import contextlib
@@ -9,12 +9,11 @@ import functools
 
 import pytest
 
-import rotation
+import selection
 from forked import nursery
 from matrix_case import Case, Processes
 from matrix_cells import ARGUMENTS, CELLS
 from matrix_columns import COLUMNS
-from more_families import MORE
 from oracle import FALLBACK, FAMILIES
 from quire.config.conflicts import CONFLICTS
 from quire.types.errors import ConfigError
@@ -22,16 +21,54 @@ from recomputed_families import RECOMPUTED
 from recurrent_families import RECURRENT
 
 ROWS = FAMILIES | FALLBACK | RECURRENT | RECOMPUTED
-# how many cells of a column run with every commit, and of the other columns together
-IN_CI = {"grammar": 2, "int4": 3, "LoRA": 3, "tp 2": 1, "engine restart": 1}
-OTHERS = 28
-SAMPLED = [name for name in FAMILIES if name not in MORE]  # of which those are taken
+# every column once, over kinds of layers: windows, experts, latent attention, ALiBi, recurrent state, layers of transformers
+CORE = {
+    "alone": "deepseek-v3", "batched": "gemma3", "chunks of 1": "mixtral", "chunks of 7": "qwen3-next", "chunks of 16": "bloom",
+    "prefix hit": "gpt-oss", "preemption": "llama", "n > 1": "phi3-longrope", "seeded sampling": "gemma2", "grammar": "qwen3",
+    "int4": "qwen3-moe", "LoRA": "mixtral", "tp 2": "llama", "speculation": "qwen2-some-windows", "engine restart": "llama",
+}  # fmt: skip
+BESIDE = ("llama", "gemma3", "mixtral", "deepseek-v2", "bamba", "lfm2")  # families in which a changed column runs
+MAX_CHANGED = 16  # cells of what changed
+
+
+def cells_of(paths):
+    """Return the cells that these changed files concern, at most MAX_CHANGED."""
+    columns, architectures = selection.changed_columns(paths), selection.changed_architectures(paths)
+    families = [name for name in ROWS if ROWS[name].architecture in architectures]
+    both = [(name, cell) for name in families for cell in CELLS if cell in columns]
+    either = [(name, cell) for name in families for cell in ("alone", "chunks of 7", "LoRA")]
+    either += [(name, cell) for name in BESIDE for cell in CELLS if cell in columns]
+    first = selection.spread([*dict.fromkeys(both)], MAX_CHANGED // 2)
+    return first + selection.spread([pair for pair in dict.fromkeys(either) if pair not in first], MAX_CHANGED - len(first))
+
+
 TABLE = [(name, cell) for name in ROWS for cell in CELLS]
-if not rotation.ALL:
-    TABLE = [
-        *rotation.sample([(name, cell) for name in FAMILIES for cell in CELLS if cell not in IN_CI], OTHERS),
-        *(pair for cell, count in IN_CI.items() for pair in rotation.sample([(name, cell) for name in SAMPLED], count)),
-    ]
+if not selection.ALL:
+    chosen = {*((name, cell) for cell, name in CORE.items()), *cells_of(sorted(selection.changed_files()))}
+    TABLE = [pair for pair in TABLE if pair in chosen]
+
+
+def test_the_core_has_every_column():
+    assert {*CORE} == {*CELLS} and {*CORE.values()} <= {*ROWS}
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "cell"),
+    [
+        ("sched/policy.py", "llama", "preemption"),
+        ("prepare/adapt.py", "mixtral", "LoRA"),
+        ("grammar/worker.py", "llama", "grammar"),
+        ("models/gpt_oss.py", "gpt-oss", "alone"),
+        ("models/llama.py", None, None),
+        ("runner/step.py", "gemma3", "chunks of 7"),
+        ("serve/app.py", None, None),
+    ],
+)
+def test_cells_follow_from_the_files_that_changed(path, name, cell):
+    found = cells_of([path])
+    assert len(found) == len({*found}) <= MAX_CHANGED and found == cells_of([path])
+    assert name is None or (name, cell) in found
+    assert bool(found) == (not path.startswith("serve/"))
 
 
 def test_the_document_has_all_columns():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import rotation
+import selection
 from more_families import MORE
 from oracle import FAMILIES, in_pieces
 from quire.config.stages import split_layers
@@ -44,8 +44,7 @@ def behind_each_other(models):
     return first
 
 
-# of the many families others with every commit
-@pytest.mark.parametrize("family", [*sorted({*FAMILIES} - {*MORE}), *rotation.sample(sorted(MORE), 30)])
+@pytest.mark.parametrize("family", [*sorted({*FAMILIES} - {*MORE}), *selection.select(sorted(MORE), MORE, 12, 8)])
 def test_stages_are_the_whole(checkpoint, family):
     case = checkpoint(family)
     if case.facts.states:
