@@ -36,11 +36,10 @@ from quire.engine.view import Engines, OneEngine
 from quire.not_built import AsyncLLMNotBuilt, refuse_connector, refuse_stat_loggers
 from quire.text.aside import Aside
 from quire.text.inputs import InputProcessor, PreparedRequest, is_quick
-from quire.text.open import open_tokenizer
-from quire.text.outputs import OutputProcessor, RequestAnswer
-from quire.text.stream import Stream, catch_up
-from quire.text.tokenization import Tokenization
+from quire.text.outputs import OutputProcessor, RequestAnswer, Stream, catch_up
+from quire.text.prompts import Tokenization
 from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer_files import open_tokenizer
 from quire.types.adapter import LoRARequest
 from quire.types.errors import AdapterChanged, EngineDead, EngineError, NotSupported, QuireError, RequestError
 from quire.types.outputs import RequestOutput, TokenDelta

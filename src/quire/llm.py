@@ -16,8 +16,7 @@ from quire.obs.offline import OfflineMetrics
 from quire.progress import shown
 from quire.step_loop import interrupts_between_steps, little_garbage_collection
 from quire.text.inputs import PreparedRequest, refuse_media
-from quire.text.prompts import ChatOptions
-from quire.text.tokenization import Tokenization
+from quire.text.prompts import ChatOptions, Tokenization
 from quire.text.tokenizer import Tokenizer
 from quire.types.adapter import LoRARequest
 from quire.types.errors import InvalidParameter, NotSupported
@@ -26,7 +25,7 @@ from quire.types.prompts import NO_EXTRAS, Extras, PromptType
 from quire.types.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from quire.obs.reader import Metric
+    from quire.obs.offline import Metric
 
 Messages = list[dict[str, Any]]
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
@@ -67,7 +66,7 @@ class LLM(LLMNotBuilt):
 
         Everything is checked before anything runs. A request that fails while running comes back with finish_reason
         "error" and its reason in `outputs[i].error`; the others are not touched. `tokenization_kwargs` say how prompts become
-        tokens: add_special_tokens, truncation, max_length ... (`text/tokenization.py`). `lora_request`: the adapter of all
+        tokens: add_special_tokens, truncation, max_length ... (`text/prompts.py`). `lora_request`: the adapter of all
         prompts, or a list with one or None for each.
         """
         if mm_processor_kwargs:

@@ -30,10 +30,10 @@ from quire.features.structured.grammar.schema import unenforced
 from quire.not_built import LLMEngineNotBuilt, refuse_connector, refuse_stat_loggers
 from quire.progress import doing
 from quire.text.inputs import InputProcessor, PreparedRequest
-from quire.text.open import open_tokenizer
 from quire.text.outputs import OutputProcessor
-from quire.text.tokenization import Tokenization
+from quire.text.prompts import Tokenization
 from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer_files import open_tokenizer
 from quire.types.adapter import LoRARequest
 from quire.types.errors import EngineDead, NotSupported, RequestError
 from quire.types.outputs import RequestOutput

@@ -8,7 +8,7 @@ import pytest
 from tiny import TEXT, open_model
 
 from quire import LLM, BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
-from quire.obs.reader import Counter, Gauge, Histogram
+from quire.obs.offline import Counter, Gauge, Histogram
 from quire.types.errors import ConfigError, EngineError, InvalidParameter, ModelError, NotSupported
 from quire.types.outputs import FlatLogprobs
 

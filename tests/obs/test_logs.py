@@ -4,14 +4,12 @@ import logging
 import pytest
 
 from patience import PATIENCE
-from quire.obs.logs import OneLine, set_http_levels, set_up_logging
-from quire.obs.request_log import RequestLog
+from quire.obs.logs import OneLine, RequestLog, set_http_levels, set_up_logging
 from quire.obs.stats_log import StatsLog, log_interval, log_periodically
 from quire.types.errors import ConfigError
-from quire.types.news import Arrived, Finished, OutputNews
 from quire.types.outputs import RequestMetrics
 from quire.types.sampling import SamplingParams
-from quire.types.stats import DraftCounts, Stats
+from quire.types.stats import Arrived, DraftCounts, Finished, OutputNews, Stats
 
 
 @pytest.fixture(autouse=True)

@@ -8,10 +8,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.obs.instruments import Board
 from quire.obs.metrics import Metrics, one_two_five
-from quire.types.news import Finished, OutputNews
 from quire.types.outputs import RequestMetrics
 from quire.types.sampling import SamplingParams
-from quire.types.stats import DeviceCounts, Stats
+from quire.types.stats import DeviceCounts, Finished, OutputNews, Stats
 
 # name -> type, labels beside model_name and engine, and how many buckets a histogram has
 EXPECTED = {

@@ -2,9 +2,9 @@ import pytest
 
 from quire.text.inputs import InputProcessor
 from quire.text.outputs import OutputProcessor
-from quire.types.news import Arrived, OutputNews
 from quire.types.outputs import TokenDelta
 from quire.types.sampling import SamplingParams
+from quire.types.stats import Arrived, OutputNews
 
 
 class Witness:

@@ -7,9 +7,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from quire.obs.tracing import Tracing, make_exporter, trace_headers
 from quire.types.errors import ConfigError
-from quire.types.news import Finished, OutputNews
 from quire.types.outputs import RequestMetrics
 from quire.types.sampling import SamplingParams
+from quire.types.stats import Finished, OutputNews
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TIMES = RequestMetrics(

@@ -12,8 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from quire.config.server_args import ServerArgs
-from quire.obs.http_metrics import HttpMetrics
-from quire.obs.metrics import Metrics
+from quire.obs.metrics import HttpMetrics, Metrics
 from quire.serve.auth import Keys, find_keys
 from quire.serve.front import build_front
 from quire.serve.health import ServerState, Service

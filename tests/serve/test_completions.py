@@ -331,7 +331,7 @@ def test_numbers_that_are_none(http, body, param, message):
 @pytest.mark.parametrize("deltas", [True, False])
 def test_pieces_of_a_stream_are_logged_unless_switched_off(server, caplog, deltas):
     settings = ServerArgs(enable_log_requests=True, enable_log_outputs=True, enable_log_deltas=deltas, max_log_len=3)
-    with server.serve(settings) as http, caplog.at_level("INFO", "quire.obs.request_log"):
+    with server.serve(settings) as http, caplog.at_level("INFO", "quire.obs.logs"):
         chunks = stream(http, prompt="the quick", max_tokens=4)
         complete(http, prompt="the quick", max_tokens=4)
     pieces = [record.getMessage() for record in caplog.records if "streaming delta" in record.getMessage()]

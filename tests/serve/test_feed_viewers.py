@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from quire.config.server_args import ServerArgs
-from quire.obs.http_metrics import HttpMetrics
-from quire.obs.metrics import Metrics
+from quire.obs.metrics import HttpMetrics, Metrics
 from quire.serve.feed.feed import MOST_BYTES, MOST_WAITING, Feed, Viewer, ViewerStream, encode
 from quire.serve.feed.ledger import PATIENCE, Ledger
 from quire.serve.health import ServerState, Service

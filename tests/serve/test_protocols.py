@@ -11,7 +11,7 @@ from test_tool_calls import CALLS, PARAMETERS, TEXT
 
 from parse_samples import FAMILIES, hermes
 from patience import PATIENCE
-from quire.serve.response_store import ResponseStore, StoredResponse
+from quire.serve.response_objects import ResponseStore, StoredResponse
 from serving import error_of
 
 RESPONSE_TOOLS = [{"type": "function", "name": name, "parameters": PARAMETERS} for name in ("get_weather", "add")]

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from quire.serve.response_store import ResponseStore, StoredResponse
+from quire.serve.response_objects import ResponseStore, StoredResponse
 
 
 def stored(name: str, tenant: str | None, size: int = 10) -> StoredResponse:

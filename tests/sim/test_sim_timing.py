@@ -15,8 +15,7 @@ from quire.sim.measured import MeasuredTiming, read_measured
 from quire.sim.shapes import StepShape, shape_of, windows_of
 from quire.types.cache import LayerCache
 from quire.types.errors import ConfigError
-from quire.types.plan import Ints, Outputs, RowShapes, StepPlan
-from quire.types.widths import recorded_width
+from quire.types.plan import Ints, Outputs, RowShapes, StepPlan, recorded_width
 
 LLAMA = {
     "hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 100, "num_attention_heads": 4, "num_key_value_heads": 2,

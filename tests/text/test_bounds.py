@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from quire.text.bounds import COMPOSED, most_characters
+from quire.text.backends import COMPOSED, most_characters
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 

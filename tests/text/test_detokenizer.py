@@ -2,9 +2,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quire.text.clean_up import CleanUpStream, clean_up
 from quire.text.detokenizer import Detokenizer
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer import CleanUpStream, Tokenizer, clean_up
 from text.tiny_tokenizers import KINDS
 
 TEXTS = ["The capital of France is Paris.", "Grüße 你好 🙂🙃 привет ½ € end", " lead  double \n\n x", "don't, it's"]

@@ -14,7 +14,7 @@ from quire.bench.steps import StepPoint, Turn, admission_times, as_json, host_ti
 from quire.cli.bench_offline import OfflineReport, add_group, add_report_and_engine_flags, at_least, engine_args, engine_facts
 from quire.cli.bench_serve_flags import YES, Flags, N, X
 from quire.types.errors import ConfigError
-from quire.types.widths import TOKEN_BUCKETS
+from quire.types.plan import TOKEN_BUCKETS
 
 if TYPE_CHECKING:
     from quire.bench.samples import RandomPrompts

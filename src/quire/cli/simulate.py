@@ -29,8 +29,8 @@ from quire.sim.objectives import Objectives, Search, Trial, fewest_replicas
 from quire.sim.router import router_maker
 from quire.sim.trace import Trace, format_of, read_trace
 from quire.step_loop import little_garbage_collection
-from quire.text.open import open_tokenizer
 from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer_files import open_tokenizer
 from quire.types.errors import ConfigError, QuireError
 
 MOST_REPLICAS = 4096

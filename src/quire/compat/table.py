@@ -81,7 +81,7 @@ MODULES: dict[str, dict[str, str]] = {
     "v1.engine.async_llm": _ASYNC,
     "v1.engine.exceptions": _ERRORS,
     "v1.engine.llm_engine": _ENGINE,
-    "v1.metrics.reader": {name: f"quire.obs.reader:{name}" for name in ("Counter", "Gauge", "Histogram", "Metric", "Vector")},
+    "v1.metrics.reader": {name: f"quire.obs.offline:{name}" for name in ("Counter", "Gauge", "Histogram", "Metric", "Vector")},
     "version": _VERSION,
 }
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
-from quire.obs.instruments import Board, Boards, Counter, Gauge, Histogram, Instrument
-from quire.obs.totals import BoardState, total
-from quire.types.news import Arrived, Finished, OutputNews
-from quire.types.stats import NOTHING, Stats
+from prometheus_client import CollectorRegistry
+
+from quire.obs.instruments import Board, Boards, BoardState, Counter, Gauge, Histogram, Instrument, Summary, total
+from quire.types.stats import NOTHING, Arrived, Finished, OutputNews, Stats
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -351,3 +351,39 @@ def one_two_five(most: int) -> tuple[float, ...]:
         bounds += [float(unit * step) for step in (1, 2, 5) if unit * step <= most]
         unit *= 10
     return tuple(bounds)
+
+
+METHODS = frozenset(("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"))
+COARSE = (0.1, 0.5, 1.0)
+FINE = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 7.5, 10.0, 30.0, 60.0,
+)  # fmt: skip
+
+
+class HttpMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        board = self.board = Board("", {})
+        self.requests = board.add(
+            Counter("http_requests", "Requests by method, status and route", ("method", "status", "handler"))
+        )
+        self.received = board.add(Summary("http_request_size_bytes", "Content length of requests", ("handler",)))
+        self.sent = board.add(Summary("http_response_size_bytes", "Bytes of response bodies", ("handler",)))
+        self.duration = board.add(
+            Histogram("http_request_duration_seconds", "Duration of requests", COARSE, ("method", "handler"))
+        )
+        self.duration_fine = board.add(
+            Histogram("http_request_duration_highr_seconds", "Duration of requests, with many buckets", FINE)
+        )
+        self.closed_unread = board.add(
+            Counter("http_connections_closed_unread", "Connections closed because their client did not read the answer")
+        )
+        registry.register(board)
+
+    def record(self, method: str, handler: str, status: int, seconds: float, received: int, sent: int) -> None:
+        """`handler` is the matched route's template, so that clients cannot make up labels."""
+        method = method if method in METHODS else "other"
+        self.requests.add(1, method, f"{status // 100}xx", handler)
+        self.received.observe(received, handler)
+        self.sent.observe(sent, handler)
+        self.duration.observe(seconds, method, handler)
+        self.duration_fine.observe(seconds)

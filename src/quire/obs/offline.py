@@ -1,7 +1,8 @@
-"""The metrics of an engine in this process, or of several that it started."""
+"""Metrics of engines in this process, as vLLM's objects (`LLM.get_metrics`)."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -9,9 +10,66 @@ from quire.engine.client import EngineClient
 from quire.engine.replicas import Replicas
 from quire.engine.together import Together
 from quire.llm_engine import LLMEngine
+from quire.obs import instruments
 from quire.obs.metrics import Metrics
-from quire.obs.reader import Metric, read
 from quire.types.stats import NOTHING, Stats
+
+
+@dataclass
+class Metric:
+    """`labels` have the model's name and the engine's number, and the metric's own."""
+
+    name: str
+    labels: dict[str, str]
+
+
+@dataclass
+class Counter(Metric):
+    value: int
+
+
+@dataclass
+class Vector(Metric):
+    """Counters that belong together, such as one per position."""
+
+    values: list[int]
+
+
+@dataclass
+class Gauge(Metric):
+    value: float
+
+
+@dataclass
+class Histogram(Metric):
+    """`buckets`: upper end -> how many were at most that; the last one is +Inf."""
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
+def read(board: instruments.Board) -> list[Metric]:
+    return [metric for instrument in board.instruments for metric in _of(instrument, board)]
+
+
+def _of(instrument: instruments.Instrument, board: instruments.Board) -> Iterator[Metric]:
+    name = board.prefix + instrument.name
+
+    def labelled(own: instruments.Labels) -> dict[str, str]:
+        return {**board.shared, **dict(zip(instrument.labels, own, strict=True))}
+
+    match instrument:
+        case instruments.Counter():
+            for own, value in instrument.values.items():
+                yield Counter(name, labelled(own), int(value))
+        case instruments.Gauge():
+            for own, value in instrument.values.items():
+                yield Gauge(name, labelled(own), value)
+        case instruments.Histogram():
+            for own, found in instrument.values.items():
+                buckets = {end: int(count) for end, count in instrument.buckets(found)}
+                yield Histogram(name, labelled(own), buckets["+Inf"], found.sum, buckets)
 
 
 class OfflineMetrics(Together):

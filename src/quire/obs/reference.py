@@ -4,9 +4,8 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry
 
-from quire.obs.http_metrics import HttpMetrics
 from quire.obs.instruments import Counter, Histogram, Instrument
-from quire.obs.metrics import CALL_ENDS, REASONS, Metrics
+from quire.obs.metrics import CALL_ENDS, REASONS, HttpMetrics, Metrics
 
 _HEAD = """# Metrics
 

@@ -7,8 +7,7 @@ import time
 from collections import deque
 
 from quire.types.errors import ConfigError
-from quire.types.news import Arrived, OutputNews
-from quire.types.stats import NO_DRAFTS, NOTHING, Stats
+from quire.types.stats import NO_DRAFTS, NOTHING, Arrived, OutputNews, Stats
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from quire.types.errors import ConfigError
-from quire.types.news import Arrived, Finished, OutputNews
-from quire.types.stats import Stats
+from quire.types.stats import Arrived, Finished, OutputNews, Stats
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

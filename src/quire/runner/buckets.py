@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from quire.attn.backend import Room
 from quire.attn.shared_prefix import FEWEST
-from quire.types.widths import MOST_TOKENS as MOST_TOKENS
-from quire.types.widths import TOKEN_BUCKETS
+from quire.types.plan import MOST_TOKENS as MOST_TOKENS
+from quire.types.plan import TOKEN_BUCKETS
 
 MOST_ROWS = 512
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, *range(96, 257, 32), *range(320, MOST_ROWS + 1, 64))

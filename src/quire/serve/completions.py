@@ -15,10 +15,9 @@ from quire.serve.generation import GenerationJob, collect, log_delta, make_job, 
 from quire.serve.logprobs import FEW, Joined, TextOffsets, TokenNames, completion_logprobs, few, prompt_logprobs
 from quire.serve.prompts import read_prompts
 from quire.serve.protocol import ChatRequest, Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
-from quire.serve.sampling import check_request, only_echoes
+from quire.serve.sampling import check_request, only_echoes, tell_unenforced
 from quire.serve.server import Server, server_of
 from quire.serve.sse import Events, EventStream, Large
-from quire.serve.structured import tell_unenforced
 from quire.serve.usage import StreamUsage, timing_of, usage_of
 from quire.types.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 

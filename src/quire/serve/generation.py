@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from fastapi import Request
 
-from quire.obs.request_log import log_piece
+from quire.obs.logs import log_piece
 from quire.serve.body import stop
 from quire.serve.crowd import UNREAD_BYTES
 from quire.serve.errors import GenerationFailed

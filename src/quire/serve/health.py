@@ -22,8 +22,7 @@ from starlette.types import ASGIApp
 from quire import __version__
 from quire.async_llm import AsyncLLM
 from quire.config.server_args import ServerArgs
-from quire.obs.http_metrics import HttpMetrics
-from quire.obs.metrics import Metrics
+from quire.obs.metrics import HttpMetrics, Metrics
 from quire.serve.errors import error_body, json_response
 from quire.serve.fronts.client import HubClient
 from quire.types.errors import EngineDead

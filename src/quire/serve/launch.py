@@ -24,10 +24,8 @@ from quire.async_llm import AsyncLLM
 from quire.config.args import EngineArgs
 from quire.config.server_args import ServerArgs
 from quire.engine.child import Child
-from quire.obs.http_metrics import HttpMetrics
-from quire.obs.logs import set_http_levels, set_up_logging
-from quire.obs.metrics import Metrics
-from quire.obs.request_log import RequestLog
+from quire.obs.logs import RequestLog, set_http_levels, set_up_logging
+from quire.obs.metrics import HttpMetrics, Metrics
 from quire.obs.stats_log import StatsLog, log_interval, log_periodically
 from quire.obs.tracing import Tracing, make_exporter
 from quire.serve.adapters import check_adapters, load_modules

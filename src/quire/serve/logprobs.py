@@ -21,7 +21,7 @@ Positions = Sequence[TokenLogprobs | None]
 class TokenNames:
     """Tokens as they are shown: as text with their bytes, or as token_id:N.
 
-    The text of a token that is part of a character is what its place makes of it (`text/token_texts.py`).
+    The text of a token that is part of a character is what its place makes of it (`text/detokenizer.py`).
     """
 
     def __init__(self, tokenizer: Tokenizer | None, as_ids: bool) -> None:

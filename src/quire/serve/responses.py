@@ -23,6 +23,7 @@ from quire.serve.response_objects import (
     TERMS,
     Status,
     StoredItem,
+    StoredResponse,
     event_logprobs,
     input_items,
     messages_of,
@@ -34,7 +35,6 @@ from quire.serve.response_objects import (
     to_chat,
     wants_logprobs,
 )
-from quire.serve.response_store import StoredResponse
 from quire.serve.server import Server, server_of
 from quire.serve.sse import NAMED, Events, EventStream
 from quire.serve.turn import ChoiceDelta, Turn, TurnDelta, prepare_turn, reasoning_tokens, run_turn, stream_turn

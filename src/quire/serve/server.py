@@ -27,7 +27,7 @@ from quire.serve.field_table import UnknownFields, check_fields
 from quire.serve.formats import ModelFormats, choose_formats
 from quire.serve.limits import LIMITS, ServerLimits, check_limits
 from quire.serve.protocol import GenerationFields, RequestBody, ResponsesRequest
-from quire.serve.response_store import ResponseStore
+from quire.serve.response_objects import ResponseStore
 from quire.text.prompts import PromptReader
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidParameter, ModelError

@@ -18,9 +18,8 @@ from quire.serve.generation import GenerationJob, collect, log_delta, make_job, 
 from quire.serve.limits import check_work
 from quire.serve.prompts import render_messages
 from quire.serve.protocol import ChatRequest
-from quire.serve.sampling import check_request
+from quire.serve.sampling import check_request, from_response_format, tell_unenforced
 from quire.serve.server import Server
-from quire.serve.structured import from_response_format, tell_unenforced
 from quire.serve.tools import ToolUse, read_tool_use
 from quire.serve.wording import Terms, Wording, wording_of
 from quire.text.parse.events import Event

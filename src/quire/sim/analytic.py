@@ -17,7 +17,7 @@ from math import hypot
 from quire.config.memory import ParameterParts
 from quire.sim.cards import Card
 from quire.sim.shapes import StepShape
-from quire.types.widths import recorded_width
+from quire.types.plan import recorded_width
 
 READING = 0.82  # of the stated bandwidth
 READING_KEYS = 0.75

@@ -21,7 +21,7 @@ from quire.sim.front import FrontTime
 from quire.sim.shapes import StepShape
 from quire.types.errors import ConfigError
 from quire.types.json_text import read_json
-from quire.types.widths import recorded_width
+from quire.types.plan import recorded_width
 
 FEWEST = 2  # sizes that make a curve
 MOST = 1e15  # of anything: its square still leaves room to count with

@@ -2,8 +2,8 @@
 
 Templates are Jinja programs that come with the model (or the request), so they run in an immutable sandbox with bounded
 ranges, products and output. Their dialect is Hugging Face's: trimmed blocks, loop controls, `tojson`, `raise_exception`,
-`strftime_now` and a `generation` block. Whatever goes wrong in a template is the request's error.
-Knows nothing of tokens; media parts of a message are passed on untouched to templates that read parts.
+`strftime_now` and a `generation` block. Any failure in a template is the request's error. Messages are prepared for it
+without changing what the caller passed; media parts are passed on to templates that read parts.
 """
 
 import json
@@ -20,9 +20,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from quire.text.messages import as_parts, flatten_parts, mark_final, parse_tool_arguments, validate, with_content
-from quire.text.template_syntax import reads_parts, reads_tools
-from quire.types.errors import ConfigError, InvalidParameter, RequestError
+from quire.types.errors import ConfigError, InvalidParameter, NotSupported, RequestError
+from quire.types.json_text import read_json
 
 MOST_OUTPUT = 64 * 2**20  # characters
 MOST_REPEATED = 2**20  # items a template may make with one `*`
@@ -230,3 +229,188 @@ def _to_json(
 
 def _raise_exception(message: str) -> None:
     raise RequestError(str(message), "messages")
+
+
+# ---- what a template reads, from its syntax tree
+
+
+def reads_parts(template: nodes.Template) -> bool:
+    """Does it read a message's content as a list of parts, rather than as a string?
+
+    It does if it loops over a content and asks the items for their type or text.
+    """
+    names = {"content"}
+    grew = True
+    while grew:  # names that stand for a content, and names that stand for those
+        assignments = [node for node in template.find_all(nodes.Assign) if _is_content(node.node, names)]
+        assigned = {node.target.name for node in assignments if isinstance(node.target, nodes.Name)}
+        grew = not assigned <= names
+        names |= assigned
+    return any(_is_content(loop.iter, names) and _asks_items(loop) for loop in template.find_all(nodes.For))
+
+
+def reads_tools(template: nodes.Template) -> bool:
+    return any(node.name == "tools" for node in template.find_all(nodes.Name))
+
+
+def _is_content(node: nodes.Node, names: set[str]) -> bool:
+    match node:
+        case nodes.Name():
+            return node.name in names
+        case nodes.Getattr():
+            return node.attr == "content"
+        case nodes.Getitem():
+            return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+        case nodes.CondExpr():
+            return _is_content(node.expr1, names) or (node.expr2 is not None and _is_content(node.expr2, names))
+        case nodes.Filter():
+            return node.node is not None and _is_content(node.node, names)
+        case nodes.Or():
+            return _is_content(node.left, names)
+    return False
+
+
+def _asks_items(loop: nodes.For) -> bool:
+    if isinstance(loop.iter, nodes.Filter):
+        return loop.iter.name in ("selectattr", "rejectattr")
+    item = loop.target.name if isinstance(loop.target, nodes.Name) else None
+    return any(_key(node, item) in ("type", "text") for node in loop.find_all((nodes.Getattr, nodes.Getitem)))
+
+
+def _key(node: nodes.Node, item: str | None) -> object:
+    """What `item.key` or `item["key"]` asks for."""
+    match node:
+        case nodes.Getattr(node=nodes.Name(name=name), attr=key) if name == item:
+            return key
+        case nodes.Getitem(node=nodes.Name(name=name), arg=nodes.Const(value=key)) if name == item:
+            return key
+    return None
+
+
+# ---- messages
+
+Messages = Sequence[Mapping[str, Any]]
+
+_TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
+_MARKER = "\ue000the model goes on here\ue001"  # private-use characters: no real content has this
+
+
+def validate(messages: Any) -> None:
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise InvalidParameter(
+            f"messages must be a list of {{'role': ..., 'content': ...}} dicts, got {type(messages).__name__}", "messages"
+        )
+    if not messages:
+        raise InvalidParameter("messages must not be empty", "messages")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidParameter(
+                f"messages[{i}] must be a dict with 'role' and 'content', got {type(message).__name__}", f"messages[{i}]"
+            )
+        if not isinstance(message.get("role"), str) or not message["role"]:
+            raise InvalidParameter(
+                f"messages[{i}] needs a 'role' such as 'user', got {message.get('role')!r}", f"messages[{i}].role"
+            )
+        _validate_content(i, message.get("content"))
+
+
+def _validate_content(i: int, content: Any) -> None:
+    where = f"messages[{i}].content"
+    if content is None or isinstance(content, str):
+        return
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise InvalidParameter(f"{where} must be a string or a list of parts, got {type(content).__name__}", where)
+    for k, part in enumerate(content):
+        if not isinstance(part, str) and not (isinstance(part, Mapping) and isinstance(part.get("type"), str)):
+            raise InvalidParameter(
+                f"{where}[{k}] must be a string or a part such as {{'type': 'text', 'text': ...}}, got {part!r:.100}", where
+            )
+
+
+def flatten_parts(messages: Messages) -> list[dict[str, Any]]:
+    """For templates that expect strings: the text parts of a message become lines of one string."""
+    out = []
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        if content is not None and not isinstance(content, str):
+            text = "\n".join(_text_of(part, f"messages[{i}].content") for part in content)
+            message = {**message, "content": text}
+        out.append(dict(message))
+    return out
+
+
+def as_parts(messages: Messages) -> list[dict[str, Any]]:
+    """For templates that expect parts: every content is a list of them, and all text is of type text."""
+    out = []
+    for message in messages:
+        content = message.get("content")
+        parts = [content] if isinstance(content, str) else content or []
+        out.append({**message, "content": [_text_part(part) for part in parts]})
+    return out
+
+
+def _text_part(part: str | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    key = _TEXT_KEYS.get(part["type"])
+    return dict(part) if key is None or not isinstance(part.get(key), str) else {"type": "text", "text": part[key]}
+
+
+def _text_of(part: str | Mapping[str, Any], where: str) -> str:
+    if isinstance(part, str):
+        return part
+    key = _TEXT_KEYS.get(part["type"])
+    if key is None:
+        raise NotSupported(f"{where}: this model's chat template takes text only, not a part of type {part['type']!r}", where)
+    if not isinstance(part.get(key), str):
+        raise InvalidParameter(f"{where}: a part of type {part['type']!r} needs a string {key!r}, got {part.get(key)!r}", where)
+    return str(part[key])
+
+
+def parse_tool_arguments(messages: Messages) -> list[dict[str, Any]]:
+    """OpenAI clients send the arguments of a call as a JSON string; templates expect what it says."""
+    out = []
+    for i, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        if message["role"] == "assistant" and isinstance(calls, Sequence) and not isinstance(calls, str):
+            message = {
+                **message,
+                "tool_calls": [_parsed_call(call, f"messages[{i}].tool_calls[{k}]") for k, call in enumerate(calls)],
+            }
+        out.append(dict(message))
+    return out
+
+
+def _parsed_call(call: Any, where: str) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = read_json(function["arguments"] or "{}")
+    except ValueError as error:  # not JSON, a number too long, or too deep
+        raise InvalidParameter(
+            f"{where}.function.arguments is not valid JSON, or none that can be read: {error}", where
+        ) from None
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def with_content(messages: Messages) -> list[dict[str, Any]]:
+    """Most templates cannot do without, but where there are calls."""
+    return [dict(m) if m.get("tool_calls") or m.get("content") is not None else {**m, "content": ""} for m in messages]
+
+
+def mark_final(messages: Messages) -> tuple[list[dict[str, Any]], str, str]:
+    """The messages with a marker behind the last one's content, that content, and the marker."""
+    *before, last = messages
+    content = last.get("content")
+    if isinstance(content, str):
+        return [*map(dict, before), {**last, "content": content + _MARKER}], content, _MARKER
+    if content:
+        *parts, final = content
+        if isinstance(final, str):
+            return [*map(dict, before), {**last, "content": [*parts, final + _MARKER]}], final, _MARKER
+        key = _TEXT_KEYS.get(final["type"])
+        if key is not None and isinstance(final.get(key), str):
+            marked = {**final, key: final[key] + _MARKER}
+            return [*map(dict, before), {**last, "content": [*parts, marked]}], str(final[key]), _MARKER
+    raise InvalidParameter("continue_final_message needs a last message whose content is text", "continue_final_message")

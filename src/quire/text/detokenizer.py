@@ -1,21 +1,27 @@
-"""Token ids in, text out, as it comes.
+"""Incremental detokenization, stop strings, and the texts of single tokens for logprobs.
 
-The law: everything `feed` returned plus what `finish` returns is
+Detokenizer: everything `feed` returned plus what `finish` returns is
 
     decode(output)                                   without a prompt
     decode(prompt + output) less decode(prompt)      with one: what remains after the longest prefix both have in common
 
-with the same flags. So a continuation keeps the space it begins with, and a character whose first bytes end the prompt
-appears whole in the output. Never is half a character told: at most the three bytes of an unfinished one are held back.
-Each token costs the same, however long the text is.
+with the same flags. So a continuation keeps the space it begins with, and a character whose first bytes end the prompt appears
+whole in the output. Incomplete UTF-8 is never returned: at most three bytes of an unfinished character are held back. The cost
+per token does not depend on the length of the text.
+
+Stop strings: the text ends as soon as some stop string is complete, read character by character. The match that *ends* first
+wins, and of two that end together the longer; how the text was cut into chunks does not matter. Text is held back only while it
+may still become a stop string.
+
+A character may be spread over tokens; the token that completes it has its text ("☃" as <e2> <98> <83> -> "" "" "☃").
+Bytes that are not part of a character have no text, as in vLLM.
 """
 
 import codecs
 from collections.abc import Iterable, Sequence
 
-from quire.text.clean_up import CleanUpStream, clean_up
 from quire.text.pieces import TokenBytes
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer import CleanUpStream, Tokenizer, clean_up
 
 _UNREADABLE = "\ufffd"
 
@@ -159,3 +165,96 @@ class _CleanedStream:
 
 def _common_length(a: str, b: str) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+class StopStrings:
+    """`include`: the stop string itself is part of the output."""
+
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        self._matchers = [_Matcher(stop) for stop in sorted(set(stops), key=len, reverse=True)]
+        self._include = include
+        self._held = ""
+        self._stopped_on: str | None = None
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """The text that may be shown now, and the stop string that ended it, if one did. Text after the end is dropped."""
+        if self._stopped_on is not None:
+            return "", self._stopped_on
+        pending = self._held + text
+        for end, character in enumerate(text, start=len(self._held) + 1):
+            # every matcher must see the character, and the longest stop string comes first
+            complete = [matcher.stop for matcher in self._matchers if matcher.advance(character)]
+            if complete:
+                self._held, self._stopped_on = "", complete[0]
+                return pending[: end if self._include else end - len(complete[0])], complete[0]
+        safe = len(pending) - max((matcher.matched for matcher in self._matchers), default=0)
+        self._held = pending[safe:]
+        return pending[:safe], None
+
+    def finish(self) -> str:
+        """The text is over: what was held back is text after all."""
+        held, self._held = self._held, ""
+        return held
+
+
+class _Matcher:
+    """Knuth-Morris-Pratt: `matched` is the length of the longest prefix of the stop string that the text ends with."""
+
+    def __init__(self, stop: str) -> None:
+        if not stop:
+            raise ValueError("a stop string must not be empty")
+        self.stop = stop
+        self.matched = 0
+        self._borders = _borders(stop)
+
+    def advance(self, character: str) -> bool:
+        """Is the stop string complete with this character?"""
+        while self.matched and self.stop[self.matched] != character:
+            self.matched = self._borders[self.matched - 1]
+        if self.stop[self.matched] == character:
+            self.matched += 1
+        return self.matched == len(self.stop)
+
+
+def _borders(text: str) -> list[int]:
+    """For every prefix, the length of its longest proper prefix that is also its suffix."""
+    borders = [0] * len(text)
+    length = 0
+    for i in range(1, len(text)):
+        while length and text[i] != text[length]:
+            length = borders[length - 1]
+        if text[i] == text[length]:
+            length += 1
+        borders[i] = length
+    return borders
+
+
+CONTEXT = 4  # tokens: no character has more bytes
+
+
+class TokenTexts:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._whole: dict[int, str] = {}  # tokens that are text by themselves
+
+    def of(self, token: int, before: Sequence[int]) -> str:
+        """`before` are the tokens in front of it."""
+        text = self._whole.get(token)
+        if text is None:
+            text = self._tokenizer.decode([token], skip_special_tokens=False)
+            if _UNREADABLE in text:
+                return self._completed(token, before[-CONTEXT:]) if before else text.rstrip(_UNREADABLE)
+            self._whole[token] = text
+        return text
+
+    def _completed(self, token: int, before: Sequence[int]) -> str:
+        pieces = self._tokenizer.pieces
+        if pieces is not None:
+            decoder = codecs.getincrementaldecoder("utf-8")("replace")
+            decoder.decode(pieces.context(before, frozenset())[0])
+            return decoder.decode(pieces.join([token], started=True)[0]).rstrip(_UNREADABLE)
+        known = self._decode(before).rstrip(_UNREADABLE)
+        return self._decode([*before, token]).removeprefix(known).rstrip(_UNREADABLE)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)

@@ -11,10 +11,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from quire.config.config import Config
-from quire.text.adapter_tokenizers import AdapterTokenizers
-from quire.text.prompts import PromptReader
-from quire.text.tokenization import Tokenization
+from quire.text.prompts import PromptReader, Tokenization
 from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer_files import AdapterTokenizers
 from quire.types.adapter import LoRARequest
 from quire.types.checks import shown
 from quire.types.errors import InvalidParameter, NotSupported

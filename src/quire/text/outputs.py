@@ -1,8 +1,9 @@
-"""Token deltas in, answers out: detokenization, stop strings, logprobs, and putting n completions together.
+"""Token deltas in, request outputs out: detokenization, stop strings, logprobs, and joining n completions.
 
-Knows nothing of the engine but its deltas; a stop string found here is reported back as a request to abort.
+The engine is known here by its deltas only; a stop string found here is reported back as a request to abort.
 """
 
+import asyncio
 import logging
 import time
 from collections import deque
@@ -10,12 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from quire.text.detokenizer import Detokenizer
+from quire.paced import Pace
+from quire.text.detokenizer import CONTEXT, Detokenizer, StopStrings, TokenTexts
 from quire.text.inputs import PreparedRequest
-from quire.text.stops import StopStrings
-from quire.text.token_texts import CONTEXT, TokenTexts
 from quire.text.tokenizer import Tokenizer
-from quire.types.news import Arrived, Finished, OutputNews, OutputObserver
 from quire.types.outputs import (
     CompletionOutput,
     FlatLogprobs,
@@ -28,6 +27,7 @@ from quire.types.outputs import (
 from quire.types.plan import Floats, TopLogprobs
 from quire.types.request import FinishReason
 from quire.types.sampling import RequestOutputKind, SamplingParams
+from quire.types.stats import Arrived, Finished, OutputNews, OutputObserver
 
 logger = logging.getLogger(__name__)
 
@@ -472,3 +472,37 @@ def read_logprobs(
         decoded = None if texts is None else texts.of(token, before)
         out[token] = Logprob(logprob=value, rank=rank, decoded_token=decoded)
     return out
+
+
+class Stream:
+    """What one request has to tell. An output is made when it is taken, of all there is: slow listeners lose nothing."""
+
+    __slots__ = ("_error", "_waiter", "answer")
+
+    def __init__(self, answer: RequestAnswer) -> None:
+        self.answer = answer
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done() and not waiter.get_loop().is_closed():
+            waiter.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self.wake()
+
+    def news(self) -> "asyncio.Future[None]":
+        """To be awaited while there is no output."""
+        if self._error is not None:
+            raise self._error
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
+
+
+async def catch_up(answer: RequestAnswer) -> None:
+    pace = Pace()
+    while answer.behind:
+        await pace()
+        answer.catch_up()

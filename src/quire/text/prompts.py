@@ -1,22 +1,103 @@
-"""Prompts in all their forms become tokens here, offline and served, and here alone is said how long they may be.
+"""Prompts in all their forms become tokens here, offline and served, and their length is checked here.
 
-Knows nothing of requests: what leaves this file is a `Prompt`. Beside an event loop, texts are worked on in `text/aside.py`.
+The result is a `Prompt`. With an event loop, texts are processed in `text/aside.py`. `Tokenization` is how prompts of one
+call are tokenized (tokenization_kwargs), with the names of Hugging Face and vLLM.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from quire.text.adapter_tokenizers import AdapterTokenizers
 from quire.text.helper.wire import MOST_RENDERED, Cut
-from quire.text.tokenization import Tokenization
 from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer_files import AdapterTokenizers
 from quire.text.tool_prompt import render_told, wants_words
 from quire.types.adapter import AdapterRef
 from quire.types.checks import shown
-from quire.types.errors import InvalidParameter, PromptTooLong, RequestError
+from quire.types.errors import InvalidParameter, NotSupported, PromptTooLong, RequestError
 from quire.types.prompts import NO_EXTRAS, Extras, Prompt
+
+FIELD = "tokenization_kwargs"
+_TRUNCATIONS = (True, False, None, "longest_first", "only_first", "do_not_truncate")
+_PADDINGS = (False, None, "do_not_pad")
+
+
+@dataclass(frozen=True)
+class Tokenization:
+    """`truncation` with `max_length`, or `truncate_prompt_tokens` (-1: as many as the model can take), cut a long prompt.
+
+    Special tokens around it stay. What is cut off stands at the end, and at the beginning for `truncate_prompt_tokens`, unless
+    `truncation_side` says otherwise.
+    """
+
+    add_special_tokens: bool = True
+    truncation: bool | str | None = None
+    max_length: int | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    do_lower_case: bool = False
+    padding: bool | str | None = False
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any] | None, add_special_tokens: bool = True) -> "Tokenization":
+        values = {"add_special_tokens": add_special_tokens, **(given or {})}
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise NotSupported(f"{FIELD} has no {name!r}; it has {', '.join(known)}", FIELD)
+        made = cls(**values)
+        made._check()
+        return made
+
+    def _check(self) -> None:
+        for name in ("add_special_tokens", "do_lower_case"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidParameter(f"{FIELD}.{name} must be true or false, got {getattr(self, name)!r}", FIELD)
+        for name, least in (("max_length", 1), ("truncate_prompt_tokens", -1)):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least or value == 0):
+                raise InvalidParameter(f"{FIELD}.{name} must be a number of tokens, got {value!r}", FIELD)
+        for name, values in (
+            ("truncation", _TRUNCATIONS), ("padding", _PADDINGS), ("truncation_side", (None, "left", "right")),
+        ):  # fmt: skip
+            if getattr(self, name) not in values:
+                told = ", ".join(map(repr, values))
+                raise InvalidParameter(f"{FIELD}.{name} must be one of {told}, got {getattr(self, name)!r}", FIELD)
+        if self.max_length is not None and not self._truncates:
+            raise InvalidParameter(f"{FIELD}.max_length needs truncation=True", FIELD)
+
+    @property
+    def _truncates(self) -> bool:
+        return self.truncation not in (None, False, "do_not_truncate")
+
+    def apply(self, tokenizer: Tokenizer, text: str, longest: int) -> list[int]:
+        """The tokens of a text. `longest`: as many as the model can take."""
+        text = text.lower() if self.do_lower_case else text
+        whole = tokenizer.encode(text, self.add_special_tokens)
+        bare = tokenizer.encode(text, add_special_tokens=False) if self.add_special_tokens else whole
+        for i in range(len(whole) - len(bare) + 1):
+            if whole[i : i + len(bare)] == bare:
+                return self.cut(bare, whole[:i], whole[i + len(bare) :], longest=longest)
+        return self.cut(whole, longest=longest)
+
+    def cut(self, ids: list[int], before: Sequence[int] = (), after: Sequence[int] = (), *, longest: int) -> list[int]:
+        """What is left of the tokens between those before and after."""
+        keep, side = self._bound(longest)
+        if keep is not None:
+            room = max(0, keep - len(before) - len(after))
+            if len(ids) > room:
+                ids = ids[:room] if side == "right" else ids[len(ids) - room :]
+        return [*before, *ids, *after]
+
+    def _bound(self, longest: int) -> tuple[int | None, str]:
+        if self.truncate_prompt_tokens is not None:
+            keep = longest if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+            return keep, self.truncation_side or "left"
+        if self._truncates:
+            return (longest if self.max_length is None else self.max_length), self.truncation_side or "right"
+        return None, ""
+
 
 if TYPE_CHECKING:
     from quire.text.aside import Aside

@@ -1,24 +1,31 @@
-"""Tokenizers out of files: a Hugging Face directory, or a GGUF file.
+"""Reading tokenizers from files: a Hugging Face directory, a GGUF file, or an adapter that adds tokens.
 
-A directory is read with the `tokenizers` library alone. `transformers` is imported only if there is no tokenizer.json.
+A directory is read with the `tokenizers` library alone. `transformers` is imported only if there is no tokenizer.json. An
+adapter's tokenizer is read when it is first needed.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken
 
+from quire.config.config import Config
+from quire.files.adapter import has_tokenizer
 from quire.files.gguf import read_gguf
 from quire.files.reading import check_regular_files, read_bytes, read_object, read_text, reading, shown, told
 from quire.files.resolve import TEKKEN, ModelFiles, resolve_model
 from quire.text.backends import LibraryBackend, TransformersBackend, is_panic, set_ends
+from quire.text.chat import compile_template, count_lexemes, read_template
 from quire.text.gguf_tokenizer import tokenizer_from_gguf
-from quire.text.stage_growth import check_stages
+from quire.text.regex_cost import check_stages
 from quire.text.tekken import read_tekken
 from quire.text.tokenizer import Tokenizer
-from quire.types.errors import ModelError
+from quire.types.adapter import AdapterRef
+from quire.types.errors import AdapterError, ModelError, RequestError
 
 MAX_TEMPLATE_BYTES = 16 << 20
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -204,3 +211,81 @@ def _ask_transformers(path: Path, config: Mapping[str, Any]) -> tuple[LibraryBac
     if isinstance(backend, tokenizers.Tokenizer):
         return LibraryBackend(backend), {**config, **named}
     return TransformersBackend(tokenizer), {**config, **named}
+
+
+def open_tokenizer(config: Config) -> Tokenizer | None:
+    """None if none is wanted (skip_tokenizer_init)."""
+    args = config.args
+    if args.skip_tokenizer_init:
+        return None
+    tokenizer = load_tokenizer(config.facts.files, tokenizer=args.tokenizer, revision=args.tokenizer_revision)
+    if args.chat_template is not None:
+        tokenizer.chat_template = read_template(args.chat_template)
+    return tokenizer
+
+
+MOST = 64  # that are kept
+LONGEST_TEMPLATE = 1 << 16  # characters: more than any that is known has
+MOST_LEXEMES = 16_000  # of all templates: several times as many as any that is known has, and compiled in half a second
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")  # where they may be
+
+
+class AdapterTokenizers:
+    """`fixed_template`: the chat template was chosen by hand, and is that of all."""
+
+    def __init__(self, base: Tokenizer | None, fixed_template: bool = False) -> None:
+        self._base, self._fixed = base, fixed_template
+        self._read: OrderedDict[str, Tokenizer] = OrderedDict()  # by version
+        self._lock = Lock()
+
+    def of(self, lora: AdapterRef | None) -> Tokenizer | None:
+        """The model's own, unless the adapter adds tokens and has files that say which. May be called by any thread."""
+        if lora is None or not lora.added or self._base is None:
+            return self._base
+        with self._lock:
+            found = self._read.get(lora.version)
+            if found is not None:
+                self._read.move_to_end(lora.version)
+                return found
+        found = self._open(lora, self._base)
+        with self._lock:
+            self._read[lora.version] = found
+            while len(self._read) > MOST:
+                self._read.popitem(last=False)
+        return found
+
+    def _open(self, lora: AdapterRef, base: Tokenizer) -> Tokenizer:
+        if not has_tokenizer(lora.path):
+            return base
+        try:
+            found = read_tokenizer(Path(lora.path))
+        except ModelError as error:
+            raise AdapterError(str(error), "lora_path") from error
+        if base.short and not found.short:
+            # threads tokenize for adapters, and nothing can end a thread
+            raise AdapterError(
+                f"{lora.path}/tokenizer.json: the normalizer and pre_tokenizer of an adapter must be fast for any text; "
+                "these may take very long. Remove the file to use the model's tokenizer.",
+                "lora_path",
+            )
+        if base.chat_template is not None and (self._fixed or found.chat_template is None):
+            found.chat_template = base.chat_template
+        else:
+            _check_templates(lora.path, found.chat_template)
+        return found
+
+
+def _check_templates(path: str, templates: str | dict[str, str] | None) -> None:
+    """Raises what would be wrong with every chat."""
+    file = next(file for file in (Path(path) / name for name in TEMPLATES) if file.is_file() or file.name == TEMPLATES[-1])
+    left = MOST_LEXEMES
+    for template in [templates] if isinstance(templates, str) else (templates or {}).values():
+        if len(template) > LONGEST_TEMPLATE:
+            raise AdapterError(f"{file}: a chat template may have at most {LONGEST_TEMPLATE:,} characters", "lora_path")
+        left -= count_lexemes(template, left)
+        if left < 0:
+            raise AdapterError(f"{file}: chat templates may have at most {MOST_LEXEMES:,} words and signs", "lora_path")
+        try:
+            compile_template(template)
+        except RequestError as error:
+            raise AdapterError(f"{file}: {error}", "lora_path") from error

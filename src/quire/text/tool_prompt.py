@@ -7,8 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from quire.text.chat import compile_template
-from quire.text.messages import Messages, parse_tool_arguments, validate
+from quire.text.chat import Messages, compile_template, parse_tool_arguments, validate
 from quire.text.parse.registry import detect
 from quire.types.errors import RequestError
 

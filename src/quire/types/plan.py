@@ -225,3 +225,12 @@ class StepResult(msgspec.Struct, frozen=True, eq=False):
     pooled: dict[int, Floats] = {}  # row -> [pool, H] of its tokens that were asked for
     drafts: dict[int, Ints] = {}  # row with masked draws -> what the device expects behind its tokens
     failed: dict[int, str] = {}  # row -> why, behind the tokens it brought; the other rows are good
+
+
+MOST_TOKENS = 2048  # more keep the device busy while they are launched one by one
+TOKEN_BUCKETS = (16, 32, *range(64, 1024, 64), *range(1024, MOST_TOKENS + 1, 256))
+
+
+def recorded_width(tokens: int) -> int:
+    """Tokens that are run for so many."""
+    return next((width for width in TOKEN_BUCKETS if width >= tokens), tokens)

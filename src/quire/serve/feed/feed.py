@@ -21,9 +21,8 @@ from quire.serve.feed import views
 from quire.serve.feed.ledger import Ledger
 from quire.serve.health import ServerState, Service
 from quire.serve.limits import LIMITS, ServerLimits
-from quire.types.news import Arrived, OutputNews
 from quire.types.sight import EVERY, Sight
-from quire.types.stats import Stats
+from quire.types.stats import Arrived, OutputNews, Stats
 
 MOST_WAITING = 32  # events
 MOST_BYTES = 2**20  # of them

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from quire.serve.generation import answer_of
 from quire.text.outputs import RequestAnswer
 from quire.types import sight
-from quire.types.news import Finished
 from quire.types.sight import PARTS, RequestSight
+from quire.types.stats import Finished
 
 MOST_ENDED = 4096  # answers that ended, and whose engine has not said so yet
 KEPT = 256  # finished requests, for those who come to look later

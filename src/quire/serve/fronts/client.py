@@ -18,9 +18,8 @@ from quire.engine.client import check_number
 from quire.engine.router import FleetHearer
 from quire.engine.supervisor import State
 from quire.engine.together import Together
-from quire.obs.instruments import Board
+from quire.obs.instruments import Board, take
 from quire.obs.metrics import AdaptersInUse
-from quire.obs.totals import take
 from quire.serve.fronts import wire
 from quire.types.adapter import AdapterRef
 from quire.types.errors import EngineDead

@@ -12,8 +12,8 @@ from quire.engine import ipc
 from quire.engine.adapter_names import NamedAdapter
 from quire.engine.client import EngineClient
 from quire.engine.view import Engines
+from quire.obs.instruments import BoardState, add_states
 from quire.obs.metrics import Metrics
-from quire.obs.totals import BoardState, add_states
 from quire.serve.fronts import wire
 from quire.types.errors import QuireError, RequestError
 from quire.types.outputs import TokenDelta

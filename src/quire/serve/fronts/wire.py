@@ -12,8 +12,8 @@ from quire.config.server_args import ServerArgs
 from quire.engine import ipc
 from quire.engine.adapter_names import NamedAdapter
 from quire.engine.supervisor import State
+from quire.obs.instruments import BoardState
 from quire.obs.metrics import NONE_OPEN, OpenAdapters
-from quire.obs.totals import BoardState
 from quire.proc.channel import Channel
 from quire.proc.messages import decoder
 from quire.types.adapter import AdapterRef

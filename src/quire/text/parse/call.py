@@ -7,10 +7,9 @@ from typing import Any
 
 import msgspec
 
-from quire.text.parse.coerce import is_string_only, types_of
 from quire.text.parse.events import Event, ToolArguments, ToolEnd, ToolStart
 from quire.text.parse.source import AnswerText, Malformed, Pull
-from quire.text.parse.values import reread_value
+from quire.text.parse.values import is_string_only, reread_value, types_of
 
 LONGEST_NAME = 256
 _NAME = re.compile(rf"[^\s\x00-\x1f\ud800-\udfff<>{{}}\"]{{1,{LONGEST_NAME}}}")

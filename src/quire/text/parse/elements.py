@@ -8,10 +8,9 @@ from functools import lru_cache
 from typing import Any
 
 from quire.text.parse.call import CallWriter
-from quire.text.parse.coerce import as_json, schema_types
 from quire.text.parse.parts import read_all
 from quire.text.parse.source import AnswerText, Malformed, Pull, marks_of
-from quire.text.parse.values import DEEPEST
+from quire.text.parse.values import DEEPEST, as_json, schema_types
 
 ITEM = "item"  # name of the elements of a list
 TEXT_KEY = "$text"  # of text beside elements

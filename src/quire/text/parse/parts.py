@@ -9,18 +9,20 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quire.text.parse.call import LONGEST_NAME, CallWriter, write_settled
-from quire.text.parse.coerce import as_json, is_string_only, types_of
 from quire.text.parse.source import AnswerText, Malformed, Marks, Pull, marks_of
 from quire.text.parse.values import (
     PYTHON_ARGUMENT,
+    as_json,
     collect_value,
     escape,
+    is_string_only,
     marked,
     read_as_string,
     read_bare_key,
     read_string,
     read_value,
     reread_value,
+    types_of,
 )
 
 _OTHER_KEYS = ("id", "type", "index", "tool_call_id")
