@@ -126,7 +126,7 @@ def test_copies_are_counted(tmp_path):
 
 def test_copies_that_there_is_no_room_for(tmp_path):
     directory = write("awq", tmp_path)
-    cache = (8 << 30) * 92 // 100 - (900 << 20)
+    cache = (8 << 30) * 92 // 100 - (1414 << 20)
     found = planned(directory, 8 << 30, kv_cache_memory_bytes=cache)
     assert found.copies == 0 and found.fits and "they would take 0.47 MiB, and weights" in found.no_copies
     assert f"Copies           none: {found.no_copies}" in render_plan(found)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quantized_checkpoints import SCHEMES, write
-from quire.config.copies import SHARE, SPARE, Copies, copied_numbers, estimate_copied
+from quire.config.dequantized_copies import SHARE, SPARE, DequantizedCopies, copied_values, estimate_copied
 from quire.config.devices import KEEPS
 from quire.config.facts import read_facts
 from quire.files.resolve import resolve_model
@@ -42,8 +42,8 @@ COPIED = {  # scheme: numbers
     ],
 )
 def test_the_rule(wanted, usable, held, needed, fit, asked):
-    found = Copies(wanted, usable, held, needed)
-    assert found.fit is fit and Copies(wanted, usable, held, needed, asked=True).fit is asked
+    found = DequantizedCopies(wanted, usable, held, needed)
+    assert found.fit is fit and DequantizedCopies(wanted, usable, held, needed, asked=True).fit is asked
     if not fit:
         assert ("more than 1/8" in found.reason) is (wanted > usable // 8)
 
@@ -53,7 +53,7 @@ def test_whoever_starts_without_them_starts_with_them():
         for held in range(0, 70_000, 997):
             for needed in (0, 13, 9_000, 30_000):
                 for asked in (False, True):
-                    one = Copies(wanted, 65_536, held, needed, asked)
+                    one = DequantizedCopies(wanted, 65_536, held, needed, asked)
                     rest = 65_536 - held - wanted
                     assert not one.fit or rest >= needed + max(wanted, 65_536 // SPARE)
                     assert asked or not one.fit or wanted * SHARE <= 65_536
@@ -81,7 +81,7 @@ def test_files_tell_what_an_engine_finds(loaded):
     scheme, facts, model = loaded
     infos = {name: info for path in facts.files.weights for name, info in read_header(path).items()}
     found = count_copied(model, torch.float16)
-    counted = copied_numbers(infos, facts.quantization, KEEPS["cuda"])
+    counted = copied_values(infos, facts.quantization, KEEPS["cuda"])
     if scheme == "ct-several":  # parts of a matrix in several forms
         assert counted > found > 0
     else:

@@ -7,7 +7,7 @@ import torch
 
 from gguf_files import LLAMA, llama_tensors, tiny_llama, write_gguf
 from oracle import Sequences, in_pieces
-from quire.config.copies import copied_gguf_numbers
+from quire.config.dequantized_copies import copied_gguf_values
 from quire.config.devices import KEEPS
 from quire.config.facts import read_facts
 from quire.config.memory import form_weight_bytes
@@ -158,7 +158,7 @@ def test_files_tell_what_copies_take(mixed, mixture):
             if isinstance(getattr(layer, "method", None), BlocksLinear | BlocksHead):
                 layer.method.matrix = pack(layer.method.matrix)
         tensors = [tensor for header in read_gguf_shards(facts.files.weights) for tensor in header.tensors.values()]
-        assert copied_gguf_numbers(tensors) == count_copied(model, torch.bfloat16) > 0
+        assert copied_gguf_values(tensors) == count_copied(model, torch.bfloat16) > 0
 
 
 def test_a_factor_that_is_no_number(tmp_path):

@@ -1,38 +1,47 @@
 """`quire plan MODEL`: what a model needs and how much fits, from file headers alone. Loads nothing and needs no GPU.
 
-Weights and cache are exact; the largest step's activations are the formula of `config/memory.py`. The engine measures what
-it can instead, so its page count differs by a few percent. Where a model is divided, or adapters are asked for, it is built
-without weights (`engine/rehearsal.py`): then a plan refuses what the engine's start would refuse. So are quantized ones whose
-files are elsewhere (`engine/expected.py`).
+Weights, cache and what features take (`Feature.memory`) are exact; activations are the formula of `config/memory.py`. The
+engine measures its largest step instead, so its page count differs by a few percent. With several ranks or LoRA the model is
+built without weights (`engine/memory.py`), so a plan refuses what the start of the engine would refuse.
 """
 
 import argparse
 import dataclasses
 import json
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from quire.cache.capacity import fit, fit_states, pages_for
+from quire.cache.capacity import pages_for
 from quire.cli.model_tag import add_model_tag, engine_args
-from quire.cli.plan_beside import what_is_beside
-from quire.cli.plan_copies import plan_copies
 from quire.cli.plan_text import MemoryPlan, render
-from quire.cli.plan_weights import largest_part, weights_of
 from quire.config.args import EngineArgs, add_cli_arguments, local_engines
 from quire.config.config import Config
+from quire.config.dequantized_copies import NOTHING, DequantizedCopies
 from quire.config.facts import CHUNKED, ModelFacts, read_facts
 from quire.config.host import available_host_bytes
 from quire.config.resolve import find_files, resolve
 from quire.device.registry import open_device
-from quire.engine.copies import largest_step
-from quire.engine.layouts import model_share, share_memory, whole_layout
+from quire.engine.layouts import fit_cache, model_share, share_memory, whole_layout
+from quire.engine.memory import (
+    draft_name,
+    feature_memory,
+    largest_part,
+    largest_step,
+    least_cache,
+    rank_sizes,
+    reserved_graph_bytes,
+    weights_of,
+)
+from quire.features.host import Memory, Sizes
 from quire.files.resolve import with_weights_on_disk
 from quire.models.registry import find_family
 from quire.sim.cards import CARDS, find_card
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError
 
-FEWEST_BYTES = 2**20  # that somebody means who gives no unit
+FEWEST_BYTES = 2**20  # a smaller number without a unit is taken for a mistake
 MOST_BYTES = 2**60
 TYPICAL_LENGTHS = (512, 2048, 8192, 32768)
 _SIZE = re.compile(r"^(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?)(?P<binary>i?)B?$", re.IGNORECASE)
@@ -76,7 +85,7 @@ def make_plan(args: EngineArgs, memory: int | None) -> MemoryPlan:
 
 
 def resolve_for(args: EngineArgs, memory: int | None, serving: bool = True) -> tuple[Config, int]:
-    """The configuration of an engine on a device with so much memory, which need not be there; and how much that is."""
+    """Return the configuration of an engine on a device with `memory` bytes, and those bytes. The device need not exist."""
     facts = read_plan_facts(args)
     kind = args.device if args.device != "auto" else "cuda" if memory is not None else "cpu"
     if kind == "cuda" and memory is None:
@@ -85,32 +94,83 @@ def resolve_for(args: EngineArgs, memory: int | None, serving: bool = True) -> t
     return resolve(args, lambda: kind, lambda name: open_device(name).facts(memory=total), facts, serving, fetch=False), total
 
 
-def plan_for(config: Config, total: int) -> MemoryPlan:
-    args, facts, kind = config.args, config.facts, config.device
-    layout = whole_layout(config)
-    weights, held_as = weights_of(facts, config.quantization, config.kept_forms, config.dtype)
-    beside = what_is_beside(config)
-    steps = max(largest_step(config), beside.draft_steps)
+@dataclass(frozen=True)
+class _Use:
+    """Bytes on one device (in one memory: of all ranks and engines) that are taken before there is a cache."""
+
+    weights: int  # of all ranks
+    stored_as: str
+    held: int  # weights on one device
+    steps: int
+    graphs: int
+    total: int
+    usable: int
+    reserved: int
+    cache: int
+    copied: int
+    refused: str  # why there are no copies, where there could be
+    sizes: Sequence[Sizes]  # of each rank
+    ranks: Sequence[Mapping[str, Memory]]  # of the features, on each rank of the device
+
+    def sum(self, field: str, *names: str) -> int:
+        return sum(getattr(rank[name], field) for rank in self.ranks for name in names or rank)
+
+
+def _use(config: Config, layout: CacheLayout, total: int) -> _Use:
+    args, device = config.args, open_device(config.device)
+    weights, stored_as = weights_of(config.facts, config.quantization, config.kept_forms, config.dtype)
     shared = config.device_facts.one_memory
-    here = local_engines(args) if shared else 1
-    held = weights if shared else largest_part(config, weights)  # by one device: each rank has its own
-    used = here * (held + beside.total + steps)
-    budget = open_device(kind).plan_budget(total, args.gpu_memory_utilization, used)
+    held = weights if shared else largest_part(config, weights)
+    sizes = rank_sizes(config)
+    ranks = [feature_memory(config, each) for each in sizes]
+    here = ranks if shared else [max(ranks, key=_taken)]
+    steps = max(largest_step(config), *(memory.step for rank in ranks for memory in rank.values()))
+    graphs = reserved_graph_bytes(config)
+    used = (local_engines(args) if shared else 1) * (held + sum(map(_taken, here)) + graphs + steps)
+    budget = device.plan_budget(total, args.gpu_memory_utilization, used)
     if not budget.usable:
         raise ConfigError(f"gpu_memory_utilization {args.gpu_memory_utilization:g} leaves nothing of {total:,} bytes; raise it")
-    copies = plan_copies(config, layout, budget.usable, used + budget.reserved)
-    if copies.made:
-        used += copies.made
-        budget = open_device(kind).plan_budget(total, args.gpu_memory_utilization, used)
-    left = budget.usable - used - budget.reserved
-    whole = args.kv_cache_memory_bytes or (share_memory(config, layout, budget.cache) if shared else budget.cache)
+    wanted = ranks[0]["quantization"].optional
+    least, asked = least_cache(config, layout), bool(args.dequantized_copies)
+    copies = DequantizedCopies(wanted, budget.usable, used + budget.reserved, least, asked)
+    copied = wanted if wanted and copies.fit else 0
+    refused = copies.reason if wanted and not copied else NOTHING if asked and not wanted else ""
+    if copied:
+        used += copied
+        budget = device.plan_budget(total, args.gpu_memory_utilization, used)
+    return _Use(
+        weights,
+        stored_as,
+        held,
+        steps,
+        graphs,
+        used,
+        budget.usable,
+        budget.reserved,
+        budget.cache,
+        copied,
+        refused,
+        sizes,
+        here,
+    )
+
+
+def plan_for(config: Config, total: int) -> MemoryPlan:
+    args, facts = config.args, config.facts
+    layout = whole_layout(config)
+    use = _use(config, layout, total)
+    shared = config.device_facts.one_memory
+    left = use.usable - use.total - use.reserved
+    whole = args.kv_cache_memory_bytes or (share_memory(config, layout, use.cache) if shared else use.cache)
     cache = int(whole * model_share(config, layout))
-    pages, snapshots, length, problems = _fit(config, layout, cache, budget.usable / total)
-    if args.kv_cache_memory_bytes and (asked := whole * (config.world if shared else 1) * here) > left:
+    pages, snapshots, length, problems = _fit(config, layout, cache, use.usable / total)
+    asked = whole * (config.world * local_engines(args) if shared else 1)
+    if args.kv_cache_memory_bytes and asked > left:
         problems.append(f"kv_cache_memory_bytes asks for {gib(asked)}, but only {gib(left)} are left")
-    if args.dequantized_copies and copies.refused:
-        problems.append(f"dequantized_copies: {copies.refused}")
-    sizes = sorted({size for size in TYPICAL_LENGTHS if size < length} | ({length} if length else set()))
+    if args.dequantized_copies and use.refused not in ("", NOTHING):
+        problems.append(f"dequantized_copies: {use.refused}")
+    draft_cache = sum(sizes.draft_cache for sizes in use.sizes)
+    lengths = sorted({size for size in TYPICAL_LENGTHS if size < length} | ({length} if length else set()))
     return MemoryPlan(
         model=facts.files.name,
         architecture=facts.architecture,
@@ -118,17 +178,18 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
         parameters=facts.parameters,
         parameters_counted=facts.weight_bytes > 0,
         weights_stored=facts.weight_bytes,
-        weights_loaded=weights,
-        weights_held=held,
-        weights_as=held_as,
-        copies=copies.made,
-        no_copies=copies.refused or copies.note,
+        weights_loaded=use.weights,
+        weights_held=use.held,
+        weights_as=use.stored_as,
+        copies=use.copied,
+        no_copies=use.refused,
         dtype=config.dtype,
-        device=kind,
+        device=config.device,
         memory=total,
-        memory_usable=budget.usable,
-        activations=steps,
-        reserved=budget.reserved,
+        memory_usable=use.usable,
+        activations=use.steps,
+        reserved=use.reserved,
+        graphs=use.graphs,
         max_batched_tokens=config.max_batched_tokens,
         max_seqs=config.max_seqs,
         cache_dtype=config.cache_dtype,
@@ -138,14 +199,14 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
         states=len(facts.states),
         bytes_per_state=config.state_bytes,
         snapshots=snapshots,
-        drafter=beside.drafter,
-        drafts_by_text=beside.by_text,
-        draft_weights=beside.draft_weights,
-        draft_cache=beside.draft_cache or max(0, whole - cache),
+        drafter=draft_name(config),
+        drafts_by_text=config.text_drafter is not None,
+        draft_weights=use.sum("weights", "speculation") - draft_cache,
+        draft_cache=draft_cache or max(0, whole - cache),
         adapters=config.max_loras,
         adapter_rank=args.max_lora_rank if config.max_loras else 0,
-        adapter_bytes=beside.adapters,
-        weights_twice=beside.held_twice,
+        adapter_bytes=use.sum("reserved", "lora"),
+        weights_twice=use.sum("weights", "lora"),
         engines=args.data_parallel_size,
         ranks=config.world,
         stages=tuple(len(stage) for stage in config.stage_layers),
@@ -153,45 +214,32 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
         pages=pages,
         positions=facts.max_position,
         max_model_len=length,
-        concurrency={size: _beside(layout, pages, size, config) for size in sizes},
+        concurrency={size: _concurrency(layout, pages, size, config) for size in lengths},
         fits=not problems,
         advice=tuple(problems) or _shrunk(config, layout, length, cache),
     )
 
 
-def _beside(layout: CacheLayout, pages: int, size: int, config: Config) -> float:
-    """How many requests of that size there is room for at once."""
+def _taken(rank: Mapping[str, Memory]) -> int:
+    return sum(memory.weights + memory.reserved for memory in rank.values())
+
+
+def _concurrency(layout: CacheLayout, pages: int, size: int, config: Config) -> float:
+    """Return how many requests of that size the pages hold at once."""
     if not layout.groups:
         return config.max_seqs
     return pages / pages_for(layout, size, config.max_batched_tokens)
 
 
 def read_plan_facts(args: EngineArgs) -> ModelFacts:
-    """Weights are looked at only where they already are: a plan for a hub model fetches its configuration alone."""
+    """Read headers of weights that are on disk; of a hub model only the configuration is fetched."""
     return read_facts(with_weights_on_disk(find_files(args, weights=False)), args.hf_overrides)
 
 
 def _fit(config: Config, layout: CacheLayout, cache: int, share: float) -> tuple[int, int, int, list[str]]:
-    """Pages, snapshots of states, the length they can serve, and why there are none."""
-    snapshots = 0
+    """Return pages, snapshots of recurrent states, the length that they serve, and why there are none."""
     try:
-        if config.state_bytes:
-            snapshots, cache = fit_states(
-                config.state_bytes,
-                max(0, cache),
-                config.max_seqs,
-                config.prefix_caching,
-                bool(layout.groups),
-                config.states_each,
-            )
-        capacity = fit(
-            layout,
-            max(0, cache),
-            config.max_model_len,
-            explicit=config.max_model_len_explicit,
-            chunk=config.max_batched_tokens,
-            override=config.args.num_gpu_blocks_override,
-        )
+        capacity = fit_cache(config, layout, max(0, cache), config.args.num_gpu_blocks_override)
     except ConfigError as error:
         missing = (pages_for(layout, config.max_model_len, config.max_batched_tokens) + 1) * layout.bytes_per_page - cache
         problems = [str(error)]
@@ -206,7 +254,7 @@ def _fit(config: Config, layout: CacheLayout, cache: int, share: float) -> tuple
         if cache > 0 and config.cache_bytes > 1:
             problems.append("--kv-cache-dtype fp8 makes more of the cache, at some loss of accuracy")
         return 0, 0, 0, problems
-    return capacity.pages, snapshots, capacity.max_model_len, []
+    return capacity.pages, capacity.snapshots or 0, capacity.max_model_len, []
 
 
 def _shrunk(config: Config, layout: CacheLayout, length: int, cache: int) -> tuple[str, ...]:

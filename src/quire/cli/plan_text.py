@@ -23,7 +23,8 @@ class MemoryPlan:
     memory: int
     memory_usable: int
     activations: int
-    reserved: int  # held by others on the device
+    reserved: int  # held by the driver and other programs on the device
+    graphs: int  # kept free for CUDA graphs
     max_batched_tokens: int
     max_seqs: int
     cache_dtype: str
@@ -69,6 +70,8 @@ def render(plan: MemoryPlan) -> str:
             f"{size(plan.activations)} for {plan.max_batched_tokens} tokens, {plan.max_seqs} requests (estimated)",
         ),
     ]
+    if plan.graphs:
+        lines.append(("CUDA graphs", f"{size(plan.graphs)} kept free (--enforce-eager: none)"))
     lines += _lines_beside(plan)
     for kind, per_token in plan.bytes_per_token.items():
         lines.append(("Cache per token", f"{size(per_token)} in {plan.layers[kind]} layers with {kind}"))

@@ -5,11 +5,12 @@ from typing import Any, Literal
 
 from quire.config.args import EngineArgs, local_engines, shares_experts
 from quire.config.draft_heads import DraftHead
-from quire.config.facts import DTYPE_BYTES, DeviceFacts, ModelFacts
+from quire.config.facts import DeviceFacts, ModelFacts
 from quire.config.quantization import Quantization
 from quire.config.speculative import SpeculativeConfig
 from quire.config.stages import split_layers
 from quire.files.adapter import AdapterBounds
+from quire.types.cache import DTYPE_BYTES
 from quire.types.sampling import LogprobsMode
 
 Policy = Literal["fcfs", "priority"]
@@ -138,11 +139,6 @@ class Config:
     def state_bytes(self) -> int:
         """Of the recurrent states of one sequence."""
         return sum(state.bytes(DTYPE_BYTES[self.dtype]) for state in self.facts.states)
-
-    @property
-    def states_each(self) -> int:
-        """Of a sequence: where drafts may be wrong, one to go back to is kept."""
-        return 1 if self.speculation is None else 2
 
     @property
     def cache_bytes(self) -> int:

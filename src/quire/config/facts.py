@@ -17,10 +17,9 @@ from quire.files.gguf import read_gguf_shards
 from quire.files.reading import reading, shown
 from quire.files.resolve import PARAMS, ModelFiles
 from quire.files.safetensors import TensorInfo, read_header
-from quire.types.cache import LayerCache, StateCache
+from quire.types.cache import DTYPE_BYTES, LayerCache, StateCache
 from quire.types.errors import ModelError
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 UNBOUNDED = 4096  # of a model that has no longest context: what it gets unless max_model_len says otherwise
 _SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _NAMES = {  # the same thing is called differently in older families

@@ -8,12 +8,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.files.gguf import FLOATS, GGML_TYPES, SIX_BITS, WHOLE_NUMBERS, GGUFTensor
+from quire.types.plan import MOST_ROWS
 
 FLOAT32_BYTES = 4
 CUDA_CONTEXT_BYTES = 512 * 2**20  # what the driver and its libraries hold beside us: a usual value, not a measured one
+GRAPH_ACTIVATION_BYTES = 512 * 2**20
 MOST_HOST_CACHE_BYTES = 4 * 2**30
 HOST_CACHE_SHARE = 0.4
 _KEPT_AS = {"Q4_0": (4, False), "Q4_1": (4, True), "Q4_K": (4, True), "Q5_1": (8, True)}  # bits, offset; others: 8, none
+
+
+def graph_bytes(rows: int, vocabulary: int, kinds: int = 1) -> int:
+    """Return the bytes that all CUDA graphs together may take: activations, and logits of `rows` requests in several sizes.
+
+    kinds: combinations of features, such as with and without LoRA adapters, that have graphs of their own.
+    """
+    return kinds * GRAPH_ACTIVATION_BYTES + 3 * FLOAT32_BYTES * min(rows, MOST_ROWS) * vocabulary
 
 
 def host_cache_bytes(available: int) -> int:

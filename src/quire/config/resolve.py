@@ -13,12 +13,13 @@ from quire.config.args import FLOAT_NAMES, EngineArgs, wants_mistral
 from quire.config.config import Config, Policy
 from quire.config.conflicts import refuse_conflicts
 from quire.config.draft_heads import DraftHead, find_method, read_head
-from quire.config.facts import DTYPE_BYTES, DeviceFacts, ModelFacts, count_experts, read_facts
+from quire.config.facts import DeviceFacts, ModelFacts, count_experts, read_facts
 from quire.config.hf import read_json
 from quire.config.quantization import Quantization, choose_quantization
 from quire.config.speculative import DRAFT_MODEL, HEADS, ON_DEVICE, SpeculativeConfig
 from quire.files.resolve import TEKKEN, ModelFiles, check_on_disk, is_bare_name, resolve_model, with_weights_on_disk
 from quire.files.vocabulary import same_tokens
+from quire.types.cache import DTYPE_BYTES
 from quire.types.errors import ConfigError, RequestError
 from quire.types.sampling import LogprobsMode, SamplingParams
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from quire.cache.capacity import MOST_SNAPSHOTS, Capacity, fit, fit_states, pages_for
+from quire.cache.capacity import MOST_SNAPSHOTS, Capacity, pages_for
 from quire.config.args import EngineArgs, connect_timeout, local_engines, step_timeout
 from quire.config.config import Config
 from quire.config.cores import wait_politely
@@ -22,18 +22,19 @@ from quire.device.registry import describe, find_device, open_device
 from quire.device.visible import named_gpus
 from quire.dist.mesh import Position
 from quire.engine.companions import CompanionWatch, Ends
-from quire.engine.copies import largest_step, least_cache, may_copy
 from quire.engine.core import EngineCore
 from quire.engine.draft_by_text import TextDrafter
 from quire.engine.executor.base import Executor
 from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel
-from quire.engine.layouts import even_out, model_share, share_memory, text_drafter_config, whole_layout
+from quire.engine.layouts import even_out, fit_cache, model_share, share_memory, text_drafter_config, whole_layout
 from quire.engine.learnt import open_learnt
+from quire.engine.memory import largest_step, least_cache
 from quire.engine.numa import bind_process
 from quire.engine.runners import bounded_facts, join_companions, make_device_drafter, make_runner, start_device
 from quire.engine.scheduling import make_scheduler
 from quire.engine.timeline import Stopwatch, Timeline
+from quire.features.quantization.host import may_copy
 from quire.features.structured.grammar.lanes import GrammarLanes
 from quire.models.registry import complete_facts
 from quire.progress import doing
@@ -322,7 +323,8 @@ def start_fake(config: Config, facts: ModelFacts, layout: CacheLayout, watch: St
     if override is None and args.kv_cache_memory_bytes is None:
         alone = pages_for(layout, config.max_model_len, config.max_batched_tokens)
         override = max(alone, min(alone * config.max_seqs, MOST_FAKE_PAGES))
-    capacity = _fit(config, layout, args.kv_cache_memory_bytes or 0, override)
+    states = (MOST_SNAPSHOTS + 2) * config.max_seqs * config.state_bytes
+    capacity = _fit(config, layout, args.kv_cache_memory_bytes or states, override)
     executor = FakeExecutor(
         layout,
         FakeModel.of(layout, vocab_size=facts.vocab_size, eos_id=next(iter(facts.eos_ids), None)),
@@ -337,26 +339,13 @@ def start_fake(config: Config, facts: ModelFacts, layout: CacheLayout, watch: St
 
 
 def _fit(config: Config, layout: CacheLayout, budget: int, override: int | None) -> Capacity:
-    snapshots = None
-    if config.state_bytes:
-        known = budget or (MOST_SNAPSHOTS + 2) * config.max_seqs * config.state_bytes  # nobody measured it for a fake
-        snapshots, budget = fit_states(
-            config.state_bytes, known, config.max_seqs, config.prefix_caching, bool(layout.groups), config.states_each
-        )
-    capacity = fit(
-        layout,
-        budget,
-        config.max_model_len,
-        explicit=config.max_model_len_explicit,
-        chunk=config.max_batched_tokens,
-        override=override,
-    )
+    capacity = fit_cache(config, layout, budget, override)
     if capacity.max_model_len < config.max_model_len:
         logger.warning(
             "max_model_len is %d instead of the model's %d: that is what fits the %.2f GiB left for the cache",
             capacity.max_model_len, config.max_model_len, budget / 2**30,
         )  # fmt: skip
-    return replace(capacity, snapshots=snapshots)
+    return capacity
 
 
 def _fake_latency() -> float:

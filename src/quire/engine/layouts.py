@@ -1,26 +1,28 @@
-"""How the cache of an engine lies, whose model may be divided among ranks and stages. Importing this imports no torch."""
+"""The cache layout of an engine, whose model may be divided among ranks and stages. Importing this does not import torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from quire.cache.capacity import MOST_SNAPSHOTS, pages_for
+from quire.cache.capacity import MOST_SNAPSHOTS, Capacity, fit, fit_states, pages_for
 from quire.cache.layout import make_layout
 from quire.cache.stages import pool_layout, stage_layout
 from quire.config.args import EngineArgs, local_engines
 from quire.config.config import Config
-from quire.config.facts import DTYPE_BYTES, ModelFacts
+from quire.config.facts import ModelFacts
+from quire.config.features import FEATURES
 from quire.config.quantization import choose_quantization
 from quire.config.resolve import choose_keep_quantized, resolve
 from quire.dist.mesh import largest_share
 from quire.engine.executor.nodes import share_ranks
-from quire.types.cache import CacheLayout
+from quire.features.host import Sizes
+from quire.types.cache import DTYPE_BYTES, CacheLayout
 
-TEXT_DRAFTER_BYTES = 1 << 30  # of its cache, unless one text alone takes more
-MORE_TOKENS = 2  # that a text may be in its vocabulary, for each of the model's
+TEXT_DRAFTER_BYTES = 1 << 30  # of its cache, unless one request alone needs more
+MORE_TOKENS = 2  # its tokens for each of the model's, at most
 
 
 def whole_layout(config: Config) -> CacheLayout:
-    """By which pages are counted: those of the rank that has most of each."""
+    """Return the layout by which pages are counted: that of the rank with the most bytes per page."""
     layers = largest_share(config.facts.layers, config.ranks)
     if config.stages == 1:
         return make_layout(layers, config.page_size, config.cache_bytes, bool(config.facts.states))
@@ -28,8 +30,8 @@ def whole_layout(config: Config) -> CacheLayout:
 
 
 def share_memory(config: Config, layout: CacheLayout, memory: int) -> int:
-    """Of memory that all ranks of a node have together, the part of the one that has most of each page: all get to the same
-    number of pages so. Engines on one machine share what is one memory in equal parts."""
+    """Return one rank's part of memory that all ranks of a node share: that of the rank with the most bytes per page, so that
+    all have the same number of pages. Engines on one machine share its memory in equal parts."""
     memory //= local_engines(config.args) if config.device_facts.one_memory else 1
     if config.stages == 1:
         return memory // config.node_ranks
@@ -41,8 +43,8 @@ def share_memory(config: Config, layout: CacheLayout, memory: int) -> int:
 
 
 def even_out(config: Config, layout: CacheLayout, budgets: Sequence[int]) -> int:
-    """Of memory that each rank has for itself, what the one with most of each page would have if all had room for as many pages
-    as the one that has room for fewest."""
+    """Return the budget of the rank with the most bytes per page, such that all ranks have as many pages as the one with the
+    fewest. budgets: bytes that each rank has for itself."""
     if config.stages == 1:
         return min(budgets)
     layers = largest_share(config.facts.layers, config.ranks)
@@ -52,39 +54,60 @@ def even_out(config: Config, layout: CacheLayout, budgets: Sequence[int]) -> int
 
 
 def draft_layout(config: Config) -> CacheLayout | None:
-    """Of a model or head that drafts on the device, whole on every rank; None = it has no cache."""
+    """Return the layout of a draft model or head on the device, whole on every rank; None: it has no cache."""
     facts = config.draft_facts if config.draft_head is None else config.draft_head.facts
     return make_layout(facts.layers, config.page_size, DTYPE_BYTES[config.dtype]) if facts and facts.layers else None
 
 
 def draft_forms(config: Config, facts: ModelFacts) -> frozenset[str] | None:
-    """Which forms (`DeviceFacts.keeps`) a model that drafts keeps; None = its weights are floats."""
+    """Return the quantized forms (`DeviceFacts.keeps`) that a draft model keeps; None: its weights are floats."""
     quantization = choose_quantization(None, facts.quantization, facts.files.format == "gguf")
     kept = config.device == "cpu" and choose_keep_quantized(config.args, facts, config.device_facts, quantization)
     return config.device_facts.keeps if kept else None
 
 
-def model_share(config: Config, layout: CacheLayout) -> float:
-    """Of the cache's memory: what whoever drafts on the device leaves to the model."""
+def cache_sizes(config: Config) -> Sizes:
+    """Return the sizes that decide how the cache's memory is divided; they need no file and no model."""
     own = draft_layout(config)
-    return 1.0 if own is None else layout.bytes_per_page / (layout.bytes_per_page + own.bytes_per_page)
+    return Sizes(draft_page=0 if own is None else own.bytes_per_page)
+
+
+def model_share(config: Config, layout: CacheLayout) -> float:
+    """Return the model's part of the cache's memory; the rest is for what features keep beside each page."""
+    sizes = cache_sizes(config)
+    beside = sum(feature.memory(config, sizes).per_page for feature in FEATURES)
+    return layout.bytes_per_page / (layout.bytes_per_page + beside) if beside else 1.0
+
+
+def fit_cache(config: Config, layout: CacheLayout, budget: int, override: int | None) -> Capacity:
+    """Return the pages and recurrent states that `budget` bytes hold. override: pages, whatever the budget."""
+    snapshots, sizes = None, cache_sizes(config)
+    per_slot = sum(feature.memory(config, sizes).per_slot for feature in FEATURES)
+    if per_slot:
+        each = per_slot // config.state_bytes
+        snapshots, budget = fit_states(
+            config.state_bytes, budget, config.max_seqs, config.prefix_caching, bool(layout.groups), each
+        )
+    length, explicit = config.max_model_len, config.max_model_len_explicit
+    capacity = fit(layout, budget, length, explicit=explicit, chunk=config.max_batched_tokens, override=override)
+    return replace(capacity, snapshots=snapshots)
 
 
 def text_drafter_config(
     config: Config, facts: ModelFacts, complete: Callable[[ModelFacts], ModelFacts] | None = None
 ) -> Config:
-    """Of the engine beside the engine that drafts by text. It is told how much its cache takes: as much as its requests can
-    use, within reason."""
+    """Return the configuration of the second engine, which drafts by text. Its cache has a fixed size: what its requests can
+    use, up to TEXT_DRAFTER_BYTES or one longest request."""
     args, path = config.args, facts.files.path.absolute()
-    told = EngineArgs(
+    own_args = EngineArgs(
         model=str(path), dtype=args.dtype, device=config.device, seed=config.seed, enforce_eager=args.enforce_eager,
         load_format="dummy" if args.load_format == "dummy" else "auto", max_num_batched_tokens=config.max_batched_tokens,
         max_num_seqs=config.max_seqs, max_model_len=min(facts.max_position, MORE_TOKENS * config.max_model_len),
         dequantized_copies=False,
     )  # fmt: skip
-    own = resolve(told, lambda: config.device, lambda _: config.device_facts, facts, complete=complete)
+    own = resolve(own_args, lambda: config.device, lambda _: config.device_facts, facts, complete=complete)
     layout = whole_layout(own)
     alone = pages_for(layout, own.max_model_len, own.max_batched_tokens)
     pages = max(alone, min(alone * config.max_seqs, TEXT_DRAFTER_BYTES // max(1, layout.bytes_per_page)))
     states = (MOST_SNAPSHOTS + 2) * config.max_seqs * own.state_bytes
-    return replace(own, args=replace(told, kv_cache_memory_bytes=(pages + 1) * max(1, layout.bytes_per_page) + states))
+    return replace(own, args=replace(own_args, kv_cache_memory_bytes=(pages + 1) * max(1, layout.bytes_per_page) + states))

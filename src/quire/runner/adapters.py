@@ -18,12 +18,6 @@ from quire.types.adapter import AdapterFacts, AdapterRef
 from quire.types.errors import AdapterError, EngineError
 
 PINNED = 1 << 31  # bytes of host memory at the start, at most
-ON_THE_WAY = 2  # adapters that the device has room for beside those in places: as its file has it, and as layers will read it
-
-
-def set_aside(adapters: Adapters, count: int, rank: int) -> int:
-    """Bytes for so many adapters of at most that rank, of a device with a memory of its own."""
-    return (count + (ON_THE_WAY if adapters.tabled else 0)) * adapters.bytes_of(rank)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from quire.attn.backend import Room
 from quire.attn.shared_prefix import FEWEST
+from quire.types.plan import MOST_ROWS as MOST_ROWS
 from quire.types.plan import MOST_TOKENS as MOST_TOKENS
 from quire.types.plan import TOKEN_BUCKETS
 
-MOST_ROWS = 512
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, *range(96, 257, 32), *range(320, MOST_ROWS + 1, 64))
 LEAST_SPLITS = 64
 COARSE_SPLITS = 1024  # beyond, by so many more: splits that are left over are no longer free

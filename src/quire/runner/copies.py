@@ -1,4 +1,4 @@
-"""Copies of quantized matrices in the model's type (`ops/copies.py`), made when the weights are there and nothing else is."""
+"""Dequantized copies of quantized matrices (`ops/copies.py`), made when the weights are loaded and nothing else is."""
 
 import logging
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from quire.config.copies import NOTHING, Copies
+from quire.config.dequantized_copies import NOTHING, DequantizedCopies
 from quire.device.base import Device
 from quire.prepare.copies import count_copied, make_copies
 from quire.types.errors import ConfigError
@@ -32,7 +32,7 @@ def copy_matrices(model: nn.Module, dtype: torch.dtype, device: Device, needs: N
         logger.warning("dequantized_copies: %s", NOTHING)
     if not usable:
         return
-    copies = Copies(wanted, usable, held + needs.others, needs.cache, bool(needs.asked))
+    copies = DequantizedCopies(wanted, usable, held + needs.others, needs.cache, bool(needs.asked))
     if copies.fit:
         make_copies(model, dtype)
         logger.info("copies of quantized matrices in %s, for many rows: %s", str(dtype).removeprefix("torch."), copies)

@@ -26,6 +26,7 @@ import numpy as np
 from torch import Tensor
 
 from quire.attn.backend import FixedPlans, Room
+from quire.config.memory import graph_bytes
 from quire.device.base import Recorder, Recording
 from quire.features.base import StepPart
 from quire.models.decoder import Decoder
@@ -54,7 +55,6 @@ from quire.types.plan import Ints, RowShapes, StepRows
 WANTED = 3  # steps that would have run eagerly before their bucket is recorded
 MISSED = 200  # steps that borrowed before theirs is
 MOST_PREPARED = 15  # drafts of one request, whose steps are recorded at the start
-ACTIVATION_BYTES = 512 << 20
 
 
 def allowance(max_seqs: int, vocabulary: int, parts: Sequence[StepPart] = ()) -> int:
@@ -62,8 +62,7 @@ def allowance(max_seqs: int, vocabulary: int, parts: Sequence[StepPart] = ()) ->
 
     Each combination of the parts' keys has graphs of its own.
     """
-    kinds = math.prod(len(part.graph_keys) for part in parts)
-    return kinds * ACTIVATION_BYTES + 3 * 4 * min(max_seqs, MOST_ROWS) * vocabulary
+    return graph_bytes(max_seqs, vocabulary, math.prod(len(part.graph_keys) for part in parts))
 
 
 def fixed_plans(model: Decoder, groups: int) -> Planners | None:

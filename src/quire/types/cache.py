@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from math import prod
 
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 SCALE_BYTES = 4  # of numbers of 8 bits: one for the key of a token and a head, and one for its value
 
 

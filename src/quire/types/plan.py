@@ -227,6 +227,7 @@ class StepResult(msgspec.Struct, frozen=True, eq=False):
     failed: dict[int, str] = {}  # row -> why, behind the tokens it brought; the other rows are good
 
 
+MOST_ROWS = 512  # requests in a recorded step
 MOST_TOKENS = 2048  # more keep the device busy while they are launched one by one
 TOKEN_BUCKETS = (16, 32, *range(64, 1024, 64), *range(1024, MOST_TOKENS + 1, 256))
 

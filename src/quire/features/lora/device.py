@@ -9,10 +9,11 @@ import torch
 from quire.attn.batch import AdapterRows, Batch
 from quire.device.base import Device
 from quire.features.base import Allocation, StepPart
+from quire.features.lora.host import reserved_bytes
 from quire.models.decoder import Decoder
 from quire.ops.adapters import sort_rows, tile
 from quire.prepare.adapt import Adapters, adapt, find_sites
-from quire.runner.adapters import Shelf, WholeModel, set_aside
+from quire.runner.adapters import Shelf, WholeModel
 from quire.runner.graph_inputs import start_size
 from quire.runner.slots import Slots
 from quire.runner.warmup import warm_up_adapters
@@ -61,7 +62,8 @@ class LoRAPart(StepPart):
         )  # fmt: skip
 
     def reserved_bytes(self, max_seqs: int, recording: bool) -> int:  # noqa: ARG002
-        return 0 if self._adapters is None else set_aside(self._adapters, self._max_loras, self._max_rank)
+        adapters = self._adapters
+        return 0 if adapters is None else reserved_bytes(self._max_loras, adapters.bytes_of(self._max_rank), adapters.tabled)
 
     def warm_up(self, max_tokens: int) -> None:
         if self._model is not None and self.cache.has_kernels_for(()):

@@ -1,5 +1,7 @@
-"""Whether there is room for copies of quantized matrices in the model's type (`ops/copies.py`): one rule, by which an engine
-decides from what it measures, and `quire plan` from what files say."""
+"""The rule that decides whether dequantized copies of quantized matrices (`ops/copies.py`) fit.
+
+The engine applies it to what it measures, `quire plan` to what file headers say.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,31 +11,31 @@ from quire.config.quantization import Quantization, list_matrices
 from quire.files.gguf import FLOATS, GGML_TYPES, WHOLE_NUMBERS, GGUFTensor
 from quire.files.safetensors import TensorInfo
 
-SHARE = 8  # of the memory that an engine may use: at most the eighth part is for copies
+SHARE = 8  # copies take at most an eighth of the memory that an engine may use
 NOTHING = "the model has no matrix that can have one: quantized, no expert's, and of a scheme that rounds no rows"
-SPARE = 16  # the sixteenth part has to be left beside the cache of the longest request, whatever was counted too low
+SPARE = 16  # a sixteenth must be left beside the cache of the longest request, in case something was counted too low
 
 
 @dataclass(frozen=True)
-class Copies:
+class DequantizedCopies:
     """Bytes of one device."""
 
     wanted: int
     usable: int
-    held: int  # weights, others' memory, and whatever the engine takes before it has a cache
-    needed: int  # cache, without which the engine would not do what it does without copies
-    asked: bool = False  # for: then they may have any share
+    held: int  # weights, memory of other programs, and all that the engine takes before it has a cache
+    needed: int  # the least cache
+    asked: bool = False  # dequantized_copies was set, so they may take more than SHARE
 
     @property
     def fit(self) -> bool:
-        """At least as much is left to the cache as they take."""
+        """Is at least as much left to the cache as the copies take?"""
         if not self.asked and self.wanted > self.usable // SHARE:
             return False
         return self.left >= self.wanted + max(self.wanted, self.usable // SPARE)
 
     @property
     def left(self) -> int:
-        """Without copies, beside the least cache."""
+        """Bytes that are left without copies, beside the least cache."""
         return self.usable - self.held - self.needed
 
     @property
@@ -52,15 +54,17 @@ def _size(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
 
 
-def copied_numbers(infos: Mapping[str, TensorInfo], quantization: Quantization, keeps: frozenset[str]) -> int:
-    """Of a checkpoint: numbers in matrices that can have a copy, as `ops.copies.can_be_copied` has it. Parts of a
-    matrix in several forms are floats in the end, and are counted here."""
+def copied_values(infos: Mapping[str, TensorInfo], quantization: Quantization, keeps: frozenset[str]) -> int:
+    """Return the weights of a checkpoint in matrices that can have a copy (`ops.copies.can_be_copied`).
+
+    A matrix whose parts are quantized in different ways is dequantized; it is counted all the same.
+    """
     some = (entry for entry in list_matrices(infos, quantization) if entry.bits and ".experts." not in entry.name)
     return sum(entry.numbers for entry in some if _has_copy(quantization, infos[entry.name].dtype, entry.bits, keeps))
 
 
 def estimate_copied(numbers: int, quantization: Quantization, keeps: frozenset[str]) -> int:
-    """Without weight files; numbers: of all matrices but the experts' and the head."""
+    """The same without weight files. numbers: weights of all matrices but the experts and the head."""
     config, weights = quantization.config, [_object(group, "weights") for group in _groups(quantization)]
     bits, dtype = next((int(some["num_bits"]) for some in weights if some.get("num_bits") in (4, 8)), 4), "I32"
     if 8 in (config.get("bits"), config.get("w_bit")) or str(config.get("quant_algo")).startswith(("FP8", "MXFP8")):
@@ -73,8 +77,10 @@ def estimate_copied(numbers: int, quantization: Quantization, keeps: frozenset[s
 
 
 def _has_copy(quantization: Quantization, dtype: str, bits: int, keeps: frozenset[str]) -> bool:
-    """dtype: that the file has numbers of so many bits in. Not where rows are rounded, where experts alone are quantized, nor
-    of bitsandbytes, whose tables no kernel of a GPU reads."""
+    """dtype: the file's type for weights of `bits` bits.
+
+    Schemes that quantize activations have no copies, nor have mxfp4 (experts only) and bitsandbytes (no GPU kernel reads it).
+    """
     match quantization.method:
         case "awq" | "gptq":
             return f"int{bits}" in keeps
@@ -101,15 +107,14 @@ def _object(group: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _rounds(group: Mapping[str, Any]) -> bool:
-    """Whether rows are rounded to 8 bits where weights have them: whole numbers only if a row of them has one scale, and no
-    zero point."""
+    """Are activations quantized to 8 bits? With integer weights, only if each row has one scale and no zero point."""
     weights = _object(group, "weights")
     if not _object(group, "input_activations") or weights.get("num_bits") != 8:
         return False
     return weights.get("type") == "float" or (weights.get("strategy") != "group" and weights.get("symmetric") is not False)
 
 
-def copied_gguf_numbers(tensors: Iterable[GGUFTensor]) -> int:
-    """Of a GGUF file whose matrices become forms."""
+def copied_gguf_values(tensors: Iterable[GGUFTensor]) -> int:
+    """The same of a GGUF file whose matrices stay quantized on a GPU."""
     matrices = (tensor for tensor in tensors if len(tensor.shape) == 2 and tensor.name != "token_embd.weight")
     return sum(tensor.elements for tensor in matrices if GGML_TYPES[tensor.type][0] in WHOLE_NUMBERS | FLOATS)

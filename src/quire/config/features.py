@@ -1,0 +1,20 @@
+"""All features, in the order in which their parts of a step run."""
+
+from quire.features.experts.host import ExpertParallel
+from quire.features.host import Feature
+from quire.features.kv_quant.host import QuantizedCache
+from quire.features.lora.host import LoRA
+from quire.features.quantization.host import QuantizedWeights
+from quire.features.recurrent.host import Recurrent
+from quire.features.speculation.host import Speculation
+from quire.features.structured.host import StructuredOutputs
+from quire.types.prompts import Extras
+
+FEATURES: tuple[Feature, ...] = (
+    ExpertParallel(), QuantizedWeights(), QuantizedCache(), LoRA(), Recurrent(), Speculation(), StructuredOutputs(),
+)  # fmt: skip
+
+
+def cache_salt(extras: Extras) -> tuple[str, ...]:
+    """Return what of a request, besides its tokens, its cached keys and values depend on."""
+    return tuple(part for feature in FEATURES for part in feature.cache_salt(extras))
