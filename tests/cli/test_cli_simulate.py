@@ -213,14 +213,18 @@ def test_measured_steps_are_a_device(
     assert main(["bench", "steps", *engine, *flags]) == 0
     assert "processor beside a step" in (said := capsys.readouterr().out) and "between client and engine" in said
     result = json.loads(path.read_text())
-    assert 0 < result["front"]["token"] < result["front"]["request"] and result["front"]["finish"] >= 0
-    assert result["host"]["newcomer"] >= 0
+    assert 0 < result["front"]["token"] < result["front"]["request"]
     assert [(point["rows"], point["tokens"]) for point in result["points"]] == [(1, 1), (4, 4)] * 2 + [(1, 8), (1, 32)] * 2
     pairs = [point["pairs"] for point in result["points"][4:]]
     assert pairs == [8 * 9 / 2, 32 * 33 / 2, 64 * 8 + 8 * 9 / 2, 64 * 32 + 32 * 33 / 2]
     assert simulate(model, "--timing", str(path), "--num-prompts", "5", "--input-len", "50", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["completed"] == 5 and "step times measured with" in found["device"]
+    for part, name in (("front", "finish"), ("host", "newcomer")):  # each is measured, and what is measured counts
+        slower = tmp_path / "slower.json"
+        slower.write_text(json.dumps(result | {part: result[part] | {name: result[part][name] + 1.0}}))
+        assert simulate(model, "--timing", str(slower), "--num-prompts", "5", "--input-len", "50", "--json") == 0
+        assert json.loads(capsys.readouterr().out)["duration"] > found["duration"] + 0.9
     assert simulate(model, "--timing", str(path), "--num-prompts", "5", "--input-len", "50", "--json", "--offline") == 0
     assert json.loads(capsys.readouterr().out)["p50_ttft_ms"] < found["p50_ttft_ms"]
     assert simulate(model, "--timing", str(path), "--device", "cuda") == 2
