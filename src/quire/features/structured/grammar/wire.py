@@ -1,46 +1,47 @@
-"""What the engine process and the grammar process say to each other: msgpack frames with their length in front."""
+"""Messages between the engine process and the grammar process."""
 
 from collections.abc import Callable
 
 import msgspec
 
+from quire.proc.messages import WireMessage, decoder
+from quire.proc.messages import encode as encode
 from quire.types.structured import StructuredOutputsParams
 
-AHEAD = "ahead"  # the argument of a process that nobody waits for yet
-GIVES_WAY = "gives-way"  # the argument of a process that gets a core after others
-
-
-class _GrammarFrame(msgspec.Struct, array_like=True, tag=True):
-    pass
+AHEAD = "ahead"  # option of a process that no request waits for yet
+GIVES_WAY = "gives-way"  # option of a process that runs at low priority
 
 
 # ---- to the grammar process
 
 
-class StartWorker(_GrammarFrame):
-    """Where the tokenizer comes from, and the numbers of the model."""
+class StartWorker(WireMessage):
+    """The first message: where the tokenizer is, and sizes of the model."""
 
     path: str
     tokenizer: str | None
     revision: str | None
     vocab_size: int
     eos_ids: list[int]
-    rows: int  # requests that have masks in the shared memory
+    rows: int  # maximum requests with masks in the shared memory
     drafts: int = 0  # draft tokens per request: each has a mask of its own
     backend: str = "guidance"  # or "xgrammar"
 
 
 class Rules(msgspec.Struct, array_like=True, frozen=True):
-    """What one request asks of its grammar."""
+    """The constraint of one request, and when its text may end."""
 
     params: StructuredOutputsParams
-    ignore_eos: bool = False  # the text ends only when nothing else may follow
-    min_tokens: int = 0  # and no earlier than this, unless nothing else may follow
+    ignore_eos: bool = False  # the text may end only when nothing else may follow
+    min_tokens: int = 0  # it may not end earlier, unless nothing else may follow
 
 
-class Open(_GrammarFrame):
-    """A request's matcher. Its mask goes to `row`, and those behind drafts to the rows after it; `tokens` were sampled by an
-    engine before."""
+class Open(WireMessage):
+    """Make a request's matcher; the answer is GrammarOpened.
+
+    row: of its mask in the shared memory; the masks after draft tokens follow it
+    tokens: the text so far
+    """
 
     id: int
     row: int
@@ -48,54 +49,57 @@ class Open(_GrammarFrame):
     tokens: list[int]
 
 
-class Check(_GrammarFrame):
-    """Can this be compiled? The answer is an Opened without tokens."""
+class Check(WireMessage):
+    """Ask whether a constraint can be compiled; the answer is GrammarOpened."""
 
     id: int
     params: StructuredOutputsParams
 
 
-class Accept(_GrammarFrame):
-    """Sampled tokens, by matcher, and drafts of what may come behind them. The answer is Accepted, and Masked when the masks
-    after the tokens, and after each draft, are written."""
+class Accept(WireMessage):
+    """Sampled tokens by matcher, and draft tokens after them.
+
+    The answers are Accepted, and Masked when the masks after the tokens and after each draft token are written.
+    """
 
     number: int
     tokens: list[tuple[int, list[int]]]
-    drafts: list[tuple[int, list[int]]] = []
+    drafts: list[tuple[int, list[int]]] = msgspec.field(default_factory=list)
 
 
-class Close(_GrammarFrame):
+class Close(WireMessage):
     ids: list[int]
 
 
-# ---- from it
+# ---- from the grammar process
 
 
-class WorkerStarted(_GrammarFrame):
-    """The first thing it says, unless it could not even read the tokenizer."""
+class WorkerStarted(WireMessage):
+    """The first answer, unless the tokenizer cannot be read."""
 
-    error: str | None  # why this model cannot have structured outputs at all
+    error: str | None  # why structured outputs are not supported with this model
 
 
-class GrammarOpened(_GrammarFrame):
+class GrammarOpened(WireMessage):
     id: int
-    error: str | None  # why there is no matcher
+    error: str | None  # why the constraint cannot be compiled
     forced: list[int]  # the tokens that must come next
 
 
-class Accepted(_GrammarFrame):
+class Accepted(WireMessage):
     number: int
-    forced: list[tuple[int, list[int]]]  # by matcher, where there is no choice
+    forced: list[tuple[int, list[int]]]  # the only tokens that may come next, by matcher
     failed: list[tuple[int, str]]
 
 
-class Masked(_GrammarFrame):
+class Masked(WireMessage):
     number: int
     failed: list[tuple[int, str]]
-    deferred: list[int] = []  # matchers of this message that were slow before: CaughtUp follows for each of them
+    # matchers that were slow before: CaughtUp follows for each of them
+    deferred: list[int] = msgspec.field(default_factory=list)
 
 
-class CaughtUp(_GrammarFrame):
+class CaughtUp(WireMessage):
     """A deferred matcher has taken all tokens up to message `number`, and its masks are written."""
 
     id: int
@@ -104,8 +108,8 @@ class CaughtUp(_GrammarFrame):
     error: str | None
 
 
-class Slow(_GrammarFrame):
-    """One matcher's work took so many seconds of processor time. Told as soon as it is done."""
+class Slow(WireMessage):
+    """One turn of a matcher took this many seconds of processor time."""
 
     id: int
     seconds: float
@@ -114,13 +118,12 @@ class Slow(_GrammarFrame):
 Command = StartWorker | Open | Check | Accept | Close
 Answer = WorkerStarted | GrammarOpened | Accepted | Masked | CaughtUp | Slow
 
-encode = msgspec.msgpack.Encoder().encode
-decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
-decode_answer: Callable[[bytes], Answer] = msgspec.msgpack.Decoder(Answer).decode
+decode_command: Callable[[bytes], Command] = decoder(Command)
+decode_answer: Callable[[bytes], Answer] = decoder(Answer)
 
 
 def key_of(params: StructuredOutputsParams) -> bytes:
-    """Equal for requests that can share a compiled grammar: when it starts is each one's own matter."""
+    """Return a key that is equal for requests that can share a compiled grammar; `starts_after` is not part of it."""
     starts, params.starts_after = params.starts_after, None
     key = encode(params)
     params.starts_after = starts

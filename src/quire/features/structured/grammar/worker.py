@@ -9,6 +9,7 @@ that has used the least processor time gets one turn, before the next commands a
 slow mask.
 """
 
+import contextlib
 import mmap
 import os
 import selectors
@@ -32,7 +33,7 @@ from quire.features.structured.grammar.vetting import VettingJob, decode_verdict
 from quire.files.resolve import resolve_model
 from quire.files.threads import give_way
 from quire.proc.channel import Frames
-from quire.proc.spawn import WITH_THREAD, end_with_parent
+from quire.proc.spawn import set_up
 from quire.text.tokenizer_files import read_tokenizer
 
 MOST_KEPT = 256  # compiled grammars
@@ -377,32 +378,28 @@ def open_ahead(start: wire.StartWorker) -> GrammarBackend:
 
 
 def main(argv: Sequence[str]) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    if WITH_THREAD in argv:
-        end_with_parent()
-    if wire.GIVES_WAY in argv:
+    connection, shared, *options = argv
+    set_up("grammar", options, descriptors=[connection, shared])
+    if wire.GIVES_WAY in options:
         give_way()
-    frames = Frames(socket.socket(fileno=int(argv[0])))
-    while (frame := frames.next()) is None:
-        if not frames.receive():
-            return 0
+    frames = Frames(socket.socket(fileno=int(connection)))
+    if (frame := frames.wait()) is None:
+        return 0
     start = wire.decode_command(frame)
     assert isinstance(start, wire.StartWorker), start
     try:
-        backend = (open_ahead if wire.AHEAD in argv else open_backend)(start)
+        backend = (open_ahead if wire.AHEAD in options else open_backend)(start)
     except GrammarError as error:
         frames.send(wire.encode(wire.WorkerStarted(str(error))))
         return 0
     rows = start.rows * (1 + start.drafts)
-    memory = mmap.mmap(int(argv[1]), 4 * rows * backend.words)
-    os.close(int(argv[1]))
+    memory = mmap.mmap(int(shared), 4 * rows * backend.words)
+    os.close(int(shared))
     masks: Words = np.frombuffer(memory, np.uint32).reshape(rows, backend.words)
-    try:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the engine is gone
         worker = GrammarWorker(frames, masks, backend)
         frames.send(wire.encode(wire.WorkerStarted(None)))
         worker.run()
-    except (BrokenPipeError, ConnectionResetError):
-        return 0  # the engine is gone
     return 0
 
 
