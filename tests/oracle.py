@@ -18,7 +18,7 @@ from torch import Tensor
 
 from family import Family
 from more_families import MORE
-from quire.attn.batch import AdapterRows, Batch, GroupView, keep_last
+from quire.attn.batch import PLAIN, Batch, GroupView, LoRATokens, Tokens, keep_last
 from quire.config.facts import ModelFacts, read_facts
 from quire.files.resolve import resolve_model
 from quire.load.load import load_weights
@@ -423,7 +423,7 @@ class Sequences:
             groups=tuple(groups),
             entries=torch.tensor([sequence for sequence, _ in rows], device=self.device),
             entry_list=tuple(sequence for sequence, _ in rows),
-            adapters=AdapterRows(places, torch.device(self.device), tiles) if any(self.adapters) else None,
+            tokens=Tokens(LoRATokens(places, torch.device(self.device), tiles)) if any(self.adapters) else PLAIN,
         )
         counts = [len(tokens) for _, tokens in rows]
         if kept is not None:
@@ -433,7 +433,7 @@ class Sequences:
             counts = kept
         with torch.inference_mode():
             hidden = self.model(batch)
-            logits = self.model.logits(hidden[batch.logit_index], batch.final.adapters)
+            logits = self.model.logits(hidden[batch.logit_index], batch.final.tokens)
         assert logits.dtype == torch.float32
         return list(logits.split(counts))
 

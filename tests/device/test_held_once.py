@@ -9,6 +9,7 @@ import torch
 
 from gguf_files import LLAMA, llama_tensors, tiny_llama
 from oracle import Sequences, open_checkpoint
+from quire.attn.batch import PLAIN
 from quire.config.facts import read_facts
 from quire.device.cpu.device import CPUDevice
 from quire.device.cpu.graph import Runtime
@@ -49,7 +50,7 @@ def test_rows_of_safetensors(checkpoint, tmp_path, kind):
     model = run_by_runtime(saved.facts)
     assert model.embed_tokens.weight is None
     table = saved.model.embed_tokens.weight
-    assert torch.equal(model.embed_tokens(torch.arange(len(table))), table)
+    assert torch.equal(model.embed_tokens(torch.arange(len(table)), PLAIN), table)
     torch.testing.assert_close(logits(model), saved.expected(IDS), atol=2e-4, rtol=2e-4)
 
 
@@ -65,7 +66,7 @@ def test_rows_of_gguf(tmp_path, kind):
     load_weights(whole, facts, device="cpu", dtype="float32")
     assert model.embed_tokens.weight is None and whole.lm_head.tied is not None
     ids = torch.arange(len(whole.embed_tokens.weight))
-    assert torch.equal(model.embed_tokens(ids), whole.embed_tokens(ids))
+    assert torch.equal(model.embed_tokens(ids, PLAIN), whole.embed_tokens(ids, PLAIN))
     found, expected = logits(model), logits(whole)
     assert (found - expected).norm() < 1e-5 * expected.norm()
 

@@ -10,6 +10,7 @@ from quantized_models import layered, loaded
 
 from gguf_files import LLAMA, llama_tensors, tiny_llama
 from oracle import Sequences
+from quire.attn.batch import PLAIN
 from quire.config.facts import read_facts
 from quire.device.cpu import bound_segments as track
 from quire.device.cpu import compiled, prepare
@@ -129,11 +130,11 @@ def test_a_packed_head_gives_the_same_logits(tied, bias, runtime):
     if bias:
         head.bias = torch.nn.Parameter(torch.randn(96), requires_grad=False)
     some = [torch.randn(rows, 32) for rows in (1, 5, 70)]
-    expected = [head(hidden) for hidden in some]
+    expected = [head(hidden, PLAIN) for hidden in some]
     head.use(PackedHead(head, runtime))
     for hidden, logits in zip(some, expected, strict=True):
-        torch.testing.assert_close(head(hidden), logits, atol=1e-5, rtol=1e-5)
-    assert embedding(torch.tensor([5])).shape == (1, 32)  # what is looked up stays
+        torch.testing.assert_close(head(hidden, PLAIN), logits, atol=1e-5, rtol=1e-5)
+    assert embedding(torch.tensor([5]), PLAIN).shape == (1, 32)  # what is looked up stays
     assert tied or head.weight is None
 
 

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from quire.attn.batch import PLAIN
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear, MergedLinear
 from quire.layers.moe import MoE
@@ -126,7 +127,7 @@ def test_a_tied_head_may_be_stored_or_not(tmp_path, stored):
         model = Tiny(tied=True)
     load(tmp_path, model)
     hidden = torch.randn(2, 4)
-    assert torch.equal(model.lm_head(hidden), hidden @ content["model.embed_tokens.weight"].t())
+    assert torch.equal(model.lm_head(hidden, PLAIN), hidden @ content["model.embed_tokens.weight"].t())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

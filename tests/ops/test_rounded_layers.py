@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from quire.attn.batch import PLAIN
 from quire.layers.adapter import LinearBank
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
@@ -52,7 +53,7 @@ def test_a_norm_rounds_for_who_alone_reads_it(layers, device, rows):
     got, total = norm_for(mlp, norm, x, residual)
     normed, expected = kernels.add_rms_norm(x, residual, norm.weight, 1e-5, 0.0)
     assert isinstance(got, RoundedRows) and torch.equal(total, expected)
-    assert torch.equal(mlp(got), mlp(normed))
+    assert torch.equal(mlp(got, PLAIN), mlp(normed, PLAIN))
 
 
 @pytest.mark.gpu
@@ -65,8 +66,8 @@ def test_a_gate_rounds_for_who_alone_reads_it(device):
         matrices.append(pack(Float8(128, 128, numbers.to(device), scale, Activation.GROUP)))
         linear.use(Held(matrices[-1]))
     x = torch.randn(60, 256, generator=torch.Generator().manual_seed(4)).to(device, torch.bfloat16)
-    assert isinstance(mlp.gate_up.gated(x, "silu", reader=mlp.down_proj), RoundedRows)
-    assert torch.equal(mlp(x), matrices[1].multiply(matrices[0].multiply(x, None, "silu"), None))
+    assert isinstance(mlp.gate_up.gated(x, "silu", PLAIN, reader=mlp.down_proj), RoundedRows)
+    assert torch.equal(mlp(x, PLAIN), matrices[1].multiply(matrices[0].multiply(x, None, "silu"), None))
 
 
 def test_who_is_given_rows_as_they_are(layers, device, monkeypatch):

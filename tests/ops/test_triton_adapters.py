@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from kernel_support import DTYPES, numbers
 
-from quire.attn.batch import AdapterRows
+from quire.attn.batch import LoRATokens
 from quire.layers.adapter import LinearBank, LinearNumbers, LowRank
 from quire.ops.adapters import ENTRY, make_table, tile
 
@@ -78,7 +78,7 @@ def test_addition(parts, inputs, places, each, more, dtype, device):
     of_tokens = np.repeat(places, each)
     x, out = (numbers(len(of_tokens), size, dtype=dtype, device=device, seed=size) for size in (inputs, outputs))
     own = numbers(outputs, dtype=dtype, device=device, seed=3) if more else None
-    rows = AdapterRows(of_tokens, torch.device(device))
+    rows = LoRATokens(of_tokens, torch.device(device))
     expected = bank.add(out.clone(), x, rows, own)
     got = kernels.add(out.clone(), x, tile(of_tokens, torch.device(device)), table, own)
     torch.testing.assert_close(
@@ -93,7 +93,7 @@ def test_gated_addition(parts, dtype, device):
     bank, table, _ = make_bank(parts, 64, dtype, device, True, True)
     of_tokens = np.repeat([0, 2, 3, 1, 0], 4)
     x, out = (numbers(len(of_tokens), size, dtype=dtype, device=device, seed=size) for size in (64, 80))
-    rows = AdapterRows(of_tokens, torch.device(device))
+    rows = LoRATokens(of_tokens, torch.device(device))
     expected = bank.gated(out.clone(), x, rows, None, "silu")
     got = kernels.add(out.clone(), x, tile(of_tokens, torch.device(device)), table, None, "silu")
     torch.testing.assert_close(
@@ -108,7 +108,7 @@ def test_one_token(activation, place, dtype, device):
     """The layer's own product comes with it."""
     bank, table, _ = make_bank([(0, 40), (40, 40)], 272, dtype, device, True, True)
     x, weight, bias = (numbers(*shape, dtype=dtype, device=device, seed=7) * 0.3 for shape in ((1, 272), (80, 272), (80,)))
-    rows = AdapterRows(np.array([place]), torch.device(device))
+    rows = LoRATokens(np.array([place]), torch.device(device))
     out = F.linear(x, weight, bias)
     expected = bank.gated(out, x, rows, bias, activation) if activation else bank.add(out, x, rows, bias)
     got = kernels.one_row(x, weight, bias, tile(rows.places, torch.device(device)), table, activation)

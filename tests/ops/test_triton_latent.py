@@ -9,7 +9,7 @@ from kernel_support import DTYPES, numbers
 from test_paged_attention import make_batch
 
 from quire.attn.backend import AttentionSpec, Latents
-from quire.attn.batch import AdapterRows, keep_last
+from quire.attn.batch import LoRATokens, Tokens, keep_last
 from quire.attn.latent import LatentAttention
 from quire.ops.adapters import make_table, tile
 from quire.ops.arguments import Rotation
@@ -144,8 +144,8 @@ def test_adapters_of_what_makes_keys_and_values(dora, final, tiled, dtype, devic
         matrices.append(changed if gain is None else changed * gain.float().view(heads, outputs, 1))
     table = make_table(entries.to(device).view(-1), 6, 40, [(0, heads * outputs)])
     places = np.repeat(np.arange(len(ROWS)) % 4, [count for count, _ in ROWS])
-    rows = AdapterRows(places, torch.device(device), tile(places, torch.device(device)) if tiled else None)
-    batch = dataclasses.replace(batch, adapters=rows)
+    rows = LoRATokens(places, torch.device(device), tile(places, torch.device(device)) if tiled else None)
+    batch = dataclasses.replace(batch, tokens=Tokens(rows))
     if final:
         batch = keep_two(batch, device)
         query = batch.keep(query)
@@ -156,7 +156,7 @@ def test_adapters_of_what_makes_keys_and_values(dora, final, tiled, dtype, devic
         )
         for up in matrices
     ]
-    mine = torch.from_numpy(batch.final.adapters.places).to(device)
+    mine = torch.from_numpy(batch.final.tokens.lora.places).to(device)
     expected = torch.stack(of_each)[mine, torch.arange(len(query), device=device)]
     batch.final.plans.clear()
     out = LatentTriton().run_latent(spec, dataclasses.replace(latents, table=table), query, row, kv, batch, 0, final)

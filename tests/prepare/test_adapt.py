@@ -9,7 +9,7 @@ from lockstep import divided, together
 
 from oracle import Sequences, in_pieces
 from quire.attn import latent_triton
-from quire.attn.batch import AdapterRows
+from quire.attn.batch import LoRATokens
 from quire.layers.adapter import LinearBank, LinearNumbers, LowRank
 from quire.load.assign import rename
 from quire.load.load import load_weights
@@ -163,7 +163,7 @@ def test_what_is_added_to_a_row_depends_on_no_other(dtype, rank, stacked):
     places[:3] = 0
 
     def add(rows):
-        return bank.add(out[rows].clone(), x[rows], AdapterRows(places[rows].numpy(), torch.device("cpu")), None)
+        return bank.add(out[rows].clone(), x[rows], LoRATokens(places[rows].numpy(), torch.device("cpu")), None)
 
     together = add(torch.arange(70))
     for row in range(70):

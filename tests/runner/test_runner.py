@@ -9,6 +9,7 @@ import pytest
 import torch
 from runner_support import admission, entries, ints, plan
 
+from quire.attn.batch import PLAIN
 from quire.config.facts import ModelFacts
 from quire.device.registry import open_device
 from quire.engine.executor.local import LocalExecutor
@@ -325,4 +326,4 @@ def test_hidden_states_are_handed_out(runner):
     result = driver.launch((1, 23), pool=[20, 22], **driver.admit(a, 24)).result()
     [pooled] = result.pooled.values()
     assert pooled.shape == (2, 32)
-    assert int(runner._model.logits(torch.from_numpy(pooled))[1].argmax()) == result.ids[0]
+    assert int(runner._model.logits(torch.from_numpy(pooled), PLAIN)[1].argmax()) == result.ids[0]

@@ -28,7 +28,7 @@ class GroupView:
 
 
 @dataclass(frozen=True)
-class AdapterRows:
+class LoRATokens:
     """The place of the adapter that each token's row has asked for; 0 = none."""
 
     places: npt.NDArray[np.int64]  # [T] on the host; of rows that are recorded, none
@@ -50,12 +50,29 @@ class AdapterRows:
         """For kernels of one layer, whoever does the rest."""
         return tile(self.places, self.device) if self.tiles is None else self.tiles
 
-    def take(self, tokens: npt.NDArray[np.integer]) -> "AdapterRows":
+    def take(self, tokens: npt.NDArray[np.integer]) -> "LoRATokens":
         places = self.places[tokens]
-        return AdapterRows(places, self.device, None if self.tiles is None else tile(places, self.device))
+        return LoRATokens(places, self.device, None if self.tiles is None else tile(places, self.device))
 
     def _tokens_of(self, place: int) -> Tensor:
         return torch.from_numpy(np.flatnonzero(self.places == place)).to(self.device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What layers read of each token beside its hidden state, one field per feature; None = no token uses the feature.
+
+    Every layer takes it, so that model code passes features on without naming them.
+    """
+
+    lora: LoRATokens | None = None
+
+    def take(self, tokens: npt.NDArray[np.integer]) -> "Tokens":
+        """tokens [n]: indices into these."""
+        return self if self.lora is None else Tokens(self.lora.take(tokens))
+
+
+PLAIN = Tokens()  # of tokens that use no feature
 
 
 @dataclass(frozen=True)
@@ -71,7 +88,7 @@ class Batch:
     groups: tuple[GroupView, ...]
     plans: dict[Any, Any] = field(default_factory=dict)  # what attention backends prepared for this batch, under their own keys
     kept: "LogitTokens | None" = None  # None = all tokens are
-    adapters: AdapterRows | None = None  # None = no row has asked for one
+    tokens: Tokens = PLAIN
     entries: Tensor | None = None  # [R] int64 where the rows' recurrent states are; None = the model has none
     entry_list: tuple[int, ...] = ()  # the same on the host, where it knows
 
@@ -107,15 +124,17 @@ def keep_last(batch: Batch, counts: npt.NDArray[np.int64], starts: Tensor, index
         rows=tuple(zip(first.tolist(), counts.tolist(), (length for _, _, length in batch.rows), strict=True)),
         groups=tuple(GroupView(view.tables, view.write[index], _among(view.alike, counts == 1)) for view in batch.groups),
         plans={},
-        adapters=None if batch.adapters is None else batch.adapters.take(_last_of(batch, counts)),
+        tokens=batch.tokens.take(_last_of(batch, counts)) if batch.tokens.lora is not None else batch.tokens,
     )
     return replace(batch, kept=LogitTokens(index, part))
 
 
-def without_adapters(batch: Batch) -> Batch:
-    """Of rows that ask for none."""
+def without_lora(batch: Batch) -> Batch:
+    """Return the batch for rows that use no LoRA adapter."""
     kept = batch.kept
-    return replace(batch, adapters=None, kept=None if kept is None else replace(kept, batch=replace(kept.batch, adapters=None)))
+    if kept is not None:
+        kept = replace(kept, batch=replace(kept.batch, tokens=replace(kept.batch.tokens, lora=None)))
+    return replace(batch, tokens=replace(batch.tokens, lora=None), kept=kept)
 
 
 @dataclass(frozen=True)
@@ -143,7 +162,7 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Part:
         groups=tuple(GroupView(view.tables[index], view.write[tokens]) for view in batch.groups),
         plans={},
         kept=None,
-        adapters=None if batch.adapters is None else batch.adapters.take(tokens.numpy()),
+        tokens=batch.tokens.take(tokens.numpy()),
         entries=None if batch.entries is None else batch.entries[index],
         entry_list=tuple(batch.entry_list[row] for row in rows) if batch.entry_list else (),
     )

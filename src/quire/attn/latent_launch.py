@@ -87,7 +87,8 @@ def run_absorbed(
         if rows is not None:
             place_rows(latents, rows[0], kv, rows[1], batch.positions)
         _prepare(latents, near, query, near, kv, positions, positions, positions, heads=heads, with_rows=False)
-    tiles = plan.adapted if plan.index is not None or batch.adapters is None else batch.adapters.sorted
+    lora = batch.tokens.lora
+    tiles = plan.adapted if plan.index is not None or lora is None else lora.sorted
     changed = None if latents.table is None or tiles is None or not count else (tiles, latents.table)
     if changed is not None:
         add_to_near(near, query, latents.up, latents.nope, *changed)

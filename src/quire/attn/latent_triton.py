@@ -145,9 +145,10 @@ def cut(batch: Batch, group: int, spec: AttentionSpec, latents: Latents, page_si
 
 def _adapted(batch: Batch, few: Ints, firsts: Ints) -> tuple[AdapterTiles | None, AdapterTiles | None]:
     """These tokens, and rows of the cache whose sequences begin with those tokens here, by their adapters."""
-    if batch.adapters is None:
+    lora = batch.tokens.lora
+    if lora is None:
         return None, None
-    places, device = batch.adapters.places, batch.adapters.device
+    places, device = lora.places, lora.device
     return tile(places[few], device) if len(few) else None, tile(places[firsts], device)
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from quire.attn.batch import AdapterRows
+from quire.attn.batch import LoRATokens
 from quire.ops.activation import gated, reference_gated
 from quire.ops.adapters import add_tiled
 from quire.ops.arguments import AdapterTable, ExpertBiases, Inner
@@ -32,7 +32,7 @@ class Bank(Generic[Numbers]):
     def __init__(self) -> None:
         self.places: dict[int, Numbers] = {}
 
-    def of(self, rows: AdapterRows | None) -> Iterator[tuple[Numbers, Tensor | None]]:
+    def of(self, rows: LoRATokens | None) -> Iterator[tuple[Numbers, Tensor | None]]:
         """Those that some rows ask for, and the tokens that do; None = all do."""
         if rows is not None:
             for place, tokens in rows.groups:
@@ -165,7 +165,7 @@ class LinearBank(Bank[LinearNumbers]):
         if self.places.pop(place, None) is not None and self.heard is not None:
             self.heard(place, None)
 
-    def add(self, out: Tensor, x: Tensor, rows: AdapterRows | None, own: Tensor | None) -> Tensor:
+    def add(self, out: Tensor, x: Tensor, rows: LoRATokens | None, own: Tensor | None) -> Tensor:
         """out [T, outputs], which it may overwrite, of x [T, inputs], with what each row's adapter makes of it. It can be
         overridden."""
         if has_torch_function_unary(x):
@@ -182,7 +182,7 @@ class LinearBank(Bank[LinearNumbers]):
                 given[tokens] = numbers.change(given[tokens], flat[tokens], own)
         return given.view(out.shape)
 
-    def gated(self, out: Tensor, x: Tensor, rows: AdapterRows, own: Tensor | None, activation: str) -> Tensor:
+    def gated(self, out: Tensor, x: Tensor, rows: LoRATokens, own: Tensor | None, activation: str) -> Tensor:
         """As `add`, and the first half of the outputs is then a gate of the second -> [T, outputs / 2]."""
         if self.table is not None and rows.tiles is not None:
             return add_tiled(out, x, rows.tiles, self.table, own, activation)
@@ -192,7 +192,7 @@ class LinearBank(Bank[LinearNumbers]):
 class HeadBank(LinearBank):
     more = 0  # tokens that adapters may add to the model's own: logits have so many columns more
 
-    def widen(self, logits: Tensor, hidden: Tensor, rows: AdapterRows | None, shape: Callable[[Tensor], Tensor]) -> Tensor:
+    def widen(self, logits: Tensor, hidden: Tensor, rows: LoRATokens | None, shape: Callable[[Tensor], Tensor]) -> Tensor:
         """logits [P, V] of hidden [P, H] -> [P, V + more]: what a row's adapter does not have cannot be drawn. `shape`: what
         the head does to logits."""
         own = logits.shape[1]
@@ -218,7 +218,7 @@ class EmbeddingNumbers:
 class EmbeddingBank(Bank[EmbeddingNumbers]):
     more = 0  # tokens that adapters may add to the model's own
 
-    def add(self, x: Tensor, ids: Tensor, rows: AdapterRows | None, theirs: Tensor | None = None) -> Tensor:
+    def add(self, x: Tensor, ids: Tensor, rows: LoRATokens | None, theirs: Tensor | None = None) -> Tensor:
         """x [T, size], which it may overwrite, of ids [T]. theirs [T]: tokens whose rows another rank has."""
         for numbers, tokens in self.of(rows):
             some = slice(None) if tokens is None else tokens
@@ -230,7 +230,7 @@ class EmbeddingBank(Bank[EmbeddingNumbers]):
             x[some] = found if theirs is None else found.masked_fill(theirs[some].unsqueeze(1), 0.0)
         return x
 
-    def add_more(self, x: Tensor, ids: Tensor, rows: AdapterRows | None, own: int) -> Tensor:
+    def add_more(self, x: Tensor, ids: Tensor, rows: LoRATokens | None, own: int) -> Tensor:
         """x [T, size], which it overwrites where ids [T] are not among the model's `own` tokens."""
         for numbers, tokens in self.of(rows):
             if numbers.more is not None:
@@ -267,7 +267,7 @@ class FloatExperts(Protocol):
 
 class ExpertsBank(Bank[ExpertsNumbers]):
     def replace(
-        self, out: Tensor, x: Tensor, weights: Tensor, experts: Tensor, rows: AdapterRows | None, layer: FloatExperts
+        self, out: Tensor, x: Tensor, weights: Tensor, experts: Tensor, rows: LoRATokens | None, layer: FloatExperts
     ) -> Tensor:
         """out [T, H] of x [T, H], where tokens whose adapter has additions to experts are run anew with them."""
         for numbers, tokens in self.of(rows):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from quire.attn.backend import AttentionBackend, AttentionSpec, Heads, choose_backend
-from quire.attn.batch import AdapterRows, Batch
+from quire.attn.batch import Batch, Tokens
 from quire.dist.mesh import HeadDivision
 from quire.layers.claims import Claims, rows_of
 from quire.layers.head_norms import HeadLayerNorm, WidthNorms
@@ -153,15 +153,15 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Any, batch: Batch) -> Tensor:
         """x: Rows [T, H] -> [T, H], or less if it is the last."""
-        qkv = self.qkv(x, batch.adapters)
+        qkv = self.qkv(x, batch.tokens)
         if self.prepares:
             qkv = prepare_heads(self, qkv, batch)
-        out: Tensor = self.o_proj(attend_heads(self, qkv, batch), self.adapters_behind(batch))
+        out: Tensor = self.o_proj(attend_heads(self, qkv, batch), self.tokens_after(batch))
         return out
 
-    def adapters_behind(self, batch: Batch) -> AdapterRows | None:
+    def tokens_after(self, batch: Batch) -> Tokens:
         """Of the tokens that come out of it."""
-        return batch.final.adapters if self.last else batch.adapters
+        return batch.final.tokens if self.last else batch.tokens
 
     def select_residual(self, residual: Tensor, batch: Batch) -> Tensor:
         """What goes past it [T, H] -> the part that belongs to what comes out of it."""

@@ -85,7 +85,7 @@ class DeltaNet(nn.Module):
             rows,
             self.reach,
         )
-        final: Tensor = self.out_proj(self.norm(out.flatten(1), gate), batch.adapters)
+        final: Tensor = self.out_proj(self.norm(out.flatten(1), gate), batch.tokens)
         return final
 
     def _project(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -93,12 +93,12 @@ class DeltaNet(nn.Module):
         shape = self.shape
         if not self.by_head:
             sizes = [2 * shape.keys + shape.values, shape.values, shape.heads, shape.heads]
-            mixed, gate, beta, steps = torch.split(self.in_proj(x, batch.adapters), sizes, -1)
+            mixed, gate, beta, steps = torch.split(self.in_proj(x, batch.tokens), sizes, -1)
             return mixed, gate, beta, steps
         each = shape.heads // shape.key_heads
         wide = each * shape.value_dim
-        parts = self.in_proj_qkvz(x, batch.adapters).view(len(x), shape.key_heads, -1)
+        parts = self.in_proj_qkvz(x, batch.tokens).view(len(x), shape.key_heads, -1)
         *three, gate = torch.split(parts, [shape.key_dim, shape.key_dim, wide, wide], -1)
-        beta, steps = self.in_proj_ba(x, batch.adapters).view(len(x), shape.key_heads, 2, each).unbind(2)
+        beta, steps = self.in_proj_ba(x, batch.tokens).view(len(x), shape.key_heads, 2, each).unbind(2)
         mixed = torch.cat([part.flatten(1) for part in three], -1)
         return mixed, gate.flatten(1), beta.flatten(1), steps.flatten(1)

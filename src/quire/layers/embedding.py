@@ -1,13 +1,13 @@
 """Tokens in, logits out. As in a linear layer, how rows are stored, looked up and multiplied by is a method."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.attn.batch import AdapterRows
+from quire.attn.batch import LoRATokens, Tokens
 from quire.dist.collectives import Group
 from quire.layers.adapter import EmbeddingBank, HeadBank
 from quire.layers.claims import Claims, rows_of
@@ -66,30 +66,35 @@ class Embedding(MethodLayer):
         kind = torch.float32 if self.weight is None else self.weight.dtype
         self.scale = torch.tensor(self.scale, dtype=kind).item()
 
-    def forward(self, ids: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+    if TYPE_CHECKING:
+
+        def __call__(self, ids: Tensor, tokens: Tokens) -> Tensor: ...
+
+    def forward(self, ids: Tensor, tokens: Tokens) -> Tensor:
         """ids [T] -> [T, size]."""
-        x = self.method.look_up(self, ids) if self.group is None and adapters is None else self._look_up_all(ids, adapters)
+        lora = tokens.lora
+        x = self.method.look_up(self, ids) if self.group is None and lora is None else self._look_up_all(ids, lora)
         return x if self.scale == 1.0 else x * self.scale
 
-    def _look_up_all(self, ids: Tensor, adapters: AdapterRows | None) -> Tensor:
+    def _look_up_all(self, ids: Tensor, lora: LoRATokens | None) -> Tensor:
         """With what adapters add, and what other ranks have."""
-        bank = None if adapters is None else self.bank
+        bank = None if lora is None else self.bank
         known = ids.clamp(max=self.total - 1) if bank is not None and bank.more else ids
         if self.group is not None:
-            x = self.group.add(self._look_up_own(known, adapters))
+            x = self.group.add(self._look_up_own(known, lora))
         else:
             x = self.method.look_up(self, known)
             if bank is not None:
-                x = bank.add(x, known, adapters)
-        return bank.add_more(x, ids, adapters, self.total) if bank is not None and bank.more else x
+                x = bank.add(x, known, lora)
+        return bank.add_more(x, ids, lora, self.total) if bank is not None and bank.more else x
 
-    def _look_up_own(self, ids: Tensor, adapters: AdapterRows | None) -> Tensor:
+    def _look_up_own(self, ids: Tensor, lora: LoRATokens | None) -> Tensor:
         """Zeros for ids that are another rank's."""
         own = ids - self.kept.start
         theirs = (own < 0) | (own >= len(self.kept))
         own = own.masked_fill(theirs, 0)
         x = self.method.look_up(self, own).masked_fill(theirs.unsqueeze(1), 0.0)
-        return x if adapters is None or self.bank is None else self.bank.add(x, own, adapters, theirs)
+        return x if lora is None or self.bank is None else self.bank.add(x, own, lora, theirs)
 
 
 class PositionEmbedding(Embedding):
@@ -171,16 +176,20 @@ class Head(MethodLayer):
     def finish(self, device: torch.device) -> None:  # noqa: ARG002
         self.method.finish(self)
 
-    def forward(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        """hidden [P, H] -> [P, V] float32; with room for tokens of adapters they come behind the V."""
-        logits = self.method.apply(self, hidden)
-        if adapters is not None and self.bank is not None:
-            logits = self.bank.add(logits, hidden, adapters, self.bias)
+    if TYPE_CHECKING:
+
+        def __call__(self, hidden: Tensor, tokens: Tokens) -> Tensor: ...
+
+    def forward(self, hidden: Tensor, tokens: Tokens) -> Tensor:
+        """hidden [P, H] -> [P, V] float32; columns for tokens that LoRA adapters add come after the V."""
+        logits, lora = self.method.apply(self, hidden), tokens.lora
+        if lora is not None and self.bank is not None:
+            logits = self.bank.add(logits, hidden, lora, self.bias)
         logits = self._shape(logits)
         if self.group is not None:
             logits = self.group.join(logits, self.total)
         if self.bank is not None and self.bank.more:
-            logits = self.bank.widen(logits, hidden, adapters, self._shape)
+            logits = self.bank.widen(logits, hidden, lora, self._shape)
         return logits
 
     def _shape(self, logits: Tensor) -> Tensor:

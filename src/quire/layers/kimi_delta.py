@@ -46,11 +46,11 @@ class KimiDelta(nn.Module):
         shape, rows, heads = self.shape, rows_of(batch), (len(x), self.shape.heads, self.shape.key_dim)
         conv, state = self.core.bound()
         sizes = [3 * shape.values, shape.key_dim, shape.key_dim, shape.heads]
-        mixed, steps, gate, beta = torch.split(self.in_proj(x, batch.adapters), sizes, -1)
+        mixed, steps, gate, beta = torch.split(self.in_proj(x, batch.tokens), sizes, -1)
         mixed = convolve(mixed, self.conv1d.weight, None, conv, rows, silu=True)
         query, key, value = (part.view(heads) for part in mixed.chunk(3, -1))
-        raw = self.f_b_proj(steps.contiguous(), batch.adapters).view(heads)
+        raw = self.f_b_proj(steps.contiguous(), batch.tokens).view(heads)
         out = delta_rule(query, key, value, TimeSteps(raw, self.dt_bias, self.A_log), beta, state, rows)
-        opened = self.g_b_proj(gate.contiguous(), batch.adapters)
-        final: Tensor = self.o_proj(self.o_norm(out.flatten(1), opened), batch.adapters)
+        opened = self.g_b_proj(gate.contiguous(), batch.tokens)
+        final: Tensor = self.o_proj(self.o_norm(out.flatten(1), opened), batch.tokens)
         return final

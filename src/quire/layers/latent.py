@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.attn.backend import AttentionSpec, Latents
-from quire.attn.batch import AdapterRows, Batch, take_rows
+from quire.attn.batch import Batch, Tokens, take_rows
 from quire.dist.mesh import HeadDivision, Position
 from quire.layers.attention import Attention, keep
 from quire.layers.claims import Claim, Claims, Take
@@ -112,25 +112,26 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, H] -> [T, H], or less if it is the last."""
-        core, made = self.core, self.down(x, batch.adapters)
-        query, rows = made.split((made.shape[1] - self.row, self.row), dim=1)
-        query, behind = self.select_residual(query, batch), self.adapters_behind(batch)
+        core, made = self.core, self.down(x, batch.tokens)
+        query, rows = made.split((made.shape[1] - self.row, self.row), dim=1)  # type: ignore[no-untyped-call]
+        query, behind = self.select_residual(query, batch), self.tokens_after(batch)
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
             query = self.q_b_proj(self.q_a_layernorm(query), behind)
-        out = self._attend(query.unflatten(1, (core.spec.heads, -1)), rows, batch)
+        out = self._attend(query.unflatten(1, (core.spec.heads, -1)), rows, batch)  # type: ignore[no-untyped-call]
         back: Tensor = self.o_proj(out, behind)
         return back
 
     def _attend(self, query: Tensor, rows: Tensor, batch: Batch) -> Tensor:
         """query [Q, heads, nope + rotary] of the tokens that come out of it, rows [T, row] of all."""
         bank = self.kv_b_proj.bank
-        if bank is None or batch.adapters is None:
+        lora = batch.tokens.lora
+        if bank is None or lora is None:
             return self._run(query, rows, batch, self.latents())
         if bank.table is not None:
             return self._run(query, rows, batch, self.latents(table=bank.table))
-        if not any(place in bank.places for place, _ in batch.adapters.groups):
+        if not any(place in bank.places for place, _ in lora.groups):
             return self._run(query, rows, batch, self.latents())
-        places = batch.adapters.places[[start for start, _, _ in batch.rows]]  # a row's keys and values are its adapter's
+        places = lora.places[[start for start, _, _ in batch.rows]]  # a row's keys and values are its adapter's
         shape, out = len(query), query.new_zeros(0)
         for place in np.unique(np.where(np.isin(places, [*bank.places]), places, 0)).tolist():
             some = np.flatnonzero(places == place if place else ~np.isin(places, [*bank.places])).tolist()
@@ -150,9 +151,9 @@ class LatentAttention(nn.Module):
         assert core.backend is not None
         return core.backend.run_latent(core.spec, latents, query, rows, core.bound(), batch, core.group, self.last)
 
-    def adapters_behind(self, batch: Batch) -> AdapterRows | None:
+    def tokens_after(self, batch: Batch) -> Tokens:
         """Of the tokens that come out of it."""
-        return batch.final.adapters if self.last else batch.adapters
+        return batch.final.tokens if self.last else batch.tokens
 
     def select_residual(self, residual: Tensor, batch: Batch) -> Tensor:
         """What goes past it [T, H] -> the part that belongs to what comes out of it."""

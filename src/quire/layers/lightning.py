@@ -37,9 +37,9 @@ class LightningAttention(nn.Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, H] -> [T, H]."""
         _, state = self.core.bound()
-        parts = F.silu(self.qkv_proj(x, batch.adapters)).view(len(x), self.heads, 3, self.head_dim)
+        parts = F.silu(self.qkv_proj(x, batch.tokens)).view(len(x), self.heads, 3, self.head_dim)
         query, key, value = (part.contiguous() for part in parts.unbind(2))
         steps = TimeSteps(x.new_zeros(len(x), self.heads), self.bias, self.rate_log, 1.0, 1.0)
         mixed = self.norm(ssd(value, steps, key, query, None, state, rows_of(batch)).flatten(1).to(x.dtype))
-        out: Tensor = self.out_proj(torch.sigmoid(self.output_gate(x, batch.adapters)) * mixed, batch.adapters)
+        out: Tensor = self.out_proj(torch.sigmoid(self.output_gate(x, batch.tokens)) * mixed, batch.tokens)
         return out

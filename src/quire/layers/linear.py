@@ -6,12 +6,12 @@ them when all are loaded, and multiplies.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from quire.attn.batch import AdapterRows
+from quire.attn.batch import Tokens
 from quire.dist.collectives import Group, add_parts, join_parts
 from quire.dist.mesh import Cut, HeadDivision, evenly
 from quire.layers.adapter import LinearBank
@@ -167,31 +167,37 @@ class Linear(MethodLayer):
         None = it takes them as they are. Adapters do."""
         return self.method.rounding(x) if self.bank is None else None
 
-    def forward(self, x: Any, adapters: AdapterRows | None = None) -> Tensor:
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Any, tokens: Tokens) -> Tensor: ...
+
+    def forward(self, x: Any, tokens: Tokens) -> Tensor:
         """x: Rows [..., inputs] -> [..., outputs]."""
+        lora = tokens.lora
         if self.joined is not None and self.group is not None:
             x = join_parts(x, self.group, self.joined, self.all_inputs)
-        if adapters is None or self.bank is None:
+        if lora is None or self.bank is None:
             out = self.method.apply(self, x)
-        elif adapters.tiles is not None and self.bank.table is not None and isinstance(self.method, Plain):
-            out = linear_tiled(x, self.weight, self.bias, adapters.tiles, self.bank.table)
+        elif lora.tiles is not None and self.bank.table is not None and isinstance(self.method, Plain):
+            out = linear_tiled(x, self.weight, self.bias, lora.tiles, self.bank.table)
         else:
-            out = self.bank.add(self.method.apply(self, x), x, adapters, self.bias)
+            out = self.bank.add(self.method.apply(self, x), x, lora, self.bias)
         if self.group is None:
             return out
         if self.joined is not None:
             return join_parts(out, self.group, self.kept_outputs[0], sum(self.sections))
         return add_parts(out, self.group)
 
-    def gated(self, x: Any, activation: str, adapters: AdapterRows | None = None, reader: "Linear | None" = None) -> Rows:
-        """As `LinearMethod.apply_gated`: in one launch where the method can, and nobody asks for an adapter. `reader`: of what
-        it gives, and no other."""
-        if self.bank is None or adapters is None:
+    def gated(self, x: Any, activation: str, tokens: Tokens, reader: "Linear | None" = None) -> Rows:
+        """Apply the layer and `activation(gate) * up` (`LinearMethod.apply_gated`), fused where the method can and no token
+        has a LoRA adapter. `reader`: the only layer that reads the result."""
+        lora = tokens.lora
+        if self.bank is None or lora is None:
             rounding = None if reader is None else reader.rounding(x)
             return self.method.apply_gated(self, x, activation, rounding)
-        if adapters.tiles is not None and self.bank.table is not None and isinstance(self.method, Plain):
-            return linear_tiled(x, self.weight, self.bias, adapters.tiles, self.bank.table, activation)
-        return self.bank.gated(self.method.apply(self, x), x, adapters, self.bias, activation)
+        if lora.tiles is not None and self.bank.table is not None and isinstance(self.method, Plain):
+            return linear_tiled(x, self.weight, self.bias, lora.tiles, self.bank.table, activation)
+        return self.bank.gated(self.method.apply(self, x), x, lora, self.bias, activation)
 
 
 class HeadsLinear(Linear):

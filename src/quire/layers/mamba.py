@@ -63,14 +63,14 @@ class Mamba(nn.Module):
         """x [T, H] -> [T, H]."""
         shape, rows = self.shape, rows_of(batch)
         conv, state = self.core.bound()
-        mixed, gate = self.in_proj(x, batch.adapters).chunk(2, -1)
+        mixed, gate = self.in_proj(x, batch.tokens).chunk(2, -1)
         mixed = convolve(mixed, self.conv1d.weight, self.conv1d.bias, conv, rows, silu=True)
-        parts = torch.split(self.x_proj(mixed, batch.adapters), [shape.rank, shape.state, shape.state], -1)
+        parts = torch.split(self.x_proj(mixed, batch.tokens), [shape.rank, shape.state, shape.state], -1)
         norms = (self.dt_layernorm, self.b_layernorm, self.c_layernorm)
         steps, key, query = (self._normed(part, norm) for part, norm in zip(parts, norms, strict=True))
-        dt = F.softplus(self.dt_proj(steps, batch.adapters).float())
+        dt = F.softplus(self.dt_proj(steps, batch.tokens).float())
         out = selective_scan(mixed.float(), dt, -torch.exp(self.A_log), key.float(), query.float(), self.D, state, rows)
-        final: Tensor = self.out_proj((out * F.silu(gate.float())).to(x.dtype), batch.adapters)
+        final: Tensor = self.out_proj((out * F.silu(gate.float())).to(x.dtype), batch.tokens)
         return final
 
     def _normed(self, part: Tensor, norm: RMSNorm | None) -> Tensor:

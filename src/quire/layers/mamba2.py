@@ -71,7 +71,7 @@ class Mamba2(nn.Module):
         """x [T, H] -> [T, H]."""
         shape, rows = self.shape, rows_of(batch)
         conv, state = self.core.bound()
-        parts = self.in_proj(x, batch.adapters)
+        parts = self.in_proj(x, batch.tokens)
         sizes = [shape.inner, shape.channels, shape.heads]
         if self.multipliers is not None:
             parts = parts * self._scales(parts)
@@ -89,7 +89,7 @@ class Mamba2(nn.Module):
             rows,
         ).flatten(1)
         mixed = (out * F.silu(gate.float())).to(x.dtype) if self.norm is None else self.norm(out, gate)
-        final: Tensor = self.out_proj(mixed, batch.adapters)
+        final: Tensor = self.out_proj(mixed, batch.tokens)
         return final
 
     def _scales(self, parts: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quire.attn.batch import AdapterRows
+from quire.attn.batch import Tokens
 from quire.files.reading import shown
 from quire.layers.linear import FusedLinear, Linear, MergedLinear
 from quire.layers.role import Role
@@ -24,10 +24,10 @@ class GatedMLP(nn.Module):
         self.gate_up = (FusedLinear if fused else MergedLinear)(hidden_size, parts, bias=bias, role=Role.COLUMN)
         self.down_proj = Linear(inner_size, hidden_size, bias=bias, role=Role.ROW)
 
-    def forward(self, x: Any, adapters: AdapterRows | None = None) -> Tensor:
+    def forward(self, x: Any, tokens: Tokens) -> Tensor:
         """x: Rows [..., hidden_size]."""
-        inner = self.gate_up.gated(x, self.activation, adapters, reader=self.down_proj)
-        out: Tensor = self.down_proj(inner, adapters)
+        inner = self.gate_up.gated(x, self.activation, tokens, reader=self.down_proj)
+        out: Tensor = self.down_proj(inner, tokens)
         return out
 
 
@@ -42,6 +42,6 @@ class MLP(nn.Module):
         self.up_proj = Linear(hidden_size, inner_size, bias=bias, transposed=transposed, role=Role.COLUMN)
         self.down_proj = Linear(inner_size, hidden_size, bias=bias, transposed=transposed, role=Role.ROW)
 
-    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        out: Tensor = self.down_proj(activate(self.up_proj(x, adapters), self.activation), adapters)
+    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
+        out: Tensor = self.down_proj(activate(self.up_proj(x, tokens), self.activation), tokens)
         return out

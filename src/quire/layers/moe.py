@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from quire.attn.batch import AdapterRows
+from quire.attn.batch import PLAIN, Tokens
 from quire.dist.collectives import Exchange, Group, add_parts
 from quire.layers.adapter import ExpertsBank
 from quire.layers.balance import Balance
@@ -200,19 +200,19 @@ class Experts(MethodLayer):
             part_pairs(self.up_bias.data)
         self.method.finish(self)
 
-    def forward(self, x: Tensor, weights: Tensor, experts: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+    def forward(self, x: Tensor, weights: Tensor, experts: Tensor, tokens: Tokens) -> Tensor:
         """x [T, H], weights and experts [T, top_k] -> [T, H]."""
         if self.exchange is not None:
             return self._run_everywhere(self.exchange, x, weights, experts)
         if self.group is None:
-            return self._run(x, weights, experts, adapters)
+            return self._run(x, weights, experts, tokens)
         if self.balance is not None:
             experts = self.balance.choose(x, experts)
         if len(self.kept) < self.total:  # an expert of another rank counts for nothing
             experts = experts - self.kept.start
             theirs = (experts < 0) | (experts >= len(self.kept))
             weights, experts = weights.masked_fill(theirs, 0.0), experts.masked_fill(theirs, 0)
-        return add_parts(self._run(x, weights, experts, adapters), self.group)
+        return add_parts(self._run(x, weights, experts, tokens), self.group)
 
     def _run_everywhere(self, exchange: Exchange, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """An engine's first rank brings its rows, and tells the others what came of them."""
@@ -227,12 +227,12 @@ class Experts(MethodLayer):
         theirs = (experts < 0) | (experts >= len(self.kept))
         some = (~theirs).any(-1).nonzero().squeeze(1)
         weights, experts = weights.masked_fill(theirs, 0.0), experts.masked_fill(theirs, 0)
-        return torch.zeros_like(x).index_copy_(0, some, self._run(x[some], weights[some], experts[some], None))
+        return torch.zeros_like(x).index_copy_(0, some, self._run(x[some], weights[some], experts[some], PLAIN))
 
-    def _run(self, x: Tensor, weights: Tensor, experts: Tensor, adapters: AdapterRows | None) -> Tensor:
+    def _run(self, x: Tensor, weights: Tensor, experts: Tensor, tokens: Tokens) -> Tensor:
         out = self.method.apply(self, x, weights, experts)
-        if adapters is not None and self.bank is not None:
-            out = self.bank.replace(out, x, weights, experts, adapters, self)
+        if tokens.lora is not None and self.bank is not None:
+            out = self.bank.replace(out, x, weights, experts, tokens.lora, self)
         return out
 
 
@@ -270,7 +270,7 @@ class MoE(nn.Module):
         self.gate = Linear(hidden_size, experts, bias=biased)
         self.experts = Experts(experts, hidden_size, inner_size, activation, paired=paired)
 
-    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        weights, chosen = route(self.gate(x, adapters), self.top_k, self.renormalize)
-        out: Tensor = self.experts(x, weights, chosen, adapters)
+    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
+        weights, chosen = route(self.gate(x, tokens), self.top_k, self.renormalize)
+        out: Tensor = self.experts(x, weights, chosen, tokens)
         return out

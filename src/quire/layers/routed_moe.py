@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from quire.attn.batch import AdapterRows
+from quire.attn.batch import Tokens
 from quire.layers.linear import Linear, Plain
 from quire.layers.moe import Experts, MoE
 from quire.layers.norm import RMSNorm
@@ -56,29 +56,29 @@ class RoutedMoE(MoE):
         self.shared_expert_gate = Linear(hidden_size, 1) if shared_gated else None
         self.post_mlp_layernorm = norm
 
-    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        out = self.run_experts(x, *self.choose(x, adapters), adapters)
+    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
+        out = self.run_experts(x, *self.choose(x, tokens), tokens)
         if self.shared_expert is None:
             return self.normed(out)
-        beside: Tensor = self.shared_expert(x, adapters)
+        beside: Tensor = self.shared_expert(x, tokens)
         if self.shared_expert_gate is not None:
-            beside = torch.sigmoid(self.shared_expert_gate(x, adapters)) * beside
+            beside = torch.sigmoid(self.shared_expert_gate(x, tokens)) * beside
         return self.normed(out + beside)
 
-    def run_experts(self, x: Tensor, weights: Tensor, chosen: Tensor, adapters: AdapterRows | None) -> Tensor:
-        out: Tensor = self.experts(x, weights, chosen, adapters)
+    def run_experts(self, x: Tensor, weights: Tensor, chosen: Tensor, tokens: Tokens) -> Tensor:
+        out: Tensor = self.experts(x, weights, chosen, tokens)
         return out
 
     def normed(self, out: Tensor) -> Tensor:
         return out if self.post_mlp_layernorm is None else self.post_mlp_layernorm(out)
 
-    def choose(self, x: Tensor, adapters: AdapterRows | None) -> tuple[Tensor, Tensor]:
+    def choose(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """x [T, H] -> weights [T, top_k] float32 and experts [T, top_k]."""
         correction = self.e_score_correction_bias
         if self.scoring == "softmax" and correction is None and self.groups[0] == 1 and self.scale == 1.0:
-            return route(self.gate(x, adapters), self.top_k, self.renormalize)
-        plain = isinstance(self.gate.method, Plain) and (adapters is None or self.gate.bank is None)
-        logits = linear_float(x, self.gate.weight, self.gate.bias) if plain else self.gate(x, adapters).float()
+            return route(self.gate(x, tokens), self.top_k, self.renormalize)
+        plain = isinstance(self.gate.method, Plain) and (tokens.lora is None or self.gate.bank is None)
+        logits = linear_float(x, self.gate.weight, self.gate.bias) if plain else self.gate(x, tokens).float()
         if self.scoring == "sparsemixer":
             return route_sparsemixer(logits, self.top_k, self.tolerance)
         return route_by_scores(
@@ -103,7 +103,7 @@ class NarrowMoE(RoutedMoE):
         self.fc1_latent_proj = Linear(hidden_size, width, bias=bias)
         self.fc2_latent_proj = Linear(width, hidden_size, bias=bias)
 
-    def run_experts(self, x: Tensor, weights: Tensor, chosen: Tensor, adapters: AdapterRows | None) -> Tensor:
-        narrow = self.fc1_latent_proj(x, adapters)
-        out: Tensor = self.fc2_latent_proj(self.experts(narrow, weights, chosen, adapters), adapters)
+    def run_experts(self, x: Tensor, weights: Tensor, chosen: Tensor, tokens: Tokens) -> Tensor:
+        narrow = self.fc1_latent_proj(x, tokens)
+        out: Tensor = self.fc2_latent_proj(self.experts(narrow, weights, chosen, tokens), tokens)
         return out

@@ -39,17 +39,17 @@ class SharedAttention(SelfAttention):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x [K, H] -> [K, H]."""
         final, spec = batch.final, self.core.spec
-        query = self.qkv(x, final.adapters).view(len(x), spec.heads, spec.head_dim)
+        query = self.qkv(x, final.tokens).view(len(x), spec.heads, spec.head_dim)
         if isinstance(self.q_norm, RMSNorm):
             query = self.q_norm(query)
         if self.rope is not None:
             table = self.rope.table
             turn(query, *table.rows(final.positions), table.interleaved)
-        out: Tensor = self.o_proj(self.core.attend(query, final, None), final.adapters)
+        out: Tensor = self.o_proj(self.core.attend(query, final, None), final.tokens)
         return out
 
-    def adapters_behind(self, batch: Batch) -> Any:
-        return batch.final.adapters
+    def tokens_after(self, batch: Batch) -> Any:
+        return batch.final.tokens
 
     def select_residual(self, residual: Tensor, batch: Batch) -> Tensor:  # noqa: ARG002
         return residual

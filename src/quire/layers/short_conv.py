@@ -20,7 +20,7 @@ class ShortConv(nn.Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, H] -> [T, H]."""
         conv, _ = self.core.bound()
-        before, behind, values = self.in_proj(x, batch.adapters).chunk(3, -1)
+        before, behind, values = self.in_proj(x, batch.tokens).chunk(3, -1)
         mixed = convolve(before * values, self.conv.weight, self.conv.bias, conv, rows_of(batch), silu=False)
-        out: Tensor = self.out_proj(behind * mixed, batch.adapters)
+        out: Tensor = self.out_proj(behind * mixed, batch.tokens)
         return out

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.attn.batch import AdapterRows
+from quire.attn.batch import Tokens
 from quire.dist.collectives import Group
 from quire.layers.mlp import GatedMLP
 from quire.ops.activation import activate
@@ -40,7 +40,7 @@ class SparseGatedMLP(GatedMLP):
         super().__init__(hidden_size, inner_size, activation)
         self.cutoff = Cutoff(inner_size, share)
 
-    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        gate, up = self.gate_up(x, adapters).chunk(2, dim=-1)
-        out: Tensor = self.down_proj(activate(self.cutoff(gate), self.activation) * up, adapters)
+    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
+        gate, up = self.gate_up(x, tokens).chunk(2, dim=-1)
+        out: Tensor = self.down_proj(activate(self.cutoff(gate), self.activation) * up, tokens)
         return out

@@ -27,9 +27,9 @@ class GatedOutput(SelfAttention):
         self.gate_proj = Linear(hidden_size, heads * cache.head_dim, role=Role.COLUMN, cuts=(self.division.cut_queries,))
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        behind = self.adapters_behind(batch)
+        behind = self.tokens_after(batch)
         gate = torch.sigmoid(self.gate_proj(self.select_residual(x, batch), behind))
-        out: Tensor = self.o_proj(attend_heads(self, self.qkv(x, batch.adapters), batch) * gate, behind)
+        out: Tensor = self.o_proj(attend_heads(self, self.qkv(x, batch.tokens), batch) * gate, behind)
         return out
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.attn.batch import AdapterRows
+from quire.attn.batch import Tokens
 from quire.layers.linear import Linear
 from quire.layers.mlp import MLP
 from quire.layers.parameter import parameter
@@ -46,8 +46,8 @@ class LearnedMLP(nn.Module):
         self.act_fn = LearnedActivation()
         self.down_proj = Linear(inner_size, hidden_size, role=Role.ROW)
 
-    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        out: Tensor = self.down_proj(self.act_fn(self.up_proj(x, adapters)), adapters)
+    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
+        out: Tensor = self.down_proj(self.act_fn(self.up_proj(x, tokens)), tokens)
         return out
 
 

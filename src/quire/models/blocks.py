@@ -30,7 +30,7 @@ class SandwichBlock(nn.Module):
         x = self.scaled(self.post_attention_layernorm(self.self_attn(rows, batch)))
         residual = self.self_attn.select_residual(residual, batch)
         rows, residual = norm_for(self.mlp, self.pre_feedforward_layernorm, x, residual)
-        x = self.mlp(rows, self.self_attn.adapters_behind(batch))
+        x = self.mlp(rows, self.self_attn.tokens_after(batch))
         return self.scaled(self.post_feedforward_layernorm(x)), residual
 
     def scaled(self, x: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class ParallelBlock(nn.Module):
             x = self.self_attn.select_residual(x, batch)
         else:
             x = self.post_attention_layernorm(residual)
-        return attended + self.mlp(x, self.self_attn.adapters_behind(batch)), residual
+        return attended + self.mlp(x, self.self_attn.tokens_after(batch)), residual
 
 
 class PostNormBlock(nn.Module):
@@ -74,7 +74,7 @@ class PostNormBlock(nn.Module):
         total = x if residual is None else x + residual
         x = self.post_attention_layernorm(self.self_attn(total, batch))
         total = x + self.self_attn.select_residual(total, batch)
-        return self.post_feedforward_layernorm(self.mlp(total, self.self_attn.adapters_behind(batch))), total
+        return self.post_feedforward_layernorm(self.mlp(total, self.self_attn.tokens_after(batch))), total
 
 
 class ScaledBlock(Block):
@@ -91,4 +91,4 @@ class ScaledBlock(Block):
         x = self.self_attn(rows, batch) * self.scale
         residual = self.self_attn.select_residual(residual, batch)
         rows, residual = norm_for(self.mlp, self.post_attention_layernorm, x, residual)
-        return self.mlp(rows, self.self_attn.adapters_behind(batch)) * self.scale, residual
+        return self.mlp(rows, self.self_attn.tokens_after(batch)) * self.scale, residual

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from quire.attn.batch import AdapterRows, Batch
+from quire.attn.batch import Batch, Tokens
 from quire.config.uneven import of_block
 from quire.layers.attention import SelfAttention
 from quire.layers.linear import Linear
@@ -27,8 +27,8 @@ class OneMatrix(nn.Module):
         self.name = name
         setattr(self, name, Linear(size, size))
 
-    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        out: Tensor = getattr(self, self.name)(x, adapters)
+    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
+        out: Tensor = getattr(self, self.name)(x, tokens)
         return out
 
 
@@ -49,17 +49,17 @@ class PartialBlock(nn.Module):
         self.behind = behind
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        adapters = (batch.final if self.behind else batch).adapters
+        tokens = (batch.final if self.behind else batch).tokens
         if self.input_layernorm is not None and self.self_attn is not None:
             x, residual = self.input_layernorm.add(x, residual)
             if isinstance(self.self_attn, SelfAttention):
                 x, residual = self.self_attn(x, batch), self.self_attn.select_residual(residual, batch)
-                adapters = self.self_attn.adapters_behind(batch)
+                tokens = self.self_attn.tokens_after(batch)
             else:
-                x = self.self_attn(x, adapters)
+                x = self.self_attn(x, tokens)
         if self.post_attention_layernorm is not None and self.mlp is not None:
             x, residual = self.post_attention_layernorm.add(x, residual)
-            x = self.mlp(x, adapters)
+            x = self.mlp(x, tokens)
         return x, residual
 
 

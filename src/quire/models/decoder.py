@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from quire.attn.batch import AdapterRows, Batch
+from quire.attn.batch import Batch, Tokens
 from quire.layers.attention import Attention, SelfAttention
 from quire.layers.embedding import Embedding, Head
 from quire.layers.mlp import GatedMLP
@@ -40,7 +40,7 @@ class Block(nn.Module):
         x = self.self_attn(rows, batch)
         residual = self.self_attn.select_residual(residual, batch)
         rows, residual = norm_for(self.mlp, self.post_attention_layernorm, x, residual)
-        return self.mlp(rows, self.self_attn.adapters_behind(batch)), residual
+        return self.mlp(rows, self.self_attn.tokens_after(batch)), residual
 
 
 class Decoder(nn.Module):
@@ -78,12 +78,12 @@ class Decoder(nn.Module):
         return self.norm.add(x, residual)[0]
 
     def embed(self, batch: Batch) -> Tensor:
-        x: Tensor = self.embed_tokens(batch.ids, batch.adapters)
+        x: Tensor = self.embed_tokens(batch.ids, batch.tokens)
         return x
 
-    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, tokens: Tokens) -> Tensor:
         """hidden [P, H] -> [P, V] float32."""
-        out: Tensor = self.lm_head(hidden, adapters)
+        out: Tensor = self.lm_head(hidden, tokens)
         return out
 
     def make_embedding(self, facts: "ModelFacts") -> Embedding:

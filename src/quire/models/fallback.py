@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quire.attn.batch import AdapterRows, Batch
+from quire.attn.batch import PLAIN, Batch, Tokens
 from quire.files.reading import told
 from quire.layers.attention import Attention, keep
 from quire.load.source import Source, read_whole
@@ -133,7 +133,7 @@ class Fallback(Decoder):
         self.step.batch = None
         return keep(out[0], batch)
 
-    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:  # noqa: ARG002 (it has no room for any)
+    def logits(self, hidden: Tensor, tokens: Tokens) -> Tensor:  # noqa: ARG002 (it has no room for any)
         self.given.hidden = hidden[None]
         ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
         out: Tensor = self.head(input_ids=ids, use_cache=False).logits
@@ -150,7 +150,7 @@ class Fallback(Decoder):
 
     def _check_head(self, hidden: Tensor) -> None:
         try:
-            count = self.logits(hidden).shape[-1]
+            count = self.logits(hidden, PLAIN).shape[-1]
         except Exception as error:
             raise ModelError(f"its head cannot be run alone ({told(error)})") from error
         if count != self.facts.vocab_size:

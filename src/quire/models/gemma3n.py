@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from quire.attn.batch import AdapterRows, Batch
+from quire.attn.batch import Batch, Tokens
 from quire.layers.attention import SelfAttention, keep
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
@@ -34,18 +34,18 @@ class AltUp(nn.Module):
         self.correction_coefs = Linear(streams, streams)
         self.correct_output_scale = parameter(hidden_size)
 
-    def routed(self, x: Tensor, adapters: AdapterRows | None) -> Tensor:
-        return torch.tanh(self.modality_router(self.router_norm(x) * x.shape[-1] ** -1.0, adapters).float()).to(x.dtype)
+    def routed(self, x: Tensor, tokens: Tokens) -> Tensor:
+        return torch.tanh(self.modality_router(self.router_norm(x) * x.shape[-1] ** -1.0, tokens).float()).to(x.dtype)
 
-    def predict(self, streams: Tensor, adapters: AdapterRows | None) -> Tensor:
+    def predict(self, streams: Tensor, tokens: Tokens) -> Tensor:
         """What each will be, from what all are."""
-        routed = self.prediction_coefs(self.routed(streams[:, self.active], adapters), adapters)
-        mixture: Tensor = routed.unflatten(1, (self.streams, self.streams))
+        routed = self.prediction_coefs(self.routed(streams[:, self.active], tokens), tokens)
+        mixture: Tensor = routed.unflatten(1, (self.streams, self.streams))  # type: ignore[no-untyped-call]
         return streams + mixture @ streams
 
-    def correct(self, predictions: Tensor, x: Tensor, adapters: AdapterRows | None) -> Tensor:
+    def correct(self, predictions: Tensor, x: Tensor, tokens: Tokens) -> Tensor:
         """x [T, H]: what the active one has become."""
-        shares: Tensor = self.correction_coefs(self.routed(x, adapters), adapters) + 1.0
+        shares: Tensor = self.correction_coefs(self.routed(x, tokens), tokens) + 1.0
         return predictions + shares[:, :, None] * (x - predictions[:, self.active])[:, None]
 
     def output(self, streams: Tensor) -> Tensor:
@@ -59,8 +59,8 @@ class Laurel(nn.Module):
         self.linear_left, self.linear_right = Linear(hidden_size, rank), Linear(rank, hidden_size)
         self.post_laurel_norm = norm
 
-    def forward(self, x: Tensor, adapters: AdapterRows | None) -> Tensor:
-        return x + self.post_laurel_norm(self.linear_right(self.linear_left(x, adapters), adapters))
+    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
+        return x + self.post_laurel_norm(self.linear_right(self.linear_left(x, tokens), tokens))
 
 
 class Gemma3nBlock(nn.Module):
@@ -80,18 +80,18 @@ class Gemma3nBlock(nn.Module):
 
     def forward(self, streams: Tensor, given: Tensor, batch: Batch) -> Tensor:
         """streams [T, S, H], given [T, P]. Of the last layer that writes keys and values less comes out."""
-        adapters = (batch.final if isinstance(self.self_attn, SharedAttention) else batch).adapters
-        predictions = self.altup.predict(streams, adapters)
+        tokens = (batch.final if isinstance(self.self_attn, SharedAttention) else batch).tokens
+        predictions = self.altup.predict(streams, tokens)
         x = predictions[:, self.altup.active]
         normed = self.input_layernorm(x)
-        beside = x + self.laurel(normed, adapters)
+        beside = x + self.laurel(normed, tokens)
         attended = self.post_attention_layernorm(self.self_attn(normed, batch))
         predictions, beside, given = (self.self_attn.select_residual(part, batch) for part in (predictions, beside, given))
-        adapters = self.self_attn.adapters_behind(batch)
+        tokens = self.self_attn.tokens_after(batch)
         x = (attended + beside) * 2**-0.5
-        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), adapters))
-        streams = self.altup.correct(predictions, x, adapters)
-        let_through = self.gate(self.altup.output(streams), given, adapters)
+        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), tokens))
+        streams = self.altup.correct(predictions, x, tokens)
+        let_through = self.gate(self.altup.output(streams), given, tokens)
         streams[:, 1:] += let_through[:, None]
         return streams
 
@@ -109,14 +109,14 @@ class Gemma3n(SharingGemma):
 
     def run_blocks(self, x: Tensor, batch: Batch) -> Tensor:
         given = self.inputs(x, batch)
-        streams = torch.stack([x, *(as_long(project(x, batch.adapters), x) for project in self.altup_projections)], 1)
+        streams = torch.stack([x, *(as_long(project(x, batch.tokens), x) for project in self.altup_projections)], 1)
         for index, block in enumerate(self.layers):
             streams = block(streams, given[:, index], batch)
             if index == self.writers - 1:
                 given = keep(given, batch)
         first, *others = streams.unbind(1)
-        adapters, ways = batch.final.adapters, zip(self.altup_unembed_projections, others, strict=True)
-        return self.norm(torch.stack([first, *(as_long(project(x, adapters), first) for project, x in ways)]).mean(0))
+        tokens, ways = batch.final.tokens, zip(self.altup_unembed_projections, others, strict=True)
+        return self.norm(torch.stack([first, *(as_long(project(x, tokens), first) for project, x in ways)]).mean(0))
 
     def make_block(self, facts: "ModelFacts", index: int) -> nn.Module:
         hf, size = facts.hf, facts.hidden_size

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from quire.attn.batch import AdapterRows, Batch
+from quire.attn.batch import Batch, Tokens
 from quire.config.uneven import key_owners
 from quire.layers.attention import SelfAttention, attend_heads, keep, prepare_heads
 from quire.layers.embedding import Embedding
@@ -38,10 +38,10 @@ class ValuesOfKeys(SelfAttention):
         self.qkv = MergedLinear(hidden_size, sizes, bias=bias, role=Role.COLUMN, cuts=cuts)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        spec, parts = self.core.spec, self.qkv(x, batch.adapters)
+        spec, parts = self.core.spec, self.qkv(x, batch.tokens)
         qkv = torch.cat((parts, parts[:, spec.heads * spec.head_dim :]), 1)
         attended = attend_heads(self, prepare_heads(self, qkv, batch), batch)
-        out: Tensor = self.o_proj(attended, self.adapters_behind(batch))
+        out: Tensor = self.o_proj(attended, self.tokens_after(batch))
         return out
 
 
@@ -58,9 +58,9 @@ class LayerInputs(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, H]: the embedded tokens -> [T, layers, size]."""
-        of_states = (self.per_layer_model_projection(x, batch.adapters) * self.scale).unflatten(1, (self.layers, self.size))
+        of_states = (self.per_layer_model_projection(x, batch.tokens) * self.scale).unflatten(1, (self.layers, self.size))
         ids = batch.ids.masked_fill(batch.ids >= self.rows, 0)
-        of_tokens = self.embed_tokens_per_layer(ids, batch.adapters).unflatten(1, (self.layers, self.size))
+        of_tokens = self.embed_tokens_per_layer(ids, batch.tokens).unflatten(1, (self.layers, self.size))  # type: ignore[no-untyped-call]
         out: Tensor = (self.per_layer_projection_norm(of_states) + of_tokens) * 2**-0.5
         return out
 
@@ -79,10 +79,10 @@ class Gate(nn.Module):
         self.per_layer_projection = Linear(size, hidden_size)
         self.post_per_layer_input_norm = norm
 
-    def forward(self, x: Tensor, given: Tensor, adapters: AdapterRows | None) -> Tensor:
+    def forward(self, x: Tensor, given: Tensor, tokens: Tokens) -> Tensor:
         """x [T, H], given [T, size] -> [T, H]."""
-        let_through = activate(self.per_layer_input_gate(x, adapters), self.activation) * given
-        out: Tensor = self.post_per_layer_input_norm(self.per_layer_projection(let_through, adapters))
+        let_through = activate(self.per_layer_input_gate(x, tokens), self.activation) * given
+        out: Tensor = self.post_per_layer_input_norm(self.per_layer_projection(let_through, tokens))
         return out
 
 
@@ -101,12 +101,12 @@ class Gemma4Experts(nn.Module):
         self.proj = Linear(size, hf["num_experts"])
         self.experts = Experts(hf["num_experts"], size, hf["moe_intermediate_size"], activation)
 
-    def forward(self, fed: Tensor, residual: Tensor, adapters: AdapterRows | None) -> Tensor:
+    def forward(self, fed: Tensor, residual: Tensor, tokens: Tokens) -> Tensor:
         """fed [T, H]: what the feed-forward gives -> [T, H] of both."""
         judged = rms_norm(residual, self.scale, self.eps) * residual.shape[1] ** -0.5
-        weights, chosen = route(self.proj(judged, adapters), self.top_k, True)
+        weights, chosen = route(self.proj(judged, tokens), self.top_k, True)
         weights = weights * self.per_expert_scale.float()[chosen]
-        routed = self.experts(self.pre_feedforward_layernorm_2(residual), weights, chosen, adapters)
+        routed = self.experts(self.pre_feedforward_layernorm_2(residual), weights, chosen, tokens)
         out: Tensor = self.post_feedforward_layernorm_1(fed) + self.post_feedforward_layernorm_2(routed)
         return out
 
@@ -131,13 +131,13 @@ class Gemma4Block(nn.Module):
     def forward(self, x: Tensor, given: Tensor | None, batch: Batch) -> Tensor:
         attended = self.self_attn(self.input_layernorm(x), batch)
         x = self.self_attn.select_residual(x, batch) + self.post_attention_layernorm(attended)
-        adapters = self.self_attn.adapters_behind(batch)
-        fed = self.mlp(self.pre_feedforward_layernorm(x), adapters)
+        tokens = self.self_attn.tokens_after(batch)
+        fed = self.mlp(self.pre_feedforward_layernorm(x), tokens)
         if self.moe is not None:
-            fed = self.moe(fed, x, adapters)
+            fed = self.moe(fed, x, tokens)
         x = x + self.post_feedforward_layernorm(fed)
         if self.gate is not None and given is not None:
-            x = x + self.gate(x, self.self_attn.select_residual(given, batch), adapters)
+            x = x + self.gate(x, self.self_attn.select_residual(given, batch), tokens)
         return x * self.layer_scalar
 
 

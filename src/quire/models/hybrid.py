@@ -35,7 +35,7 @@ class MixerBlock(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x, residual = self.norm.add(x, residual)
         x, residual = self.feed_norm.add(self._scaled(self.mixer(x, batch)), residual)
-        return self._scaled(self.feed_forward(x, batch.adapters)), residual
+        return self._scaled(self.feed_forward(x, batch.tokens)), residual
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.scale == 1.0 else x * self.scale
@@ -50,7 +50,7 @@ class OneMixerBlock(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x, residual = self.norm.add(x, residual)
-        return self.mixer(x, batch.adapters) if self.feeds else self.mixer(x, batch), residual
+        return self.mixer(x, batch.tokens) if self.feeds else self.mixer(x, batch), residual
 
 
 class HybridDecoder(Decoder):

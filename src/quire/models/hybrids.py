@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from quire.attn.batch import AdapterRows, Batch
+from quire.attn.batch import Batch, Tokens
 from quire.config.recurrent import mamba2_sizes, mamba_sizes
 from quire.layers.attention import SelfAttention, attend_heads
 from quire.layers.embedding import Embedding, Head
@@ -79,9 +79,9 @@ class ScaledMLP(GatedMLP):
         super().__init__(hidden_size, inner_size, activation, bias=bias)
         self.scales = scales
 
-    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        gate, up = self.gate_up(x, adapters).chunk(2, -1)
-        out: Tensor = self.down_proj(torch.nn.functional.silu(gate * self.scales[0]) * up, adapters)
+    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
+        gate, up = self.gate_up(x, tokens).chunk(2, -1)
+        out: Tensor = self.down_proj(torch.nn.functional.silu(gate * self.scales[0]) * up, tokens)
         return out * self.scales[1]
 
 
@@ -91,11 +91,11 @@ class ScaledKeys(SelfAttention):
     key_scale = 1.0
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        qkv, spec = self.qkv(x, batch.adapters), self.core.spec
+        qkv, spec = self.qkv(x, batch.tokens), self.core.spec
         if self.key_scale != 1.0:
             first = spec.heads * spec.head_dim
             qkv[:, first : first + spec.kv_heads * spec.head_dim] *= self.key_scale
-        out: Tensor = self.o_proj(attend_heads(self, qkv, batch), batch.adapters)
+        out: Tensor = self.o_proj(attend_heads(self, qkv, batch), batch.tokens)
         return out
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from quire.attn.batch import AdapterRows, Batch
+from quire.attn.batch import Batch, Tokens
 from quire.layers.attention import SelfAttention
 from quire.layers.chunked import cut_rows
 from quire.layers.mlp import GatedMLP
@@ -42,8 +42,8 @@ class Llama4Attention(SelfAttention):
         self.turning, self.norm, self.temper, self.chunk = turning, norm, temper, chunk
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        out = attend_in_chunks(self, self.qkv(x, batch.adapters), batch)
-        back: Tensor = self.o_proj(out, self.adapters_behind(batch))
+        out = attend_in_chunks(self, self.qkv(x, batch.tokens), batch)
+        back: Tensor = self.o_proj(out, self.tokens_after(batch))
         return back
 
 
@@ -78,13 +78,13 @@ class Llama4MoE(MoE):
         super().__init__(*args, renormalize=False, **options)
         self.shared_expert = shared
 
-    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        scores, chosen = self.gate(x, adapters).topk(self.top_k, dim=-1)
+    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
+        scores, chosen = self.gate(x, tokens).topk(self.top_k, dim=-1)
         shares = scores.float().sigmoid()
-        out: Tensor = self.shared_expert(x, adapters)
+        out: Tensor = self.shared_expert(x, tokens)
         whole = torch.ones_like(shares[:, :1])
         for i in range(self.top_k):
-            out = out + self.experts((x * shares[:, i : i + 1]).to(x.dtype), whole, chosen[:, i : i + 1], adapters)
+            out = out + self.experts((x * shares[:, i : i + 1]).to(x.dtype), whole, chosen[:, i : i + 1], tokens)
         return out
 
 

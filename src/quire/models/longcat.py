@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from quire.attn.batch import AdapterRows, Batch
+from quire.attn.batch import Batch, Tokens
 from quire.layers.latent import EPS, LatentAttention
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
@@ -38,10 +38,10 @@ class LazyMoE(RoutedMoE):
         super().__init__(hidden_size, inner_size, activation, experts=experts, correction=(experts + lazy,), **more)
         self.gate = Linear(hidden_size, experts + lazy)
 
-    def run_experts(self, x: Tensor, weights: Tensor, chosen: Tensor, adapters: AdapterRows | None) -> Tensor:
+    def run_experts(self, x: Tensor, weights: Tensor, chosen: Tensor, tokens: Tokens) -> Tensor:
         idle = chosen >= self.experts.total
         given = weights.masked_fill(~idle, 0.0).sum(-1, keepdim=True).to(x.dtype) * x
-        return super().run_experts(x, weights.masked_fill(idle, 0.0), chosen.masked_fill(idle, 0), adapters) + given
+        return super().run_experts(x, weights.masked_fill(idle, 0.0), chosen.masked_fill(idle, 0), tokens) + given
 
 
 class LongCatBlock(nn.Module):
@@ -60,10 +60,10 @@ class LongCatBlock(nn.Module):
         assert isinstance(second, LatentAttention)
         x, residual = before[0].add(x, residual)
         x, residual = behind[0].add(first(x, batch), residual)
-        aside = self.mlp(x, batch.adapters)
-        x, residual = before[1].add(self.mlps[0](x, batch.adapters), residual)
+        aside = self.mlp(x, batch.tokens)
+        x, residual = before[1].add(self.mlps[0](x, batch.tokens), residual)
         x, residual = behind[1].add(second(x, batch), second.select_residual(residual, batch))
-        return self.mlps[1](x, second.adapters_behind(batch)) + second.select_residual(aside, batch), residual
+        return self.mlps[1](x, second.tokens_after(batch)) + second.select_residual(aside, batch), residual
 
 
 class LongCat(Latent):

@@ -44,13 +44,13 @@ class NarrowValues(SelfAttention):
         self.o_proj = Linear(heads * values, hidden_size, role=Role.ROW, cuts=(narrow.cut_queries,))
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        spec, parts = self.core.spec, self.qkv(x, batch.adapters)
+        spec, parts = self.core.spec, self.qkv(x, batch.tokens)
         turning = (spec.heads + spec.kv_heads) * spec.head_dim
         value = parts[:, turning:].view(len(x), spec.kv_heads, self.values) * self.value_scale
         wide = F.pad(value, (0, spec.head_dim - self.values)).flatten(1)
         attended = attend_heads(self, cat((parts[:, :turning], wide), 1), batch)
         narrow = attended.view(-1, spec.heads, spec.head_dim)[:, :, : self.values].flatten(1)
-        out: Tensor = self.o_proj(narrow, self.adapters_behind(batch))
+        out: Tensor = self.o_proj(narrow, self.tokens_after(batch))
         return out
 
 

@@ -28,7 +28,7 @@ class PostNormedBlock(nn.Module):
         (past, given), (feed_past, feed_given) = self.factors
         x, _ = self.norm.add(x, residual)
         x, _ = self.feed_norm.add(self.mixer(x, batch) * given, x * past)
-        return self.feed_forward(x, batch.adapters) * feed_given, x * feed_past
+        return self.feed_forward(x, batch.tokens) * feed_given, x * feed_past
 
 
 class MiniMax(HybridDecoder):

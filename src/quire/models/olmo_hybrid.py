@@ -26,7 +26,7 @@ class NormedBehind(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         total = x if residual is None else x + residual
         total = total + self.feed_norm(self.mixer(total, batch))
-        return self.last_norm(self.feed_forward(total, batch.adapters)), total
+        return self.last_norm(self.feed_forward(total, batch.tokens)), total
 
 
 class OlmoHybrid(HybridDecoder):

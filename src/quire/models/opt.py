@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from quire.attn.batch import AdapterRows, Batch
+from quire.attn.batch import Batch, Tokens
 from quire.layers.attention import SelfAttention
 from quire.layers.embedding import Embedding, Head, PositionEmbedding
 from quire.layers.linear import Linear
@@ -24,7 +24,7 @@ class NormAfterBlock(Block):
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
         assert residual is None
         x, _ = self.input_layernorm.add(self.self_attn(x, batch), self.self_attn.select_residual(x, batch))
-        x, _ = self.post_attention_layernorm.add(self.mlp(x, self.self_attn.adapters_behind(batch)), x)
+        x, _ = self.post_attention_layernorm.add(self.mlp(x, self.self_attn.tokens_after(batch)), x)
         return x, None
 
 
@@ -50,14 +50,13 @@ class OPT(Decoder):
         self.project_out = Linear(width, narrow) if narrow != width else None
 
     def embed(self, batch: Batch) -> Tensor:
-        x: Tensor = self.embed_tokens(batch.ids, batch.adapters)
+        x: Tensor = self.embed_tokens(batch.ids, batch.tokens)
         if self.project_in is not None:
-            x = self.project_in(x, batch.adapters)
-        positions: Tensor = self.embed_positions(batch.positions + FIRST_POSITION)
-        return x + positions
+            x = self.project_in(x, batch.tokens)
+        return x + self.embed_positions(batch.positions + FIRST_POSITION, batch.tokens)
 
-    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Tensor:
-        return super().logits(hidden if self.project_out is None else self.project_out(hidden, adapters), adapters)
+    def logits(self, hidden: Tensor, tokens: Tokens) -> Tensor:
+        return super().logits(hidden if self.project_out is None else self.project_out(hidden, tokens), tokens)
 
     def make_embedding(self, facts: "ModelFacts") -> Embedding:
         return Embedding(facts.vocab_size, embedding_size(facts))

@@ -33,12 +33,12 @@ class GatedAttention(SelfAttention):
         self.qkv = MergedLinear(hidden_size, sizes, bias=bias, role=Role.COLUMN, cuts=cuts)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        spec, parts = self.core.spec, self.qkv(x, batch.adapters)
+        spec, parts = self.core.spec, self.qkv(x, batch.tokens)
         width = spec.heads * spec.head_dim
         query, gate = parts[:, : 2 * width].reshape(len(x), spec.heads, 2, spec.head_dim).unbind(2)
         qkv = torch.cat((query.flatten(1), parts[:, 2 * width :]), 1)
         attended = attend_heads(self, qkv, batch) * torch.sigmoid(gate.flatten(1))
-        out: Tensor = self.o_proj(attended, batch.adapters)
+        out: Tensor = self.o_proj(attended, batch.tokens)
         return out
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.attn.backend import AttentionSpec
-from quire.attn.batch import Batch
+from quire.attn.batch import PLAIN, Batch
 from quire.layers.attention import Attention, keep
 from quire.load.source import Source
 from quire.models.fallback import Fallback
@@ -93,7 +93,7 @@ class Recomputed(Fallback):
             with torch.inference_mode():
                 one, other = (self._run(ids) for ids in (first, second))
                 alone = self._run(first[:3])
-                count = self.logits(one).shape[-1]
+                count = self.logits(one, PLAIN).shape[-1]
         except Exception as error:
             raise ModelError(
                 f"{self.facts.architecture} cannot be run through transformers: a trial run fails ({error})"

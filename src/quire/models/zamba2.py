@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from quire.attn.batch import AdapterRows, Batch
+from quire.attn.batch import Batch, Tokens
 from quire.layers.attention import SelfAttention, attend_heads, keep
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
@@ -30,8 +30,8 @@ class Addition(nn.Module):
         self.down = Linear(inputs, rank)
         self.up = Linear(rank, sum(sizes), role=Role.COLUMN, sections=sizes, cuts=cuts)
 
-    def forward(self, x: Tensor, adapters: AdapterRows | None) -> Tensor:
-        out: Tensor = self.up(self.down(x, adapters), adapters)
+    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
+        out: Tensor = self.up(self.down(x, tokens), tokens)
         return out
 
 
@@ -55,16 +55,16 @@ class Use(nn.Module):
 
     def forward(self, x: Tensor, start: Tensor, batch: Batch) -> Tensor:
         """x [T, H], and the tokens as they were embedded -> [T, H]."""
-        x, adapters = self.input_layernorm(torch.cat((x, start), -1)), batch.adapters
-        qkv = self.self_attn.qkv(x, adapters)
+        x, tokens = self.input_layernorm(torch.cat((x, start), -1)), batch.tokens
+        qkv = self.self_attn.qkv(x, tokens)
         three = [part for part in (self.q_addition, self.k_addition, self.v_addition) if part is not None]
         if three:
-            qkv = qkv + torch.cat([part(x, adapters) for part in three], -1)
+            qkv = qkv + torch.cat([part(x, tokens) for part in three], -1)
         attended = attend_heads(self.self_attn, qkv, batch)
-        x = self.pre_ff_layernorm(self.self_attn.o_proj(attended, adapters))
+        x = self.pre_ff_layernorm(self.self_attn.o_proj(attended, tokens))
         mlp = self.feed_forward
-        both = mlp.gate_up(x, adapters) + self.up_addition(x, adapters)
-        out: Tensor = mlp.down_proj(gated(both, mlp.activation), adapters)
+        both = mlp.gate_up(x, tokens) + self.up_addition(x, tokens)
+        out: Tensor = mlp.down_proj(gated(both, mlp.activation), tokens)
         return out
 
 
@@ -76,7 +76,7 @@ class SharedBlock(OneMixerBlock):
         self.use, self.linear = use, Linear(hidden_size, hidden_size)
 
     def forward_beside(self, x: Tensor, start: Tensor, batch: Batch) -> Tensor:
-        seen = x + self.linear(self.use(x, start, batch), batch.adapters)
+        seen = x + self.linear(self.use(x, start, batch), batch.tokens)
         out: Tensor = self.mixer(self.norm(seen), batch)
         return out
 

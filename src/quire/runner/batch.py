@@ -115,8 +115,7 @@ def draws_batch(plan: StepRows, slots: Slots, parts: Iterable[StepPart]) -> Batc
 
 def compute_logits(model: Decoder, hidden: Tensor, batch: Batch, tokens: Ints | None = None) -> Tensor:
     """Return the logits [N, V] of hidden [N, H], the states of the batch's `tokens` [N] (None: of all)."""
-    adapters = batch.adapters
-    return model.logits(hidden, adapters if adapters is None or tokens is None else adapters.take(tokens))
+    return model.logits(hidden, batch.tokens if tokens is None else batch.tokens.take(tokens))
 
 
 def _with_states(batch: Batch, states: StateBuffers, plan: StepRows, slot_there: Tensor) -> Batch:

@@ -82,7 +82,7 @@ class StepRecorder:
             part.keep_states(hidden, len(batch.ids))
         if self._states is not None:
             self._states.keep(hidden, len(batch.ids))
-        logits = self._model.logits(hidden, batch.final.adapters)
+        logits = self._model.logits(hidden, batch.final.tokens)
         _, end, _, drawer = self._inputs.row_numbers(bucket)
         self._sampler.draw(logits, drawer, end, self._slots.tokens)
         return logits

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from quire.attn.batch import AdapterRows, Batch
+from quire.attn.batch import PLAIN, Batch, LoRATokens, Tokens
 from quire.dist.collectives import Group
 from quire.layers.attention import SelfAttention
 from quire.layers.latent import LatentAttention
@@ -115,15 +115,15 @@ def _layers(model: Decoder, slots: Slots, longest: int, enter: Callable[[Batch],
             yield partial(_run, enter, _batch(tenants, slots), layer)
     for tenants in (prompt, one):
         for layer in others:
-            yield partial(_run, enter, _batch(tenants, slots), lambda x, _, layer=layer: layer(x))
+            yield partial(_run, enter, _batch(tenants, slots), _feed(layer))
     matrices, dtype = distinct_matrices(model), next(model.parameters()).dtype
     for tokens in sorted({min(size, longest) for size in DOZENS}):
         for layer in others:
-            yield partial(_run, enter, _batch([Tenant(tokens, tokens)], slots), lambda x, _, layer=layer: layer(x))
+            yield partial(_run, enter, _batch([Tenant(tokens, tokens)], slots), _feed(layer))
         for matrix in matrices:
             yield partial(_multiply, matrix, torch.zeros(tokens, matrix.inputs, dtype=dtype, device=slots.device))
     for tenants in (alike, one):
-        yield partial(_run, enter, _batch(tenants, slots), lambda x, _: model.logits(x))
+        yield partial(_run, enter, _batch(tenants, slots), lambda x, batch: model.logits(x, batch.tokens))
 
 
 @torch.inference_mode()
@@ -138,9 +138,9 @@ def warm_up_products(model: Decoder, hidden: Tensor, recorded: int, head: bool =
     for layer in distinct_matrices(model):
         x = hidden.new_zeros(len(hidden), layer.inputs)
         for rows in (*few, *range(recorded + 1, len(hidden) + 1, MANY_APART)):
-            layer(x[:rows])
+            layer(x[:rows], PLAIN)
     for rows in few if head else ():
-        model.logits(hidden[:rows])
+        model.logits(hidden[:rows], PLAIN)
 
 
 def warm_up_adapters(model: Decoder, device: torch.device, most: int) -> None:
@@ -158,7 +158,7 @@ def warm_up_adapters(model: Decoder, device: torch.device, most: int) -> None:
     dtype, jobs = next(model.parameters()).dtype, list[Callable[[], object]]()
     for tokens in sorted({min(size, most) for size in ADAPTED}):
         places: npt.NDArray[np.int64] = np.ones(tokens, np.int64)
-        rows = AdapterRows(places, device, tile(places, device))
+        rows = LoRATokens(places, device, tile(places, device))
         for layer in kinds.values():
             jobs.append(partial(_run_adapted, layer, tokens, layer.inputs, dtype, rows))
         for mlp in gates.values():
@@ -174,12 +174,12 @@ def warm_up_adapters(model: Decoder, device: torch.device, most: int) -> None:
 
 
 @torch.inference_mode()
-def _run_adapted(layer: Callable[..., object], tokens: int, inputs: int, dtype: torch.dtype, rows: AdapterRows) -> None:
-    layer(torch.zeros(tokens, inputs, dtype=dtype, device=rows.device), adapters=rows)
+def _run_adapted(layer: Callable[..., object], tokens: int, inputs: int, dtype: torch.dtype, rows: LoRATokens) -> None:
+    layer(torch.zeros(tokens, inputs, dtype=dtype, device=rows.device), tokens=Tokens(rows))
 
 
 @torch.inference_mode()
-def _run_latents(layer: LatentAttention, tokens: int, dtype: torch.dtype, rows: AdapterRows) -> None:
+def _run_latents(layer: LatentAttention, tokens: int, dtype: torch.dtype, rows: LoRATokens) -> None:
     bank, spec, up = layer.kv_b_proj.bank, layer.core.spec, layer.latents().up
     assert bank is not None and bank.table is not None and spec.latent is not None
     sizes = spec.head_dim, layer.nope + spec.head_dim - spec.latent, up.shape[1] - layer.nope, spec.latent
@@ -244,6 +244,10 @@ def _edit(sampler: Sampler, logits: Tensor, each: Sequence[Rows]) -> None:
         sampler.report(torch.zeros(2, 1, dtype=torch.int32, device=logits.device), edited, raw, rows)
 
 
+def _feed(layer: nn.Module) -> Callable[[Tensor, Batch], object]:
+    return lambda x, batch: layer(x, batch.tokens)
+
+
 def _norm_for(norm: Any, reader: nn.Module, x: Tensor, _: Batch) -> None:
     for residual in (None, x):
         norm_for(reader, norm, x, residual)
@@ -251,7 +255,7 @@ def _norm_for(norm: Any, reader: nn.Module, x: Tensor, _: Batch) -> None:
 
 @torch.inference_mode()
 def _multiply(matrix: Linear, x: Tensor) -> None:
-    matrix(x)
+    matrix(x, PLAIN)
 
 
 @torch.inference_mode()

@@ -109,7 +109,7 @@ class BoundSegments:
         tokens = len(x)
         calls = self._calls.get(tokens) or self._bind(tokens)
         self._source[:tokens] = x
-        if self._adapted or batch.adapters is not None:
+        if self._adapted or batch.tokens.lora is not None:
             self._place(batch)
         for call, behind in zip(calls, self._behind, strict=True):
             call.run()
@@ -121,10 +121,11 @@ class BoundSegments:
         """Whose adapter each token has; what was there for the last step is wiped out once."""
         if self._places is None:
             return
-        self._adapted = batch.adapters is not None
+        lora = batch.tokens.lora
+        self._adapted = lora is not None
         self._places.zero_()
-        if batch.adapters is not None:
-            self._places[: len(batch.ids), 0] = torch.from_numpy(batch.adapters.places)
+        if lora is not None:
+            self._places[: len(batch.ids), 0] = torch.from_numpy(lora.places)
 
     def _bind(self, tokens: int) -> list[Call]:
         if len(self._calls) >= KEPT:

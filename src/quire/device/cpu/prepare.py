@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quire.attn.batch import AdapterRows, Batch, take_rows, without_adapters
+from quire.attn.batch import Batch, LoRATokens, take_rows, without_lora
 from quire.device.base import Body, Prepared, Setting
 from quire.device.cpu import gemm
 from quire.device.cpu.autotune import NEVER, dequantize_from, runtime_for_blocks, runtime_for_floats
@@ -82,14 +82,15 @@ class CompiledBody:
         """Where rows of one token are for the compiled body whatever is beside them, they are run apart, and last: they may
         read keys that the others write, but not the other way round (`DeviceFacts.single_rows_share`). Rows with an adapter
         that the compiled body does not know are for the decoder itself; they and those without read nothing of each other's."""
-        if batch.adapters is not None and len(plain := self._find_plain(batch, batch.adapters)) < len(batch.rows):
+        lora = batch.tokens.lora
+        if lora is not None and len(plain := self._find_plain(batch, lora)) < len(batch.rows):
             return self._run_apart(x, batch, plain) if plain else self.blocks(x, batch)
         if self.compiled.suit(batch):
             return self.compiled(x, batch)
         some = self.compiled.find_rows(batch)
         return self._run_apart(x, batch, some) if some else self.blocks(x, batch)
 
-    def _find_plain(self, batch: Batch, adapters: AdapterRows) -> list[int]:
+    def _find_plain(self, batch: Batch, adapters: LoRATokens) -> list[int]:
         """Rows without an adapter, or with one that the compiled body knows."""
         places = adapters.places[[start for start, _, _ in batch.rows]]
         known = self.compiled.know(adapters) if isinstance(self.compiled, Segments) else []
@@ -100,8 +101,8 @@ class CompiledBody:
         out = x.new_empty(len(batch.final.ids), x.shape[1])
         for rows in (sorted({*range(len(batch.rows))} - {*last}), last):
             part = take_rows(batch, rows)
-            if part.batch.adapters is not None and not part.batch.adapters.groups:
-                part = replace(part, batch=without_adapters(part.batch))
+            if part.batch.tokens.lora is not None and not part.batch.tokens.lora.groups:
+                part = replace(part, batch=without_lora(part.batch))
             out[part.final] = self(x[part.tokens], part.batch)[: len(part.final)]
         return out
 

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quire.attn.batch import AdapterRows, Batch
+from quire.attn.batch import Batch, LoRATokens
 from quire.device.cpu.autotune import NEVER, dequantize_from
 from quire.device.cpu.bound_segments import BoundAttention, BoundSegments, BoundSum, Memory, room_for
 from quire.device.cpu.graph import Graph, Runtime
@@ -60,7 +60,7 @@ class Segments:
         """Are they faster than the body? With many rows of one token the body loses in attention what it gains in products."""
         return len(batch.ids) < self.too_many or _are_single(batch)
 
-    def know(self, adapters: AdapterRows) -> list[int]:
+    def know(self, adapters: LoRATokens) -> list[int]:
         """The places of those whose additions they make."""
         return [] if self._tables is None else self._tables.have(place for place, _ in adapters.groups)
 
@@ -118,9 +118,10 @@ def _are_single(batch: Batch) -> bool:
 
 def _places_of(batch: Batch) -> Tensor:
     """[T, 1] float32: of each token's adapter."""
-    if batch.adapters is None:
+    lora = batch.tokens.lora
+    if lora is None:
         return torch.zeros(len(batch.ids), 1)
-    return torch.from_numpy(batch.adapters.places).float().unsqueeze(1)
+    return torch.from_numpy(lora.places).float().unsqueeze(1)
 
 
 def _bind(session: Session, inputs: Sequence[Tensor], outputs: Sequence[Tensor], rows: int) -> Call:

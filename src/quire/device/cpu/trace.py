@@ -203,9 +203,10 @@ def _attend(attention: SelfAttention, qkv: Symbol, batch: "AnyBatch") -> Symbol:
     spec = attention.core.spec
     target = Symbol(qkv.pieces, spec.heads * spec.head_dim)
     qkv.pieces[-1].behind.append(Between(attention, qkv, target))
-    if attention.last and batch.adapters is not None and batch.final.adapters is not None:
-        batch.final.adapters.there = True
-        qkv.pieces[-1].behind.append(Between(None, batch.adapters.places, batch.final.adapters.places))
+    lora, final = batch.tokens.lora, batch.final.tokens.lora
+    if attention.last and lora is not None and final is not None:
+        final.there = True
+        qkv.pieces[-1].behind.append(Between(None, lora.places, final.places))
     qkv.pieces.append(Piece())
     return target
 
@@ -242,12 +243,12 @@ def _keep(x: Symbol, batch: Batch) -> Symbol:  # noqa: ARG001
     return target
 
 
-def _adapted(bank: LinearBank, out: Symbol, x: Symbol, adapters: "AnyAdapters", own: Tensor | None) -> Symbol:  # noqa: ARG001
-    if not adapters.there:
+def _adapted(bank: LinearBank, out: Symbol, x: Symbol, lora: "AnyLoRA", own: Tensor | None) -> Symbol:  # noqa: ARG001
+    if not lora.there:
         raise Untraceable("adapters of tokens that were not left out by an attention")
-    table = adapters.tables.of(bank, x.columns)
+    table = lora.tables.of(bank, x.columns)
     emit: Emit = lambda graph, names: graph.add("LowRank", names, table=table.address)  # noqa: E731
-    return out.then(emit, x, adapters.places, columns=[out.columns])[0]
+    return out.then(emit, x, lora.places, columns=[out.columns])[0]
 
 
 OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -292,8 +293,8 @@ class Trace:
 
 
 @dataclass
-class AnyAdapters:
-    """Stands for those that tokens ask for, or do not."""
+class AnyLoRA:
+    """Stands for the LoRA adapters of tokens (`LoRATokens`)."""
 
     places: Symbol
     tables: LowRankTables
@@ -301,11 +302,16 @@ class AnyAdapters:
     tiles = None
 
 
-class AnyBatch:
-    """Stands for batches. Without `adapters` none of their rows asks for one."""
+@dataclass(frozen=True)
+class AnyTokens:
+    lora: AnyLoRA | None = None
 
-    def __init__(self, adapters: AnyAdapters | None = None, final: "AnyBatch | None" = None) -> None:
-        self.adapters, self._final = adapters, final
+
+class AnyBatch:
+    """Stands for batches. Without `lora` none of their tokens has an adapter."""
+
+    def __init__(self, lora: AnyLoRA | None = None, final: "AnyBatch | None" = None) -> None:
+        self.tokens, self._final = AnyTokens(lora), final
 
     @property
     def final(self) -> "AnyBatch":
@@ -320,5 +326,5 @@ def write_down(body: Callable[[Any, Any], Any], columns: int, tables: LowRankTab
     if tables is None:
         return Trace(pieces, first, body(first, AnyBatch()))
     places = Symbol(pieces, 1)
-    final = AnyBatch(AnyAdapters(Symbol(pieces, 1), tables, there=False))
-    return Trace(pieces, first, body(first, AnyBatch(AnyAdapters(places, tables), final)), places, tables)
+    final = AnyBatch(AnyLoRA(Symbol(pieces, 1), tables, there=False))
+    return Trace(pieces, first, body(first, AnyBatch(AnyLoRA(places, tables), final)), places, tables)

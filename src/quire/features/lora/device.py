@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from quire.attn.batch import AdapterRows, Batch
+from quire.attn.batch import Batch, LoRATokens
 from quire.device.base import Device
 from quire.features.base import Allocation, StepPart
 from quire.features.lora.host import reserved_bytes
@@ -88,7 +88,8 @@ class LoRAPart(StepPart):
             return batch
         places, by_kernels = self._find(rows.slot)
         each, device = np.repeat(places, rows.count), batch.ids.device
-        return replace(batch, adapters=AdapterRows(each, device, tile(each, device) if by_kernels else None))
+        lora = LoRATokens(each, device, tile(each, device) if by_kernels else None)
+        return replace(batch, tokens=replace(batch.tokens, lora=lora))
 
     def graph_key(self, rows: StepRows) -> Hashable | None:
         if not self._uses(rows.slot):
@@ -129,7 +130,8 @@ class LoRAPart(StepPart):
         groups, places = self._inputs[:count], self._inputs[room : room + count]
         most = min(self._max_loras + 1, count)
         tiles = sort_rows(groups, batch.row_starts, places, len(batch.ids), most)
-        return replace(batch, adapters=AdapterRows(np.empty(0, np.int64), batch.ids.device, tiles))
+        lora = LoRATokens(np.empty(0, np.int64), batch.ids.device, tiles)
+        return replace(batch, tokens=replace(batch.tokens, lora=lora))
 
     def close(self) -> None:
         self._cache = self._model = self._adapters = self._whole = None

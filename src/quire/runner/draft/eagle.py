@@ -40,7 +40,7 @@ class EagleLayers(HeadLayers):
         )
 
     def forward(self, embedded: Tensor, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        x, residual = self.fc(torch.cat((embedded, hidden), -1)), None
+        x, residual = self.fc(torch.cat((embedded, hidden), -1), batch.tokens), None
         for block in self.layers:
             x, residual = block(x, residual, batch)
         out = x if residual is None else x + residual

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.attn.batch import Batch
+from quire.attn.batch import PLAIN, Batch
 from quire.config.draft_heads import DraftHead
 from quire.layers.linear import Linear
 from quire.layers.role import Role
@@ -32,7 +32,7 @@ class FirstLayer(nn.Module):
         normed = self.hidden_norm(hidden)
         x = self.self_attn(torch.cat((self.input_layernorm(embedded), normed), -1), batch)
         x, residual = self.post_attention_layernorm.add(x, normed if self.norm_before_residual else hidden)
-        return self.mlp(x), residual
+        return self.mlp(x, self.self_attn.tokens_after(batch)), residual
 
 
 class Eagle3Layers(HeadLayers):
@@ -61,8 +61,7 @@ class Eagle3Layers(HeadLayers):
         if self.fc_norm:
             states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
         x = torch.cat(states, -1)
-        out: Tensor = self.fc(x if self.input_norm is None else self.input_norm(x))
-        return out
+        return self.fc(x if self.input_norm is None else self.input_norm(x), PLAIN)
 
     def forward(self, embedded: Tensor, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         x, residual = self.layers[0](embedded, hidden, batch)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quire.attn.batch import Batch
+from quire.attn.batch import PLAIN, Batch
 from quire.config.draft_heads import DraftHead
 from quire.config.quantization import choose_quantization
 from quire.device.base import Device, Recorder
@@ -150,7 +150,7 @@ class HeadDrafter(DeviceDrafter):
     def _forward(self, ids: Tensor, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         layers = self._layers
         assert layers is not None
-        embedded = (self._model.embed_tokens if layers.embed_tokens is None else layers.embed_tokens)(ids)
+        embedded = (self._model.embed_tokens if layers.embed_tokens is None else layers.embed_tokens)(ids, PLAIN)
         out, state = layers(embedded, hidden, replace(batch, ids=ids))
         return out, state
 
@@ -158,5 +158,5 @@ class HeadDrafter(DeviceDrafter):
         """Draw the tokens of `slot` [R] at positions `end` [R] from out [R, H]; they are written to the slots. -> [R] int64."""
         layers = self._layers
         assert layers is not None
-        logits = (self._model.lm_head if layers.lm_head is None else layers.lm_head)(out)
+        logits = (self._model.lm_head if layers.lm_head is None else layers.lm_head)(out, PLAIN)
         return self._draws.guess(logits, self._draws.rows(slot, end), self._ids).long()

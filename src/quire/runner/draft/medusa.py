@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.attn.batch import PLAIN
 from quire.config.draft_heads import DraftHead
 from quire.device.base import Device, Recorder
 from quire.files.reading import reading
@@ -29,7 +30,7 @@ class MedusaHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = x + F.silu(layer(x))
+            x = x + F.silu(layer(x, PLAIN))
         return x
 
 
@@ -93,4 +94,4 @@ class Medusa(DeviceDrafter):
         assert heads is not None
         for i, block in enumerate(heads.blocks[:ahead]):
             lm_head = heads.lm_heads[i] if heads.lm_heads else heads.lm_head or self._model.lm_head
-            self._draws.guess(lm_head(block(hidden)), self._draws.rows(slot, text + i), self._ids)
+            self._draws.guess(lm_head(block(hidden), PLAIN), self._draws.rows(slot, text + i), self._ids)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from quire.attn.batch import PLAIN
 from quire.config.quantization import choose_quantization
 from quire.device.base import Device, Recorder, Setting
 from quire.load.load import load_weights
@@ -153,4 +154,4 @@ class DraftModel(DeviceDrafter):
             built = self._passes.build(plan)
             hidden = self._model(built.batch)
             if len(plan.outputs.draw):
-                self._draws.guess(self._model.logits(hidden[built.batch.logit_index]), built.rows)
+                self._draws.guess(self._model.logits(hidden[built.batch.logit_index], PLAIN), built.rows)

@@ -38,7 +38,7 @@ class MTPLayers(HeadLayers):
 
     def forward(self, embedded: Tensor, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         embedded = embedded.masked_fill((batch.positions == 0)[:, None], 0.0)  # as such layers were trained
-        x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1))
+        x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1), batch.tokens)
         x, residual = self.layers[0](x, None, batch)
         out: Tensor = self.norm.add(x, residual)[0]
         return out, out
