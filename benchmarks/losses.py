@@ -111,8 +111,8 @@ async def lose(
 
 
 async def wait_warm() -> None:
-    """Until a lost engine would be forked."""
-    while "quire-nursery" not in ours().values():
+    """Wait until a lost engine would be forked; the kernel cuts process names to 15 characters."""
+    while "quire-fork-serv" not in ours().values():
         await asyncio.sleep(0.05)
 
 
