@@ -13,6 +13,7 @@ from adapter_files import write_adapter
 from patience import PATIENCE
 from quire import LoRARequest
 from quire.cache.layout import make_layout
+from quire.config.features import cache_salt
 from quire.engine.adapter_names import AdapterNames
 from quire.engine.adapters import PASSES
 from quire.engine.core import EngineCore
@@ -65,7 +66,16 @@ class Engine:
         params = SamplingParams(max_tokens=max_tokens, temperature=0)
         self.core.add(
             EngineRequest(
-                name, PROMPT, params, 0, frozenset(), frozenset(), 0.0, salt=extras.salt, extras=extras, priority=priority
+                name,
+                PROMPT,
+                params,
+                0,
+                frozenset(),
+                frozenset(),
+                0.0,
+                salt=cache_salt(extras),
+                extras=extras,
+                priority=priority,
             )
         )
 
@@ -174,7 +184,7 @@ def test_an_update_reaches_no_request_that_has_begun(tmp_path):
     while "old" not in engine.said:
         engine.step()
     new = engine.adapter("a", "2", inplace=True)
-    assert new.salt != old.salt and engine.names.find("a").extras == new
+    assert cache_salt(new) != cache_salt(old) and engine.names.find("a").extras == new
     engine.add("new", new)
     engine.run("new")
     assert engine.ended == {"old": "length", "new": "length"}  # in this order: there is one place

@@ -7,7 +7,7 @@ import torch
 
 from quantized_checkpoints import write
 from quire import LLM, SamplingParams
-from quire.config import copies
+from quire.config import dequantized_copies
 from quire.types.errors import ConfigError
 
 # so long that each alone is dequantized without copies: the products are the same ones then
@@ -70,7 +70,7 @@ def test_a_user_and_the_memory_decide(tmp_path, told, monkeypatch):
     directory = write("awq", tmp_path)
     engine(directory, dequantized_copies=False)
     assert not told(MADE) and not told(NONE)
-    monkeypatch.setattr(copies, "SHARE", 1 << 60)
+    monkeypatch.setattr(dequantized_copies, "SHARE", 1 << 60)
     engine(directory)
     assert told(NONE) and not told(MADE)
     engine(directory, dequantized_copies=True)
@@ -85,5 +85,5 @@ def test_a_cpu_has_none(tmp_path, told):
     tokens, others = answers(engine(directory, device="cpu", dequantized_copies=False))
     assert tokens == found and torch.equal(others, scores)
     assert not told(MADE) and not told(NONE)
-    with pytest.raises(ConfigError, match="dequantized_copies are for GPUs"):
+    with pytest.raises(ConfigError, match="dequantized_copies requires CUDA and a 16-bit dtype"):
         engine(directory, device="cpu", dequantized_copies=True)

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF009 - `setting` makes a dataclass field
-"""Every field a user can set, once: `LLM(...)`, `EngineArgs(...)` and the command line all come from this list.
+"""Every argument of an engine, once: `LLM(...)`, `EngineArgs(...)` and the command line all come from these fields.
 
 Names and defaults are vLLM's. A field that is None is decided by `resolve`, from the model and the device.
 """
@@ -14,23 +14,24 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from quire.config.devices import check_device
-from quire.config.eplb import read_eplb
-from quire.config.fields import FLAG, LIST, NAMES, NUMBER, OBJECT, REAL, TEXT, TOKEN, setting, spec_of
+from quire.config.features import FEATURES
+from quire.config.fields import FLAG, FLOATS, LIST, NAMES, NUMBER, OBJECT, REAL, TEXT, TOKEN, setting, spec_of
 from quire.config.flags import add_flags, add_hidden_flags, kind_of
 from quire.config.hints import HINT_SHORT_FLAGS, HINTS, take_hint, taken_for
 from quire.config.refused import REFUSED, SHORT_FLAGS, refuse
-from quire.config.speculative import SpeculativeConfig, read_speculative
 from quire.config.stages import PARTITION, read_partition
-from quire.config.structured import checked_structured_outputs
+from quire.features.experts.host import ExpertArgs
+from quire.features.kv_quant.host import CacheArgs
+from quire.features.lora.host import LoRAArgs
+from quire.features.quantization.host import WeightArgs
+from quire.features.speculation.host import SpeculationArgs
+from quire.features.structured.host import StructuredArgs
 from quire.types.errors import ConfigError, NotSupported
 
 DEFAULT_MODEL = "smollm2"
-_FLOATS = ("half", "float16", "bfloat16", "float", "float32")
-FLOAT_NAMES = {"half": "float16", "float": "float32"}  # other spellings
 _MODEL, _LENGTHS, _CACHE, _SCHEDULER, _OTHER = "model", "lengths and sampling", "cache and memory", "scheduler", "other"
-_SPECULATION, _PROCESS = "speculation", "engine process (servers and AsyncLLM)"
+_PROCESS = "engine process (servers and AsyncLLM)"
 _RANKS = "several processes"
-_ADAPTERS = "LoRA adapters"
 
 
 T = TypeVar("T", bound=type)
@@ -56,9 +57,10 @@ def _knows_others(owner: T) -> T:
     return owner
 
 
-@_knows_others
 @dataclass
-class EngineArgs:
+class _CoreArgs:
+    """Arguments that belong to no feature. Those of a feature are in its `host.py`."""
+
     model: str = setting(DEFAULT_MODEL, TEXT, _MODEL, "directory, .gguf file, hub id (also org/repo:Q4_K_M) or alias (smollm2)")
     tokenizer: str | None = setting(None, TEXT, _MODEL, "directory or hub id of another tokenizer; default: the model's own")
     revision: str | None = setting(None, TEXT, _MODEL, "branch, tag or commit of the hub model")
@@ -86,18 +88,7 @@ class EngineArgs:
     )
     dtype: str = setting(
         "auto", TEXT, _MODEL, "of weights and cache; auto: float32 on CPU, bfloat16 (or the checkpoint's float16) on CUDA",
-        choices=("auto", *_FLOATS),
-    )  # fmt: skip
-    quantization: str | None = setting(
-        None,
-        TEXT,
-        _MODEL,
-        "fp8 makes 8 bits of floats as they are loaded; else a name that the checkpoint's own scheme has to have",
-        short="-q",
-    )
-    dequantized_copies: bool | None = setting(
-        None, FLAG, _MODEL, "copies of quantized matrices in the model's type beside them, by which a GPU multiplies many rows "
-        "faster; default: where all of them take at most an eighth of the memory",
+        choices=("auto", *FLOATS),
     )  # fmt: skip
     device: str = setting(
         "auto", TEXT, _MODEL, "what to run on: cpu, cuda, or what a plug-in brings; auto takes CUDA when there is one"
@@ -120,12 +111,6 @@ class EngineArgs:
         "raw_logprobs", TEXT, _LENGTHS, "what logprobs hold: before or after penalties and temperature",
         choices=("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
     )  # fmt: skip
-    structured_outputs_config: dict[str, Any] = setting(
-        {},
-        OBJECT,
-        _LENGTHS,
-        "backend (auto, guidance, xgrammar); for JSON disable_any_whitespace (false), disable_additional_properties (true)",
-    )
     generation_config: str = setting(
         "auto", TEXT, _LENGTHS, "where default sampling parameters come from: auto = the model, vllm = neutral, or a directory"
     )
@@ -139,10 +124,6 @@ class EngineArgs:
     kv_cache_memory_bytes: int | None = setting(
         None, NUMBER, _CACHE, "exact bytes for the cache, instead of the fraction", low=1
     )
-    kv_cache_dtype: str = setting(
-        "auto", TEXT, _CACHE, "of cached keys and values: the model's (auto), or 8 bits with a scale for every token and head "
-        "(fp8 is fp8_e4m3)", choices=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"),
-    )  # fmt: skip
     block_size: int | None = setting(
         None,
         NUMBER,
@@ -170,30 +151,6 @@ class EngineArgs:
     stream_interval: int = setting(1, NUMBER, _SCHEDULER, "tokens per streamed piece of an answer, after the first", low=1)
     async_scheduling: bool | None = setting(
         None, FLAG, _SCHEDULER, "plan a step while the last one runs; default: on with CUDA"
-    )
-
-    speculative_config: dict[str, Any] | None = setting(
-        None, OBJECT, _SPECULATION, "who guesses tokens ahead, so that a step may bring several: method (ngram, suffix, "
-        "draft_model, eagle, eagle3, medusa, mtp, synthetic, custom_class or a plug-in's), num_speculative_tokens and more: "
-        "speculation.md", short="-sc",
-    )  # fmt: skip
-    spec_method: str | None = setting(None, TEXT, _SPECULATION, "speculative_config's method")
-    spec_model: str | None = setting(None, TEXT, _SPECULATION, "speculative_config's model")
-    spec_tokens: int | None = setting(None, NUMBER, _SPECULATION, "speculative_config's num_speculative_tokens", low=0)
-
-    enable_lora: bool = setting(False, FLAG, _ADAPTERS, "requests may ask for LoRA adapters")
-    max_loras: int = setting(1, NUMBER, _ADAPTERS, "most adapters on the device, and so in one step", low=1)
-    max_lora_rank: int = setting(
-        16, NUMBER, _ADAPTERS, "largest rank of an adapter; a limit only, nothing is padded to it", low=1
-    )
-    max_cpu_loras: int | None = setting(
-        None, NUMBER, _ADAPTERS, "most adapters in the host's memory, those on the device among them; default: max_loras", low=1
-    )
-    lora_extra_vocab_size: int = setting(
-        0, NUMBER, _ADAPTERS, "most tokens that an adapter may add to the model's own; logits have room for so many more", low=0
-    )
-    lora_dtype: str = setting(
-        "auto", TEXT, _ADAPTERS, "of adapters: the model's, whatever their files have", choices=("auto", *_FLOATS)
     )
 
     engine_dead_after: float = setting(10.0, REAL, _PROCESS, "restart an engine that is silent for so many seconds", above=1.0)
@@ -233,21 +190,6 @@ class EngineArgs:
     pipeline_layer_partition: str | None = setting(
         None, TEXT, _RANKS, "layers of each stage, such as 8,12,12; default: VLLM_PP_LAYER_PARTITION, or as evenly as can be"
     )
-    enable_expert_parallel: bool = setting(
-        False,
-        FLAG,
-        _RANKS,
-        "each of them, of all engines of data_parallel_size together, has some of the experts, instead of a part of each",
-        short="-ep",
-    )
-    enable_eplb: bool = setting(False, FLAG, _RANKS, "experts move between ranks so that each has equally much to do")
-    num_redundant_experts: int | None = setting(
-        None, NUMBER, _RANKS, "with enable_eplb: further copies of experts in every layer, all ranks together", low=0
-    )
-    eplb_config: dict[str, Any] = setting(
-        {}, OBJECT, _RANKS, "of enable_eplb: window_size (1000) steps whose loads count, step_interval (3000), "
-        "num_redundant_experts (0), log_balancedness",
-    )  # fmt: skip
     nnodes: int = setting(
         1, NUMBER, _RANKS, "machines that the ranks are on; quire serve runs on each of them", low=1, short="-n"
     )
@@ -272,32 +214,26 @@ class EngineArgs:
 
     disable_log_stats: bool = setting(False, FLAG, _OTHER, "no periodic throughput line")
 
+
+@_knows_others
+@dataclass
+class EngineArgs(ExpertArgs, LoRAArgs, SpeculationArgs, StructuredArgs, CacheArgs, WeightArgs, _CoreArgs):
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             optional = field.default is None
             value = taken_for(field.name, getattr(self, field.name))
             setattr(self, field.name, spec_of(field).check(field.name, value, optional))
-        self.structured_outputs_config = checked_structured_outputs(self.structured_outputs_config)
-        self.speculation()
         check_device(self.device)
-        if self.enable_lora and self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
-            raise ConfigError(
-                f"max_cpu_loras {self.max_cpu_loras} is less than max_loras {self.max_loras}, and those on the device are in "
-                "the host's memory, too. Raise it, or leave it out"
-            )
+        for feature in FEATURES:
+            feature.check(self)
         if self.load_format == "mistral" and self.config_format == "hf":
             raise ConfigError("load_format='mistral' requires params.json; got config_format='hf'. Use config_format='mistral'")
         if not self.numa_bind and (self.numa_bind_nodes is not None or self.numa_bind_cpus is not None):
             raise ConfigError("numa_bind_nodes and numa_bind_cpus require numa_bind. Add it")
-        read_eplb(self.eplb_config, self.num_redundant_experts)
         if self.pipeline_parallel_size > 1 and self.pipeline_layer_partition is None:
             self.pipeline_layer_partition = os.environ.get(PARTITION) or None
         if self.pipeline_layer_partition is not None:
             read_partition(self.pipeline_layer_partition)
-
-    def speculation(self) -> SpeculativeConfig | None:
-        """What speculative_config and its flags ask for together."""
-        return read_speculative(self.speculative_config, self.spec_method, self.spec_model, self.spec_tokens)
 
     @classmethod
     def from_kwargs(cls, **values: Any) -> "EngineArgs":

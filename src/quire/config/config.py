@@ -5,16 +5,15 @@ from typing import Any, Literal
 
 from quire.config.args import EngineArgs, local_engines, shares_experts
 from quire.config.draft_heads import DraftHead
-from quire.config.facts import DeviceFacts, ModelFacts
+from quire.config.facts import DeviceFacts, ModelFacts, count_experts
 from quire.config.quantization import Quantization
 from quire.config.speculative import SpeculativeConfig
 from quire.config.stages import split_layers
 from quire.files.adapter import AdapterBounds
-from quire.types.cache import DTYPE_BYTES
+from quire.types.cache import DTYPE_BYTES, EIGHT_BITS
 from quire.types.sampling import LogprobsMode
 
 Policy = Literal["fcfs", "priority"]
-EIGHT_BITS = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 CACHE_BYTES = {**DTYPE_BYTES, **dict.fromkeys(EIGHT_BITS.values(), 1)}  # of a number
 
 
@@ -75,6 +74,28 @@ class Config:
     def scheduled_tokens(self) -> int:
         """Most tokens of a step. Buffers hold `max_batched_tokens`."""
         return min(self.args.max_num_scheduled_tokens or self.max_batched_tokens, self.max_batched_tokens)
+
+    @property
+    def step_limit_name(self) -> str:
+        """The argument that limits the tokens of a step."""
+        return "max_num_batched_tokens" if self.args.max_num_scheduled_tokens is None else "max_num_scheduled_tokens"
+
+    @property
+    def draft_method(self) -> str:
+        return "" if self.speculation is None else self.speculation.method
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer; 0: the model has none."""
+        return count_experts(self.facts)
+
+    @property
+    def local_engines(self) -> int:
+        return local_engines(self.args)
+
+    @property
+    def shares_experts(self) -> bool:
+        return shares_experts(self.args)
 
     @property
     def node_ranks(self) -> int:

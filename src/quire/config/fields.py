@@ -11,6 +11,8 @@ from quire.types.errors import ConfigError
 from quire.types.json_text import read_json
 
 _NUMBER = re.compile(r"^(?P<number>\d+(\.\d+)?)(?P<unit>[kKmMgGtT]?)$")
+FLOATS = ("half", "float16", "bfloat16", "float", "float32")
+FLOAT_NAMES = {"half": "float16", "float": "float32"}  # other spellings
 _UNITS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30, "t": 10**12, "T": 2**40}
 
 
@@ -101,6 +103,7 @@ class Spec:
     high: float | None = None
     above: float | None = None
     short: str = ""  # its flag of one dash
+    after: str = ""  # the field that it follows in help and docs, if it belongs to a feature
 
     def check(self, name: str, value: Any, optional: bool) -> Any:
         """The value in its final form, or a ConfigError that names the field."""
@@ -132,6 +135,16 @@ def setting(default: Any, kind: Kind, group: str, help: str, **limits: Any) -> A
     if isinstance(default, dict | list):
         return dataclasses.field(default_factory=default.copy, metadata={"spec": spec})
     return dataclasses.field(default=default, metadata={"spec": spec})
+
+
+def ordered_fields(owner: Any) -> "list[dataclasses.Field[Any]]":
+    """Return the fields of a dataclass as help and docs show them: those of features stand after the field they name."""
+    found = list(dataclasses.fields(owner))
+    names = [field.name for field in found if not spec_of(field).after]
+    for field in found:
+        if after := spec_of(field).after:
+            names.insert(names.index(after) + 1, field.name)
+    return sorted(found, key=lambda field: names.index(field.name))
 
 
 def spec_of(field: "dataclasses.Field[Any]") -> Spec:

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from quire.config.fields import FLAG, LIST, LISTS, NAMES, OBJECT, TEXT, Kind, spec_of
+from quire.config.fields import FLAG, LIST, LISTS, NAMES, OBJECT, TEXT, Kind, ordered_fields, spec_of
 from quire.config.hints import TAKEN_FOR
 from quire.types.json_text import read_json
 
@@ -13,7 +13,7 @@ from quire.types.json_text import read_json
 def add_flags(parser: argparse.ArgumentParser, owner: type, title: str) -> None:
     """One flag per field of a dataclass made of `setting`s. Only what was given ends up in the namespace."""
     groups: dict[str, Any] = {}
-    for field in dataclasses.fields(owner):
+    for field in ordered_fields(owner):
         spec = spec_of(field)
         if spec.group not in groups:
             groups[spec.group] = parser.add_argument_group(f"{title}: {spec.group}")

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from quire.config.args import FLOAT_NAMES, EngineArgs, wants_mistral
+from quire.config.args import EngineArgs, wants_mistral
 from quire.config.config import Config, Policy
 from quire.config.conflicts import refuse_conflicts
 from quire.config.draft_heads import DraftHead, find_method, read_head
 from quire.config.facts import DeviceFacts, ModelFacts, count_experts, read_facts
+from quire.config.fields import FLOAT_NAMES
 from quire.config.hf import read_json
 from quire.config.quantization import Quantization, choose_quantization
 from quire.config.speculative import DRAFT_MODEL, HEADS, ON_DEVICE, SpeculativeConfig

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from quire.config.args import EngineArgs
-from quire.config.fields import spec_of
+from quire.config.fields import ordered_fields, spec_of
 from quire.config.hints import HINTS, TAKEN_FOR
 from quire.config.refused import REFUSED
 from quire.config.server_args import ServerArgs
@@ -65,7 +65,7 @@ def table() -> str:
 def _fields(title: str, owner: Any) -> list[str]:
     """A table for every group of fields, in their order."""
     lines, group = [f"## {title}"], None
-    for field in dataclasses.fields(owner):
+    for field in ordered_fields(owner):
         spec = spec_of(field)
         if spec.group != group:
             group = spec.group

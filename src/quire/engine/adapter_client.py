@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Protocol
 from weakref import WeakValueDictionary
 
+from quire.config.features import cache_salt
 from quire.engine.adapter_names import AdapterNames, NamedAdapter
 from quire.engine.view import OneEngine
 from quire.types.adapter import AdapterRef, LoRARequest
@@ -170,8 +171,8 @@ class AdapterClient:
         if old.lora.added or now.ref.added:
             return None  # its text was made into tokens of the other version
         extras = replace(old, lora=now.ref)
-        salt = tuple(part for part in request.salt if part not in old.salt)
-        return replace(request, extras=extras, salt=(*extras.salt, *salt))
+        kept = tuple(part for part in request.salt if part not in cache_salt(old))
+        return replace(request, extras=extras, salt=(*cache_salt(extras), *kept))
 
     def tell_again(self, engine: int) -> None:
         """To an engine that has just started. What is asked for, it is told with the requests."""

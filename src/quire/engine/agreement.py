@@ -9,8 +9,9 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from quire import __version__
-from quire.config.args import FLOAT_NAMES, EngineArgs
+from quire.config.args import EngineArgs
 from quire.config.config import Config
+from quire.config.fields import FLOAT_NAMES
 from quire.config.resolve import find_files, wants_weights
 from quire.files.identity import WEIGHTS, identity
 from quire.files.reading import shown

@@ -6,7 +6,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from quire.types.prompts import Extras
 
@@ -60,6 +60,9 @@ NO_MEMORY = Memory()
 class Feature(ABC):
     name: ClassVar[str]
     conflicts: Sequence[Conflict] = ()
+
+    def check(self, args: Any) -> None:  # noqa: B027
+        """Raise ConfigError if the feature's arguments contradict each other. args: EngineArgs, changed in place."""
 
     @abstractmethod
     def memory(self, config: "Config", sizes: Sizes) -> Memory:

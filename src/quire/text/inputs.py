@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from quire.config.config import Config
+from quire.config.features import cache_salt
 from quire.text.prompts import PromptReader, Tokenization
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_files import AdapterTokenizers
@@ -130,7 +131,9 @@ class InputProcessor:
         prompts = self.prompts if extras.lora is None else self.prompts.of(extras)
         read = prompts.read(prompt, how, extras)
         ids = prompts.check(read)
-        salt = read.extras.salt if read.cache_salt is None else (*read.extras.salt, f"tenant={read.cache_salt}")
+        salt = cache_salt(read.extras)
+        if read.cache_salt is not None:
+            salt = (*salt, f"tenant={read.cache_salt}")
         params = params.clone()
         self._check_params(params, prompts.vocab_size)
         if params.max_tokens is None:

@@ -6,6 +6,7 @@ from enum import Enum
 from math import prod
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+EIGHT_BITS = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}  # kv_cache_dtype -> type
 SCALE_BYTES = 4  # of numbers of 8 bits: one for the key of a token and a head, and one for its value
 
 

@@ -35,12 +35,6 @@ class Extras:
         """Names of the features without whose device half the request must not run."""
         return ("lora",) if self.adapter else ()
 
-    @property
-    def salt(self) -> tuple[str, ...]:
-        """What of it cached keys and values depend on."""
-        adapter = self.adapter if self.lora is None else self.lora.version
-        return (f"adapter={adapter}",) if adapter else ()
-
 
 NO_EXTRAS = Extras()
 

@@ -1,9 +1,12 @@
 """LoRA adapters: memory and cache salt."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.features.host import NO_MEMORY, Feature, Memory, Sizes
+from quire.config.fields import FLAG, FLOAT_NAMES, FLOATS, NUMBER, TEXT, setting
+from quire.features.host import NO_MEMORY, Conflict, Feature, Memory, Sizes
 from quire.types.cache import DTYPE_BYTES
+from quire.types.errors import ConfigError
 from quire.types.prompts import Extras
 
 if TYPE_CHECKING:
@@ -17,8 +20,100 @@ def reserved_bytes(slots: int, adapter: int, uploads: bool) -> int:
     return (slots + (UPLOADS if uploads else 0)) * adapter
 
 
+@dataclass
+class LoRAArgs:
+    enable_lora: bool = setting(
+        False,
+        FLAG,
+        "LoRA adapters",
+        "requests may ask for LoRA adapters",
+        after="spec_tokens",
+    )
+    max_loras: int = setting(
+        1, NUMBER, "LoRA adapters", "most adapters on the device, and so in one step", low=1, after="enable_lora"
+    )
+    max_lora_rank: int = setting(
+        16,
+        NUMBER,
+        "LoRA adapters",
+        "largest rank of an adapter; a limit only, nothing is padded to it",
+        low=1,
+        after="max_loras",
+    )
+    max_cpu_loras: int | None = setting(
+        None,
+        NUMBER,
+        "LoRA adapters",
+        "most adapters in the host's memory, those on the device among them; default: max_loras",
+        low=1,
+        after="max_lora_rank",
+    )
+    lora_extra_vocab_size: int = setting(
+        0,
+        NUMBER,
+        "LoRA adapters",
+        "most tokens that an adapter may add to the model's own; logits have room for so many more",
+        low=0,
+        after="max_cpu_loras",
+    )
+    lora_dtype: str = setting(
+        "auto",
+        TEXT,
+        "LoRA adapters",
+        "of adapters: the model's, whatever their files have",
+        choices=("auto", *FLOATS),
+        after="lora_extra_vocab_size",
+    )
+
+
+CONFLICTS: tuple[Conflict, ...] = (
+    Conflict(
+        "adapters of shared blocks",
+        lambda c: c.max_loras > 0 and c.facts.hf.get("model_type") == "zamba2",
+        lambda c: (
+            f"enable_lora: adapters are not added to {c.facts.architecture} yet, whose layers share blocks; leave it out"
+        ),
+        "shared blocks",
+        "enable_lora",
+    ),
+    Conflict(
+        "adapters of what transformers runs",
+        lambda c: c.max_loras > 0 and c.facts.by_transformers,
+        lambda c: (
+            f"enable_lora: {c.facts.architecture} is run by transformers here, and adapters are added to models of a family "
+            "of our own; leave it out"
+        ),
+        "by transformers",
+        "enable_lora",
+    ),
+    Conflict(
+        "adapters in another type",
+        lambda c: c.max_loras > 0 and FLOAT_NAMES.get(c.args.lora_dtype, c.args.lora_dtype) not in ("auto", c.dtype),
+        lambda c: (
+            f"lora_dtype {c.args.lora_dtype} differs from dtype {c.dtype}: adapters are added in the model's. Leave it at auto"
+        ),
+    ),
+    Conflict(
+        "drafts of tokens that only adapters have",
+        lambda c: c.more_tokens > 0 and c.speculation is not None and c.speculation.method not in ("ngram", "suffix"),
+        lambda c: (
+            f"lora_extra_vocab_size is not supported with the speculation method {c.draft_method}: what "
+            "drafts knows the model's own tokens only. Use ngram or suffix, or leave it out"
+        ),
+    ),
+)  # fmt: skip
+
+
 class LoRA(Feature):
     name = "lora"
+    conflicts = CONFLICTS
+
+    def check(self, args: LoRAArgs) -> None:
+        if args.enable_lora and args.max_cpu_loras is not None and args.max_cpu_loras < args.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras {args.max_cpu_loras} is less than max_loras {args.max_loras}, and those on the device are in "
+                "the host's memory, too. Raise it, or leave it out"
+            )
 
     def memory(self, config: "Config", sizes: Sizes) -> Memory:
         if not config.max_loras:

@@ -1,8 +1,10 @@
 """Quantized weights: memory of their dequantized copies."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.features.host import NO_MEMORY, Feature, Memory, Sizes
+from quire.config.fields import FLAG, TEXT, setting
+from quire.features.host import NO_MEMORY, Conflict, Feature, Memory, Sizes
 from quire.types.cache import DTYPE_BYTES
 from quire.types.prompts import Extras
 
@@ -10,8 +12,58 @@ if TYPE_CHECKING:
     from quire.config.config import Config
 
 
+@dataclass
+class WeightArgs:
+    quantization: str | None = setting(
+        None,
+        TEXT,
+        "model",
+        "fp8 makes 8 bits of floats as they are loaded; else a name that the checkpoint's own scheme has to have",
+        short="-q",
+        after="dtype",
+    )
+    dequantized_copies: bool | None = setting(
+        None,
+        FLAG,
+        "model",
+        "copies of quantized matrices in the model's type beside them, by which a GPU multiplies many rows "
+        "faster; default: where all of them take at most an eighth of the memory",
+        after="quantization",
+    )
+
+
+CONFLICTS: tuple[Conflict, ...] = (
+    Conflict(
+        "few bits of what transformers runs",
+        lambda c: c.quantization is not None and c.quantization.method != "mxfp4" and c.facts.by_transformers,
+        lambda c: (
+            f"{c.facts.files.name}: {c.facts.architecture} is run by transformers here, which takes floats only, and the "
+            f"quantization is {c.quantization and c.quantization.method}; use a checkpoint of floats as it is"
+        ),
+        "by transformers",
+        "quantization",
+    ),
+    Conflict(
+        "copies for nobody",
+        lambda c: bool(c.args.dequantized_copies) and (c.device != "cuda" or c.dtype == "float32"),
+        lambda c: (
+            f"dequantized_copies requires CUDA and a 16-bit dtype; got {c.dtype} on {c.device}. Remove it"
+        ),
+    ),
+    Conflict(
+        "copies on a GPU of several",
+        lambda c: bool(c.args.dequantized_copies) and c.device == "cuda" and c.share_gpus,
+        lambda _: (
+            "dequantized_copies is not supported where several engines or ranks share one GPU: none sees what the others take; "
+            "leave it out"
+        ),
+    ),
+)  # fmt: skip
+
+
 class QuantizedWeights(Feature):
     name = "quantization"
+    conflicts = CONFLICTS
 
     def memory(self, config: "Config", sizes: Sizes) -> Memory:
         return Memory(optional=sizes.copied_values * DTYPE_BYTES[config.dtype]) if may_copy(config) else NO_MEMORY

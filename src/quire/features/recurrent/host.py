@@ -2,15 +2,30 @@
 
 from typing import TYPE_CHECKING
 
-from quire.features.host import Feature, Memory, Sizes
+from quire.features.host import Conflict, Feature, Memory, Sizes
 from quire.types.prompts import Extras
 
 if TYPE_CHECKING:
     from quire.config.config import Config
 
 
+CONFLICTS: tuple[Conflict, ...] = (
+    Conflict(
+        "ranks of recurrent layers",
+        lambda c: bool(c.facts.states) and (c.stages > 1 or (c.world > 1 and (not c.facts.layers or c.device != "cpu"))),
+        lambda c: (
+            f"{c.divided}: the recurrent layers of {c.facts.architecture} are not divided yet; leave it at 1 (on a CPU, and "
+            "with attention beside them, tensor_parallel_size divides all the rest)"
+        ),
+        "without attention",
+        "tensor_parallel_size",
+    ),
+)  # fmt: skip
+
+
 class Recurrent(Feature):
     name = "recurrent"
+    conflicts = CONFLICTS
 
     def memory(self, config: "Config", sizes: Sizes) -> Memory:  # noqa: ARG002
         """With drafts, each request has a second state to return to when drafts are rejected."""

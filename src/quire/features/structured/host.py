@@ -1,7 +1,11 @@
+# ruff: noqa: RUF009 - `setting` makes a dataclass field
 """Structured outputs: memory of token masks."""
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from quire.config.fields import OBJECT, setting
+from quire.config.structured import checked_structured_outputs
 from quire.features.host import Feature, Memory, Sizes
 from quire.types.prompts import Extras
 
@@ -11,8 +15,22 @@ if TYPE_CHECKING:
 MASKED_BYTES = 4 + 4 + 1 + 1  # of one token's logit: its copy in float32, the mask's bits in int32, allowed, and not allowed
 
 
+@dataclass
+class StructuredArgs:
+    structured_outputs_config: dict[str, Any] = setting(
+        {},
+        OBJECT,
+        "lengths and sampling",
+        "backend (auto, guidance, xgrammar); for JSON disable_any_whitespace (false), disable_additional_properties (true)",
+        after="logprobs_mode",
+    )
+
+
 class StructuredOutputs(Feature):
     name = "structured"
+
+    def check(self, args: StructuredArgs) -> None:
+        args.structured_outputs_config = checked_structured_outputs(args.structured_outputs_config)
 
     def memory(self, config: "Config", sizes: Sizes) -> Memory:  # noqa: ARG002
         """Masks are applied when the activations of the step are gone, so only a large vocabulary makes this the peak."""
