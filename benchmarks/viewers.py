@@ -39,10 +39,10 @@ from quire.cache.layout import make_layout
 from quire.engine import ipc
 from quire.engine.watch import Watch
 from quire.sched.scheduler import Scheduler
-from quire.serve.feed import views
-from quire.serve.feed.feed import encode
-from quire.serve.feed.ledger import Ledger
-from quire.serve.feed.views import PageView
+from quire.serve.engine_events import views
+from quire.serve.engine_events.stream import encode
+from quire.serve.engine_events.traces import RequestTraces
+from quire.serve.engine_events.views import PageView
 from quire.types.cache import LayerCache
 from quire.types.plan import StepResult
 
@@ -165,7 +165,7 @@ def print_steps(running: int, length: int, steps: int = 2000) -> None:
     )  # fmt: skip
     rng, number, clock = np.random.default_rng(0), 0, time.thread_time
     watch = Watch(scheduler.roster, scheduler.pool)
-    spent: dict[str, list[float]] = {"moves": [], "planned": [], "landing": [], "landed": [], "sights": [], "heard": []}
+    spent: dict[str, list[float]] = {"moves": [], "planned": [], "landing": [], "landed": [], "snapshots": [], "heard": []}
 
     def timed(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -178,16 +178,16 @@ def print_steps(running: int, length: int, steps: int = 2000) -> None:
 
     scheduler.roster.on_move = timed("moves", watch.moved)
     planned, landing, landed = (timed(name, getattr(watch, name)) for name in ("planned", "landing", "landed"))
-    tell = timed("sights", lambda: ipc.encode(ipc.Seen(watch.look())))
-    ledger, pages_seen = Ledger(answer), PageView(pages)
+    tell = timed("snapshots", lambda: ipc.encode(ipc.Seen(watch.look())))
+    traces, pages_seen = RequestTraces(answer), PageView(pages)
     llm = SimpleNamespace(stats=scheduler.stats)
 
     def read(frame: bytes) -> int:
         """As the API process does for all viewers of a key together."""
-        seen = ipc.decode_report(frame).sight
-        ledger.see(seen.requests)
+        seen = ipc.decode_report(frame).snapshot
+        traces.see(seen.requests)
         pages_seen.see(seen)
-        events = [("requests", views.requests(ledger.take(), None)), ("step", views.step(seen, llm, ledger, None))]
+        events = [("requests", views.requests(traces.take(), None)), ("step", views.step(seen, llm, traces, None))]
         events.append(("pages", pages_seen.told(None, seen.t, seen.first, seen.cells)))
         return sum(len(encode(kind, event)) for kind, event in events if event is not None)
 
@@ -209,10 +209,10 @@ def print_steps(running: int, length: int, steps: int = 2000) -> None:
             watch._next = 0.0
             told += 1
             size += hear(tell())
-    moves, planning, first, second, sight, heard = (statistics.median(each) * 1e6 for each in spent.values())
+    moves, planning, first, second, snapshot, heard = (statistics.median(each) * 1e6 for each in spent.values())
     print(f"{running} running, {ended} ended in {steps} steps; medians in microseconds of processor time, the clock's included")
-    print(f"{planning + first + second:.1f} a step, {len(spent['moves']) / ended * moves:.1f} a request, {sight:.0f} a sight")
-    print(f"in the API process, for all viewers of a key: {heard:.0f} a sight, which is {size / told / 1e3:.1f} KB")
+    print(f"{planning + first + second:.1f} a step, {len(spent['moves']) / ended * moves:.1f} a request, {snapshot:.0f} each")
+    print(f"in the API process, for all viewers of a key: {heard:.0f} a snapshot, which is {size / told / 1e3:.1f} KB")
 
 
 def answer(key: str) -> Any:

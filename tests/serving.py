@@ -22,7 +22,7 @@ from quire.config.server_args import ServerArgs
 from quire.device.registry import describe
 from quire.engine.child import COMMAND
 from quire.serve.app import build_app
-from quire.serve.front import RequestIds
+from quire.serve.middleware import RequestIds
 
 NAME = "tiny"
 

@@ -5,7 +5,7 @@
 With data_parallel_size there are several such processes, behind an `EngineRouter`.
 
 An engine that dies is restarted, and its requests go on where they were; whoever listens sees a pause. All state belongs to one
-event loop, the one in use; work on texts leaves it for threads and processes (`text/aside.py`). Does not import torch.
+event loop, the one in use; work on texts leaves it for threads and processes (`text/offload.py`). Does not import torch.
 """
 
 import asyncio
@@ -34,19 +34,19 @@ from quire.engine.supervisor import State
 from quire.engine.timeline import Timeline
 from quire.engine.view import Engines, OneEngine
 from quire.not_built import AsyncLLMNotBuilt, refuse_connector, refuse_stat_loggers
-from quire.text.aside import Aside
 from quire.text.inputs import InputProcessor, PreparedRequest, is_quick
+from quire.text.offload import TextOffload
 from quire.text.outputs import OutputProcessor, RequestAnswer, Stream, catch_up
 from quire.text.prompts import Tokenization
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_files import open_tokenizer
 from quire.types.adapter import LoRARequest
+from quire.types.engine_snapshot import EngineSnapshot
 from quire.types.errors import AdapterChanged, EngineDead, EngineError, NotSupported, QuireError, RequestError
 from quire.types.outputs import RequestOutput, TokenDelta
 from quire.types.prompts import NO_EXTRAS, Extras, Prompt, PromptType
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
-from quire.types.sight import Sight
 from quire.types.stats import Observer, Stats, together
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class AsyncLLM(AsyncLLMNotBuilt):
         self.stats: Stats | None = None  # as of the latest step
         self.pages = 0  # of the cache; 0 until the engine is ready
         self.timeline: Timeline | None = None  # of the latest start of the engine process
-        self._viewer: Callable[[Sight], None] | None = None
+        self._viewer: Callable[[EngineSnapshot], None] | None = None
         vocabulary = config.facts.vocab_size if config.more_tokens else None
         self.adapters = AdapterNames(
             config.max_loras > 0, vocabulary, lambda ref: self.prompts.open_tokenizer(ref), config.adapter_bounds
@@ -90,8 +90,8 @@ class AsyncLLM(AsyncLLMNotBuilt):
         except BaseException:
             self._client.stop(0.0)
             raise
-        self.aside = Aside(config, self.tokenizer)
-        self._inputs = InputProcessor.of(config, self.tokenizer, config.max_model_len, self.aside)
+        self.offload = TextOffload(config, self.tokenizer)
+        self._inputs = InputProcessor.of(config, self.tokenizer, config.max_model_len, self.offload)
         self.prompts = self._inputs.prompts
         self._outputs = OutputProcessor(self.tokenizer, self.observers)
         self._streams: dict[str, Stream] = {}  # by the user's request id
@@ -323,7 +323,7 @@ class AsyncLLM(AsyncLLMNotBuilt):
             self._client.abort([engine_id])
             self.on_deltas([TokenDelta(engine_id, [], "stop")], answer.engine)
 
-    def watch(self, viewer: Callable[[Sight], None] | None) -> None:
+    def watch(self, viewer: Callable[[EngineSnapshot], None] | None) -> None:
         """`viewer` is told what the engine sees of itself. Without one the engine does not collect it."""
         self._viewer = viewer
         self._client.watch(viewer is not None)
@@ -368,18 +368,18 @@ class AsyncLLM(AsyncLLMNotBuilt):
     # ---- text -----------------------------------------------------------------------------------------------------------
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        _, ids = await self.aside.encode(text, add_special_tokens)
+        _, ids = await self.offload.encode(text, add_special_tokens)
         assert ids is not None
         return ids
 
     async def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return await self.aside.decode(ids, skip_special_tokens)
+        return await self.offload.decode(ids, skip_special_tokens)
 
     async def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **options: Any
     ) -> tuple[str, list[int]]:
-        """The prompt of a conversation and its tokens; the options are those of `Aside.render`."""
-        text, _, ids = await self.aside.render(messages, add_special_tokens=add_special_tokens, **options)
+        """The prompt of a conversation and its tokens; the options are those of `TextOffload.render`."""
+        text, _, ids = await self.offload.render(messages, add_special_tokens=add_special_tokens, **options)
         assert ids is not None
         return text, ids
 
@@ -397,7 +397,7 @@ class AsyncLLM(AsyncLLMNotBuilt):
         """
         self._client.stop(SHUTDOWN_TIMEOUT_S if timeout is None else timeout)
         self._adapters.stop()
-        self.aside.stop()
+        self.offload.stop()
         task, self._task = self._task, None
         if task is not None and not task.get_loop().is_closed():
             task.cancel()
@@ -432,11 +432,11 @@ class AsyncLLM(AsyncLLMNotBuilt):
             except Exception:
                 logger.exception("an observer failed")
 
-    def on_seen(self, sight: Sight, engine: int = 0) -> None:
+    def on_snapshot(self, snapshot: EngineSnapshot, engine: int = 0) -> None:
         if self._viewer is not None:
-            sight.engine = engine
+            snapshot.engine = engine
             try:
-                self._viewer(sight)
+                self._viewer(snapshot)
             except Exception:
                 logger.exception("a viewer failed")
 
@@ -478,7 +478,7 @@ class AsyncLLM(AsyncLLMNotBuilt):
                 extras=extras,
             )  # fmt: skip
 
-        return prepare() if is_quick(prompt, params) else await self.aside.thread(prepare)
+        return prepare() if is_quick(prompt, params) else await self.offload.thread(prepare)
 
     def _open(
         self, prepared: PreparedRequest, trace_headers: Mapping[str, str] | None, arrived: float, at_once: bool

@@ -10,11 +10,11 @@ from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel
 from quire.engine.watch import PIECE, PageMap
 from quire.sched.scheduler import Scheduler
-from quire.types import sight
+from quire.types import engine_snapshot as snapshots
 from quire.types.cache import LayerCache
+from quire.types.engine_snapshot import PARTS, STEP_COLUMNS
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
-from quire.types.sight import PARTS, STEP_COLUMNS
 
 PAGE = 4
 VOCABULARY = 50
@@ -125,7 +125,7 @@ def test_prompts_of_others_are_what_a_decoding_request_waits_for():
     core.step()
     assert core.watch._shared > quiet
     ended = finished(run(core))
-    assert ended["1"].parts[sight.OTHERS] > 0 and ended["1"].parts[sight.DECODE] > ended["1"].parts[sight.OTHERS]
+    assert ended["1"].parts[snapshots.OTHERS] > 0 and ended["1"].parts[snapshots.DECODE] > ended["1"].parts[snapshots.OTHERS]
 
 
 def test_the_running_are_told_in_columns():
@@ -153,7 +153,7 @@ def test_sights_are_not_told_more_often_than_said():
         clock.now += 0.03
         if (one := core.watch.look()) is not None:
             told.append(one.t)
-    assert len(told) > 1 and np.diff(told).min() >= sight.EVERY
+    assert len(told) > 1 and np.diff(told).min() >= snapshots.EVERY
 
 
 def test_the_map_shows_every_page_and_whose_it_is():
@@ -169,13 +169,13 @@ def test_the_map_shows_every_page_and_whose_it_is():
     running = {each.spec.tenant: each for each in core.scheduler.roster.running}
     for number, tenant in enumerate(one.tenants):
         for page in running[tenant].pages[0]:
-            assert one.cells[page - 1] == sight.USED + 2 * number
-    assert one.cells.count(sight.BLANK) == one.blank == core.scheduler.pool.blank
+            assert one.cells[page - 1] == snapshots.USED + 2 * number
+    assert one.cells.count(snapshots.BLANK) == one.blank == core.scheduler.pool.blank
     run(core)
     core.watch._pages.changed()
     core.watch._next = 0.0
     one = core.watch.look()
-    assert one.cells.count(sight.CACHED) == one.cached > 0 and one.blank + one.cached == 64
+    assert one.cells.count(snapshots.CACHED) == one.cached > 0 and one.blank + one.cached == 64
 
 
 def test_a_large_map_is_told_in_pieces_of_a_bounded_number_of_cells():
@@ -187,8 +187,8 @@ def test_a_large_map_is_told_in_pieces_of_a_bounded_number_of_cells():
         first, cells = pages.next_piece()
         assert len(cells) <= PIECE
         told |= {first + i: cell for i, cell in enumerate(cells)}
-    assert len(told) == 4000 <= sight.CELLS and sorted(told) == list(range(4000))
-    assert told[0] == sight.USED == told[1] and told[2] == sight.BLANK, "pages 1 and 6 of those taken in a row"
+    assert len(told) == 4000 <= snapshots.CELLS and sorted(told) == list(range(4000))
+    assert told[0] == snapshots.USED == told[1] and told[2] == snapshots.BLANK, "pages 1 and 6 of those taken in a row"
 
 
 def test_guesses_are_counted():

@@ -14,8 +14,8 @@ from starlette.routing import Route
 from quire.config.server_args import ServerArgs
 from quire.obs.metrics import HttpMetrics, Metrics
 from quire.serve.auth import Keys, find_keys
-from quire.serve.front import build_front
 from quire.serve.health import ServerState, Service
+from quire.serve.middleware import build_middleware
 from quire.types.errors import EngineDead
 from quire.types.stats import Stats
 
@@ -50,7 +50,7 @@ class Desk:
             metrics = Metrics(args.metrics_prefix, "tiny", 100, {"block_size": 16})
             api = Starlette(routes=[Route("/v1/whoami", whoami, methods=["GET", "POST"])])
             self.state.service = Service(self.llm, api, metrics, HttpMetrics(metrics.registry))  # type: ignore[arg-type]
-        self.app = build_front(self.state, Keys(find_keys(args, environment or {})), loopback)
+        self.app = build_middleware(self.state, Keys(find_keys(args, environment or {})), loopback)
 
     def ask(self, path: str, method: str = "GET", headers: Any = None) -> httpx.Response:
         async def send() -> httpx.Response:

@@ -21,12 +21,12 @@ from quire.engine.adapter_names import AdapterNames
 from quire.files.resolve import ModelFiles
 from quire.obs.metrics import Metrics
 from quire.serve.app import build_app
-from quire.text.helper.wire import Cut, Parse
 from quire.text.inputs import InputProcessor
 from quire.text.outputs import OutputProcessor
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_files import read_tokenizer
 from quire.text.tool_prompt import render_told
+from quire.text.workers.wire import Cut, Parse
 from quire.types.outputs import RequestOutput, TokenDelta
 from quire.types.plan import TopLogprobs
 from quire.types.sampling import SamplingParams
@@ -106,10 +106,10 @@ class ScriptedLLM:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.aside = ScriptedAside(tokenizer)
+        self.offload = ScriptedAside(tokenizer)
         self.inputs = InputProcessor(
             tokenizer, vocab_size=len(tokenizer), max_model_len=1 << 20, max_logprobs=20,
-            eos_ids=[tokenizer.eos_token_id], seed=0, aside=self.aside,
+            eos_ids=[tokenizer.eos_token_id], seed=0, offload=self.offload,
         )  # fmt: skip
         self.prompts = self.inputs.prompts
         self.default_sampling: dict[str, Any] = {}

@@ -63,7 +63,7 @@ class ServerProcess:
         return only_child(self.engine_pid(), "quire.features.structured.grammar.worker")
 
     def text_pids(self) -> list[int]:
-        return children(self.process.pid, "quire.text.helper.worker")
+        return children(self.process.pid, "quire.text.workers.worker")
 
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)

@@ -261,7 +261,7 @@ def test_adapters_are_counted_and_seen(running, http):
     labels = 'engine="0",max_lora="1",model_name="tiny",running_lora_adapters="",waiting_lora_adapters=""'
     assert f"lora_requests_info{{{labels}}}" in told
     seen: list[object] = []
-    running.llm.watch(lambda sight: seen.extend(request.adapter for request in sight.requests))
+    running.llm.watch(lambda snapshot: seen.extend(request.adapter for request in snapshot.requests))
     try:
         text(http, "b", max_tokens=100)
     finally:

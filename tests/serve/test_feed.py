@@ -15,7 +15,7 @@ from feed_viewer import watching
 from server_process import body, serving, wait_for
 
 from patience import PATIENCE
-from quire.types.sight import PARTS, STEP_COLUMNS
+from quire.types.engine_snapshot import PARTS, STEP_COLUMNS
 
 KEYS = ("first-key", "second-key")
 LEAST = 1e-4  # seconds: what rounding may do to a sum of parts

@@ -8,11 +8,11 @@ import pytest
 
 from quire.config.server_args import ServerArgs
 from quire.obs.metrics import HttpMetrics, Metrics
-from quire.serve.feed.feed import MOST_BYTES, MOST_WAITING, Feed, Viewer, ViewerStream, encode
-from quire.serve.feed.ledger import PATIENCE, Ledger
+from quire.serve.engine_events.stream import MOST_BYTES, MOST_WAITING, EngineEvents, Viewer, ViewerStream, encode
+from quire.serve.engine_events.traces import PATIENCE, RequestTraces
 from quire.serve.health import ServerState, Service
 from quire.serve.limits import ServerLimits
-from quire.types.sight import PARTS, RequestSight
+from quire.types.engine_snapshot import PARTS, RequestSnapshot
 from quire.types.stats import Stats
 
 
@@ -98,7 +98,7 @@ def make_feed(several, viewers):
     state, llm = ServerState(ServerArgs()), FakeLLM()
     metrics = Metrics("quire", "tiny", 100, {"block_size": 16})
     state.service = Service(llm, None, metrics, HttpMetrics(metrics.registry))
-    return Feed(state, several, ServerLimits(viewers=viewers)), llm, state
+    return EngineEvents(state, several, ServerLimits(viewers=viewers)), llm, state
 
 
 def ask(feed, tenant=None, method="GET"):
@@ -139,7 +139,7 @@ def seen(key, state, since, parts=None, **more):
         "tenant": "", "seen": 10.0, "fresh": True, "prompt": 5, "cached": 0, "drawn": 1, "drafted": 0, "accepted": 0,
         "max_tokens": 9, "grammar": False, "preemptions": 0,
     } | more  # fmt: skip
-    return RequestSight(key=key, state=state, since=since, parts=parts or [0.0] * len(PARTS), **fields)
+    return RequestSnapshot(key=key, state=state, since=since, parts=parts or [0.0] * len(PARTS), **fields)
 
 
 def parts(**named):
@@ -160,59 +160,59 @@ def answer(key):
     )
 
 
-def check(entry, wall, **expected):
-    told = entry.told()
+def check(trace, wall, **expected):
+    told = trace.told()
     assert told["state"] == "finished" and told["wall"] == wall and told["id"] == "cmpl-x" and told["index"] == 0
     assert told["parts"] == pytest.approx(expected) and sum(told["parts"].values()) == pytest.approx(wall)
 
 
 def test_a_request_that_came_and_went_between_two_sights():
-    ledger = Ledger(lambda key: None)
-    ledger.end(over("1", 12.5))
-    ledger.see([seen("1", "finished", 12.0, parts(queue=1.0, decode=1.0))])
-    check(ledger.take()[-1], 3.0, prepare=0.5, queue=1.0, decode=1.0, deliver=0.5)
-    assert not ledger.open and not ledger._ended
+    traces = RequestTraces(lambda key: None)
+    traces.end(over("1", 12.5))
+    traces.see([seen("1", "finished", 12.0, parts(queue=1.0, decode=1.0))])
+    check(traces.take()[-1], 3.0, prepare=0.5, queue=1.0, decode=1.0, deliver=0.5)
+    assert not traces.open and not traces._ended
 
 
 def test_what_an_engine_did_after_a_stop_string_is_not_counted():
-    ledger = Ledger(answer)
-    ledger.see([seen("1", "decode", 11.0, parts(queue=1.0))])
-    ledger.end(over("1", 12.0))
-    ledger.see([seen("1", "finished", 14.0, parts(queue=1.0, decode=1.0, others=2.0))])
-    check(ledger.take()[-1], 2.5, prepare=0.5, queue=1.0, others=1.0)
+    traces = RequestTraces(answer)
+    traces.see([seen("1", "decode", 11.0, parts(queue=1.0))])
+    traces.end(over("1", 12.0))
+    traces.see([seen("1", "finished", 14.0, parts(queue=1.0, decode=1.0, others=2.0))])
+    check(traces.take()[-1], 2.5, prepare=0.5, queue=1.0, others=1.0)
 
 
 def test_a_request_survives_engines_in_the_ledger():
-    ledger = Ledger(answer)
-    ledger.see([seen("1", "decode", 11.0, parts(queue=1.0))])
-    ledger.lose(12.0)
-    assert ledger.take()[-1].told()["state"] == "restart"
-    ledger.regain(14.5)
-    ledger.see([seen("1", "prompt", 15.0, seen=15.0)])
-    ledger.end(over("1", 17.0))
-    ledger.see([seen("1", "finished", 17.0, parts(prompt=2.0), seen=15.0)])
-    check(ledger.take()[-1], 7.5, prepare=0.5, queue=1.0, decode=1.0, restart=3.0, prompt=2.0)
+    traces = RequestTraces(answer)
+    traces.see([seen("1", "decode", 11.0, parts(queue=1.0))])
+    traces.lose(12.0)
+    assert traces.take()[-1].told()["state"] == "restart"
+    traces.regain(14.5)
+    traces.see([seen("1", "prompt", 15.0, seen=15.0)])
+    traces.end(over("1", 17.0))
+    traces.see([seen("1", "finished", 17.0, parts(prompt=2.0), seen=15.0)])
+    check(traces.take()[-1], 7.5, prepare=0.5, queue=1.0, decode=1.0, restart=3.0, prompt=2.0)
 
 
 def test_a_request_that_ends_while_there_is_no_engine():
-    ledger = Ledger(answer)
-    ledger.see([seen("1", "waiting", 10.0)])
-    ledger.lose(11.0)
-    ledger.end(over("1", 13.0, "abort"))
-    check(ledger.take()[-1], 3.5, prepare=0.5, queue=1.0, restart=2.0)
-    ledger = Ledger(answer)
-    ledger.see([seen("2", "waiting", 10.0)])
-    ledger.end(over("2", 10.5))
-    ledger.lose(11.0)
-    check(ledger.take()[-1], 1.0, prepare=0.5, queue=0.5)
+    traces = RequestTraces(answer)
+    traces.see([seen("1", "waiting", 10.0)])
+    traces.lose(11.0)
+    traces.end(over("1", 13.0, "abort"))
+    check(traces.take()[-1], 3.5, prepare=0.5, queue=1.0, restart=2.0)
+    traces = RequestTraces(answer)
+    traces.see([seen("2", "waiting", 10.0)])
+    traces.end(over("2", 10.5))
+    traces.lose(11.0)
+    check(traces.take()[-1], 1.0, prepare=0.5, queue=0.5)
 
 
 def test_what_nobody_speaks_of_again_is_forgotten():
-    ledger = Ledger(answer)
-    ledger.see([seen("1", "decode", 11.0)])
-    ledger._owner = lambda key: None
-    ledger.end(over("2", 12.0))
-    ledger.tidy(13.0)
-    assert ledger.open and ledger._ended
-    ledger.tidy(13.0 + PATIENCE)
-    assert not ledger.open and not ledger._ended
+    traces = RequestTraces(answer)
+    traces.see([seen("1", "decode", 11.0)])
+    traces._owner = lambda key: None
+    traces.end(over("2", 12.0))
+    traces.tidy(13.0)
+    assert traces.open and traces._ended
+    traces.tidy(13.0 + PATIENCE)
+    assert not traces.open and not traces._ended

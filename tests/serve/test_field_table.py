@@ -108,7 +108,7 @@ class Watched(Scripted):
         super().__init__(tokenizer, **settings)
         self.llm.config.policy = "priority"
         self.asked = []
-        for place, name in ((self.llm, "generate"), (self.llm.aside, "render"), (self.llm.aside, "encode")):
+        for place, name in ((self.llm, "generate"), (self.llm.offload, "render"), (self.llm.offload, "encode")):
             setattr(place, name, self._watch(name, getattr(place, name)))
         self.llm.decode = self._decode
 

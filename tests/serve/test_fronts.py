@@ -15,7 +15,7 @@ from server_process import ServerProcess, body, children, read_stream, serving, 
 from adapter_files import write_adapter
 from quire import LLM, SamplingParams
 
-FRONT = "quire.serve.fronts.process"
+FRONT = "quire.serve.api_workers.process"
 FLAGS = ("--api-server-count", "2", "--data-parallel-size", "2", "--enable-server-load-tracking", "--enable-lora",
          "--max-loras", "4", "--allow-runtime-lora-updating")  # fmt: skip
 

@@ -205,7 +205,7 @@ def test_whoever_hangs_up_with_requests_waiting_is_gone() -> None:
         assert status(raw.socket.recv(1000)) == 200
         raw.close()
         wait_for(lambda: server.seen == ["ended"])
-        wait_for(lambda: len(server.server.crowd) == 0)
+        wait_for(lambda: len(server.server.connection_limits) == 0)
 
 
 def test_a_body_that_nobody_wants() -> None:
@@ -260,8 +260,8 @@ def test_nobody_is_slow_for_ever(hurried: Hosted, begin: bytes, drop: bytes, cod
     over.set()
     dripping.join()
     assert status(answer) == code
-    wait_for(lambda: len(hurried.server.crowd) == 0)
-    assert hurried.server.crowd.unfinished == 0
+    wait_for(lambda: len(hurried.server.connection_limits) == 0)
+    assert hurried.server.connection_limits.unfinished == 0
 
 
 def test_silence_between_requests_is_the_users_choice() -> None:
@@ -280,7 +280,7 @@ def test_silence_between_requests_is_the_users_choice() -> None:
 
 def test_a_body_that_comes_slowly_but_comes(hurried: Hosted) -> None:
     raw, over = hurried.connect(), threading.Event()
-    begun = hurried.server.crowd.limits.body_seconds / 50
+    begun = hurried.server.connection_limits.limits.body_seconds / 50
     size = 2 * LIMITS.body_progress
     raw.send(POST + b"Content-Length: %d\r\n" % (8 * size) + END)
     for _ in range(8):  # four times the patience altogether
@@ -294,7 +294,7 @@ def test_an_answer_that_nobody_reads(hurried: Hosted) -> None:
     hurried.seen.clear()
     raw.send(b"GET /stream?n=100000&times=10000&pause=0 HTTP/1.1\r\n\r\n")
     wait_for(lambda: hurried.seen == ["ended"])
-    wait_for(lambda: len(hurried.server.crowd) == 0)
+    wait_for(lambda: len(hurried.server.connection_limits) == 0)
     raw.close()
 
 
@@ -315,7 +315,7 @@ def test_idle_connections_make_room() -> None:
         held = [server.connect() for _ in range(20)]
         held[-1].send(GET)
         assert status(server.ask(GET + END)) == 200
-        assert len(server.server.crowd) <= 8
+        assert len(server.server.connection_limits) <= 8
         assert held[0].read() == b""
         server.hasty = True
         for raw in streams:
@@ -343,11 +343,11 @@ def test_unfinished_bodies_are_bounded_altogether() -> None:
         slow = [server.connect() for _ in range(16)]
         for raw in slow:
             raw.send(POST + b"Content-Length: %d\r\n\r\n" % (2 * MEGABYTE) + b"x" * MEGABYTE)
-        wait_for(lambda: server.server.crowd.unfinished > 6 * MEGABYTE)
+        wait_for(lambda: server.server.connection_limits.unfinished > 6 * MEGABYTE)
         for _ in range(4):
             body = b"x" * MEGABYTE
             assert b'"size":%d' % MEGABYTE in server.ask(POST + b"Content-Length: %d\r\n" % MEGABYTE + END + body)
-            assert server.server.crowd.unfinished <= limits.unfinished_bytes
+            assert server.server.connection_limits.unfinished <= limits.unfinished_bytes
         told = [raw for raw in slow if _has_news(raw.socket)]
         assert 8 <= len(told) < 16
         for raw in told:
@@ -355,8 +355,8 @@ def test_unfinished_bodies_are_bounded_altogether() -> None:
             assert status(answer) == 503 and b"retry-after: 5" in answer
         for raw in slow:
             raw.close()
-        wait_for(lambda: len(server.server.crowd) == 0)
-        assert server.server.crowd.unfinished == 0
+        wait_for(lambda: len(server.server.connection_limits) == 0)
+        assert server.server.connection_limits.unfinished == 0
 
 
 @needs_openssl
@@ -367,13 +367,13 @@ def test_tls_handshakes_that_are_not_done_count_and_make_room(tmp_path: Path) ->
     with hosted(dataclasses.replace(LIMITS, connections=8), **settings) as server:
         silent = [server.connect() for _ in range(20)]
         wait_for(lambda: sum(is_closed(raw) for raw in silent) == 12)
-        assert len(server.server.crowd) == 8
+        assert len(server.server.connection_limits) == 8
         assert httpx.get(f"https://127.0.0.1:{server.port}/echo", verify=context, timeout=PATIENCE).status_code == 200
         silent[-1].send(GET + END)  # not TLS
         assert b"200" not in silent[-1].read()
         for raw in silent:
             raw.close()
-        wait_for(lambda: len(server.server.crowd) == 0)
+        wait_for(lambda: len(server.server.connection_limits) == 0)
 
 
 @needs_openssl
@@ -381,7 +381,7 @@ def test_tls_handshakes_are_not_waited_for_for_ever(tmp_path: Path) -> None:
     key, certificate = make_certificate(tmp_path)
     with hosted(tempo=100, ssl_keyfile=str(key), ssl_certfile=str(certificate)) as server:
         assert server.connect().read() == b""
-        wait_for(lambda: len(server.server.crowd) == 0)
+        wait_for(lambda: len(server.server.connection_limits) == 0)
 
 
 def is_closed(raw: Raw) -> bool:

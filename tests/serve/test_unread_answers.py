@@ -14,7 +14,7 @@ from server_process import wait_for
 from patience import PATIENCE
 from quire.config.server_args import ServerArgs
 from quire.serve.app import build_app
-from quire.serve.crowd import Crowd
+from quire.serve.connection_limits import ConnectionLimits
 from quire.serve.http import HttpServer
 from quire.serve.limits import LIMITS, ServerLimits
 from serving import Running
@@ -32,15 +32,15 @@ class Bounded:
 
     def __init__(self, running: Running, server: HttpServer, port: int) -> None:
         self._running, self._port = running, port
-        self.crowd, self.closed = server.crowd, 0
-        server.crowd.on_closed_unread = self._count
+        self.connection_limits, self.closed = server.connection_limits, 0
+        server.connection_limits.on_closed_unread = self._count
 
     def _count(self) -> None:
         self.closed += 1
 
     def second(self) -> None:
         async def look() -> None:
-            self.crowd.look()
+            self.connection_limits.look()
 
         self._running.call(look())
 
@@ -87,7 +87,7 @@ def test_a_stream_that_nobody_reads_is_closed_and_its_request_ends(server: Runni
             return http.closed == 1
 
         wait_for(passed)
-        wait_for(lambda: len(http.crowd) == 0)
+        wait_for(lambda: len(http.connection_limits) == 0)
         server.wait_idle()
         assert b"[DONE]" not in read_all(client)
         client.close()
@@ -135,9 +135,9 @@ class Waiting:
 
 
 def test_who_has_read_nothing_for_longest_is_closed_first() -> None:
-    crowd: Any = Crowd(replace(LIMITS, all_unread_bytes=800), 1024)
+    connection_limits: Any = ConnectionLimits(replace(LIMITS, all_unread_bytes=800), 1024)
     reads, stalls, small = Waiting(600, 0), Waiting(250, 30), Waiting(10, 30)
     for member in (reads, stalls, small):
-        crowd.enter(member)
-    crowd.look()
+        connection_limits.enter(member)
+    connection_limits.look()
     assert stalls.closed and not reads.closed and not small.closed

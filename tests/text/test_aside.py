@@ -17,11 +17,11 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from patience import PATIENCE
 from quire.proc.spawn import processor_time
-from quire.text import aside as aside_module
-from quire.text.aside import Aside
-from quire.text.helper import pool, worker
-from quire.text.helper.wire import Cut, Ids, Parse
+from quire.text import offload as offload_module
+from quire.text.offload import TextOffload
 from quire.text.tokenizer_files import read_tokenizer
+from quire.text.workers import pool, worker
+from quire.text.workers.wire import Cut, Ids, Parse
 from quire.types.errors import EngineError, InvalidParameter, PromptTooLong, RequestError
 
 USER = [{"role": "user", "content": "hello"}]
@@ -30,7 +30,7 @@ GROW = "{{ 'a' | center(10 ** 10) }}"
 IN_C = "{% set n = namespace(x=3) %}{% for i in range(40) %}{% set n.x = n.x * n.x %}{% endfor %}"
 HEAVY_WHEN_IT_REFUSES = """
 import sys
-from quire.text.helper import wire, worker
+from quire.text.workers import wire, worker
 
 refusal = wire.refusal
 
@@ -43,7 +43,7 @@ worker.main(sys.argv[1:])
 """
 DEADLY_TO_RENDER = """
 import os, sys
-from quire.text.helper import worker
+from quire.text.workers import worker
 
 worker.TextWorker._render = lambda *_: os._exit(1)
 worker.main(sys.argv[1:])
@@ -53,7 +53,7 @@ PLENTY = Parse(64, 1000, 10000, 100000)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("aside")
+    directory = tmp_path_factory.mktemp("offload")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     fast = Fast(models.BPE(vocab={piece: i for i, piece in enumerate(alphabet)}, merges=[]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -64,78 +64,78 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def with_aside(model: Path, work: Callable[[Aside], Awaitable[None]]) -> None:
+def with_aside(model: Path, work: Callable[[TextOffload], Awaitable[None]]) -> None:
     files = SimpleNamespace(path=model)
     args = SimpleNamespace(tokenizer=None, tokenizer_revision=None)
     config: Any = SimpleNamespace(args=args, facts=SimpleNamespace(files=files))
-    aside = Aside(config, read_tokenizer(model))
+    offload = TextOffload(config, read_tokenizer(model))
 
     async def run() -> None:
-        await work(aside)
+        await work(offload)
 
     try:
         asyncio.run(run())
     finally:
-        aside.stop()
+        offload.stop()
 
 
-async def rendered(aside: Aside, template: str | None = None, **options: Any) -> str:
-    return (await aside.render(USER, add_special_tokens=False, chat_template=template, **options))[0]
+async def rendered(offload: TextOffload, template: str | None = None, **options: Any) -> str:
+    return (await offload.render(USER, add_special_tokens=False, chat_template=template, **options))[0]
 
 
 def test_templates_render_as_in_this_process(model):
-    async def work(aside: Aside) -> None:
-        text, count, ids = await aside.render(USER, add_special_tokens=False, variables={"word": "é€"})
+    async def work(offload: TextOffload) -> None:
+        text, count, ids = await offload.render(USER, add_special_tokens=False, variables={"word": "é€"})
         assert text == "<user>helloé€" and count == len(text.encode())
         assert ids == read_tokenizer(model).encode(text, add_special_tokens=False)
         big = {"n": 10**30, "deep": [[[{"a": None}]]]}
         assert (
-            await rendered(aside, "{{ x.n }} {{ x | tojson }}", variables={"x": big})
+            await rendered(offload, "{{ x.n }} {{ x | tojson }}", variables={"x": big})
             == f'{10**30} {{"n": {10**30}, "deep": [[[{{"a": null}}]]]}}'
         )
         with pytest.raises(RequestError, match="not today") as caught:
-            await rendered(aside, "{{ raise_exception('not today') }}")
+            await rendered(offload, "{{ raise_exception('not today') }}")
         assert caught.value.parameter == "messages"
         with pytest.raises(RequestError, match="not valid Jinja"):
-            await rendered(aside, "{% if %}")
+            await rendered(offload, "{% if %}")
         with pytest.raises(RequestError, match="lone surrogate"):
-            await rendered(aside, variables={"x": "\ud800"})
+            await rendered(offload, variables={"x": "\ud800"})
         with pytest.raises(PromptTooLong, match="wrote 11 characters"):
-            await rendered(aside, most=10)
+            await rendered(offload, most=10)
 
     with_aside(model, work)
 
 
 def test_long_texts_are_the_same_in_a_process(model):
-    async def work(aside: Aside) -> None:
+    async def work(offload: TextOffload) -> None:
         tokenizer = read_tokenizer(model)
         text = "héllo ☃ " * 10000
         expected = tokenizer.encode(text)
         assert len(text) > tokenizer.short
-        assert await aside.encode(text, True) == (len(expected), expected)
-        assert await aside.encode(text, True, Cut(10)) == (len(expected), None)
-        assert await aside.encode(text, True, Cut(10, keep=7)) == (len(expected), expected[-7:])
-        assert await aside.encode(text, True, Cut(10, keep=7, right=True)) == (len(expected), expected[:7])
-        assert await aside.encode("ab", True, Cut(1)) == (2, None)
-        assert await aside.decode(expected, False) == text
+        assert await offload.encode(text, True) == (len(expected), expected)
+        assert await offload.encode(text, True, Cut(10)) == (len(expected), None)
+        assert await offload.encode(text, True, Cut(10, keep=7)) == (len(expected), expected[-7:])
+        assert await offload.encode(text, True, Cut(10, keep=7, right=True)) == (len(expected), expected[:7])
+        assert await offload.encode("ab", True, Cut(1)) == (2, None)
+        assert await offload.decode(expected, False) == text
         message = [{"role": "user", "content": text}]
-        assert (await aside.render(message, add_special_tokens=False))[2] == tokenizer.encode("<user>" + text)
+        assert (await offload.render(message, add_special_tokens=False))[2] == tokenizer.encode("<user>" + text)
         with pytest.raises(RequestError, match="lone surrogate"):
-            await aside.encode(text + "\ud800", True)
+            await offload.encode(text + "\ud800", True)
 
     with_aside(model, work)
 
 
 def test_json_is_the_same_from_a_process(model):
-    async def work(aside: Aside) -> None:
+    async def work(offload: TextOffload) -> None:
         raw = b'{"a": [1, 2.5, null, true, "\\u00e9"], "n": 123456789012345678901234567890, "l": "' + b"x\\n" * 50000 + b'"}'
-        value = await aside.parse(raw, PLENTY)
+        value = await offload.parse(raw, PLENTY)
         assert value == {"a": [1, 2.5, None, True, "é"], "n": 123456789012345678901234567890, "l": "x\n" * 50000}
-        numbers = await aside.parse(b"[" + b"7,-9," * 30000 + b"123456789]", PLENTY)
+        numbers = await offload.parse(b"[" + b"7,-9," * 30000 + b"123456789]", PLENTY)
         assert type(numbers) is Ids and numbers == [7, -9] * 30000 + [123456789]
         assert (numbers.least, numbers.greatest) == (-9, 123456789)
         big = b"[" + b"1," * 20 + b"99999999999999999999]"
-        assert await aside.parse(big, PLENTY) == [1] * 20 + [99999999999999999999]
+        assert await offload.parse(big, PLENTY) == [1] * 20 + [99999999999999999999]
         for bad, why in (
             (b"[" * 100 + b"]" * 100, "64 deep"), (b"[" * 100000, "not valid JSON|deep"),
             (b"[" + b"[]," * 1000 + b"1]", "1000 arrays"),
@@ -143,7 +143,7 @@ def test_json_is_the_same_from_a_process(model):
             (b'{"a": NaN}', "not valid JSON"), (b'"\\ud800"', "not valid JSON"), (b'{"a": 1e400}', "not valid JSON"),
         ):  # fmt: skip
             with pytest.raises(RequestError, match=why) as caught:
-                await aside.parse(bad, PLENTY)
+                await offload.parse(bad, PLENTY)
             assert caught.value.parameter == "body"
 
     with_aside(model, work)
@@ -155,11 +155,11 @@ def test_json_is_the_same_from_a_process(model):
 def test_a_template_is_bounded(model, monkeypatch, template, why):
     monkeypatch.setenv("QUIRE_TEMPLATE_SECONDS", "1")
 
-    async def work(aside: Aside) -> None:
+    async def work(offload: TextOffload) -> None:
         with pytest.raises(InvalidParameter, match=why) as caught:
-            await rendered(aside, template)
+            await rendered(offload, template)
         assert caught.value.parameter == "messages"
-        assert await rendered(aside) == "<user>hello"
+        assert await rendered(offload) == "<user>hello"
 
     with_aside(model, work)
 
@@ -173,23 +173,23 @@ def test_a_template_is_bounded(model, monkeypatch, template, why):
     ],
 )
 def test_what_a_template_wrote_can_be_told(model, template, why):
-    async def work(aside: Aside) -> None:
+    async def work(offload: TextOffload) -> None:
         pids = set()
         for _ in range(3):
             with pytest.raises(RequestError, match=why) as caught:
-                await rendered(aside, template)
+                await rendered(offload, template)
             assert len(str(caught.value)) < 10000
-            pids.update(aside.pids)
+            pids.update(offload.pids)
         assert len(pids) == 1  # it did not die of that
 
     with_aside(model, work)
 
 
 def test_looping_templates_leave_room_for_others(model):
-    async def work(aside: Aside) -> None:
-        looping = [asyncio.create_task(rendered(aside, LOOP)) for _ in range(3)]
+    async def work(offload: TextOffload) -> None:
+        looping = [asyncio.create_task(rendered(offload, LOOP)) for _ in range(3)]
         await asyncio.sleep(0.5)
-        assert [await rendered(aside) for _ in range(3)] == ["<user>hello"] * 3
+        assert [await rendered(offload) for _ in range(3)] == ["<user>hello"] * 3
         assert not any(task.done() for task in looping)
         for task in looping:
             task.cancel()
@@ -199,24 +199,24 @@ def test_looping_templates_leave_room_for_others(model):
 
 
 def test_a_burst_of_short_jobs_starts_no_more_processes(model, monkeypatch):
-    monkeypatch.setattr(pool, "BUSY", 600.0)
+    monkeypatch.setattr(pool, "GROW_AFTER_S", 600.0)
 
-    async def work(aside: Aside) -> None:
-        assert await asyncio.gather(*[rendered(aside) for _ in range(8)]) == ["<user>hello"] * 8
-        assert len(aside.pids) == 1
+    async def work(offload: TextOffload) -> None:
+        assert await asyncio.gather(*[rendered(offload) for _ in range(8)]) == ["<user>hello"] * 8
+        assert len(offload.pids) == 1
 
     with_aside(model, work)
 
 
 def test_tenants_take_turns_and_nobody_overtakes(model, monkeypatch):
-    monkeypatch.setattr(aside_module, "MOST_QUICK", 1)
+    monkeypatch.setattr(offload_module, "MOST_QUICK", 1)
 
-    async def work(aside: Aside) -> None:
+    async def work(offload: TextOffload) -> None:
         done: list[str] = []
 
         async def job(name: str) -> None:
-            pool.whose.set(name[0])
-            await rendered(aside)
+            pool.current_tenant.set(name[0])
+            await rendered(offload)
             done.append(name)
             if name == "a1":
                 await job("a5")  # the process has just been given back, and others wait for it
@@ -238,15 +238,15 @@ def test_tenants_take_turns_and_nobody_overtakes(model, monkeypatch):
 
 
 def test_a_killed_process_is_replaced_and_its_job_is_done(model):
-    async def work(aside: Aside) -> None:
-        assert await rendered(aside) == "<user>hello"
-        [pid] = aside.pids
+    async def work(offload: TextOffload) -> None:
+        assert await rendered(offload) == "<user>hello"
+        [pid] = offload.pids
         os.kill(pid, signal.SIGKILL)
-        assert await rendered(aside) == "<user>hello"
-        assert pid not in aside.pids
-        [pid] = aside.pids
+        assert await rendered(offload) == "<user>hello"
+        assert pid not in offload.pids
+        [pid] = offload.pids
         os.kill(pid, signal.SIGSTOP)
-        waiting = asyncio.create_task(rendered(aside))
+        waiting = asyncio.create_task(rendered(offload))
         await asyncio.sleep(0.1)
         os.kill(pid, signal.SIGKILL)
         assert await waiting == "<user>hello"
@@ -260,14 +260,14 @@ def run_instead(monkeypatch: pytest.MonkeyPatch, *command: str) -> None:
 
 @pytest.mark.skipif(processor_time(os.getpid()) is None, reason="what a process did is not known here")
 def test_a_process_that_stands_still_is_replaced(model, monkeypatch):
-    monkeypatch.setattr(pool, "SILENCE", 1.5)  # a start beside busy neighbours has its moments
+    monkeypatch.setattr(pool, "HANG_TIMEOUT_S", 1.5)  # a start beside busy neighbours has its moments
 
-    async def work(aside: Aside) -> None:
-        assert await rendered(aside) == "<user>hello"
-        [pid] = aside.pids
+    async def work(offload: TextOffload) -> None:
+        assert await rendered(offload) == "<user>hello"
+        [pid] = offload.pids
         os.kill(pid, signal.SIGSTOP)
-        assert await asyncio.wait_for(rendered(aside), PATIENCE) == "<user>hello"
-        assert pid not in aside.pids and not _runs(pid)
+        assert await asyncio.wait_for(rendered(offload), PATIENCE) == "<user>hello"
+        assert pid not in offload.pids and not _runs(pid)
 
     with_aside(model, work)
 
@@ -275,11 +275,11 @@ def test_a_process_that_stands_still_is_replaced(model, monkeypatch):
 def test_a_job_that_loses_two_processes_is_refused(model, monkeypatch):
     run_instead(monkeypatch, sys.executable, "-P", "-c", DEADLY_TO_RENDER)
 
-    async def work(aside: Aside) -> None:
+    async def work(offload: TextOffload) -> None:
         with pytest.raises(InvalidParameter, match="two processes were lost"):
-            await rendered(aside)
+            await rendered(offload)
         with pytest.raises(InvalidParameter, match="two processes were lost"):
-            await rendered(aside)
+            await rendered(offload)
 
     with_aside(model, work)
 
@@ -287,8 +287,8 @@ def test_a_job_that_loses_two_processes_is_refused(model, monkeypatch):
 def test_processes_that_cannot_run_are_not_the_clients_mistake(model, monkeypatch):
     run_instead(monkeypatch, "/bin/false")
 
-    async def work(aside: Aside) -> None:
-        asked = [rendered(aside) for _ in range(3)]
+    async def work(offload: TextOffload) -> None:
+        asked = [rendered(offload) for _ in range(3)]
         outcomes = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), PATIENCE)
         assert [type(outcome) for outcome in outcomes] == [EngineError] * 3
 
@@ -296,27 +296,27 @@ def test_processes_that_cannot_run_are_not_the_clients_mistake(model, monkeypatc
 
 
 def test_processes_that_were_killed_while_idle_cost_nobody_anything(model, monkeypatch):
-    monkeypatch.setattr(pool, "BUSY", 0.0)
+    monkeypatch.setattr(pool, "GROW_AFTER_S", 0.0)
 
-    async def work(aside: Aside) -> None:
-        while len(aside.pids) < 2:
-            await asyncio.gather(*[rendered(aside) for _ in range(8)])
-        killed = aside.pids  # one that is only starting may be among them
+    async def work(offload: TextOffload) -> None:
+        while len(offload.pids) < 2:
+            await asyncio.gather(*[rendered(offload) for _ in range(8)])
+        killed = offload.pids  # one that is only starting may be among them
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
         while any(_runs(pid) for pid in killed):
             await asyncio.sleep(0.02)
-        assert await rendered(aside) == "<user>hello"
+        assert await rendered(offload) == "<user>hello"
 
     with_aside(model, work)
 
 
 def test_a_process_that_was_killed_while_it_started_costs_nobody_anything(model):
-    async def work(aside: Aside) -> None:
-        asked = asyncio.create_task(rendered(aside))
-        while not aside.pids:
+    async def work(offload: TextOffload) -> None:
+        asked = asyncio.create_task(rendered(offload))
+        while not offload.pids:
             await asyncio.sleep(0)
-        os.kill(aside.pids[0], signal.SIGKILL)
+        os.kill(offload.pids[0], signal.SIGKILL)
         assert await asked == "<user>hello"
 
     with_aside(model, work)
@@ -326,11 +326,11 @@ def test_a_process_that_ends_with_a_refusal_is_not_used_again(model, monkeypatch
     """Nor is it held against the next job."""
     run_instead(monkeypatch, sys.executable, "-P", "-c", HEAVY_WHEN_IT_REFUSES)
 
-    async def work(aside: Aside) -> None:
-        bad = [aside.parse(b"{", PLENTY) for _ in range(2)]
+    async def work(offload: TextOffload) -> None:
+        bad = [offload.parse(b"{", PLENTY) for _ in range(2)]
         assert [type(error) for error in await asyncio.gather(*bad, return_exceptions=True)] == [InvalidParameter] * 2
-        assert aside.pids == []
-        assert await aside.parse(b"[1]", PLENTY) == [1]
+        assert offload.pids == []
+        assert await offload.parse(b"[1]", PLENTY) == [1]
 
     with_aside(model, work)
 
@@ -339,58 +339,58 @@ def test_what_the_server_holds_is_not_counted_as_its_processes(model):
     """Linux hands the largest size of a process on to those it starts."""
     held = b"x" * (worker.HEAVY + 2**26)
 
-    async def work(aside: Aside) -> None:
-        assert await aside.parse(b"[1]", PLENTY) == [1]
-        process = aside.pids
+    async def work(offload: TextOffload) -> None:
+        assert await offload.parse(b"[1]", PLENTY) == [1]
+        process = offload.pids
         assert len(process) == 1
-        assert await aside.parse(b"[2]", PLENTY) == [2] and aside.pids == process
+        assert await offload.parse(b"[2]", PLENTY) == [2] and offload.pids == process
 
-    async def within_reason(aside: Aside) -> None:
-        await asyncio.wait_for(work(aside), PATIENCE)
+    async def within_reason(offload: TextOffload) -> None:
+        await asyncio.wait_for(work(offload), PATIENCE)
 
     with_aside(model, within_reason)
     assert held
 
 
 def test_a_start_that_fails_or_is_given_up_makes_room_for_those_who_wait(model, monkeypatch):
-    monkeypatch.setattr(aside_module, "MOST_QUICK", 1)
-    may_start, real = threading.Event(), pool.Helper.__init__
+    monkeypatch.setattr(offload_module, "MOST_QUICK", 1)
+    may_start, real = threading.Event(), pool.WorkerHandle.__init__
     failing = True
 
-    def start(self: pool.Helper, where: str, lasting: bool = False) -> None:
+    def start(self: pool.WorkerHandle, where: str, lasting: bool = False) -> None:
         assert may_start.wait(PATIENCE)
         if failing:
             raise OSError(errno.EMFILE, "too many open files")
         real(self, where, lasting)
 
-    monkeypatch.setattr(pool.Helper, "__init__", start)
+    monkeypatch.setattr(pool.WorkerHandle, "__init__", start)
 
-    async def work(aside: Aside) -> None:
+    async def work(offload: TextOffload) -> None:
         nonlocal failing
-        asked = [asyncio.create_task(rendered(aside)) for _ in range(3)]
+        asked = [asyncio.create_task(rendered(offload)) for _ in range(3)]
         await asyncio.sleep(0.05)
         asked[0].cancel()
         may_start.set()
         outcomes = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), PATIENCE)
         assert [type(outcome) for outcome in outcomes] == [asyncio.CancelledError, EngineError, EngineError]
         failing = False
-        assert await rendered(aside) == "<user>hello"
+        assert await rendered(offload) == "<user>hello"
 
     with_aside(model, work)
 
 
 def test_what_nobody_waits_for_is_ended(model, monkeypatch):
-    monkeypatch.setattr(pool, "PATIENCE", 0.2)
-    monkeypatch.setattr(aside_module, "MOST_LONG", 2)
+    monkeypatch.setattr(pool, "ABANDONED_JOB_S", 0.2)
+    monkeypatch.setattr(offload_module, "MOST_LONG", 2)
 
-    async def work(aside: Aside) -> None:
-        assert await rendered(aside, "a") == "a"
-        [pid] = aside.pids
-        task = asyncio.create_task(rendered(aside, LOOP))
+    async def work(offload: TextOffload) -> None:
+        assert await rendered(offload, "a") == "a"
+        [pid] = offload.pids
+        task = asyncio.create_task(rendered(offload, LOOP))
         await asyncio.sleep(0.2)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        while aside.pids:
+        while offload.pids:
             await asyncio.sleep(0.02)
         while _runs(pid):
             await asyncio.sleep(0.02)

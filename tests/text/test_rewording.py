@@ -5,7 +5,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from quire.text.backends import LibraryBackend
-from quire.text.rewording import KEPT, TRIED, Rewording
+from quire.text.retokenize import KEPT, TRIED, Rewording
 from quire.text.tokenizer import Tokenizer
 
 TEXTS = ["one two three four five", "the quick brown fox jumps over the lazy dog"]

@@ -24,10 +24,10 @@ from quire.engine.remote import Harbour, RemoteEngine
 from quire.engine.supervisor import AnyChild, State, Supervisor, SupervisorLimits
 from quire.proc.fork_server import LazyForkServer
 from quire.types.adapter import AdapterRef
+from quire.types.engine_snapshot import EngineSnapshot
 from quire.types.errors import ConfigError, EngineDead, EngineError, InvalidParameter, QuireError
 from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest, FinishReason
-from quire.types.sight import Sight
 from quire.types.stats import Stats
 
 SUSPECT, MOST_STRIKES = 2, 3
@@ -44,7 +44,7 @@ class Hearer(Protocol):
 
     def on_step(self, report: ipc.StepReport) -> None: ...
 
-    def on_seen(self, sight: Sight) -> None: ...
+    def on_snapshot(self, snapshot: EngineSnapshot) -> None: ...
 
     def on_refused(self, engine_id: str, error: QuireError) -> None: ...
 
@@ -297,8 +297,8 @@ class EngineClient:
         self.stats = report.stats
         self._hearer.on_step(report)
 
-    def on_seen(self, sight: Sight) -> None:
-        self._hearer.on_seen(sight)
+    def on_snapshot(self, snapshot: EngineSnapshot) -> None:
+        self._hearer.on_snapshot(snapshot)
 
     def on_answer(self, answer: ipc.Refused | ipc.Reply) -> None:
         match answer:

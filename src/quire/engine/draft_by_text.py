@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from quire.engine.core import EngineCore
 from quire.sched.draft.base import Text
-from quire.text.rewording import Rewording
+from quire.text.retokenize import Rewording
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import EngineDead
 from quire.types.request import EngineRequest

@@ -22,9 +22,9 @@ from quire.proc import messages
 from quire.proc.messages import WireMessage, decoder
 from quire.types import errors
 from quire.types.adapter import AdapterRef
+from quire.types.engine_snapshot import EngineSnapshot
 from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest
-from quire.types.sight import Sight
 from quire.types.stats import Stats
 
 AHEAD = "ahead"  # to an engine process that is started before its arguments are known: import what a model needs
@@ -133,7 +133,7 @@ class StepReport(WireMessage):
 class Seen(WireMessage):
     """For those who look at the engine."""
 
-    sight: Sight
+    snapshot: EngineSnapshot
 
 
 class Beat(WireMessage):

@@ -127,9 +127,9 @@ class EngineLoop:
         watch = self._core.watch
         if watch is None:
             return self._idle_wait
-        sight = watch.look()
-        if sight is not None:
-            self._link.send(ipc.Seen(sight))
+        snapshot = watch.look()
+        if snapshot is not None:
+            self._link.send(ipc.Seen(snapshot))
         return min(self._idle_wait, VIEW_WAIT if watch.pending else IDLE_WAIT)
 
     def _gather(self) -> None:

@@ -288,9 +288,9 @@ def _by_our_clock(report: ipc.Report, ahead: float) -> ipc.Report:
                 msgspec.structs.replace(delta, scheduled_at=delta.scheduled_at + ahead) if delta.scheduled_at else delta
                 for delta in deltas
             ]
-        case ipc.Seen(sight):
-            sight.t += ahead
-            for request in sight.requests:
+        case ipc.Seen(snapshot):
+            snapshot.t += ahead
+            for request in snapshot.requests:
                 request.since += ahead
                 request.seen += ahead
     return report

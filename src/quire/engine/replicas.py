@@ -26,10 +26,10 @@ from quire.engine.timeline import Stopwatch
 from quire.features.structured.grammar.lanes import GrammarLanes
 from quire.sched.limits import RequestLimits
 from quire.types.adapter import AdapterRef
+from quire.types.engine_snapshot import EngineSnapshot
 from quire.types.errors import EngineDead, QuireError, RequestError
 from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest
-from quire.types.sight import Sight
 from quire.types.stats import NOTHING, Stats, together
 from quire.types.structured import StructuredOutputsParams
 
@@ -57,7 +57,7 @@ class _Inbox:
     def on_step(self, report: ipc.StepReport, engine: int = 0) -> None:
         """The clients keep what is asked for."""
 
-    def on_seen(self, sight: Sight, engine: int = 0) -> None:
+    def on_snapshot(self, snapshot: EngineSnapshot, engine: int = 0) -> None:
         """Nobody watches."""
 
     def on_refused(self, engine_id: str, error: QuireError) -> None:

@@ -26,10 +26,10 @@ from quire.engine.remote import Harbour
 from quire.engine.together import Together
 from quire.engine.view import Engines
 from quire.sched.balancer import Balancer
+from quire.types.engine_snapshot import EngineSnapshot
 from quire.types.errors import CompanionLost, QuireError
 from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest
-from quire.types.sight import Sight
 
 CAUSE = 5.0  # seconds for it to show
 
@@ -43,7 +43,7 @@ class FleetHearer(Protocol):
 
     def on_step(self, report: ipc.StepReport, engine: int = 0) -> None: ...
 
-    def on_seen(self, sight: Sight, engine: int = 0) -> None: ...
+    def on_snapshot(self, snapshot: EngineSnapshot, engine: int = 0) -> None: ...
 
     def on_refused(self, engine_id: str, error: QuireError) -> None: ...
 
@@ -74,8 +74,8 @@ class _Ear:
     def on_step(self, report: ipc.StepReport) -> None:
         self._hearer.on_step(report, self._number)
 
-    def on_seen(self, sight: Sight) -> None:
-        self._hearer.on_seen(sight, self._number)
+    def on_snapshot(self, snapshot: EngineSnapshot) -> None:
+        self._hearer.on_snapshot(snapshot, self._number)
 
     def on_refused(self, engine_id: str, error: QuireError) -> None:
         self._balancer.end(engine_id)

@@ -22,9 +22,9 @@ from quire.config.args import EngineArgs
 from quire.engine import ipc
 from quire.engine.child import Child
 from quire.engine.remote import RemoteEngine
+from quire.types.engine_snapshot import EngineSnapshot
 from quire.types.errors import EngineDead, QuireError
 from quire.types.outputs import TokenDelta
-from quire.types.sight import Sight
 
 AnyChild = Child | RemoteEngine
 State = Literal["starting", "ready", "restarting", "dead"]
@@ -54,7 +54,7 @@ class Listener(Protocol):
     def on_step(self, report: ipc.StepReport) -> None:
         """After all its deltas."""
 
-    def on_seen(self, sight: Sight) -> None: ...
+    def on_snapshot(self, snapshot: EngineSnapshot) -> None: ...
 
     def on_answer(self, answer: ipc.Refused | ipc.Reply) -> None: ...
 
@@ -235,8 +235,8 @@ class Supervisor:
                     self._listener.on_deltas(deltas[i : i + CHUNK] if len(deltas) > CHUNK else deltas)
                     await asyncio.sleep(0)
                 self._listener.on_step(report)
-            case ipc.Seen(sight):
-                self._listener.on_seen(sight)
+            case ipc.Seen(snapshot):
+                self._listener.on_snapshot(snapshot)
             case ipc.Beat(busy):
                 self._busy = busy
             case ipc.Refused() | ipc.Reply():

@@ -18,14 +18,14 @@ import numpy as np
 from quire.cache.pool import Pool
 from quire.sched.plan_builder import Scheduled
 from quire.sched.roster import Place, Roster
-from quire.types import sight
+from quire.types import engine_snapshot as snapshots
+from quire.types.engine_snapshot import EngineSnapshot, RequestSnapshot, RequestState, Step
 from quire.types.plan import StepResult
 from quire.types.request import Request
-from quire.types.sight import RequestSight, RequestState, Sight, Step
 
-PIECE = 512  # cells of the map in one sight
-WALK = 2048  # page-table entries that are asked for their owner before a sight
-MOST_MOVED = 1024  # requests told in one sight
+PIECE = 512  # cells of the map in one snapshot
+WALK = 2048  # page-table entries that are asked for their owner before a snapshot
+MOST_MOVED = 1024  # requests told in one snapshot
 
 _Kept = TypeVar("_Kept")
 
@@ -37,7 +37,7 @@ class _Watched:
 
     def __init__(self, request: Request, state: RequestState, now: float, fresh: bool) -> None:
         self.request, self.state, self.since, self.seen, self.fresh = request, state, now, now, fresh
-        self.parts = [0.0] * len(sight.PARTS)
+        self.parts = [0.0] * len(snapshots.PARTS)
         self.length = len(request.tokens)  # when it began to run
         self.shared = self.masks = 0.0  # what the clocks said when it began to decode
         self.aside = 0.0  # seconds of steps without a row of it, since then
@@ -50,11 +50,11 @@ class Watch:
         self._records: dict[Request, _Watched] = {}
         self._running: dict[Request, _Watched] = {}
         self._prompting: dict[Request, _Watched] = {}
-        self._moved: dict[_Watched, None] = {}  # since the latest sight
+        self._moved: dict[_Watched, None] = {}  # since the latest snapshot
         self._left_out: dict[int, list[_Watched]] = {}  # step -> running ones without a row in it
         self._shared = self._masks = 0.0  # seconds, ever: of steps that were others' prompts; of waiting for masks
         self._mask_waits: dict[int, float] = {}  # step -> seconds
-        self._steps: deque[Step] = deque(maxlen=sight.MOST_STEPS)
+        self._steps: deque[Step] = deque(maxlen=snapshots.MOST_STEPS)
         self._skipped = self._preempted = 0
         self._guesses = False
         self._last: Scheduled | None = None
@@ -105,14 +105,14 @@ class Watch:
         for record in self._prompting.values():
             there = 0 <= record.request.admitted <= plan.step and record not in left_out
             decoding -= there
-            record.parts[sight.PROMPT if there else sight.OTHERS] += now - record.since
+            record.parts[snapshots.PROMPT if there else snapshots.OTHERS] += now - record.since
             record.since = now
         if tokens != rows:
             if plan.drafts.any():
                 drafted, accepted = int(plan.drafts.sum()), self._count_guesses(scheduled, result)
             prompt = max(0, tokens - drafted - decoding)
             self._shared += max(0.0, seconds - waited) * prompt / tokens
-        if len(self._steps) == sight.MOST_STEPS:
+        if len(self._steps) == snapshots.MOST_STEPS:
             self._skipped += 1
         self._steps.append(
             (
@@ -134,13 +134,13 @@ class Watch:
     def pending(self) -> bool:
         return bool(self._steps or self._moved or self._pages.stale)
 
-    def look(self) -> Sight | None:
+    def look(self) -> EngineSnapshot | None:
         """What is new, if it is time for that."""
         now = self._clock()
         if now < self._next or not self.pending:
             return None
-        self._next = now + (sight.EVERY if len(self._running) <= sight.MANY else 2 * sight.EVERY)
-        steps, self._steps = list(self._steps), deque(maxlen=sight.MOST_STEPS)
+        self._next = now + (snapshots.EVERY if len(self._running) <= snapshots.MANY else 2 * snapshots.EVERY)
+        steps, self._steps = list(self._steps), deque(maxlen=snapshots.MOST_STEPS)
         skipped, self._skipped = self._skipped, 0
         told = list(self._moved)[:MOST_MOVED]
         for record in told:
@@ -158,7 +158,7 @@ class Watch:
             self._pages.changed()
         self._pages.walk(running, self._roster.tenants)
         first, cells = self._pages.next_piece()
-        return Sight(
+        return EngineSnapshot(
             now, steps, skipped, [_tell(record) for record in told], self._roster.compiling,
             [request.spec.id for request in running], row[[request.slot for request in running]],
             _ints([request.computed for request in running]), _ints(drawn),
@@ -197,9 +197,9 @@ class Watch:
             masks, others = 0.0, others + masks
         others = min(elapsed, others)
         masks = min(elapsed - others, masks)
-        parts[sight.OTHERS] += others
-        parts[sight.MASKS] += masks
-        parts[sight.DECODE] += elapsed - others - masks
+        parts[snapshots.OTHERS] += others
+        parts[snapshots.MASKS] += masks
+        parts[snapshots.DECODE] += elapsed - others - masks
 
     def _count_guesses(self, scheduled: Scheduled, result: StepResult) -> int:
         self._guesses, accepted = True, 0
@@ -221,7 +221,7 @@ class PageMap:
         self.pool = pool
         self.tenants: list[str] = []  # by number
         self._numbers: dict[str, int] = {}
-        self._each = sight.pages_per_cell(pool.pages)
+        self._each = snapshots.pages_per_cell(pool.pages)
         self._cells = -(-pool.pages // self._each) if self._each else 0
         self._owners: bytearray | None = None  # of pages, while there are several tenants
         self._first = self._walked = 0
@@ -237,17 +237,17 @@ class PageMap:
 
     def walk(self, running: list[Request], tenants: Iterable[str]) -> None:
         for tenant in [each for each in tenants if each not in self._numbers]:
-            if len(self.tenants) < sight.STRANGER:
+            if len(self.tenants) < snapshots.STRANGER:
                 self._numbers[tenant] = len(self.tenants)
                 self.tenants.append(tenant)
         if len(self.tenants) < 2 or not running:
             return
         if self._owners is None:
-            self._owners = bytearray([sight.STRANGER]) * (self.pool.pages + 1)
+            self._owners = bytearray([snapshots.STRANGER]) * (self.pool.pages + 1)
         owners, left = self._owners, WALK
         for i in range(len(running)):
             request = running[(self._walked + i) % len(running)]
-            number = self._numbers.get(request.spec.tenant, sight.STRANGER)
+            number = self._numbers.get(request.spec.tenant, snapshots.STRANGER)
             for table in request.pages:
                 left -= len(table)
                 for page in table:
@@ -266,7 +266,7 @@ class PageMap:
         if self._owners is None:
             return first, kinds
         owned = zip(kinds, self._owners[pages], strict=True)
-        return first, bytes([kind if kind < sight.USED else kind + 2 * owner for kind, owner in owned])
+        return first, bytes([kind if kind < snapshots.USED else kind + 2 * owner for kind, owner in owned])
 
 
 def _state(request: Request, place: Place) -> RequestState:
@@ -291,19 +291,19 @@ def _part(record: _Watched) -> int:
     """What the time of those who do not decode is; late masks make a request that had run wait in its grammar's place."""
     match record.state:
         case "grammar":
-            return sight.GRAMMAR if record.request.admitted < 0 else sight.MASKS
+            return snapshots.GRAMMAR if record.request.admitted < 0 else snapshots.MASKS
         case "waiting":
-            return sight.QUEUE
+            return snapshots.QUEUE
         case "prompt":
-            return sight.PROMPT
+            return snapshots.PROMPT
         case _:
-            return sight.PREEMPTED
+            return snapshots.PREEMPTED
 
 
-def _tell(record: _Watched) -> RequestSight:
+def _tell(record: _Watched) -> RequestSnapshot:
     request = record.request
     spec = request.spec
-    return RequestSight(
+    return RequestSnapshot(
         spec.id, spec.tenant, record.state, record.since, record.seen, record.fresh, len(spec.prompt), request.cached,
         len(request.tokens) - len(spec.prompt), record.drafted, record.accepted, request.limit - len(spec.prompt),
         spec.params.needs_masks, request.preemptions, record.parts, request.finished,

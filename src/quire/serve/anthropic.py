@@ -9,6 +9,8 @@ import pydantic_core
 from fastapi import APIRouter, Request, Response
 
 from quire.serve.body import JSONRoute
+from quire.serve.chat_stream import Turn, TurnDelta, prepare_turn, render_turn, run_turn, stream_turn
+from quire.serve.error_messages import Terms
 from quire.serve.errors import AnthropicErrorBody, json_response
 from quire.serve.items import Change, Item, ItemClosed, ItemGrown, ItemOpened, Items
 from quire.serve.protocol import (
@@ -22,8 +24,6 @@ from quire.serve.protocol import (
 )
 from quire.serve.server import Server, server_of
 from quire.serve.sse import ANTHROPIC, Events, EventStream
-from quire.serve.turn import Turn, TurnDelta, prepare_turn, render_turn, run_turn, stream_turn
-from quire.serve.wording import Terms
 from quire.types.errors import InvalidParameter, NotSupported, PromptTooLong
 
 _TOO_LONG = re.compile(r"maximum context length is (\d+) tokens.*? requested (?:at least )?(\d+) .*?prompt has (\d+) tokens")

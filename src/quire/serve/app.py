@@ -15,8 +15,8 @@ from quire.obs.metrics import Metrics
 from quire.serve import adapters, anthropic, chat, completions, developer, models, responses, tokenize
 from quire.serve.body import ClientGone, JSONRoute
 from quire.serve.errors import CLIENT_GONE, HttpError, error_response, install_error_handlers
-from quire.serve.front import choose_id
 from quire.serve.limits import LIMITS, ServerLimits
+from quire.serve.middleware import choose_id
 from quire.serve.no_route import absent_router, install_no_route_handlers
 from quire.serve.server import Server
 

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.config.server_args import ServerArgs
 from quire.serve.errors import error_body, json_response, shaped
-from quire.text.helper.pool import whose
+from quire.text.workers.pool import current_tenant
 from quire.types.errors import ConfigError
 
 KEY_VARIABLES = ("QUIRE_API_KEY", "VLLM_API_KEY")
@@ -95,7 +95,7 @@ class Guard:
         if number is None:
             return await unauthorized(scope)(scope, receive, send)
         state["tenant"] = self._keys.tenant(number)
-        whose.set(state["tenant"])
+        current_tenant.set(state["tenant"])
         return await self._app(scope, receive, send)
 
     def _find(self, scope: Scope) -> int | None:

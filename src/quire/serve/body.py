@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.serve.errors import HttpError
 from quire.serve.limits import LIMITS, ServerLimits
-from quire.text.helper.wire import Parse, not_json, too_deep, too_many
+from quire.text.workers.wire import Parse, not_json, too_deep, too_many
 
 
 class ClientGone(Exception):
@@ -110,7 +110,7 @@ class JSONRoute(APIRoute):
             raise HttpError(503, "too many large request bodies wait to be read; try again in a few seconds")
         unparsed.bytes += len(raw)
         try:
-            return await server.llm.aside.parse(raw, bounds)
+            return await server.llm.offload.parse(raw, bounds)
         finally:
             unparsed.bytes -= len(raw)
 

@@ -22,7 +22,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from quire.serve.crowd import UNREAD_BYTES, Crowd
+from quire.serve.connection_limits import UNREAD_BYTES, ConnectionLimits
 from quire.serve.errors import RETRY_AFTER, error_body
 
 logger = logging.getLogger(__name__)
@@ -80,13 +80,13 @@ class ClientConnection(HttpToolsProtocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
-        crowd: Crowd,
+        connection_limits: ConnectionLimits,
         tells_ids: bool = True,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.access_log = False  # the front's business
         self.body_size = self.body_age = 0
-        self._crowd, self._limits = crowd, crowd.limits
+        self._connection_limits, self._limits = connection_limits, connection_limits.limits
         self.arrived: Callable[[], None] | None = None  # told when the connection is made, before it counts
         self._tells_ids = tells_ids  # refusals have one, as all answers then
         self._flow: _Flow | None = None
@@ -111,13 +111,13 @@ class ClientConnection(HttpToolsProtocol):
         self.flow = self._flow = _Flow(transport)
         if self.arrived is not None:
             self.arrived()
-        if not self._crowd.enter(self):
+        if not self._connection_limits.enter(self):
             self._over = True
             transport.write(self._refusal(503, "there are too many connections", RETRY_AFTER))
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._crowd.leave(self)
+        self._connection_limits.leave(self)
         self._over, self._rest, self._due = True, b"", None
         self.pipeline.clear()
         if self._answered is not None and not self._answered.response_complete:
@@ -211,13 +211,13 @@ class ClientConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._check_kind()
         self._in_head, self._head, self._framing, self._age, self._progress = False, 0, 0, 0, 0
-        self._crowd.busy(self)
+        self._connection_limits.busy(self)
         super().on_headers_complete()
         if not self.pipeline:
             self._answered = self.cycle
         if self.parser.should_upgrade():
             self.cycle.keep_alive = False
-        self._crowd.begin_body(self)
+        self._connection_limits.begin_body(self)
 
     def _check_kind(self) -> None:
         if self.parser.get_http_version() not in ("1.0", "1.1"):
@@ -232,20 +232,20 @@ class ClientConnection(HttpToolsProtocol):
             return
         self._progress += len(body)
         super().on_body(body)
-        self._crowd.add_body(self, len(body))
+        self._connection_limits.add_body(self, len(body))
 
     def on_message_complete(self) -> None:
         self._in_head, self._head, self._thrown, self._age = True, 0, 0, 0
-        self._crowd.end_body(self)
+        self._connection_limits.end_body(self)
         super().on_message_complete()
         if self.cycle.response_complete:
             self.cycle.more_body = False
-            self._crowd.idle(self)
+            self._connection_limits.idle(self)
 
     def on_response_complete(self) -> None:
         self._answered = self.pipeline[-1][0] if self.pipeline else self._answered
         super().on_response_complete()
-        self._crowd.end_body(self)
+        self._connection_limits.end_body(self)
         self._age = 0
         if self._over:
             if self._due is not None and self._answered is not None and self._answered.response_complete:
@@ -254,7 +254,7 @@ class ClientConnection(HttpToolsProtocol):
         if self._rest:
             self.loop.call_soon(self._go_on)
         elif self._in_head and self._answered is not None and self._answered.response_complete:
-            self._crowd.idle(self)
+            self._connection_limits.idle(self)
 
     def _unsupported_upgrade_warning(self) -> None:
         pass
@@ -309,7 +309,7 @@ class ClientConnection(HttpToolsProtocol):
             self._refuse(408, why)
 
     def make_room(self) -> None:
-        self._crowd.busy(self)
+        self._connection_limits.busy(self)
         self.transport.abort()
 
     def give_up_body(self) -> None:
@@ -319,8 +319,8 @@ class ClientConnection(HttpToolsProtocol):
 
     def _hear_nothing(self) -> None:
         self._over, self._rest, self._age, self._thrown = True, b"", 0, 0
-        self._crowd.busy(self)
-        self._crowd.end_body(self)
+        self._connection_limits.busy(self)
+        self._connection_limits.end_body(self)
         if self._flow is not None:
             self._flow.hold(False)
             self._flow.resume_reading()
@@ -366,7 +366,7 @@ class ClientConnection(HttpToolsProtocol):
         self.transport.write(refusal)
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self._crowd.idle(self)
+        self._connection_limits.idle(self)
 
     def _throw_away(self, size: int, most: int) -> None:
         self._thrown += size

@@ -11,12 +11,12 @@ from fastapi import Request
 
 from quire.obs.logs import log_piece
 from quire.serve.body import stop
-from quire.serve.crowd import UNREAD_BYTES
+from quire.serve.connection_limits import UNREAD_BYTES
+from quire.serve.error_messages import FieldNames, field_names_of
 from quire.serve.errors import GenerationFailed
 from quire.serve.protocol import GenerationFields
 from quire.serve.sampling import max_tokens_for, sampling_params
 from quire.serve.server import Server, answer_id, priority_of, rank_of
-from quire.serve.wording import Wording, wording_of
 from quire.types.errors import NO_TOKEN, RequestError
 from quire.types.outputs import RequestOutput
 from quire.types.prompts import Prompt
@@ -40,7 +40,7 @@ class GenerationJob:
     cache_tenant: str | None  # whose cached prompts may be shared
     trace_headers: dict[str, str] | None
     timed: bool  # the answer carries its times
-    wording: Wording  # of its errors
+    field_names: FieldNames  # of its errors
     rank: int | None = None  # of several engines, the one that is to have it
     created: int = field(default_factory=lambda: int(time.time()))
     engine_ids: list[str] = field(default_factory=list)  # of its requests to the engine, as far as they have begun
@@ -74,7 +74,7 @@ def make_job(
         cache_tenant=getattr(raw.state, "tenant", None),
         trace_headers=traced or None,
         timed=server.wants_timing(raw),
-        wording=wording_of(request),
+        field_names=field_names_of(request),
         rank=rank_of(raw, llm),
     )
     raw.scope["state"][UNREAD_BYTES] = lambda: sum(map(llm.unread_bytes, job.engine_ids))
@@ -84,7 +84,7 @@ def make_job(
 def run(server: Server, job: GenerationJob) -> Outputs:
     """Outputs of all prompts as they come, each with its prompt's number. Closing it ends everything in the engine."""
     streams = [_start(server, job, i) for i in range(len(job.prompts))]
-    return _number(streams[0], job.wording) if len(streams) == 1 else _merge(streams, job.wording)
+    return _number(streams[0], job.field_names) if len(streams) == 1 else _merge(streams, job.field_names)
 
 
 async def collect(server: Server, job: GenerationJob) -> list[RequestOutput]:
@@ -134,16 +134,16 @@ def answer_of(engine_id: str) -> tuple[str, int | None]:
     return (parts[0], int(parts[1])) if len(parts) == 3 and parts[1].isdigit() else (engine_id, None)
 
 
-async def _number(stream: AsyncGenerator[RequestOutput, None], wording: Wording) -> Outputs:
+async def _number(stream: AsyncGenerator[RequestOutput, None], field_names: FieldNames) -> Outputs:
     async with aclosing(stream):
         try:
             async for output in stream:
                 yield 0, output
         except RequestError as error:
-            raise wording.of(error) from error
+            raise field_names.of(error) from error
 
 
-async def _merge(streams: Sequence[AsyncGenerator[RequestOutput, None]], wording: Wording) -> Outputs:
+async def _merge(streams: Sequence[AsyncGenerator[RequestOutput, None]], field_names: FieldNames) -> Outputs:
     """The queue is short: a reader that is slow slows its own streams, it does not fill memory."""
     queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(maxsize=len(streams))
 
@@ -172,7 +172,7 @@ async def _merge(streams: Sequence[AsyncGenerator[RequestOutput, None]], wording
         while running:
             i, item = await queue.get()
             if isinstance(item, RequestError):
-                raise wording.of(item) from item
+                raise field_names.of(item) from item
             if isinstance(item, Exception):
                 raise item
             if item is None:

@@ -23,8 +23,8 @@ from quire import __version__
 from quire.async_llm import AsyncLLM
 from quire.config.server_args import ServerArgs
 from quire.obs.metrics import HttpMetrics, Metrics
+from quire.serve.api_workers.client import RouterClient
 from quire.serve.errors import error_body, json_response
-from quire.serve.fronts.client import HubClient
 from quire.types.errors import EngineDead
 
 
@@ -36,7 +36,7 @@ class Service:
     app: ASGIApp
     metrics: Metrics
     http_metrics: HttpMetrics
-    hub: HubClient | None = None  # the way to other API processes, if there are any
+    router: RouterClient | None = None  # the way to other API processes, if there are any
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Health:
 
     async def load(self, _: Request) -> Response:
         service = self._state.service
-        others = 0 if service is None or service.hub is None else (await service.hub.gather()).open
+        others = 0 if service is None or service.router is None else (await service.router.gather()).open
         return json_response({"server_load": self._state.open + others})
 
     async def metrics(self, request: Request) -> Response:
@@ -117,10 +117,10 @@ class Health:
         if service is None:
             return json_response(error_body(503, "the model is still loading", kind="ServiceUnavailableError"), 503)
         accept = request.headers.get("accept", "")
-        if service.hub is None:
+        if service.router is None:
             content, content_type = service.metrics.render(service.llm, accept)
         else:
-            found = await service.hub.gather()
+            found = await service.router.gather()
             content, content_type = service.metrics.render_total(
                 service.llm, service.http_metrics.board, found.boards, accept, found.adapters
             )

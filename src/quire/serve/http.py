@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from quire.config.server_args import ServerArgs
 from quire.serve.connection import ClientConnection
-from quire.serve.crowd import Crowd, raise_descriptor_limit
+from quire.serve.connection_limits import ConnectionLimits, raise_descriptor_limit
 from quire.serve.limits import LIMITS, ServerLimits
 from quire.serve.sockets import BACKLOG
 from quire.types.errors import ConfigError
@@ -30,7 +30,7 @@ PAUSE = 1.0  # seconds, when the system has no descriptor left
 
 
 class Handshake:
-    """A member of the crowd until its connection is one."""
+    """A member of the connection_limits until its connection is one."""
 
     body_size = body_age = unread = stalled = 0
 
@@ -56,8 +56,8 @@ class Handshake:
 class Handshakes:
     """Accepts from listening sockets until it is closed."""
 
-    def __init__(self, crowd: Crowd, context: ssl.SSLContext, connect: Callable[[], ClientConnection]) -> None:
-        self._crowd, self._context, self._connect = crowd, context, connect
+    def __init__(self, limits: ConnectionLimits, context: ssl.SSLContext, connect: Callable[[], ClientConnection]) -> None:
+        self._connection_limits, self._context, self._connect = limits, context, connect
         self._tasks: set[asyncio.Task[None]] = set()
 
     def listen(self, listener: socket.socket, backlog: int) -> None:
@@ -83,8 +83,8 @@ class Handshakes:
                 logger.warning("no connection can be accepted: %s", error)
                 await asyncio.sleep(PAUSE)
                 continue
-            handshake = Handshake(peer, self._crowd.limits.head_seconds)
-            if self._crowd.enter(handshake):
+            handshake = Handshake(peer, self._connection_limits.limits.head_seconds)
+            if self._connection_limits.enter(handshake):
                 self._start(self._shake_hands(peer, handshake))
             else:
                 peer.close()
@@ -92,7 +92,7 @@ class Handshakes:
     async def _shake_hands(self, peer: socket.socket, handshake: Handshake) -> None:
         def connect() -> ClientConnection:
             connection = self._connect()
-            connection.arrived = lambda: self._crowd.leave(handshake)
+            connection.arrived = lambda: self._connection_limits.leave(handshake)
             return connection
 
         try:
@@ -101,7 +101,7 @@ class Handshakes:
             logger.debug("a TLS handshake failed: %s", error)
             peer.close()
         finally:
-            self._crowd.leave(handshake)
+            self._connection_limits.leave(handshake)
 
 
 LAST_WORDS = 5.0  # seconds for responses to be written after their requests were ended
@@ -110,9 +110,9 @@ TICKS = 10  # of uvicorn in a second
 
 class HttpServer(uvicorn.Server):
     def __init__(self, settings: ServerArgs, app: ASGIApp, limits: ServerLimits = LIMITS) -> None:
-        self.crowd = Crowd(limits, raise_descriptor_limit())
+        self.connection_limits = ConnectionLimits(limits, raise_descriptor_limit())
         self._handshakes: Handshakes | None = None
-        super().__init__(_config(settings, app, self.crowd))
+        super().__init__(_config(settings, app, self.connection_limits))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         context = self.config.ssl
@@ -120,7 +120,7 @@ class HttpServer(uvicorn.Server):
             await super().startup(sockets)
             return
         await super().startup([])
-        self._handshakes = Handshakes(self.crowd, context, self._connect)
+        self._handshakes = Handshakes(self.connection_limits, context, self._connect)
         for listener in sockets:
             self._handshakes.listen(listener, self.config.backlog)
 
@@ -141,15 +141,15 @@ class HttpServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         if counter % TICKS == 0:
-            self.crowd.look()
+            self.connection_limits.look()
         return await super().on_tick(counter)
 
 
-def _config(settings: ServerArgs, app: ASGIApp, crowd: Crowd) -> uvicorn.Config:
+def _config(settings: ServerArgs, app: ASGIApp, connection_limits: ConnectionLimits) -> uvicorn.Config:
     config = uvicorn.Config(
         app,
         log_config=None,
-        http=partial(ClientConnection, crowd=crowd, tells_ids=settings.enable_request_id_headers),  # type: ignore[arg-type]
+        http=partial(ClientConnection, connection_limits=connection_limits, tells_ids=settings.enable_request_id_headers),  # type: ignore[arg-type]
         lifespan="off",
         ws="none",
         server_header=False,

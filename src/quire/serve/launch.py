@@ -29,14 +29,14 @@ from quire.obs.metrics import HttpMetrics, Metrics
 from quire.obs.stats_log import StatsLog, log_interval, log_periodically
 from quire.obs.tracing import Tracing, make_exporter
 from quire.serve.adapters import check_adapters, load_modules
+from quire.serve.api_workers.client import ApiWorker
+from quire.serve.api_workers.launch import ApiWorkersLaunch, tell_ready
 from quire.serve.app import build_app
 from quire.serve.auth import Keys, check_exposure, find_keys
 from quire.serve.formats import check_parsers
-from quire.serve.front import build_front
-from quire.serve.fronts.client import Front
-from quire.serve.fronts.launch import FrontsLaunch, tell_ready
 from quire.serve.health import ServerState, Service
 from quire.serve.http import LAST_WORDS, HttpServer
+from quire.serve.middleware import build_middleware
 from quire.serve.server import files_digest
 from quire.serve.sockets import find_addresses, listen, on_loopback, page_of, reachable, url_of
 from quire.types.errors import EngineError, QuireError, RequestError
@@ -67,19 +67,19 @@ def run_server(engine_args: EngineArgs, settings: ServerArgs, started: float, sp
     tracing = None if exporter is None else Tracing(exporter)
     with _listening(settings, addresses) as sockets, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if settings.api_server_count > 1:
-            return runner.run(FrontsLaunch(engine_args, settings, sockets, spare).run(started))
+            return runner.run(ApiWorkersLaunch(engine_args, settings, sockets, spare).run(started))
         return runner.run(ServerLaunch(engine_args, settings, Keys(keys), sockets, tracing, interval, spare).run(started))
 
 
-def run_front(front: Front, sockets: list[socket.socket]) -> int:
-    """One of several API processes; the hub has checked the settings."""
-    settings = front.begin.settings
+def run_api_worker(worker: ApiWorker, sockets: list[socket.socket]) -> int:
+    """One of several API processes; the router has checked the settings."""
+    settings = worker.begin.settings
     _set_up(settings)
     exporter = None if settings.otlp_traces_endpoint is None else make_exporter(settings.otlp_traces_endpoint)
     tracing, keys = None if exporter is None else Tracing(exporter), Keys(find_keys(settings, os.environ))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        launch = ServerLaunch(front.begin.args, settings, keys, sockets, tracing, log_interval(), None, front)
-        return runner.run(launch.run(front.begin.started))
+        launch = ServerLaunch(worker.begin.args, settings, keys, sockets, tracing, log_interval(), None, worker)
+        return runner.run(launch.run(worker.begin.started))
 
 
 def _set_up(settings: ServerArgs) -> None:
@@ -109,14 +109,14 @@ class ServerLaunch:
         tracing: Tracing | None,
         stats_interval: float,
         spare: Child | None,
-        front: Front | None = None,
+        worker: ApiWorker | None = None,
     ) -> None:
-        """`front`: this is one of several API processes, and the engines are the hub's."""
-        self._spare, self._front = spare, front
+        """`worker`: this is one of several API processes, and the engines are the router's."""
+        self._spare, self._worker = spare, worker
         self._engine_args, self._settings, self._sockets, self._tracing = engine_args, settings, sockets, tracing
         self._stats_interval = stats_interval
         self._state = ServerState(settings)
-        self._http = HttpServer(settings, build_front(self._state, keys, on_loopback(sockets)))
+        self._http = HttpServer(settings, build_middleware(self._state, keys, on_loopback(sockets)))
         self._asked, self._asked_again = asyncio.Event(), asyncio.Event()
         self._signal = 0
         self._llm: AsyncLLM | None = None
@@ -172,7 +172,7 @@ class ServerLaunch:
 
     async def _live(self, started: float) -> int:
         url = url_of(self._settings, self._sockets)
-        if self._front is None:
+        if self._worker is None:
             logger.info("listening on %s, loading %s", url, self._engine_args.model)
         loading = self._start(self._load())
         if not await self._unless_asked(loading):
@@ -182,14 +182,14 @@ class ServerLaunch:
         metrics = self._observe(llm)
         app = build_app(llm, self._settings, metrics=metrics)
         http_metrics = HttpMetrics(metrics.registry)
-        self._http.crowd.on_closed_unread = http_metrics.closed_unread.add
-        self._state.service = Service(llm, app, metrics, http_metrics, None if self._front is None else self._front.hub)
+        self._http.connection_limits.on_closed_unread = http_metrics.closed_unread.add
+        self._state.service = Service(llm, app, metrics, http_metrics, None if self._worker is None else self._worker.router)
         gc.collect()
-        if self._front is None:
+        if self._worker is None:
             tell_ready(llm.config.served_names[0], url, started, page_of(self._settings, self._sockets), llm.timeline)
         else:
             self._start(
-                self._front.tell_counts(lambda: self._state.open, [*metrics.boards, http_metrics.board], metrics.adapters)
+                self._worker.tell_counts(lambda: self._state.open, [*metrics.boards, http_metrics.board], metrics.adapters)
             )
         gc.freeze()  # what lives now lives to the end: a search through it would make every stream wait
         self._start(self._greet(llm, page_of(self._settings, self._sockets)))
@@ -230,11 +230,11 @@ class ServerLaunch:
         def make() -> None:
             llm, failure = None, None
             try:
-                if self._front is not None:
-                    llm = self._front.make()
+                if self._worker is not None:
+                    llm = self._worker.make()
                 else:
                     llm = AsyncLLM.from_engine_args(self._engine_args, spare=self._spare)
-                llm.aside.start()
+                llm.offload.start()
             except Exception as error:
                 failure = error
             with contextlib.suppress(RuntimeError):  # the event loop is gone, and so will we be
@@ -257,9 +257,9 @@ class ServerLaunch:
             metrics.adapters = llm.adapters_in_use
             metrics.adapter_names = lambda: (adapter.name for adapter in llm.adapters.all)
         llm.observers.append(metrics)
-        of = "" if self._front is None else f"API process {self._front.begin.name.rstrip('.')}, "
+        of = "" if self._worker is None else f"API process {self._worker.begin.name.rstrip('.')}, "
         for number in range(0 if args.disable_log_stats else len(llm.engines)):
-            drafts = self._front is None or self._front.begin.first
+            drafts = self._worker is None or self._worker.begin.first
             log = StatsLog(time.monotonic(), llm.config.device, number, of, drafts)
             llm.observers.append(log)
             self._start(log_periodically(log, self._stats_interval))

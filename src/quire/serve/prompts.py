@@ -9,7 +9,7 @@ from quire.serve.limits import check_work, refuse_more
 from quire.serve.protocol import CompletionRequest, GenerationFields, TemplateFields
 from quire.serve.sampling import asked_tokens
 from quire.serve.server import Server
-from quire.text.helper.wire import Cut
+from quire.text.workers.wire import Cut
 from quire.types.errors import InvalidParameter, NotSupported
 from quire.types.prompts import Prompt
 

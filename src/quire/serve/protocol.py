@@ -7,7 +7,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from quire.text.helper.wire import Ids
+from quire.text.workers.wire import Ids
 
 LARGEST_INT = 2**63 - 1
 

@@ -19,7 +19,7 @@ from quire.serve.protocol import (
 )
 from quire.serve.server import Server, server_of
 from quire.serve.tools import read_tool_use
-from quire.text.helper.wire import Cut
+from quire.text.workers.wire import Cut
 from quire.types.errors import RequestError
 
 router = APIRouter(route_class=JSONRoute, tags=["tokens"])

@@ -15,8 +15,8 @@ from tokenizers import models
 from tokenizers.processors import TemplateProcessing
 
 from quire.files.reading import told
-from quire.text.pieces import TokenBytes, read_form
 from quire.text.regex_cost import growth_of, is_cheap, patterns_of
+from quire.text.token_pieces import TokenBytes, read_form
 from quire.types.errors import ModelError, RequestError
 
 SHORT_CHARS = 1 << 15

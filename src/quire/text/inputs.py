@@ -24,7 +24,7 @@ from quire.types.sampling import SamplingParams
 from quire.types.structured import FIELD, MOST_GRAMMAR_BYTES, StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from quire.text.aside import Aside
+    from quire.text.offload import TextOffload
 
 _MASK64 = 2**64 - 1
 SHORT = 4096  # token ids that are checked faster than they are handed to a thread
@@ -66,11 +66,11 @@ class InputProcessor:
         seed: int,
         structured_outputs: Mapping[str, Any] | None = None,
         stream_interval: int = 1,
-        aside: "Aside | None" = None,
+        offload: "TextOffload | None" = None,
         tokenizers: AdapterTokenizers | None = None,
     ) -> None:
         """`structured_outputs` are defaults of structured_outputs_config for answers in JSON. `tokenizers`: of adapters."""
-        self.prompts = PromptReader(tokenizer, vocab_size, max_model_len, aside, tokenizers)
+        self.prompts = PromptReader(tokenizer, vocab_size, max_model_len, offload, tokenizers)
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
@@ -83,7 +83,7 @@ class InputProcessor:
 
     @classmethod
     def of(
-        cls, config: Config, tokenizer: Tokenizer | None, max_model_len: int, aside: "Aside | None" = None
+        cls, config: Config, tokenizer: Tokenizer | None, max_model_len: int, offload: "TextOffload | None" = None
     ) -> "InputProcessor":
         """For an engine whose cache serves `max_model_len` tokens. A text ends with the checkpoint's ids or the tokenizer's."""
         ends = list(config.facts.eos_ids)
@@ -98,7 +98,7 @@ class InputProcessor:
             seed=config.seed,
             structured_outputs=config.args.structured_outputs_config,
             stream_interval=config.args.stream_interval,
-            aside=aside,
+            offload=offload,
             tokenizers=AdapterTokenizers(tokenizer, config.args.chat_template is not None) if config.more_tokens else None,
         )
 

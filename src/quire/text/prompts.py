@@ -1,6 +1,6 @@
 """Prompts in all their forms become tokens here, offline and served, and their length is checked here.
 
-The result is a `Prompt`. With an event loop, texts are processed in `text/aside.py`. `Tokenization` is how prompts of one
+The result is a `Prompt`. With an event loop, texts are processed in `text/offload.py`. `Tokenization` is how prompts of one
 call are tokenized (tokenization_kwargs), with the names of Hugging Face and vLLM.
 """
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from quire.text.helper.wire import MOST_RENDERED, Cut
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_files import AdapterTokenizers
 from quire.text.tool_prompt import render_told, wants_words
+from quire.text.workers.wire import MOST_RENDERED, Cut
 from quire.types.adapter import AdapterRef
 from quire.types.checks import shown
 from quire.types.errors import InvalidParameter, NotSupported, PromptTooLong, RequestError
@@ -100,7 +100,7 @@ class Tokenization:
 
 
 if TYPE_CHECKING:
-    from quire.text.aside import Aside
+    from quire.text.offload import TextOffload
 
 _KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
@@ -126,22 +126,22 @@ class PromptReader:
         tokenizer: Tokenizer | None,
         vocab_size: int,
         max_model_len: int,
-        aside: "Aside | None" = None,
+        offload: "TextOffload | None" = None,
         tokenizers: AdapterTokenizers | None = None,
     ) -> None:
         """`tokenizers`: of adapters that have their own."""
         self.tokenizer, self.vocab_size, self.max_model_len = tokenizer, vocab_size, max_model_len
-        self._aside, self._tokenizers = aside, tokenizers
+        self._offload, self._tokenizers = offload, tokenizers
 
     def of(self, extras: Extras) -> "PromptReader":
         """For prompts of this adapter, whose tokens may be others than the model's. It may have to read files."""
         lora = extras.lora
         if lora is None or not lora.added or self._tokenizers is None:
             return self
-        tokenizer, aside = self._tokenizers.of(lora), self._aside
-        if aside is not None and tokenizer is not None and tokenizer is not self.tokenizer:
-            aside = aside.beside(tokenizer)
-        return PromptReader(tokenizer, self.vocab_size + lora.added, self.max_model_len, aside)
+        tokenizer, offload = self._tokenizers.of(lora), self._offload
+        if offload is not None and tokenizer is not None and tokenizer is not self.tokenizer:
+            offload = offload.beside(tokenizer)
+        return PromptReader(tokenizer, self.vocab_size + lora.added, self.max_model_len, offload)
 
     def open_tokenizer(self, lora: AdapterRef) -> Tokenizer | None:
         """Of an adapter, for the requests to come. Raises what is wrong with it."""
@@ -197,19 +197,19 @@ class PromptReader:
 
     async def encode(self, text: str, add_special_tokens: bool, cut: Cut, parameter: str) -> Prompt:
         """A text, beside an event loop."""
-        assert self._aside is not None
-        count, ids = await self._aside.encode(text, add_special_tokens, cut)
+        assert self._offload is not None
+        count, ids = await self._offload.encode(text, add_special_tokens, cut)
         return self._read_aside(text, count, ids, cut, parameter)
 
     async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        assert self._aside is not None
-        return await self._aside.decode(ids, skip_special_tokens)
+        assert self._offload is not None
+        return await self._offload.decode(ids, skip_special_tokens)
 
     async def render(self, messages: Sequence[Mapping[str, Any]], cut: Cut, **options: Any) -> Prompt:
-        """A conversation, beside an event loop; the options are those of `Aside.render`."""
-        assert self._aside is not None
+        """A conversation, beside an event loop; the options are those of `TextOffload.render`."""
+        assert self._offload is not None
         most = MOST_RENDERED if cut.keep is not None else self.most_characters
-        text, count, ids = await self._aside.render(messages, cut=cut, most=most, **options)
+        text, count, ids = await self._offload.render(messages, cut=cut, most=most, **options)
         return self._read_aside(text, count, ids, cut, "messages")
 
     def _read_aside(self, text: str, count: int, ids: list[int] | None, cut: Cut, parameter: str) -> Prompt:

@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 
 from quire.text.backends import TokenizerBackend, unencodable
 from quire.text.chat import ChatTemplates
-from quire.text.pieces import TokenBytes
+from quire.text.token_pieces import TokenBytes
 from quire.types.errors import NotSupported, RequestError
 
 _REPLACED = (

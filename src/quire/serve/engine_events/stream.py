@@ -16,12 +16,12 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from quire.serve.body import ClientGone, UnlessGone
+from quire.serve.engine_events import views
+from quire.serve.engine_events.traces import RequestTraces
 from quire.serve.errors import RETRY_AFTER, error_body, json_response
-from quire.serve.feed import views
-from quire.serve.feed.ledger import Ledger
 from quire.serve.health import ServerState, Service
 from quire.serve.limits import LIMITS, ServerLimits
-from quire.types.sight import EVERY, Sight
+from quire.types.engine_snapshot import EVERY, EngineSnapshot
 from quire.types.stats import Arrived, OutputNews, Stats
 
 MOST_WAITING = 32  # events
@@ -117,7 +117,7 @@ logger = logging.getLogger(__name__)
 BYE = {"reason": "the server is shutting down"}
 
 
-class Feed:
+class EngineEvents:
     """`several`: the server has more than one key, and a viewer sees only what is its own key's."""
 
     def __init__(self, state: ServerState, several: bool, limits: ServerLimits = LIMITS) -> None:
@@ -159,10 +159,10 @@ class _Watching:
 
     def __init__(self, service: Service, state: ServerState, viewers: set[Viewer]) -> None:
         self._llm, self._state, self._viewers = service.llm, state, viewers
-        self._ledger = Ledger(self._llm.owner)
+        self._traces = RequestTraces(self._llm.owner)
         self._pages = views.PoolView([each.pages for each in self._llm.engines])
         self._stats = views.StatsView(service.metrics)
-        self._latest: dict[int, Sight] = {}  # by engine
+        self._latest: dict[int, EngineSnapshot] = {}  # by engine
         self._told_engine, self._told_stats = self._engine_facts(), dict[str, Any]()
         self._llm.observers.append(self)
         self._llm.watch(self._see)
@@ -184,26 +184,26 @@ class _Watching:
             "pages": self._pages.whole(tenant),
             "stats": self._stats_now(measure=False),
         }
-        return encode("snapshot", views.snapshot(self._ledger, tenant, engines[0]["step"], others))
+        return encode("snapshot", views.snapshot(self._traces, tenant, engines[0]["step"], others))
 
     def _engine(self, number: int) -> views.Event:
         return views.engine(self._llm.engines[number], number, self._state.draining)
 
-    def _step(self, seen: Sight | None, tenant: str | None) -> views.Event | None:
+    def _step(self, seen: EngineSnapshot | None, tenant: str | None) -> views.Event | None:
         if seen is None:
             return None
         everywhere = [key for each in self._latest.values() for key in each.keys]
-        return views.step(seen, self._llm, self._ledger, tenant, everywhere)
+        return views.step(seen, self._llm, self._traces, tenant, everywhere)
 
     # ---- what is heard ---------------------------------------------------------------------------------------------------
 
-    def _see(self, seen: Sight) -> None:
+    def _see(self, seen: EngineSnapshot) -> None:
         self._latest[seen.engine] = seen
-        self._ledger.see(seen.requests, seen.engine)
+        self._traces.see(seen.requests, seen.engine)
         self._pages.see(seen)
-        entries = self._ledger.take()
+        changed_traces = self._traces.take()
         for tenant, viewers in self._by_tenant():
-            events = [("requests", views.requests(entries, tenant))]
+            events = [("requests", views.requests(changed_traces, tenant))]
             if seen.steps or not seen.keys:
                 events.append(("step", self._step(seen, tenant)))
             events.append(("pages", self._pages.told(tenant, seen)))
@@ -214,7 +214,7 @@ class _Watching:
 
     def on_outputs(self, news: OutputNews) -> None:
         for request in news.finished:
-            self._ledger.end(request)
+            self._traces.end(request)
 
     def on_step(self, stats: Stats, tokens_in_step: int, now: float) -> None:
         """The engine tells more, and less often."""
@@ -230,7 +230,7 @@ class _Watching:
                 self._look_at_engine()
                 if time.monotonic() >= due:
                     due += views.STATS_EVERY
-                    self._ledger.tidy(time.monotonic())
+                    self._traces.tidy(time.monotonic())
                     self._tell_stats()
             except Exception:
                 logger.exception("the feed of the engine's events failed")
@@ -247,17 +247,17 @@ class _Watching:
         for number, (old, new) in enumerate(zip(self._told_engine, facts, strict=True)):
             (_, was, before), (_, state, restarts) = old, new
             if was == "ready" and (state != "ready" or restarts != before):
-                self._ledger.lose(now, number)
+                self._traces.lose(now, number)
             if state == "ready" and (was != "ready" or restarts != before):
-                self._ledger.regain(now, number)
+                self._traces.regain(now, number)
                 self._pages.begin(number, self._llm.engines[number].pages)
                 self._latest.pop(number, None)
             if old != new:
                 told.append(encode("engine", self._engine(number)))
         self._told_engine = facts
-        entries = self._ledger.take()
+        changed_traces = self._traces.take()
         for tenant, viewers in self._by_tenant():
-            changed = views.requests(entries, tenant)
+            changed = views.requests(changed_traces, tenant)
             _push(viewers, *told, *([] if changed is None else [encode("requests", changed)]))
 
     def _tell_stats(self) -> None:

@@ -9,9 +9,9 @@ from quire import __version__
 from quire.async_llm import AsyncLLM
 from quire.engine.view import OneEngine
 from quire.obs.metrics import FIRST_TOKEN, PER_TOKEN, Metrics
-from quire.serve.feed.ledger import Entry, Ledger
-from quire.types import sight
-from quire.types.sight import Sight
+from quire.serve.engine_events.traces import RequestTrace, RequestTraces
+from quire.types import engine_snapshot as snapshots
+from quire.types.engine_snapshot import EngineSnapshot
 
 VERSION = 1
 STATS_EVERY = 1.0  # seconds
@@ -26,7 +26,7 @@ Event = dict[str, Any]
 
 def cells_of(pages: int) -> int:
     """Of the map of so many."""
-    each = sight.pages_per_cell(pages)
+    each = snapshots.pages_per_cell(pages)
     return -(-pages // each) if each else 0
 
 
@@ -54,12 +54,12 @@ def hello(llm: AsyncLLM, several: bool) -> Event:
         "pages": sum(pages),
         "page_size": config.page_size,
         "cells": sum(map(cells_of, pages)),
-        "pages_per_cell": max(map(sight.pages_per_cell, pages)),
-        "parts": sight.PARTS,
-        "step_columns": sight.STEP_COLUMNS,
+        "pages_per_cell": max(map(snapshots.pages_per_cell, pages)),
+        "parts": snapshots.PARTS,
+        "step_columns": snapshots.STEP_COLUMNS,
         "ttft_bounds": FIRST_TOKEN,
         "itl_bounds": PER_TOKEN,
-        "every": {"step": sight.EVERY, "stats": STATS_EVERY},
+        "every": {"step": snapshots.EVERY, "stats": STATS_EVERY},
     }
 
 
@@ -75,16 +75,16 @@ def engine(one: OneEngine, number: int, draining: bool) -> Event:
     }
 
 
-def requests(entries: list[Entry], tenant: str | None) -> Event | None:
-    mine = [entry for entry in entries if tenant is None or entry.seen.tenant == tenant]
+def requests(changed_traces: list[RequestTrace], tenant: str | None) -> Event | None:
+    mine = [trace for trace in changed_traces if tenant is None or trace.seen.tenant == tenant]
     if not mine:
         return None
-    told = list({entry.seen.key: entry for entry in mine}.values())  # each once, as it is now
-    kept = [entry.told() for entry in told[-MOST_REQUESTS:]]
+    told = list({trace.seen.key: trace for trace in mine}.values())  # each once, as it is now
+    kept = [trace.told() for trace in told[-MOST_REQUESTS:]]
     return {"t": moment(time.monotonic()), "requests": kept, "more": len(told) - len(kept)}
 
 
-def step(seen: Sight, llm: AsyncLLM, ledger: Ledger, tenant: str | None, everywhere: Iterable[str]) -> Event:
+def step(seen: EngineSnapshot, llm: AsyncLLM, traces: RequestTraces, tenant: str | None, everywhere: Iterable[str]) -> Event:
     """`everywhere`: keys of what runs in any engine."""
     stats = llm.stats
     running, waiting = (0, 0) if stats is None else (stats.running, stats.waiting)
@@ -94,7 +94,7 @@ def step(seen: Sight, llm: AsyncLLM, ledger: Ledger, tenant: str | None, everywh
         lists["drafted"], lists["accepted"] = (column.tolist() for column in seen.guesses)
     own_running, own_waiting = running, waiting
     if tenant is not None:
-        mine = {entry.seen.key for entry in ledger.of(tenant)}
+        mine = {trace.seen.key for trace in traces.of(tenant)}
         places = [i for i, key in enumerate(seen.keys) if key in mine]
         lists = {name: [column[i] for i in places] for name, column in lists.items()}
         own_running, own_waiting = len(mine.intersection(everywhere)), len(mine.difference(everywhere))
@@ -114,7 +114,7 @@ def step(seen: Sight, llm: AsyncLLM, ledger: Ledger, tenant: str | None, everywh
 
 
 class PageView:
-    """One engine's map as its latest sights have it; what a cell is, depends on who looks."""
+    """One engine's map as its latest snapshots have it; what a cell is, depends on who looks."""
 
     def __init__(self, pages: int) -> None:
         self.cells = bytearray(cells_of(pages))
@@ -122,7 +122,7 @@ class PageView:
         self._tables: dict[str | None, bytes] = {}  # tenant -> the letter of every value of a cell
         self.pages, self.blank, self.cached = pages, pages, 0
 
-    def see(self, seen: Sight) -> None:
+    def see(self, seen: EngineSnapshot) -> None:
         self.cells[seen.first : seen.first + len(seen.cells)] = seen.cells
         self.blank, self.cached = seen.blank, seen.cached
         if seen.tenants != self._tenants:
@@ -136,8 +136,8 @@ class PageView:
         if table is None:
             number = None if tenant is None or tenant not in self._tenants else self._tenants.index(tenant)
             used = [
-                (_IN_USE if tenant is None or (value - sight.USED) // 2 == number else _STRANGE)[value % 2]
-                for value in range(sight.USED, 256)
+                (_IN_USE if tenant is None or (value - snapshots.USED) // 2 == number else _STRANGE)[value % 2]
+                for value in range(snapshots.USED, 256)
             ]
             table = self._tables[tenant] = bytes([ord("."), ord("-"), *used])
         return table
@@ -153,10 +153,10 @@ class PoolView:
         """An engine that nothing is known of yet."""
         self._maps[engine] = PageView(pages)
 
-    def see(self, seen: Sight) -> None:
+    def see(self, seen: EngineSnapshot) -> None:
         self._maps[seen.engine].see(seen)
 
-    def told(self, tenant: str | None, seen: Sight) -> Event:
+    def told(self, tenant: str | None, seen: EngineSnapshot) -> Event:
         before = sum(len(each.cells) for each in self._maps[: seen.engine])
         letters = self._maps[seen.engine].letters(tenant, seen.cells)
         return self._event(seen.t, before + seen.first, letters)
@@ -213,9 +213,9 @@ class StatsView:
         }
 
 
-def snapshot(ledger: Ledger, tenant: str | None, latest: Event | None, others: Event) -> Event:
+def snapshot(traces: RequestTraces, tenant: str | None, latest: Event | None, others: Event) -> Event:
     """`others`: what comes from elsewhere: engines, pages, stats."""
-    mine = list(islice(ledger.of(tenant), MOST_OPEN + 1))
-    more = 0 if len(mine) <= MOST_OPEN else sum(1 for _ in ledger.of(tenant)) - MOST_OPEN
-    told = [entry.told() for entry in [*ledger.finished_of(tenant, MOST_FINISHED), *mine[:MOST_OPEN]]]
+    mine = list(islice(traces.of(tenant), MOST_OPEN + 1))
+    more = 0 if len(mine) <= MOST_OPEN else sum(1 for _ in traces.of(tenant)) - MOST_OPEN
+    told = [trace.told() for trace in [*traces.finished_of(tenant, MOST_FINISHED), *mine[:MOST_OPEN]]]
     return {"t": moment(time.monotonic()), "requests": told, "more": more, "step": latest, **others}

@@ -20,8 +20,8 @@ from uvicorn.protocols.utils import get_client_addr, get_path_with_query_string
 
 from quire.serve.about import About
 from quire.serve.auth import EVERY_HOST, Guard, HostCheck, Keys, glance
+from quire.serve.engine_events.stream import EngineEvents
 from quire.serve.errors import RETRY_AFTER, error_body, error_response, json_response, shaped
-from quire.serve.feed.feed import Feed
 from quire.serve.health import Health, ServerState
 from quire.serve.limits import LIMITS
 from quire.serve.no_route import no_route
@@ -55,16 +55,16 @@ class RequestIds:
 access_logger = logging.getLogger("uvicorn.access")
 
 
-def build_front(state: ServerState, keys: Keys, loopback: bool = False) -> ASGIApp:
+def build_middleware(state: ServerState, keys: Keys, loopback: bool = False) -> ASGIApp:
     """`loopback`: the server listens on loopback addresses only."""
     settings, health = state.settings, Health(state)
     about = About(state, keyed=len(keys) > 0)
-    operations = [*health.routes, *about.routes, *Feed(state, several=len(keys) > 1).routes]
+    operations = [*health.routes, *about.routes, *EngineEvents(state, several=len(keys) > 1).routes]
     inner = Operations(Gate(state), operations)
-    front: ASGIApp = Meter(Guard(inner, keys, [*health.public, *about.public]), state, operations)
+    layers: ASGIApp = Meter(Guard(inner, keys, [*health.public, *about.public]), state, operations)
     if settings.allowed_origins:
-        front = CORSMiddleware(
-            front,
+        layers = CORSMiddleware(
+            layers,
             allow_origins=settings.allowed_origins,
             allow_methods=settings.allowed_methods,
             allow_headers=settings.allowed_headers,
@@ -72,12 +72,12 @@ def build_front(state: ServerState, keys: Keys, loopback: bool = False) -> ASGIA
             expose_headers=["x-request-id"] if settings.enable_request_id_headers else [],
         )
     if settings.root_path:
-        front = Rooted(front, settings.root_path)
+        layers = Rooted(layers, settings.root_path)
     checked = settings.allowed_hosts or (loopback and not len(keys))
     if checked and EVERY_HOST not in settings.allowed_hosts:
-        front = HostCheck(front, [settings.host, *settings.allowed_hosts])
-    front = RequestIds(front, settings.enable_request_id_headers)
-    return front if settings.disable_uvicorn_access_log else AccessLog(front)
+        layers = HostCheck(layers, [settings.host, *settings.allowed_hosts])
+    layers = RequestIds(layers, settings.enable_request_id_headers)
+    return layers if settings.disable_uvicorn_access_log else AccessLog(layers)
 
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")

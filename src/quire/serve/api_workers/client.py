@@ -1,8 +1,7 @@
-"""The engines as an API process sees them through the hub: the same questions as of an `EngineClient`, asked over a socket."""
+"""The engines as an API process uses them through the router, with the interface of `EngineClient`."""
 
 import asyncio
 import contextlib
-import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -20,7 +19,8 @@ from quire.engine.supervisor import State
 from quire.engine.together import Together
 from quire.obs.instruments import Board, take
 from quire.obs.metrics import AdaptersInUse
-from quire.serve.fronts import wire
+from quire.proc.call import PendingCalls
+from quire.serve.api_workers import wire
 from quire.types.adapter import AdapterRef
 from quire.types.errors import EngineDead
 from quire.types.outputs import TokenDelta
@@ -31,9 +31,9 @@ UNSEEN = wire.EngineSeen("starting", 0.0, 0.0, 0, 0, None, None, 0, None, None)
 
 
 class EngineMirror:
-    """One engine, as of the latest that the hub said."""
+    """One engine, as of the latest that the router said."""
 
-    def __init__(self, client: "HubClient", number: int) -> None:
+    def __init__(self, client: "RouterClient", number: int) -> None:
         self._client, self._number = client, number
         self.seen, self._at = UNSEEN, time.monotonic()
 
@@ -87,14 +87,14 @@ class EngineMirror:
         self._client.tell(self._number, method, *args)
 
     def pin_again(self, ref: AdapterRef) -> None:
-        """The hub does so itself."""
+        """The router does so itself."""
 
 
 class SharedNames:
-    """All API processes know the same names: whoever changes one asks the hub first, and waits until the others know."""
+    """All API processes know the same names: whoever changes one asks the router first, and waits until the others know."""
 
-    def __init__(self, hub: "HubClient") -> None:
-        self._hub = hub
+    def __init__(self, router: "RouterClient") -> None:
+        self._router = router
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @asynccontextmanager
@@ -102,28 +102,27 @@ class SharedNames:
         lock = self._locks.setdefault(name, asyncio.Lock())
         async with lock:  # in this process
             try:
-                await self._hub.ask(lambda number: wire.Claim(number, name))
+                await self._router.ask(lambda number: wire.Claim(number, name))
                 yield
             finally:
-                self._hub.say(wire.Yield(name))
+                self._router.say(wire.Yield(name))
 
     async def tell(self, name: str, adapter: NamedAdapter | None) -> None:
-        await self._hub.ask(lambda number: wire.Name(number, name, adapter))
+        await self._router.ask(lambda number: wire.Name(number, name, adapter))
 
 
-class HubClient(Together):
+class RouterClient(Together):
     """`counted` tells what this process has counted, and how many requests are open."""
 
-    def __init__(self, line: wire.Line, engines: int, hearer: FleetHearer) -> None:
-        self._line, self._hearer = line, hearer
+    def __init__(self, channel: wire.WorkerChannel, engines: int, hearer: FleetHearer) -> None:
+        self._channel, self._hearer = channel, hearer
         self.engines: list[EngineMirror] = [EngineMirror(self, number) for number in range(engines)]
         self.counted: Callable[[], wire.Counts] = lambda: wire.Counts(0, [])
         self.names: AdapterNames | None = None  # whoever knows them here
         self._open: set[str] = set()
-        self._answers: dict[int, asyncio.Future[Any]] = {}
-        self._numbers = itertools.count()
+        self._calls = PendingCalls()
         self._ready = asyncio.Event()
-        self._gone = False  # the hub, or we
+        self._gone = False  # the router, or we
 
     # ---- how they are ----------------------------------------------------------------------------------------------------
 
@@ -136,9 +135,9 @@ class HubClient(Together):
         self.check()
 
     async def run(self) -> None:
-        """Listens to the hub until it is gone."""
+        """Listens to the router until it is gone."""
         try:
-            await self._line.listen(self._hear)
+            await self._channel.listen(self._hear)
         finally:
             self._end("error", "the server's main process is gone")
 
@@ -147,47 +146,44 @@ class HubClient(Together):
     def add(self, requests: Iterable[EngineRequest]) -> None:
         self.check()
         fresh = list(requests)
-        self._line.send(ipc.add(fresh))
+        self._channel.post(ipc.add(fresh))
         self._open.update(request.id for request in fresh)
 
     def abort(self, ids: Iterable[str]) -> None:
         gone = [name for name in ids if name in self._open]
         self._open.difference_update(gone)
         if gone:
-            self._line.send(ipc.Abort(gone))
+            self._channel.post(ipc.Abort(gone))
 
     def watch(self, watched: bool) -> None:
-        self._line.send(ipc.Watch(watched))
+        self._channel.post(ipc.Watch(watched))
 
     async def call(self, method: str, *args: Any) -> Any:
-        return await self._answer(lambda number: ipc.CallMethod(number, method, list(args)))
+        return await self.ask(lambda number: ipc.CallMethod(number, method, list(args)))
 
     async def load_adapter(self, engine: int, ref: AdapterRef, pinned: bool) -> None:
-        await self._answer(lambda number: wire.LoadOn(number, engine, ref, pinned))
+        await self.ask(lambda number: wire.LoadOn(number, engine, ref, pinned))
 
     def tell(self, engine: int, method: str, *args: Any) -> None:
-        self._line.send(wire.TellEngine(engine, method, list(args)))
-
-    async def ask(self, question: Callable[[int], Any]) -> Any:
-        return await self._answer(question)
+        self._channel.post(wire.TellEngine(engine, method, list(args)))
 
     def say(self, frame: Any) -> None:
-        self._line.send(frame)
+        self._channel.post(frame)
 
     async def gather(self) -> wire.Gathered:
         """What the other API processes have counted."""
-        found = await self._answer(wire.Gather)
+        found = await self.ask(wire.Gather)
         assert isinstance(found, wire.Gathered)
         return found
 
     def tell_open(self) -> None:
         """This process takes requests."""
-        self._line.send(wire.Open())
+        self._channel.post(wire.Open())
 
     def tell_counts(self, asked: int = -1) -> None:
         counts = self.counted()
         counts.id = asked
-        self._line.send(counts)
+        self._channel.post(counts)
 
     def check(self, engine: int | None = None) -> None:
         check_number(engine, len(self.engines))
@@ -198,11 +194,11 @@ class HubClient(Together):
             raise EngineDead(str(dead[0]))
 
     def stop(self, timeout: float) -> None:  # noqa: ARG002
-        """Open requests end with `abort`. The engines are the hub's."""
+        """Open requests end with `abort`. The engines are the router's."""
         if not self._gone:
             self.tell_counts()
         self._end("abort", None)
-        self._line.close()
+        self._channel.close()
 
     # ---- hearing ---------------------------------------------------------------------------------------------------------
 
@@ -224,50 +220,35 @@ class HubClient(Together):
                 self._hearer.on_ready(ready, engine)
                 if all(one.state != "starting" for one in self.engines):
                     self._ready.set()
-            case wire.Shown(engine, sight):
-                self._hearer.on_seen(sight, engine)
+            case wire.Shown(engine, snapshot):
+                self._hearer.on_snapshot(snapshot, engine)
             case ipc.Refused() as refused:
                 self._open.discard(refused.id)
                 self._hearer.on_refused(refused.id, ipc.request_error(refused))
             case ipc.Reply(number, value, error) as reply:
-                self._settle(number, value, None if error is None else ipc.reply_error(reply))
+                self._calls.settle(number, value, None if error is None else ipc.reply_error(reply))
             case wire.Gathered() as gathered:
-                self._settle(gathered.id, gathered)
+                self._calls.settle(gathered.id, gathered)
             case wire.Named(number, name, adapter):
                 if self.names is not None:
                     self.names.hear(name, adapter)
-                self._line.send(wire.Noted(number))
+                self._channel.post(wire.Noted(number))
             case wire.TellCounts(number):
                 self.tell_counts(number)
             case wire.Begin():
                 raise RuntimeError("an API process is started only once")
 
-    async def _answer(self, question: Callable[[int], Any]) -> Any:
+    async def ask(self, question: Callable[[int], Any]) -> Any:
+        """Post the message that `question` makes of the call's number, and return the reply."""
         self.check()
-        number = next(self._numbers)
-        future = self._answers[number] = asyncio.get_running_loop().create_future()
-        try:
-            self._line.send(question(number))
-            return await future
-        finally:
-            del self._answers[number]
-
-    def _settle(self, number: int, value: Any, error: Exception | None = None) -> None:
-        future = self._answers.get(number)
-        if future is not None and not future.done():
-            if error is None:
-                future.set_result(value)
-            else:
-                future.set_exception(error)
+        return await self._calls.ask(lambda number: self._channel.post(question(number)))
 
     def _end(self, reason: Any, why: str | None) -> None:
         if self._gone:
             return
         self._gone = True
         self._ready.set()
-        for future in self._answers.values():
-            if not future.done():
-                future.set_exception(EngineDead("the server was shut down"))
+        self._calls.fail_all(EngineDead("the server was shut down"))
         names, self._open = self._open, set()
         if names:
             self._hearer.on_deltas([TokenDelta(name, [], reason, error=why) for name in names])
@@ -277,39 +258,39 @@ KEYS = 1 << 16  # of adapters: each process has those that are its number more t
 TELL_EVERY = 1.0  # seconds; what was counted since is lost with a process that is killed
 
 
-class Front:
-    def __init__(self, begin: wire.Begin, line: wire.Line) -> None:
-        self.begin, self._line = begin, line
-        self.hub: HubClient | None = None
+class ApiWorker:
+    def __init__(self, begin: wire.Begin, channel: wire.WorkerChannel) -> None:
+        self.begin, self._channel = begin, channel
+        self.router: RouterClient | None = None
 
     def make(self) -> AsyncLLM:
         config = resolve(self.begin.args, lambda: "cpu", describe_unseen)
         return AsyncLLM(config, connect=self._connect, name=self.begin.name, share=self._share)
 
     def _share(self, names: AdapterNames) -> SharedNames:
-        assert self.hub is not None
+        assert self.router is not None
         names.number(int(self.begin.name.rstrip(".")), KEYS)
-        self.hub.names = names
-        return SharedNames(self.hub)
+        self.router.names = names
+        return SharedNames(self.router)
 
     async def tell_counts(
         self, open_requests: Callable[[], int], boards: Sequence[Board], adapters: Callable[[], AdaptersInUse] | None
     ) -> None:
         """From when requests are taken on."""
-        hub = self.hub
-        assert hub is not None
+        router = self.router
+        assert router is not None
 
         def count() -> wire.Counts:
             _, waiting, running = (0, (), ()) if adapters is None else adapters()
             return wire.Counts(open_requests(), [take(board) for board in boards], (waiting, running))
 
-        hub.counted = count
-        hub.tell_open()
+        router.counted = count
+        router.tell_open()
         with contextlib.suppress(EngineDead):
             while True:
                 await asyncio.sleep(TELL_EVERY)
-                hub.tell_counts()
+                router.tell_counts()
 
-    def _connect(self, hearer: FleetHearer) -> HubClient:
-        self.hub = HubClient(self._line, self.begin.args.data_parallel_size, hearer)
-        return self.hub
+    def _connect(self, hearer: FleetHearer) -> RouterClient:
+        self.router = RouterClient(self._channel, self.begin.args.data_parallel_size, hearer)
+        return self.router

@@ -41,7 +41,7 @@ class Member(Protocol):
         """What its client does not read takes too much memory."""
 
 
-class Crowd:
+class ConnectionLimits:
     def __init__(self, limits: ServerLimits, descriptors: int) -> None:
         self.limits = limits
         self.most = min(limits.connections, descriptors - min(limits.spare_descriptors, descriptors // 2))

@@ -29,7 +29,7 @@ TEMPLATE = "the chat template"
 MOST_RENDERED = 64 << 20  # characters
 
 
-class Where(msgspec.Struct, array_like=True):
+class TokenizerSource(msgspec.Struct, array_like=True):
     """Where the tokenizer is: a model's own, or another one."""
 
     path: str

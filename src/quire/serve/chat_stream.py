@@ -12,6 +12,7 @@ from fastapi import Request
 
 from quire.paced import Pace
 from quire.serve.beam import search_beams
+from quire.serve.error_messages import FieldNames, Terms, field_names_of
 from quire.serve.events import AnswerReader, Reading
 from quire.serve.formats import ModelFormats, special_marks
 from quire.serve.generation import GenerationJob, collect, log_delta, make_job, raise_failure, run
@@ -21,7 +22,6 @@ from quire.serve.protocol import ChatRequest
 from quire.serve.sampling import check_request, from_response_format, tell_unenforced
 from quire.serve.server import Server
 from quire.serve.tools import ToolUse, read_tool_use
-from quire.serve.wording import Terms, Wording, wording_of
 from quire.text.parse.events import Event
 from quire.text.parse.format import Format, combine
 from quire.text.parse.formats import REQUIRED, named
@@ -68,7 +68,7 @@ class Rendered:
     prompt: Prompt
     inside: bool | None  # does the answer begin in the reasoning? None: the format says
     budget: int | None  # tokens for the reasoning
-    wording: Wording  # of errors
+    field_names: FieldNames  # of errors
 
 
 async def render_turn(server: Server, request: ChatRequest, terms: Terms = ()) -> Rendered:
@@ -76,7 +76,7 @@ async def render_turn(server: Server, request: ChatRequest, terms: Terms = ()) -
     try:
         return await _render(server, request, terms)
     except RequestError as error:
-        raise Wording(terms=terms).of(error) from error
+        raise FieldNames(terms=terms).of(error) from error
 
 
 async def _render(server: Server, request: ChatRequest, terms: Terms) -> Rendered:
@@ -94,7 +94,7 @@ async def _render(server: Server, request: ChatRequest, terms: Terms) -> Rendere
     inside = _thinks_already(server, prompt, request.continue_final_message)
     if use.forced or _constrains(request) or budget is not None:
         prompt, inside = _settled(server, prompt, inside, budget is not None)
-    return Rendered(model, use, prompt, inside, budget, wording_of(request, use, terms))
+    return Rendered(model, use, prompt, inside, budget, field_names_of(request, use, terms))
 
 
 async def prepare_turn(
@@ -110,8 +110,10 @@ async def prepare_turn(
         _set_up(server, job, rendered, reading)
         await tell_unenforced(raw, job.params[0].structured_outputs, rendered.use)
     except RequestError as error:
-        raise rendered.wording.of(error) from error
-    return Turn(replace(job, wording=rendered.wording), replace(reading, id_prefix=call_prefix, on_call=server.count_call))
+        raise rendered.field_names.of(error) from error
+    return Turn(
+        replace(job, field_names=rendered.field_names), replace(reading, id_prefix=call_prefix, on_call=server.count_call)
+    )
 
 
 async def stream_turn(server: Server, turn: Turn) -> TurnDeltas:

@@ -18,9 +18,9 @@ import msgspec
 from quire.config.config import Config
 from quire.paced import PIECE, Pace, json_pieces
 from quire.text.backends import unencodable
-from quire.text.helper import wire
-from quire.text.helper.pool import ProcessPool
 from quire.text.tokenizer import Tokenizer
+from quire.text.workers import wire
+from quire.text.workers.pool import ProcessPool
 from quire.types.errors import EngineDead, InvalidParameter, RequestError
 
 MOST_THREADS = 4
@@ -33,10 +33,10 @@ ALL = wire.Cut(1 << 40)
 T = TypeVar("T")
 
 
-class Aside:
+class TextOffload:
     def __init__(self, config: Config, tokenizer: Tokenizer | None) -> None:
         args = config.args
-        where = wire.Where(str(config.facts.files.path.absolute()), args.tokenizer, args.tokenizer_revision)
+        where = wire.TokenizerSource(str(config.facts.files.path.absolute()), args.tokenizer, args.tokenizer_revision)
         self._tokenizer, self._foreign = tokenizer, False
         if tokenizer is not None:
             _ = tokenizer.characters_per_token  # it looks at the whole vocabulary once: now, while nobody waits
@@ -46,7 +46,7 @@ class Aside:
         self._quick = ProcessPool(where, MOST_QUICK, self._threads)
         self._long = ProcessPool(where, max(2, min(MOST_LONG, os.cpu_count() or 1)), self._threads)
 
-    def beside(self, tokenizer: Tokenizer) -> "Aside":
+    def beside(self, tokenizer: Tokenizer) -> "TextOffload":
         """The same threads and processes, for another tokenizer: an adapter's, which the processes do not have. Threads do
         what is long, too."""
         other = copy.copy(self)

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from quire.serve.generation import answer_of
 from quire.text.outputs import RequestAnswer
-from quire.types import sight
-from quire.types.sight import PARTS, RequestSight
+from quire.types import engine_snapshot as snapshots
+from quire.types.engine_snapshot import PARTS, RequestSnapshot
 from quire.types.stats import Finished
 
 MOST_ENDED = 4096  # answers that ended, and whose engine has not said so yet
@@ -24,16 +24,16 @@ KEPT = 256  # finished requests, for those who come to look later
 PATIENCE = 60.0  # seconds for an engine to tell the end of a request that is over: a step may be long
 # states -> what the time is that an engine lost in them
 _LOST = {
-    "grammar": sight.GRAMMAR,
-    "waiting": sight.QUEUE,
-    "prompt": sight.PROMPT,
-    "decode": sight.DECODE,
-    "preempted": sight.PREEMPTED,
+    "grammar": snapshots.GRAMMAR,
+    "waiting": snapshots.QUEUE,
+    "prompt": snapshots.PROMPT,
+    "decode": snapshots.DECODE,
+    "preempted": snapshots.PREEMPTED,
 }
 # what is taken back first where the engine heard of the end later than the client
 _TAKEN_BACK = (
-    sight.DECODE, sight.OTHERS, sight.MASKS, sight.PREEMPTED, sight.PROMPT, sight.QUEUE, sight.GRAMMAR, sight.RESTART,
-    sight.UNSEEN, sight.PREPARE,
+    snapshots.DECODE, snapshots.OTHERS, snapshots.MASKS, snapshots.PREEMPTED, snapshots.PROMPT, snapshots.QUEUE,
+    snapshots.GRAMMAR, snapshots.RESTART, snapshots.UNSEEN, snapshots.PREPARE,
 )  # fmt: skip
 
 
@@ -49,10 +49,10 @@ class _Ended:
 
 
 @dataclass(slots=True)
-class Entry:
+class RequestTrace:
     """`before`: seconds by part that earlier engines saw, and what is known from here."""
 
-    seen: RequestSight
+    seen: RequestSnapshot
     name: str
     choice: int
     arrived: float
@@ -80,36 +80,36 @@ class Entry:
         return told
 
 
-class Ledger:
+class RequestTraces:
     def __init__(self, owner: Callable[[str], RequestAnswer | None]) -> None:
         self._owner = owner
-        self.open: dict[str, Entry] = {}  # by key
-        self.finished: deque[Entry] = deque(maxlen=KEPT)
+        self.open: dict[str, RequestTrace] = {}  # by key
+        self.finished: deque[RequestTrace] = deque(maxlen=KEPT)
         self._ended: OrderedDict[str, _Ended] = OrderedDict()  # by key
         self._lost: dict[str, float] = {}  # key -> when its engine was lost
         self._down: dict[int, tuple[float, float]] = {}  # engine -> from when to when it was not there, the latest time
-        self.changed: list[Entry] = []  # since `take` was called
+        self.changed: list[RequestTrace] = []  # since `take` was called
 
-    def take(self) -> list[Entry]:
+    def take(self) -> list[RequestTrace]:
         changed, self.changed = self.changed, []
         return changed
 
     # ---- what is heard ---------------------------------------------------------------------------------------------------
 
-    def see(self, requests: Iterable[RequestSight], engine: int = 0) -> None:
+    def see(self, requests: Iterable[RequestSnapshot], engine: int = 0) -> None:
         for seen in requests:
-            entry = self.open.get(seen.key)
-            if entry is None:
-                entry = self._begin(seen, engine)
-                if entry is None:
+            trace = self.open.get(seen.key)
+            if trace is None:
+                trace = self._begin(seen, engine)
+                if trace is None:
                     continue
             elif seen.key in self._lost:
-                entry.before[sight.RESTART] += max(0.0, seen.seen - self._lost.pop(seen.key))
-            entry.seen = seen
+                trace.before[snapshots.RESTART] += max(0.0, seen.seen - self._lost.pop(seen.key))
+            trace.seen = seen
             if seen.state == "finished":
-                self._finish(entry, self._ended.pop(seen.key, None))
+                self._finish(trace, self._ended.pop(seen.key, None))
             else:
-                self.changed.append(entry)
+                self.changed.append(trace)
 
     def end(self, request: Finished) -> None:
         """An answer is over. Its engine will tell so, unless it is lost."""
@@ -120,41 +120,41 @@ class Ledger:
                 request.request_id, choice, metrics.queued_ts, metrics.finished_ts, ttft, request.reasons[choice],
                 request.generated[choice],
             )  # fmt: skip
-            entry = self.open.get(key)
-            if entry is not None and entry.seen.state == "restart":
-                entry.before[sight.RESTART] += max(0.0, ended.finished - self._lost.pop(key))
-                entry.seen = replace(entry.seen, since=ended.finished)
-                self._finish(entry, ended)
+            trace = self.open.get(key)
+            if trace is not None and trace.seen.state == "restart":
+                trace.before[snapshots.RESTART] += max(0.0, ended.finished - self._lost.pop(key))
+                trace.seen = replace(trace.seen, since=ended.finished)
+                self._finish(trace, ended)
             else:
                 self._ended[key] = ended
         while len(self._ended) > MOST_ENDED:
             self._ended.popitem(last=False)
 
     def lose(self, now: float, engine: int = 0) -> None:
-        """An engine is gone, and with it what it had seen since its latest sight."""
+        """An engine is gone, and with it what it had seen since its latest snapshot."""
         self._down[engine] = (now, math.inf)
-        for key, entry in list(self.open.items()):
-            seen = entry.seen
-            if seen.state == "restart" or entry.engine != engine:
+        for key, trace in list(self.open.items()):
+            seen = trace.seen
+            if seen.state == "restart" or trace.engine != engine:
                 continue
             spent = list(seen.parts)
             spent[_LOST[seen.state]] += max(0.0, now - seen.since)
-            entry.before = [a + b for a, b in zip(entry.before, spent, strict=True)]
-            entry.seen = replace(seen, state="restart", since=now, parts=[0.0] * len(PARTS))
+            trace.before = [a + b for a, b in zip(trace.before, spent, strict=True)]
+            trace.seen = replace(seen, state="restart", since=now, parts=[0.0] * len(PARTS))
             self._lost[key] = now
             ended = self._ended.pop(key, None)
             if ended is None:
-                self.changed.append(entry)
+                self.changed.append(trace)
             else:
-                self._finish(entry, ended)
+                self._finish(trace, ended)
 
     def regain(self, now: float, engine: int = 0) -> None:
         self._down[engine] = (self._down.get(engine, (0.0, 0.0))[0], now)
 
     def tidy(self, now: float) -> None:
         """Forgets what no engine will speak of again."""
-        for key, entry in list(self.open.items()):
-            if now - entry.seen.since > PATIENCE and self._owner(key) is None:
+        for key, trace in list(self.open.items()):
+            if now - trace.seen.since > PATIENCE and self._owner(key) is None:
                 ended = self._ended.pop(key, None)
                 if ended is None or now - ended.finished > PATIENCE:
                     self._drop(key)
@@ -163,50 +163,50 @@ class Ledger:
         while self._ended and now - next(iter(self._ended.values())).finished > PATIENCE:
             self._ended.popitem(last=False)
 
-    def of(self, tenant: str | None) -> Iterator[Entry]:
+    def of(self, tenant: str | None) -> Iterator[RequestTrace]:
         """A tenant's open requests, newest first; None: everybody's."""
-        return (entry for entry in reversed(self.open.values()) if tenant is None or entry.seen.tenant == tenant)
+        return (trace for trace in reversed(self.open.values()) if tenant is None or trace.seen.tenant == tenant)
 
-    def finished_of(self, tenant: str | None, most: int) -> list[Entry]:
-        mine = (entry for entry in reversed(self.finished) if tenant is None or entry.seen.tenant == tenant)
+    def finished_of(self, tenant: str | None, most: int) -> list[RequestTrace]:
+        mine = (trace for trace in reversed(self.finished) if tenant is None or trace.seen.tenant == tenant)
         return list(islice(mine, most))
 
     # ---- inside ----------------------------------------------------------------------------------------------------------
 
-    def _begin(self, seen: RequestSight, engine: int) -> Entry | None:
+    def _begin(self, seen: RequestSnapshot, engine: int) -> RequestTrace | None:
         answer, ended = self._owner(seen.key), self._ended.get(seen.key)
         if answer is not None:
             choices = answer.prepared.requests
             choice = 0 if len(choices) == 1 else [request.id for request in choices].index(seen.key)
-            entry = Entry(seen, answer.prepared.id, choice, answer.metrics.queued_ts, engine)
+            trace = RequestTrace(seen, answer.prepared.id, choice, answer.metrics.queued_ts, engine)
         elif ended is not None:
-            entry = Entry(seen, ended.name, ended.choice, ended.arrived, engine)
+            trace = RequestTrace(seen, ended.name, ended.choice, ended.arrived, engine)
         else:
             return None  # over before anybody could tell whose it was
         lost, back = self._down.get(engine, (0.0, 0.0))
-        if not seen.fresh or entry.arrived >= back or seen.seen < lost:
-            entry.before[sight.PREPARE if seen.fresh else sight.UNSEEN] = max(0.0, seen.seen - entry.arrived)
+        if not seen.fresh or trace.arrived >= back or seen.seen < lost:
+            trace.before[snapshots.PREPARE if seen.fresh else snapshots.UNSEEN] = max(0.0, seen.seen - trace.arrived)
         else:  # it came to another engine, or while there was none
-            entry.before[sight.UNSEEN] = max(0.0, lost - entry.arrived)
-            entry.before[sight.RESTART] = seen.seen - max(lost, entry.arrived)
-        self.open[seen.key] = entry
-        return entry
+            trace.before[snapshots.UNSEEN] = max(0.0, lost - trace.arrived)
+            trace.before[snapshots.RESTART] = seen.seen - max(lost, trace.arrived)
+        self.open[seen.key] = trace
+        return trace
 
-    def _finish(self, entry: Entry, ended: _Ended | None) -> None:
+    def _finish(self, trace: RequestTrace, ended: _Ended | None) -> None:
         """`ended` is not there for one of several choices while others go on: the end is then the engine's."""
-        entry.end, seen = ended, entry.seen
+        trace.end, seen = ended, trace.seen
         parts = list(seen.parts)
-        entry.end_at = seen.since if ended is None else ended.finished
-        gap = entry.end_at - seen.since
+        trace.end_at = seen.since if ended is None else ended.finished
+        gap = trace.end_at - seen.since
         if gap >= 0:
-            parts[sight.DELIVER] += gap
+            parts[snapshots.DELIVER] += gap
         else:
-            _take_back(-gap, parts, entry.before)
+            _take_back(-gap, parts, trace.before)
         drawn = seen.drawn if ended is None else ended.generated
-        entry.seen = replace(seen, state="finished", since=entry.end_at, parts=parts, drawn=drawn)
+        trace.seen = replace(seen, state="finished", since=trace.end_at, parts=parts, drawn=drawn)
         self._drop(seen.key)
-        self.finished.append(entry)
-        self.changed.append(entry)
+        self.finished.append(trace)
+        self.changed.append(trace)
 
     def _drop(self, key: str) -> None:
         del self.open[key]

@@ -26,29 +26,31 @@ import msgspec
 
 from quire.paced import Pace
 from quire.proc.spawn import environment, processor_time, with_thread_option
-from quire.text.helper import wire
+from quire.text.workers import wire
 from quire.types.errors import EngineDead, EngineError, InvalidParameter
 
 SETTINGS = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
-COMMAND = (sys.executable, "-P", "-m", "quire.text.helper.worker")
-LONGEST = 600.0  # seconds that a process may take for a job: it counts its own processor time, and may be starved of it
-BUSY = 0.05  # seconds that a job waits for the processes there are, before another one is started: that takes longer
-SILENCE = 15.0  # seconds in which a process that has a job runs at least for a moment: one that does not was stopped, or hangs
-PATIENCE = 1.0  # seconds that a job may go on which nobody waits for any more
+COMMAND = (sys.executable, "-P", "-m", "quire.text.workers.worker")
+MAX_JOB_S = 600.0  # wall time of one job; the process limits its own CPU time, and may be starved of it
+GROW_AFTER_S = 0.05  # a job waits this long for a free process before another one is started
+HANG_TIMEOUT_S = (  # a process with a job that uses no CPU time for this long is stopped or hangs
+    15.0  # seconds in which a process that has a job runs at least for a moment: one that does not was stopped, or hangs
+)
+ABANDONED_JOB_S = 1.0  # a job whose caller is gone may finish within this time
 _LENGTH = struct.Struct("<I")
 _PIECE = 1 << 17
 _NOTHING = [msgspec.json.encode(wire.Parse(1, 1, 1, 1))], [b"0"]  # a job that shows that a process is ready
 
 logger = logging.getLogger(__name__)
 
-whose: ContextVar[str | None] = ContextVar("whose", default=None)  # the tenant that the work of this task is for
+current_tenant: ContextVar[str | None] = ContextVar("current_tenant", default=None)  # of the current task
 
 
 class Lost(Exception):
     """The process is gone."""
 
 
-class Helper:
+class WorkerHandle:
     """One process. `lasting`: the thread that starts it is there as long as it is needed."""
 
     def __init__(self, where: str, lasting: bool = False) -> None:
@@ -137,77 +139,77 @@ def _end(child: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
 class ProcessPool:
     """At most so many processes, started when they are needed."""
 
-    def __init__(self, where: wire.Where, most: int, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, where: wire.TokenizerSource, most: int, threads: ThreadPoolExecutor) -> None:
         self._where = msgspec.json.encode(where).decode()
         self._most, self._threads = most, threads
-        self._helpers: set[Helper] = set()
-        self._free: list[Helper] = []
+        self._workers: set[WorkerHandle] = set()
+        self._free: list[WorkerHandle] = []
         self._starting = False  # a process is, and is not ready
-        self._waiting: dict[str | None, deque[asyncio.Future[Helper]]] = {}  # by tenant, the next one first
+        self._waiting: dict[str | None, deque[asyncio.Future[WorkerHandle]]] = {}  # by tenant, the next one first
         self._closed = False
 
     def start(self) -> None:
         """Starts the first process now. It takes a while to be ready; nobody waits for it."""
-        if not self._helpers and not self._closed:
+        if not self._workers and not self._closed:
             self._free.append(self._add())
 
     def stop(self) -> None:
         self._closed = True
-        for helper in self._helpers:
-            helper.kill()
-        for helper in self._helpers:
-            helper.end()
-        self._helpers.clear()
+        for worker in self._workers:
+            worker.kill()
+        for worker in self._workers:
+            worker.end()
+        self._workers.clear()
         self._free.clear()
         while (turn := self._next()) is not None:
             turn.set_exception(EngineDead("the engine was shut down"))
 
     @property
     def pids(self) -> list[int]:
-        return [helper.pid for helper in self._helpers]
+        return [worker.pid for worker in self._workers]
 
     async def run(self, head: Sequence[bytes], blob: Sequence[bytes], what: str, parameter: str | None) -> Any:
         """Raises RequestError where the job is to blame."""
         for attempt in range(2):
-            helper = await self._take()
-            watching = asyncio.create_task(_watch(helper))
+            worker = await self._take()
+            watching = asyncio.create_task(_watch(worker))
             try:
-                value = await helper.ask(head, blob)
+                value = await worker.ask(head, blob)
             except Lost:
-                self._drop(helper)
+                self._drop(worker)
                 if self._closed:
                     raise EngineDead("the engine was shut down") from None
-                overdue = await asyncio.get_running_loop().run_in_executor(self._threads, helper.overdue)
+                overdue = await asyncio.get_running_loop().run_in_executor(self._threads, worker.overdue)
                 if overdue:
                     raise InvalidParameter(f"{what} takes too much processor time", parameter) from None
                 logger.warning("a text process was lost at work%s", "; its job is done again" if not attempt else "")
             except asyncio.CancelledError:
-                self._leave(helper)
+                self._leave(worker)
                 raise
             except BaseException:
-                self._give_back(helper)
+                self._give_back(worker)
                 raise
             else:
-                self._give_back(helper)
+                self._give_back(worker)
                 return value
             finally:
                 watching.cancel()
         raise InvalidParameter(f"{what} cannot be done: two processes were lost over it", parameter)
 
-    async def _take(self) -> Helper:
+    async def _take(self) -> WorkerHandle:
         if self._closed:
             raise EngineDead("the engine was shut down")
         while self._free:
-            helper = self._free.pop()
-            if helper.runs:
-                return helper
-            self._drop(helper)
+            worker = self._free.pop()
+            if worker.runs:
+                return worker
+            self._drop(worker)
         loop = asyncio.get_running_loop()
-        turn: asyncio.Future[Helper] = loop.create_future()
-        self._waiting.setdefault(whose.get(), deque()).append(turn)
-        if not self._helpers:
+        turn: asyncio.Future[WorkerHandle] = loop.create_future()
+        self._waiting.setdefault(current_tenant.get(), deque()).append(turn)
+        if not self._workers:
             self._grow()
-        growing = loop.call_later(BUSY, self._grow)
+        growing = loop.call_later(GROW_AFTER_S, self._grow)
         try:
             return await turn
         except asyncio.CancelledError:
@@ -219,7 +221,7 @@ class ProcessPool:
 
     def _grow(self) -> None:
         """Starts one more process for those who wait, if there may be more: one at a time. They need not wait for that one."""
-        if self._waiting and not self._closed and not self._starting and len(self._helpers) < self._most:
+        if self._waiting and not self._closed and not self._starting and len(self._workers) < self._most:
             self._starting = True
             _keep(self._start_one())
 
@@ -227,9 +229,9 @@ class ProcessPool:
         loop = asyncio.get_running_loop()
         try:
             try:
-                helper = await self._started()
+                worker = await self._started()
             except Lost:  # somebody may have killed it: that is held against processes only when it happens twice
-                helper = await self._started()
+                worker = await self._started()
         except EngineDead:
             return
         except (Lost, OSError, RuntimeError) as error:  # no descriptors, no memory, no threads
@@ -238,72 +240,72 @@ class ProcessPool:
             if (turn := self._next()) is not None:
                 turn.set_exception(EngineError(f"a text process cannot be started: {why}"))
         else:
-            self._give_back(helper)
+            self._give_back(worker)
         finally:
             self._starting = False
-        loop.call_later(BUSY if self._helpers else 0.0, self._grow)
+        loop.call_later(GROW_AFTER_S if self._workers else 0.0, self._grow)
 
-    async def _started(self) -> Helper:
+    async def _started(self) -> WorkerHandle:
         """One more process, ready."""
         loop = asyncio.get_running_loop()
-        helper = await loop.run_in_executor(self._threads, Helper, self._where, True)
-        self._helpers.add(helper)
+        worker = await loop.run_in_executor(self._threads, WorkerHandle, self._where, True)
+        self._workers.add(worker)
         if self._closed:
-            self._drop(helper)
+            self._drop(worker)
             raise EngineDead("the engine was shut down")
-        late = loop.call_later(LONGEST, helper.kill)
+        late = loop.call_later(MAX_JOB_S, worker.kill)
         try:
-            await helper.ask(*_NOTHING)
+            await worker.ask(*_NOTHING)
         except Lost:
-            self._drop(helper)
+            self._drop(worker)
             if self._closed:
                 raise EngineDead("the engine was shut down") from None
             raise
         finally:
             late.cancel()
-        return helper
+        return worker
 
-    def _add(self) -> Helper:
-        helper = Helper(self._where)
-        self._helpers.add(helper)
-        return helper
+    def _add(self) -> WorkerHandle:
+        worker = WorkerHandle(self._where)
+        self._workers.add(worker)
+        return worker
 
-    def _give_back(self, helper: Helper) -> None:
-        if helper.ends or helper not in self._helpers or not helper.runs:
-            self._drop(helper)
+    def _give_back(self, worker: WorkerHandle) -> None:
+        if worker.ends or worker not in self._workers or not worker.runs:
+            self._drop(worker)
         elif (turn := self._next()) is not None:
-            turn.set_result(helper)
+            turn.set_result(worker)
         else:
-            self._free.append(helper)
+            self._free.append(worker)
 
-    def _drop(self, helper: Helper) -> None:
-        self._helpers.discard(helper)
+    def _drop(self, worker: WorkerHandle) -> None:
+        self._workers.discard(worker)
         try:
-            self._threads.submit(helper.end)
+            self._threads.submit(worker.end)
         except RuntimeError:  # there are no threads any more
-            helper.end()
+            worker.end()
         self._grow()
 
-    def _leave(self, helper: Helper) -> None:
+    def _leave(self, worker: WorkerHandle) -> None:
         """Nobody waits for its answer any more."""
-        if not helper.asked or self._closed:
-            self._drop(helper)
+        if not worker.asked or self._closed:
+            self._drop(worker)
             return
 
         async def finish() -> None:
             try:
-                async with asyncio.timeout(PATIENCE):
-                    await helper.answer()
+                async with asyncio.timeout(ABANDONED_JOB_S):
+                    await worker.answer()
             except (Lost, TimeoutError, OSError, asyncio.CancelledError):
-                self._drop(helper)
+                self._drop(worker)
                 return
             except Exception:
                 pass  # it was refused
-            self._give_back(helper)
+            self._give_back(worker)
 
         _keep(finish())
 
-    def _next(self) -> "asyncio.Future[Helper] | None":
+    def _next(self) -> "asyncio.Future[WorkerHandle] | None":
         """Whose turn it is. A tenant that has more to do waits for all others before its next turn."""
         while self._waiting:
             tenant, turns = next(iter(self._waiting.items()))
@@ -325,14 +327,14 @@ def _keep(work: Coroutine[Any, Any, None]) -> None:
     task.add_done_callback(_kept.discard)
 
 
-async def _watch(helper: Helper) -> None:
+async def _watch(worker: WorkerHandle) -> None:
     """Kills a process that does nothing about its job, or never ends it."""
-    end, before = time.monotonic() + LONGEST, processor_time(helper.pid)
+    end, before = time.monotonic() + MAX_JOB_S, processor_time(worker.pid)
     while time.monotonic() < end:
-        await asyncio.sleep(SILENCE)
-        now = processor_time(helper.pid)
+        await asyncio.sleep(HANG_TIMEOUT_S)
+        now = processor_time(worker.pid)
         if now is not None and now == before:
             logger.warning("a text process stands still")
             break
         before = now
-    helper.kill()
+    worker.kill()

@@ -1,4 +1,4 @@
-"""A text process: `python -m quire.text.helper.worker SOCKET WHERE [with-thread]`: an inherited file descriptor, and where the
+"""A text process: `python -m quire.text.workers.worker SOCKET WHERE [with-thread]`: an inherited file descriptor, and where the
 tokenizer is.
 
 It does one job at a time, within bounds of processor time and memory, and ends when the other side closes the socket. The
@@ -22,8 +22,8 @@ import msgspec
 from quire.proc.channel import Frames
 from quire.proc.spawn import WITH_THREAD, end_with_parent
 from quire.text.chat import ChatTemplates
-from quire.text.helper import wire
 from quire.text.tool_prompt import render_told
+from quire.text.workers import wire
 from quire.types.errors import InvalidParameter, PromptTooLong, RequestError
 
 MB = 1 << 20
@@ -58,7 +58,7 @@ class Overdue(BaseException):
 
 
 class TextWorker:
-    def __init__(self, frames: Frames, where: wire.Where) -> None:
+    def __init__(self, frames: Frames, where: wire.TokenizerSource) -> None:
         self._frames, self._where = frames, where
 
     @cached_property
@@ -229,7 +229,7 @@ def main(argv: Sequence[str]) -> int:
         end_with_parent()
     frames = Frames(socket.socket(fileno=int(argv[0])))
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the other side is gone
-        TextWorker(frames, msgspec.json.decode(argv[1], type=wire.Where)).run()
+        TextWorker(frames, msgspec.json.decode(argv[1], type=wire.TokenizerSource)).run()
     return 0
 
 

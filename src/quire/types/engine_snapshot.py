@@ -7,8 +7,8 @@ import msgspec
 from quire.types.plan import Ints
 from quire.types.request import FinishReason
 
-EVERY = 0.25  # seconds between two sights, at least
-MANY = 64  # running requests: with more, sights are half as frequent
+EVERY = 0.25  # seconds between two snapshots, at least
+MANY = 64  # running requests: with more, snapshots are half as frequent
 MOST_STEPS = 64  # told one by one
 CELLS = 4096  # of the map of pages, at most
 
@@ -27,7 +27,7 @@ STRANGER = 126  # the tenant of pages whose owner is not known
 Step = tuple[int, float, int, int, int, int, int, int, int, int, float, int]
 
 
-class RequestSight(msgspec.Struct, array_like=True, gc=False):
+class RequestSnapshot(msgspec.Struct, array_like=True, gc=False):
     """One request of the engine. Times are seconds of time.monotonic()."""
 
     key: str
@@ -49,11 +49,11 @@ class RequestSight(msgspec.Struct, array_like=True, gc=False):
     adapter: str = ""  # its name
 
 
-class Sight(msgspec.Struct, array_like=True):
+class EngineSnapshot(msgspec.Struct, array_like=True):
     t: float
-    steps: list[Step]  # since the sight before
+    steps: list[Step]  # since the snapshot before
     skipped: int  # steps before those
-    requests: list[RequestSight]  # that changed since the sight before
+    requests: list[RequestSnapshot]  # that changed since the snapshot before
     compiling: int  # requests whose grammar is
     # of the running requests
     keys: list[str]

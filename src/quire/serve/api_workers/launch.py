@@ -1,4 +1,4 @@
-"""The life of a server with several API processes, as the hub lives it.
+"""The life of a server with several API processes, in the router's process.
 
 listen ─► start API processes and engines ─► all of them ready ─► ... ─► SIGTERM or Ctrl-C ─► all drain ─► engines end ─► 0
               └► 1 or 2, with one line     one lost: another     engines given up ─► 1     a second signal ─► 128 + its number
@@ -7,14 +7,11 @@ listen ─► start API processes and engines ─► all of them ready ─► ..
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,20 +24,21 @@ from quire.device.registry import describe_unseen
 from quire.engine.child import COMMAND, Child
 from quire.engine.router import start_engines
 from quire.engine.timeline import Timeline
-from quire.proc.spawn import environment, exit_reason, with_thread_option
-from quire.serve.fronts import wire
-from quire.serve.fronts.hub import Desk, Hub
+from quire.proc.liveness import RestartLimit, Silence
+from quire.proc.spawn import PARENT, command_of, exit_reason, spawn
+from quire.serve.api_workers import wire
+from quire.serve.api_workers.router import Router, WorkerConnection
 from quire.serve.sockets import page_of, url_of
 from quire.types.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
-FRONT = (sys.executable, "-P", "-m", "quire.serve.fronts.process")
+WORKER_COMMAND = command_of("quire.serve.api_workers.process")
 FAILED, SIGNALLED = 1, 128
-GLANCE = 0.1  # seconds between looks at the processes
-LAST_WORDS = 10.0  # seconds that an API process has beyond its deadline
-ENGINE_FAREWELL = 5.0  # seconds for engines to end by themselves
-SILENCE = 10.0  # seconds in which an API process that serves says something; it does every second
+POLL_S = 0.1  # between two looks at the processes
+EXIT_GRACE_S = 10.0  # for an API process, beyond its own deadline
+ENGINE_STOP_S = 5.0  # for engines to end by themselves
+SILENCE_S = 10.0  # an API process that serves sends a message every second
 
 
 def tell_ready(name: str, url: str, started: float, page: str | None, timeline: Timeline | None) -> None:
@@ -51,26 +49,28 @@ def tell_ready(name: str, url: str, started: float, page: str | None, timeline: 
         logger.debug("ready after %s", timeline.within(started, "command line", "open the API", now))
 
 
-class FrontProcess:
-    """One API process as the hub holds it."""
+class WorkerProcess:
+    """An API process, from the router's side."""
 
     def __init__(self, sockets: Sequence[socket.socket]) -> None:
         ours, theirs = socket.socketpair()
         listeners = [one.fileno() for one in sockets]
+        arguments = [PARENT, "{0}", ",".join(f"{{{i + 1}}}" for i in range(len(listeners)))]
         with theirs:
             try:
-                self.process = subprocess.Popen(
-                    [*FRONT, str(os.getpid()), str(theirs.fileno()), ",".join(map(str, listeners)), *with_thread_option()],
-                    pass_fds=[theirs.fileno(), *listeners],
-                    env=environment(),
-                    stdin=subprocess.DEVNULL,
-                    process_group=0,  # Ctrl-C is for the hub
-                )
+                process = spawn(WORKER_COMMAND, arguments, [theirs.fileno(), *listeners], with_thread=True)
             except BaseException:
                 ours.close()
                 raise
-        self.line = wire.Line(ours)
-        self.desk: Desk | None = None
+        assert isinstance(process, subprocess.Popen)
+        self.process = process
+        self.channel = wire.WorkerChannel(ours)
+        self.connection: WorkerConnection | None = None
+        self.silence = Silence(POLL_S)
+
+    @property
+    def serving(self) -> bool:
+        return self.connection is not None and self.connection.serving
 
     async def wait(self, seconds: float) -> int:
         """How it ended; it is killed if it does not in time."""
@@ -79,20 +79,22 @@ class FrontProcess:
             if time.monotonic() > deadline:
                 self.process.kill()
                 return self.process.wait()
-            await asyncio.sleep(GLANCE / 5)
+            await asyncio.sleep(POLL_S / 5)
         return code
 
 
-class FrontsLaunch:
+class ApiWorkersLaunch:
     def __init__(
         self, engine_args: EngineArgs, settings: ServerArgs, sockets: list[socket.socket], spare: Child | None
     ) -> None:
         self._engine_args, self._settings, self._sockets, self._spare = engine_args, settings, sockets, spare
-        self._hub = Hub()
-        self._fronts: list[FrontProcess] = []
+        self._router = Router()
+        self._workers: list[WorkerProcess] = []
         self._asked, self._asked_again, self._lost = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._signal = 0
-        self._replaced: deque[float] = deque()  # when, within the window
+        # as many restarts for each API process as for an engine
+        most = engine_args.max_engine_restarts * settings.api_server_count
+        self._restarts = RestartLimit(most, engine_args.engine_restart_window)
         self._tasks: list[asyncio.Task[Any]] = []
 
     async def run(self, started: float) -> int:
@@ -116,31 +118,31 @@ class FrontsLaunch:
         self._asked.set()
 
     def _end(self, kindly: bool) -> None:
-        self._asked.set()  # nobody is replaced any more
+        self._asked.set()  # no process is replaced after this
         for task in self._tasks:
             task.cancel()
-        for front in self._fronts:
-            front.line.close()
-            front.process.kill()
-            front.process.wait()
-        if self._hub.engines is not None:
-            self._hub.engines.stop(ENGINE_FAREWELL if kindly else 0.0)
+        for worker in self._workers:
+            worker.channel.close()
+            worker.process.kill()
+            worker.process.wait()
+        if self._router.engines is not None:
+            self._router.engines.stop(ENGINE_STOP_S if kindly else 0.0)
 
-    # ---- the life of the hub ---------------------------------------------------------------------------------------------
+    # ---- the life of the router ---------------------------------------------------------------------------------------------
 
     async def _live(self, started: float) -> int:
         url, count = url_of(self._settings, self._sockets), self._settings.api_server_count
         logger.info("listening on %s with %d API processes, loading %s", url, count, self._engine_args.model)
-        self._fronts = [FrontProcess(self._sockets) for _ in range(count)]
+        self._workers = [WorkerProcess(self._sockets) for _ in range(count)]
         resolving = self._start(self._resolve())
         if not await self._unless_asked(resolving):
             return 0
         config = resolving.result()
-        self._hub.engines = engines = start_engines(config, self._hub, COMMAND, self._spare)
-        for number, front in enumerate(self._fronts):
-            self._begin(front, started, greets=number == 0)
+        self._router.engines = engines = start_engines(config, self._router, COMMAND, self._spare)
+        for number, worker in enumerate(self._workers):
+            self._begin(worker, started, greets=number == 0)
         self._start(engines.run())
-        self._start(self._hub.tell())
+        self._start(self._router.report_states())
         ready = self._start(self._wait_ready())
         if not await self._unless_asked(ready):
             logger.info("stopped before the model was loaded")
@@ -177,88 +179,82 @@ class FrontsLaunch:
         return await made
 
     async def _wait_ready(self) -> None:
-        assert self._hub.engines is not None
-        await self._hub.engines.wait_ready()
-        while not all(front.desk is not None and front.desk.serving for front in self._fronts):
+        assert self._router.engines is not None
+        await self._router.engines.wait_ready()
+        while not all(worker.serving for worker in self._workers):
             if self._lost.is_set():
                 raise EngineError("the API processes cannot be started; their last lines say why")
-            await asyncio.sleep(GLANCE / 5)
+            await asyncio.sleep(POLL_S / 5)
 
     async def _watch(self) -> None:
-        """Until the engines are dead, or API processes were lost too often. One that is silent is lost."""
-        looked = time.monotonic()
-        while self._hub.engines is not None and self._hub.engines.state != "dead" and not self._lost.is_set():
-            await asyncio.sleep(GLANCE)
-            now = time.monotonic()
-            passed, looked = min(now - looked, 2 * GLANCE), now  # time in which we did not look is not held against anybody
-            for front in self._fronts:
-                if front.desk is not None and front.desk.serving:
-                    front.desk.silent += passed
-                    if front.desk.silent > SILENCE:
-                        logger.error("API process %d has been silent for %.1f s", front.process.pid, front.desk.silent)
-                        front.process.kill()
-                        front.desk.silent = 0.0
+        """Until the engines are dead, or API processes were lost too often. A process that hangs is killed, and so lost."""
+        while self._router.engines is not None and self._router.engines.state != "dead" and not self._lost.is_set():
+            await asyncio.sleep(POLL_S)
+            for worker in self._workers:
+                if not worker.serving:
+                    continue
+                worker.silence.look()
+                if worker.silence.seconds > SILENCE_S:
+                    logger.error("API process %d hangs: no message for %.1f s", worker.process.pid, worker.silence.seconds)
+                    worker.process.kill()
+                    worker.silence.heard()
 
     # ---- API processes ---------------------------------------------------------------------------------------------------
 
-    def _begin(self, front: FrontProcess, started: float, greets: bool = False) -> None:
+    def _begin(self, worker: WorkerProcess, started: float, greets: bool = False) -> None:
         settings = self._settings if greets else replace(self._settings, open=False, sample=None)
-        if any(desk.serving for desk in self._hub.desks):  # it takes over what they have, not what was there at the start
+        if any(one.serving for one in self._router.workers):  # the others have the adapters of today, not of the start
             settings = replace(settings, lora_modules=[])
-        first = front is self._fronts[0]
-        front.desk = self._hub.enter(front.line, lambda name: wire.Begin(self._engine_args, settings, name, started, first))
-        self._start(self._attend(front, front.desk))
+        first = worker is self._workers[0]
+        worker.connection = self._router.enter(
+            worker.channel, lambda name: wire.Begin(self._engine_args, settings, name, started, first)
+        )
+        self._start(self._attend(worker, worker.connection))
 
-    async def _attend(self, front: FrontProcess, desk: Desk) -> None:
-        async def hear(frame: bytes) -> None:
-            await self._hub.hear(desk, frame)
+    async def _attend(self, worker: WorkerProcess, connection: WorkerConnection) -> None:
+        async def on_frame(frame: bytes) -> None:
+            worker.silence.heard()
+            await self._router.on_frame(connection, frame)
 
         try:
-            await front.line.listen(hear)
+            await worker.channel.listen(on_frame)
         finally:
-            self._hub.leave(desk)
+            self._router.leave(connection)
         if self._asked.is_set():
             return
-        code = await front.wait(LAST_WORDS)
-        if self._asked.is_set() or self._hub.engines is None or self._hub.engines.state == "dead":
+        code = await worker.wait(EXIT_GRACE_S)
+        if self._asked.is_set() or self._router.engines is None or self._router.engines.state == "dead":
             return
-        logger.error("API process %d ended with %s", front.process.pid, exit_reason(code))
-        if self._may_replace():
-            fresh = FrontProcess(self._sockets)
-            self._fronts[self._fronts.index(front)] = fresh
-            logger.warning("another API process is started in its place")
+        logger.error("API process %d ended with %s", worker.process.pid, exit_reason(code))
+        if self._restarts.allow():
+            fresh = WorkerProcess(self._sockets)
+            self._workers[self._workers.index(worker)] = fresh
+            logger.warning("API process %d replaced by %d", worker.process.pid, fresh.process.pid)
             self._begin(fresh, time.monotonic())
         else:
-            logger.critical("API processes were lost %d times, the most allowed: the server ends", len(self._replaced))
+            limit = self._restarts
+            logger.critical("API processes were lost more than %d times in %.0f s: exiting", limit.max_restarts, limit.window_s)
             self._lost.set()
-
-    def _may_replace(self) -> bool:
-        """As often as engines may be restarted, for each."""
-        now, args = time.monotonic(), self._engine_args
-        while self._replaced and now - self._replaced[0] > args.engine_restart_window:
-            self._replaced.popleft()
-        self._replaced.append(now)
-        return len(self._replaced) <= args.max_engine_restarts * self._settings.api_server_count
 
     # ---- the end ---------------------------------------------------------------------------------------------------------
 
     async def _drain(self) -> int:
         """API processes let their requests finish, and end; then the engines do."""
-        for front in self._fronts:
-            front.process.terminate()
-        seconds = self._settings.shutdown_timeout + LAST_WORDS
-        served = [front.desk is not None and front.desk.serving for front in self._fronts]  # others may end as they like
-        codes = await asyncio.gather(*(front.wait(seconds) for front in self._fronts))
-        dead = self._hub.engines is not None and self._hub.engines.state == "dead"
+        for worker in self._workers:
+            worker.process.terminate()
+        seconds = self._settings.shutdown_timeout + EXIT_GRACE_S
+        served = [worker.serving for worker in self._workers]  # the exit code of others does not matter
+        codes = await asyncio.gather(*(worker.wait(seconds) for worker in self._workers))
+        dead = self._router.engines is not None and self._router.engines.state == "dead"
         return FAILED if dead or any(code and had for code, had in zip(codes, served, strict=True)) else 0
 
     async def _mourn(self) -> int:
         """The engines are given up, or nobody answers any more. API processes tell their clients, and end."""
         logger.critical("the server ends")
-        if self._hub.engines is not None and self._hub.engines.state != "dead":
-            for front in self._fronts:
-                front.process.terminate()
-        await asyncio.gather(*(front.wait(LAST_WORDS) for front in self._fronts))
+        if self._router.engines is not None and self._router.engines.state != "dead":
+            for worker in self._workers:
+                worker.process.terminate()
+        await asyncio.gather(*(worker.wait(EXIT_GRACE_S) for worker in self._workers))
         return FAILED
 
     async def _unless_asked(self, task: "asyncio.Task[Any]") -> bool:

@@ -21,7 +21,7 @@ _DEFINITION = re.compile(r"\$\['\$defs'\]\['tool(\d+)[.:]([^']*)'\]")
 
 
 @dataclass(frozen=True)
-class Wording:
+class FieldNames:
     field: str = FIELD  # where the grammar of the request came from, in full
     parameter: str = FIELD  # as OpenAI's `param` has it: not in full in a chat
     terms: Terms = ()
@@ -47,14 +47,14 @@ class Wording:
         return f"{field}{rest[: place.start()]}{root}{rest[place.end() :]}", field
 
 
-def wording_of(request: GenerationFields, use: ToolUse | None = None, terms: Terms = ()) -> Wording:
+def field_names_of(request: GenerationFields, use: ToolUse | None = None, terms: Terms = ()) -> FieldNames:
     if use is not None and use.forced:
         field = "tools"
         if use.name is not None:
             field = f"tools[{list(use.schemas or ()).index(use.name)}].function.parameters"
-        return Wording(field, field, terms)
+        return FieldNames(field, field, terms)
     form = request.response_format
     if form is None or request.structured_outputs is not None:
-        return Wording(terms=terms)
+        return FieldNames(terms=terms)
     field = "response_format.json_schema.schema" if form.get("type") == "json_schema" else "response_format"
-    return Wording(field, field if terms else "response_format", terms)
+    return FieldNames(field, field if terms else "response_format", terms)
