@@ -15,13 +15,11 @@ from textwrap import fill, shorten
 from typing import Any
 
 from quire.config.conflicts import CONFLICTS
-from quire.config.gguf_families import ARCHITECTURES
+from quire.config.families import architectures, cards
+from quire.config.families.card import Card
+from quire.config.families.composites import COMPOSITES
 from quire.config.quantization import quantization_table
-from quire.config.recurrent import READERS
 from quire.files.gguf import GGML_TYPES, READABLE_TYPES
-from quire.models.composite import COMPOSITES, TEXT_MODELS
-from quire.models.model_names import MODEL_NAMES, architectures_of
-from quire.models.registry import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "tests"))
@@ -40,26 +38,31 @@ def render(page: str) -> str:
 
 
 def models() -> str:
+    rows: dict[str, tuple[dict[str, None], list[str]]] = {}
+    for card in cards():
+        kinds, names = rows.setdefault(card.title, ({}, []))
+        kinds |= dict.fromkeys(card.kind.split(", "))
+        names += card.architectures
+    named = sorted(rows.items(), key=lambda row: row[0].casefold())
     return _table(
-        "model | kind | architectures",
-        ((names, kind, _listed(architectures_of(short))) for names, kind, short in MODEL_NAMES),
+        "model | kind | architectures", ((title, ", ".join(kinds), _listed(names)) for title, (kinds, names) in named)
     )
 
 
 def families() -> str:
-    in_gguf: dict[str, list[str]] = {}
-    for name, found in ARCHITECTURES.items():
-        in_gguf.setdefault(found.hf_class, []).append(name.partition(" ")[0])
-    text_of: dict[str, list[str]] = {}
-    for model_type, architecture in TEXT_MODELS.items():
-        text_of.setdefault(architecture, []).append(model_type)
     return _table(
         "architecture | code | in a GGUF file | text model of composites",
         (
-            (f"`{name}`", f"`{_file(FAMILIES[name])}`", _listed(in_gguf.get(name)), _listed(text_of.get(name)))
-            for name in sorted(FAMILIES)
+            (f"`{name}`", f"`models/{card.model.partition(':')[0]}.py`", *_once(name, card))
+            for name, card in sorted(architectures().items())
         ),
     )
+
+
+def _once(name: str, card: Card) -> tuple[str, str]:
+    """Return the card's GGUF architectures and text types, which stand beside its first architecture only."""
+    first = name == card.architectures[0]
+    return _listed(dict.fromkeys(row.name for row in card.gguf if first)), _listed(card.text if first else ())
 
 
 def composites() -> str:
@@ -97,10 +100,8 @@ def columns() -> str:
     for column in COLUMNS:
         refused = [kinds[row.of] for row in CONFLICTS if row.of and row.what == column.argument]
         rows.append((column.name, column.holds, f"`{column.argument}`: {', '.join(refused)}" if refused else "–"))
-    native = {entry.get("architecture") for kind, entry in _swept()["types"].items()
-              if kind in READERS and entry["verdict"] == "native"}  # fmt: skip
-    recurrent = ", ".join(f"`{name}`" for name in sorted(filter(None, native)))
-    last = fill(f"Recurrent families: {recurrent}.", LINE_WIDTH, break_on_hyphens=False)
+    recurrent = sorted(name for name, card in architectures().items() if card.layers is not None)
+    last = fill(f"Recurrent families: {_listed(recurrent)}.", LINE_WIDTH, break_on_hyphens=False)
     return _table("column | what holds | refused", rows) + f"\n{last}\n"
 
 
@@ -140,12 +141,8 @@ def _kept(entry: Mapping[str, Any], device: str) -> str:
     return ", ".join(entry["kept"][device]) or "floats"
 
 
-def _file(target: str) -> str:
-    return target.partition(":")[0].removeprefix("quire.").replace(".", "/") + ".py"
-
-
-def _listed(names: list[str] | None) -> str:
-    return ", ".join(f"`{name}`" for name in names or ()) or "–"
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "–"
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def examine(kind: str, directory: Path) -> dict[str, str]:
     import torch
 
     from quire import LLM, SamplingParams
-    from quire.models.registry import FAMILIES
+    from quire.config.families import architectures
     from quire.types.errors import QuireError
 
     try:
@@ -64,7 +64,7 @@ def examine(kind: str, directory: Path) -> dict[str, str]:
         return {"verdict": "wrong", "why": f"log-probabilities differ by {worst:.2g}", **found}
     if why := llm.llm_engine.config.facts.recomputed:
         return {"verdict": "recomputed", "why": why, **found}
-    return {"verdict": "native" if architecture in FAMILIES else "fallback", **found}
+    return {"verdict": "native" if architecture in architectures() else "fallback", **found}
 
 
 def build(kind: str, directory: Path) -> Any:

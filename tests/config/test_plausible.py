@@ -123,7 +123,7 @@ def test_gguf_files(tmp_path: Path, field: str, value: Any, message: str) -> Non
         ("jamba", {"rope.dimension_count": "x"}, "jamba.rope.dimension_count must be a number, got 'x'"),
         ("gpt-oss", {"attention.value_length": "x"}, "gpt-oss.attention.value_length must be a number, got 'x'"),
         ("mamba", {"context_length": "x"}, "mamba.context_length must be a number, got 'x'"),
-        ("gpt-oss", {"attention.sliding_window_pattern": "x"}, "sliding_window_pattern must be a whole number, or a list"),
+        ("gpt-oss", {"attention.sliding_window_pattern": "x"}, "sliding_window_pattern must be an integer, or a list"),
         ("glm4moe", {"expert_weights_norm": "x"}, "expert_weights_norm must be true or false, got 'x'"),
     ],
 )

@@ -2,7 +2,9 @@
 
 import pytest
 
-from quire.config.uneven import decilm, gemma4, key_owners, whole_only
+from quire.config.families.gemma import gemma4
+from quire.config.families.llama import decilm
+from quire.config.uneven_layers import key_owners, why_not_staged
 from quire.types.errors import ModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -57,6 +59,6 @@ def test_blocks_that_make_no_sense(blocks, named):
 
 
 def test_what_is_not_divided_into_stages():
-    assert whole_only({"hidden_size": 8}) == ""
-    assert "num_kv_shared_layers" in whole_only({"num_kv_shared_layers": 2})
-    assert "block_configs" in whole_only({"layer_shapes": [(1, 8), None]})
+    assert why_not_staged({"hidden_size": 8}) == ""
+    assert "num_kv_shared_layers" in why_not_staged({"num_kv_shared_layers": 2})
+    assert "block_configs" in why_not_staged({"layer_shapes": [(1, 8), None]})

@@ -17,7 +17,6 @@ from quire.config.memory import estimate_parameters
 from quire.files.resolve import resolve_model
 from quire.layers.latent import LatentAttention
 from quire.layers.linear import Plain
-from quire.load.gguf_names import FAMILIES
 from quire.load.load import load_weights
 from quire.lora.request import LoRARequest
 from quire.models.registry import build_model
@@ -108,16 +107,16 @@ def test_a_checkpoint_in_blocks_of_8_bits(checkpoint, tmp_path):
 @pytest.mark.parametrize(("name", "apart"), [("deepseek-v3", True), ("deepseek-v2", False)])
 def test_gguf(checkpoint, name, apart, tmp_path):
     """As llama.cpp converts them, today and before: what makes keys and values is apart, or not."""
+    import gguf
+
     from gguf_files import write_gguf
 
-    case, tensors, stacks, names = checkpoint(name), {}, {}, FAMILIES["deepseek2"]
-    parts, whole = ({ours: theirs for theirs, ours in table.items()} for table in (names.parts, names.whole))
+    case, tensors, stacks = checkpoint(name), {}, {}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DEEPSEEK2, 3)
     for full, tensor in load_file(case.directory / "model.safetensors").items():
         weight, (_, _, layer, *path) = tensor.numpy(), f"{full}..".split(".")
         block, module = f"blk.{layer}.", ".".join(path).rstrip(".").removesuffix(".weight")
-        if full in whole:
-            tensors[whole[full]] = weight
-        elif ".experts." in full:
+        if ".experts." in full:
             expert, part = module.split(".")[2:]
             stacks.setdefault(f"{block}ffn_{part.removesuffix('_proj')}_exps.weight", {})[int(expert)] = weight
         elif full.endswith("correction_bias"):
@@ -126,7 +125,7 @@ def test_gguf(checkpoint, name, apart, tmp_path):
             keys, values = np.split(weight.reshape(6, 22, 32), [12], axis=1)
             tensors |= {f"{block}attn_k_b.weight": keys.transpose(0, 2, 1), f"{block}attn_v_b.weight": values}
         else:
-            tensors[f"{block}{parts[module]}.weight"] = weight
+            tensors[names.get_name(full, try_suffixes=(".weight",))] = weight
     tensors |= {name: np.stack([experts[i] for i in range(8)]) for name, experts in stacks.items()}
     sizes = {"attention.key_length_mla": 20, "attention.value_length_mla": 10} if apart else {}
     fields = {

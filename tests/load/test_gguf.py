@@ -8,10 +8,12 @@ import torch
 
 from gguf_files import LLAMA, llama_tensors, tiny_llama, write_gguf
 from quire.config.facts import read_facts
+from quire.config.families import gguf_rows
+from quire.config.families.card import GGUF
 from quire.files.gguf import GGML_TYPES, READABLE_TYPES
 from quire.files.resolve import resolve_model
 from quire.load.gguf import GGUFSource
-from quire.load.gguf_names import FAMILIES, split_pairs
+from quire.load.gguf_names import split_pairs
 from quire.load.source import TensorSlice, cut, read_whole
 from quire.ops.blocks import DEQUANTIZE, dequantize
 from quire.types.errors import ModelError
@@ -200,14 +202,10 @@ def test_shards_are_one_model(tmp_path: Path) -> None:
     assert np.array_equal(found["model.layers.1.mlp.up_proj.weight"], tensors["blk.1.ffn_up.weight"])
 
 
-@pytest.mark.parametrize("architecture", sorted(FAMILIES))
-def test_names_are_those_of_the_converter(architecture: str) -> None:
-    """The `gguf` package knows what each Hugging Face module is called in GGUF; our table must be its inverse."""
-    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(kind, 1)
-    family = FAMILIES[architecture]
-    pairs = {f"blk.0.{part}": f"{family.layers}.0.{ours}" for part, ours in family.parts.items()}
-    pairs |= {theirs.rpartition(".")[0]: ours.rpartition(".")[0] for theirs, ours in family.whole.items()}
-    if names.get_name("lm_head") is None:  # a family whose head is always tied
-        pairs.pop("output")
-    assert {ours: names.get_name(ours) for ours in pairs.values()} == {ours: theirs for theirs, ours in pairs.items()}
+@pytest.mark.parametrize(("row"), [row for _, row in gguf_rows()], ids=lambda row: row.name)
+def test_names_on_a_card_are_known_to_the_converter(row: GGUF) -> None:
+    """A card names Hugging Face modules only to choose among those that the `gguf` package has for one tensor."""
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == row.name)
+    known = gguf.get_tensor_name_map(kind, 1).mapping
+    roots = (f"{row.layers}.0.", f"{row.layers.partition('.')[0]}.")
+    assert not [name for name in row.names if not any(root + name in known for root in roots)]

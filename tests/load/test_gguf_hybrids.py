@@ -300,7 +300,7 @@ def test_divided_among_ranks(made):
 @pytest.mark.parametrize(
     ("name", "fields", "told"),
     [
-        ("granite-hybrid", {"attention.head_count_kv": [0, 2]}, "head_count_kv must be a list of 3 whole numbers"),
+        ("granite-hybrid", {"attention.head_count_kv": [0, 2]}, "head_count_kv must be a list of 3 integers"),
         ("granite-hybrid", {"attention.head_count_kv": [0, 2, 1]}, "otherwise one and the same"),
         ("granite-hybrid", {"ssm.time_step_rank": 7}, "ssm.inner_size 96 is no multiple of the 7 heads"),
         ("mamba", {"ssm.inner_size": 100}, "ssm.inner_size 100 is no multiple of embedding_length 48"),

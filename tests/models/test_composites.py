@@ -9,9 +9,11 @@ from safetensors.torch import load_file, save_file
 from family import Family
 from oracle import CLIP, COMPOSITES, UNMADE, make_checkpoint, open_checkpoint
 from quire import LLM, SamplingParams
+from quire.config import families
 from quire.config.facts import read_facts
+from quire.config.families import composites
 from quire.files.resolve import resolve_model
-from quire.models import composite, registry
+from quire.models.registry import build_model
 from quire.types.errors import ModelError
 
 IDS = torch.randint(3, 180, (30,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -35,7 +37,7 @@ def expected(reference) -> list[int]:
     return ids[0, len(IDS) :].tolist()
 
 
-@pytest.mark.parametrize("architecture", sorted({*composite.COMPOSITES} - UNMADE))
+@pytest.mark.parametrize("architecture", sorted({*composites.COMPOSITES} - UNMADE))
 def test_text(tmp_path, architecture):
     make_checkpoint(COMPOSITES[architecture], tmp_path)
     case = open_checkpoint(tmp_path)
@@ -43,8 +45,9 @@ def test_text(tmp_path, architecture):
 
 
 def test_every_composite_is_tested_and_has_a_family():
-    assert {*COMPOSITES, *UNMADE} == set(composite.COMPOSITES)
-    assert set(composite.TEXT_MODELS.values()) <= set(registry.FAMILIES)
+    assert {*COMPOSITES, *UNMADE} == set(composites.COMPOSITES)
+    known = families.model_types()
+    assert all(composite.text in known[composite.text].text for composite in composites.COMPOSITES.values())
 
 
 def test_as_newer_versions_keep_it_in_memory(tmp_path):
@@ -119,5 +122,5 @@ def test_nested_configurations_leave_out_what_their_class_says(tmp_path):
     config = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(config | {"torch_dtype": "float16"}))
     facts = read_facts(resolve_model(tmp_path, weights=False))
-    model = registry.build_model(facts)
+    model = build_model(facts)
     assert sum(parameter.numel() for parameter in model.parameters()) == 6_738_939_904

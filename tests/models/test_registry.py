@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from quire.models.registry import FAMILIES, build_model
+from quire.config.families import architectures, cards, gguf_rows
+from quire.models.registry import build_model
 from quire.types.cache import LayerCache
 from quire.types.errors import ModelError
 
@@ -52,16 +53,15 @@ def test_what_is_imported_only_when_asked_for(imported, late):
     assert done.stdout.strip() == ""
 
 
-@pytest.mark.parametrize("target", sorted(set(FAMILIES.values())))
+@pytest.mark.parametrize("target", sorted({card.model for card in architectures().values()}))
 def test_every_target_exists(target):
     import importlib
 
     module, name = target.split(":")
-    assert hasattr(importlib.import_module(module), name)
+    assert hasattr(importlib.import_module(f"quire.models.{module}"), name)
 
 
-def test_every_architecture_stands_once_in_the_table_of_model_names():
-    from quire.models.model_names import MODEL_NAMES, architectures_of
-
-    named = [name for _, _, short in MODEL_NAMES for name in architectures_of(short)]
-    assert sorted(named) == sorted(FAMILIES)
+def test_no_two_cards_claim_the_same_name():
+    found = [name for card in cards() for name in (*card.architectures, *card.types)]
+    found += [(row.name, row.when is None) for _, row in gguf_rows()]
+    assert len(found) == len(set(found))

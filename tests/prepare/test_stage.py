@@ -9,7 +9,7 @@ import selection
 from more_families import MORE
 from oracle import FAMILIES, in_pieces
 from quire.config.stages import split_layers
-from quire.config.uneven import whole_only
+from quire.config.uneven_layers import why_not_staged
 from quire.dist.stages import Seat, Stage
 from quire.load.load import load_weights
 from quire.models.registry import build_model
@@ -49,7 +49,7 @@ def test_stages_are_the_whole(checkpoint, family):
     case = checkpoint(family)
     if case.facts.states:
         pytest.skip("recurrent layers are not divided")
-    if reason := whole_only(case.facts.hf):
+    if reason := why_not_staged(case.facts.hf):
         pytest.skip(reason)
     models = staged(case.facts, split_layers(len(case.facts.layers), min(2, len(case.facts.layers))))
     held = [sum(weight.numel() for weight in model.parameters()) for model in (*models, case.model)]

@@ -23,16 +23,15 @@ def run(namespace: argparse.Namespace) -> int:
 
 def gather() -> dict[str, Any]:
     from quire.config.args import DEFAULT_MODEL
-    from quire.config.gguf_families import ARCHITECTURES
+    from quire.config.families import architectures, gguf_rows
+    from quire.config.families.composites import COMPOSITES
     from quire.config.quantization import quantization_table
     from quire.files import wheel
     from quire.files.gguf import READABLE_TYPES
-    from quire.models.composite import COMPOSITES
-    from quire.models.registry import FAMILIES
 
     cached = {name: wheel.cached(name) for name in wheel.ALIASES}
     return {
-        "architectures": dict(sorted(FAMILIES.items())),
+        "architectures": {name: f"quire.models.{card.model}" for name, card in sorted(architectures().items())},
         "text_of": sorted(COMPOSITES),
         "fallback": _fallback(),
         "formats": {
@@ -41,7 +40,7 @@ def gather() -> dict[str, Any]:
             "in 4, 6 or 8 bits on a GPU, as far as there are kernels for them, else dequantized",
         },
         "quantization": quantization_table(),
-        "gguf_architectures": sorted({name.partition(" ")[0] for name in ARCHITECTURES}),
+        "gguf_architectures": sorted({row.name for _, row in gguf_rows()}),
         "gguf_types": list(READABLE_TYPES),
         "default": DEFAULT_MODEL,
         "cache": str(wheel.cache_directory()),

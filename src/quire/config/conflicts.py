@@ -5,7 +5,7 @@ import os
 from quire.config.config import Config
 from quire.config.facts import CHUNKED, count_heads
 from quire.config.features import FEATURES
-from quire.config.uneven import whole_only
+from quire.config.uneven_layers import why_not_staged
 from quire.features.host import Conflict
 from quire.types.errors import ConfigError
 
@@ -193,9 +193,9 @@ CORE: tuple[Conflict, ...] = (
     ),
     Conflict(
         "stages of layers that need each other",
-        lambda c: c.stages > 1 and bool(whole_only(c.facts.hf)),
+        lambda c: c.stages > 1 and bool(why_not_staged(c.facts.hf)),
         lambda c: (
-            f"pipeline_parallel_size {c.stages} is not supported with {c.facts.architecture}: {whole_only(c.facts.hf)}. "
+            f"pipeline_parallel_size {c.stages} is not supported with {c.facts.architecture}: {why_not_staged(c.facts.hf)}. "
             "Use tensor_parallel_size"
         ),
     ),

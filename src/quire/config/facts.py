@@ -5,14 +5,15 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from quire.config.families import card_of
 from quire.config.gguf import GGUF_NAMES, translate
 from quire.config.hf import explicit_config, read_json
 from quire.config.memory import estimate_parameters
 from quire.config.mistral import translate_params
-from quire.config.model_types import with_architecture
 from quire.config.plausible import MOST_LAYERS, implausible
 from quire.config.quantization import Quantization, count_numbers, read_quantization
-from quire.config.recurrent import READERS, Kind, Layers, read_recurrent
+from quire.config.recurrent import Kind, Layers
+from quire.config.transformers_types import with_architecture
 from quire.files.gguf import read_gguf_shards
 from quire.files.reading import reading, shown
 from quire.files.resolve import PARAMS, ModelFiles
@@ -237,7 +238,7 @@ class _Reader:
             raise ModelError(f"{self.name}: {self.config['model_type']} models are not supported: {why}")
         if (why := _NOT_SERVED.get(str(self.config.get("model_type")))) is not None:
             raise _Unplanned(f"{self.name}: {self.config['model_type']} models are not supported: {why}")
-        if self.config.get("model_type") not in READERS and not any(name in self.config for name in _NAMES["heads"]):
+        if not self._has_recurrent_layers() and not any(name in self.config for name in _NAMES["heads"]):
             raise _Unplanned(
                 f"{self.name}: the model's config has none of {', '.join(_NAMES['heads'])}; only models with attention are "
                 "supported, and those that name its heads so"
@@ -279,9 +280,14 @@ class _Reader:
             raise self._wrong(_NAMES.get(what, (what,))[0], "a positive integer")
         return default
 
+    def _has_recurrent_layers(self) -> bool:
+        card = card_of(self.config)
+        return card is not None and card.layers is not None
+
     def recurrent(self) -> Layers | None:
         try:
-            return read_recurrent(self.config)
+            card = card_of(self.config)
+            return None if card is None or card.layers is None else card.layers(self.config)
         except ModelError as error:
             raise ModelError(f"{self.name}: {error}") from error
 

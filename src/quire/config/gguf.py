@@ -1,14 +1,12 @@
-"""GGUF metadata told as a Hugging Face config, so that everyone else knows one kind of model description.
-
-`gguf_families.py` has a row for each architecture.
-"""
+"""Translate GGUF metadata to a Hugging Face config, by the card of the file's architecture (`config/families/`)."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from quire.config.gguf_families import ARCHITECTURES
-from quire.config.gguf_values import FIELDS, Architecture, check_types, neat, number, one_value
+from quire.config.families import find_gguf
+from quire.config.families.card import FIELDS
+from quire.config.gguf_values import check_types, neat, number, one_value
 from quire.config.plausible import too_many
 from quire.files.gguf import GGUFHeader, GGUFTensor
 from quire.files.reading import shown
@@ -31,12 +29,18 @@ GGUF_NAMES = {name: key for key, name in FIELDS.items()} | {
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def translate(headers: list[GGUFHeader]) -> dict[str, Any]:
-    """The HF config of the model in these shards."""
+def join_headers(headers: list[GGUFHeader]) -> GGUFHeader:
+    """Return one header with the tensors of all shards and the metadata of the first."""
     tensors = {name: tensor for shard in headers for name, tensor in shard.tensors.items()}
-    header = GGUFHeader(headers[0].path, headers[0].metadata, tensors)
-    architecture = _architecture(header)
-    config: dict[str, Any] = {"architectures": [architecture.hf_class], "model_type": architecture.model_type}
+    return GGUFHeader(headers[0].path, headers[0].metadata, tensors)
+
+
+def translate(headers: list[GGUFHeader]) -> dict[str, Any]:
+    """Return the Hugging Face config of the model in these shards."""
+    header = join_headers(headers)
+    tensors = header.tensors
+    card, architecture = find_gguf(header)
+    config: dict[str, Any] = {"architectures": [card.architectures[0]], "model_type": next(iter(card.types))}
     for key in architecture.required:
         if not isinstance(header.get(key), int | list) or header.get(key) == 0:
             raise ModelError(f"{header.path}: {header.architecture}.{key} must be a positive integer, got {header.get(key)!r}")
@@ -75,18 +79,6 @@ def _floats(header: GGUFHeader, name: str) -> list[float]:
     with header.path.open("rb") as file:
         file.seek(tensor.offset)
         return [float(value) for value in np.frombuffer(file.read(tensor.nbytes), dtype="<f4")]
-
-
-def _architecture(header: GGUFHeader) -> Architecture:
-    name = header.architecture
-    if name == "llama" and header.get("expert_count", 0):
-        name = "llama with experts"
-    if name not in ARCHITECTURES:
-        raise ModelError(
-            f"{header.path}: GGUF architecture {name!r} is not supported; these are: "
-            f"{', '.join(sorted(set(ARCHITECTURES) - {'llama with experts'}))}"
-        )
-    return ARCHITECTURES[name]
 
 
 def _vocabulary(header: GGUFHeader) -> int:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from quire.config.families import find_gguf
+from quire.config.gguf import join_headers
 from quire.files.gguf import GGML_TYPES, GGUFTensor, read_gguf_shards
 from quire.layers.claims import Ranges
 from quire.load.gguf_names import Name, hf_names
@@ -54,10 +56,11 @@ class GGUFSource:
         self._kept: frozenset[str] = frozenset()
         self._files: dict[Path, mmap.mmap] = {}
         headers = read_gguf_shards(facts.files.weights)
+        _, row = find_gguf(join_headers(headers))
         self.pieces: dict[str, Piece] = {}
         for header in headers:
             for tensor in header.tensors.values():
-                for name in hf_names(headers[0].architecture, facts.hf, tensor.name, tensor.shape):
+                for name in hf_names(row, facts.hf, tensor.name, tensor.shape):
                     if name.hf in self.pieces:
                         raise ModelError(f"{header.path}: {tensor.name!r} is a second {name.hf!r}")
                     self.pieces[name.hf] = _piece(header.path, tensor, name)

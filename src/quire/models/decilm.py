@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from quire.attn.batch import Batch, Tokens
-from quire.config.uneven import of_block
+from quire.config.uneven_layers import block_half
 from quire.layers.attention import SelfAttention
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
@@ -73,9 +73,9 @@ class DeciLM(Llama):
         attention: SelfAttention | OneMatrix | None = None
         if shapes[index] is not None:
             attention = self.make_attention(facts, before)
-        elif of_block(facts.hf, index, "attention").get("replace_with_linear"):
+        elif block_half(facts.hf, index, "attention").get("replace_with_linear"):
             attention = OneMatrix("linear_attn", size)
-        feed = of_block(facts.hf, index, "ffn")
+        feed = block_half(facts.hf, index, "ffn")
         mlp: nn.Module | None = None
         if feed.get("replace_with_linear"):
             mlp = OneMatrix("linear_mlp", size)
@@ -88,7 +88,7 @@ class DeciLM(Llama):
         )
 
     def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:
-        hf, feed = facts.hf, of_block(facts.hf, index, "ffn")
+        hf, feed = facts.hf, block_half(facts.hf, index, "ffn")
         inner = feed.get("intermediate_size") or hf.get("intermediate_size")
         if (multiplier := feed.get("ffn_mult")) is not None:
             inner = -(-int(2 * multiplier * facts.hidden_size / 3) // MULTIPLE) * MULTIPLE

@@ -161,7 +161,7 @@ class Youtu(Latent):
 
 
 class MiniCPM3(Latent, Granite):  # type: ignore[misc]
-    """Granite's multipliers under other names (`config/dialects.py`); heads turn by halves."""
+    """Granite's multipliers under other names (`config/families/`); heads turn by halves."""
 
     interleaved = False
     tied = True

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.attn.batch import Batch, Tokens
-from quire.config.uneven import key_owners
+from quire.config.uneven_layers import key_owners
 from quire.layers.attention import SelfAttention, attend_heads, keep, prepare_heads
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear, MergedLinear

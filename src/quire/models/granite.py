@@ -55,7 +55,7 @@ class GraniteMoE(Granite):
 
 
 class MiniCPM(Granite):
-    """The same multipliers under other names (`config/dialects.py`)."""
+    """The same multipliers under other names (`config/families/`)."""
 
 
 class HyperCLOVAX(Granite):

@@ -19,7 +19,7 @@ STILL = {"rope_type": "none", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
 
 
 class KimiLinear(SparseDecoder, HybridDecoder):
-    """What its configuration says in words of its own is translated in `config/dialects.py`."""
+    """Its config is translated in `config/families/recurrent.py`."""
 
     renames = (
         *HybridDecoder.renames,

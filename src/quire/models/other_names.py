@@ -62,7 +62,7 @@ class Orion(Llama):
 
 
 class QWen(Decoder):
-    """The first, within the length it was trained with: it does otherwise with longer texts (`config/dialects.py`)."""
+    """The first, within the length it was trained with: it does otherwise with longer texts (`config/families/qwen.py`)."""
 
     renames = (
         (r"^transformer\.", ""),

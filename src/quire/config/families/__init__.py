@@ -1,0 +1,62 @@
+"""The registry of model families: the cards of every module in this folder, under `CARDS`."""
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Iterator
+
+from quire.config.families.card import GGUF, Card, Config
+from quire.files.gguf import GGUFHeader
+from quire.types.errors import ModelError
+
+_registered: list[Card] = []
+
+
+@functools.cache
+def cards() -> tuple[Card, ...]:
+    """Return all cards, registered ones first."""
+    modules = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
+    return (*_registered, *(card for module in modules for card in getattr(module, "CARDS", ())))
+
+
+def register(card: Card) -> None:
+    """Add a card, for instance of a family outside this package. It replaces what has the same names."""
+    _registered.insert(0, card)
+    forget_tables()
+
+
+def forget_tables() -> None:
+    """Make the tables below anew at their next use."""
+    for table in (cards, architectures, model_types):
+        table.cache_clear()
+
+
+@functools.cache
+def architectures() -> dict[str, Card]:
+    """Return the card of each class name that config.json may have under `architectures`."""
+    return {name: card for card in reversed(cards()) for name in card.architectures}
+
+
+@functools.cache
+def model_types() -> dict[str, Card]:
+    """Return the card of each `model_type`."""
+    return {kind: card for card in reversed(cards()) for kind in card.types}
+
+
+def card_of(config: Config) -> Card | None:
+    """Return the card of a config's `model_type`."""
+    return model_types().get(str(config.get("model_type")))
+
+
+def gguf_rows() -> Iterator[tuple[Card, GGUF]]:
+    return ((card, row) for card in cards() for row in card.gguf)
+
+
+def find_gguf(header: GGUFHeader) -> tuple[Card, GGUF]:
+    """Return what describes the file; `header` has the tensors of all shards."""
+    named = [(card, row) for card, row in gguf_rows() if row.name == header.architecture]
+    for card, row in sorted(named, key=lambda found: found[1].when is None):
+        if row.when is None or row.when(header):
+            return card, row
+    known = ", ".join(sorted({row.name for _, row in gguf_rows()}))
+    raise ModelError(f"{header.path}: GGUF architecture {header.architecture!r} is not supported; these are: {known}")
