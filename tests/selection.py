@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from quire.models.registry import FAMILIES
+from quire.config.families import architectures
 
 Item = TypeVar("Item")
 ALL = os.environ.get("QUIRE_MATRIX") == "all"
@@ -35,7 +35,7 @@ COLUMNS_OF: Mapping[str, tuple[str, ...]] = {
         "chunks of 7",
         "prefix hit",
     ),
-    r"^load/|^config/|cards": ("alone",),
+    r"^load/|^config/": ("alone",),
 }
 
 
@@ -63,9 +63,9 @@ def changed_columns(paths: Iterable[str]) -> set[str]:
 
 
 def changed_architectures(paths: Iterable[str]) -> set[str]:
-    """Architectures whose model is in one of these files."""
-    modules = {"quire." + path.removesuffix(".py").replace("/", ".") for path in paths}
-    return {architecture for architecture, target in FAMILIES.items() if target.partition(":")[0] in modules}
+    """Return the architectures whose model is in one of these files."""
+    changed = set(paths)
+    return {name for name, card in architectures().items() if f"models/{card.model.partition(':')[0]}.py" in changed}
 
 
 def spread(items: Sequence[Item], count: int) -> list[Item]:
@@ -77,7 +77,7 @@ def select(names: Sequence[str], families: Mapping[str, object], core: int, chan
     """Return names of families in their order: evenly spaced ones, and up to `changed` whose model has changed."""
     if ALL:
         return list(names)
-    architectures = changed_architectures(changed_files())
-    concerned = [name for name in names if getattr(families[name], "architecture", None) in architectures]
+    concerned_by = changed_architectures(changed_files())
+    concerned = [name for name in names if getattr(families[name], "architecture", None) in concerned_by]
     chosen = {*spread(names, core), *spread(concerned, changed)}
     return [name for name in names if name in chosen]
