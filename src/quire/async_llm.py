@@ -28,11 +28,10 @@ from quire.engine.adapter_client import AdapterClient, Sharing
 from quire.engine.adapter_names import AdapterNames
 from quire.engine.child import COMMAND, Child
 from quire.engine.client import as_started
+from quire.engine.handle import EngineHandle, EngineListener, EngineStatus, EngineView, OneEngine
 from quire.engine.rank_calls import check_rank_call
-from quire.engine.router import FleetHearer, start_engines
-from quire.engine.supervisor import State
+from quire.engine.router import start_engines
 from quire.engine.timeline import Timeline
-from quire.engine.view import Engines, OneEngine
 from quire.not_built import AsyncLLMNotBuilt, refuse_connector, refuse_stat_loggers
 from quire.text.inputs import InputProcessor, PreparedRequest, is_quick
 from quire.text.offload import TextOffload
@@ -55,7 +54,7 @@ DRAIN_POLL_S = 0.05
 SHUTDOWN_TIMEOUT_S = 5.0
 
 
-class AsyncLLM(AsyncLLMNotBuilt):
+class AsyncLLM(EngineView, AsyncLLMNotBuilt):
     """Construction starts the engine process and returns; `wait_ready` waits until it takes requests.
 
     `config` is complete when the engine is ready: until then, what depends on the device is a guess.
@@ -67,7 +66,7 @@ class AsyncLLM(AsyncLLMNotBuilt):
         config: Config,
         command: Sequence[str] = COMMAND,
         spare: Child | None = None,
-        connect: Callable[[FleetHearer], Engines] | None = None,
+        connect: Callable[[EngineListener], EngineHandle] | None = None,
         name: str = "",
         share: Callable[[AdapterNames], Sharing] | None = None,
     ) -> None:
@@ -83,7 +82,7 @@ class AsyncLLM(AsyncLLMNotBuilt):
         )
         self._lengths: dict[int, int] = {}  # engine -> the longest context that its cache has room for
         self._name = name
-        self._client: Engines = start_engines(config, self, command, spare) if connect is None else connect(self)
+        self._client: EngineHandle = start_engines(config, self, command, spare) if connect is None else connect(self)
         self._adapters = AdapterClient(self.adapters, self.engines, None if share is None else share(self.adapters))
         try:
             self.tokenizer = open_tokenizer(config)
@@ -122,8 +121,9 @@ class AsyncLLM(AsyncLLMNotBuilt):
     # ---- how it is ------------------------------------------------------------------------------------------------------
 
     @property
-    def state(self) -> State:
-        return self._client.state
+    def status(self) -> EngineStatus:
+        """Of all engines as one."""
+        return self._client.status
 
     @property
     def engines(self) -> Sequence[OneEngine]:
@@ -131,32 +131,8 @@ class AsyncLLM(AsyncLLMNotBuilt):
         return self._client.engines
 
     @property
-    def heartbeat_age(self) -> float:
-        """Seconds since something was heard of the engine process."""
-        return self._client.heartbeat_age
-
-    @property
-    def busy_for(self) -> float:
-        """Seconds the engine's loop has been in its present step; 0 while it waits for work."""
-        return self._client.busy_for
-
-    @property
-    def restarts(self) -> int:
-        return self._client.restarts
-
-    @property
-    def replayed(self) -> int:
-        """Requests that went on in a restarted engine."""
-        return self._client.replayed
-
-    @property
-    def last_loss(self) -> str | None:
-        """Why the latest engine that was lost was lost."""
-        return self._client.last_loss
-
-    @property
     def engine_pid(self) -> int | None:
-        return self._client.pid
+        return self.status.pid
 
     @property
     def num_open(self) -> int:

@@ -45,13 +45,13 @@ class Stage:
         monkeypatch.setattr(client_module, "Supervisor", Puppet)
         self.client = EngineClient(EngineArgs("m"), self)
 
-    def on_ready(self, ready):
+    def on_ready(self, ready, engine=0):
         assert ready is READY
 
-    def on_deltas(self, deltas):
+    def on_deltas(self, deltas, engine=0):
         self.heard += deltas
 
-    def on_step(self, report):
+    def on_step(self, report, engine=0):
         pass
 
     def on_refused(self, engine_id, error):

@@ -481,7 +481,7 @@ def test_a_large_report_does_not_hold_the_event_loop():
 def test_a_system_without_room_is_not_held_against_the_engine(tiny_model, monkeypatch, want):
     """Far more starts fail for want of descriptors, say, than restarts are allowed; then there are some again."""
     llm = open_async(tiny_model, max_engine_restarts=1, engine_restart_window=60.0)
-    monkeypatch.setattr("quire.engine.supervisor.LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr("quire.proc.liveness.MAX_BACKOFF_S", 0.01)
     supervisor = llm._client.supervisor
     begin, failed = supervisor._start, []
 
@@ -506,7 +506,7 @@ def test_a_system_without_room_is_not_held_against_the_engine(tiny_model, monkey
 
 def test_what_will_not_pass_is_counted(tiny_model, monkeypatch):
     llm = open_async(tiny_model, max_engine_restarts=3, engine_restart_window=60.0)
-    monkeypatch.setattr("quire.engine.supervisor.LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr("quire.proc.liveness.MAX_BACKOFF_S", 0.01)
     supervisor, tries = llm._client.supervisor, []
 
     def start():

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 from quire.config.features import cache_salt
 from quire.engine.adapter_names import AdapterNames, NamedAdapter
-from quire.engine.view import OneEngine
+from quire.engine.handle import OneEngine
 from quire.types.adapter import AdapterRef, LoRARequest
 from quire.types.errors import EngineDead, RequestError
 from quire.types.request import EngineRequest

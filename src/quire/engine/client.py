@@ -13,15 +13,16 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from quire.config.args import EngineArgs
 from quire.config.config import Config
 from quire.engine import ipc
 from quire.engine.child import COMMAND, Child, engine_fork_server
 from quire.engine.companions import Companions
+from quire.engine.handle import EngineListener, EngineStatus, EngineView
 from quire.engine.remote import Harbour, RemoteEngine
-from quire.engine.supervisor import AnyChild, State, Supervisor, SupervisorLimits
+from quire.engine.supervisor import AnyChild, Supervisor, SupervisorLimits
 from quire.proc.fork_server import LazyForkServer
 from quire.types.adapter import AdapterRef
 from quire.types.engine_snapshot import EngineSnapshot
@@ -33,20 +34,6 @@ from quire.types.stats import Stats
 SUSPECT, MOST_STRIKES = 2, 3
 WARM_AFTER = 3.0  # seconds after an engine is ready, in which the first requests have the machine to themselves
 AT_ONCE = 1 << 16  # tokens of requests in one message to the engine
-
-
-class Hearer(Protocol):
-    """Who uses the client."""
-
-    def on_ready(self, ready: ipc.Ready) -> None: ...
-
-    def on_deltas(self, deltas: Sequence[TokenDelta]) -> None: ...
-
-    def on_step(self, report: ipc.StepReport) -> None: ...
-
-    def on_snapshot(self, snapshot: EngineSnapshot) -> None: ...
-
-    def on_refused(self, engine_id: str, error: QuireError) -> None: ...
 
 
 @dataclass(eq=False)
@@ -82,14 +69,14 @@ class OpenCall:
     sent: bool = False
 
 
-class EngineClient:
+class EngineClient(EngineView):
     """`spare` is a process that waits for its arguments: it becomes the first engine. `engine`: its number, of several;
     `serving`: requests come and go while others wait for their next token."""
 
     def __init__(
         self,
         args: EngineArgs,
-        hearer: Hearer,
+        listener: EngineListener,
         command: Sequence[str] = COMMAND,
         spare: Child | None = None,
         engine: int = 0,
@@ -104,7 +91,7 @@ class EngineClient:
             from quire.engine.executor.ray_placement import export_group
 
             export_group()
-        self._hearer, self._harbour = hearer, harbour
+        self._listener, self._harbour, self._number = listener, harbour, engine
         self._warm = warm or engine_fork_server()
         self._warms = bool(args.warm_restart) and args.distributed_executor_backend != "fake" and tuple(command) == COMMAND
         self._open: dict[str, OpenRequest] = {}
@@ -115,7 +102,7 @@ class EngineClient:
         self._outbox: deque[OpenRequest] = deque()  # to be sent
         self._sending = False  # the rest of them has its turn soon
         self._sent_now: list[OpenRequest] = []  # with the latest message
-        self.replayed = 0  # requests that another engine had before
+        self.replayed_requests = 0  # requests that another engine had before
         self._watched = False
         self.heir: Callable[[list[OpenRequest]], list[OpenRequest]] = lambda orphans: orphans  # see `on_dead`
         self.relief: Callable[[list[OpenRequest]], list[OpenRequest]] = lambda _: []  # returns those taken
@@ -154,31 +141,13 @@ class EngineClient:
         return len(self._open)
 
     @property
-    def state(self) -> State:
-        return self.supervisor.state
-
-    @property
-    def heartbeat_age(self) -> float:
-        """Seconds since something was heard of the engine process."""
-        return self.supervisor.heartbeat_age
-
-    @property
-    def busy_for(self) -> float:
-        """Seconds the engine's loop has been in its present step; 0 while it waits for work."""
-        return self.supervisor.busy_for
-
-    @property
-    def restarts(self) -> int:
-        return self.supervisor.restarts
-
-    @property
-    def last_loss(self) -> str | None:
-        """Why the latest engine that was lost was lost."""
-        return self.supervisor.last_loss
-
-    @property
-    def pid(self) -> int | None:
-        return self.supervisor.pid
+    def status(self) -> EngineStatus:
+        one = self.supervisor
+        error = None if one.error is None else str(one.error)
+        return EngineStatus(
+            one.state, one.heard_at, one.busy_for, one.restarts, self.replayed_requests, one.last_loss, one.pid,
+            self.pages, self.stats, error,
+        )  # fmt: skip
 
     async def wait_ready(self) -> None:
         """Raises why the engine could not start."""
@@ -264,7 +233,7 @@ class EngineClient:
         self.pages = ready.pages
         if self._warms:
             asyncio.get_running_loop().call_later(WARM_AFTER, self._prepare)
-        self._hearer.on_ready(ready)
+        self._listener.on_ready(ready, self._number)
         if self._watched:
             self.supervisor.send(ipc.Watch(True))
         waiting = sorted(self._open.values(), key=lambda entry: entry.strikes)
@@ -290,24 +259,26 @@ class EngineClient:
                 entry.tokens += delta.token_ids
                 for scores in delta.prompt_logprobs:
                     entry.scored += len(scores.rank)
-        self._hearer.on_deltas(deltas)
+        self._listener.on_deltas(deltas, self._number)
         self._go_on()
 
     def on_step(self, report: ipc.StepReport) -> None:
         self.stats = report.stats
-        self._hearer.on_step(report)
+        self._listener.on_step(report, self._number)
 
     def on_snapshot(self, snapshot: EngineSnapshot) -> None:
-        self._hearer.on_snapshot(snapshot)
+        self._listener.on_snapshot(snapshot, self._number)
 
     def on_answer(self, answer: ipc.Refused | ipc.Reply) -> None:
         match answer:
             case ipc.Refused(name):
                 entry = self._open.pop(name, None)
                 if entry is not None and entry.told and not answer.added:  # a smaller engine than the one that took it
-                    self._hearer.on_deltas([_last(name, "error", f"it could not go on after a restart: {answer.message}")])
+                    self._listener.on_deltas(
+                        [_last(name, "error", f"it could not go on after a restart: {answer.message}")], self._number
+                    )
                 elif entry is not None:
-                    self._hearer.on_refused(name, ipc.request_error(answer))
+                    self._listener.on_refused(name, ipc.request_error(answer))
                 self._go_on()
             case ipc.Reply(number, value, error):
                 call = self._calls.get(number)
@@ -331,7 +302,7 @@ class EngineClient:
             del self._open[name]
         if guilty:
             why = f"the engine was lost {MOST_STRIKES} times in a row while it worked on this request"
-            self._hearer.on_deltas([_last(name, "error", why) for name in guilty])
+            self._listener.on_deltas([_last(name, "error", why) for name in guilty], self._number)
         for call in self._calls.values():
             call.strikes, call.sent = call.strikes + call.sent, False
             if call.strikes >= MOST_STRIKES and not call.future.done():
@@ -398,7 +369,7 @@ class EngineClient:
             asyncio.get_running_loop().call_soon(self._send_more)
         self._sent_now = batch
         if batch:
-            self.replayed += sum(1 for entry in batch if entry.told or entry.strikes)
+            self.replayed_requests += sum(1 for entry in batch if entry.told or entry.strikes)
             self.supervisor.send(ipc.add([entry.again() for entry in batch]))
 
     def _send_more(self) -> None:
@@ -409,7 +380,7 @@ class EngineClient:
             refusal = error if isinstance(error, QuireError) else EngineError(f"{type(error).__name__}: {error}")
             for entry in self._sent_now:
                 if self._open.pop(entry.spec.id, None) is not None:
-                    self._hearer.on_refused(entry.spec.id, refusal)
+                    self._listener.on_refused(entry.spec.id, refusal)
 
     def _go_on(self) -> None:
         """The next suspect may be sent when the one before has made progress or is gone."""
@@ -432,7 +403,7 @@ class EngineClient:
             if not future.done():
                 future.set_exception(EngineDead(str(error)))
         if names:
-            self._hearer.on_deltas([_last(name, reason, why) for name in names])
+            self._listener.on_deltas([_last(name, reason, why) for name in names], self._number)
 
 
 def check_number(engine: int | None, engines: int) -> None:

@@ -12,8 +12,8 @@ dead when all of them are.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from quire.config.args import EngineArgs, local_engines
 from quire.config.config import Config
@@ -22,9 +22,8 @@ from quire.engine.agreement import terms_of
 from quire.engine.child import COMMAND, Child, engine_fork_server
 from quire.engine.client import EngineClient, OpenRequest, check_number, engine_args
 from quire.engine.companions import companions_of
+from quire.engine.handle import EngineGroup, EngineHandle, EngineListener
 from quire.engine.remote import Harbour
-from quire.engine.together import Together
-from quire.engine.view import Engines
 from quire.sched.balancer import Balancer
 from quire.types.engine_snapshot import EngineSnapshot
 from quire.types.errors import CompanionLost, QuireError
@@ -34,66 +33,19 @@ from quire.types.request import EngineRequest
 CAUSE = 5.0  # seconds for it to show
 
 
-class FleetHearer(Protocol):
-    """Who uses the router. Like `Hearer`, and told which engine it is."""
-
-    def on_ready(self, ready: ipc.Ready, engine: int = 0) -> None: ...
-
-    def on_deltas(self, deltas: Sequence[TokenDelta], engine: int = 0) -> None: ...
-
-    def on_step(self, report: ipc.StepReport, engine: int = 0) -> None: ...
-
-    def on_snapshot(self, snapshot: EngineSnapshot, engine: int = 0) -> None: ...
-
-    def on_refused(self, engine_id: str, error: QuireError) -> None: ...
-
-
-class _Ear:
-    """Hears one engine."""
-
-    def __init__(
-        self, number: int, hearer: FleetHearer, balancer: Balancer, caching: bool, on_slot_free: Callable[[], None]
-    ) -> None:
-        self._number, self._hearer, self._balancer, self._caching = number, hearer, balancer, caching
-        self._on_slot_free = on_slot_free
-
-    def on_ready(self, ready: ipc.Ready) -> None:
-        self._balancer.begin(self._number, ready.pages, ready.page_size, ready.max_seqs, self._caching)
-        self._hearer.on_ready(ready, self._number)
-
-    def on_deltas(self, deltas: Sequence[TokenDelta]) -> None:
-        for delta in deltas:
-            if delta.finish_reason is None:
-                self._balancer.add_tokens(delta.request_id, len(delta.token_ids))
-            else:
-                self._balancer.end(delta.request_id)
-        self._hearer.on_deltas(deltas, self._number)
-        if any(delta.finish_reason is not None for delta in deltas):
-            self._on_slot_free()
-
-    def on_step(self, report: ipc.StepReport) -> None:
-        self._hearer.on_step(report, self._number)
-
-    def on_snapshot(self, snapshot: EngineSnapshot) -> None:
-        self._hearer.on_snapshot(snapshot, self._number)
-
-    def on_refused(self, engine_id: str, error: QuireError) -> None:
-        self._balancer.end(engine_id)
-        self._hearer.on_refused(engine_id, error)
-
-
-class EngineRouter(Together):
+class EngineRouter(EngineGroup):
     """`spare` is a process that waits for its arguments: it becomes the first engine. `serving`: see `EngineClient`."""
 
     def __init__(
         self,
         args: EngineArgs,
-        hearer: FleetHearer,
+        listener: EngineListener,
         command: Sequence[str] = COMMAND,
         spare: Child | None = None,
         serving: bool = True,
     ) -> None:
-        self._balancer = Balancer(args.data_parallel_size)
+        self._balancer, self._listener = Balancer(args.data_parallel_size), listener
+        self._caching = args.enable_prefix_caching
         self._harbour: Harbour | None = None
         self.engines: list[EngineClient] = []
         warm = engine_fork_server()  # for all of them
@@ -107,10 +59,9 @@ class EngineRouter(Together):
             spare = None
         try:
             for number in range(args.data_parallel_size):
-                ear = _Ear(number, hearer, self._balancer, args.enable_prefix_caching, self._relieve_all)
                 first, spare = spare, None
                 harbour = self._harbour if number >= here else None
-                client = EngineClient(args, ear, command, first, number, serving, warm, harbour, self._companions)
+                client = EngineClient(args, self, command, first, number, serving, warm, harbour, self._companions)
                 self.engines.append(client)
                 self.engines[-1].heir = self._inherit
                 self.engines[-1].relief = self._relieve
@@ -221,6 +172,34 @@ class EngineRouter(Together):
         if self._companions is not None:
             self._companions.close()
 
+    # ---- what engines report ---------------------------------------------------------------------------------------------
+
+    def on_ready(self, ready: ipc.Ready, engine: int = 0) -> None:
+        self._balancer.begin(engine, ready.pages, ready.page_size, ready.max_seqs, self._caching)
+        self._listener.on_ready(ready, engine)
+
+    def on_deltas(self, deltas: Sequence[TokenDelta], engine: int = 0) -> None:
+        for delta in deltas:
+            if delta.finish_reason is None:
+                self._balancer.add_tokens(delta.request_id, len(delta.token_ids))
+            else:
+                self._balancer.end(delta.request_id)
+        self._listener.on_deltas(deltas, engine)
+        if any(delta.finish_reason is not None for delta in deltas):
+            self._relieve_all()
+
+    def on_step(self, report: ipc.StepReport, engine: int = 0) -> None:
+        self._listener.on_step(report, engine)
+
+    def on_snapshot(self, snapshot: EngineSnapshot, engine: int = 0) -> None:
+        self._listener.on_snapshot(snapshot, engine)
+
+    def on_refused(self, engine_id: str, error: QuireError) -> None:
+        self._balancer.end(engine_id)
+        self._listener.on_refused(engine_id, error)
+
+    # ---- requests of lost engines ----------------------------------------------------------------------------------------
+
     def _inherit(self, orphans: list[OpenRequest]) -> list[OpenRequest]:
         """Of an engine that is given up. A wish for that one cannot be met any more."""
         takers = self._takers()
@@ -272,7 +251,9 @@ class EngineRouter(Together):
         return ready or [number for number, state in enumerate(states) if state != "dead"]
 
 
-def start_engines(config: Config, hearer: FleetHearer, command: Sequence[str] = COMMAND, spare: Child | None = None) -> Engines:
+def start_engines(
+    config: Config, listener: EngineListener, command: Sequence[str] = COMMAND, spare: Child | None = None
+) -> EngineHandle:
     """`spare` is an engine process that was started ahead."""
     args = engine_args(config)
-    return (EngineRouter if args.data_parallel_size > 1 else EngineClient)(args, hearer, command, spare)
+    return (EngineRouter if args.data_parallel_size > 1 else EngineClient)(args, listener, command, spare)

@@ -12,22 +12,22 @@ import asyncio
 import errno
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from quire.config.args import EngineArgs
 from quire.engine import ipc
 from quire.engine.child import Child
+from quire.engine.handle import State
 from quire.engine.remote import RemoteEngine
+from quire.proc.liveness import RestartLimit, Silence
 from quire.types.engine_snapshot import EngineSnapshot
 from quire.types.errors import EngineDead, QuireError
 from quire.types.outputs import TokenDelta
 
 AnyChild = Child | RemoteEngine
-State = Literal["starting", "ready", "restarting", "dead"]
 
 TICK = 0.1  # seconds between looks at the process
 CHUNK = 128  # requests whose news are handed out before the event loop may do something else
@@ -36,7 +36,6 @@ GRACE = 0.05  # seconds for the last reports of an ended process to come through
 STOPPED = 0.5  # seconds of silence of a process that is stopped
 START_SILENCE = 300.0  # seconds without a beat that a starting engine is allowed: libraries load, beside busy neighbours
 BURIAL = 30.0  # seconds for a killed process to disappear
-LONGEST_PAUSE = 5.0  # seconds between two failing starts
 WANT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS)  # of descriptors, memory, processes
 
 logger = logging.getLogger(__name__)
@@ -96,25 +95,20 @@ class Supervisor:
         self._lost_by: str | None = None  # why the present engine is being replaced
         self.last_loss: str | None = None  # why the latest one was
         self._lost_at = 0.0  # when the latest one that had been ready was
-        self._restarted: deque[float] = deque()  # when, within the window
-        self._failed_starts = 0  # in a row
+        self._restart_limit = RestartLimit(limits.most_restarts, limits.restart_window)
         self._doom: QuireError | None = None  # why there is to be no other one
         self._waiters: set[asyncio.Future[None]] = set()
         self._detach: Callable[[], None] = lambda: None
-        self._heard = self._born = time.monotonic()
-        self._silence = self._looked = 0.0
+        self.heard_at = self._born = time.monotonic()
+        self._silence = Silence(TICK)
         self._busy = 0.0  # what the latest beat said
         self._child: AnyChild | None = start()
 
     # ---- what others may know -------------------------------------------------------------------------------------------
 
     @property
-    def heartbeat_age(self) -> float:
-        return time.monotonic() - self._heard
-
-    @property
     def busy_for(self) -> float:
-        return self._busy + self.heartbeat_age if self._busy else 0.0
+        return self._busy + time.monotonic() - self.heard_at if self._busy else 0.0
 
     @property
     def pid(self) -> int | None:
@@ -199,7 +193,7 @@ class Supervisor:
                 ticker.cancel()
 
         self._detach = detach
-        self._silence, self._looked = 0.0, time.monotonic()
+        self._silence.begin()
         self._flush(child)
         tick()
         ended = False
@@ -217,7 +211,7 @@ class Supervisor:
                     loop.call_later(LAST, wake.set)
                 if ended or (child.closed and child.ending() is not None):
                     return f"its process ended with {child.ending()}"
-                if ended := self._look() and child.ending() is not None:
+                if ended := self._silence.look() and child.ending() is not None:
                     await asyncio.sleep(GRACE)
                 elif (reason := self._diagnose()) is not None:
                     return reason
@@ -228,7 +222,8 @@ class Supervisor:
                 detach()
 
     async def _hear(self, report: ipc.Report) -> None:
-        self._heard, self._silence, self._busy = time.monotonic(), 0.0, 0.0
+        self.heard_at, self._busy = time.monotonic(), 0.0
+        self._silence.heard()
         match report:
             case ipc.StepReport(deltas):
                 for i in range(0, len(deltas), CHUNK):
@@ -242,7 +237,7 @@ class Supervisor:
             case ipc.Refused() | ipc.Reply():
                 self._listener.on_answer(report)
             case ipc.Ready():
-                self._failed_starts = 0
+                self._restart_limit.failed_starts = 0
                 self._change("ready")
                 if self.restarts:
                     gone, count = time.monotonic() - self._lost_at, self._listener.num_open
@@ -257,22 +252,13 @@ class Supervisor:
             case ipc.Failed():
                 self._failure = ipc.start_error(report)
 
-    def _look(self) -> bool:
-        """Is it time for another look? Time in which we did not look is not held against the engine."""
-        now = time.monotonic()
-        if now - self._looked < TICK / 2:
-            return False
-        self._silence += min(now - self._looked, 2 * TICK)
-        self._looked = now
-        return True
-
     def _diagnose(self) -> str | None:
         """What is wrong with an engine whose process lives, if anything is."""
-        started = self.state == "ready"
-        if self._silence > STOPPED and self._child is not None and self._child.stopped:
-            return f"its process is stopped (SIGSTOP), and has been silent for {self._silence:.1f} s"
-        if self._silence > (self._limits.dead_after if started else max(self._limits.dead_after, START_SILENCE)):
-            return f"it has been silent for {self._silence:.1f} s"
+        started, silence = self.state == "ready", self._silence.seconds
+        if silence > STOPPED and self._child is not None and self._child.stopped:
+            return f"its process is stopped (SIGSTOP), and has been silent for {silence:.1f} s"
+        if silence > (self._limits.dead_after if started else max(self._limits.dead_after, START_SILENCE)):
+            return f"it has been silent for {silence:.1f} s"
         if started and self._busy > self._limits.hang_timeout:
             return f"it has been in one step for {self._busy:.1f} s"
         if not started and not self._in_time:
@@ -304,12 +290,12 @@ class Supervisor:
             self._lost_at = time.monotonic()
             self._listener.on_lost(in_flight)
         else:
-            self._failed_starts += 1
+            self._restart_limit.failed_starts += 1
         while self._child is child and self._may_restart(reason):
             try:
                 await self._restart(child)
             except OSError as error:
-                self._failed_starts += 1
+                self._restart_limit.failed_starts += 1
                 reason = f"its process could not be started: {error}"
 
     @property
@@ -320,22 +306,19 @@ class Supervisor:
         if self._doom is not None:
             self._give_up(self._doom)
             return False
-        now, limits = time.monotonic(), self._limits
-        while self._restarted and now - self._restarted[0] > limits.restart_window:
-            self._restarted.popleft()
-        if len(self._restarted) < limits.most_restarts:
-            self._restarted.append(now)
+        if self._restart_limit.allow():
             return True
         logger.critical("%s is given up", self._name)
-        times = f"restarted {len(self._restarted)} times in {limits.restart_window:.0f} s, the most allowed"
+        limits = self._limits
+        times = f"restarted {limits.most_restarts} times in {limits.restart_window:.0f} s, the most allowed"
         self._give_up(EngineDead(f"{self._name} was lost: {reason}. It was {times}"))
         return False
 
     async def _restart(self, child: AnyChild) -> None:
         """Tries as long as the system has nothing to start a process with: that is not the engine's fault, and it may pass."""
         while True:
-            if self._failed_starts:
-                await asyncio.sleep(min(LONGEST_PAUSE, 0.1 * 2 ** min(self._failed_starts, 10)))
+            if self._restart_limit.failed_starts:
+                await asyncio.sleep(self._restart_limit.backoff_s)
             if self._child is not child or self._doom is not None:
                 return
             self._born, self._failure = time.monotonic(), None
@@ -344,7 +327,7 @@ class Supervisor:
             except OSError as error:
                 if error.errno not in WANT:
                     raise
-                self._failed_starts += 1
+                self._restart_limit.failed_starts += 1
                 logger.error("the engine cannot be restarted now, and will be later: %s", error)
             else:
                 self.restarts += 1

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import msgspec
 
 from quire.engine.client import EngineClient
+from quire.engine.handle import EngineGroup
 from quire.engine.replicas import Replicas
-from quire.engine.together import Together
 from quire.llm_engine import LLMEngine
 from quire.obs import instruments
 from quire.obs.metrics import Metrics
@@ -72,7 +72,7 @@ def _of(instrument: instruments.Instrument, board: instruments.Board) -> Iterato
                 yield Histogram(name, labelled(own), buckets["+Inf"], found.sum, buckets)
 
 
-class OfflineMetrics(Together):
+class OfflineMetrics(EngineGroup):
     """Counts from the moment it is made. Names are vLLM's, prefix included."""
 
     def __init__(self, engine: LLMEngine) -> None:

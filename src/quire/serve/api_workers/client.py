@@ -14,9 +14,7 @@ from quire.device.registry import describe_unseen
 from quire.engine import ipc
 from quire.engine.adapter_names import AdapterNames, NamedAdapter
 from quire.engine.client import check_number
-from quire.engine.router import FleetHearer
-from quire.engine.supervisor import State
-from quire.engine.together import Together
+from quire.engine.handle import EngineGroup, EngineListener, EngineStatus, EngineView
 from quire.obs.instruments import Board, take
 from quire.obs.metrics import AdaptersInUse
 from quire.proc.call import PendingCalls
@@ -27,58 +25,34 @@ from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest
 from quire.types.stats import Stats
 
-UNSEEN = wire.EngineSeen("starting", 0.0, 0.0, 0, 0, None, None, 0, None, None)
+ROUTER_GONE = "the server's main process is gone"
 
 
-class EngineMirror:
-    """One engine, as of the latest that the router said."""
+class EngineMirror(EngineView):
+    """One engine of the router, as of its latest status."""
 
     def __init__(self, client: "RouterClient", number: int) -> None:
         self._client, self._number = client, number
-        self.seen, self._at = UNSEEN, time.monotonic()
+        self._status = EngineStatus(heard_at=time.monotonic())
 
-    def see(self, seen: wire.EngineSeen) -> None:
-        self.seen, self._at = seen, time.monotonic()
+    def update(self, status: EngineStatus) -> None:
+        self._status = status
+
+    @property
+    def status(self) -> EngineStatus:
+        return self._status
 
     @property
     def engines(self) -> "list[EngineMirror]":
         return [self]
 
     @property
-    def state(self) -> State:
-        return self.seen.state
-
-    @property
-    def heartbeat_age(self) -> float:
-        return self.seen.heartbeat_age + time.monotonic() - self._at
-
-    @property
-    def busy_for(self) -> float:
-        return self.seen.busy_for
-
-    @property
-    def restarts(self) -> int:
-        return self.seen.restarts
-
-    @property
-    def replayed(self) -> int:
-        return self.seen.replayed
-
-    @property
-    def last_loss(self) -> str | None:
-        return self.seen.last_loss
-
-    @property
-    def pid(self) -> int | None:
-        return self.seen.pid
-
-    @property
     def pages(self) -> int:
-        return self.seen.pages
+        return self._status.pages
 
     @property
     def stats(self) -> Stats | None:
-        return self.seen.stats
+        return self._status.stats
 
     async def load_adapter(self, ref: AdapterRef, pinned: bool) -> None:
         await self._client.load_adapter(self._number, ref, pinned)
@@ -111,11 +85,11 @@ class SharedNames:
         await self._router.ask(lambda number: wire.Name(number, name, adapter))
 
 
-class RouterClient(Together):
+class RouterClient(EngineGroup):
     """`counted` tells what this process has counted, and how many requests are open."""
 
-    def __init__(self, channel: wire.WorkerChannel, engines: int, hearer: FleetHearer) -> None:
-        self._channel, self._hearer = channel, hearer
+    def __init__(self, channel: wire.WorkerChannel, engines: int, listener: EngineListener) -> None:
+        self._channel, self._listener = channel, listener
         self.engines: list[EngineMirror] = [EngineMirror(self, number) for number in range(engines)]
         self.counted: Callable[[], wire.Counts] = lambda: wire.Counts(0, [])
         self.names: AdapterNames | None = None  # whoever knows them here
@@ -127,8 +101,8 @@ class RouterClient(Together):
     # ---- how they are ----------------------------------------------------------------------------------------------------
 
     @property
-    def state(self) -> State:
-        return "dead" if self._gone else super().state
+    def status(self) -> EngineStatus:
+        return EngineStatus("dead", error=ROUTER_GONE) if self._gone else super().status
 
     async def wait_ready(self) -> None:
         await self._ready.wait()
@@ -139,7 +113,7 @@ class RouterClient(Together):
         try:
             await self._channel.listen(self._hear)
         finally:
-            self._end("error", "the server's main process is gone")
+            self._end("error", ROUTER_GONE)
 
     # ---- asking ----------------------------------------------------------------------------------------------------------
 
@@ -188,8 +162,8 @@ class RouterClient(Together):
     def check(self, engine: int | None = None) -> None:
         check_number(engine, len(self.engines))
         if self._gone:
-            raise EngineDead("the server's main process is gone")
-        dead = [one.seen.error for one in (self.engines if engine is None else [self.engines[engine]]) if one.state == "dead"]
+            raise EngineDead(ROUTER_GONE)
+        dead = [one.status.error for one in (self.engines if engine is None else [self.engines[engine]]) if one.state == "dead"]
         if len(dead) == (len(self.engines) if engine is None else 1):
             raise EngineDead(str(dead[0]))
 
@@ -206,25 +180,25 @@ class RouterClient(Together):
         match wire.decode_down(frame):
             case wire.Deltas(engine, deltas):
                 self._open.difference_update(one.request_id for one in deltas if one.finish_reason is not None)
-                self._hearer.on_deltas(deltas, engine)
+                self._listener.on_deltas(deltas, engine)
                 await asyncio.sleep(0)
             case wire.EnginesSeen(engines):
-                for number, (mirror, seen) in enumerate(zip(self.engines, engines, strict=True)):
-                    mirror.see(seen)
-                    if seen.stats is not None:
-                        self._hearer.on_step(ipc.StepReport([], seen.stats, 0), number)
-                if super().state == "dead":
+                for number, (mirror, status) in enumerate(zip(self.engines, engines, strict=True)):
+                    mirror.update(status)
+                    if status.stats is not None:
+                        self._listener.on_step(ipc.StepReport([], status.stats, 0), number)
+                if super().status.state == "dead":
                     self._ready.set()
-            case wire.EngineReady(engine, ready, seen):
-                self.engines[engine].see(seen)
-                self._hearer.on_ready(ready, engine)
+            case wire.EngineReady(engine, ready, status):
+                self.engines[engine].update(status)
+                self._listener.on_ready(ready, engine)
                 if all(one.state != "starting" for one in self.engines):
                     self._ready.set()
             case wire.Shown(engine, snapshot):
-                self._hearer.on_snapshot(snapshot, engine)
+                self._listener.on_snapshot(snapshot, engine)
             case ipc.Refused() as refused:
                 self._open.discard(refused.id)
-                self._hearer.on_refused(refused.id, ipc.request_error(refused))
+                self._listener.on_refused(refused.id, ipc.request_error(refused))
             case ipc.Reply(number, value, error) as reply:
                 self._calls.settle(number, value, None if error is None else ipc.reply_error(reply))
             case wire.Gathered() as gathered:
@@ -251,7 +225,7 @@ class RouterClient(Together):
         self._calls.fail_all(EngineDead("the server was shut down"))
         names, self._open = self._open, set()
         if names:
-            self._hearer.on_deltas([TokenDelta(name, [], reason, error=why) for name in names])
+            self._listener.on_deltas([TokenDelta(name, [], reason, error=why) for name in names])
 
 
 KEYS = 1 << 16  # of adapters: each process has those that are its number more than a multiple of this
@@ -291,6 +265,6 @@ class ApiWorker:
                 await asyncio.sleep(TELL_EVERY)
                 router.tell_counts()
 
-    def _connect(self, hearer: FleetHearer) -> RouterClient:
-        self.router = RouterClient(self._channel, self.begin.args.data_parallel_size, hearer)
+    def _connect(self, listener: EngineListener) -> RouterClient:
+        self.router = RouterClient(self._channel, self.begin.args.data_parallel_size, listener)
         return self.router

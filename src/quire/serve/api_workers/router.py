@@ -6,12 +6,11 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from quire.engine import ipc
 from quire.engine.adapter_names import NamedAdapter
-from quire.engine.client import EngineClient
-from quire.engine.view import Engines
+from quire.engine.handle import EngineHandle, EngineStatus, OneEngine
 from quire.obs.instruments import BoardState, add_states
 from quire.obs.metrics import Metrics
 from quire.serve.api_workers import wire
@@ -39,10 +38,10 @@ class WorkerConnection:
 
 
 class Router:
-    """Receives engine events (a `FleetHearer`) and messages of API processes. `engines` is set before the first of either."""
+    """An `EngineListener` that also receives messages of API processes. `engines` is set before the first of either."""
 
     def __init__(self) -> None:
-        self.engines: Engines | None = None
+        self.engines: EngineHandle | None = None
         self._workers: dict[str, WorkerConnection] = {}
         self._names, self._questions = itertools.count(1), itertools.count()
         self._ready: dict[int, ipc.Ready] = {}
@@ -174,7 +173,7 @@ class Router:
             case wire.Open():
                 worker.serving = True
 
-    def _add(self, worker: WorkerConnection, engines: Engines, command: ipc.Add) -> None:
+    def _add(self, worker: WorkerConnection, engines: EngineHandle, command: ipc.Add) -> None:
         requests = command.restored()
         worker.requests.update(request.id for request in requests)
         try:
@@ -249,18 +248,14 @@ class Router:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _views(self) -> list[wire.EngineSeen]:
-        return [] if self.engines is None else [_view(one, i) for i, one in enumerate(self.engines.engines)]
+    def _views(self) -> list[EngineStatus]:
+        return [] if self.engines is None else [_status(one, i) for i, one in enumerate(self.engines.engines)]
 
 
 def _owner(engine_id: str) -> str:
     return engine_id[: engine_id.index(".") + 1]
 
 
-def _view(one: Any, number: int) -> wire.EngineSeen:
-    assert isinstance(one, EngineClient)
-    stats = None if one.stats is None else msgspec.structs.replace(one.stats, engine=number)
-    error = None if one.supervisor.error is None else str(one.supervisor.error)
-    return wire.EngineSeen(
-        one.state, one.heartbeat_age, one.busy_for, one.restarts, one.replayed, one.last_loss, one.pid, one.pages, stats, error
-    )
+def _status(one: OneEngine, number: int) -> EngineStatus:
+    status = one.status
+    return status if status.stats is None else replace(status, stats=replace(status.stats, engine=number))

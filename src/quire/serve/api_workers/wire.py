@@ -7,7 +7,7 @@ from quire.config.args import EngineArgs
 from quire.config.server_args import ServerArgs
 from quire.engine import ipc
 from quire.engine.adapter_names import NamedAdapter
-from quire.engine.supervisor import State
+from quire.engine.handle import EngineStatus
 from quire.obs.instruments import BoardState
 from quire.obs.metrics import NONE_OPEN, OpenAdapters
 from quire.proc.channel import AsyncChannel
@@ -15,7 +15,6 @@ from quire.proc.messages import WireMessage, decoder, encode
 from quire.types.adapter import AdapterRef
 from quire.types.engine_snapshot import EngineSnapshot
 from quire.types.outputs import TokenDelta
-from quire.types.stats import Stats
 
 # ---- from the router
 
@@ -31,29 +30,14 @@ class Begin(WireMessage):
     first: bool
 
 
-class EngineSeen(WireMessage):
-    """How one engine is."""
-
-    state: State
-    heartbeat_age: float
-    busy_for: float
-    restarts: int
-    replayed: int
-    last_loss: str | None
-    pid: int | None
-    pages: int
-    stats: Stats | None
-    error: str | None  # why it is dead
-
-
 class EnginesSeen(WireMessage):
-    engines: list[EngineSeen]
+    engines: list[EngineStatus]
 
 
 class EngineReady(WireMessage):
     engine: int
     ready: ipc.Ready
-    seen: EngineSeen
+    status: EngineStatus
 
 
 class Deltas(WireMessage):

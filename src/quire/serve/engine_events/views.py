@@ -7,7 +7,7 @@ from typing import Any
 
 from quire import __version__
 from quire.async_llm import AsyncLLM
-from quire.engine.view import OneEngine
+from quire.engine.handle import OneEngine
 from quire.obs.metrics import FIRST_TOKEN, PER_TOKEN, Metrics
 from quire.serve.engine_events.traces import RequestTrace, RequestTraces
 from quire.types import engine_snapshot as snapshots
