@@ -15,7 +15,7 @@ test: check
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 matrix: $(VENV)/.installed-dev
-	QUIRE_MATRIX=all $(BIN)/python -m pytest -n 2 --dist load tests/e2e tests/prepare/test_stage.py
+	QUIRE_MATRIX=all $(BIN)/python -m pytest -n 2 --dist load tests/e2e tests/prepare/test_stage.py tests/prepare/test_shard.py
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

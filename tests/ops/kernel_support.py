@@ -1,5 +1,8 @@
 """What the tests of the kernels share."""
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 
@@ -7,6 +10,18 @@ from quire.ops.kv import kv_scales, round_kv
 
 # what the interpreter can do, and what only a GPU shows
 DTYPES = [torch.float32, *(pytest.param(kind, marks=pytest.mark.gpu) for kind in (torch.float16, torch.bfloat16))]
+
+
+def pairwise(*axes: list[Any]) -> list[tuple[Any, ...]]:
+    """Return combinations in which each two values of different axes meet; all of them on a GPU, where they cost little."""
+    combinations = list(itertools.product(*(range(len(axis)) for axis in axes)))
+    chosen = combinations if torch.cuda.is_available() else []
+    missing = {pair for each in combinations for pair in itertools.combinations(enumerate(each), 2)}
+    while missing and chosen is not combinations:
+        best = max(combinations, key=lambda each: len(missing.intersection(itertools.combinations(enumerate(each), 2))))
+        missing -= {*itertools.combinations(enumerate(best), 2)}
+        chosen.append(best)
+    return [tuple(axis[index] for axis, index in zip(axes, each, strict=True)) for each in chosen]
 
 
 def close(got, expected):

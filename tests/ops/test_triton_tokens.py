@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_support import DTYPES, close, float8_cache, numbers
+from kernel_support import DTYPES, close, float8_cache, numbers, pairwise
 
 from quire.ops.activation import ACTIVATIONS, reference_gated
 from quire.ops.arguments import HeadNorms, Rotation
@@ -42,15 +42,13 @@ def test_gated(name, shape, dtype, device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "turned",
-    [None, 1.0, 0.75, 0.5, -1.0, -0.5],
-    ids=["no rotation", "whole heads", "three quarters", "half", "neighbours", "half, neighbours"],
+    ("turned", "offset", "shape"),  # the share of a head that rotates, negative: interleaved; of the norm, None: no norm
+    pairwise(
+        [None, 1.0, 0.75, 0.5, -1.0, -0.5], [None, 0.0, 1.0], [(6, 2, 16, 4), (9, 3, 24, 16), (1, 1, 128, 32), (5, 5, 80, 1)]
+    ),
 )
-@pytest.mark.parametrize("offset", [None, 0.0, 1.0], ids=["no norm", "norm", "offset norm"])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "page_size"), [(6, 2, 16, 4), (9, 3, 24, 16), (1, 1, 128, 32), (5, 5, 80, 1)]
-)
-def test_heads(heads, kv_heads, head_dim, page_size, offset, turned, dtype, device):
+def test_heads(shape, offset, turned, dtype, device):
+    heads, kv_heads, head_dim, page_size = shape
     tokens, pages = 5, 40
     projected = numbers(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype, device=device)
     positions = torch.tensor([0, 7, 3, 29, 30], device=device)
