@@ -20,10 +20,10 @@ from itertools import accumulate
 from pathlib import Path
 
 from quire.cache.layout import make_layout
-from quire.engine.adapter_names import AdapterNames, NamedAdapter
 from quire.engine.core import EngineCore
 from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel
+from quire.features.lora.names import AdapterNames, NamedAdapter
 from quire.sched.scheduler import Scheduler
 from quire.types.adapter import LoRARequest
 from quire.types.cache import LayerCache

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from quire.features.lora.cache import LoRACache
+from quire.features.lora.packing import adapt
 from quire.load.load import load_weights
 from quire.models.registry import build_model
-from quire.prepare.adapt import adapt
-from quire.runner.adapters import Shelf
 from quire.types.adapter import AdapterRef
 
 IDS = [5 + i * 7 % 300 for i in range(21)]
@@ -59,10 +59,10 @@ def open_shelf(case, max_rank: int = 16, room: int = 2):
     model = build_model(case.facts)
     adapters = adapt(model, device=torch.device("cpu"), dtype=torch.float32)
     load_weights(model, case.facts, device="cpu", dtype="float32")
-    return model, Shelf(adapters, model, room, max_rank)
+    return model, LoRACache(adapters, model, room, max_rank)
 
 
-def put(shelf: Shelf, path, place: int) -> None:
+def put(shelf: LoRACache, path, place: int) -> None:
     ref = AdapterRef(place, f"{path}", str(path))
     shelf.read(ref)
     shelf.put(ref, place)

@@ -20,12 +20,12 @@ from family import Family
 from oracle import TINY, Checkpoint, make_checkpoint
 from quire import LLM
 from quire.config.facts import read_facts
+from quire.features.lora.packing import adapt
+from quire.features.lora.peft_experts import ONE
 from quire.files.resolve import resolve_model
-from quire.load.adapter_experts import ONE
 from quire.load.assign import rename
 from quire.models.fallback import Fallback
 from quire.models.registry import build_model, complete_facts
-from quire.prepare.adapt import adapt
 
 NEW_TOKENS, BUDGET, PAGE = 16, 16, 4
 PENALTY = 1.5  # keeps tiny random models from saying one token for ever

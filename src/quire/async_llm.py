@@ -24,14 +24,14 @@ from quire.config.model_config import ModelConfig, VllmConfig
 from quire.config.resolve import resolve
 from quire.device.registry import describe_unseen
 from quire.engine import ipc
-from quire.engine.adapter_client import AdapterClient, Sharing
-from quire.engine.adapter_names import AdapterNames
 from quire.engine.child import COMMAND, Child
 from quire.engine.client import as_started
 from quire.engine.handle import EngineHandle, EngineListener, EngineStatus, EngineView, OneEngine
 from quire.engine.rank_calls import check_rank_call
 from quire.engine.router import start_engines
 from quire.engine.timeline import Timeline
+from quire.features.lora.client import AdapterClient, Sharing
+from quire.features.lora.names import AdapterNames
 from quire.not_built import AsyncLLMNotBuilt, refuse_connector, refuse_stat_loggers
 from quire.text.inputs import InputProcessor, PreparedRequest, is_quick
 from quire.text.offload import TextOffload

@@ -19,13 +19,13 @@ from quire.config.config import Config
 from quire.config.model_config import ModelConfig, VllmConfig
 from quire.config.resolve import resolve
 from quire.device.registry import describe_unseen
-from quire.engine.adapter_names import AdapterNames, NamedAdapter
 from quire.engine.assemble import resolve_here, start_core
 from quire.engine.core import EngineCore
 from quire.engine.external import Follower, Leader, start_rank
 from quire.engine.rank_calls import check_rank_call
 from quire.engine.replicas import Replicas
 from quire.engine.timeline import Stopwatch
+from quire.features.lora.names import AdapterNames, NamedAdapter
 from quire.features.structured.grammar.schema import unenforced
 from quire.not_built import LLMEngineNotBuilt, refuse_connector, refuse_stat_loggers
 from quire.progress import doing

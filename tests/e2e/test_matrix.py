@@ -56,7 +56,7 @@ def test_the_core_has_every_column():
     ("path", "name", "cell"),
     [
         ("sched/policy.py", "llama", "preemption"),
-        ("prepare/adapt.py", "mixtral", "LoRA"),
+        ("features/lora/packing.py", "mixtral", "LoRA"),
         ("grammar/worker.py", "llama", "grammar"),
         ("models/gpt_oss.py", "gpt-oss", "alone"),
         ("models/llama.py", None, None),

@@ -14,11 +14,11 @@ from patience import PATIENCE
 from quire import LoRARequest
 from quire.cache.layout import make_layout
 from quire.config.features import cache_salt
-from quire.engine.adapter_names import AdapterNames
-from quire.engine.adapters import PASSES
 from quire.engine.core import EngineCore
 from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel
+from quire.features.lora.manager import PASSES
+from quire.features.lora.names import AdapterNames
 from quire.files.adapter import stamp
 from quire.sched.scheduler import Scheduler
 from quire.types.adapter import AdapterRef

@@ -11,6 +11,8 @@ from quire import SamplingParams
 from quire.config.devices import KEEPS
 from quire.config.facts import read_facts
 from quire.device.cpu.prepare import CompiledBody
+from quire.features.lora.cache import LoRACache
+from quire.features.lora.packing import adapt
 from quire.files.adapter import digest
 from quire.files.resolve import resolve_model
 from quire.layers.linear import Linear
@@ -18,8 +20,6 @@ from quire.layers.quant.gguf import GGUFMethod
 from quire.load.load import load_weights
 from quire.models.registry import build_model
 from quire.ops.native import adapts, run_decoders
-from quire.prepare.adapt import adapt
-from quire.runner.adapters import Shelf
 from quire.types.adapter import AdapterRef
 from quire.types.prompts import Extras, Prompt
 from tiny_model import make_tokenizer
@@ -134,7 +134,7 @@ def test_additions_to_matrices_of_few_bits(tmp_path, scheme, dora):
         model = build_model(facts)
         adapters = adapt(model, device=torch.device("cpu"), dtype=torch.float32)
         load_weights(model, facts, device="cpu", dtype="float32", quantization=facts.quantization, keeps=keeps)
-        models.append((model, Shelf(adapters, model, 1, 16)))
+        models.append((model, LoRACache(adapters, model, 1, 16)))
     merged, _ = models[1]
     for name, (outputs, _) in shapes(False).items():
         down, up = (tensors[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")

@@ -16,14 +16,14 @@ from quire.config.facts import read_facts
 from quire.config.quantization import Quantization
 from quire.config.server_args import ServerArgs
 from quire.dist.mesh import Position
+from quire.features.lora.cache import LoRACache
+from quire.features.lora.packing import adapt
 from quire.files.resolve import resolve_model
 from quire.layers.moe import Experts
 from quire.load.load import load_weights
 from quire.lora.request import LoRARequest
 from quire.models.registry import build_model
-from quire.prepare.adapt import adapt
 from quire.prepare.shard import shard
-from quire.runner.adapters import Shelf
 from quire.serve.adapters import load_modules
 from quire.types.errors import AdapterError, ModelError
 from serving import NAME, Running
@@ -150,7 +150,7 @@ def test_adapters_of_attention_and_of_experts(checkpoint, exact, tmp_path):
     made = {}
     change = partial(adapt, device=torch.device("cpu"), dtype=torch.float32)
     model = load(checkpoint, change=lambda model: made.update(adapters=change(model)), keeps=frozenset({"fp4", "experts"}))
-    shelf = Shelf(made["adapters"], model, 2, 16)
+    shelf = LoRACache(made["adapters"], model, 2, 16)
     put(shelf, tmp_path / "attention", 1)
     with pytest.raises(AdapterError, match=r"mlp\.experts.* adds to experts, which are held in few bits on this device"):
         put(shelf, tmp_path / "experts", 2)

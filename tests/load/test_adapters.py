@@ -9,12 +9,12 @@ import torch
 
 from adapters import Q_PROJ, halves, open_shelf, put, write_adapter, write_with_peft
 from oracle import Sequences
+from quire.features.lora.cache import LoRACache
+from quire.features.lora.packing import adapt
+from quire.features.lora.values import largest_of
 from quire.layers.adapter import LinearBank
 from quire.load.load import load_weights
 from quire.models.registry import build_model
-from quire.prepare.adapt import adapt
-from quire.prepare.adapter_numbers import largest_of
-from quire.runner.adapters import Shelf
 from quire.types.adapter import AdapterRef
 from quire.types.errors import AdapterError
 
@@ -284,7 +284,7 @@ def test_what_kernels_read_is_written_without_banks(checkpoint, tmp_path):
     model = build_model(case.facts)
     adapters = adapt(model, device=torch.device("cpu"), dtype=torch.float32, tabled=(2, 16))
     load_weights(model, case.facts, device="cpu", dtype="float32")
-    shelf, table = Shelf(adapters, model, 2, 16), adapters._table
+    shelf, table = LoRACache(adapters, model, 2, 16), adapters._table
     parts = [f"base_model.model.model.layers.{layer}" for layer in (0, 2)]
     tensors = halves(f"{parts[0]}.self_attn.k_proj", 16, 48) | halves(f"{parts[0]}.self_attn.q_proj", 48, 48, 2, 1)
     tensors |= halves(f"{parts[1]}.mlp.down_proj", 48, 80, 2, 2)

@@ -10,12 +10,12 @@ from lockstep import divided, together
 from oracle import Sequences, in_pieces
 from quire.attn import latent_triton
 from quire.attn.batch import LoRATokens
+from quire.features.lora.packing import adapt
+from quire.features.lora.sites import Addition
 from quire.layers.adapter import LinearBank, LinearNumbers, LowRank
 from quire.load.assign import rename
 from quire.load.load import load_weights
 from quire.models.registry import build_model
-from quire.prepare.adapt import adapt
-from quire.prepare.adapter_sites import Addition
 from quire.types.errors import ConfigError
 
 if not torch.cuda.is_available():

@@ -11,13 +11,13 @@ from lockstep import Lockstep
 from adapters import halves, write_adapter
 from patience import PATIENCE
 from quire.dist.mesh import Position
+from quire.features.lora.cache import LoRACache
+from quire.features.lora.packing import adapt
+from quire.features.lora.peft import read_adapter
 from quire.files.adapter import stamp
-from quire.load.adapter import read_adapter
 from quire.load.load import load_weights
 from quire.models.registry import build_model
-from quire.prepare.adapt import adapt
 from quire.prepare.shard import shard
-from quire.runner.adapters import Shelf
 from quire.types.adapter import AdapterRef
 from quire.types.errors import AdapterError
 
@@ -31,7 +31,7 @@ def open_tabled(case, dtype=torch.float32, rank=0, ranks=1):
     adapters = adapt(model, device=torch.device("cpu"), dtype=dtype, tabled=(2, 16))
     if ranks == 1:
         load_weights(model, case.facts, device="cpu", dtype="float32")
-    return Shelf(adapters, model, 2, 16), adapters
+    return LoRACache(adapters, model, 2, 16), adapters
 
 
 def tensors(rank=3, dtype=torch.float32):

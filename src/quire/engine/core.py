@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from quire.engine.adapters import AdapterDesk
 from quire.engine.executor.base import Executor, Flight
 from quire.engine.watch import Watch
+from quire.features.lora.manager import LoRAManager
 from quire.features.structured.constraints import Constraints
 from quire.features.structured.grammar.lanes import GrammarLanes
 from quire.sched.draft.speculation import Speculation
@@ -46,7 +46,7 @@ class EngineCore:
     ) -> None:
         self.scheduler, self.executor, self.depth, self._clock = scheduler, executor, depth, clock
         self.constraints = Constraints(scheduler, grammars, self._tell)
-        self.adapters = AdapterDesk(scheduler.roster, executor, *adapters, self.constraints.refuse)
+        self.adapters = LoRAManager(scheduler.roster, executor, *adapters, self.constraints.refuse)
         # whether it was launched behind another, and whether something had to be prepared for it
         self._flights: deque[tuple[Scheduled, Flight, bool, bool]] = deque()
         self._prepared = 0  # kernels and graphs so far

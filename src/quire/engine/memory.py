@@ -185,8 +185,8 @@ def _build_ranks(config: Config) -> Iterator[tuple[int, int]]:
         return
     import torch
 
+    from quire.features.lora.packing import adapt
     from quire.load.load import check_fit
-    from quire.prepare.adapt import adapt
 
     for model in _build_shares(config):
         adapter = 0

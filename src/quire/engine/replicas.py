@@ -16,13 +16,13 @@ from typing import Any
 
 from quire.config.config import Config
 from quire.engine import ipc
-from quire.engine.adapter_client import load_everywhere
 from quire.engine.assemble import make_grammars
 from quire.engine.child import COMMAND
 from quire.engine.client import EngineClient, as_started, engine_args
 from quire.engine.layouts import whole_layout
 from quire.engine.router import EngineRouter
 from quire.engine.timeline import Stopwatch
+from quire.features.lora.client import load_everywhere
 from quire.features.structured.grammar.lanes import GrammarLanes
 from quire.sched.limits import RequestLimits
 from quire.types.adapter import AdapterRef

@@ -14,20 +14,16 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from quire.attn.batch import PLAIN, Batch, LoRATokens, Tokens
+from quire.attn.batch import PLAIN, Batch
 from quire.dist.collectives import Group
 from quire.layers.attention import SelfAttention
 from quire.layers.latent import LatentAttention
 from quire.layers.linear import Linear
-from quire.layers.mlp import GatedMLP
 from quire.layers.norm_for import norm_for
 from quire.models.decoder import Decoder
-from quire.ops.adapters import tile
-from quire.ops.latent import add_to_near, add_to_values
 from quire.runner.batch import build_batch
 from quire.runner.profile_run import GREEDY, Tenant, make_step
 from quire.runner.sampler.pipeline import Sampler
@@ -50,8 +46,6 @@ DOZENS = (32, 64, 96, 128, 192)  # tokens, one row or many, for layers that do n
 MIXED = 3  # rows of one token beside a prompt
 RECORDED = 4  # times a step is repeated, so that it is recorded and replayed where steps are
 THREADS = 8
-ADAPTED = (1, 2, 17, 65, 513)  # tokens that adapters' kernels are different for
-SORTED = (64, 128, 256, 512, 1024)
 # rows of products that no graph is recorded for: in the last layer those that are drawn from, in the others all of a large
 # step; the distances are odd, for which kernel suits a number of rows depends on its last bits too
 FEW_ROWS, FEW_APART, MANY_APART = 512, 7, 97
@@ -141,51 +135,6 @@ def warm_up_products(model: Decoder, hidden: Tensor, recorded: int, head: bool =
             layer(x[:rows], PLAIN)
     for rows in few if head else ():
         model.logits(hidden[:rows], PLAIN)
-
-
-def warm_up_adapters(model: Decoder, device: torch.device, most: int) -> None:
-    """The kernels of adapters for so many tokens at most, side by side; nobody is in the place that rows ask for."""
-    kinds: dict[object, Linear] = {}
-    gates: dict[object, GatedMLP] = {}
-    latents: dict[object, LatentAttention] = {}
-    for layer in model.modules():
-        if isinstance(layer, LatentAttention):
-            latents.setdefault(layer.core.spec, layer)
-        elif isinstance(layer, Linear):
-            kinds.setdefault((layer.inputs, layer.outputs, len(layer.sections)), layer)
-        elif isinstance(layer, GatedMLP):
-            gates.setdefault((layer.gate_up.inputs, layer.gate_up.outputs, layer.activation), layer)
-    dtype, jobs = next(model.parameters()).dtype, list[Callable[[], object]]()
-    for tokens in sorted({min(size, most) for size in ADAPTED}):
-        places: npt.NDArray[np.int64] = np.ones(tokens, np.int64)
-        rows = LoRATokens(places, device, tile(places, device))
-        for layer in kinds.values():
-            jobs.append(partial(_run_adapted, layer, tokens, layer.inputs, dtype, rows))
-        for mlp in gates.values():
-            gated = partial(mlp.gate_up.gated, activation=mlp.activation)
-            jobs.append(partial(_run_adapted, gated, tokens, mlp.gate_up.inputs, dtype, rows))
-        for attention in latents.values():
-            jobs.append(partial(_run_latents, attention, tokens, dtype, rows))
-    for count in (size for size in SORTED if size <= most):  # rows beside each other with another adapter each
-        jobs.append(partial(tile, np.arange(count, dtype=np.int64) % 2, device))
-    with ThreadPoolExecutor(THREADS, "quire-warm-up") as pool:
-        for future in [pool.submit(job) for job in jobs]:
-            future.result()
-
-
-@torch.inference_mode()
-def _run_adapted(layer: Callable[..., object], tokens: int, inputs: int, dtype: torch.dtype, rows: LoRATokens) -> None:
-    layer(torch.zeros(tokens, inputs, dtype=dtype, device=rows.device), tokens=Tokens(rows))
-
-
-@torch.inference_mode()
-def _run_latents(layer: LatentAttention, tokens: int, dtype: torch.dtype, rows: LoRATokens) -> None:
-    bank, spec, up = layer.kv_b_proj.bank, layer.core.spec, layer.latents().up
-    assert bank is not None and bank.table is not None and spec.latent is not None
-    sizes = spec.head_dim, layer.nope + spec.head_dim - spec.latent, up.shape[1] - layer.nope, spec.latent
-    near, query, out, found = (torch.zeros(tokens, spec.heads, size, dtype=dtype, device=rows.device) for size in sizes)
-    add_to_near(near, query, up, layer.nope, rows.sorted, bank.table)
-    add_to_values(out, found, layer.nope, rows.sorted, bank.table)
 
 
 def distinct_matrices(model: Decoder) -> list[Linear]:

@@ -19,7 +19,7 @@ from quire.config.args import EngineArgs
 from quire.config.lora_modules import LoRAModule, read_modules
 from quire.config.resolve import choose_names
 from quire.config.server_args import ServerArgs
-from quire.engine.adapter_names import NamedAdapter, absolute
+from quire.features.lora.names import NamedAdapter, absolute
 from quire.files.adapter import AdapterBounds, check_header
 from quire.files.reading import shown
 from quire.serve.body import JSONRoute

@@ -5,7 +5,7 @@ from typing import Literal
 from fastapi import APIRouter, Request, Response
 from typing_extensions import TypedDict
 
-from quire.engine.adapter_names import NamedAdapter
+from quire.features.lora.names import NamedAdapter
 from quire.serve.errors import ErrorBody, json_response
 from quire.serve.server import Server, server_of
 

@@ -1,5 +1,5 @@
 """What executors have in common whose model is divided among processes: ranks are called together, and are in step or lost.
-Adapters are read by all ranks at the same time, which have them together or not at all (`rank_adapters.py`)."""
+Adapters are read by all ranks at the same time, which have them together or not at all (`features/lora/cache.py`)."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -113,7 +113,7 @@ class DividedExecutor(LocalExecutor):
         self._ask_others("drop_adapter", place)
 
     def _refuse(self, ref: AdapterRef, wrong: Sequence[Sequence[str]]) -> None:
-        """What is wrong on the other ranks (`rank_adapters.Wrong`)."""
+        """What is wrong on the other ranks (`features.lora.cache.Wrong`)."""
         for rank, told in enumerate(wrong, 1):
             if told:
                 kind, message = told

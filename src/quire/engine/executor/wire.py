@@ -58,8 +58,8 @@ class CallRank(WireMessage):
 
 
 class ReadAdapter(WireMessage):
-    """Into the host's memory, while steps run. There is no answer (`rank_adapters.py` has what comes of it). Not `wanted`: the
-    first rank could not read it."""
+    """Read an adapter into host memory while steps run. There is no reply: `hold_adapter` returns the outcome
+    (`features/lora/cache.py`). wanted=False: the first rank could not read it."""
 
     ref: AdapterRef
     wanted: bool = True

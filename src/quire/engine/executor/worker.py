@@ -30,7 +30,7 @@ from quire.types.errors import QuireError
 
 if TYPE_CHECKING:
     from quire.dist.shared_memory import SharedMemoryGroup
-    from quire.engine.executor.rank_adapters import RankAdapters
+    from quire.features.lora.cache import RankAdapters
     from quire.runner.stage import Begun, StageRunner
     from quire.runner.step import Runner
 
@@ -120,7 +120,7 @@ class Rank:
     @property
     def _own_adapters(self) -> "RankAdapters":
         if self._adapters is None:
-            from quire.engine.executor.rank_adapters import RankAdapters
+            from quire.features.lora.cache import RankAdapters
             from quire.features.lora.device import LoRAPart
 
             self._adapters = RankAdapters(self._started.part(LoRAPart).cache)

@@ -1,24 +1,34 @@
 """The device half of LoRA: adapters in device memory, and the adapter slot of each request in the batch."""
 
 from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from quire.attn.batch import Batch, LoRATokens
+from quire.attn.batch import Batch, LoRATokens, Tokens
 from quire.device.base import Device
 from quire.features.base import Allocation, StepPart
+from quire.features.lora.cache import LoRACache, WholeModel
 from quire.features.lora.host import reserved_bytes
+from quire.features.lora.packing import Adapters, adapt, find_sites
+from quire.layers.latent import LatentAttention
+from quire.layers.linear import Linear
+from quire.layers.mlp import GatedMLP
 from quire.models.decoder import Decoder
 from quire.ops.adapters import sort_rows, tile
-from quire.prepare.adapt import Adapters, adapt, find_sites
-from quire.runner.adapters import Shelf, WholeModel
+from quire.ops.latent import add_to_near, add_to_values
 from quire.runner.graph_inputs import start_size
 from quire.runner.slots import Slots
-from quire.runner.warmup import warm_up_adapters
+from quire.runner.warmup import THREADS
 from quire.types.errors import EngineError
 from quire.types.plan import Admission, Ints, Longs, StepRows
+
+WARM_UP_TOKENS = (1, 2, 17, 65, 513)  # token counts with different LoRA kernels
+WARM_UP_ROWS = (64, 128, 256, 512, 1024)  # row counts with different sort kernels
 
 
 class LoRAPart(StepPart):
@@ -32,12 +42,12 @@ class LoRAPart(StepPart):
         self._whole: WholeModel | None = None
         self._adapters: Adapters | None = None
         self._model: Decoder | None = None
-        self._cache: Shelf | None = None
+        self._cache: LoRACache | None = None
         self._places: Longs = np.zeros(0, np.int64)  # [S] the adapter slot of each request; 0: none
         self._adapted: set[int] = set()  # slots with an adapter
 
     @property
-    def cache(self) -> Shelf:
+    def cache(self) -> LoRACache:
         assert self._cache is not None
         return self._cache
 
@@ -57,7 +67,7 @@ class LoRAPart(StepPart):
         if self._device.torch_device.type != "cpu":
             budget = self._max_loras * self._adapters.bytes_of(self._max_rank)
         self._model = model
-        self._cache = Shelf(
+        self._cache = LoRACache(
             self._adapters, model, self._max_loras, self._max_rank, budget, self._added_tokens, self._whole
         )  # fmt: skip
 
@@ -135,3 +145,48 @@ class LoRAPart(StepPart):
 
     def close(self) -> None:
         self._cache = self._model = self._adapters = self._whole = None
+
+
+def warm_up_adapters(model: Decoder, device: torch.device, most: int) -> None:
+    """Compile the LoRA kernels for up to `most` tokens, in parallel. The adapter slot that the rows use is empty."""
+    kinds: dict[object, Linear] = {}
+    gates: dict[object, GatedMLP] = {}
+    latents: dict[object, LatentAttention] = {}
+    for layer in model.modules():
+        if isinstance(layer, LatentAttention):
+            latents.setdefault(layer.core.spec, layer)
+        elif isinstance(layer, Linear):
+            kinds.setdefault((layer.inputs, layer.outputs, len(layer.sections)), layer)
+        elif isinstance(layer, GatedMLP):
+            gates.setdefault((layer.gate_up.inputs, layer.gate_up.outputs, layer.activation), layer)
+    dtype, jobs = next(model.parameters()).dtype, list[Callable[[], object]]()
+    for tokens in sorted({min(size, most) for size in WARM_UP_TOKENS}):
+        places: npt.NDArray[np.int64] = np.ones(tokens, np.int64)
+        rows = LoRATokens(places, device, tile(places, device))
+        for layer in kinds.values():
+            jobs.append(partial(_run_adapted, layer, tokens, layer.inputs, dtype, rows))
+        for mlp in gates.values():
+            gated = partial(mlp.gate_up.gated, activation=mlp.activation)
+            jobs.append(partial(_run_adapted, gated, tokens, mlp.gate_up.inputs, dtype, rows))
+        for attention in latents.values():
+            jobs.append(partial(_run_latents, attention, tokens, dtype, rows))
+    for count in (size for size in WARM_UP_ROWS if size <= most):  # neighbouring rows have different adapters
+        jobs.append(partial(tile, np.arange(count, dtype=np.int64) % 2, device))
+    with ThreadPoolExecutor(THREADS, "quire-warm-up") as pool:
+        for future in [pool.submit(job) for job in jobs]:
+            future.result()
+
+
+@torch.inference_mode()
+def _run_adapted(layer: Callable[..., object], tokens: int, inputs: int, dtype: torch.dtype, rows: LoRATokens) -> None:
+    layer(torch.zeros(tokens, inputs, dtype=dtype, device=rows.device), tokens=Tokens(rows))
+
+
+@torch.inference_mode()
+def _run_latents(layer: LatentAttention, tokens: int, dtype: torch.dtype, rows: LoRATokens) -> None:
+    bank, spec, up = layer.kv_b_proj.bank, layer.core.spec, layer.latents().up
+    assert bank is not None and bank.table is not None and spec.latent is not None
+    sizes = spec.head_dim, layer.nope + spec.head_dim - spec.latent, up.shape[1] - layer.nope, spec.latent
+    near, query, out, found = (torch.zeros(tokens, spec.heads, size, dtype=dtype, device=rows.device) for size in sizes)
+    add_to_near(near, query, up, layer.nope, rows.sorted, bank.table)
+    add_to_values(out, found, layer.nope, rows.sorted, bank.table)

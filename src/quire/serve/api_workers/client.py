@@ -12,9 +12,9 @@ from quire.async_llm import AsyncLLM
 from quire.config.resolve import resolve
 from quire.device.registry import describe_unseen
 from quire.engine import ipc
-from quire.engine.adapter_names import AdapterNames, NamedAdapter
 from quire.engine.client import check_number
 from quire.engine.handle import EngineGroup, EngineListener, EngineStatus, EngineView
+from quire.features.lora.names import AdapterNames, NamedAdapter
 from quire.obs.instruments import Board, take
 from quire.obs.metrics import AdaptersInUse
 from quire.proc.call import PendingCalls

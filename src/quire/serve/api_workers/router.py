@@ -9,8 +9,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from quire.engine import ipc
-from quire.engine.adapter_names import NamedAdapter
 from quire.engine.handle import EngineHandle, EngineStatus, OneEngine
+from quire.features.lora.names import NamedAdapter
 from quire.obs.instruments import BoardState, add_states
 from quire.obs.metrics import Metrics
 from quire.serve.api_workers import wire

@@ -6,8 +6,8 @@ from typing import Any
 from quire.config.args import EngineArgs
 from quire.config.server_args import ServerArgs
 from quire.engine import ipc
-from quire.engine.adapter_names import NamedAdapter
 from quire.engine.handle import EngineStatus
+from quire.features.lora.names import NamedAdapter
 from quire.obs.instruments import BoardState
 from quire.obs.metrics import NONE_OPEN, OpenAdapters
 from quire.proc.channel import AsyncChannel

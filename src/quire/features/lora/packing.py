@@ -15,14 +15,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from quire.features.lora.sites import Addition, EmbeddingSite, ExpertsSite, HeadSite, LatentSite, LinearSite, Numbers, Site
+from quire.features.lora.values import Scaled, move
 from quire.files.threads import in_threads
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
 from quire.layers.moe import Experts
 from quire.layers.role import Role
 from quire.ops.adapters import ENTRY
-from quire.prepare.adapter_numbers import Scaled, move
-from quire.prepare.adapter_sites import Addition, EmbeddingSite, ExpertsSite, HeadSite, LatentSite, LinearSite, Numbers, Site
 from quire.types.errors import ConfigError
 
 ALIGNED = 64  # numbers, to a multiple of which every tensor is placed

@@ -20,18 +20,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.features.lora.peft_config import AdapterConfig, interpret
+from quire.features.lora.peft_experts import ExpertTensors
+from quire.features.lora.peft_tokens import AddedTokens, TokenRows
+from quire.features.lora.sites import Addition, ExpertsSite, HeadSite, LinearSite, Site
+from quire.features.lora.values import LARGE, largest_of
 from quire.files.adapter import ADAPTER_LIMITS, AdapterFiles, find_adapter, read_config, too_wide
 from quire.files.reading import open_regular, shown, told
 from quire.files.safetensors import read_header
 from quire.files.threads import in_threads
-from quire.load.adapter_config import AdapterConfig, interpret
-from quire.load.adapter_experts import ExpertTensors
-from quire.load.adapter_tokens import TokenRows
-from quire.load.adapter_vocabulary import AddedTokens
 from quire.load.assign import Renames, rename
 from quire.load.safetensors import DTYPES
-from quire.prepare.adapter_numbers import LARGE, largest_of
-from quire.prepare.adapter_sites import Addition, ExpertsSite, HeadSite, LinearSite, Site
 from quire.types.errors import AdapterError, ModelError
 
 logger = logging.getLogger(__name__)

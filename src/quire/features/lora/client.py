@@ -5,18 +5,20 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakValueDictionary
 
 from quire.config.features import cache_salt
-from quire.engine.adapter_names import AdapterNames, NamedAdapter
-from quire.engine.handle import OneEngine
+from quire.features.lora.names import AdapterNames, NamedAdapter
 from quire.types.adapter import AdapterRef, LoRARequest
 from quire.types.errors import EngineDead, RequestError
 from quire.types.request import EngineRequest
 
+if TYPE_CHECKING:
+    from quire.engine.handle import OneEngine
 
-async def load_everywhere(engines: Sequence[OneEngine], ref: AdapterRef, pinned: bool) -> None:
+
+async def load_everywhere(engines: Sequence["OneEngine"], ref: AdapterRef, pinned: bool) -> None:
     """Returns when all engines have read it. An engine that is not there for good need not; what another refuses is raised."""
     living = [engine for engine in engines if engine.state != "dead"] or engines[:1]
     outcomes = await asyncio.gather(*(engine.load_adapter(ref, pinned) for engine in living), return_exceptions=True)
@@ -58,7 +60,7 @@ class Unshared:
 class AdapterClient:
     """`engines`: every one of them has every adapter."""
 
-    def __init__(self, names: AdapterNames, engines: Sequence[OneEngine], shared: Sharing | None = None) -> None:
+    def __init__(self, names: AdapterNames, engines: Sequence["OneEngine"], shared: Sharing | None = None) -> None:
         self._names, self._engines, self._shared = names, engines, shared or Unshared()
         self._looking: set[threading.Event] = set()  # to be set when nobody waits for it any more
 

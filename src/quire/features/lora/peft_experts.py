@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from quire.prepare.adapter_sites import Addition, ExpertsSite, Site
+from quire.features.lora.sites import Addition, ExpertsSite, Site
 
 if TYPE_CHECKING:
-    from quire.load.adapter import Named
+    from quire.features.lora.peft import Named
 
 ONE = re.compile(r"^(?P<path>.+)\.(?P<expert>\d+)\.(?P<matrix>gate_proj|up_proj|down_proj)$")
 NESTED = ".base_layer"  # of a parameter whose neighbour has additions, too

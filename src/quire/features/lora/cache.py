@@ -1,4 +1,13 @@
-"""The runner's shelf of adapters: what was read lies in the host's memory by version, and is put to places on the device."""
+"""The LoRA adapters of one rank: those that were read lie in host memory by version, and are copied to device slots.
+
+`RankAdapters` drives the cache of a rank other than the first, which reads the same files at the same time in its own thread:
+
+    first rank's reader   ── ReadAdapter ──►  starts reading; steps go on
+    between two steps     ── hold_adapter ─►  waits for the read, and returns its error, if any
+                          ── put_adapter ──►  all ranks at once: they may have to exchange values
+
+Each rank packs its own share of the files.
+"""
 
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
@@ -7,15 +16,16 @@ from threading import Lock, Thread
 import torch
 from torch import Tensor
 
+from quire.features.lora.packing import Adapters, PackedAdapter
+from quire.features.lora.peft import Model, read_adapter
+from quire.features.lora.reader import AdapterReader
+from quire.features.lora.sites import Site
+from quire.features.lora.upload import AdapterUpload, Uploaded
 from quire.files.adapter import stamp
-from quire.load.adapter import Model, read_adapter
 from quire.load.assign import Renames
 from quire.models.decoder import Decoder
-from quire.prepare.adapt import Adapters, PackedAdapter
-from quire.prepare.adapter_sites import Site
-from quire.runner.adapter_upload import AdapterUpload, Uploaded
 from quire.types.adapter import AdapterFacts, AdapterRef
-from quire.types.errors import AdapterError, EngineError
+from quire.types.errors import AdapterError, EngineError, QuireError, RequestError
 
 PINNED = 1 << 31  # bytes of host memory at the start, at most
 
@@ -29,7 +39,7 @@ class WholeModel:
     parameters: Set[str]  # their names
 
 
-class Shelf:
+class LoRACache:
     """`room`: places, from 1 on. `budget`: bytes on the device that adapters may take together; None = as many as there are.
 
     Reading may happen in other threads while steps run; everything else is between steps.
@@ -149,3 +159,53 @@ class Shelf:
             packed = self._held.pop(version, None)
             if self._ready is not None and self._ready[0] is packed:
                 self._ready = None
+
+
+PATIENCE = 0.5  # seconds between looks
+
+Wrong = list[str]  # what kind of error it is, and its message; empty = nothing
+
+
+class RankAdapters:
+    def __init__(self, cache: LoRACache) -> None:
+        self._cache, self._reader = cache, AdapterReader(cache.read, cache.read_ahead)
+        self._refs: dict[str, AdapterRef] = {}  # by version: those that were asked for
+        self._outcomes: dict[str, Wrong] = {}  # by version
+
+    def ask(self, ref: AdapterRef) -> None:
+        if not ref.version:
+            self._reader.ask_ahead(ref)
+            return
+        self._refs[ref.version] = ref
+        self._outcomes.pop(ref.version, None)
+        self._reader.ask(ref)
+
+    def hold_adapter(self, version: str) -> Wrong:
+        """Waits for it."""
+        if version not in self._refs:
+            return _told(EngineError(f"adapter {version:.8} was never asked for"))
+        while version not in self._outcomes and self._reader.pending:
+            self._reader.wait(PATIENCE)
+            for ref, outcome in self._reader.take():
+                self._outcomes[ref.version] = _told(outcome) if isinstance(outcome, RequestError) else []
+        return self._outcomes.get(version, [])
+
+    def put_adapter(self, version: str, place: int) -> Wrong:
+        try:
+            self._cache.put(self._refs[version], place)
+        except RequestError as error:
+            return _told(error)
+        return []
+
+    def drop_adapter(self, place: int) -> None:
+        self._cache.drop(place)
+
+    def forget_adapter(self, version: str) -> None:
+        self.hold_adapter(version)  # it may be on its way
+        self._cache.forget(version)
+        self._refs.pop(version, None)
+        self._outcomes.pop(version, None)
+
+
+def _told(error: QuireError) -> Wrong:
+    return [type(error).__name__, str(error)]

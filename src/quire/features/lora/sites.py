@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from quire.features.lora.values import Scaled
 from quire.layers.adapter import (
     EmbeddingBank,
     EmbeddingNumbers,
@@ -24,7 +25,6 @@ from quire.layers.linear import Linear
 from quire.layers.moe import Experts
 from quire.layers.role import Role
 from quire.ops.adapters import make_table
-from quire.prepare.adapter_numbers import Scaled
 from quire.types.errors import AdapterError
 
 AT_ONCE = 256  # inputs of a matrix that are looked at together

@@ -1,28 +1,73 @@
-"""Which adapters are on the device, which in the host's memory, and which requests wait for one.
+"""Where each LoRA adapter is (host memory, device slot), and which requests wait for one. Never imports torch.
 
-    asked for ──► read, in a thread, while steps run ──► host ──► in a place, between two steps ──► device
-                                                          ▲                                          │
-                                                          └── nobody holds it, and room is needed ───┘
+    requested ──► read by a thread, while steps run ──► host memory ──► device slot, filled between two steps
+                                                          ▲                  │
+                                                          └── evicted when ──┘  no request holds it and a slot is needed
 
-A request whose adapter has a place holds it until it ends, however it ends; until then it is out of the queue and in nobody's
-way. An adapter is a version of its files: another version under the same name is another adapter here, so an update never
-reaches a request that has begun. Which names there are is not known here (`adapter_names`).
+A request holds its adapter's slot until it ends; before that it is out of the scheduler's queue. An adapter is identified by
+the version (digest) of its files: a new version under the same name is another adapter, so an update never reaches a running
+request. Names are resolved in the API process (`names.py`).
 
-Places go to whoever has waited longest. While somebody waits for one, those whose adapter has a place pass, but only PASSES of
-them: an adapter that many ask for does not keep the others out for ever.
+Free slots go to the adapter whose request has waited longest. While a request waits for a slot, at most PASSES requests whose
+adapter already has a slot start before it, so that a popular adapter cannot starve the others.
 """
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import count
+from typing import TYPE_CHECKING
 
-from quire.engine.adapter_reader import AdapterReader, Outcome
-from quire.engine.executor.base import Executor
-from quire.engine.kept_adapter import KeptAdapter, Tell
+from quire.features.lora.reader import AdapterReader, Outcome
+from quire.sched.queue import Rank
 from quire.sched.roster import Roster
-from quire.types.adapter import AdapterRef
+from quire.types.adapter import AdapterFacts, AdapterRef
 from quire.types.errors import AdapterChanged, AdapterError, EngineDead, EngineError, NotSupported, RequestError
 from quire.types.request import EngineRequest, Request
+
+if TYPE_CHECKING:
+    from quire.engine.executor.base import Executor
+
+
+LAST: Rank = (1 << 63, 0)  # of those that nobody waits for
+
+Tell = Callable[[RequestError | None], None]  # why it could not be loaded, or None: it was
+
+
+@dataclass(eq=False, slots=True)
+class AdapterState:
+    """An adapter that somebody holds, waits for or has asked to be loaded, or that is still there."""
+
+    ref: AdapterRef  # of whoever asked first; if its files cannot be read, of whoever's could
+    facts: AdapterFacts | None = None  # in the host's memory, then
+    reading: bool = False
+    place: int = 0
+    pinned: bool = False
+    retired: bool = False  # nobody can ask for it any more
+    holders: int = 0  # requests
+    waiting: dict[str, Rank] = field(default_factory=dict)  # requests
+    told: list[tuple[AdapterRef, Tell]] = field(default_factory=list)  # to be told when it is loaded
+    failed: dict[str, RequestError] = field(default_factory=dict)  # by path: the same content may lie in several
+    used: int = 0  # when it was, the latest time
+
+    @property
+    def rank(self) -> Rank:
+        return min(self.waiting.values(), default=LAST)
+
+    @property
+    def idle(self) -> bool:
+        return not (self.holders or self.pinned)
+
+    @property
+    def wanted(self) -> bool:
+        return bool(self.waiting or self.told) or (self.pinned and not self.place)
+
+    def tell(self, error: RequestError | None) -> None:
+        """Those who wait to hear of it, and no longer: why it cannot be had, or None."""
+        told, self.told = self.told, []
+        for ref, hear in told:
+            hear(error and self.failed.get(ref.path, error))
+
 
 WAIT = 0.005  # seconds, while there is nothing else to do
 PASSES = 64  # requests
@@ -30,19 +75,19 @@ PASSES = 64  # requests
 logger = logging.getLogger(__name__)
 
 
-class AdapterDesk:
+class LoRAManager:
     """`places` on the device and room for `host` adapters in memory, those on the device among them. `refuse` ends a request
     that cannot have its adapter."""
 
     def __init__(
-        self, roster: Roster, executor: Executor, places: int, host: int, refuse: Callable[[str, RequestError], None]
+        self, roster: Roster, executor: "Executor", places: int, host: int, refuse: Callable[[str, RequestError], None]
     ) -> None:
         self._roster, self._executor, self._refuse = roster, executor, refuse
         self.places, self._host = places, max(places, host)
-        self._kept: dict[str, KeptAdapter] = {}  # by version
-        self._line: dict[str, KeptAdapter] = {}  # those of them that are wanted and not there
-        self._in_memory: dict[str, KeptAdapter] = {}  # or on the way
-        self._seated: dict[int, KeptAdapter] = {}  # by place
+        self._kept: dict[str, AdapterState] = {}  # by version
+        self._line: dict[str, AdapterState] = {}  # those of them that are wanted and not there
+        self._in_memory: dict[str, AdapterState] = {}  # or on the way
+        self._seated: dict[int, AdapterState] = {}  # by place
         self._free = list(range(places, 0, -1))
         self._reader = AdapterReader(lambda ref: executor.read_adapter(ref), lambda ref: executor.read_ahead(ref))
         self._news = False  # something has changed since the latest turn
@@ -89,7 +134,7 @@ class AdapterDesk:
         self._settle(kept)
         self._news = True
 
-    def _hold(self, kept: KeptAdapter, name: str) -> None:
+    def _hold(self, kept: AdapterState, name: str) -> None:
         kept.holders += 1
         kept.used = next(self._times)
         self._roster.live[name].place = kept.place
@@ -194,12 +239,12 @@ class AdapterDesk:
 
     # ---- inside ----------------------------------------------------------------------------------------------------------
 
-    def _keep(self, ref: AdapterRef) -> KeptAdapter:
+    def _keep(self, ref: AdapterRef) -> AdapterState:
         if ref.version not in self._kept:
-            self._kept[ref.version] = KeptAdapter(ref, used=next(self._times))
+            self._kept[ref.version] = AdapterState(ref, used=next(self._times))
         return self._kept[ref.version]
 
-    def _wait_for(self, kept: KeptAdapter) -> None:
+    def _wait_for(self, kept: AdapterState) -> None:
         self._line[kept.ref.version] = kept
         self._news = True
         self._fetch()  # now, and not when the next step is planned
@@ -224,7 +269,7 @@ class AdapterDesk:
         self.reads += 1
         self._settle(kept)
 
-    def _refs(self, kept: KeptAdapter) -> list[AdapterRef]:
+    def _refs(self, kept: AdapterState) -> list[AdapterRef]:
         """Of all who want it."""
         return [*(self._ref(name) or kept.ref for name in kept.waiting), *(ref for ref, _ in kept.told)]
 
@@ -263,10 +308,10 @@ class AdapterDesk:
                 self._in_memory[kept.ref.version] = kept
                 self._reader.ask(kept.ref)
 
-    def _in_order(self) -> Iterator[KeptAdapter]:
+    def _in_order(self) -> Iterator[AdapterState]:
         return iter(sorted(self._line.values(), key=lambda kept: kept.rank) if self._line else ())
 
-    def _seat(self, kept: KeptAdapter) -> bool:
+    def _seat(self, kept: AdapterState) -> bool:
         """Puts it on the device, in the place of one that nobody holds if need be. False if there is none, or it cannot be."""
         while self._free or self._evict():
             try:
@@ -297,13 +342,13 @@ class AdapterDesk:
             self._unseat(victim)
         return victim is not None
 
-    def _unseat(self, kept: KeptAdapter) -> None:
+    def _unseat(self, kept: AdapterState) -> None:
         self._executor.drop_adapter(kept.place)
         del self._seated[kept.place]
         self._free.append(kept.place)
         kept.place = 0
 
-    def _make_room(self, wanted: KeptAdapter) -> bool:
+    def _make_room(self, wanted: AdapterState) -> bool:
         """Room in memory for one more."""
         while len(self._in_memory) >= self._host:
             if self._forget_idle():
@@ -327,7 +372,7 @@ class AdapterDesk:
             self._discard(victim)
         return victim is not None
 
-    def _forget(self, kept: KeptAdapter) -> None:
+    def _forget(self, kept: AdapterState) -> None:
         if kept.place:
             self._unseat(kept)
         if kept.facts is not None:
@@ -335,16 +380,16 @@ class AdapterDesk:
             del self._in_memory[kept.ref.version]
             self._executor.forget_adapter(kept.ref.version)
 
-    def _settle(self, kept: KeptAdapter) -> None:
+    def _settle(self, kept: AdapterState) -> None:
         """What nobody wants and cannot be asked for, or never was there, goes."""
         if kept.idle and not kept.wanted and not kept.reading and (kept.retired or kept.facts is None):
             self._discard(kept)
 
-    def _discard(self, kept: KeptAdapter) -> None:
+    def _discard(self, kept: AdapterState) -> None:
         self._forget(kept)
         del self._kept[kept.ref.version]
 
-    def _fail(self, kept: KeptAdapter, error: RequestError) -> None:
+    def _fail(self, kept: AdapterState, error: RequestError) -> None:
         """Nobody can have it."""
         self._news = True
         self._line.pop(kept.ref.version, None)
