@@ -21,8 +21,7 @@ from quire.config.resolve import resolve
 from quire.config.server_args import ServerArgs
 from quire.device.registry import describe
 from quire.engine.child import COMMAND
-from quire.serve.app import build_app
-from quire.serve.middleware import RequestIds
+from quire.serve.app import RequestIds, build_app
 
 NAME = "tiny"
 

@@ -4,8 +4,7 @@ import logging
 import pytest
 
 from patience import PATIENCE
-from quire.obs.logs import OneLine, RequestLog, set_http_levels, set_up_logging
-from quire.obs.stats_log import StatsLog, log_interval, log_periodically
+from quire.obs.logs import OneLine, RequestLog, StatsLog, log_interval, log_periodically, set_http_levels, set_up_logging
 from quire.types.errors import ConfigError
 from quire.types.outputs import RequestMetrics
 from quire.types.sampling import SamplingParams

@@ -13,9 +13,9 @@ from starlette.routing import Route
 
 from quire.config.server_args import ServerArgs
 from quire.obs.metrics import HttpMetrics, Metrics
+from quire.serve.app import build_middleware
 from quire.serve.auth import Keys, find_keys
 from quire.serve.health import ServerState, Service
-from quire.serve.middleware import build_middleware
 from quire.types.errors import EngineDead
 from quire.types.stats import Stats
 

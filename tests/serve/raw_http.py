@@ -140,7 +140,7 @@ class Hosted:
         async def hurry() -> None:
             while not self.server.should_exit:
                 await asyncio.sleep(1 / self._tempo)
-                self.server.connection_limits.look()
+                self.server.connection_limits.tick()
 
         async def run() -> None:
             hurrying = asyncio.create_task(hurry()) if self._tempo != 1.0 else None

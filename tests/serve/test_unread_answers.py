@@ -14,9 +14,8 @@ from server_process import wait_for
 from patience import PATIENCE
 from quire.config.server_args import ServerArgs
 from quire.serve.app import build_app
-from quire.serve.connection_limits import ConnectionLimits
 from quire.serve.http import HttpServer
-from quire.serve.limits import LIMITS, ServerLimits
+from quire.serve.limits import LIMITS, ConnectionLimits, ServerLimits
 from serving import Running
 
 TOKENS = 240

@@ -1,13 +1,16 @@
-"""Log format (time, level, module, message; one line each), and the log lines of requests."""
+"""Log format (time, level, module, message; one line each), log lines of requests, and regular statistics."""
 
+import asyncio
 import logging
 import os
+import time
+from collections import deque
 from collections.abc import Collection, Sequence
 from typing import TypeVar
 
 from quire.progress import LEVEL_VARIABLES
 from quire.types.errors import ConfigError
-from quire.types.stats import Arrived, OutputNews, Stats
+from quire.types.stats import NO_DRAFTS, NOTHING, Arrived, OutputNews, Stats
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 TRACE = 5  # uvicorn's level below debug
@@ -114,3 +117,118 @@ def log_piece(name: str, choice: int, text: str, finish_reason: str | None, most
     shown = text if most is None else text[:most]
     line = "Generated response %s (streaming delta): choice: %d, output: %r, finish_reason: %s."
     logger.info(line, name, choice, shown, finish_reason)
+
+
+# ---- statistics, at regular intervals
+
+INTERVAL_VARIABLES = ("QUIRE_LOG_STATS_INTERVAL", "VLLM_LOG_STATS_INTERVAL")
+RECENT_REQUESTS = 1000  # over which the hit rate of the prefix cache is told
+
+
+class StatsLog:
+    """An observer that adds up between two lines. `engine`: whose numbers, of several; `of`: what the line begins with;
+    `drafts`: what was drafted is told, which engines count for all API processes together."""
+
+    def __init__(self, now: float, device: str = "cuda", engine: int = 0, of: str = "", drafts: bool = True) -> None:
+        self._since, self._engine, self._of, self._tells_drafts = now, engine, of, drafts
+        self._cache = "KV cache usage" if device == "cpu" else "GPU KV cache usage"
+        self._stats: Stats | None = None
+        self._prompt_tokens = self._generated = self._preemptions = 0
+        self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT_REQUESTS)  # prompt tokens, and how many were cached
+        self._was_idle = True
+        self._drafts = self._drafts_told = NO_DRAFTS  # since the start of the engine, and by the last line
+
+    def on_step(self, stats: Stats, tokens_in_step: int, now: float) -> None:  # noqa: ARG002
+        if stats.engine != self._engine:
+            return
+        before = 0 if self._stats is None or stats.preemptions < self._stats.preemptions else self._stats.preemptions
+        self._preemptions += stats.preemptions - before
+        if stats.drafts.rows < self._drafts.rows:
+            self._drafts_told = NO_DRAFTS  # another engine, which counts from zero
+        self._stats, self._drafts = stats, stats.drafts
+
+    def on_arrival(self, request: Arrived) -> None:
+        """Told by its tokens."""
+
+    def on_outputs(self, news: OutputNews) -> None:
+        if news.engine != self._engine:
+            return
+        self._generated += news.tokens
+        for prompt in news.prompts:
+            self._prompt_tokens += prompt[0]
+            self._recent.append(prompt)
+
+    def log(self, now: float) -> None:
+        """Writes the line and begins anew. An idle engine is mentioned once, then only at debug level."""
+        seconds = max(now - self._since, 1e-9)
+        stats = self._stats or NOTHING
+        idle = not (self._prompt_tokens or self._generated or stats.running or stats.waiting)
+        level = logging.DEBUG if idle and self._was_idle else logging.INFO
+        logger.log(
+            level,
+            "%sEngine %03d: Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, "
+            "Running: %d reqs, Waiting: %d reqs%s, %s: %.1f%%, Prefix cache hit rate: %.1f%%",
+            self._of,
+            self._engine,
+            self._prompt_tokens / seconds,
+            self._generated / seconds,
+            stats.running,
+            stats.waiting,
+            f", Preemptions: {self._preemptions}" if self._preemptions else "",
+            self._cache,
+            100 * (1 - stats.free_pages / stats.pages) if stats.pages else 0.0,
+            100 * self._hit_rate(),
+        )
+        if self._tells_drafts:
+            self._log_drafts(seconds)
+        self._since, self._was_idle = now, idle
+        self._prompt_tokens = self._generated = self._preemptions = 0
+
+    def _log_drafts(self, seconds: float) -> None:
+        """Told only if there were any."""
+        before, now = self._drafts_told, self._drafts
+        rows, tokens, accepted = now.rows - before.rows, now.tokens - before.tokens, now.accepted - before.accepted
+        self._drafts_told = now
+        if not rows:
+            return
+        old = (*before.per_position, *[0] * len(now.per_position))  # rows have become longer since, perhaps
+        rates = [(new - past) / rows for new, past in zip(now.per_position, old, strict=False)]
+        while rates and not rates[-1]:
+            rates.pop()
+        logger.info(
+            "Engine %03d: SpecDecoding metrics: Mean acceptance length: %.2f, Accepted throughput: %.2f tokens/s, "
+            "Drafted throughput: %.2f tokens/s, "
+            "Accepted: %d tokens, Drafted: %d tokens, Per-position acceptance rate: %s, Avg Draft acceptance rate: %.1f%%",
+            self._engine,
+            1 + accepted / rows,
+            accepted / seconds,
+            tokens / seconds,
+            accepted,
+            tokens,
+            ", ".join(f"{rate:.3f}" for rate in rates) or "0.000",
+            100 * accepted / tokens,
+        )
+
+    def _hit_rate(self) -> float:
+        tokens = sum(prompt for prompt, _ in self._recent)
+        return sum(cached for _, cached in self._recent) / tokens if tokens else 0.0
+
+
+async def log_periodically(log: StatsLog, interval: float) -> None:
+    while True:
+        await asyncio.sleep(interval)
+        log.log(time.monotonic())
+
+
+def log_interval() -> float:
+    """Seconds between two lines, from the environment; ten if it says nothing."""
+    for name in INTERVAL_VARIABLES:
+        if text := os.environ.get(name):
+            try:
+                seconds = float(text)
+            except ValueError:
+                seconds = 0.0
+            if not 0.0 < seconds < float("inf"):
+                raise ConfigError(f"{name} must be a number of seconds above 0, got {text!r}")
+            return seconds
+    return 10.0

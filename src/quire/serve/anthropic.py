@@ -10,8 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from quire.serve.body import JSONRoute
 from quire.serve.chat_stream import Turn, TurnDelta, prepare_turn, render_turn, run_turn, stream_turn
-from quire.serve.error_messages import Terms
-from quire.serve.errors import AnthropicErrorBody, json_response
+from quire.serve.errors import AnthropicErrorBody, Terms, json_response
 from quire.serve.items import Change, Item, ItemClosed, ItemGrown, ItemOpened, Items
 from quire.serve.protocol import (
     ChatRequest,

@@ -1,26 +1,226 @@
-"""The API as one ASGI app. What stands around it (keys, health, metrics, drain) is in `front.py`."""
+"""The API as one ASGI app, and the layers around it: each is an ASGI app that holds the next.
 
+AccessLog ─► RequestIds ─► HostCheck ─► CORS ─► Meter ─► Guard ─► Operations ─► Gate ─► the API (`build_app`), once the
+                                                          │          │                  model is loaded
+                                                          └ /health  └ /, /metrics, /engine/events ...
+"""
+
+import asyncio
 import logging
+import re
+import secrets
+import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.utils import get_client_addr, get_path_with_query_string
 
 import quire
 from quire.async_llm import AsyncLLM
 from quire.config.server_args import ServerArgs
 from quire.obs.metrics import Metrics
 from quire.serve import adapters, anthropic, chat, completions, developer, models, responses, tokenize
+from quire.serve.about import About
+from quire.serve.auth import EVERY_HOST, Guard, HostCheck, Keys, glance
 from quire.serve.body import ClientGone, JSONRoute
-from quire.serve.errors import CLIENT_GONE, HttpError, error_response, install_error_handlers
+from quire.serve.engine_events.stream import EngineEvents
+from quire.serve.errors import (
+    CLIENT_GONE,
+    RETRY_AFTER,
+    HttpError,
+    error_body,
+    error_response,
+    install_error_handlers,
+    json_response,
+    shaped,
+)
+from quire.serve.health import Health, ServerState
 from quire.serve.limits import LIMITS, ServerLimits
-from quire.serve.middleware import choose_id
-from quire.serve.no_route import absent_router, install_no_route_handlers
+from quire.serve.no_route import absent_router, install_no_route_handlers, no_route
 from quire.serve.server import Server
 
-logger = logging.getLogger(__name__)
+_SANE = re.compile(rb"[\x21-\x7e]{1,%d}" % LIMITS.identifier_characters)  # ids go into headers and logs
+
+
+def choose_id(scope: Scope) -> str:
+    chosen: bytes = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    return chosen.decode() if _SANE.fullmatch(chosen) else secrets.token_hex(16)
+
+
+class RequestIds:
+    """Around everything, so that refusals have one as well."""
+
+    def __init__(self, app: ASGIApp, told: bool) -> None:
+        self._app, self._told = app, told
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = choose_id(scope)
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def tell(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        await self._app(scope, receive, tell if self._told else send)
+
+
+access_logger = logging.getLogger("uvicorn.access")
+
+
+def build_middleware(state: ServerState, keys: Keys, loopback: bool = False) -> ASGIApp:
+    """`loopback`: the server listens on loopback addresses only."""
+    settings, health = state.settings, Health(state)
+    about = About(state, keyed=len(keys) > 0)
+    operations = [*health.routes, *about.routes, *EngineEvents(state, several=len(keys) > 1).routes]
+    inner = Operations(Gate(state), operations)
+    layers: ASGIApp = Meter(Guard(inner, keys, [*health.public, *about.public]), state, operations)
+    if settings.allowed_origins:
+        layers = CORSMiddleware(
+            layers,
+            allow_origins=settings.allowed_origins,
+            allow_methods=settings.allowed_methods,
+            allow_headers=settings.allowed_headers,
+            allow_credentials=settings.allow_credentials,
+            expose_headers=["x-request-id"] if settings.enable_request_id_headers else [],
+        )
+    if settings.root_path:
+        layers = Rooted(layers, settings.root_path)
+    checked = settings.allowed_hosts or (loopback and not len(keys))
+    if checked and EVERY_HOST not in settings.allowed_hosts:
+        layers = HostCheck(layers, [settings.host, *settings.allowed_hosts])
+    layers = RequestIds(layers, settings.enable_request_id_headers)
+    return layers if settings.disable_uvicorn_access_log else AccessLog(layers)
+
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+class AccessLog:
+    """uvicorn's line for every response, written when the event loop has done what it has to do now: nobody waits for it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def tell(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                asyncio.get_running_loop().call_soon(_log_access, scope, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, tell)
+
+
+def _log_access(scope: Any, status: int) -> None:
+    client, path = get_client_addr(scope), get_path_with_query_string(scope)
+    access_logger.info('%s - "%s %s HTTP/%s" %d', client, scope["method"], path, scope["http_version"], status)
+
+
+class Rooted:
+    """Requests may come with the proxy's path before theirs, or without it."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app, self._root_path = app, root_path.rstrip("/")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app({**scope, "root_path": self._root_path}, receive, send)
+
+
+class Operations:
+    """Routes that answer whatever the state of the server."""
+
+    def __init__(self, app: ASGIApp, routes: Sequence[Route]) -> None:
+        self._app, self._routes = app, routes
+        self._glance = glance(routes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if _CONTROL.search(scope["path"]):  # the patterns of routes overlook a line end
+            return await json_response(shaped(error_body(404, "there is no such path"), scope), 404)(scope, receive, send)
+        for route in self._routes if self._glance(scope) else ():
+            match, child = route.matches(scope)
+            if match is Match.FULL:
+                scope.update(child)
+                return await route.handle(scope, receive, send)
+            if match is Match.PARTIAL:
+                return await error_response(no_route(scope, [route]), scope)(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+
+class Gate:
+    """Lets requests in while the model is loaded and the server is not about to end, and knows how many are inside."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = self._state
+        if state.draining:
+            return await _refuse("the server is shutting down", scope, receive, send)
+        if state.service is None:
+            return await _refuse("the model is still loading", scope, receive, send)
+        state.enter()
+        try:
+            return await state.service.app(scope, receive, _LastCall(state, scope, receive, send))
+        finally:
+            state.leave()
+
+
+class _LastCall:
+    """A response that begins only when the server has ended its request is replaced by a refusal."""
+
+    def __init__(self, state: ServerState, scope: Scope, receive: Receive, send: Send) -> None:
+        self._state, self._scope, self._receive, self._send = state, scope, receive, send
+        self._refused = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and self._state.closing:
+            self._refused = True
+            await _refuse("the server shut down before this request was done", self._scope, self._receive, self._send)
+        elif not self._refused:
+            await self._send(message)
+
+
+class Meter:
+    """Counts requests, their durations and their sizes, by route; questions of operators are not counted."""
+
+    def __init__(self, app: ASGIApp, state: ServerState, uncounted: Sequence[BaseRoute]) -> None:
+        self._app, self._state = app, state
+        self._uncounted = {getattr(route, "endpoint", None) for route in uncounted}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started, status, sent = time.monotonic(), 500, 0
+
+        async def count(message: Message) -> None:
+            nonlocal status, sent
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                sent += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, count)
+        finally:
+            service = self._state.service
+            if service is not None and scope.get("endpoint") not in self._uncounted:
+                handler = str(getattr(scope.get("route"), "path", "none"))
+                received = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+                seconds = time.monotonic() - started
+                service.http_metrics.record(
+                    scope["method"], handler, status, seconds, int(received) if received.isdigit() else 0, sent
+                )
+
+
+async def _refuse(why: str, scope: Scope, receive: Receive, send: Send) -> None:
+    body = error_body(503, why, kind="ServiceUnavailableError")
+    headers = {"Retry-After": str(RETRY_AFTER), "Connection": "close"}
+    await json_response(shaped(body, scope), 503, headers)(scope, receive, send)
 
 
 def build_app(llm: AsyncLLM, settings: ServerArgs, limits: ServerLimits = LIMITS, metrics: Metrics | None = None) -> FastAPI:

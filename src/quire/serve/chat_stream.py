@@ -12,7 +12,7 @@ from fastapi import Request
 
 from quire.paced import Pace
 from quire.serve.beam import search_beams
-from quire.serve.error_messages import FieldNames, Terms, field_names_of
+from quire.serve.errors import FieldNames, Terms, field_names_of
 from quire.serve.events import AnswerReader, Reading
 from quire.serve.formats import ModelFormats, special_marks
 from quire.serve.generation import GenerationJob, collect, log_delta, make_job, raise_failure, run

@@ -3,7 +3,7 @@
 uvicorn's protocol does the work. It has no bounds of its own: an endless header is kept and copied again with every packet,
 what follows a request is parsed and queued without end, and whoever is silent stays.
 
-    idle ──► head ──► body ──► answer ──► idle ...        in each, `look` counts the seconds that the client has to do its part
+    idle ──► head ──► body ──► answer ──► idle ...        in each, `tick` counts the seconds that the client has to do its part
                 └───────┴────────► over                   refused: what still comes is thrown away until the client has heard
 
 What comes at once in large amounts is parsed a piece at a time, and the event loop turns in between.
@@ -22,8 +22,8 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from quire.serve.connection_limits import UNREAD_BYTES, ConnectionLimits
 from quire.serve.errors import RETRY_AFTER, error_body
+from quire.serve.limits import UNREAD_BYTES, ConnectionLimits
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class ClientConnection(HttpToolsProtocol):
         tells_ids: bool = True,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.access_log = False  # the front's business
+        self.access_log = False  # `AccessLog` writes it
         self.body_size = self.body_age = 0
         self._connection_limits, self._limits = connection_limits, connection_limits.limits
         self.arrived: Callable[[], None] | None = None  # told when the connection is made, before it counts
@@ -261,7 +261,7 @@ class ClientConnection(HttpToolsProtocol):
 
     # ---- patience ---------------------------------------------------------------------------------------------------------
 
-    def look(self) -> None:
+    def tick(self) -> None:
         limits, cycle = self._limits, self._answered
         if self.flow.write_paused:
             self._look_at_reader()

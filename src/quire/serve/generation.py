@@ -11,9 +11,8 @@ from fastapi import Request
 
 from quire.obs.logs import log_piece
 from quire.serve.body import stop
-from quire.serve.connection_limits import UNREAD_BYTES
-from quire.serve.error_messages import FieldNames, field_names_of
-from quire.serve.errors import GenerationFailed
+from quire.serve.errors import FieldNames, GenerationFailed, field_names_of
+from quire.serve.limits import UNREAD_BYTES
 from quire.serve.protocol import GenerationFields
 from quire.serve.sampling import max_tokens_for, sampling_params
 from quire.serve.server import Server, answer_id, priority_of, rank_of

@@ -19,31 +19,30 @@ from starlette.types import ASGIApp
 
 from quire.config.server_args import ServerArgs
 from quire.serve.connection import ClientConnection
-from quire.serve.connection_limits import ConnectionLimits, raise_descriptor_limit
-from quire.serve.limits import LIMITS, ServerLimits
+from quire.serve.limits import LIMITS, ConnectionLimits, ServerLimits, raise_descriptor_limit
 from quire.serve.sockets import BACKLOG
 from quire.types.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-PAUSE = 1.0  # seconds, when the system has no descriptor left
+ACCEPT_PAUSE_S = 1.0  # after a failed accept: no descriptor is left
 
 
 class Handshake:
-    """A member of the connection_limits until its connection is one."""
+    """A TLS handshake; counts against the limits until it becomes a connection."""
 
     body_size = body_age = unread = stalled = 0
 
     def __init__(self, peer: socket.socket, seconds: int) -> None:
         self._peer, self._left = peer, seconds
 
-    def look(self) -> None:
+    def tick(self) -> None:
         self._left -= 1
         if self._left <= 0:
             self.make_room()
 
     def make_room(self) -> None:
-        with contextlib.suppress(OSError):  # it is gone
+        with contextlib.suppress(OSError):  # the peer has closed
             self._peer.shutdown(socket.SHUT_RDWR)
 
     def give_up_body(self) -> None:
@@ -81,7 +80,7 @@ class Handshakes:
                 peer, _ = await loop.sock_accept(listener)
             except OSError as error:
                 logger.warning("no connection can be accepted: %s", error)
-                await asyncio.sleep(PAUSE)
+                await asyncio.sleep(ACCEPT_PAUSE_S)
                 continue
             handshake = Handshake(peer, self._connection_limits.limits.head_seconds)
             if self._connection_limits.enter(handshake):
@@ -141,7 +140,7 @@ class HttpServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         if counter % TICKS == 0:
-            self.connection_limits.look()
+            self.connection_limits.tick()
         return await super().on_tick(counter)
 
 

@@ -24,19 +24,17 @@ from quire.async_llm import AsyncLLM
 from quire.config.args import EngineArgs
 from quire.config.server_args import ServerArgs
 from quire.engine.child import Child
-from quire.obs.logs import RequestLog, set_http_levels, set_up_logging
+from quire.obs.logs import RequestLog, StatsLog, log_interval, log_periodically, set_http_levels, set_up_logging
 from quire.obs.metrics import HttpMetrics, Metrics
-from quire.obs.stats_log import StatsLog, log_interval, log_periodically
 from quire.obs.tracing import Tracing, make_exporter
 from quire.serve.adapters import check_adapters, load_modules
 from quire.serve.api_workers.client import ApiWorker
 from quire.serve.api_workers.launch import ApiWorkersLaunch, tell_ready
-from quire.serve.app import build_app
+from quire.serve.app import build_app, build_middleware
 from quire.serve.auth import Keys, check_exposure, find_keys
 from quire.serve.formats import check_parsers
 from quire.serve.health import ServerState, Service
 from quire.serve.http import LAST_WORDS, HttpServer
-from quire.serve.middleware import build_middleware
 from quire.serve.server import files_digest
 from quire.serve.sockets import find_addresses, listen, on_loopback, page_of, reachable, url_of
 from quire.types.errors import EngineError, QuireError, RequestError

@@ -1,12 +1,14 @@
-"""The table of bounds: how much a client, a connection and a request may ask for. All of it is checked before any work is done.
+"""Limits on what a client, a connection and a request may use. They are checked before any work is done.
 
-Bounds that depend on the model (context length, vocabulary, max_logprobs) are not here: `text/prompts.py` and `text/inputs.py`
-check them.
+Those of the model (context length, vocabulary, max_logprobs) are checked in `text/prompts.py` and `text/inputs.py`.
 """
 
+import logging
 import os
+import resource
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from quire.types.checks import shown
 from quire.types.errors import ConfigError, InvalidParameter
@@ -133,3 +135,138 @@ def check_work(prompts: int, n: int, limits: ServerLimits = LIMITS) -> None:
 def refuse_more(parameter: str, size: int, most: int, unit: str) -> None:
     if size > most:
         raise InvalidParameter(f"{parameter} may have at most {most} {unit}, got {size}", parameter)
+
+
+# ---- connections
+#
+# When there is no room, idle connections are closed first: those between two requests, or in the middle of a head. A connection
+# for which there is no room even so gets 503. Descriptors are reserved for the rest of the process: an engine that cannot be
+# restarted for lack of descriptors is lost to all clients.
+
+MOST_DESCRIPTORS = 2**16  # the limit is not raised above this
+ROOM = 7 / 8  # of unfinished or unread bytes, after connections were closed because of too many
+UNREAD_BYTES = "unread_bytes"  # in the state of a request: a function that returns what waits for the client in the API
+
+logger = logging.getLogger(__name__)
+
+
+class LimitedConnection(Protocol):
+    """A connection that counts against the limits."""
+
+    body_size: int  # bytes received of an unfinished body
+    body_age: int  # seconds since the body began
+    unread: int  # bytes of an answer that the client has not read
+    stalled: int  # seconds since the client last read
+
+    def tick(self) -> None:
+        """Called every second."""
+
+    def make_room(self) -> None:
+        """Close this connection, which is idle."""
+
+    def give_up_body(self) -> None:
+        """Refuse the unfinished body: it takes too much memory for too long."""
+
+    def close_unread(self) -> None:
+        """Close this connection: its unread answer takes too much memory."""
+
+
+class ConnectionLimits:
+    def __init__(self, limits: ServerLimits, descriptors: int) -> None:
+        self.limits = limits
+        self.most = min(limits.connections, descriptors - min(limits.spare_descriptors, descriptors // 2))
+        self._members: set[LimitedConnection] = set()
+        self._idle: dict[LimitedConnection, None] = {}  # in the order in which they began to wait
+        self._sending: set[LimitedConnection] = set()
+        self.unfinished = 0  # bytes
+        self.on_closed_unread: Callable[[], None] = lambda: None  # called for every connection that is closed as unread
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def enter(self, member: LimitedConnection) -> bool:
+        """False: there is no room."""
+        full = len(self._members) >= self.most
+        if full and self._idle:
+            next(iter(self._idle)).make_room()
+        elif full:
+            return False
+        self._members.add(member)
+        self.idle(member)
+        return True
+
+    def leave(self, member: LimitedConnection) -> None:
+        self._members.discard(member)
+        self.busy(member)
+        self.end_body(member)
+
+    def idle(self, member: LimitedConnection) -> None:
+        if member in self._members:
+            self._idle[member] = None
+
+    def busy(self, member: LimitedConnection) -> None:
+        self._idle.pop(member, None)
+
+    def begin_body(self, member: LimitedConnection) -> None:
+        self._sending.add(member)
+
+    def add_body(self, member: LimitedConnection, size: int) -> None:
+        member.body_size += size
+        self.unfinished += size
+        if self.unfinished > self.limits.unfinished_bytes:
+            self._make_room_for_bodies()
+
+    def end_body(self, member: LimitedConnection) -> None:
+        self._sending.discard(member)
+        self.unfinished -= member.body_size
+        member.body_size = member.body_age = 0
+
+    def tick(self) -> None:
+        """Called every second. Seconds are counted by these calls: time in which the event loop was blocked does not count."""
+        for member in self._sending:
+            member.body_age += 1
+        for member in tuple(self._members):
+            member.tick()
+            if member.unread > self.limits.unread_bytes and member.stalled > self.limits.stalled_seconds:
+                self._close_unread(member)
+        self._make_room_for_answers()
+
+    def _make_room_for_bodies(self) -> None:
+        """Refuse the largest and slowest bodies first, so that a fast body is not refused because of slow ones."""
+        worst = sorted(self._sending, key=lambda member: member.body_size * (1 + member.body_age), reverse=True)
+        for member in worst:
+            if self.unfinished <= ROOM * self.limits.unfinished_bytes:
+                return
+            member.give_up_body()
+
+    def _make_room_for_answers(self) -> None:
+        """Close connections with much unread and no read for long first; slow clients that read are closed last."""
+        total, most = sum(member.unread for member in self._members), self.limits.all_unread_bytes
+        if total <= most:
+            return
+        for member in sorted(self._members, key=lambda member: member.unread * (1 + member.stalled), reverse=True):
+            if total <= ROOM * most:
+                return
+            total -= member.unread
+            self._close_unread(member)
+
+    def _close_unread(self, member: LimitedConnection) -> None:
+        logger.warning(
+            "closed a connection: its client left %d bytes of the answer unread, and read nothing for %d s",
+            member.unread, member.stalled,
+        )  # fmt: skip
+        self.on_closed_unread()
+        member.close_unread()
+
+
+def raise_descriptor_limit() -> int:
+    """Raise the limit of descriptors as far as the system allows, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError):  # the system refuses its own hard limit
+        return soft
+    return wanted

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quire.serve.body import stop
-from quire.serve.error_messages import Terms
+from quire.serve.errors import Terms
 from quire.serve.items import Item
 from quire.serve.protocol import ChatRequest, ChatToken, ResponsesRequest, SamplingFields, TokenChance, chat_request, given
 from quire.types.errors import InvalidParameter, NotSupported

@@ -8,12 +8,10 @@ refused. A job that is given up by whoever asked for it may end by itself for a 
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 import struct
 import subprocess
-import sys
 import time
 import weakref
 from collections import deque
@@ -25,12 +23,12 @@ from typing import Any
 import msgspec
 
 from quire.paced import Pace
-from quire.proc.spawn import environment, processor_time, with_thread_option
+from quire.proc.spawn import ChildProcess, command_of, processor_time, spawn, with_thread_option
 from quire.text.workers import wire
 from quire.types.errors import EngineDead, EngineError, InvalidParameter
 
 SETTINGS = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
-COMMAND = (sys.executable, "-P", "-m", "quire.text.workers.worker")
+COMMAND = command_of("quire.text.workers.worker")
 MAX_JOB_S = 600.0  # wall time of one job; the process limits its own CPU time, and may be starved of it
 GROW_AFTER_S = 0.05  # a job waits this long for a free process before another one is started
 HANG_TIMEOUT_S = (  # a process with a job that uses no CPU time for this long is stopped or hangs
@@ -53,20 +51,15 @@ class Lost(Exception):
 class WorkerHandle:
     """One process. `lasting`: the thread that starts it is there as long as it is needed."""
 
-    def __init__(self, where: str, lasting: bool = False) -> None:
+    def __init__(self, source: str, lasting: bool = False) -> None:
         ours, theirs = socket.socketpair()
-        with contextlib.ExitStack() as cleaning:
-            cleaning.callback(theirs.close)
-            unused = cleaning.enter_context(contextlib.ExitStack())
-            unused.callback(ours.close)
-            self._child = subprocess.Popen(
-                [*COMMAND, str(theirs.fileno()), where, *with_thread_option(lasting)],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env={**(environment() or os.environ), **SETTINGS},
-                process_group=0,  # Ctrl-C is for the parent
-            )
-            unused.pop_all()
+        with theirs:
+            try:
+                arguments = ["{0}", source, *with_thread_option(lasting)]
+                self._child = spawn(COMMAND, arguments, [theirs.fileno()], settings=SETTINGS)
+            except BaseException:
+                ours.close()
+                raise
         ours.setblocking(False)
         self.asked = False  # it has a whole job, and its answer is not read to the end
         self.ends = False  # it has said that its latest answer was the last
@@ -130,7 +123,7 @@ class WorkerHandle:
         return frame
 
 
-def _end(child: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
+def _end(child: ChildProcess, connection: socket.socket) -> None:
     connection.close()
     child.kill()
     child.wait()
@@ -139,8 +132,8 @@ def _end(child: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
 class ProcessPool:
     """At most so many processes, started when they are needed."""
 
-    def __init__(self, where: wire.TokenizerSource, most: int, threads: ThreadPoolExecutor) -> None:
-        self._where = msgspec.json.encode(where).decode()
+    def __init__(self, source: wire.TokenizerSource, most: int, threads: ThreadPoolExecutor) -> None:
+        self._source = msgspec.json.encode(source).decode()
         self._most, self._threads = most, threads
         self._workers: set[WorkerHandle] = set()
         self._free: list[WorkerHandle] = []
@@ -248,7 +241,7 @@ class ProcessPool:
     async def _started(self) -> WorkerHandle:
         """One more process, ready."""
         loop = asyncio.get_running_loop()
-        worker = await loop.run_in_executor(self._threads, WorkerHandle, self._where, True)
+        worker = await loop.run_in_executor(self._threads, WorkerHandle, self._source, True)
         self._workers.add(worker)
         if self._closed:
             self._drop(worker)
@@ -266,7 +259,7 @@ class ProcessPool:
         return worker
 
     def _add(self) -> WorkerHandle:
-        worker = WorkerHandle(self._where)
+        worker = WorkerHandle(self._source)
         self._workers.add(worker)
         return worker
 

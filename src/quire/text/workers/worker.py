@@ -1,5 +1,5 @@
-"""A text process: `python -m quire.text.workers.worker SOCKET WHERE [with-thread]`: an inherited file descriptor, and where the
-tokenizer is.
+"""A text process: `python -m quire.text.workers.worker SOCKET SOURCE [with-thread]`. SOCKET is an inherited descriptor, SOURCE
+where the tokenizer is.
 
 It does one job at a time, within bounds of processor time and memory, and ends when the other side closes the socket. The
 tokenizer is read when a job first needs it.
@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from quire.proc.channel import Frames
-from quire.proc.spawn import WITH_THREAD, end_with_parent
+from quire.proc.spawn import set_up
 from quire.text.chat import ChatTemplates
 from quire.text.tool_prompt import render_told
 from quire.text.workers import wire
@@ -72,7 +72,7 @@ class TextWorker:
         return read_tokenizer(path)
 
     def run(self) -> None:
-        while (head := self._next()) is not None and (blob := self._next()) is not None:
+        while (head := self._frames.wait()) is not None and (blob := self._frames.wait()) is not None:
             try:
                 frames = self._answer(wire.decode_job(head), blob)
             except msgspec.ValidationError as error:
@@ -86,12 +86,6 @@ class TextWorker:
                 self._frames.send(frame)
             if heavy:
                 return
-
-    def _next(self) -> bytes | None:
-        while (frame := self._frames.next()) is None:
-            if not self._frames.receive():
-                return None
-        return frame
 
     def _answer(self, job: wire.Job, blob: bytes) -> list[bytes]:
         match job:
@@ -224,9 +218,7 @@ def _space() -> int | None:
 
 
 def main(argv: Sequence[str]) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    if WITH_THREAD in argv:
-        end_with_parent()
+    set_up("text", argv, descriptors=argv[:1])
     frames = Frames(socket.socket(fileno=int(argv[0])))
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the other side is gone
         TextWorker(frames, msgspec.json.decode(argv[1], type=wire.TokenizerSource)).run()
