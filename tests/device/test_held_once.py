@@ -18,6 +18,7 @@ from quire.files.resolve import resolve_model
 from quire.load.load import load_weights
 from quire.models.registry import build_model
 from quire.ops.native import multiplies_floats
+from quire.runner.settings import RunnerSettings
 from quire.runner.step import Runner
 from quire.types.cache import CacheLayout
 
@@ -33,7 +34,7 @@ def runtime(request, monkeypatch):
 
 def run_by_runtime(facts):
     layout = CacheLayout(4, 0, 0, ())
-    runner = Runner(facts, device=CPUDevice(), dtype="float32", layout=layout, max_seqs=1, max_batched_tokens=8)
+    runner = Runner(facts, RunnerSettings("float32", max_seqs=1, max_batched_tokens=8), layout, device=CPUDevice())
     runner.load()
     return runner._model
 

@@ -214,7 +214,7 @@ def test_impossible_settings(tiny_model, args, message):
 def test_the_context_shrinks_to_what_fits_and_says_so(tiny_model, caplog):
     llm = open_model(tiny_model, kv_cache_memory_bytes=10 * 4 * 512)  # ten pages of 4 tokens, 512 bytes each token
     assert llm.llm_engine.max_model_len < 256
-    assert "max_model_len is" in caplog.text
+    assert "max_model_len reduced" in caplog.text
     with pytest.raises(PromptTooLong):
         llm.generate({"prompt_token_ids": [5] * 100}, OK, use_tqdm=False)
     assert llm.generate(TEXT[0][:10], OK, use_tqdm=False)[0].finished

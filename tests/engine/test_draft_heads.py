@@ -15,6 +15,7 @@ from tiny import make_model, open_model
 from torch import nn
 
 from quire import SamplingParams
+from quire.features.speculation.device.part import SpeculationPart
 from quire.types.errors import ConfigError, ModelError
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -149,7 +150,7 @@ def expect(large, forward, head, text, most):
 def listen(llm):
     """Every text that the drafter continues, and how."""
     runner, heard = llm.llm_engine.core.executor._runner, []
-    drafter, (slots, *_) = runner._companion, runner._tenants
+    drafter, slots = runner.part(SpeculationPart).drafter, runner._state.slots
     follow = drafter.follow
 
     def listening(ran):
@@ -244,7 +245,8 @@ def test_the_same_tokens_of_recorded_steps(name, model, trained, expected, recor
     if name is not None:
         assert core.stats.drafts.tokens > 50 and core.stats.drafts.accepted
     if name == "itself":
-        assert runner._companion._graphs.captures and runner._companion._graphs.replays > 9
+        drafter = runner.part(SpeculationPart).drafter
+        assert drafter._graphs.captures and drafter._graphs.replays > 9
     llm.llm_engine.shutdown()
 
 

@@ -1,15 +1,14 @@
-"""With drafts, some of them wrong, every request gets the answer that it gets without: through LLM, for every depth."""
+"""With draft tokens, some of them wrong, every request gets the answer that it gets without: through LLM, for every depth."""
 
 import json
-from functools import partial
 
 import pytest
-import torch
 from tiny import make_model, open_model
 
-from quire import SamplingParams, llm_engine
-from quire.engine.assemble import start_core
+from quire import SamplingParams
+from quire.engine import speculation
 
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 PROMPTS = [[5 + i * 7 % 300 for i in range(length)] for length in (1, 9, 17, 40)]
 PARAMS = [
@@ -25,20 +24,17 @@ PARAMS = [
 class Oracle:
     """Knows the answers, and is wrong about every `wrong`th token."""
 
-    most = 3
-
     def __init__(self, answers: list[list[int]], wrong: int) -> None:
-        self.answers, self.wrong, self.calls = answers, wrong, 0
+        self.answers, self.wrong = answers, wrong
 
-    def propose(self, slot, length, tokens, hidden, at):
-        assert len(hidden) == len(slot) == len(at)
-        self.calls += 1
-        guesses = torch.zeros(len(slot), self.most, dtype=torch.int64, device=slot.device)
-        for i, (text, known) in enumerate(zip(tokens[slot].tolist(), length.tolist(), strict=True)):
-            answer = next((a for a in self.answers if a[:known] == text[:known]), [])
-            for j, token in enumerate(answer[known : known + self.most]):
-                guesses[i, j] = token + ((known + j) % self.wrong == 0)
-        return guesses
+    def propose(self, text, most):
+        known = list(text.tokens)
+        answer = next((a for a in self.answers if a[: len(known)] == known), [])
+        ahead = enumerate(answer[len(known) : len(known) + most], len(known))
+        return [token + (at % self.wrong == 0) for at, token in ahead]
+
+    def finished(self, text):
+        pass
 
 
 def told(outputs):
@@ -90,14 +86,16 @@ def expected(request, tmp_path_factory):
 @pytest.mark.parametrize(("depth", "wrong"), [(0, 5), (1, 2), (1, 1000), (2, 5)])
 def test_answers_are_the_same_with_drafts(expected, depth, wrong, monkeypatch):
     directory, device, prompts, params, answers, texts = expected
-    oracle = Oracle(texts, wrong)
-    monkeypatch.setattr(llm_engine, "start_core", partial(start_core, drafter=oracle))
-    llm = open_model(directory, device=device, dtype="float32", max_num_seqs=6, num_gpu_blocks_override=60)
+    monkeypatch.setattr(speculation, "make_drafter", lambda *_: Oracle(texts, wrong))
+    llm = open_model(
+        directory, device=device, dtype="float32", max_num_seqs=6, num_gpu_blocks_override=60, speculative_config=DRAFTS
+    )
     core = llm.llm_engine.core
     core.depth = depth
     assert told(llm.generate(prompts, params, use_tqdm=False)) == answers
-    steps = oracle.calls
-    assert steps < 45 if wrong == 1000 else steps > 10
+    drafts = core.stats.drafts
+    rate = drafts.accepted / drafts.tokens
+    assert drafts.tokens > 50 and (rate > 0.8 if wrong == 1000 else 0.1 < rate < 0.8)
     assert told(llm.generate(prompts[::-1], params[::-1], use_tqdm=False)) == answers[::-1]
     core.step()
     core.scheduler.check()
@@ -105,13 +103,11 @@ def test_answers_are_the_same_with_drafts(expected, depth, wrong, monkeypatch):
 
 
 def test_memory_is_measured_with_all_drafts(tiny_model, monkeypatch):
-    oracle = Oracle([], 1)
-    monkeypatch.setattr(llm_engine, "start_core", partial(start_core, drafter=oracle))
-    llm = open_model(tiny_model, max_num_seqs=4, max_num_batched_tokens=64)
+    llm = open_model(tiny_model, max_num_seqs=4, max_num_batched_tokens=64, speculative_config=DRAFTS)
     runner, drawn = llm.llm_engine.core.executor._runner, []
     logits = runner._model.logits
     monkeypatch.setattr(
         runner._model, "logits", lambda hidden, adapters: (drawn.append(len(hidden)), logits(hidden, adapters))[1]
     )
     runner._profile_run()
-    assert drawn == [4 * (1 + oracle.most)]
+    assert drawn == [4 * (1 + DRAFTS["num_speculative_tokens"])]

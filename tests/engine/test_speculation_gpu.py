@@ -7,6 +7,8 @@ from test_draft_heads import eagle, model, trained  # noqa: F401
 from test_speculation import DRAFTERS, STEM, same, some_params
 from tiny import make_model, open_model
 
+from quire.features.speculation.device.part import SpeculationPart
+
 pytestmark = pytest.mark.gpu
 ARGS = {"device": "cuda", "dtype": "float32", "max_num_seqs": 6, "num_gpu_blocks_override": 40, "max_num_batched_tokens": 24}
 
@@ -60,5 +62,5 @@ def test_models_and_heads(name, eager, model, trained, eagle):  # noqa: F811
     assert name == "eagle" or core.stats.drafts.accepted > 0
     if not eager:
         assert runner.graphs.replays > 20
-        assert name != "itself" or runner._companion._graphs.replays > 40
+        assert name != "itself" or runner.part(SpeculationPart).drafter._graphs.replays > 40
     llm.llm_engine.shutdown()

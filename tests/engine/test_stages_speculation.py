@@ -11,7 +11,7 @@ from tiny import make_model, open_model
 
 from forked import nursery
 from quire.engine.executor import workers
-from quire.runner.draft.base import DeviceDrafter
+from quire.features.speculation.device.drafter import DeviceDrafter
 from quire.types.errors import ConfigError
 
 FEW = {"max_num_seqs": 6, "num_gpu_blocks_override": 40, "max_num_batched_tokens": 24}  # some have to give way

@@ -28,16 +28,12 @@ def blank(starts, device) -> RowInputs:
     )
 
 
-def filled(fill, starts, device, own=False) -> dict[str, torch.Tensor]:
-    """`own`: where the third row begins is left to its slot."""
+def filled(fill, starts, device) -> dict[str, torch.Tensor]:
     tokens = torch.arange(SLOTS * (LENGTH + 1), dtype=torch.int32, device=device).view(SLOTS, -1)
     tables = 100 + torch.arange(GROUPS * SLOTS * 10, dtype=torch.int32, device=device).view(GROUPS, SLOTS, 10)
     out = blank(starts, device)
     slot, end = torch.tensor(SLOT, device=device), torch.tensor(END, device=device)
-    position = torch.full((SLOTS,), 30, device=device)
-    if own:
-        end[2], position[5] = 0, END[2] - (starts[3] - starts[2])
-    fill(slot, end, torch.tensor(starts, dtype=torch.int32, device=device), position, tokens, tables, PAGE_SIZE, out)
+    fill(slot, end, torch.tensor(starts, dtype=torch.int32, device=device), tokens, tables, PAGE_SIZE, out)
     assert end.tolist() == END
     return {field.name: getattr(out, field.name).cpu() for field in dataclasses.fields(out)}
 
@@ -62,11 +58,10 @@ def test_the_reference_with_several_tokens_in_a_row():
 
 
 @pytest.mark.parametrize("starts", [ONE_EACH, RAGGED], ids=["one each", "ragged"])
-@pytest.mark.parametrize("own", [False, True], ids=["told", "own position"])
 @pytest.mark.parametrize("block", [4, 512])
-def test_the_kernel(device, monkeypatch, block, starts, own):
+def test_the_kernel(device, monkeypatch, block, starts):
     monkeypatch.setattr(kernels, "BLOCK", block)
     expected = filled(reference_fill_rows, starts, "cpu")
     for fill, where in ((kernels.fill_rows, device), (reference_fill_rows, "cpu")):
-        for name, got in filled(fill, starts, where, own).items():
+        for name, got in filled(fill, starts, where).items():
             assert torch.equal(got, expected[name]), name

@@ -12,6 +12,7 @@ from test_triton_packed_six import six
 from quantized_checkpoints import write
 from quire.config.devices import KEEPS
 from quire.config.facts import read_facts
+from quire.features.quantization.device import Needs, copy_matrices
 from quire.files.resolve import resolve_model
 from quire.layers.quant.stored import HeldHead, HeldLinear
 from quire.load.load import load_weights
@@ -21,7 +22,6 @@ from quire.ops.activation import reference_gated
 from quire.ops.copies import COPIED, can_be_copied, copied, rows_from
 from quire.ops.forms import Activation
 from quire.ops.packed import PackedMatrix, pack
-from quire.runner.copies import Needs, copy_matrices
 from quire.types.errors import ConfigError
 
 SHORT = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from quire.device.registry import open_device
+from quire.features.speculation.device.drafter import DraftSampler
 from quire.ops.arguments import BROKEN, GOOD, NOTHING_ALLOWED, DrawColumns, DrawScratch, Factors
 from quire.ops.sample_penalties import reference_penalize
 from quire.ops.sample_scores import reference_score
-from quire.runner.draft.sampler import DraftSampler
 from quire.runner.sampler.pipeline import Sampler
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots

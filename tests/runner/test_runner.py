@@ -15,6 +15,7 @@ from quire.device.registry import open_device
 from quire.engine.executor.local import LocalExecutor
 from quire.files.resolve import ModelFiles
 from quire.load.load import load_weights
+from quire.runner.settings import RunnerSettings, WeightSettings
 from quire.runner.step import Runner
 from quire.runner.warmup import kinds_of_layers, warm_up_parts, warm_up_steps
 from quire.types.cache import CacheGroup, CacheLayout, LayerCache
@@ -44,10 +45,9 @@ def facts() -> ModelFacts:
 def make_runner(device: str = "cpu") -> Runner:
     opened = open_device(device)
     opened.start()
-    runner = Runner(
-        facts(), device=opened, dtype="float32", layout=LAYOUT, max_seqs=6, max_batched_tokens=64, load_format="dummy"
-    )
-    with patch("quire.runner.step.load_weights", load_weights_that_matter):
+    settings = RunnerSettings("float32", max_seqs=6, max_batched_tokens=64, weights=WeightSettings("dummy"))
+    runner = Runner(facts(), settings, LAYOUT, device=opened)
+    with patch("quire.runner.settings.load_weights", load_weights_that_matter):
         runner.load()
     return runner
 
@@ -73,7 +73,7 @@ class Driver:
 
     def __init__(self, runner: Runner, seed: int = 0) -> None:
         self.runner, self.step = runner, 0
-        for buffer in runner._tenants[1].raw:
+        for buffer in runner._state[1].raw:
             buffer.fill_(0xFF)  # NaN: whatever reads a place nobody wrote shows
         self.free = list(np.random.default_rng(seed).permutation(np.arange(1, PAGES + 1)))
         self.done: dict[int, int] = {}
@@ -296,14 +296,14 @@ def test_every_layer_and_step_of_the_warm_up_can_be_run(caplog, monkeypatch):
     runner = make_runner()
     runner.allocate(0, LENGTH)
     with caplog.at_level(logging.DEBUG):
-        slots, _, sampler = runner._tenants
+        slots, _, sampler = runner._state
         warm_up_parts(runner._model, slots, sampler, runner._facts.vocab_size, LENGTH)
     assert not caplog.records
     attentions, norms, others = kinds_of_layers(runner._model)
     assert (len(attentions), len(norms), len(others)) == (2, 1, 1)
     for step in warm_up_steps(6, 64, LENGTH):
         assert not runner.launch(step).result().failed
-    assert not runner._tenants[0].known.any()
+    assert not runner._state[0].known.any()
 
 
 @pytest.mark.gpu

@@ -162,7 +162,7 @@ def test_it_is_told_in_metrics_and_the_log(serve_model):
         assert values["num_accepted_tokens_total"] == sum(placed) >= 28
         assert values["num_draft_tokens_total"] >= values["num_accepted_tokens_total"] >= 2 * values["num_drafts_total"]
         assert len(placed) == 3
-        assert "speculation: method synthetic, at most 3 drafts of a row, always" in server.log()
+        assert "speculation: method synthetic, at most 3 draft tokens per request, always" in server.log()
         wait_for(lambda: "SpecDecoding metrics: Mean acceptance length: " in server.log())
 
 

@@ -1,5 +1,6 @@
 """The cache layout of an engine, whose model may be divided among ranks and stages. Importing this does not import torch."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -16,6 +17,8 @@ from quire.dist.mesh import largest_share
 from quire.engine.executor.nodes import share_ranks
 from quire.features.host import Sizes
 from quire.types.cache import DTYPE_BYTES, CacheLayout
+
+logger = logging.getLogger(__name__)
 
 TEXT_DRAFTER_BYTES = 1 << 30  # of its cache, unless one request alone needs more
 MORE_TOKENS = 2  # its tokens for each of the model's, at most
@@ -111,3 +114,14 @@ def text_drafter_config(
     pages = max(alone, min(alone * config.max_seqs, TEXT_DRAFTER_BYTES // max(1, layout.bytes_per_page)))
     states = (MOST_SNAPSHOTS + 2) * config.max_seqs * own.state_bytes
     return replace(own, args=replace(own_args, kv_cache_memory_bytes=(pages + 1) * max(1, layout.bytes_per_page) + states))
+
+
+def fit_or_warn(config: Config, layout: CacheLayout, budget: int, override: int | None) -> Capacity:
+    """As `fit_cache`; log a warning if max_model_len is reduced."""
+    capacity = fit_cache(config, layout, budget, override)
+    if capacity.max_model_len < config.max_model_len:
+        logger.warning(
+            "max_model_len reduced to %d, the model's is %d: %.2f GiB are left for the KV cache",
+            capacity.max_model_len, config.max_model_len, budget / 2**30,
+        )  # fmt: skip
+    return capacity

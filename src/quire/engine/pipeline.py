@@ -11,11 +11,10 @@ from quire.dist.mesh import share_layers
 from quire.dist.ring import Ring, join_ring
 from quire.dist.shared_memory import Watch
 from quire.dist.stages import Seat
-from quire.engine.layouts import whole_layout
-from quire.engine.runners import bounded_facts, make_device_drafter, make_parts, runner_options
+from quire.engine.runners import bounded_facts, make_device_drafter, make_parts, runner_settings
 from quire.features.lora.device import LoRAPart
+from quire.runner.settings import DTYPES
 from quire.runner.stage import StageRunner
-from quire.runner.step import DTYPES
 
 
 def join_pipeline(
@@ -35,21 +34,21 @@ def join_pipeline(
 
 
 def make_stage_runner(config: Config, device: Device, ring: Ring) -> StageRunner:
-    """Whoever drafts on the device does so where tokens are drawn, on the first stage: whole on each of its ranks."""
+    """Return the runner of a stage. Drafters run where tokens are drawn: whole on each rank of the first stage."""
     drafts = config.drafts_on_device and ring.seat.stage.first
-    drafter = make_device_drafter(config, whole_layout(config)) if drafts else None
-    facts, own = bounded_facts(config), ring.seat.stage.own
-    layers, parts = share_layers(facts.layers, ring.seat.position), make_parts(config, device)
+    drafter = make_device_drafter(config) if drafts else None
+    whole = config.draft_head is not None and bool(config.draft_head.facts.layers)
+    facts, own, position = bounded_facts(config), ring.seat.stage.own, ring.seat.position
+    layers, parts = share_layers(facts.layers, position), make_parts(config, device, position, ring.group, drafter=drafter)
     lora = next((part for part in parts if isinstance(part, LoRAPart)), None)
     return StageRunner(
         facts,
+        runner_settings(config, enforce_eager=drafts or whole),
+        stage_layout(layers, own, config.page_size, config.cache_bytes),
         device=device,
-        layout=stage_layout(layers, own, config.page_size, config.cache_bytes),
         ring=ring,
         layers=[layers[index] for index in own],
-        whole=config.draft_head is not None and bool(config.draft_head.facts.layers),
-        drafter=drafter,
+        whole=whole,
         parts=parts,
         before_cut=None if lora is None else lora.note_whole_model,
-        **runner_options(config),
     )

@@ -1,27 +1,36 @@
 """The runner of an engine, or of a rank of one, as the configuration has it. Importing this file does not import torch."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quire.cache.layout import make_layout
 from quire.config.config import Config
-from quire.config.cores import threads_wanted
+from quire.config.cores import threads_wanted, wait_politely
 from quire.config.eplb import read_eplb
 from quire.config.facts import ModelFacts
 from quire.device.base import Device
 from quire.device.registry import open_device
 from quire.dist.mesh import ALONE, Position, share_layers
-from quire.engine.layouts import draft_forms, draft_layout
+from quire.engine.layouts import draft_forms, draft_layout, whole_layout
 from quire.features.base import StepPart
-from quire.types.cache import CacheLayout
+from quire.features.quantization.host import may_copy
+from quire.progress import doing
 
 if TYPE_CHECKING:
     from quire.dist.collectives import Group
     from quire.dist.experts import SharedExperts
     from quire.dist.shared_memory import Watch
     from quire.engine.companions import Ends
-    from quire.runner.draft.base import DeviceDrafter, Drafter
+    from quire.features.speculation.device.drafter import DeviceDrafter
+    from quire.runner.settings import RunnerSettings
     from quire.runner.step import Runner
+
+
+def import_torch() -> None:
+    """Import torch; the first import decides how its threads wait."""
+    wait_politely()
+    with doing("importing torch"):
+        import torch  # noqa: F401
 
 
 def start_device(config: Config, rank: int = 0) -> Device:
@@ -47,76 +56,95 @@ def make_runner(
     device: Device,
     position: Position = ALONE,
     group: "Group | None" = None,
-    drafter: "Drafter | DeviceDrafter | None" = None,
     exchange: "SharedExperts | None" = None,
 ) -> "Runner":
-    """Of the whole model, or of a rank's share of it."""
+    """Return the runner of the whole model, or of a rank's share of it."""
     from quire.runner.step import Runner
 
     facts = bounded_facts(config)
-    return Runner(
-        facts,
-        device=device,
-        layout=make_layout(share_layers(facts.layers, position), config.page_size, config.cache_bytes, bool(facts.states)),
-        drafter=drafter,
-        parts=make_parts(config, device),
-        position=position,
-        group=group,
-        exchange=exchange,
-        **runner_options(config),
-    )
+    layout = make_layout(share_layers(facts.layers, position), config.page_size, config.cache_bytes, bool(facts.states))
+    drafter = make_device_drafter(config) if config.drafts_on_device else None
+    parts = make_parts(config, device, position, group, exchange, drafter)
+    return Runner(facts, runner_settings(config), layout, device=device, parts=parts, position=position, group=group)
 
 
-def make_parts(config: Config, device: Device) -> "list[StepPart]":
-    """Return the device halves of the features that are on, in the order of FEATURES."""
-    from quire.features.lora.device import LoRAPart
-    from quire.runner.step import DTYPES
+def make_parts(
+    config: Config,
+    device: Device,
+    position: Position,
+    group: "Group | None",
+    exchange: "SharedExperts | None" = None,
+    drafter: "DeviceDrafter | None" = None,
+) -> "list[StepPart]":
+    """Return the device halves of the features that are on, in the order of FEATURES.
 
-    dtype, parts = DTYPES[config.dtype], list[StepPart]()
+    drafter: None: the plans bring draft tokens, or another pipeline stage drafts.
+    """
+    from quire.runner.settings import DTYPES
+
+    args, dtype, parts = config.args, DTYPES[config.dtype], list[StepPart]()
+    if args.enable_eplb or exchange is not None:
+        from quire.features.experts.device import ExpertsPart
+
+        eplb = read_eplb(args.eplb_config, args.num_redundant_experts) if args.enable_eplb else None
+        parts.append(ExpertsPart(position, group, eplb, exchange))
+    if may_copy(config):
+        from quire.features.quantization.device import QuantizationPart
+
+        parts.append(QuantizationPart(device, dtype))
     if config.max_loras:
-        parts.append(LoRAPart(device, dtype, config.max_loras, config.args.max_lora_rank, config.more_tokens))
+        from quire.features.lora.device import LoRAPart
+
+        parts.append(LoRAPart(device, dtype, config.max_loras, args.max_lora_rank, config.more_tokens))
+    if config.facts.states:
+        from quire.features.recurrent.device import RecurrentPart
+
+        parts.append(RecurrentPart(device, dtype, drafts=config.speculation is not None))
+    if config.speculation is not None:
+        from quire.features.speculation.device.part import SpeculationPart
+
+        parts.append(SpeculationPart(device, dtype, drafter, config.max_batched_tokens, config.facts.hidden_size))
     return parts
 
 
 def join_companions(config: Config, ends: "Ends", watch: "Watch") -> "SharedExperts":
     """ends: of one rank."""
     from quire.dist.experts import ExpertsGroup, SharedExperts
-    from quire.runner.step import DTYPES
+    from quire.runner.settings import DTYPES
 
     position = Position(ends.first, config.ranks * config.args.data_parallel_size)
     group = ExpertsGroup(position, ends.memory, ends.sockets(), watch)
     return SharedExperts(group, position, config.ranks, DTYPES[config.dtype])
 
 
-def runner_options(config: Config) -> dict[str, Any]:
-    """What is the same for every runner of an engine."""
-    args = config.args
-    return {
-        "dtype": config.dtype,
-        "max_seqs": config.max_seqs,
-        "max_batched_tokens": config.max_batched_tokens,
-        "load_format": args.load_format,
-        "seed": config.seed,
-        "logprobs_mode": config.logprobs_mode,
-        "model_impl": args.model_impl,
-        "enforce_eager": args.enforce_eager,
-        "keep_quantized": config.keep_quantized,
-        "quantization": config.quantization,
-        "keeps": config.kept_forms,
-        "drafts": 0 if config.speculation is None else config.speculation.num_speculative_tokens,
-        "cache_dtype": config.cache_dtype,
-        "more_tokens": config.more_tokens,
-        "eplb": read_eplb(args.eplb_config, args.num_redundant_experts) if args.enable_eplb else None,
-    }
+def runner_settings(config: Config, enforce_eager: bool = False) -> "RunnerSettings":
+    """Return what is the same for every runner of an engine."""
+    from quire.runner.settings import RunnerSettings, WeightSettings
+
+    args, speculation = config.args, config.speculation
+    return RunnerSettings(
+        dtype=config.dtype,
+        max_seqs=config.max_seqs,
+        max_batched_tokens=config.max_batched_tokens,
+        cache_dtype=config.cache_dtype,
+        num_draft_tokens=0 if speculation is None else speculation.num_speculative_tokens,
+        added_tokens=config.more_tokens,
+        logprobs_mode=config.logprobs_mode,
+        enforce_eager=args.enforce_eager or enforce_eager,
+        weights=WeightSettings(
+            args.load_format, config.seed, args.model_impl, config.keep_quantized, config.quantization, config.kept_forms
+        ),
+    )
 
 
-def make_device_drafter(config: Config, layout: CacheLayout) -> "DeviceDrafter":
-    """It is whole on every rank."""
+def make_device_drafter(config: Config) -> "DeviceDrafter":
+    """Return the drafter that every rank runs whole."""
     assert config.speculation is not None
+    layout = whole_layout(config)
     head, most, args = config.draft_head, config.speculation.num_speculative_tokens, config.args
     own = draft_layout(config)
     if head is not None and own is None:
-        from quire.runner.draft.medusa import Medusa
+        from quire.features.speculation.device.medusa import Medusa
 
         return Medusa(head, most, args.load_format, config.seed)
     facts = config.draft_facts if head is None else head.facts
@@ -124,10 +152,10 @@ def make_device_drafter(config: Config, layout: CacheLayout) -> "DeviceDrafter":
     facts = replace(facts, max_position=config.max_model_len)
     group = next(i for i, group in enumerate(layout.groups) if group.kind == "full")
     if head is None:
-        from quire.runner.draft.model import DraftModel
+        from quire.features.speculation.device.model import DraftModel
 
         return DraftModel(facts, own, group, most, args.load_format, config.seed, draft_forms(config, facts))
-    from quire.runner.draft.heads import LAYERS, HeadDrafter
+    from quire.features.speculation.device.heads import LAYERS, HeadDrafter
 
     head = replace(head, facts=facts)
     return HeadDrafter(head, LAYERS[head.method], own, group, most, args.load_format, config.seed)

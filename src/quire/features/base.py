@@ -4,8 +4,8 @@
     each step  retire, admit → prepare → arrange → extend or graph_key → finish
     end        close
 
-The runner names no feature: it loops over its parts in the order of FEATURES. A feature that is off has no part and costs
-nothing. This module does not import torch.
+The runner names no feature: it loops over its parts in the order of `config/features.py`. A feature that is off has no part and
+costs nothing. This module does not import torch.
 """
 
 from abc import ABC, abstractmethod
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from quire.models.decoder import Decoder
     from quire.runner.sampler.pipeline import Sampler
     from quire.runner.slots import Slots
-
-# Parts run in this order: `transform` and `extend` build on what earlier parts did.
-FEATURES = ("experts", "quantization", "lora", "recurrent", "speculation")
 
 
 @dataclass(frozen=True)
@@ -65,8 +62,9 @@ class Follower(Protocol):
 class StepPart(ABC):
     """The device half of a feature. Every hook but `graph_key` has a default that does nothing."""
 
-    name: str  # one of FEATURES
+    name: str  # of the feature
     reads_layers = False  # it reads hidden states between layers, so the device must run them one by one
+    reads_all_tokens = False  # it reads the final hidden states of all tokens of a step
     graph_keys: Sequence[Hashable] = (False,)  # every key that `graph_key` can return, False first
     single_tokens = False  # only steps whose rows have one token each can be recorded
 

@@ -7,30 +7,28 @@ from quire.ops.arguments import RowInputs
 
 
 def fill_rows(
-    slot: Tensor, end: Tensor, starts: Tensor, position: Tensor, tokens: Tensor, tables: Tensor, page_size: int, out: RowInputs
+    slot: Tensor, end: Tensor, starts: Tensor, tokens: Tensor, tables: Tensor, page_size: int, out: RowInputs
 ) -> None:
-    """slot and end [R] int64, starts [R + 1] int32 of the rows among the tokens, position [S] int64, tokens [S, L] int32,
-    tables [G, S, P] int32: each row runs the last positions of its slot before `end`. Where that is 0, the row begins at the
-    slot's own position, and `end` is written.
+    """slot and end [R] int64, starts [R + 1] int32 of the rows among the tokens, tokens [S, L] int32, tables [G, S, P] int32:
+    each row runs the last positions of its slot before `end`.
 
     A row whose slot is -1 must have the end 1: each of its tokens is token 0, alone at position 0 on the null page.
     """
     if slot.is_cuda:
         from quire.ops.kernels import rows
 
-        rows.fill_rows(slot, end, starts, position, tokens, tables, page_size, out)
+        rows.fill_rows(slot, end, starts, tokens, tables, page_size, out)
     else:
-        reference_fill_rows(slot, end, starts, position, tokens, tables, page_size, out)
+        reference_fill_rows(slot, end, starts, tokens, tables, page_size, out)
 
 
 def reference_fill_rows(
-    slot: Tensor, end: Tensor, starts: Tensor, position: Tensor, tokens: Tensor, tables: Tensor, page_size: int, out: RowInputs
+    slot: Tensor, end: Tensor, starts: Tensor, tokens: Tensor, tables: Tensor, page_size: int, out: RowInputs
 ) -> None:
     """By numpy, whose indexing costs a tenth of torch's where there is little to index."""
     slots, ends, firsts, known, pages = (tensor.numpy() for tensor in (slot, end, starts, tokens, tables))
     row = np.repeat(np.arange(len(slots)), np.diff(firsts))  # [T]
     real, held = slots >= 0, np.maximum(slots, 0)
-    np.copyto(ends, position.numpy()[held] + np.diff(firsts), where=ends == 0)
     place = np.where(real[row], np.arange(len(row)) + (ends - firsts[1:])[row], 0)
     out.ids.numpy()[:] = np.where(real[row], known[held[row], place], 0)
     out.positions.numpy()[:] = place

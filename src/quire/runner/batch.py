@@ -5,15 +5,14 @@
     row_starts  [ 0          3    4       6 ]
     kept                2    3                 (r2 is a chunk: it ends before its last known token)
 
-A row keeps its tokens from the first on that something is wanted of: the last one if it draws, one more for each draft, more
-where prompt logprobs are reported. But some token is kept.
+After the last attention a row keeps its tokens from the first one that an output needs: the last token if it draws, one more
+for each draft, more for prompt logprobs. At least one token of the batch is kept.
 
-Token ids are read from the slots on the device, and so are positions behind drafts: a row can follow a draw whose value has not
-reached the host.
+Token ids are read from the slots on the device: a row can follow a draw whose value has not reached the host.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,12 +25,10 @@ from quire.ops.arguments import RowInputs
 from quire.ops.rows import fill_rows
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
-from quire.runner.states import StateBuffers
 from quire.runner.transfer import Longs, upload, upload_together
-from quire.types.plan import Bools, Ints, Outputs, RowShapes, StepRows, spans
+from quire.types.plan import Ints, Outputs, RowShapes, StepRows, spans
 
 NO_TOKENS: Longs = np.empty(0, np.int64)
-THE_SLOTS_OWN = 0  # instead of an end: the slot knows
 
 
 @dataclass(frozen=True)
@@ -46,11 +43,10 @@ def build_batch(
     slots: Slots,
     parts: Iterable[StepPart] = (),
     whole: bool = False,
-    states: StateBuffers | None = None,
 ) -> Built:
-    """whole: all tokens are kept. states: of recurrent layers."""
+    """whole: all tokens are kept."""
     slot, count = plan.slot.astype(np.int64), plan.count.astype(np.int64)
-    end, loose = _ends(plan, slots)
+    end = plan.end.astype(np.int64)
     row_starts = _starts(count)
     kept = count if whole else _count_kept(plan, row_starts)
     kept_starts = _starts(kept)
@@ -60,15 +56,14 @@ def build_batch(
     shift = kept_starts[1:] - row_starts[1:]
     draw_slot, draw_end = slot[row], end[row] - (row_starts[1:][row] - 1 - draw)
     prompt = slots.prompt_length[draw_slot]
-    sent = end if loose is None else np.where(loose, THE_SLOTS_OWN, end)
     starts_there, slot_there, end_there, kept_starts_there, kept_there, logit_index, *rest = upload_together(
-        [row_starts, slot, sent, kept_starts, kept_index, draw + shift[row], draw_slot, draw_end, prompt, draw],
+        [row_starts, slot, end, kept_starts, kept_index, draw + shift[row], draw_slot, draw_end, prompt],
         slots.device,
     )
     starts_there = starts_there.int()
     inputs = _blank(len(slot), int(row_starts[-1]), -(-int(end.max()) // slots.page_size), slots)
     slots.updates.deliver()
-    fill_rows(slot_there, end_there, starts_there, slots.position, slots.tokens, slots.tables, slots.page_size, inputs)
+    fill_rows(slot_there, end_there, starts_there, slots.tokens, slots.tables, slots.page_size, inputs)
     batch = Batch(
         ids=inputs.ids,
         positions=inputs.positions,
@@ -81,19 +76,15 @@ def build_batch(
             for group, (tables, write) in enumerate(zip(inputs.tables, inputs.write, strict=True))
         ),
     )
-    if states is not None:
-        batch = _with_states(batch, states, plan, slot_there)
     for part in parts:
         batch = part.extend(batch, plan, slot_there)
     if not all_kept:
         batch = keep_last(batch, kept, kept_starts_there.int(), kept_there)
-    end_of_draw = rest[1] if loose is None else batch.positions[rest[3]] + 1
-    rows = Rows(draw_slot, draw_end, prompt, rest[0], end_of_draw, rest[2], slots.tokens, exact=loose is None)
-    return Built(batch, rows, shift)
+    return Built(batch, Rows(draw_slot, draw_end, prompt, rest[0], rest[1], rest[2], slots.tokens), shift)
 
 
 def draws_of(plan: StepRows, slots: Slots) -> Rows:
-    """The draws of rows that draw behind their last token, or not at all."""
+    """Return the draws of rows that draw after their last token, or not at all."""
     row = plan.draw_row
     slot, end = plan.slot[row].astype(np.int64), plan.end[row].astype(np.int64)
     prompt = slots.prompt_length[slot]
@@ -116,25 +107,6 @@ def draws_batch(plan: StepRows, slots: Slots, parts: Iterable[StepPart]) -> Batc
 def compute_logits(model: Decoder, hidden: Tensor, batch: Batch, tokens: Ints | None = None) -> Tensor:
     """Return the logits [N, V] of hidden [N, H], the states of the batch's `tokens` [N] (None: of all)."""
     return model.logits(hidden, batch.tokens if tokens is None else batch.tokens.take(tokens))
-
-
-def _with_states(batch: Batch, states: StateBuffers, plan: StepRows, slot_there: Tensor) -> Batch:
-    entries = states.entries(plan.slot)
-    there = slot_there if entries is plan.slot else torch.zeros_like(slot_there)
-    return replace(batch, entries=there, entry_list=tuple(entries.tolist()))
-
-
-def _ends(plan: StepRows, slots: Slots) -> tuple[Longs, Bools | None]:
-    """[R] where the rows end, at most; and [R] which of them end where only the device knows, if any do.
-
-    A CPU is asked; so are others where a row has no drafts, though it means waiting: the attention of single tokens is cut by
-    exact numbers of keys."""
-    end, loose = plan.end.astype(np.int64), slots.loose[plan.slot]
-    if slots.told or not loose.any():
-        return end, None
-    if slots.device.type == "cpu" or (loose & (plan.drafts == 0)).any():
-        return np.where(loose, slots.position.cpu().numpy()[plan.slot] + plan.count, end), None
-    return end, loose
 
 
 def _starts(counts: Longs) -> Longs:

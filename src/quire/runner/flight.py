@@ -1,4 +1,4 @@
-"""A step on its way: what was launched, and how its result is read once it has landed."""
+"""A step in flight: what was launched, and how its result is read."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -6,9 +6,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from quire.features.base import Follower
 from quire.ops.arguments import GOOD
-from quire.runner.draft.base import Guessing
-from quire.runner.draft.verify import accept_told
 from quire.runner.sampler.grammar import Masks
 from quire.runner.sampler.logprobs import Report, to_top_logprobs
 from quire.runner.sampler.pipeline import FAULTS, Drawn
@@ -21,9 +20,9 @@ BROKEN_PROMPT = "the model's logits are broken at a prompt position: they contai
 
 
 class StepFlight:
-    """A step whose rows all draw freely has drawn when this is made. One with masked rows draws when it gets the masks.
+    """A step without masked rows has drawn when this is made. One with masked rows draws when it gets the masks.
 
-    The copies to the host are queued at the draw, behind the step's own work; `result` waits for them alone.
+    The copies to the host are queued at the draw, after the step's own work; `result` waits for nothing else.
     """
 
     def __init__(
@@ -32,16 +31,19 @@ class StepFlight:
         prompts: list[tuple[int, Report]],
         draw: Drawn | Callable[[Masks | None], Drawn] | None,
         pooled: Tensor | None = None,
-        guessing: Guessing | None = None,
+        follower: Follower | None = None,
     ) -> None:
-        """`draw` makes the step's draws, in order, or is what was drawn; `prompts` are (row, report) pieces in the order of
-        positions; pooled [pool, H]. `guessing`: a drafter goes on when the result is there."""
+        """prompts: (row, report) pieces in the order of positions.
+        draw: what was drawn, or makes the step's draws, in order.
+        pooled: [pool, H].
+        follower: goes on when the tokens have reached the host.
+        """
         self._plan = plan
         self._prompts = prompts
         self._pooled = pooled
-        self._guessing = guessing
-        self.before_guessing: Callable[[Ints], None] | None = None  # is told how many tokens the rows brought
-        self.meanwhile: Callable[[float], None] | None = None  # is asked while the result is waited for (`Download.wait`)
+        self._follower = follower
+        self.before_following: Callable[[Ints], None] | None = None  # called with the tokens per row before the follower
+        self.meanwhile: Callable[[float], None] | None = None  # called while the result is awaited (`Download.wait`)
         self._draw = draw
         self._drawn: Drawn | None = None
         self._download: Download | None = None
@@ -57,15 +59,17 @@ class StepFlight:
         drawn = self._drawn = self._draw(masks) if callable(self._draw) else self._draw
         self._draw = None
         tensors: list[Tensor] = [] if drawn is None else [drawn.result]
-        guesses = None if drawn is None or not len(self._plan.masked) else drawn.guesses
-        lengths = None if drawn is None else drawn.lengths
-        tensors += [tensor for tensor in (self._pooled, lengths, guesses) if tensor is not None]
+        tensors += [] if self._pooled is None else [self._pooled]
         for report in [*([drawn.report] if drawn and drawn.report else []), *(report for _, report in self._prompts)]:
             tensors += report.tensors
         self._download = Download(tensors)
 
+    @property
+    def follows(self) -> bool:
+        return self._follower is not None
+
     def drawn_ids(self) -> Ints | None:
-        """What the step drew, draw by draw; None = nothing, or not yet."""
+        """Return the token ids of the draws; None: nothing is drawn, or not yet."""
         if self._drawn is None or self._download is None:
             return None
         result: Ints = self._download.wait(self.meanwhile)[0]  # type: ignore[assignment]
@@ -86,10 +90,11 @@ class StepFlight:
             ids, fault = next(arrays)[:, slice(len(plan.draw_row)) if drawn.places is None else drawn.places]
         pooled = {} if self._pooled is None else _split_pooled(plan, next(arrays))
         kept: Ints | slice = slice(None)  # the draws that count
-        if drawn is not None and (drawn.lengths is not None or plan.shapes.drafted):
-            lengths[plan.sample] = self._accept(ids, fault) if drawn.lengths is None else next(arrays)
+        drafts: dict[int, Ints] = {}
+        if drawn is not None and plan.shapes.drafted:
+            tokens = plan.draft_token if self._follower is None else self._follower.drafts_of(plan)
+            lengths[plan.sample] = accept(plan, ids, fault, tokens)
             kept = slice(lengths.item(0)) if len(lengths) == 1 else spans(plan.shapes.first_draw, lengths)
-        drafts = {} if drawn is None or drawn.guesses is None or not len(plan.masked) else _split_guesses(plan, next(arrays))
         failed: dict[int, str] = {}
         if np.count_nonzero(fault) and np.count_nonzero(fault[kept]):
             failed, kept, lengths = _leave_out(plan, fault, kept)
@@ -99,27 +104,22 @@ class StepFlight:
             counts = np.isin(drawn.reported, np.arange(len(fault))[kept])
             logprobs = _split_rows(top, plan.draw_row[drawn.reported], drawn.widths, counts)
         prompt_logprobs = self._read_prompts(arrays, failed) if self._prompts else {}
-        if self._guessing is not None:
-            drafts = self._go_on(self._guessing, lengths)
+        if self._follower is not None:
+            drafts = self._follow(self._follower, lengths)
         ids = ids[kept].astype(np.int32, copy=False)
         return StepResult(plan.step, lengths, ids, logprobs, prompt_logprobs, pooled, drafts, failed)
 
-    def _accept(self, ids: Ints, fault: Ints) -> Longs:
+    def _follow(self, follower: Follower, lengths: Ints) -> dict[int, Ints]:
+        """Launch the follower. Return, by row, the draft tokens of rows with masks, which the host needs for the next masks."""
         plan = self._plan
-        told = plan.draft_token if self._guessing is None else self._guessing.drafter.guessed(plan)
-        return accept_told(plan, ids, fault, told)
-
-    def _go_on(self, guessing: Guessing, lengths: Ints) -> dict[int, Ints]:
-        """The next guesses are launched; those of rows with masks are waited for."""
-        plan = self._plan
-        if self.before_guessing is not None:
-            self.before_guessing(lengths)
-        guessing.follow(plan, lengths)
+        if self.before_following is not None:
+            self.before_following(lengths)
+        follower.follow(plan, lengths)
         masked = np.unique(plan.draw_row[plan.masked]).tolist() if plan.ahead else ()
-        return {row: guessing.drafter.expects(int(plan.slot[row]), int(plan.guesses[row])) for row in masked}
+        return {row: follower.expects(int(plan.slot[row]), int(plan.guesses[row])) for row in masked}
 
     def _read_prompts(self, arrays: Iterator[Array], failed: dict[int, str]) -> dict[int, TopLogprobs]:
-        """By rows; those whose logits are broken are `failed` instead."""
+        """Return prompt logprobs by row; add rows with broken logits to `failed` instead."""
         pieces: dict[int, list[TopLogprobs]] = {}
         for each, _ in self._prompts:
             pieces.setdefault(each, []).append(to_top_logprobs(next(arrays), next(arrays), next(arrays)))
@@ -131,19 +131,40 @@ class StepFlight:
         return joined
 
 
+def accept(plan: StepPlan, ids: Ints, fault: Ints, drafts: Ints) -> Longs:
+    """Return the number of tokens that each drawing row brings: the draws up to the first rejected draft.
+
+    ids, fault: [N] of the draws. drafts: [sum of drafts]. A draft is accepted if the draw before it gave that token:
+
+        row       [ newest  draft 1  draft 2  draft 3 ]
+        drawn        t1       t2       t3       t4
+        accepted     t1       t2       t3                   draft 1 = t1, draft 2 = t2, draft 3 is not t3
+
+    Every draw is what it would be without drafts. The device waits for this: there are few, and lists are faster then.
+    """
+    drawn, faults, expected = ids.tolist(), fault.tolist(), drafts.tolist()
+    lengths, at, first = list[int](), 0, 0
+    for sample, count in plan.shapes.each:
+        if not sample:
+            continue
+        accepted = 0
+        for draft in expected[first : first + count]:
+            if drawn[at + accepted] != draft or faults[at + accepted] != GOOD:
+                break
+            accepted += 1
+        lengths.append(1 + accepted)
+        at += 1 + count
+        first += count
+    return np.array(lengths, np.int64)
+
+
 def _split_pooled(plan: StepPlan, pooled: Array) -> dict[int, Floats]:
     states, owner = pooled.astype(np.float32), plan.shapes.rows_of(plan.outputs.pool)
     return {each: states[owner == each] for each in owner.tolist()}
 
 
-def _split_guesses(plan: StepPlan, guesses: Array) -> dict[int, Ints]:
-    """What masked rows are expected to draw next."""
-    expected = dict(zip(np.flatnonzero(plan.sample).tolist(), guesses, strict=True))
-    return {each: expected[each].astype(np.int32) for each in plan.draw_row[plan.masked].tolist()}
-
-
 def _leave_out(plan: StepPlan, fault: Ints, kept: Ints | slice) -> tuple[dict[int, str], Ints, Ints]:
-    """The rows that failed and why, the draws that count without theirs, and how many each row then has."""
+    """Return the rows that failed and why, the draws of the other rows, and the number of tokens of each row."""
     row, good = plan.draw_row[kept], fault[kept] == GOOD
     failed = {int(row[i]): FAULTS[int(fault[kept][i])] for i in np.flatnonzero(~good)}
     left = np.arange(len(fault), dtype=np.int32)[kept][good]
@@ -151,7 +172,7 @@ def _leave_out(plan: StepPlan, fault: Ints, kept: Ints | slice) -> tuple[dict[in
 
 
 def _split_rows(top: TopLogprobs, rows: Ints, widths: Sequence[int], counts: Bools) -> dict[int, TopLogprobs]:
-    """Those that count, one entry per row, each cut to its own width."""
+    """Return the accepted ones, one entry per row, each cut to its own width."""
     parts: dict[int, list[TopLogprobs]] = {}
     for i, (row, width) in enumerate(zip(rows.tolist(), widths, strict=True)):
         if counts[i]:

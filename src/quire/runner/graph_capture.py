@@ -21,7 +21,6 @@ from quire.features.base import StepPart
 from quire.models.decoder import Decoder
 from quire.ops.rows import fill_rows
 from quire.runner.buckets import MOST_TOKENS, Bucket
-from quire.runner.draft.taps import KeptStates
 from quire.runner.graph_inputs import Inputs
 from quire.runner.slots import Slots
 
@@ -46,10 +45,9 @@ class StepRecorder:
         inputs: Inputs,
         recorder: Recorder,
         parts: Sequence[StepPart] = (),
-        states: KeptStates | None = None,
     ) -> None:
         self._model, self._slots, self._sampler, self._inputs, self._recorder = model, slots, sampler, inputs, recorder
-        self._parts, self._states = parts, states
+        self._parts = parts
 
     def record(self, bucket: Bucket) -> tuple[Recording | None, Tensor]:
         """Records the step, which runs nothing, and replays it for its result [rows, V]. What was never run may refuse to be
@@ -80,8 +78,6 @@ class StepRecorder:
         hidden = self._model(batch)
         for part in self._parts:
             part.keep_states(hidden, len(batch.ids))
-        if self._states is not None:
-            self._states.keep(hidden, len(batch.ids))
         logits = self._model.logits(hidden, batch.final.tokens)
         _, end, _, drawer = self._inputs.row_numbers(bucket)
         self._sampler.draw(logits, drawer, end, self._slots.tokens)
@@ -92,7 +88,7 @@ class StepRecorder:
         batch = inputs.batch(bucket)
         slot, end, _, _ = inputs.row_numbers(bucket)
         filled = inputs.rows(bucket)
-        fill_rows(slot, end, batch.row_starts, slots.position, slots.tokens, slots.tables, slots.page_size, filled)
+        fill_rows(slot, end, batch.row_starts, slots.tokens, slots.tables, slots.page_size, filled)
         return inputs.extend(bucket, batch)
 
 

@@ -44,7 +44,6 @@ from quire.runner.buckets import (
     with_drafts,
     worth_having,
 )  # fmt: skip
-from quire.runner.draft.taps import KeptStates
 from quire.runner.graph_capture import Draws, Passage, StageRecorder, StepRecorder
 from quire.runner.graph_inputs import Inputs, Planners, Work
 from quire.runner.sampler.stage import Rows
@@ -79,15 +78,20 @@ def fixed_plans(model: Decoder, groups: int) -> Planners | None:
     return [plans for group in range(groups) if (plans := found.get(group, some)) is not None]
 
 
-class Ran(NamedTuple):
-    """A step of rows of one token. Until a row grows into more work, the next one differs in where its rows end."""
+def recordable(rows: StepRows) -> bool:
+    """Return whether the rows need nothing but draws after their last tokens, which is what graphs contain."""
+    return not (rows.shapes.drafted or len(rows.outputs.prompt_logprobs) or len(rows.outputs.pool))
+
+
+class ReplayedStep(NamedTuple):
+    """A decode step. Until a row needs more attention work, the next one differs only in where its rows end."""
 
     slot: Ints
     shapes: RowShapes
     plain: bool
-    changes: int  # of common prefixes
+    changes: int  # of shared prefixes
     bucket: Bucket
-    own: Bucket  # it may be borrowed
+    own: Bucket  # `bucket` may be a larger one
     work: Work
 
     def like(self, plan: StepRows, plain: bool, changes: int) -> bool:
@@ -117,12 +121,10 @@ class Graphs:
         max_tokens: int,
         drafts: int = 0,
         parts: Sequence[StepPart] = (),
-        states: KeptStates | None = None,
         passage: Passage | None = None,
     ) -> None:
         """max_tokens: of a step, at most.
-        drafts: rows that a slot may have beside its own (`draft/unroll.py`).
-        states: where the hidden states go that a drafter reads.
+        drafts: rows that a slot may have in addition, one per draft token.
         passage: the hidden states of a pipeline stage; None: the model is whole.
         """
         self._keys: list[tuple[Hashable, ...]] = list(product(*(part.graph_keys for part in parts)))
@@ -136,9 +138,9 @@ class Graphs:
         self._recorded: dict[Bucket, Recording] = {}
         self._inputs = Inputs(slots, planners, self._max_rows, parts)
         self._device = recorder
-        recorded = model, slots, sampler, self._inputs, recorder, parts, states
+        recorded = model, slots, sampler, self._inputs, recorder, parts
         self._recorder = StepRecorder(*recorded) if passage is None else StageRecorder(passage, *recorded)
-        self._latest: Ran | None = None
+        self._latest: ReplayedStep | None = None
         self.captures = self.replays = self.eager = 0
 
     def run(self, plan: StepRows, plain: bool, keys: tuple[Hashable, ...] = ()) -> Tensor | Undrawn | None:
@@ -199,10 +201,10 @@ class Graphs:
         bucket, own, work = chosen
         self._inputs.write(plan, bucket, plain, work)
         if unused and not bucket.tokens and bucket in self._recorded:
-            self._latest = Ran(plan.slot, plan.shapes, plain, self._slots.prefixes.changes, bucket, own, work)
+            self._latest = ReplayedStep(plan.slot, plan.shapes, plain, self._slots.prefixes.changes, bucket, own, work)
         return bucket
 
-    def _stays(self, latest: Ran) -> bool:
+    def _stays(self, latest: ReplayedStep) -> bool:
         """Until its own graph is due, if it borrowed one."""
         if latest.bucket == latest.own:
             return True

@@ -1,13 +1,12 @@
-"""What the device keeps of each tenant: arrays indexed by slot.
+"""The state of each request on the device: arrays indexed by slot.
 
     tokens[slot]    [ prompt ........ | drawn ...... | stale ]     a drawn token is written here by the step that drew it
     cursor[slot]    [ run so far ............. )
-    known[slot]     [ there to be run ......... )                  = cursor + 1 after a draw
-                                             [ drafts ..... )      what the device expects to come stands behind it
+    known[slot]     [ known .................. )                   = cursor + 1 after a draw
+                                             [ drafts ..... )      draft tokens follow it
 
-Token values live on the device only: the host knows how many there are, never which. Once a slot has run drafts it knows only
-how many there are at most, and `position` on the device says where the slot stands. Where every step is planned with all tokens
-known (`told`), the next row says how many of them were right.
+Token values live on the device only: the host knows how many there are, never which. After a row with drafts `cursor` and
+`known` are upper bounds (`loose`), until the next row of the slot says how many drafts were accepted.
 """
 
 import copy
@@ -31,17 +30,14 @@ class Slots:
         device: torch.device,
         drafts: int = 0,
         updates: DeviceUpdates | None = None,
-        told: bool = False,
     ) -> None:
-        """`length` is the most tokens a tenant may run; the one drawn last has a place after them, and so many drafts. `told`:
-        whoever plans rows knows how many of these were right."""
+        """length: tokens that a request may run, at most; the one drawn last and `drafts` drafts have room after them."""
         self.device = device
         self.updates = updates or DeviceUpdates()
         self.length = length
         self.page_size = page_size
-        self.drafts, self.told = drafts, told
+        self.drafts = drafts
         self.tokens = torch.zeros(slots, length + 1 + drafts, dtype=torch.int32, device=device)  # [S, L]
-        self.position = torch.zeros(slots, dtype=torch.int64, device=device)  # [S] run so far, where the slot is `loose`
         width = -(-length // page_size)
         self.tables = torch.zeros(groups, slots, width, dtype=torch.int32, device=device)  # [G, S, P]
         self.prefixes = Prefixes(groups, slots, width, page_size)
@@ -154,11 +150,10 @@ class Slots:
         )
 
     def advance(self, plan: StepPlan) -> None:
-        """The rows have been launched; those that draw have one more token to run, and some of their drafts may be right."""
+        """Note that the rows were launched: those that draw have one more token to run, and some drafts may be accepted."""
         self.cursor[plan.slot] = plan.end
         if not self.drafts:
             self.known[plan.slot] += plan.sample
             return
         self.known[plan.slot] = np.where(plan.sample, plan.end + 1, self.known[plan.slot])
-        still = False if self.told else self.loose[plan.slot]
-        self.loose[plan.slot] = (plan.drafts > 0) | still
+        self.loose[plan.slot] = plan.drafts > 0

@@ -1,11 +1,11 @@
 """A runner whose model is one stage of a pipeline.
 
-    first stage    take in the plan, embed, own layers ─► ...           ... ─► norm and head, draw: `finish`
-    another        take in the plan ─► hidden states come, own layers, hidden states go
+    first stage    apply the plan, embed, own layers ─► ...             ... ─► norm and head, draw: `finish`
+    other stages   apply the plan ─► receive hidden states, own layers, send hidden states
 
-A plan comes to all stages, in the same order; between the start of a step and its end the first stage may start others. Token
-values are known to the first stage alone. Where steps are recorded, a stage's layers are (`graph_capture.py`); hidden states
-come and go, and tokens are drawn, outside.
+All stages get all plans, in the same order. Between the start of a step and its end the first stage may start other steps. Only
+the first stage knows token values. CUDA graphs contain a stage's layers (`graph_capture.py`); hidden states are sent and
+received, and tokens are drawn, outside of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,11 +23,8 @@ from quire.prepare.stage import keep_stage
 from quire.runner.batch import Built, build_batch, draws_batch, draws_of
 from quire.runner.flight import StepFlight
 from quire.runner.graph_capture import Passage
-from quire.runner.sampler.grammar import Masks
-from quire.runner.sampler.logprobs import Report
-from quire.runner.sampler.pipeline import Drawn
 from quire.runner.sampler.stage import Rows
-from quire.runner.step import Runner, wants_more
+from quire.runner.step import Runner, StepOutputs
 from quire.runner.transfer import Longs, upload
 from quire.types.cache import LayerCache
 from quire.types.errors import EngineError
@@ -36,17 +33,17 @@ from quire.types.plan import Ints, StepPlan, StepRows
 
 @dataclass(frozen=True)
 class Begun:
-    """A step whose hidden states are on their way through the other stages."""
+    """A step whose hidden states are passing through the other stages."""
 
     plan: StepPlan
-    run: StepRows | None = None  # its rows; None = it has none, and nothing is on its way
-    owner: Longs | None = None  # [rows] whose of the plan's they are, if they are not these
-    built: Built | None = None  # None = it was replayed
-    drawn_from: Batch | None = None  # of its draws, then
+    run: StepRows | None = None  # its rows; None: it has none, and nothing was sent
+    owner: Longs | None = None  # [rows] the plan's row of each, if they are not the plan's
+    built: Built | None = None  # None: a CUDA graph was replayed
+    drawn_from: Batch | None = None  # the tokens that it draws after, if a graph was replayed
 
     @property
     def kept(self) -> int:
-        """Tokens whose hidden states come out of the last stage."""
+        """Return the number of hidden states that the last stage sends."""
         assert self.run is not None
         return max(1, len(self.run.outputs.draw)) if self.built is None else len(self.built.batch.final.ids)
 
@@ -72,10 +69,9 @@ class StageRunner(Runner):
         self._seat, self._stage, self._layers = ring.seat, ring.seat.stage, tuple(layers)
         self._others, self._ends = ring.others, ring.ends
         self._all_kept = whole
-        self._recording = self._recording and self._companion is None and not whole
         self._way: Passage | None = None  # of replayed steps
-        self._entered = 0  # tokens that the latest of them had
-        self._undrawn: dict[int, Rows] = {}  # step -> its draws, where another rank of the first stage makes them
+        self._entered = 0  # tokens of the latest replayed step
+        self._undrawn: dict[int, Rows] = {}  # step -> its draws, whose tokens another rank of the first stage reports
 
     def _build(self) -> Decoder:
         model = super()._build()
@@ -86,7 +82,7 @@ class StageRunner(Runner):
 
     @property
     def finishes(self) -> bool:
-        """Does what comes out of the last stage come here?"""
+        """Whether the last stage sends its output here."""
         return self._stage.first
 
     def launch(self, plan: StepPlan) -> StepFlight:
@@ -106,11 +102,11 @@ class StageRunner(Runner):
 
     @torch.inference_mode()
     def begin(self, plan: StepPlan) -> Begun:
-        """Runs the rows through this stage's layers."""
-        slots, _ = self._take_in(plan)
+        """Run the rows through this stage's layers."""
+        slots = self._take_in(plan).slots
         if not len(plan.slot):
             return Begun(plan)
-        run, owner = self._rows_of(plan)
+        run, owner = self._arrange(plan)
         begun = self._replay_stage(plan, run, owner)
         if begun is None:
             built, model = build_batch(run, slots, self._parts, whole=self._all_kept), self._loaded()
@@ -122,34 +118,34 @@ class StageRunner(Runner):
         return begun
 
     def _await(self, plan: StepPlan, run: StepRows) -> Tensor:
-        """[T, H] what the stage before made of the step."""
+        """Return the previous stage's output [T, H]."""
         x = self._ends.inlet.receive(self._others)
         if len(x) != run.tokens:
             raise EngineError(f"step {plan.step} has {run.tokens} tokens, but hidden states of {len(x)} came")
         return x
 
     def _replay_stage(self, plan: StepPlan, run: StepRows, owner: Longs | None) -> Begun | None:
-        """None = this step is to be run eagerly."""
+        """None: run the step eagerly."""
         graphs, way = self.graphs, self._way
-        if graphs is None or way is None or wants_more(run) or run.tokens > len(way.exit):
+        if graphs is None or way is None or run.tokens > len(way.exit):
             return None
         keys = self._graph_keys(run)
         if keys is None or not graphs.pass_on(run, lambda: self._go_in(way, plan, run), keys):
             return None
-        assert self._tenants is not None
-        drawn_from = draws_batch(run, self._tenants[0], self._parts) if self.finishes else None
+        assert self._state is not None
+        drawn_from = draws_batch(run, self._state.slots, self._parts) if self.finishes else None
         self._ends.outlet.send(self._left(way, run))
         return Begun(plan, run, owner, drawn_from=drawn_from)
 
     def _go_in(self, way: Passage, plan: StepPlan, run: StepRows) -> None:
         if way.entry is not None:
             way.entry[: run.tokens].copy_(self._await(plan, run))
-            if run.tokens < self._entered:  # what is left over runs, too, and is not to be what was wrong before
+            if run.tokens < self._entered:  # padding runs as well, and must not be NaN from an earlier step
                 way.entry[run.tokens : self._entered].zero_()
             self._entered = run.tokens
 
     def _left(self, way: Passage, run: StepRows) -> Tensor:
-        """[K, H] what a replayed step hands on: all tokens, or, behind the last layer, those that are drawn from."""
+        """Return [K, H] what a replayed step sends: all tokens, or after the last layer those that are drawn from."""
         if not way.last:
             return way.exit[: run.tokens]
         if run.shapes.all_draw:
@@ -171,41 +167,35 @@ class StageRunner(Runner):
 
     @torch.inference_mode()
     def finish(self, begun: Begun) -> StepFlight:
-        """On the first stage: waits for what the last one gave. Steps are finished in the order in which they were begun."""
+        """On the first stage: receive the last stage's output. Steps are finished in the order in which they were begun."""
         if begun.run is None:
             return StepFlight(begun.plan, [], None)
         hidden = self._ends.inlet.receive(self._others)
         if len(hidden) != begun.kept:
             raise EngineError(f"hidden states of {len(hidden)} tokens came out of step {begun.plan.step}, which kept others")
-        prompts: list[tuple[int, Report]] = []
-        if begun.built is None:
-            draw, pooled = self._draw_replayed(begun, hidden), None
-        else:
-            prompts, draw, pooled = self._take_out(begun.run, begun.built, hidden)
-            if begun.owner is not None:
-                prompts = [(int(begun.owner[row]), report) for row, report in prompts]
-        flight = StepFlight(begun.plan, prompts, draw, pooled, self._guessing)
-        self._launched = begun.plan
-        if self._untold is not None and not self.draws_itself(begun.plan):
-            self._undrawn[begun.plan.step] = self._untold
+        built = begun.built
+        outputs = self._draw_replayed(begun, hidden) if built is None else self._take_out(begun.run, built, hidden)
+        flight = self._fly(begun.plan, begun.run, begun.owner, outputs)
+        if self._pending is not None and not self.draws_itself(begun.plan):
+            self._undrawn[begun.plan.step] = self._pending
         return flight
 
-    def _draw_replayed(self, begun: Begun, hidden: Tensor) -> Callable[[Masks | None], Drawn] | None:
+    def _draw_replayed(self, begun: Begun, hidden: Tensor) -> StepOutputs:
         """hidden [K, H] of the draws; of one unused token if there are none."""
-        assert self._tenants is not None and begun.run is not None and begun.drawn_from is not None
-        draws = draws_of(begun.run, self._tenants[0])
-        return self._prepare_draw(hidden[: len(draws.slots)], draws, begun.drawn_from, None)
+        assert self._state is not None and begun.run is not None and begun.drawn_from is not None
+        draws = draws_of(begun.run, self._state.slots)
+        return StepOutputs(self._prepare_draw(hidden[: len(draws.slots)], draws, begun.drawn_from, None))
 
     @torch.inference_mode()
     def take_drawn_of(self, step: int, ids: Ints) -> None:
-        """The first of the ranks of the first stage draws; the others are told before the next step begins."""
+        """Write the tokens that the first rank of the first stage drew in `step`, before the next step begins."""
         rows = self._undrawn.pop(step, None)
         if rows is None or len(ids) != len(rows.slots):
             raise EngineError(f"{len(ids)} drawn tokens came for {0 if rows is None else len(rows.slots)} draws of step {step}")
         rows.tokens[rows.slot, rows.end] = upload(ids, rows.tokens.device)
 
     def take_drawn(self, ids: Ints) -> None:
-        """Of the latest step, where a drafter goes on behind it."""
+        """As in Runner, if a drafter follows the latest step."""
         if self._launched is not None and (len(ids) or self._launched.step in self._undrawn):
             self.take_drawn_of(self._launched.step, ids)
 

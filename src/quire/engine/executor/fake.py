@@ -5,6 +5,7 @@ row reads is whatever lies in the pages its table names. Where a slot stands it 
 What it computes is in `fake_model`. It knows no requests and no text.
 """
 
+import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -14,15 +15,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from quire.cache.capacity import MOST_SNAPSHOTS, Capacity, pages_for
+from quire.config.config import Config
+from quire.config.facts import ModelFacts
+from quire.engine.executor.base import Executor
 from quire.engine.executor.fake_model import FakeModel, Words, flavour
+from quire.engine.layouts import fit_or_warn
+from quire.engine.timeline import Stopwatch
 from quire.files.adapter import find_adapter, read_config
 from quire.types.adapter import AdapterFacts, AdapterRef
 from quire.types.cache import CacheLayout
-from quire.types.errors import AdapterError, EngineDead, EngineError
+from quire.types.errors import AdapterError, ConfigError, EngineDead, EngineError
 from quire.types.plan import Admission, Ints, StepPlan, StepResult, TopLogprobs, spans
 from quire.types.plan import Words as Masks
 from quire.types.stats import NO_COUNTS, DeviceCounts
 
+FAKE_LATENCY = "QUIRE_FAKE_LATENCY"  # environment: seconds that a step takes
+MAX_FAKE_PAGES = 1 << 17
 MOST_DRAFTS = 8
 POISON = np.uint64(0xDEADDEADDEADDEAD)
 LOST = b"lost"  # a state
@@ -399,3 +408,33 @@ class FakeExecutor:
 def _counts_before(slots: Ints) -> Ints:
     """How often each slot occurs before its place: [3, 3, 5, 3] -> [0, 1, 0, 2]."""
     return np.array([int((slots[:i] == slot).sum()) for i, slot in enumerate(slots)], np.int32)
+
+
+def start_fake(config: Config, facts: ModelFacts, layout: CacheLayout, watch: Stopwatch) -> tuple[Executor, Capacity]:
+    """Start without a model. Unless its size is given, the cache holds a full batch of the longest requests, within reason."""
+    args = config.args
+    override = args.num_gpu_blocks_override
+    if override is None and args.kv_cache_memory_bytes is None:
+        alone = pages_for(layout, config.max_model_len, config.max_batched_tokens)
+        override = max(alone, min(alone * config.max_seqs, MAX_FAKE_PAGES))
+    states = (MOST_SNAPSHOTS + 2) * config.max_seqs * config.state_bytes
+    capacity = fit_or_warn(config, layout, args.kv_cache_memory_bytes or states, override)
+    executor = FakeExecutor(
+        layout,
+        FakeModel.of(layout, vocab_size=facts.vocab_size, eos_id=next(iter(facts.eos_ids), None)),
+        pages=capacity.pages,
+        max_seqs=config.max_seqs,
+        max_model_len=capacity.max_model_len,
+        latency=_fake_latency(),
+        recurrent=bool(facts.states),
+    )
+    watch.lap("fake model")
+    return executor, capacity
+
+
+def _fake_latency() -> float:
+    text = os.environ.get(FAKE_LATENCY, "0")
+    try:
+        return max(0.0, float(text))
+    except ValueError:
+        raise ConfigError(f"{FAKE_LATENCY} must be seconds, got {text!r}") from None

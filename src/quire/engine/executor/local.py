@@ -59,7 +59,7 @@ class LocalExecutor:
             raise device_lost(error) from error
 
     def check(self) -> None:
-        self._runner.check_companions()
+        self._runner.check()
 
     def call(self, method: str, *args: Any) -> Any:
         return self.find(method)(*args)

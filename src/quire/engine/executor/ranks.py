@@ -45,11 +45,11 @@ class RanksExecutor(DividedExecutor):
     def submit(self, plan: StepPlan) -> RanksFlight:
         self.check()
         drawn, self.drawn = self.drawn, None
-        plan = self._runner.told(plan)
+        plan = self._runner.complete(plan)
         self._workers.send(wire.RunStep(drawn, plan))
         with self._in_step(plan):
             flight = self._runner.launch(plan)
-        flight.before_guessing, flight.meanwhile = self._follow, self._meanwhile
+        flight.before_following, flight.meanwhile = self._follow, self._meanwhile
         self.drawn = None if self._runner.draws_itself(plan) else flight.drawn_ids()
         return RanksFlight(flight, self)
 

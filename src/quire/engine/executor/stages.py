@@ -66,7 +66,7 @@ class StagesExecutor(DividedExecutor):
         self.check()
         for flight in [each for each in self._open if each.comes_before(plan)][-1:]:
             self.finish(flight)
-        plan = self._stage.told(plan)
+        plan = self._stage.complete(plan)
         drawn, self._drawn = self._drawn, {}
         self._workers.send(wire.BeginStep(drawn, plan))
         with self._in_step(plan):
@@ -83,7 +83,7 @@ class StagesExecutor(DividedExecutor):
                 if self._mates:
                     self._workers.send(wire.FinishStep(plan.step), self._mates)
                 flight.flight = self._stage.finish(flight.begun)
-            flight.flight.before_guessing, flight.flight.meanwhile = self._follow, self._meanwhile
+            flight.flight.before_following, flight.flight.meanwhile = self._follow, self._meanwhile
             self.note_drawn(flight)
         return wanted.flight
 

@@ -138,8 +138,7 @@ class Rank:
         from quire.dist.mesh import Position
         from quire.dist.nodes import NodesGroup
         from quire.engine.assemble import resolve_here
-        from quire.engine.layouts import whole_layout
-        from quire.engine.runners import join_companions, make_device_drafter, make_runner, start_device
+        from quire.engine.runners import join_companions, make_runner, start_device
         from quire.engine.timeline import Stopwatch
 
         args, rank = command.args, command.rank
@@ -162,12 +161,11 @@ class Rank:
             group: SharedMemoryGroup = NodesGroup(position, self._memory, self._peers, Others(), self._remote)
         else:
             group = device.group(position, self._memory, self._peers, Others())
-        drafter = make_device_drafter(config, whole_layout(config)) if config.drafts_on_device else None
         exchange = None
         if self._companions is not None:
             exchange = join_companions(config, self._companions, Others())
             exchange.on_dead = self._on_lost
-        return make_runner(config, device, position, group, drafter, exchange)
+        return make_runner(config, device, position, group, exchange)
 
     def _call(self, method: str, args: Sequence[Any]) -> Any:
         target = self._own_adapters if method.endswith("_adapter") else self._started

@@ -1,0 +1,1 @@
+"""Recurrent layers: a state of fixed size per request instead of keys and values."""

@@ -1,0 +1,1 @@
+"""Speculative decoding: draft tokens that the model verifies several at a time."""

@@ -16,9 +16,8 @@ STRIDES = ["token_stride", "group_stride", "slot_stride", "row_group_stride", "r
 @triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=["slots", "ends"])
 def _fill_rows(
     slots,  # [R] int64
-    ends,  # [R] int64; 0 = the slot's position says
+    ends,  # [R] int64
     starts,  # [R + 1] int32
-    slot_positions,  # [S] int64
     tokens,  # [S, L] int32
     tables,  # [G, S, P] int32
     ids,  # [T] int64
@@ -43,9 +42,6 @@ def _fill_rows(
     held = tl.maximum(slot, 0)
     first = tl.load(starts + row)
     count = tl.load(starts + row + 1) - first
-    if end == 0:  # whichever program of the row is first to write it, the others come to the same
-        end = tl.load(slot_positions + held) + count
-        tl.store(ends + row, end)
     source = tables + group * group_stride + held * slot_stride
     target = row_tables + group * row_group_stride + row * row_stride
     for begin in tl.range(0, count, BLOCK):
@@ -71,14 +67,13 @@ def fill_rows(
     slot: Tensor,
     end: Tensor,
     starts: Tensor,
-    position: Tensor,
     tokens: Tensor,
     tables: Tensor,
     page_size: int,
     out: RowInputs,
 ) -> None:
     _fill_rows[(len(slot), len(tables))](
-        slot, end, starts, position, tokens, tables, out.ids, out.positions, out.kv_lengths, out.tables, out.write,
+        slot, end, starts, tokens, tables, out.ids, out.positions, out.kv_lengths, out.tables, out.write,
         tokens.stride(0), tables.stride(0), tables.stride(1), out.tables.stride(0), out.tables.stride(1), out.write.stride(0),
         PAGE_SIZE=page_size, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip

@@ -22,8 +22,7 @@ class MinTokens:
     def admit(self, slot: int, admission: Admission) -> None:
         if self.wants(admission):
             self._least[slot] = admission.params.min_tokens
-            least = np.full(len(admission.stop_ids), admission.params.min_tokens, np.float32)
-            self._stops.put(slot, np.array(admission.stop_ids, np.int64), least)
+            self._stops.put(slot, np.array(admission.stop_ids, np.int64))
 
     def retire(self, slot: int) -> None:
         self._least[slot] = 0
@@ -33,15 +32,10 @@ class MinTokens:
         return bool(self._short(rows).any())
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
-        row, ids, least = self._stops.gather(rows.slots, np.flatnonzero(self._short(rows)))
-        if rows.exact:
-            logits[row, ids] = -torch.inf
-        else:
-            short = (rows.end - rows.prompt)[row] < least
-            logits[row, ids] = logits[row, ids].masked_fill_(short, -torch.inf)
+        row, ids, _ = self._stops.gather(rows.slots, np.flatnonzero(self._short(rows)))
+        logits[row, ids] = -torch.inf
         return logits
 
     def _short(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Where the host has bounds only, it may be."""
-        short: npt.NDArray[np.bool_] = (rows.outputs if rows.exact else 0) < self._least[rows.slots]
+        short: npt.NDArray[np.bool_] = rows.outputs < self._least[rows.slots]
         return short

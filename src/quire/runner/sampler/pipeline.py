@@ -47,8 +47,6 @@ class Drawn:
     widths: Sequence[int] = ()  # [n] tokens beside the chosen one
     report: Report | None = None  # of those rows
     places: Ints | None = None  # [draws] where the draws are among N; None = they are the first
-    lengths: Tensor | None = None  # [n] how many of its draws each row takes that has any; None = all, and that is one
-    guesses: Tensor | None = None  # [n, k] int32 what those rows are expected to draw next
 
     @property
     def ids(self) -> Tensor:

@@ -24,13 +24,12 @@ class Rows:
     """The draws of one step, as the host and as the device see them: most rows of the step have one, those with drafts more."""
 
     slots: Longs  # [N]
-    ends: Longs  # [N] tokens before the one to be drawn: its position; an upper bound unless `exact`
+    ends: Longs  # [N] tokens before the one to be drawn: its position
     prompts: Longs  # [N] how many of those are the prompt
     slot: Tensor  # [N] int64, on the device
     end: Tensor  # [N] int64
     prompt: Tensor  # [N] int64
     tokens: Tensor  # [S, L] int32, every slot's tokens
-    exact: bool = True
 
     @property
     def outputs(self) -> Longs:
@@ -44,7 +43,7 @@ class Rows:
         chosen = upload(index, self.slot.device)
         return Rows(
             self.slots[index], self.ends[index], self.prompts[index],
-            self.slot[chosen], self.end[chosen], self.prompt[chosen], self.tokens, self.exact,
+            self.slot[chosen], self.end[chosen], self.prompt[chosen], self.tokens,
         )  # fmt: skip
 
 

@@ -1,11 +1,13 @@
-"""A smaller model with the same tokens guesses. Its keys and values are in the same pages. Prompts it runs with the large
-one; what it has not seen when it guesses again it runs then, and goes on, a token at a time. While nobody asks it does nothing.
+"""A draft model with the target model's vocabulary. Its keys and values are in pages with the same numbers.
+
+It runs prompts with the target model. Before it drafts it runs the tokens that it has not seen, then one token at a time. While
+no drafts are wanted it runs nothing.
 
     text       [ prompt ................ | a  b  c ]
     seen       [ ........................ )              where it stands, of each slot
     passes     [ a  b  c ] -> d1      [ d1 ] -> d2      [ d2 ] -> d3
 
-Drafts that were right need not be run again: it has seen all but the last of them, and those for which there was no page yet.
+Accepted drafts are not run again, but for the last one and those that had no page yet.
 """
 
 from typing import TYPE_CHECKING
@@ -16,14 +18,13 @@ import torch
 from quire.attn.batch import PLAIN
 from quire.config.quantization import choose_quantization
 from quire.device.base import Device, Recorder, Setting
+from quire.features.speculation.device.drafter import DeviceDrafter, Passes, RanStep, rows
 from quire.load.load import load_weights
 from quire.models.decoder import Decoder
 from quire.models.registry import build_model
-from quire.runner.draft.base import DeviceDrafter, Ran
-from quire.runner.draft.filled import FilledPages
-from quire.runner.draft.passes import Passes, rows
 from quire.runner.graphs import Graphs, Undrawn, allowance, fixed_plans
 from quire.runner.kv import KVBuffers
+from quire.runner.prefixes import Prefixes
 from quire.runner.sampler.pipeline import Sampler
 from quire.runner.slots import Slots
 from quire.types.cache import CacheLayout
@@ -44,8 +45,10 @@ class DraftModel(DeviceDrafter):
         seed: int,
         keeps: frozenset[str] | None = None,
     ) -> None:
-        """`layout` of its layers, all of one group; `group` is the large model's whose tables it shares. `keeps`: weights of
-        few bits stay so, where the device has these forms (None: they become floats)."""
+        """layout: of its layers, all of one group.
+        group: the target model's, whose tables it shares.
+        keeps: quantized layouts that the device runs as they are; None: weights are dequantized.
+        """
         self.most, self._keeps = most, keeps
         self._facts, self._layout, self._group, self._load_format, self._seed = facts, layout, group, load_format, seed
         self._model: Decoder | None = None
@@ -64,7 +67,7 @@ class DraftModel(DeviceDrafter):
         prepared = device.prepare(own, Setting(facts, dtype, self._layout, self._load_format))
         own.body, self._kv_layout = prepared.body, prepared.kv_layout
         last = facts.vocab_size - 1
-        if facts.vocab_size < model.lm_head.total:  # which is padded more; what it may be told beyond, nobody says
+        if facts.vocab_size < model.lm_head.total:  # the target's embedding may be padded further
             own.embed_tokens.register_forward_pre_hook(lambda _, given: (given[0].clamp(max=last), *given[1:]))
         self._model, self._device, self._dtype = own, device, dtype
 
@@ -82,14 +85,14 @@ class DraftModel(DeviceDrafter):
             self._graphs = Graphs(self._model, self._passes.slots, self._draws, planners, recorder, vocabulary, room)
             with torch.inference_mode():
                 self._graphs.record_guesses()
-        self._seen = np.zeros(len(slots.tokens), np.int32)  # [S] of the text
-        self._further = np.zeros(len(slots.tokens), np.int32)  # [S] and of what it guessed behind it
+        self._seen = np.zeros(len(slots.tokens), np.int32)  # [S] tokens of the text
+        self._further = np.zeros(len(slots.tokens), np.int32)  # [S] and of its own drafts after it
         self._filled = FilledPages(pages, self._layout.page_size, slots.prefixes, self._group, len(slots.tokens))
 
     def take_in(self, plan: StepPlan) -> None:
         if self._kv is not None:
             self._kv.copy(plan.copy_from, plan.copy_to)
-        fresh = plan.entry_group == self._group  # what it wrote where these pages are now is lost
+        fresh = plan.entry_group == self._group  # what it wrote in a table's earlier pages is lost
         slot, first = plan.entry_slot[fresh], plan.entry_index[fresh] * self._layout.page_size
         np.minimum.at(self._further, slot, np.maximum(first - self._seen[slot], 0))
         np.minimum.at(self._seen, slot, first)
@@ -107,7 +110,7 @@ class DraftModel(DeviceDrafter):
     def idle(self) -> bool:
         return self._graphs is not None and self._graphs.record_next()
 
-    def follow(self, ran: Ran) -> None:
+    def follow(self, ran: RanStep) -> None:
         plan, slot, ahead = ran.plan, ran.plan.slot, min(ran.plan.ahead, self.most)
         right = np.minimum(np.maximum(ran.lengths - 1, 0), self._further[slot])
         self._seen[slot] += np.where(plan.drafts > 0, right, 0)
@@ -125,7 +128,7 @@ class DraftModel(DeviceDrafter):
             self._go_on(slot[wants], text[wants], plan.guesses[wants], ahead)
 
     def _catch_up(self, slot: Ints, end: Ints, chosen: Bools, wants: Bools) -> None:
-        """Runs the texts of the chosen rows up to `end`, in steps of as many tokens as there is room for."""
+        """Run the texts of the chosen rows up to `end`, at most `room` tokens at a time."""
         left = np.where(chosen, np.maximum(end - self._seen[slot], 0), 0)
         while left.any():
             now = np.minimum(left, np.maximum(self._room - (np.cumsum(left) - left), 0))
@@ -144,7 +147,7 @@ class DraftModel(DeviceDrafter):
         self._guessed.note(slot, self._passes.read(slot, text, ahead))
 
     def _run(self, plan: StepRows) -> None:
-        """What the rows draw is written behind them."""
+        """Run rows and write the tokens that they draw to their slots."""
         assert self._model is not None and self._passes is not None
         replayed = None if self._graphs is None else self._graphs.run(plan, self._draws.plain(plan.slot))
         if isinstance(replayed, Undrawn):
@@ -155,3 +158,46 @@ class DraftModel(DeviceDrafter):
             hidden = self._model(built.batch)
             if len(plan.outputs.draw):
                 self._draws.guess(self._model.logits(hidden[built.batch.logit_index], PLAIN), built.rows)
+
+
+class FilledPages:
+    """How many tokens of every page the draft model has run. While it drafts nothing it runs nothing, so a prefix hit of the
+    target model need not be one for it: it begins where its own part of the pages ends."""
+
+    def __init__(self, pages: int, page_size: int, tables: Prefixes, group: int, slots: int) -> None:
+        """tables: the host's copy of the page tables. group: the one whose tables are used."""
+        self._filled = np.zeros(pages + 1, np.int32)  # [pages, and the null page] tokens
+        self._page_size, self._tables, self._group = page_size, tables, group
+        self._noted = np.zeros(slots, np.int32)  # [S] tokens
+
+    def take_in(self, plan: StepPlan) -> None:
+        """Mark pages that are new to their slots as empty, except prefix hits and copies."""
+        start = np.zeros_like(self._noted)
+        for admission in plan.admitted:
+            start[admission.slot] = admission.start
+        own = plan.entry_group == self._group
+        fresh = own & (plan.entry_index * self._page_size >= start[plan.entry_slot])
+        self._filled[plan.entry_page[fresh]] = 0
+        np.minimum.at(self._noted, plan.entry_slot[fresh], plan.entry_index[fresh] * self._page_size)
+        self._filled[plan.copy_to] = self._filled[plan.copy_from]
+        for admission in plan.admitted:
+            self._noted[admission.slot] = self._find(admission.slot, admission.start)
+
+    def read(self, slot: int) -> int:
+        """Return how many tokens of a new request have been run."""
+        return int(self._noted[slot])
+
+    def note(self, slot: Ints, seen: Ints) -> None:
+        """Note that the first `seen` tokens of these slots are in their pages."""
+        size, tables = self._page_size, self._tables.pages[self._group]
+        for each, begin, end in zip(slot.tolist(), self._noted[slot].tolist(), seen.tolist(), strict=True):
+            if end > begin:
+                index = np.arange(begin // size, -(-end // size))
+                self._filled[tables[each, index]] = np.minimum(end - index * size, size)
+        self._noted[slot] = seen
+
+    def _find(self, slot: int, start: int) -> int:
+        size = self._page_size
+        filled = self._filled[self._tables.pages[self._group, slot, : -(-start // size)]]
+        short = np.flatnonzero(filled < size)
+        return start if not len(short) else min(start, int(short[0]) * size + int(filled[short[0]]))

@@ -1,4 +1,4 @@
-"""Medusa heads: each guesses a token further ahead, all from the state from which the last one was drawn. Nothing is kept."""
+"""Medusa heads: head i drafts the token i + 1 positions ahead, all from the state from which the last token was drawn."""
 
 import numpy as np
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from quire.attn.batch import PLAIN
 from quire.config.draft_heads import DraftHead
 from quire.device.base import Device, Recorder
+from quire.features.speculation.device.drafter import DeviceDrafter, RanStep, read_guesses
 from quire.files.reading import reading
 from quire.layers.embedding import Head
 from quire.layers.linear import Linear
@@ -15,8 +16,6 @@ from quire.layers.parameter import parameter
 from quire.load.assign import Renames
 from quire.load.load import load_weights
 from quire.models.decoder import Decoder
-from quire.runner.draft.base import DeviceDrafter, Ran
-from quire.runner.draft.passes import read_guesses
 from quire.runner.sampler.pipeline import Sampler
 from quire.runner.slots import Slots
 from quire.runner.transfer import upload
@@ -35,7 +34,7 @@ class MedusaHead(nn.Module):
 
 
 class MedusaHeads(nn.Module):
-    """Heads have a matrix for logits each, or one together, or none: then it is the model's."""
+    """Heads have an LM head each, or share one, or use the target model's."""
 
     def __init__(self, head: DraftHead, count: int) -> None:
         super().__init__()
@@ -45,7 +44,7 @@ class MedusaHeads(nn.Module):
             (r"^medusa_heads?\.", ""),
             (r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2."),
             (rf"^(\d+)\.{layers}\.weight$", r"lm_heads.\1.weight"),
-            (rf"^(blocks|lm_heads)\.(?!({'|'.join(map(str, range(count)))})\.)", None),  # heads that nobody asks
+            (rf"^(blocks|lm_heads)\.(?!({'|'.join(map(str, range(count)))})\.)", None),  # heads that are not used
         )
         vocabulary = int(hf.get("truncated_vocab_size") or facts.vocab_size)
         self.blocks = nn.ModuleList(MedusaHead(facts.hidden_size, layers, head.has(".bias")) for _ in range(count))
@@ -78,7 +77,7 @@ class Medusa(DeviceDrafter):
     def close(self) -> None:
         self._heads = self._slots = None
 
-    def follow(self, ran: Ran) -> None:
+    def follow(self, ran: RanStep) -> None:
         plan, drew, ahead = ran.plan, ran.drew, min(ran.plan.ahead, self.most)
         if not ahead or not len(drew):
             return

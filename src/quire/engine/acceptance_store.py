@@ -24,7 +24,7 @@ WAY = 1  # of measuring
 logger = logging.getLogger(__name__)
 
 
-def open_learnt(config: "Config") -> dict[str, Any]:
+def open_acceptance_store(config: "Config") -> dict[str, Any]:
     """Of `Speculation`: what is `known`, and where to `remember`. Nothing of a fake, which measures nothing."""
     if config.args.distributed_executor_backend == "fake":
         return {}

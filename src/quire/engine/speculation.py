@@ -1,0 +1,95 @@
+"""Speculation of an engine, as the configuration has it: drafters of the host, and what drafts are expected to cost.
+
+Importing this file does not import torch.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from quire.config.args import EngineArgs
+from quire.config.config import Config
+from quire.config.facts import ModelFacts
+from quire.engine.acceptance_store import open_acceptance_store
+from quire.engine.draft_by_text import TextDrafter
+from quire.engine.layouts import text_drafter_config
+from quire.engine.timeline import Stopwatch
+from quire.models.registry import complete_facts
+from quire.sched.draft.ahead import SpeculationAhead
+from quire.sched.draft.costs import A_CPU, Prior
+from quire.sched.draft.make import make_drafter
+from quire.sched.draft.speculation import Speculation
+
+if TYPE_CHECKING:
+    from quire.engine.assemble import StartedCore
+
+# measured on an H200 with an 8B model
+GPU_RIDGE = 150.0  # tokens of a step up to which its time does not grow
+GPU_WAIT = 0.25  # of a step: the host's time between steps that are not planned ahead
+GPU_LEAST_LAYER = 0.2  # of a layer of the target model: the time of the smallest draft layer
+DRAFT_LAUNCH = 0.05  # of a step: the time to launch a drafter, however small
+
+logger = logging.getLogger(__name__)
+
+
+def make_speculation(config: Config, watch: Stopwatch, start: "Callable[[Config], StartedCore]") -> Speculation | None:
+    """Return the speculation of the scheduler; None: there is none. start: starts the engine of a drafter by text."""
+    asked = config.speculation
+    weighted = config.drafts_on_device or config.text_drafter is not None
+    if asked is None or (weighted and config.args.distributed_executor_backend == "fake"):
+        return None
+    options: dict[str, Any] = {
+        "adaptive": asked.adaptive,
+        "largest_batch": asked.disable_by_batch_size,
+        "schedule": asked.num_speculative_tokens_per_batch_size,
+        "prior": expected_costs(config),
+        **open_acceptance_store(config),
+    }
+    when = 'where they pay off; set "adaptive": false in speculative_config to draft always' if asked.adaptive else "always"
+    most = asked.num_speculative_tokens
+    logger.info("speculation: method %s, at most %d draft tokens per request, %s", asked.method, most, when)
+    if weighted:
+        drafter = None if config.text_drafter is None else start_text_drafter(config, config.text_drafter, start)
+        watch.lap("draft model")
+        return SpeculationAhead(drafter, most, **options)
+    return Speculation(make_drafter(asked, config.facts.vocab_size), most, **options)
+
+
+def expected_costs(config: Config) -> Prior:
+    """Return what drafts cost before any were measured.
+
+    A draft model takes its share of the parameters of a step's time, but per layer at least what a launch takes. On a GPU rows
+    that run together cost what one does.
+    """
+    overlaps, facts, layers = config.device_facts.overlaps, config.draft_facts or config.text_drafter, len(config.facts.layers)
+    guess = reading = 0.0
+    if facts is not None:
+        reading = facts.parameters / max(1, config.facts.parameters)
+        guess = DRAFT_LAUNCH + max(reading, GPU_LEAST_LAYER * len(facts.layers) / max(1, layers) if overlaps else 0.0)
+    elif config.draft_head is not None:
+        reading = 1 / max(1, layers)
+        guess = DRAFT_LAUNCH + reading
+    wait = GPU_WAIT if config.depth else 0.0
+    each = 0.0 if overlaps else guess
+    return Prior(GPU_RIDGE if overlaps else A_CPU.ridge, wait, guess, each, min(1.0, reading))
+
+
+def start_text_drafter(config: Config, facts: ModelFacts, start: "Callable[[Config], StartedCore]") -> TextDrafter:
+    """Start a second engine, whose model has another vocabulary, and draft by its text."""
+    from quire.text.tokenizer_files import load_tokenizer, read_tokenizer
+
+    args, path, began = config.args, facts.files.path.absolute(), time.monotonic()
+    own, other = (
+        load_tokenizer(config.facts.files, tokenizer=args.tokenizer, revision=args.tokenizer_revision),
+        read_tokenizer(path),
+    )
+    started = start(text_drafter_config(config, facts, partial(complete_facts, impl=EngineArgs.model_impl)))
+    end = own.eos_token_id if own.eos_token_id in config.facts.eos_ids else next(iter(config.facts.eos_ids), None)
+    vocabularies = config.facts.vocab_size, facts.vocab_size
+    logger.info(
+        "%s drafts by text: vocabulary of %d tokens, the target model's has %d; started in %.1f s",
+        path.name, facts.vocab_size, config.facts.vocab_size, time.monotonic() - began,
+    )  # fmt: skip
+    return TextDrafter(started.core, started.max_model_len, frozenset(facts.eos_ids), (own, other), vocabularies, end)

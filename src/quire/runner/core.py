@@ -1,0 +1,251 @@
+"""The life of a runner: its model, KV cache, slots and CUDA graphs, from `load` to `close`. `step.py` runs steps on them."""
+
+import gc
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from msgspec import structs
+from torch import Tensor
+
+from quire.attn.batch import Batch
+from quire.device.base import Device, Setting
+from quire.dist.collectives import Group
+from quire.dist.mesh import ALONE, Position, share_layers
+from quire.features.base import Allocation, StepPart
+from quire.models.decoder import Decoder
+from quire.runner.buckets import MOST_TOKENS
+from quire.runner.flight import StepFlight
+from quire.runner.graph_capture import Passage
+from quire.runner.graphs import Graphs, allowance, fixed_plans
+from quire.runner.kv import KVBuffers
+from quire.runner.profile_run import largest_step
+from quire.runner.sampler.pipeline import Sampler
+from quire.runner.settings import DTYPES, RunnerSettings, describe_model
+from quire.runner.slots import Slots
+from quire.runner.warmup import LONG, apart, warm_up_parts, warm_up_products, warm_up_steps
+from quire.types.cache import CacheLayout, KVLayout
+from quire.types.errors import ConfigError, EngineError
+from quire.types.plan import StepPlan
+from quire.types.stats import DeviceCounts
+
+if TYPE_CHECKING:
+    from quire.config.facts import ModelFacts
+
+Part = TypeVar("Part", bound=StepPart)
+
+
+class SlotState(NamedTuple):
+    slots: Slots
+    kv: KVBuffers
+    sampler: Sampler
+
+
+class RunnerCore(ABC):
+    """Life: load, profile, allocate, then launch after launch; `close` gives all memory back."""
+
+    def __init__(
+        self,
+        facts: "ModelFacts",
+        settings: RunnerSettings,
+        layout: CacheLayout,
+        *,
+        device: Device,
+        parts: Sequence[StepPart] = (),
+        position: Position = ALONE,
+        group: Group | None = None,
+    ) -> None:
+        """layout: of this rank's share of the cache.
+        parts: in the order of FEATURES.
+        position: this rank's share of the model. group: the ranks that share it.
+        """
+        self._facts, self._settings, self._layout, self._device = facts, settings, layout, device
+        self._parts, self._position, self._group = tuple(parts), position, group
+        self._layers = facts.layers if group is None else share_layers(facts.layers, position)
+        self._dtype, self._cache_dtype = DTYPES[settings.dtype], DTYPES[settings.cache_dtype or settings.dtype]
+        self._vocabulary = facts.vocab_size + settings.added_tokens
+        self._recording = device.records and not settings.enforce_eager and group is None  # graphs cannot wait for ranks
+        self._parameters = 0  # of this rank, quantized ones included
+        self._kv_layout = KVLayout.PAGES
+        self._model: Decoder | None = None
+        self._state: SlotState | None = None
+        self.graphs: Graphs | None = None  # it counts captures and replays
+
+    def load(self) -> None:
+        model, weights = self._build(), self._settings.weights
+        for part in self._parts:
+            part.transform(model)
+        # loading replaces quantized matrices by their packed form, and a device may keep weights outside the model
+        self._parameters = sum(parameter.numel() for parameter in model.parameters())
+        weights.load(model, self._facts, self._device, self._dtype, self._cache_dtype)
+        for part in self._parts:
+            part.load(model, self._reserved_bytes)
+        facts, tapped = replace(self._facts, layers=tuple(self._layers)), any(part.reads_layers for part in self._parts)
+        prepared = self._device.prepare(model, Setting(facts, self._dtype, self._layout, weights.load_format, tapped))
+        model.body, self._kv_layout = prepared.body, prepared.kv_layout
+        self._model = model
+
+    def _build(self) -> Decoder:
+        """Return this rank's share of the model, without weights."""
+        return self._settings.weights.build(self._facts, self._device, self._position, self._group)
+
+    def part(self, kind: type[Part]) -> Part:
+        """Return the part of a feature that is on."""
+        found = next((part for part in self._parts if isinstance(part, kind)), None)
+        if found is None:
+            raise EngineError(f"the engine was started without {kind.name}")
+        return found
+
+    def call_part(self, name: str, method: str, *args: Any) -> Any:
+        """Call a method of the part of this name, on every rank if the executor calls this."""
+        part = next((part for part in self._parts if part.name == name), None)
+        if part is None:
+            raise EngineError(f"the engine was started without {name}")
+        return getattr(part, method)(*args)
+
+    @abstractmethod
+    def launch(self, plan: StepPlan) -> StepFlight:
+        """Run a step."""
+
+    def warm_up(self) -> None:
+        """Run typical steps, so that no request waits for a kernel to compile, on devices that compile kernels."""
+        if not self._device.compiles:
+            return
+        self.allocate(0, self._facts.max_position)
+        assert self._state is not None
+        (slots, _, sampler), model, longest = self._state, self._loaded(), min(LONG, self._facts.max_position)
+        max_seqs, max_tokens = self._settings.max_seqs, self._settings.max_batched_tokens
+        with apart(model, self._group):
+            warm_up_parts(model, slots, sampler, self._vocabulary, longest, self._enter)
+        for plan in warm_up_steps(max_seqs, max_tokens, longest):
+            flight = self.launch(structs.replace(plan, guesses=np.full(len(plan.slot), slots.drafts, np.int32)))
+            if flight.follows:
+                flight.result()
+        hidden = torch.zeros(max_tokens, self._facts.hidden_size, dtype=self._dtype, device=slots.device)
+        with apart(model, self._group):
+            warm_up_products(model, hidden, MOST_TOKENS, self.finishes)
+            for part in self._parts:
+                part.warm_up(max_tokens)
+        del hidden
+        self._device.synchronize()
+        self._free_slots()
+
+    def _free_slots(self) -> None:
+        self._state = self.graphs = None
+
+    def _enter(self, batch: Batch) -> Tensor:
+        """Return the input of the first layer [T, H]."""
+        return self._loaded().embed(batch)
+
+    @property
+    def finishes(self) -> bool:
+        """Whether this rank has the LM head and draws."""
+        return True
+
+    def profile(self, gpu_memory_utilization: float, kv_cache_memory_bytes: int | None) -> int:
+        """Return the bytes for the KV cache: as given, or what a run of the largest step leaves."""
+        if kv_cache_memory_bytes is None:
+            return self._device.budget(gpu_memory_utilization, self._profile_run, self._reserved_bytes())
+        if kv_cache_memory_bytes <= 0:
+            raise ConfigError(f"kv_cache_memory_bytes must be positive, got {kv_cache_memory_bytes}")
+        return kv_cache_memory_bytes
+
+    def _profile_run(self) -> None:
+        """Run the largest step, on a cache of the null page alone."""
+        settings = self._settings
+        plan = largest_step(settings.max_seqs, settings.max_batched_tokens, self._facts.max_position, settings.num_draft_tokens)
+        self.allocate(0, int(plan.end.max()))
+        self.launch(plan).result()
+        self._free_slots()
+
+    def _reserved_bytes(self) -> int:
+        """Return the bytes of device memory that parts and CUDA graphs will take."""
+        rows = self._settings.max_seqs * (1 + self._settings.num_draft_tokens)
+        graphs = allowance(rows, self._vocabulary, self._parts) if self._recording else 0
+        return graphs + sum(part.reserved_bytes(self._settings.max_seqs, self._recording) for part in self._parts)
+
+    def allocate(self, pages: int, max_model_len: int, snapshots: int = 0) -> None:
+        """Allocate `pages` usable pages (the null page comes on top), and slots for contexts of max_model_len.
+
+        pages: 0: a profile or warm-up run, whose results do not matter.
+        snapshots: entries for saved recurrent states.
+        """
+        model, settings, device = self._loaded(), self._settings, self._device.torch_device
+        kv = KVBuffers(self._layout, self._layers, pages, self._cache_dtype, self._device.allocate, self._kv_layout)
+        for layer, view, group in kv.views():
+            model.attentions[layer].bind(view, group, dtype=self._dtype)
+        groups, page_size, drafts = max(1, len(self._layout.groups)), self._layout.page_size, settings.num_draft_tokens
+        slots = Slots(settings.max_seqs, max_model_len, groups, page_size, device, drafts, self._device.updates())
+        sampler = Sampler(
+            settings.max_seqs, self._vocabulary, device, settings.logprobs_mode, drafts, own=self._facts.vocab_size
+        )
+        self._state = SlotState(slots, kv, sampler)
+        recorder = self._device.recorder if self._recording else None
+        for part in self._parts:
+            part.allocate(Allocation(pages, snapshots, slots, sampler, recorder))
+        planners = fixed_plans(model, len(self._layout.groups)) if self._recording else None
+        self.graphs = None
+        if planners is not None:
+            self.graphs = Graphs(
+                model, slots, sampler, planners, self._device.recorder(), self._vocabulary, settings.max_batched_tokens, drafts,
+                self._parts, self._passage(),
+            )  # fmt: skip
+            if pages and drafts:
+                with torch.inference_mode():
+                    self.graphs.record_drafts()
+
+    def _passage(self) -> Passage | None:
+        """Return where recorded steps of a pipeline stage read and write hidden states."""
+        return None
+
+    def _loaded(self) -> Decoder:
+        if self._model is None:
+            raise EngineError("the runner has no model: load() has not been called, or close() has")
+        return self._model
+
+    def synchronize(self) -> None:
+        """Wait until every launched step has run."""
+        self._device.synchronize()
+
+    def close(self) -> None:
+        """Give back all memory on the device. The other ranks must have ended."""
+        for part in self._parts:
+            part.close()
+        if self._group is not None:
+            self._group.close()
+        self._free_slots()
+        self._model = self._group = None
+        self._parts = ()
+        gc.collect()
+        self._device.close()
+
+    @property
+    def counts(self) -> DeviceCounts:
+        graphs, counts = self.graphs, self._device.counts()
+        captures, replays, eager = (graphs.captures, graphs.replays, graphs.eager) if graphs is not None else (0, 0, 0)
+        return DeviceCounts(counts.compilations, counts.loads, captures, replays, eager)
+
+    def describe_rank(self) -> dict[str, int]:
+        """Return what this process has of the model."""
+        own = {"rank": self._position.rank, "ranks": self._position.size, "pid": os.getpid()}
+        own |= {"threads": torch.get_num_threads(), "parameters": self._parameters, **describe_model(self._loaded())}
+        for part in self._parts:
+            own |= part.describe()
+        return own
+
+    def check(self) -> None:
+        """Raise EngineDead if other engines that this one needs are lost."""
+        for part in self._parts:
+            part.check()
+
+    def check_health(self) -> None:  # noqa: B027
+        """Answer: the process is alive."""
+
+    @torch.inference_mode()
+    def idle(self) -> bool:
+        """Use a moment without requests: record one CUDA graph. Return False if there is nothing left to prepare."""
+        return (self.graphs is not None and self.graphs.record_next()) or any(part.idle() for part in self._parts)

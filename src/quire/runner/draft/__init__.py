@@ -1,1 +1,0 @@
-"""Speculation: whoever guesses the next tokens (`base`), and what becomes of the guesses (`verify`)."""
