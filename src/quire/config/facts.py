@@ -48,8 +48,6 @@ _NOT_SERVED = {
 }  # fmt: skip
 _REFUSED = {"prophetnet": "their decoder attends to several streams of predicted tokens at once"}
 CHUNKED = ("llama4_text", "llama4")  # whose chunks of attention are served
-# layers, of windowed ones
-_FIRST_ARE_FULL = ("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3", "mimo", "dots1")
 # nothing comes near these; larger numbers would only be noticed when memory is gone
 _MOST = {"layers": MOST_LAYERS, "heads": 1 << 16, "kv_heads": 1 << 16, "head_dim": 1 << 16, "hidden_size": 1 << 24,
          "vocab_size": 1 << 28, "max_position": 1 << 30}  # fmt: skip
@@ -337,7 +335,7 @@ class _Reader:
             return [None] * count
         if pattern := self.size("sliding_window_pattern", default=0):  # every pattern-th layer is full
             return [None if (index + 1) % pattern == 0 else window for index in range(count)]
-        if config.get("model_type") in _FIRST_ARE_FULL:
+        if (card := card_of(config)) is not None and card.first_layers_full:
             first = self.size("max_window_layers", default=count, least=0)
             return [None if index < first else window for index in range(count)]
         return [window] * count

@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.config.families import find_gguf
 from quire.config.families.card import FIELDS
-from quire.config.gguf_values import check_types, neat, number, one_value
+from quire.config.gguf_values import check_types, has_tensor, neat, number, one_value
 from quire.config.plausible import too_many
 from quire.files.gguf import GGUFHeader, GGUFTensor
 from quire.files.reading import shown
@@ -64,6 +64,7 @@ def translate(headers: list[GGUFHeader]) -> dict[str, Any]:
     if "rope" not in config.pop("without", ()):
         factors = {name: _floats(shard, name) for shard in headers for name in shard.tensors if name.startswith("rope_f")}
         config["rope_parameters"] = _rope(header, factors, config)
+    config |= {name: has_tensor(header, tensor) for name, tensor in architecture.flags.items()}
     if architecture.finish is not None:
         architecture.finish(header, config)
     return config

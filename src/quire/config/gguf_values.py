@@ -12,6 +12,7 @@ from quire.types.errors import ModelError
 
 SOME_ATTEND = {key: name for key, name in FIELDS.items() if key != "attention.head_count_kv"}
 SSM_SIZES = {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state"}
+MAMBA_BIASES = {"mamba_conv_bias": "ssm_conv1d.bias", "mamba_proj_bias": "ssm_in.bias"}  # GGUF.flags
 SSM_REQUIRED = (*REQUIRED, "ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank")
 # keys whose values must have the right type, also in files of an architecture that does not read them
 _NUMBERS = (

@@ -1,4 +1,4 @@
-"""Mistral's params.json in the words of Hugging Face's config.json."""
+"""Translate Mistral's params.json to the fields of Hugging Face's config.json."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +30,7 @@ def translate_params(params: Mapping[str, Any]) -> dict[str, Any]:
             )
     missing = [name for name in _NEEDED if not isinstance(params.get(name), int)]
     if missing:
-        raise ModelError(f"{PARAMS} must have the number {missing[0]}")
+        raise ModelError(f"{PARAMS} must have the integer {missing[0]}")
     config: dict[str, Any] = {ours: params[name] for name, ours in _NAMES.items() if params.get(name) is not None}
     config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_act": "silu", "bos_token_id": 1}
     config |= {"eos_token_id": 2, "torch_dtype": "bfloat16"}

@@ -1,6 +1,6 @@
-"""Mistral's consolidated*.safetensors under Hugging Face's names.
+"""Read Mistral's consolidated*.safetensors under Hugging Face's names.
 
-Rows of queries and keys are stored with the two halves of a rotary pair next to each other; Hugging Face has them apart.
+Their q and k rows have the two components of a rotary pair next to each other, unlike Hugging Face's.
 """
 
 import re
@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
+from quire.load.gguf_names import split_pairs
 from quire.load.safetensors import SafetensorsSource
 from quire.load.source import TensorSlice, cut
 from quire.ops.blocks import QuantizedMatrix
@@ -59,7 +59,7 @@ class MistralSource:
         for part in slices:
             if heads := self._heads_of(part.name):
                 [(_, tensor)] = self._source.read([TensorSlice(self._stored[part.name])])
-                yield part, cut(_apart(part.name, tensor, heads), part.ranges)
+                yield part, cut(_split_pairs(part.name, tensor, heads), part.ranges)
 
     def find_rows(self, name: str) -> QuantizedMatrix | None:
         return None if self._heads_of(name) else self._source.find_rows(self._stored[name])
@@ -69,9 +69,8 @@ class MistralSource:
         return next((heads for end, heads in self._heads.items() if name.endswith(end)), 0)
 
 
-def _apart(name: str, tensor: Tensor, heads: int) -> Tensor:
-    """tensor [heads * head_dim, inputs]"""
+def _split_pairs(name: str, tensor: Tensor, heads: int) -> Tensor:
+    """Return the rows of tensor [heads * head_dim, inputs] in Hugging Face's rotary order."""
     if tensor.ndim != 2 or tensor.shape[0] % (2 * heads):
         raise ModelError(f"tensor {name!r} must have rows for {heads} heads of even size; got {list(tensor.shape)}")
-    pairs = tensor.view(heads, tensor.shape[0] // heads // 2, 2, tensor.shape[1])
-    return torch.transpose(pairs, 1, 2).reshape(tensor.shape)
+    return split_pairs(tensor, heads)

@@ -1,24 +1,28 @@
-"""Can a transformers model be run on flat tokens over our cache? Every doubt is a reason to refuse it.
+"""Find out whether a transformers model can be run on flat tokens over our KV cache; in doubt it is refused.
 
-Before weights are read the model is traced on the meta device: each layer must call the attention function exactly once, in
-a way our attention can follow, and as the cache was planned. When they are read, a probe makes sure that tokens meet
-nowhere but in attention, that positions are taken from `position_ids`, and that they are what the model itself counts.
+Before weights are read, the model is traced on the meta device: each layer must call the attention function exactly once, in
+a way that our attention supports. The trace plans the cache. After weights are read, a probe checks that tokens mix only in
+attention, and that positions are taken from `position_ids` and equal those that the model counts itself.
 """
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from quire.attn.backend import AttentionSpec
 from quire.files.reading import told
-from quire.models.fallback_interface import Mask, Recomputable, install
+from quire.models.fallback_interface import WATCHED, Mask, Recomputable, build, find_class, install
 from quire.types.cache import LayerCache
 from quire.types.errors import ModelError
 
+if TYPE_CHECKING:
+    from quire.config.facts import ModelFacts
+
+DIGITS, RADIX = 4, 128  # of token ids, where the cache holds nothing else
 # what modules pass along that changes nothing of the mathematics
 NEUTRAL = frozenset({"cache_position", "dropout", "logits_to_keep", "position_ids", "return_dict", "use_cache"})
 FOLLOWED = frozenset({"attention_mask", "is_causal", "s_aux", "scaling", "sliding_window", "softcap"})
@@ -119,6 +123,18 @@ def trace(model: Any, layers: Sequence[LayerCache] | None = None) -> tuple[list[
     if layers is not None and len(layers) != len(calls):
         raise ModelError(f"it attends {len(calls)} times, but the cache is planned for {len(layers)}")
     return calls, hidden[0]
+
+
+def plan_cache(facts: "ModelFacts") -> "ModelFacts":
+    """Return `facts` with the attention layers of the model, or with one layer of token ids where it is recomputed."""
+    config, kind = find_class(facts)
+    bare = replace(facts, unplanned="", kinds=(), states=())
+    try:
+        model = build(kind, config, WATCHED, torch.bfloat16, torch.device("meta"), seed=0)
+        calls, _ = trace(model)
+    except Recomputable as error:
+        return replace(bare, layers=(LayerCache(1, DIGITS),), recomputed=str(error))
+    return replace(bare, layers=tuple(call.cache for call in calls))
 
 
 def _check_class(model: Any) -> None:

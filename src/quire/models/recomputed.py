@@ -1,8 +1,8 @@
-"""Models of transformers whose layers do not fit our cache, served without keys and values: right, and slower.
+"""Models of transformers whose layers do not fit our KV cache: correct, and slow.
 
-The cache holds the tokens themselves. Every step runs the whole of each of its sequences through the model, as transformers
-does without a cache, and keeps what belongs to the step's tokens. So a sequence's tokens do not depend on chunks, prefix hits
-or preemption; but a token costs as much as a prompt of all that came before it.
+The cache holds token ids. Every step runs all tokens of each of its sequences through the model and keeps the hidden states of
+the step's tokens. So tokens do not depend on chunks, prefix hits or preemption; but a decode step costs as much as prefilling
+the whole sequence.
 """
 
 import logging
@@ -16,8 +16,8 @@ from quire.attn.batch import PLAIN, Batch
 from quire.layers.attention import Attention, keep
 from quire.load.source import Source
 from quire.models.fallback import Fallback
+from quire.models.fallback_checks import DIGITS, RADIX
 from quire.models.fallback_interface import find_class
-from quire.models.fallback_plan import DIGITS, RADIX
 from quire.ops.kv import kv_write
 from quire.types.errors import ModelError
 
@@ -29,7 +29,7 @@ TOLERANCE = 0.02  # relative; a token that sees what follows changes far more th
 
 
 class TokenPages(Attention):
-    """In the place of keys: a token's id, as digits that are whole numbers in every type of floats."""
+    """A cache of token ids, as digits that every floating-point type represents exactly."""
 
     def __init__(self) -> None:
         super().__init__(AttentionSpec(1, 1, DIGITS, 1.0))
@@ -43,7 +43,7 @@ class TokenPages(Attention):
         kv_write(self.bound(), digits, digits, batch.groups[self.group].write)
 
     def read(self, batch: Batch, row: int, length: int) -> Tensor:
-        """The first `length` tokens of a row's sequence [length] int64."""
+        """Return the first `length` token ids of a row's sequence [length] int64."""
         kv, table = self.bound(), batch.groups[self.group].tables
         pages = table[row, : -(-length // kv.shape[3])].long()
         digits = kv[pages, 0, 0].flatten(0, 1)[:length].long()
@@ -86,7 +86,7 @@ class Recomputed(Fallback):
         return out[0]
 
     def _check(self, device: torch.device) -> None:
-        """What comes later must not change what was said."""
+        """Raise ModelError if later tokens change the hidden states of earlier ones."""
         size = self.facts.vocab_size
         first, second = (torch.tensor(ids, device=device) % size for ids in ((3, 5, 7, 9, 11), (3, 5, 7, 10, 4)))
         try:
@@ -104,7 +104,7 @@ class Recomputed(Fallback):
                 f"states for 5 tokens of a vocabulary of {size}"
             )
         if not one.isfinite().all():
-            return  # such weights say nothing about the model
+            return  # random or broken weights: the check would compare NaN
         for others in (other[:3], alone):
             if (one[:3] - others).norm() > TOLERANCE * one[:3].norm():
                 raise ModelError(

@@ -30,14 +30,16 @@ def find_family(facts: "ModelFacts") -> Card | None:
 
 
 def complete_facts(facts: "ModelFacts", impl: str) -> "ModelFacts":
-    """Of a model that transformers runs: what its cache must hold, as the model itself says. Whoever cannot be run is left as
-    is: `build_model` says why."""
+    """Return facts with the cache layers of a model that transformers runs, found by tracing the model.
+
+    The facts of a model that cannot be run stay as they are: `build_model` raises the reason.
+    """
     ours = find_family(facts) is not None and impl != "transformers"
     if not ours and impl != "quire" and facts.architecture not in COMPOSITES:
         facts = replace(facts, by_transformers=True)
         try:
             _check_known(facts)
-            return importlib.import_module("quire.models.fallback_plan").plan(facts)  # type: ignore[no-any-return]
+            return importlib.import_module("quire.models.fallback_checks").plan_cache(facts)  # type: ignore[no-any-return]
         except (ModuleNotFoundError, ModelError):
             return replace(facts, layers=(NO_CACHE,), unplanned="") if facts.unplanned else facts
     if facts.unplanned:
@@ -46,7 +48,7 @@ def complete_facts(facts: "ModelFacts", impl: str) -> "ModelFacts":
 
 
 def build_model(facts: "ModelFacts", impl: str = "auto") -> "Decoder":
-    """The model without its weights: every parameter is on the meta device until `load_weights` fills it.
+    """Return the model without its weights: every parameter is on the meta device until `load_weights` fills it.
 
     impl: "auto" = our own family, else the fallback; "quire" = only our own; "transformers" = only the fallback.
     """

@@ -28,6 +28,7 @@ FIELDS = {
 REQUIRED = ("block_count", "context_length", "embedding_length", "attention.head_count")
 ROPE = {"rope_theta": 1e4}
 SILU = {"hidden_act": "silu"}
+BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}  # GGUF.flags
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class GGUF:
     fields: Mapping[str, str] = field(default_factory=lambda: FIELDS)  # metadata key -> config field
     finish: Callable[[GGUFHeader, dict[str, Any]], None] | None = None  # completes the config
     required: tuple[str, ...] = REQUIRED  # metadata keys that must be positive integers
+    flags: Mapping[str, str] = field(default_factory=dict)  # config field -> tensor; true if a layer has the tensor
     when: Callable[[GGUFHeader], bool] | None = None  # which files of this architecture are meant; None: all others
     layers: str = "model.layers"  # path of the layers in Hugging Face names
     # Hugging Face module names, where the `gguf` package knows several for a tensor and the usual one is not meant
@@ -61,6 +63,7 @@ class Card:
     types: Mapping[str, Config]  # model_type -> fields that its config.json may leave out
     names: Mapping[str, str] = field(default_factory=dict)  # own field name -> common field name
     derive: Callable[[Config], Config] | None = None  # common fields that follow from others
+    first_layers_full: bool = False  # of layers with a sliding window, the first `max_window_layers` have none
     layers: Callable[[Config], Layers] | None = None  # which layers are recurrent, and their state
     weights: Renames = ()  # (pattern, replacement) applied to checkpoint names before the model's own
     gguf: tuple[GGUF, ...] = ()

@@ -9,6 +9,7 @@ from quire.types.errors import ModelError
 
 _GPT2, _GPTJ, _FALCON = "GPT-2, GPT-BigCode (StarCoder)", "CodeGen, GPT-J", "Falcon"
 _LAYER_NORM = FIELDS | {"attention.layer_norm_epsilon": "layer_norm_eps"}
+_COHERE_FLAGS = {"use_qk_norm": "attn_q_norm.weight", "attention_bias": "attn_q.bias"}
 _TIED = {"tie_word_embeddings": True}
 _HALF_ROPE = {**ROPE, "partial_rotary_factor": 0.5}
 _FALCON_FIELDS = FIELDS | {"attention.layer_norm_epsilon": "layer_norm_epsilon", "feed_forward_length": "ffn_hidden_size"}
@@ -20,12 +21,6 @@ _FALCON_NAMES = ("word_embeddings", "ln_f", "self_attention.query_key_value", "s
 
 def _finish_cohere(header: GGUFHeader, config: dict[str, Any]) -> None:
     config["logit_scale"] = number(header, "logit_scale", 1.0)
-    config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in header.tensors
-    config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
-
-
-def _finish_starcoder2(header: GGUFHeader, config: dict[str, Any]) -> None:
-    config["use_bias"] = "blk.0.attn_q.bias" in header.tensors
 
 
 def _has_two_norms(header: GGUFHeader) -> bool:
@@ -90,7 +85,7 @@ CARDS = (
         gguf=(
             GGUF(
                 "starcoder2", {"hidden_act": "gelu_pytorch_tanh"}, FIELDS | {"attention.layer_norm_epsilon": "norm_epsilon"},
-                _finish_starcoder2, names=("mlp.c_fc", "mlp.c_proj"),
+                flags={"use_bias": "attn_q.bias"}, names=("mlp.c_fc", "mlp.c_proj"),
             ),
         ),
     ),
@@ -132,11 +127,11 @@ CARDS = (
     Card("Nemotron", "dense", "nemotron:Nemotron", ("NemotronForCausalLM",), {"nemotron": _HALF_ROPE}),
     Card(
         "Command R (Cohere 1 and 2)", "dense", "cohere:Cohere", ("CohereForCausalLM",), {"cohere": {"rope_theta": 5e5}},
-        gguf=(GGUF("command-r", SILU, _LAYER_NORM, _finish_cohere),),
+        gguf=(GGUF("command-r", SILU, _LAYER_NORM, _finish_cohere, flags=_COHERE_FLAGS),),
     ),
     Card(
         "Command R (Cohere 1 and 2)", "dense", "cohere:Cohere2", ("Cohere2ForCausalLM",),
         {"cohere2": {**ROPE, "sliding_window": 4096, "sliding_window_pattern": 4}},
-        gguf=(GGUF("cohere2", {**SILU, "sliding_window_pattern": 4}, _LAYER_NORM, _finish_cohere),),
+        gguf=(GGUF("cohere2", {**SILU, "sliding_window_pattern": 4}, _LAYER_NORM, _finish_cohere, flags=_COHERE_FLAGS),),
     ),
 )  # fmt: skip

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from quire.config.families.card import GGUF, ROPE, SILU, Card, Config
+from quire.config.families.card import BIASES, GGUF, ROPE, SILU, Card, Config
 from quire.config.gguf_values import (
+    MAMBA_BIASES,
     SOME_ATTEND,
     SSM_REQUIRED,
     SSM_SIZES,
@@ -30,8 +31,6 @@ def _finish_granite(header: GGUFHeader, config: dict[str, Any]) -> None:
     config["residual_multiplier"] = number(header, "residual_scale", 1.0) or 1.0
     config["logits_scaling"] = number(header, "logit_scale", 1.0) or 1.0
     config["attention_multiplier"] = number(header, "attention.scale", 0.0) or config["head_dim"] ** -0.5
-    config["attention_bias"] = has_tensor(header, "attn_q.bias")
-    config["mlp_bias"] = has_tensor(header, "ffn_up.bias")
 
 
 def _finish_moe(header: GGUFHeader, config: dict[str, Any]) -> None:
@@ -53,8 +52,6 @@ def _finish_hybrid(header: GGUFHeader, config: dict[str, Any]) -> None:
     experts = config["num_local_experts"] = experts_of(header) if has_tensor(header, "ffn_gate_inp.weight") else 0
     shared = "expert_shared_feed_forward_length" if experts else "feed_forward_length"
     config["shared_intermediate_size"] = header.get(shared)
-    config["mamba_conv_bias"] = has_tensor(header, "ssm_conv1d.bias")
-    config["mamba_proj_bias"] = has_tensor(header, "ssm_in.bias")
 
 
 def granite_multipliers(config: Config) -> Config:
@@ -81,13 +78,13 @@ CARDS = (
     Card(
         "Granite 3", "dense", "granite:Granite", ("GraniteForCausalLM",), {"granite": ROPE},
         gguf=(
-            GGUF("granite", SILU, finish=_finish_granite, rotary_pairs=True),
-            GGUF("minicpm", SILU, finish=_finish_granite, rotary_pairs=True),
+            GGUF("granite", SILU, finish=_finish_granite, flags=BIASES, rotary_pairs=True),
+            GGUF("minicpm", SILU, finish=_finish_granite, flags=BIASES, rotary_pairs=True),
         ),
     ),
     Card(
         "Granite 3", "MoE", "granite:GraniteMoE", ("GraniteMoeForCausalLM",), {"granitemoe": ROPE},
-        gguf=(GGUF("granitemoe", SILU, finish=_finish_moe, rotary_pairs=True, names=_SHARED),),
+        gguf=(GGUF("granitemoe", SILU, finish=_finish_moe, flags=BIASES, rotary_pairs=True, names=_SHARED),),
     ),
     Card("Granite 3", "MoE", "granite:GraniteMoE", ("GraniteMoeSharedForCausalLM",), {"granitemoeshared": ROPE}),
     Card(
@@ -95,8 +92,8 @@ CARDS = (
         {"granitemoehybrid": {**ROPE, "mamba_d_state": 256}}, layers=_hybrid_layers,
         gguf=(
             GGUF(
-                "granitehybrid", SILU, SOME_ATTEND | SSM_SIZES, _finish_hybrid, SSM_REQUIRED, names=_SHARED,
-                exact={"ssm_dt.bias": "mamba.dt_bias"}, rotary_pairs=True,
+                "granitehybrid", SILU, SOME_ATTEND | SSM_SIZES, _finish_hybrid, SSM_REQUIRED, BIASES | MAMBA_BIASES,
+                names=_SHARED, exact={"ssm_dt.bias": "mamba.dt_bias"}, rotary_pairs=True,
             ),
         ),
     ),

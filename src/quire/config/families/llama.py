@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from quire.config.families.card import GGUF, ROPE, SILU, Card, Config
+from quire.config.families.card import BIASES, GGUF, ROPE, SILU, Card, Config
 from quire.config.gguf_values import experts_of
 from quire.config.uneven_layers import block_half
 from quire.files.gguf import GGUFHeader
@@ -12,6 +12,7 @@ from quire.types.errors import ModelError
 _LLAMA = "llama:Llama"
 _MISTRAL = "Mistral, Ministral"
 _INTERNLM = "InternLM 1 to 3"
+_SEED_BIASES = {"attention_bias": "attn_q.bias", "attention_out_bias": "attn_output.bias"}
 _NO_BIAS = {"attention_bias": False, "mlp_bias": False}
 _WINDOWS = {**ROPE, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _YARN_MINISTRAL = {
@@ -25,19 +26,9 @@ _LLAMA4 = {"rope_theta": 5e5, "head_dim": 128, "rms_norm_eps": 1e-5, "attention_
            "num_attention_heads": 40, "num_key_value_heads": 8}  # fmt: skip
 
 
-def _finish_llama(header: GGUFHeader, config: dict[str, Any]) -> None:
-    config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
-    config["mlp_bias"] = "blk.0.ffn_up.bias" in header.tensors
-
-
 def _finish_mixtral(header: GGUFHeader, config: dict[str, Any]) -> None:
     config["num_experts"] = config["num_local_experts"] = experts_of(header)
     config["intermediate_size"] = config.pop("moe_intermediate_size", config.get("intermediate_size"))
-
-
-def _finish_seed(header: GGUFHeader, config: dict[str, Any]) -> None:
-    config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
-    config["attention_out_bias"] = "blk.0.attn_output.bias" in header.tensors
 
 
 def _cwm(config: Config) -> Config:
@@ -98,8 +89,8 @@ CARDS = (
         sizes={"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
                "num_attention_heads": 32, "max_position_embeddings": 2048},
         gguf=(
-            GGUF("llama", SILU, finish=_finish_llama, rotary_pairs=True),
-            GGUF("internlm2", SILU, finish=_finish_llama, rotary_pairs=True),
+            GGUF("llama", SILU, flags=BIASES, rotary_pairs=True),
+            GGUF("internlm2", SILU, flags=BIASES, rotary_pairs=True),
         ),
     ),
     Card(
@@ -132,7 +123,7 @@ CARDS = (
     Card("Aquila", "dense", _LLAMA, ("AquilaForCausalLM", "AquilaModel"), {"aquila": ROPE}),
     Card(
         "Arcee", "dense", "llama:Arcee", ("ArceeForCausalLM",), {"arcee": {**ROPE, "rms_norm_eps": 1e-5}},
-        gguf=(GGUF("arcee", {"hidden_act": "relu2"}, finish=_finish_llama, rotary_pairs=True),),
+        gguf=(GGUF("arcee", {"hidden_act": "relu2"}, flags=BIASES, rotary_pairs=True),),
     ),
     Card("Apertus", "dense", "apertus:Apertus", ("ApertusForCausalLM",),
          {"apertus": {"rope_theta": 1.2e7, "rms_norm_eps": 1e-5, "hidden_act": "xielu"}}),
@@ -153,7 +144,7 @@ CARDS = (
     Card("IQuest Coder", "dense", _LLAMA, ("IQuestCoderForCausalLM",), {"iquestcoder": ROPE}),
     Card("Jais 2", "dense", "llama:Jais2", ("Jais2ForCausalLM",),
          {"jais2": {**ROPE, "attention_bias": True, "mlp_bias": True, "hidden_act": "relu2"}}),
-    Card("MiMo", "dense", "llama:MiMo", ("MiMoForCausalLM",), {"mimo": _WINDOWS}),
+    Card("MiMo", "dense", "llama:MiMo", ("MiMoForCausalLM",), {"mimo": _WINDOWS}, first_layers_full=True),
     Card("openPangu", "dense", "other_names:InternLM", ("PanguEmbeddedForCausalLM",), {"PanguEmbedded": ROPE}),
     Card("Orion", "dense", "other_names:Orion", ("OrionForCausalLM",), {"orion": ROPE}),
     Card(
@@ -162,7 +153,7 @@ CARDS = (
     ),
     Card(
         "Seed-OSS", "dense", "llama:SeedOss", ("SeedOssForCausalLM",), {"seed_oss": {**ROPE, "head_dim": 128}},
-        gguf=(GGUF("seed_oss", SILU, finish=_finish_seed),),
+        gguf=(GGUF("seed_oss", SILU, flags=_SEED_BIASES),),
     ),
     Card(
         "SmolLM3", "dense", "llama:SmolLM3", ("SmolLM3ForCausalLM",),

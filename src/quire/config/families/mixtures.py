@@ -15,6 +15,7 @@ _NO_SHARED = {"first_k_dense_replace": 0, "n_shared_experts": None}
 _GPT_OSS = {"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
                  "original_max_position_embeddings": 4096}  # fmt: skip
+QK_NORM_FLAGS = {"use_qk_norm": "attn_q_norm.weight", "attention_bias": "attn_q.bias"}
 SPARSE_FIELDS = FIELDS | {
     "leading_dense_block_count": "first_k_dense_replace",
     "expert_count": "n_routed_experts",
@@ -30,10 +31,7 @@ def _finish_experts(header: GGUFHeader, config: dict[str, Any]) -> None:
     config["num_experts"] = config["num_local_experts"] = experts_of(header)
 
 
-def finish_corrected(header: GGUFHeader, config: dict[str, Any]) -> None:
-    """Complete GLM 4.5 and dots.llm1, whose routers have a correction bias."""
-    config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in header.tensors
-    config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+def finish_normalized(header: GGUFHeader, config: dict[str, Any]) -> None:
     config["norm_topk_prob"] = bool(header.get("expert_weights_norm", True))
 
 
@@ -116,7 +114,7 @@ CARDS = (
     Card(
         "dots.llm1", "MoE", "mixtures:Dots1", ("Dots1ForCausalLM",),
         {"dots1": {**ROPE, **_NO_SHARED, "sliding_window": 4096, "max_window_layers": 62, "norm_topk_prob": False}},
-        gguf=(GGUF("dots1", SILU, SPARSE_FIELDS, finish_corrected),),
+        first_layers_full=True, gguf=(GGUF("dots1", SILU, SPARSE_FIELDS, finish_normalized, flags=QK_NORM_FLAGS),),
     ),
     Card("Ernie 4.5", "dense", "llama:Ernie45", ("Ernie4_5ForCausalLM",),
          {"ernie4_5": {"rope_theta": 5e5, "head_dim": 128, "rms_norm_eps": 1e-5}},

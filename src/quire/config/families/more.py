@@ -2,14 +2,15 @@
 
 from typing import Any
 
-from quire.config.families.card import GGUF, ROPE, SILU, Card, Config
-from quire.config.families.mixtures import SPARSE_FIELDS, finish_corrected
+from quire.config.families.card import BIASES, GGUF, ROPE, SILU, Card, Config
+from quire.config.families.mixtures import QK_NORM_FLAGS, SPARSE_FIELDS, finish_normalized
 from quire.config.gguf_values import experts_of
 from quire.files.gguf import GGUFHeader
 
 _GLM, _OLMO, _EXAONE, _HUNYUAN = "ChatGLM, GLM 4", "OLMo 1 to 3", "Exaone 3 and 4, Exaone MoE", "Hunyuan"
 _GLM_DEFAULTS = {**ROPE, "partial_rotary_factor": 0.5, "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7}
 _WINDOWS = {"sliding_window": 4096, "sliding_window_pattern": 4, "rms_norm_eps": 1e-5}
+_HUNYUAN_FLAGS = {"attention_bias": "attn_q.bias"}
 _HUNYUAN_NORMS = ("self_attn.query_layernorm", "self_attn.key_layernorm")
 
 
@@ -33,11 +34,6 @@ def _exaone_moe(config: Config) -> Config:
         kinds[-1:] = ["full_attention"]
         common["layer_types"] = config.get("layer_types") or kinds
     return common
-
-
-def _finish_glm4(header: GGUFHeader, config: dict[str, Any]) -> None:
-    config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
-    config["mlp_bias"] = "blk.0.ffn_up.bias" in header.tensors
 
 
 def _window_types(header: GGUFHeader, count: int) -> list[str]:
@@ -71,7 +67,6 @@ def _finish_olmo2(header: GGUFHeader, config: dict[str, Any]) -> None:
 
 
 def _finish_hunyuan(header: GGUFHeader, config: dict[str, Any]) -> None:
-    config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
     if config["model_type"] == "hunyuan_v1_moe":
         config |= {"num_experts": experts_of(header), "moe_topk": config.pop("num_experts_per_tok", None)}
     config["intermediate_size"] = config.pop("moe_intermediate_size", config.get("intermediate_size"))
@@ -86,14 +81,14 @@ CARDS = (
     Card(
         _GLM, "dense", "glm:Glm4", ("Glm4ForCausalLM",), {"glm4": _GLM_DEFAULTS},
         gguf=(
-            GGUF("glm4", SILU, finish=_finish_glm4,
+            GGUF("glm4", SILU, flags=BIASES,
                  names=("post_self_attn_layernorm", "mlp.gate_up_proj", "post_mlp_layernorm")),
         ),
     ),
     Card(
         "GLM 4.5", "MoE", "mixtures:Glm4MoE", ("Glm4MoeForCausalLM",),
         {"glm4_moe": {**ROPE, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1}},
-        gguf=(GGUF("glm4moe", SILU, SPARSE_FIELDS, finish_corrected),),
+        gguf=(GGUF("glm4moe", SILU, SPARSE_FIELDS, finish_normalized, flags=QK_NORM_FLAGS),),
     ),
     Card(_OLMO, "dense", "olmo:Olmo", ("OlmoForCausalLM",), {"olmo": ROPE}),
     Card(
@@ -124,14 +119,14 @@ CARDS = (
     Card(
         _HUNYUAN, "dense", "hunyuan:HunYuan", ("HunYuanDenseV1ForCausalLM",),
         {"hunyuan_v1_dense": {**ROPE, "rms_norm_eps": 1e-5}},
-        gguf=(GGUF("hunyuan-dense", SILU, finish=_finish_hunyuan, names=_HUNYUAN_NORMS),),
+        gguf=(GGUF("hunyuan-dense", SILU, finish=_finish_hunyuan, flags=_HUNYUAN_FLAGS, names=_HUNYUAN_NORMS),),
     ),
     Card(
         _HUNYUAN, "MoE", "hunyuan:HunYuanMoE", ("HunYuanMoEV1ForCausalLM",),
         {"hunyuan_v1_moe": {**ROPE, "rms_norm_eps": 1e-5}},
         gguf=(
             GGUF(
-                "hunyuan-moe", SILU, finish=_finish_hunyuan,
+                "hunyuan-moe", SILU, finish=_finish_hunyuan, flags=_HUNYUAN_FLAGS,
                 names=(*_HUNYUAN_NORMS, "mlp.gate.wg", *(f"mlp.shared_mlp.{part}_proj" for part in ("gate", "up", "down"))),
             ),
         ),

@@ -44,13 +44,15 @@ CARDS = (
     ),
     Card(
         _DENSE, "dense", "llama:Qwen2", ("Qwen2ForCausalLM",), _QWEN2_TYPES, text=tuple(_QWEN2_TYPES), sizes=_SIZES,
+        first_layers_full=True,
         gguf=(GGUF("qwen2", _FULL),),
     ),
     Card(
         _DENSE, "dense", "llama:Qwen3", ("Qwen3ForCausalLM",),
         {"qwen3": {**_WINDOWS, "head_dim": 128},
          "qwen3_vl_text": {"rope_theta": 5e5, "head_dim": 128, "max_position_embeddings": 128000}},
-        text=("qwen3", "qwen3_vl_text"), sizes=_SIZES, gguf=(GGUF("qwen3", {**_FULL, "attention_bias": False}),),
+        text=("qwen3", "qwen3_vl_text"), sizes=_SIZES, first_layers_full=True,
+        gguf=(GGUF("qwen3", {**_FULL, "attention_bias": False}),),
     ),
     Card(
         _MOE, "MoE", "mixtures:Qwen2MoE", ("Qwen2MoeForCausalLM",), {"qwen2_moe": _MOE_WINDOWS},

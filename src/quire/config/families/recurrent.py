@@ -3,15 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from quire.config.families.card import FIELDS, GGUF, ROPE, SILU, Card, Config
+from quire.config.families.card import BIASES, FIELDS, GGUF, ROPE, SILU, Card, Config
 from quire.config.families.latent import LATENT
 from quire.config.gguf_values import (
+    MAMBA_BIASES,
     SOME_ATTEND,
     SSM_REQUIRED,
     SSM_SIZES,
     attending_layers,
     experts_of,
-    has_tensor,
     mamba2_fields,
     positive_size,
 )
@@ -42,6 +42,7 @@ _MAMBA_FIELDS = {
     "attention.layer_norm_rms_epsilon": "layer_norm_epsilon", "ssm.conv_kernel": "conv_kernel", "ssm.state_size": "state_size",
 }  # fmt: skip
 _MAMBA_REQUIRED = tuple(key for key in SSM_REQUIRED if key not in ("context_length", "attention.head_count"))
+_MAMBA_FLAGS = {"use_bias": "ssm_in.bias", "use_conv_bias": "ssm_conv1d.bias"}
 _WITHOUT_ROPE = {**SILU, "without": ("rope",)}
 _FEED_FORWARD = tuple(f"feed_forward.{part}_proj" for part in ("gate", "up", "down"))
 
@@ -49,15 +50,6 @@ _FEED_FORWARD = tuple(f"feed_forward.{part}_proj" for part in ("gate", "up", "do
 def _finish_falcon_h1(header: GGUFHeader, config: dict[str, Any]) -> None:
     """The file's matrices already include the multipliers of config.json."""
     mamba2_fields(header, config, "mamba_n_heads", "mamba_d_head", "mamba_n_groups")
-    config["mamba_rms_norm"] = has_tensor(header, "ssm_norm.weight")
-    for name, part in (
-        ("mamba_conv_bias", "ssm_conv1d.bias"),
-        ("mamba_proj_bias", "ssm_in.bias"),
-        ("projectors_bias", "ssm_out.bias"),
-        ("attention_bias", "attn_q.bias"),
-        ("mlp_bias", "ffn_up.bias"),
-    ):
-        config[name] = has_tensor(header, part)
 
 
 def _finish_jamba(header: GGUFHeader, config: dict[str, Any]) -> None:
@@ -69,29 +61,20 @@ def _finish_jamba(header: GGUFHeader, config: dict[str, Any]) -> None:
         _period(header, sparse, "have experts") if any(sparse) else (1, 0)
     )
     config |= {"mamba_expand": _expansion(header), "mamba_dt_rank": header.get("ssm.time_step_rank")}
-    config["mamba_conv_bias"] = has_tensor(header, "ssm_conv1d.bias")
-    config["mamba_proj_bias"] = has_tensor(header, "ssm_in.bias")
 
 
 def _finish_mamba(header: GGUFHeader, config: dict[str, Any]) -> None:
     config |= {"expand": _expansion(header), "time_step_rank": header.get("ssm.time_step_rank")}
-    _finish_biases(header, config)
     if header.get("ssm.dt_b_c_rms"):
         config |= {"architectures": ["FalconMambaForCausalLM"], "model_type": "falcon_mamba"}
 
 
 def _finish_mamba2(header: GGUFHeader, config: dict[str, Any]) -> None:
     mamba2_fields(header, config, "num_heads", "head_dim", "n_groups")
-    _finish_biases(header, config)
-
-
-def _finish_biases(header: GGUFHeader, config: dict[str, Any]) -> None:
-    config["use_bias"], config["use_conv_bias"] = has_tensor(header, "ssm_in.bias"), has_tensor(header, "ssm_conv1d.bias")
 
 
 def _finish_lfm2(header: GGUFHeader, config: dict[str, Any]) -> None:
     config["layer_types"] = ["full_attention" if yes else "conv" for yes in attending_layers(header, config)]
-    config |= {"conv_bias": has_tensor(header, "shortconv.conv.bias"), "block_auto_adjust_ff_dim": False}
 
 
 def _expansion(header: GGUFHeader) -> int:
@@ -234,7 +217,7 @@ CARDS = (
     Card(
         _MAMBA, "recurrent", "mamba:Mamba", ("MambaForCausalLM",), {"mamba": _UNBOUNDED}, layers=_mamba_layers,
         gguf=(
-            GGUF("mamba", _WITHOUT_ROPE, _MAMBA_FIELDS, _finish_mamba, _MAMBA_REQUIRED, layers="backbone.layers",
+            GGUF("mamba", _WITHOUT_ROPE, _MAMBA_FIELDS, _finish_mamba, _MAMBA_REQUIRED, _MAMBA_FLAGS, layers="backbone.layers",
                  names=("embeddings", "norm_f", "mixer.dt_proj")),
         ),
     ),
@@ -242,8 +225,8 @@ CARDS = (
         _MAMBA, "recurrent", "mamba:Mamba2", ("Mamba2ForCausalLM",),
         {"mamba2": {**_UNBOUNDED, "n_groups": 8, "state_size": 128, "head_dim": 64}}, layers=_mamba2_layers,
         gguf=(
-            GGUF("mamba2", _WITHOUT_ROPE, _MAMBA_FIELDS, _finish_mamba2, _MAMBA_REQUIRED, layers="backbone.layers",
-                 names=("embeddings", "norm_f"), exact={"ssm_dt.bias": "mixer.dt_bias"}),
+            GGUF("mamba2", _WITHOUT_ROPE, _MAMBA_FIELDS, _finish_mamba2, _MAMBA_REQUIRED, _MAMBA_FLAGS,
+                 layers="backbone.layers", names=("embeddings", "norm_f"), exact={"ssm_dt.bias": "mixer.dt_bias"}),
         ),
     ),
     Card(_MAMBA, "recurrent", "mamba:FalconMamba", ("FalconMambaForCausalLM",), {"falcon_mamba": _UNBOUNDED},
@@ -259,6 +242,7 @@ CARDS = (
         gguf=(
             GGUF(
                 "falcon-h1", {**SILU, "mamba_norm_before_gate": False}, FIELDS | SSM_SIZES, _finish_falcon_h1, SSM_REQUIRED,
+                {**BIASES, **MAMBA_BIASES, "projectors_bias": "ssm_out.bias", "mamba_rms_norm": "ssm_norm.weight"},
                 names=("final_layernorm", "pre_ff_layernorm.weight", *_FEED_FORWARD), exact={"ssm_dt.bias": "mamba.dt_bias"},
             ),
         ),
@@ -268,7 +252,7 @@ CARDS = (
         layers=_jamba_layers,
         gguf=(
             GGUF(
-                "jamba", _WITHOUT_ROPE, SOME_ATTEND | SSM_SIZES, _finish_jamba, SSM_REQUIRED,
+                "jamba", _WITHOUT_ROPE, SOME_ATTEND | SSM_SIZES, _finish_jamba, SSM_REQUIRED, MAMBA_BIASES,
                 names=("final_layernorm", "pre_ff_layernorm", "mamba.b_layernorm", "mamba.c_layernorm",
                        "feed_forward.router", *_FEED_FORWARD,
                        *(f"feed_forward.experts.{part}_proj" for part in ("gate", "up", "down"))),
@@ -290,9 +274,9 @@ CARDS = (
         _LFM2, "hybrid", "lfm2:LFM2", ("Lfm2ForCausalLM",), {"lfm2": {"rope_theta": 1e6, **SILU}}, layers=_lfm2_layers,
         gguf=(
             GGUF(
-                "lfm2", SILU,
+                "lfm2", {**SILU, "block_auto_adjust_ff_dim": False},
                 SOME_ATTEND | {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"},
-                _finish_lfm2,
+                _finish_lfm2, flags={"conv_bias": "shortconv.conv.bias"},
                 names=("operator_norm", "ffn_norm", "self_attn.out_proj", "self_attn.q_layernorm", "self_attn.k_layernorm",
                        "embedding_norm", *(f"feed_forward.w{index}" for index in (1, 2, 3))),
             ),
