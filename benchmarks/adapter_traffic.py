@@ -20,6 +20,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from quire.cache.layout import make_layout
+from quire.config.features import cache_salt
 from quire.engine.core import EngineCore
 from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel
@@ -143,7 +144,9 @@ class Traffic:
         ]
         params = SamplingParams(max_tokens=self._random.randrange(1, 9))
         seed = self._random.randrange(1 << 32)
-        spec = EngineRequest(name, tuple(prompt), params, seed, frozenset(), frozenset(), 0.0, salt=extras.salt, extras=extras)
+        spec = EngineRequest(
+            name, tuple(prompt), params, seed, frozenset(), frozenset(), 0.0, salt=cache_salt(extras), extras=extras
+        )
         self._open[name] = (spec, [])
         self.core.add(spec)
 

@@ -6,7 +6,7 @@ import torch
 from quire.device.cpu.graph import Graph, Runtime
 from quire.device.cpu.low_rank import LowRankTables
 from quire.device.cpu.session import Session
-from quire.layers.adapter import LinearBank, LinearNumbers, LowRank
+from quire.layers.lora import LinearBank, LinearLoRA, LowRank
 from quire.ops.native import adapts
 
 pytestmark = pytest.mark.skipif(not adapts(), reason="there are no C kernels that know adapters")
@@ -21,7 +21,7 @@ def numbers(ranks, inputs, seed):
         if rank:
             parts.append(LowRank(start, stacked[:, at : at + rank], torch.randn(rank, width, generator=dice)))
             at += rank
-    return LinearNumbers(tuple(parts), stacked=stacked)
+    return LinearLoRA(tuple(parts), stacked=stacked)
 
 
 @pytest.mark.parametrize("inputs", [1, 48, 71])
@@ -32,7 +32,7 @@ def test_any_rank_and_parts(inputs):
     given = {1: (3, 8, 16), 2: (0, 17, 0), 3: (40, 1, 33), 7: (16, 16, 16)}
     for place, ranks in given.items():
         bank.put(place, numbers(ranks, inputs, place))
-    bank.put(4, LinearNumbers(gain=torch.ones(106)))
+    bank.put(4, LinearLoRA(gain=torch.ones(106)))
     assert tables.have([1, 2, 3, 4, 7, 9]) == [1, 2, 3, 7, 9]
     graph, columns = Graph(Runtime.OWN), 106
     [sum_of] = graph.add("Add", ["base", "more"])

@@ -12,7 +12,7 @@ from oracle import Sequences
 from quire.features.lora.cache import LoRACache
 from quire.features.lora.packing import adapt
 from quire.features.lora.values import largest_of
-from quire.layers.adapter import LinearBank
+from quire.layers.lora import LinearBank
 from quire.load.load import load_weights
 from quire.models.registry import build_model
 from quire.types.adapter import AdapterRef

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from quire.attn.batch import PLAIN
-from quire.layers.adapter import LinearBank
 from quire.layers.linear import Linear
+from quire.layers.lora import LinearBank
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
 from quire.layers.norm_for import norm_for

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from kernel_support import DTYPES, numbers
 
 from quire.attn.batch import LoRATokens
-from quire.layers.adapter import LinearBank, LinearNumbers, LowRank
+from quire.layers.lora import LinearBank, LinearLoRA, LowRank
 from quire.ops.adapters import ENTRY, make_table, tile
 
 pytest.importorskip("triton")
@@ -50,7 +50,7 @@ def make_bank(parts, inputs, dtype, device, gain, bias):
             numbers(total, dtype=dtype, device=device, seed=place + n) if wanted else None
             for n, wanted in ((1, gain), (2, bias))
         ]
-        bank.places[place] = LinearNumbers(low, *some)
+        bank.places[place] = LinearLoRA(low, *some)
         for number, (start, _) in enumerate(parts):
             entry = rows[place, number * ENTRY :]
             for part in (part for part in low if part.start == start):

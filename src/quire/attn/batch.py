@@ -1,4 +1,4 @@
-"""One step's ragged batch as the device sees it."""
+"""The ragged batch of one step, as the device sees it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,26 +18,24 @@ from quire.types.plan import spans
 
 @dataclass(frozen=True)
 class GroupView:
-    """One cache group's page tables for the rows of this batch."""
+    """The block tables of one KV cache group for the rows of the batch."""
 
-    tables: Tensor  # [R, max_pages] int32; entry i holds positions i * page_size ...; 0 = no page
-    write: Tensor  # [T] int64 page * page_size + offset of each token's own place
-    alike: FindSharedPrefix = (
-        nothing_shared  # which rows of one token have the same first pages; asked for by those who can use it
-    )
+    tables: Tensor  # [R, max_pages] int32; entry i holds positions i * page_size ...; 0: no page
+    write: Tensor  # [T] int64 page * page_size + offset of each token's own key and value
+    alike: FindSharedPrefix = nothing_shared  # finds decode rows with the same first pages; called by backends that use it
 
 
 @dataclass(frozen=True)
 class LoRATokens:
-    """The place of the adapter that each token's row has asked for; 0 = none."""
+    """The LoRA adapter slot of each token; 0: none."""
 
-    places: npt.NDArray[np.int64]  # [T] on the host; of rows that are recorded, none
+    places: npt.NDArray[np.int64]  # [T] on the host; empty in a CUDA graph
     device: torch.device  # of the batch
-    tiles: AdapterTiles | None = None  # for kernels, which can do all that these adapters have
+    tiles: AdapterTiles | None = None  # tokens sorted by adapter, for kernels; None: kernels do not support these adapters
 
     @cached_property
     def groups(self) -> tuple[tuple[int, Tensor | None], ...]:
-        """Places that are asked for, and by which tokens [n] int64; None = by all. None where kernels do it."""
+        """Return the slots in use, each with its tokens [n] int64 (None: all tokens). Empty if kernels do it."""
         if self.tiles is not None:
             return ()
         places = np.unique(self.places).tolist()
@@ -47,7 +45,7 @@ class LoRATokens:
 
     @cached_property
     def sorted(self) -> AdapterTiles:
-        """For kernels of one layer, whoever does the rest."""
+        """Return `tiles`, made here if other layers run without kernels."""
         return tile(self.places, self.device) if self.tiles is None else self.tiles
 
     def take(self, tokens: npt.NDArray[np.integer]) -> "LoRATokens":
@@ -60,9 +58,9 @@ class LoRATokens:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What layers read of each token beside its hidden state, one field per feature; None = no token uses the feature.
+    """What layers read of each token besides its hidden state: one field per feature, None if no token uses the feature.
 
-    Every layer takes it, so that model code passes features on without naming them.
+    Every layer takes it as an argument, so model code passes features on without naming them.
     """
 
     lora: LoRATokens | None = None
@@ -77,43 +75,44 @@ PLAIN = Tokens()  # of tokens that use no feature
 
 @dataclass(frozen=True)
 class Batch:
-    """R rows of tokens, one after the other; a row's last token is at position kv_length - 1. It may have none here."""
+    """R rows (requests) of tokens, concatenated. A row's last token is at position kv_length - 1; a row may have no tokens."""
 
     ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     row_starts: Tensor  # [R + 1] int32
-    kv_lengths: Tensor  # [R] int32 cached tokens of each row, those of this batch included
+    kv_lengths: Tensor  # [R] int32 cached tokens of each row, including this batch's
     rows: tuple[tuple[int, int, int], ...]  # host copy, R times: first token index, token count, kv length
-    logit_index: Tensor  # [P] int64 those of the final tokens that feed logits
+    logit_index: Tensor  # [P] int64 which of the final tokens logits are computed for
     groups: tuple[GroupView, ...]
-    plans: dict[Any, Any] = field(default_factory=dict)  # what attention backends prepared for this batch, under their own keys
-    kept: "LogitTokens | None" = None  # None = all tokens are
+    plans: dict[Any, Any] = field(default_factory=dict)  # work plans of attention backends, by their own keys
+    kept: "LogitTokens | None" = None  # None: all tokens go through the last layers
     tokens: Tokens = PLAIN
-    entries: Tensor | None = None  # [R] int64 where the rows' recurrent states are; None = the model has none
-    entry_list: tuple[int, ...] = ()  # the same on the host, where it knows
+    entries: Tensor | None = None  # [R] int64 recurrent state entry of each row; None: the model has no recurrent layers
+    entry_list: tuple[int, ...] = ()  # the same on the host, if the host knows
 
     @property
     def final(self) -> "Batch":
-        """The tokens whose hidden states come out at the end."""
+        """Return the batch of the tokens whose hidden states the model returns."""
         return self if self.kept is None else self.kept.batch
 
     def keep(self, x: Tensor) -> Tensor:
-        """x [T, ...] of all tokens -> of the final ones."""
+        """Return the final tokens' rows of x [T, ...]."""
         return x if self.kept is None else x[self.kept.index]
 
 
 @dataclass(frozen=True)
 class LogitTokens:
-    """The tokens that go on behind the last attention, where all have left their keys and values: the last few of each row."""
+    """The last tokens of each row, which alone go on after the last attention layer: all keys and values are written then."""
 
     index: Tensor  # [K] int64 into the batch's tokens, rising
-    batch: Batch  # these tokens alone; its rows are the same rows, and some of them are empty
+    batch: Batch  # of these tokens alone; it has the same rows, some of them empty
 
 
 def keep_last(batch: Batch, counts: npt.NDArray[np.int64], starts: Tensor, index: Tensor) -> Batch:
-    """`batch`, of which only the last counts[r] tokens of row r are kept.
+    """Return `batch` with the last counts[r] tokens of row r as its final tokens.
 
-    `starts` [R + 1] int32 of the rows among the kept tokens and `index` [K] int64 of those say the same on the device.
+    starts: [R + 1] int32 on the device, where the rows begin among the final tokens.
+    index: [K] int64 on the device, the final tokens among all.
     """
     first = np.cumsum(counts) - counts
     part = replace(
@@ -139,15 +138,15 @@ def without_lora(batch: Batch) -> Batch:
 
 @dataclass(frozen=True)
 class Part:
-    """Some rows of a batch. Where these keep no token the part keeps one nevertheless, like every batch: it is of no use."""
+    """Some rows of a batch. A part whose rows have no final token gets one, whose result is unused: no batch is without."""
 
     batch: Batch
-    tokens: Tensor  # [T] int64 where its tokens are among all
-    final: Tensor  # [K] int64 where its final tokens are among all final ones; it may have one more, behind them
+    tokens: Tensor  # [T] int64 indices of its tokens among all
+    final: Tensor  # [K] int64 indices of its final tokens among all final ones; without the unused one, which comes last
 
 
 def take_rows(batch: Batch, rows: Sequence[int]) -> Part:
-    """These rows, in this order. On a CPU."""
+    """Return the batch of these rows, in this order. CPU only."""
     index = torch.tensor(rows, dtype=torch.int64)
     tokens, shapes, starts = _tokens_of(batch, rows)
     final, _, _ = (tokens, shapes, starts) if batch.kept is None else _tokens_of(batch.final, rows)
@@ -179,7 +178,7 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Part:
 
 
 def _tokens_of(batch: Batch, rows: Sequence[int]) -> tuple[Tensor, tuple[tuple[int, int, int], ...], Tensor]:
-    """Where the tokens of these rows are, and how the rows lie if there are no others: shapes, and starts [R + 1] int32."""
+    """Return the token indices of these rows, and their shapes and starts [R + 1] int32 in a batch of these rows alone."""
     taken = [batch.rows[row] for row in rows]
     tokens = torch.cat([torch.arange(start, start + count) for start, count, _ in taken])
     edges = np.cumsum([0, *(count for _, count, _ in taken)])
@@ -188,7 +187,7 @@ def _tokens_of(batch: Batch, rows: Sequence[int]) -> tuple[Tensor, tuple[tuple[i
 
 
 def _last_of(batch: Batch, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The last counts[r] tokens of each row, among all."""
+    """Return the indices of the last counts[r] tokens of each row."""
     ends = np.array([start + count for start, count, _ in batch.rows], np.int64)
     return spans(ends - counts, counts).astype(np.int64)
 

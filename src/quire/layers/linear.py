@@ -1,7 +1,7 @@
-"""Linear layers, alone or several over one input merged into one matrix.
+"""Linear layers: one matrix, or several over the same input merged into one.
 
-How the numbers are stored and multiplied is a *method*: it names the parameters, claims checkpoint tensors for them, may repack
-them when all are loaded, and multiplies.
+A *method* stores the weight and runs the GEMM: it names the parameters, maps checkpoint tensors to them, may repack them after
+loading, and multiplies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from quire.attn.batch import Tokens
 from quire.dist.collectives import Group, add_parts, join_parts
 from quire.dist.mesh import Cut, HeadDivision, evenly
-from quire.layers.adapter import LinearBank
 from quire.layers.claims import Claim, Claims, Take, rows_of
+from quire.layers.lora import LinearBank
 from quire.layers.parameter import Method, MethodLayer, parameter
 from quire.layers.role import Role
 from quire.ops.adapters import linear_tiled
@@ -26,35 +26,37 @@ from quire.ops.rounded import Rounding, Rows
 class LinearMethod(Protocol):
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """Of stored parameters whose type is not the model's."""
+        """Return the dtypes of parameters that differ from the model's."""
         ...
 
     def shapes(self, inputs: int, outputs: int) -> Mapping[str, tuple[int, ...]]:
-        """The parameters, by names of the method's own."""
+        """Return the shapes of the parameters, by the method's own names."""
         ...
 
     def claims(self, layer: "Linear", path: str) -> Claims:
-        """Where they are in the checkpoint."""
+        """Return which slices of which checkpoint tensors fill them."""
         ...
 
     def finish(self, layer: "Linear") -> None: ...
 
     def rounding(self, x: Rows) -> Rounding | None:
-        """How it will round rows, if they are as many as x has and of that type; None = it takes them as they are."""
+        """Return the activation quantization applied to inputs shaped like x; None: inputs stay as they are."""
         ...
 
-    # x: Rows, and rounded only where `rounding` says how
+    # x: Rows, quantized only as `rounding` returns
 
     def apply(self, layer: "Linear", x: Any) -> Tensor: ...
 
     def apply_gated(self, layer: "Linear", x: Any, activation: str, rounding: Rounding | None = None) -> Rows:
-        """The first half of the outputs is a gate of the second: activation(gate) * up [..., outputs / 2]. `rounding`: how who
-        reads that alone will round it; it may be so already."""
+        """Return activation(gate) * up [..., outputs / 2]: the first half of the outputs is the gate, the second half `up`.
+
+        rounding: activation quantization of the only reader, which this call may fuse.
+        """
         ...
 
 
 class Plain(Method):
-    """One matrix [outputs, inputs] of the model's type."""
+    """One matrix [outputs, inputs] in the model's dtype."""
 
     def shapes(self, inputs: int, outputs: int) -> Mapping[str, tuple[int, ...]]:
         return {"weight": (outputs, inputs)}
@@ -80,23 +82,24 @@ class Plain(Method):
 
 @dataclass(frozen=True)
 class Part:
-    """What a layer has of one matrix in the checkpoint."""
+    """The rows of one checkpoint matrix that a layer holds."""
 
-    outputs: int  # of the whole
-    kept: tuple[tuple[int, range], ...]  # where in the layer they begin, and outputs of the whole
+    outputs: int  # of the checkpoint matrix
+    kept: tuple[tuple[int, range], ...]  # first output in the layer, and the outputs of the checkpoint matrix stored there
 
 
 class Linear(MethodLayer):
-    """`transposed`: the checkpoint stores [inputs, outputs], as GPT-2's does.
+    """y = x @ weight.T + bias, plus the LoRA addition of each token's adapter.
 
-    `role`: how ranks share it, each of the `sections` of its outputs, or its inputs, as the `cuts` say. `as_floats`: others
-    read its matrix, so that it is one of floats whatever the checkpoint has, and nothing can be added to what it gives.
+    transposed: the checkpoint stores [inputs, outputs], as GPT-2's does.
+    role: how tensor-parallel ranks divide the layer; `cuts` divide each of the `sections` of its outputs, or its inputs.
+    as_floats: other code reads the matrix, so it is dequantized at load, and LoRA changes the matrix instead of the output.
     """
 
     weight: nn.Parameter
-    group: Group | None = None  # of the ranks whose outputs are to be added, or joined
-    joined: range | None = None  # the inputs that this rank brings, where ranks share a ROW layer by its outputs
-    bank: LinearBank | None = None  # of the adapters that rows may ask for
+    group: Group | None = None  # ranks whose outputs are all-reduced or all-gathered
+    joined: range | None = None  # inputs that this rank contributes if ranks divide a ROW layer by its outputs
+    bank: LinearBank | None = None  # this layer's share of every loaded LoRA adapter
 
     def __init__(
         self,
@@ -120,7 +123,7 @@ class Linear(MethodLayer):
         self.keep(range(inputs), [range(size) for size in self.sections], bias=bias)
 
     def keep(self, inputs: range, outputs: Sequence[range], *, bias: bool) -> None:
-        """Before anything is loaded: these of its inputs, these of each section's outputs, and with its bias or without."""
+        """Hold only these inputs and these outputs of each section; `bias`: hold the bias. Before loading."""
         self.kept_inputs, self.kept_outputs = inputs, tuple(outputs)
         self.inputs, self.outputs = len(inputs), sum(map(len, outputs))
         self.bias = parameter(self.outputs) if bias else None
@@ -131,17 +134,17 @@ class Linear(MethodLayer):
         self.declare(method.shapes(self.inputs, self.outputs), method.dtypes)
 
     def tensors(self, path: str) -> Mapping[str, slice]:
-        """Path in the checkpoint -> its sections, from the top of the matrix down."""
+        """Return the sections of each checkpoint tensor, by its path, in row order."""
         return {path: slice(None)}
 
     def parts(self, path: str) -> Mapping[str, Part]:
-        """By the path in the checkpoint, from the top of the matrix down."""
+        """Return what the layer holds of each checkpoint tensor, by its path, in row order."""
         found, at = {}, 0
         for name, which in self.tensors(path).items():
             first, kept = 0, list[tuple[int, range]]()
             for size, some in zip(self.sections[which], self.kept_outputs[which], strict=True):
                 start, rows = at, range(first + some.start, first + some.stop)
-                if kept and kept[-1][1].stop == rows.start:  # as they are in the checkpoint
+                if kept and kept[-1][1].stop == rows.start:  # contiguous in the checkpoint
                     start, before = kept.pop()
                     rows = range(before.start, rows.stop)
                 kept.append((start, rows))
@@ -163,8 +166,8 @@ class Linear(MethodLayer):
         self.method.finish(self)
 
     def rounding(self, x: Rows) -> Rounding | None:
-        """How it will round rows, if they are as many as x has and of that type, so that who makes them for it alone may do it;
-        None = it takes them as they are. Adapters do."""
+        """Return the activation quantization that this layer applies to inputs shaped like x, so that the only producer can
+        fuse it; None: no quantization. LoRA reads unquantized activations."""
         return self.method.rounding(x) if self.bank is None else None
 
     if TYPE_CHECKING:
@@ -201,7 +204,7 @@ class Linear(MethodLayer):
 
 
 class HeadsLinear(Linear):
-    """q, k and v in one matrix of the checkpoint: for one key head after the other its query heads, itself and its values."""
+    """q, k and v in one checkpoint matrix, grouped by key head: its query heads, the key head, its value head."""
 
     def __init__(self, inputs: int, division: HeadDivision, *, bias: bool = False, transposed: bool = False) -> None:
         queries, keys = division.queries * division.size, division.keys * division.size
@@ -233,7 +236,7 @@ class HeadsLinear(Linear):
 
 
 class BlockedLinear(Linear):
-    """q, k and v in one matrix of the checkpoint, which has so many blocks: of each some heads' q, then their v, then k."""
+    """q, k and v in one checkpoint matrix of `blocks` blocks; each block has q, then v, then k of some heads."""
 
     def __init__(self, inputs: int, division: HeadDivision, blocks: int) -> None:
         size, cut = division.queries * division.size, division.cut_queries
@@ -251,7 +254,7 @@ class BlockedLinear(Linear):
 
 
 class MergedLinear(Linear):
-    """Siblings in the checkpoint, one matrix here: at `a.qkv` with parts q_proj, ... it takes `a.q_proj.weight`, ..."""
+    """Sibling tensors of the checkpoint in one matrix: `a.qkv` with parts q_proj, ... loads `a.q_proj.weight`, ..."""
 
     def __init__(
         self,
@@ -273,7 +276,7 @@ class MergedLinear(Linear):
 
 
 class FusedLinear(MergedLinear):
-    """The parts are one matrix of the checkpoint, at its own path; other files have them apart, beside it."""
+    """The parts are one checkpoint tensor at the layer's own path; some files store them as siblings instead."""
 
     apart = False
 

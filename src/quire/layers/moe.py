@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from quire.attn.batch import PLAIN, Tokens
 from quire.dist.collectives import Exchange, Group, add_parts
-from quire.layers.adapter import ExpertsBank
 from quire.layers.balance import Balance
 from quire.layers.claims import Claim, Claims, Take
 from quire.layers.linear import Linear
+from quire.layers.lora import ExpertsBank
 from quire.layers.parameter import Method, MethodLayer, parameter
 from quire.layers.role import Role
 from quire.ops.activation import check_activation

@@ -1,6 +1,7 @@
-"""Blocks that differ from Llama's in where their norms and sums are.
+"""Decoder blocks whose norms and residual additions are placed differently from Llama's.
 
-x [T, H] is not yet in the residual stream [T, H]; neither is the x that comes back. The last block gives less.
+x [T, H] is not yet added to the residual stream [T, H]; the same holds for the returned x. The last block returns the final
+tokens only.
 """
 
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from quire.models.decoder import Block
 
 
 class SandwichBlock(nn.Module):
-    """A norm before and a norm after both attention and feed-forward. What comes out of the latter is multiplied by `scale`."""
+    """A norm before and after both attention and feed-forward; the outputs of the latter norms are multiplied by `scale`."""
 
     def __init__(
         self, norms: tuple[Norm, Norm, Norm, Norm], self_attn: SelfAttention, mlp: nn.Module, scale: float = 1.0
@@ -38,7 +39,7 @@ class SandwichBlock(nn.Module):
 
 
 class ParallelBlock(nn.Module):
-    """Attention and feed-forward beside each other, behind one norm or one each."""
+    """Attention and feed-forward in parallel, after one shared norm or one norm each."""
 
     def __init__(self, input_layernorm: Norm, self_attn: SelfAttention, mlp: nn.Module, mlp_norm: Norm | None = None) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class ParallelBlock(nn.Module):
 
 
 class PostNormBlock(nn.Module):
-    """What attention and feed-forward give is normed, what they are given is not."""
+    """Norms after attention and feed-forward, none before."""
 
     def __init__(
         self, self_attn: SelfAttention, post_attention_layernorm: Norm, mlp: nn.Module, post_feedforward_layernorm: Norm
@@ -78,7 +79,7 @@ class PostNormBlock(nn.Module):
 
 
 class ScaledBlock(Block):
-    """Llama's, but what each half gives is multiplied by `scale`."""
+    """Llama's block; the outputs of attention and feed-forward are multiplied by `scale`."""
 
     def __init__(
         self, input_layernorm: Norm, self_attn: SelfAttention, post_attention_layernorm: Norm, mlp: nn.Module, scale: float

@@ -25,7 +25,7 @@ Body = Callable[[Tensor, Batch], Tensor]  # embedded tokens [T, H] -> hidden sta
 
 
 class Block(nn.Module):
-    """norm, attention, norm, feed-forward. The residual stream travels beside x, and each norm adds x to it."""
+    """Pre-norm attention and feed-forward. The residual stream is kept apart from x; each norm adds x to it."""
 
     def __init__(self, input_layernorm: Norm, self_attn: SelfAttention, post_attention_layernorm: Norm, mlp: nn.Module) -> None:
         super().__init__()
@@ -35,7 +35,10 @@ class Block(nn.Module):
         self.mlp = mlp
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """x [T, H] is not yet in the residual stream [T, H]; neither is the x that comes back. The last block gives less."""
+        """Run x [T, H], which is not yet added to the residual stream [T, H]; the same holds for the returned x.
+
+        The last block returns the final tokens only.
+        """
         rows, residual = norm_for(self.self_attn, self.input_layernorm, x, residual)
         x = self.self_attn(rows, batch)
         residual = self.self_attn.select_residual(residual, batch)
@@ -44,13 +47,13 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Llama's shape unless a maker says otherwise. Makers are called once per layer, while the skeleton is built."""
+    """Llama's architecture, except what a family's `make_*` methods change. They are called once per layer."""
 
     # (pattern, replacement) applied in order to each checkpoint name with re.sub; a replacement of None = do not read it
     renames: tuple[tuple[str, str | None], ...] = ((r"^model\.", ""), (r"rotary_emb\.inv_freq$", None))
-    tied: ClassVar[bool] = False  # when the configuration does not say
-    interleaved: ClassVar[bool] = False  # neighbouring components of a head turn together, not those of its halves
-    recordable: ClassVar[bool] = True  # on a GPU its launches depend on the batch's shape alone, and the host waits for none
+    tied: ClassVar[bool] = False  # default of tie_word_embeddings
+    interleaved: ClassVar[bool] = False  # RoPE rotates neighbouring components, not those half a head apart
+    recordable: ClassVar[bool] = True  # its kernel launches depend on the batch's shape alone: CUDA graphs can record them
 
     def __init__(self, facts: "ModelFacts") -> None:
         super().__init__()
@@ -61,13 +64,13 @@ class Decoder(nn.Module):
         self.lm_head = self.make_head(facts)
         self.attentions: list[Attention] = [module for module in self.modules() if isinstance(module, Attention)]
         self.recurrents: list[Recurrence] = [module for module in self.modules() if isinstance(module, Recurrence)]
-        self.body: Body = self.run_blocks  # a device may have a better one
+        self.body: Body = self.run_blocks  # a device may replace it with a compiled one
 
     def count_blocks(self, facts: "ModelFacts") -> int:
         return len(facts.layers)
 
     def forward(self, batch: Batch) -> Tensor:
-        """-> hidden states [K, H] of the final tokens."""
+        """Return the hidden states [K, H] of the final tokens."""
         return self.body(self.embed(batch), batch)
 
     def run_blocks(self, x: Tensor, batch: Batch) -> Tensor:
@@ -109,7 +112,7 @@ class Decoder(nn.Module):
         return Head(facts.vocab_size, facts.hidden_size, tied=self.embed_tokens if tied else None)
 
     def attention(self, facts: "ModelFacts", index: int, **differences: Any) -> SelfAttention:
-        """Layer `index`'s attention, with what a family does differently by the names of SelfAttention's arguments."""
+        """Return the attention of layer `index`; `differences` override arguments of SelfAttention."""
         options = dict(differences)
         if "heads" not in options:
             options["heads"] = facts.hf["num_attention_heads"]
@@ -119,7 +122,7 @@ class Decoder(nn.Module):
         return SelfAttention(facts.hidden_size, cache=facts.layers[index], last=last, **options)
 
     def rope(self, facts: "ModelFacts", index: int, layer_type: str | None = None) -> Rope:
-        """The rotation of layer `index`; layers of one type share one table."""
+        """Return the RoPE of layer `index`; layers of one type share one table."""
         if layer_type not in self.ropes:
             parameters = rope_parameters(facts.hf, layer_type)
             self.ropes[layer_type] = Rope(

@@ -1,5 +1,5 @@
 """Tokens sorted by their adapters, and additions to them in a launch or two: on a GPU. Elsewhere, and as what kernels are
-compared with, `layers/adapter.py` goes from adapter to adapter."""
+compared with, `layers/lora.py` goes from adapter to adapter."""
 
 from collections.abc import Sequence
 

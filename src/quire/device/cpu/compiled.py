@@ -10,7 +10,7 @@ from quire.device.cpu.low_rank import LowRankTables
 from quire.device.cpu.network import DecoderNetwork, find_forms
 from quire.device.cpu.segments import Segments
 from quire.device.cpu.trace import Trace, Untraceable, write_down
-from quire.layers.adapter import LinearBank
+from quire.layers.lora import LinearBank
 from quire.ops.native import adapts
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from quire.layers.adapter import LinearBank, LinearNumbers
+from quire.layers.lora import LinearBank, LinearLoRA
 
 MOST_PARTS = 4
 
@@ -33,7 +33,7 @@ class LowRankTable:
             more[: len(self._entries)] = self._entries
             self._entries, self._header[2] = more, more.ctypes.data
 
-    def write(self, place: int, numbers: LinearNumbers | None) -> None:
+    def write(self, place: int, numbers: LinearLoRA | None) -> None:
         self.grow(place)
         self._kept.pop(place, None)
         self._entries[place] = 0
@@ -67,7 +67,7 @@ class LowRankTables:
     def listen(self) -> None:
         """From now on what banks are given is in the tables, too."""
         for bank in self._tables:
-            bank.heard = lambda place, numbers, bank=bank: self._heard(bank, place, numbers)
+            bank.on_change = lambda place, numbers, bank=bank: self._heard(bank, place, numbers)
             for place, numbers in bank.places.items():
                 self._heard(bank, place, numbers)
 
@@ -80,7 +80,7 @@ class LowRankTables:
                 table.grow(self._largest)
         return [place for place in asked if not self._unusual.get(place)]
 
-    def _heard(self, bank: LinearBank, place: int, numbers: LinearNumbers | None) -> None:
+    def _heard(self, bank: LinearBank, place: int, numbers: LinearLoRA | None) -> None:
         simple = numbers is None or (numbers.simple and len(numbers.parts) <= MOST_PARTS)
         (self._unusual.setdefault(place, set()).discard if simple else self._unusual.setdefault(place, set()).add)(bank)
         self._tables[bank].write(place, numbers if simple else None)

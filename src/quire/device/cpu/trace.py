@@ -21,9 +21,9 @@ from quire.device.cpu.graph import CONTRIB, Graph
 from quire.device.cpu.low_rank import LowRankTables
 from quire.device.cpu.product import emit, repack
 from quire.dist.collectives import Group, add_parts, join_parts, spread
-from quire.layers.adapter import LinearBank
 from quire.layers.attention import SelfAttention, attend_heads, keep
 from quire.layers.linear import Linear
+from quire.layers.lora import LinearBank
 from quire.layers.quant.gguf import GGUFMethod
 from quire.ops.linear import linear
 from quire.ops.norm import add_rms_norm, rms_norm

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from quire.features.lora.values import Scaled
-from quire.layers.adapter import (
+from quire.layers.embedding import Embedding, Head
+from quire.layers.linear import Linear
+from quire.layers.lora import (
     EmbeddingBank,
-    EmbeddingNumbers,
+    EmbeddingLoRA,
     ExpertsBank,
-    ExpertsNumbers,
+    ExpertsLoRA,
     HeadBank,
     LinearBank,
-    LinearNumbers,
+    LinearLoRA,
     LowRank,
     OtherRows,
 )
-from quire.layers.embedding import Embedding, Head
-from quire.layers.linear import Linear
 from quire.layers.moe import Experts
 from quire.layers.role import Role
 from quire.ops.adapters import make_table
@@ -145,7 +145,7 @@ class LinearSite:
             at += len(up)
         gain = self._gain(parts, numbers, known)
         bias = self._bias(numbers, self._layer.bias)
-        self._bank.put(place, LinearNumbers(tuple(parts), gain, bias, stacked=stacked))
+        self._bank.put(place, LinearLoRA(tuple(parts), gain, bias, stacked=stacked))
 
     def drop(self, place: int) -> None:
         self._bank.drop(place)
@@ -220,7 +220,7 @@ class LatentSite(LinearSite):
         for part in made.parts:
             whole[part.outputs] += (part.down.float() @ part.up.float()).t()
         whole = whole if made.gain is None else whole * made.gain.float().unsqueeze(1)
-        self._bank.put(place, LinearNumbers(whole=whole.to(weight.dtype)))
+        self._bank.put(place, LinearLoRA(whole=whole.to(weight.dtype)))
 
 
 class HeadSite(Untabled):
@@ -274,7 +274,7 @@ class HeadSite(Untabled):
         if "bias" in numbers and layer.bias is not None:
             added.append(numbers["bias"] - layer.bias)
         bias = sum(added[1:], added[0]) if added else None
-        self._bank.places[place] = LinearNumbers(
+        self._bank.places[place] = LinearLoRA(
             parts, gain, bias, numbers.get("whole"), numbers.get("down"), numbers.get("more"), _put_rows(numbers)
         )
 
@@ -303,7 +303,7 @@ class EmbeddingSite(Untabled):
         return numbers
 
     def put(self, place: int, numbers: Numbers, known: Numbers) -> None:  # noqa: ARG002
-        self._bank.places[place] = EmbeddingNumbers(
+        self._bank.places[place] = EmbeddingLoRA(
             numbers.get("down"), numbers.get("up"), numbers.get("whole"), numbers.get("more"), _put_rows(numbers)
         )
 
@@ -346,7 +346,7 @@ class ExpertsSite(Untabled):
     def put(self, place: int, numbers: Numbers, known: Numbers) -> None:  # noqa: ARG002
         up = (numbers["up.down"], numbers["up.up"]) if "up.down" in numbers else None
         down = (numbers["down.down"], numbers["down.up"]) if "down.down" in numbers else None
-        self._bank.places[place] = ExpertsNumbers(up, down)
+        self._bank.places[place] = ExpertsLoRA(up, down)
 
     def drop(self, place: int) -> None:
         self._bank.places.pop(place, None)

@@ -1,8 +1,8 @@
-"""What adapters add to a layer. Each row of a batch has one or none; a layer's bank has what is its own of each, by place.
+"""LoRA in layers: y += (x @ A) @ B for the tokens of each adapter. A layer's bank holds its matrices of every adapter, by slot.
 
-Here is the reference in torch: rows of one adapter are gathered, multiplied by its two narrow matrices, and added to what the
-layer made of them. Rows without an adapter are not touched, and an adapter without additions to a layer costs nothing there.
-On a GPU kernels do it for linear layers, all adapters at once (`ops/adapters.py`).
+This is the PyTorch reference: the tokens of one adapter are gathered, multiplied by its two low-rank matrices, and added to the
+layer's output. Tokens without an adapter are not touched; an adapter without matrices for a layer costs nothing there. On a GPU
+kernels do it for all adapters at once (`ops/adapters.py`).
 """
 
 from collections.abc import Callable, Iterator
@@ -20,20 +20,20 @@ from quire.ops.activation import gated, reference_gated
 from quire.ops.adapters import add_tiled
 from quire.ops.arguments import AdapterTable, ExpertBiases, Inner
 
-TOGETHER = 16  # rows on a CPU that are one product: a row's sums are then the same whoever is beside it
-FEW = 4  # the same, of narrow matrices, where an adapter's one row must not wait for fifteen that are not there
+GEMM_ROWS = 16  # rows of every GEMM on a CPU: a fixed count makes a token's sums independent of the other tokens
+LOW_RANK_ROWS = 4  # the same for low-rank GEMMs, where padding one token to 16 rows would cost too much
 
 Numbers = TypeVar("Numbers")
 
 
 class Bank(Generic[Numbers]):
-    """The numbers of every adapter that is on the device and has some for the layer."""
+    """The weights of every adapter on the device that changes the layer, by adapter slot."""
 
     def __init__(self) -> None:
         self.places: dict[int, Numbers] = {}
 
     def of(self, rows: LoRATokens | None) -> Iterator[tuple[Numbers, Tensor | None]]:
-        """Those that some rows ask for, and the tokens that do; None = all do."""
+        """Yield the weights that tokens of the batch use, each with its tokens [n] (None: all tokens)."""
         if rows is not None:
             for place, tokens in rows.groups:
                 if place in self.places:
@@ -42,11 +42,11 @@ class Bank(Generic[Numbers]):
 
 @dataclass(frozen=True)
 class LowRank:
-    """An addition to some of a layer's outputs."""
+    """The low-rank matrices for some of a layer's outputs."""
 
-    start: int  # of those outputs
-    down: Tensor  # [inputs, rank]
-    up: Tensor  # [rank, outputs], multiplied by the adapter's scale
+    start: int  # the first of these outputs
+    down: Tensor  # A: [inputs, rank]
+    up: Tensor  # B: [rank, outputs], multiplied by the adapter's scale
 
     @property
     def outputs(self) -> slice:
@@ -59,51 +59,53 @@ class LowRank:
 
 @dataclass(frozen=True)
 class OtherRows:
-    """Of embedding or head, in place of the layer's own."""
+    """Rows that replace those of the embedding or head."""
 
-    tokens: Tensor  # [n] int64, rising
+    tokens: Tensor  # [n] int64, ascending
     rows: Tensor  # [n, size]
 
     def look_up(self, ids: Tensor, otherwise: Tensor) -> Tensor:
-        """ids [T], otherwise [T, size]: the layer's own -> [T, size]."""
+        """Return the embeddings [T, size] of ids [T]; otherwise [T, size]: those of the layer's own weight."""
         at = torch.searchsorted(self.tokens, ids).clamp_(max=len(self.tokens) - 1)
         found = F.embedding(at, self.rows).to(otherwise.dtype)
         return torch.where((self.tokens[at] == ids).unsqueeze(1), found, otherwise)
 
     def multiply(self, x: Tensor, out: Tensor, own: Tensor | None) -> None:
-        """x [n, size], out [n, tokens], of which it overwrites some columns; own [tokens]: the layer's bias."""
+        """Overwrite the logits out [n, vocabulary] of the replaced tokens, from x [n, size]; own: the layer's bias."""
         found = times(x, self.rows.t()).to(out.dtype)
         out.index_copy_(1, self.tokens, found if own is None else found + own[self.tokens])
 
 
 @dataclass(frozen=True)
-class LinearNumbers:
-    """One adapter's numbers for a linear layer, or a head: gain * (the layer without its bias + parts) + bias."""
+class LinearLoRA:
+    """One adapter's weights for a linear layer or a head: gain * (output without bias + parts) + bias."""
 
     parts: tuple[LowRank, ...] = ()
-    gain: Tensor | None = None  # [outputs] of DoRA: new length of each of the matrix's rows, by its old one
-    bias: Tensor | None = None  # [outputs] to be added behind it
-    whole: Tensor | None = None  # [inputs, outputs] a matrix that stands in the layer's place
-    stacked: Tensor | None = None  # [inputs, all ranks] the parts' `down` beside each other, in their order
-    more: Tensor | None = None  # [inputs, n] of a head: for tokens that the model does not have
-    other: OtherRows | None = None  # of a head
+    gain: Tensor | None = None  # [outputs] DoRA: new norm of each row of the merged matrix, divided by the old one
+    bias: Tensor | None = None  # [outputs] added last
+    whole: Tensor | None = None  # [inputs, outputs] replaces the layer's matrix
+    stacked: Tensor | None = None  # [inputs, sum of ranks] the parts' `down`, concatenated
+    more: Tensor | None = None  # [inputs, n] head only: added vocabulary
+    other: OtherRows | None = None  # head only
 
     @property
     def simple(self) -> bool:
-        """Are there parts alone, to be multiplied by together?"""
+        """Return whether there is nothing but low-rank parts, stacked for one GEMM."""
         others = (self.gain, self.bias, self.whole, self.other)
         return self.stacked is not None and all(each is None for each in others)
 
     @cached_property
     def narrow(self) -> Tensor:
-        """`stacked` in float32: many CPUs multiply by no other floats at any speed."""
+        """Return `stacked` in float32, the only fast GEMM dtype of many CPUs."""
         assert self.stacked is not None
         return self.stacked.float()
 
     @cached_property
     def spread(self) -> tuple[slice, Tensor]:
-        """The parts' `up` as one matrix [all ranks, columns] of float32, and which columns: few large products take less time
-        on a CPU than many small ones, although most of it is zeros."""
+        """Return the parts' `up` as one block-diagonal float32 matrix [sum of ranks, columns], and which columns.
+
+        One GEMM with many zeros takes less time on a CPU than several small ones.
+        """
         first, last = min(part.start for part in self.parts), max(part.outputs.stop for part in self.parts)
         matrix, at = self.narrow.new_zeros(self.narrow.shape[1], last - first), 0
         for part in self.parts:
@@ -114,20 +116,20 @@ class LinearNumbers:
 
     @cached_property
     def scratch(self) -> Tensor:
-        """[FEW, inputs]: what is left in its other rows is nobody's."""
-        return self.narrow.new_zeros(FEW, self.narrow.shape[0])
+        """Return a buffer [LOW_RANK_ROWS, inputs]; unused rows hold stale values, whose results are dropped."""
+        return self.narrow.new_zeros(LOW_RANK_ROWS, self.narrow.shape[0])
 
     def add_to(self, out: Tensor, x: Tensor, tokens: Tensor | None) -> None:
-        """As `change` of a simple one, for these tokens of out [T, outputs] and x [T, inputs]; None = all. On a CPU."""
+        """Apply simple weights to these tokens (None: all) of out [T, outputs] and x [T, inputs]. CPU only."""
         columns, up = self.spread
         if columns.stop - columns.start < out.shape[1]:
             out = out[:, columns]
         some = x if tokens is None else x.index_select(0, tokens)
         count = len(some)
-        for first in range(0, count, FEW):
-            rows = min(FEW, count - first)
+        for first in range(0, count, LOW_RANK_ROWS):
+            rows = min(LOW_RANK_ROWS, count - first)
             part = some if rows == count else some[first : first + rows]
-            if rows < FEW or part.dtype != up.dtype:
+            if rows < LOW_RANK_ROWS or part.dtype != up.dtype:
                 self.scratch[:rows].copy_(part)
                 part = self.scratch
             added = torch.mm(torch.mm(part, self.narrow), up)[:rows].to(out.dtype)
@@ -139,7 +141,7 @@ class LinearNumbers:
                 out[first : first + rows].add_(added)
 
     def change(self, out: Tensor, x: Tensor, own: Tensor | None) -> Tensor:
-        """out [n, outputs] of x [n, inputs]; own [outputs]: the layer's bias. May overwrite `out`."""
+        """Return out [n, outputs] of x [n, inputs] with the adapter applied; own: the layer's bias. May overwrite `out`."""
         if self.whole is not None:
             out = times(x, self.whole).to(out.dtype)
             out = out if own is None else out.add_(own)
@@ -152,22 +154,22 @@ class LinearNumbers:
         return out if self.bias is None else out.add_(self.bias)
 
 
-class LinearBank(Bank[LinearNumbers]):
-    table: AdapterTable | None = None  # of the same numbers, for kernels
-    heard: Callable[[int, LinearNumbers | None], None] | None = None  # of every change, by someone who has a table, too
+class LinearBank(Bank[LinearLoRA]):
+    table: AdapterTable | None = None  # addresses of the same weights, for kernels
+    on_change: Callable[[int, LinearLoRA | None], None] | None = None  # called with every change; None: the slot is empty
 
-    def put(self, place: int, numbers: LinearNumbers) -> None:
+    def put(self, place: int, numbers: LinearLoRA) -> None:
         self.places[place] = numbers
-        if self.heard is not None:
-            self.heard(place, numbers)
+        if self.on_change is not None:
+            self.on_change(place, numbers)
 
     def drop(self, place: int) -> None:
-        if self.places.pop(place, None) is not None and self.heard is not None:
-            self.heard(place, None)
+        if self.places.pop(place, None) is not None and self.on_change is not None:
+            self.on_change(place, None)
 
     def add(self, out: Tensor, x: Tensor, rows: LoRATokens | None, own: Tensor | None) -> Tensor:
-        """out [T, outputs], which it may overwrite, of x [T, inputs], with what each row's adapter makes of it. It can be
-        overridden."""
+        """Return out [T, outputs] of x [T, inputs] with each token's adapter applied. May overwrite `out`. Overridable by
+        __torch_function__."""
         if has_torch_function_unary(x):
             return handle_torch_function(LinearBank.add, (x,), self, out, x, rows, own)
         if self.table is not None and rows is not None and rows.tiles is not None:
@@ -183,18 +185,20 @@ class LinearBank(Bank[LinearNumbers]):
         return given.view(out.shape)
 
     def gated(self, out: Tensor, x: Tensor, rows: LoRATokens, own: Tensor | None, activation: str) -> Tensor:
-        """As `add`, and the first half of the outputs is then a gate of the second -> [T, outputs / 2]."""
+        """Apply the adapters as `add` does, then activation(gate) * up -> [T, outputs / 2]."""
         if self.table is not None and rows.tiles is not None:
             return add_tiled(out, x, rows.tiles, self.table, own, activation)
         return gated(self.add(out, x, rows, own), activation)
 
 
 class HeadBank(LinearBank):
-    more = 0  # tokens that adapters may add to the model's own: logits have so many columns more
+    more = 0  # vocabulary that adapters may add: the logits have `more` extra columns
 
     def widen(self, logits: Tensor, hidden: Tensor, rows: LoRATokens | None, shape: Callable[[Tensor], Tensor]) -> Tensor:
-        """logits [P, V] of hidden [P, H] -> [P, V + more]: what a row's adapter does not have cannot be drawn. `shape`: what
-        the head does to logits."""
+        """Return logits [P, V + more]; added tokens that a token's adapter does not have get -inf.
+
+        shape: the scaling and soft cap that the head applies to logits.
+        """
         own = logits.shape[1]
         wide = F.pad(logits, (0, self.more), value=-torch.inf)
         for numbers, tokens in self.of(rows):
@@ -205,21 +209,21 @@ class HeadBank(LinearBank):
 
 
 @dataclass(frozen=True)
-class EmbeddingNumbers:
-    """`whole` in place of the layer's rows, `down` and `up` beside them, or both."""
+class EmbeddingLoRA:
+    """One adapter's weights for an embedding: `whole` replaces the rows, `down` and `up` add to them."""
 
     down: Tensor | None = None  # [tokens, rank]
     up: Tensor | None = None  # [rank, size], multiplied by the adapter's scale
     whole: Tensor | None = None  # [tokens, size]
-    more: Tensor | None = None  # [n, size] of tokens that the model does not have
+    more: Tensor | None = None  # [n, size] added vocabulary
     other: OtherRows | None = None
 
 
-class EmbeddingBank(Bank[EmbeddingNumbers]):
-    more = 0  # tokens that adapters may add to the model's own
+class EmbeddingBank(Bank[EmbeddingLoRA]):
+    more = 0  # vocabulary that adapters may add
 
     def add(self, x: Tensor, ids: Tensor, rows: LoRATokens | None, theirs: Tensor | None = None) -> Tensor:
-        """x [T, size], which it may overwrite, of ids [T]. theirs [T]: tokens whose rows another rank has."""
+        """Return x [T, size] of ids [T] with adapters applied. May overwrite x. theirs [T]: tokens that another rank holds."""
         for numbers, tokens in self.of(rows):
             some = slice(None) if tokens is None else tokens
             found = x[some] if numbers.whole is None else F.embedding(ids[some], numbers.whole).to(x.dtype)
@@ -231,7 +235,7 @@ class EmbeddingBank(Bank[EmbeddingNumbers]):
         return x
 
     def add_more(self, x: Tensor, ids: Tensor, rows: LoRATokens | None, own: int) -> Tensor:
-        """x [T, size], which it overwrites where ids [T] are not among the model's `own` tokens."""
+        """Overwrite x [T, size] where ids [T] are added vocabulary, beyond the model's `own` tokens."""
         for numbers, tokens in self.of(rows):
             if numbers.more is not None:
                 some = slice(None) if tokens is None else tokens
@@ -242,8 +246,8 @@ class EmbeddingBank(Bank[EmbeddingNumbers]):
 
 
 @dataclass(frozen=True)
-class ExpertsNumbers:
-    """Additions to every expert's two matrices; None = there is none to that one."""
+class ExpertsLoRA:
+    """One adapter's low-rank matrices for all experts of a layer; None: that matrix is not changed."""
 
     up: tuple[Tensor, Tensor] | None = None  # down [E, hidden, rank], up [E, rank, 2 * inner]
     down: tuple[Tensor, Tensor] | None = None  # down [E, inner, rank], up [E, rank, hidden]
@@ -252,7 +256,7 @@ class ExpertsNumbers:
 class FloatExperts(Protocol):
     @property
     def up(self) -> Tensor:
-        """[E, 2 * inner, hidden], gate above up; [E, inner, hidden] without gates."""
+        """[E, 2 * inner, hidden], gate rows first; [E, inner, hidden] without gates."""
 
     @property
     def down(self) -> Tensor:
@@ -265,18 +269,18 @@ class FloatExperts(Protocol):
     def biases(self) -> ExpertBiases | None: ...
 
 
-class ExpertsBank(Bank[ExpertsNumbers]):
+class ExpertsBank(Bank[ExpertsLoRA]):
     def replace(
         self, out: Tensor, x: Tensor, weights: Tensor, experts: Tensor, rows: LoRATokens | None, layer: FloatExperts
     ) -> Tensor:
-        """out [T, H] of x [T, H], where tokens whose adapter has additions to experts are run anew with them."""
+        """Return out [T, H] of x [T, H], with the tokens whose adapter changes experts recomputed."""
         for numbers, tokens in self.of(rows):
             some = slice(None) if tokens is None else tokens
             out[some] = _run_experts(x[some], weights[some], experts[some], layer, numbers)
         return out
 
 
-def _run_experts(x: Tensor, weights: Tensor, experts: Tensor, layer: FloatExperts, numbers: ExpertsNumbers) -> Tensor:
+def _run_experts(x: Tensor, weights: Tensor, experts: Tensor, layer: FloatExperts, numbers: ExpertsLoRA) -> Tensor:
     out, biases = torch.zeros_like(x, dtype=torch.float32), layer.biases
     for expert in sorted({*experts.flatten().tolist()}):
         mine, which = (experts == expert).nonzero(as_tuple=True)
@@ -297,13 +301,16 @@ def _run_experts(x: Tensor, weights: Tensor, experts: Tensor, layer: FloatExpert
 
 
 def times(x: Tensor, matrix: Tensor) -> Tensor:
-    """x [n, inner], matrix [inner, outputs] -> [n, outputs]. On a CPU libraries choose their way by the number of rows, and
-    another way adds in another order; so there it is always the same number."""
+    """Return x [n, inner] @ matrix [inner, outputs].
+
+    CPU libraries choose a kernel by the number of rows, and kernels sum in different orders. So every GEMM has GEMM_ROWS rows
+    there, which makes a token's result independent of the batch.
+    """
     x = x.to(matrix.dtype)
     if x.device.type != "cpu":
         return x @ matrix
     rows = len(x)
-    if rows % TOGETHER:
-        x = F.pad(x, (0, 0, 0, -rows % TOGETHER))
-    products = [torch.mm(some, matrix) for some in torch.split(x, TOGETHER)]
+    if rows % GEMM_ROWS:
+        x = F.pad(x, (0, 0, 0, -rows % GEMM_ROWS))
+    products = [torch.mm(some, matrix) for some in torch.split(x, GEMM_ROWS)]
     return (products[0] if len(products) == 1 else torch.cat(products))[:rows]
