@@ -9,7 +9,7 @@ from quire.bench.datasets import HOMES, find
 from quire.bench.datasets.options import DatasetOptions
 from quire.bench.openai import request_body
 from quire.bench.samples import WORDS, RandomPrompts, Sample
-from quire.cli.bench_serve_flags import DATASETS
+from quire.cli.bench_serve import DATASETS
 from quire.types.errors import ConfigError
 
 

@@ -2,7 +2,7 @@ import pytest
 
 from quire.cache.layout import make_layout
 from quire.cache.stages import pool_layout, stage_layout
-from quire.config.stages import split_layers
+from quire.config.args import split_layers
 from quire.types.cache import LayerCache
 from quire.types.errors import ConfigError
 

@@ -10,7 +10,7 @@ import pytest
 
 from quire.cli import chat as module
 from quire.cli.main import main
-from quire.cli.words import load_engine
+from quire.cli.parser import load_engine
 from quire.config.args import EngineArgs
 from quire.types.sampling import SamplingParams
 from tiny_model import make_model

@@ -12,7 +12,7 @@ import pytest
 
 from quire.bench import front_end
 from quire.cli.main import main
-from quire.cli.simulate_setting import Setting
+from quire.cli.simulate import Setting
 from quire.config.args import EngineArgs
 from quire.engine.assemble import resolve_here, start_core
 from quire.engine.core import EngineCore

@@ -7,7 +7,7 @@ import pytest
 from quantized_checkpoints import LLAMA, SCHEMES, SIZES, write
 from quire.cli.models import gather, render
 from quire.cli.plan import make_plan
-from quire.cli.plan_text import render as render_plan
+from quire.cli.plan import render as render_plan
 from quire.config.args import EngineArgs
 from quire.config.facts import read_facts
 from quire.config.quantization import FORMS, METHODS

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from patience import PATIENCE
-from quire.cli.top_feed import TopFeed
+from quire.cli.top import TopFeed
 
 
 @pytest.mark.parametrize(

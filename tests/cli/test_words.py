@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from gguf_files import tiny_llama
-from quire.cli import words
+from quire.cli import parser as words
 from quire.cli.main import main, make_parser
 from quire.types.errors import ConfigError
 

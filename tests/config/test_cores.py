@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from quire.config.cores import take_cores, threads_wanted, usable_cores, wait_politely
+from quire.config.host import take_cores, threads_wanted, usable_cores, wait_politely
 
 CPUS = sorted(os.sched_getaffinity(0))
 
@@ -61,7 +61,7 @@ def test_what_the_user_set_stands():
 
 
 def test_engines_share_the_cores(monkeypatch):
-    monkeypatch.setattr("quire.config.cores.usable_cores", lambda: 7)
+    monkeypatch.setattr("quire.config.host.usable_cores", lambda: 7)
 
     def threads(engine, engines, **environment):
         take_cores(engine, engines, environment)

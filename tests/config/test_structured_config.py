@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from quire.config import structured
 from quire.config.args import EngineArgs
+from quire.features.structured import host as structured
 from quire.types.errors import ConfigError
 
 

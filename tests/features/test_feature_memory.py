@@ -6,7 +6,6 @@ import torch
 from oracle import FAMILIES, make_checkpoint
 from quire import LLM
 from quire.config.args import EngineArgs
-from quire.config.eplb import EplbConfig
 from quire.config.features import FEATURES
 from quire.config.resolve import resolve
 from quire.device.cpu.device import CPUDevice
@@ -14,6 +13,7 @@ from quire.device.registry import open_device
 from quire.dist.mesh import Position
 from quire.engine.layouts import whole_layout
 from quire.engine.memory import _NoGroup, feature_memory, rank_sizes
+from quire.features.experts.host import EplbConfig
 from quire.features.lora.packing import adapt
 from quire.models.registry import build_model
 from quire.prepare.shard import shard

@@ -8,7 +8,7 @@ import torch
 import selection
 from more_families import MORE
 from oracle import FAMILIES, in_pieces
-from quire.config.stages import split_layers
+from quire.config.args import split_layers
 from quire.config.uneven_layers import why_not_staged
 from quire.dist.stages import Seat, Stage
 from quire.load.load import load_weights

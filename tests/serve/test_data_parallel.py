@@ -11,8 +11,7 @@ from feed_viewer import watching
 from server_process import body, children, serving, wait_for
 
 from quick_engines import held_back
-from quire.cli.top_feed import Known
-from quire.cli.top_screen import screen
+from quire.cli.top import Known, screen
 from serving import Running, error_of, events_of
 
 RANK = "X-data-parallel-rank"

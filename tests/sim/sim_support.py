@@ -4,11 +4,9 @@ from dataclasses import dataclass
 
 from quire.cache.layout import make_layout
 from quire.sched.scheduler import Scheduler
-from quire.sim.analytic import HostTime
-from quire.sim.fleet import Fleet, Run
+from quire.sim.analytic import HostTime, StepShape
+from quire.sim.fleet import Fleet, Run, router_maker
 from quire.sim.replica import Device, Replica
-from quire.sim.router import router_maker
-from quire.sim.shapes import StepShape
 from quire.sim.trace import Arrival, Trace
 from quire.types.cache import LayerCache
 

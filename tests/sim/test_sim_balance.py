@@ -10,9 +10,8 @@ from sim_support import PAGE, alone, replica, simulate, trace
 
 from quire.bench.arrivals import LoadShape
 from quire.sim.figures import figures_of
-from quire.sim.fleet import Fleet
-from quire.sim.generated import Generated
-from quire.sim.router import router_maker
+from quire.sim.fleet import Fleet, router_maker
+from quire.sim.trace import Generated
 
 PAGES, CONTEXT = 4000, 600
 

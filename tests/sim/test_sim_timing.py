@@ -8,11 +8,10 @@ import pytest
 from quire.bench.steps import StepPoint, Turn, admission_times, host_times, summarize
 from quire.config.memory import estimate_parameters, parameter_parts
 from quire.sim import analytic
-from quire.sim.analytic import AnalyticTiming, HostTime
+from quire.sim.analytic import AnalyticTiming, HostTime, StepShape, shape_of, windows_of
 from quire.sim.cards import CARDS, Card, find_card, read_rate
-from quire.sim.front import FrontTime
+from quire.sim.fleet import FrontTime
 from quire.sim.measured import MeasuredTiming, read_measured
-from quire.sim.shapes import StepShape, shape_of, windows_of
 from quire.types.cache import LayerCache
 from quire.types.errors import ConfigError
 from quire.types.plan import Ints, Outputs, RowShapes, StepPlan, recorded_width

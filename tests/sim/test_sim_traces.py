@@ -6,8 +6,7 @@ import json
 import pytest
 
 from quire.bench.arrivals import LoadShape
-from quire.sim.generated import Characters, Generated, sharegpt_trace, workload_trace
-from quire.sim.trace import Arrival, Trace, format_of, read_trace
+from quire.sim.trace import Arrival, Characters, Generated, Trace, format_of, read_trace, sharegpt_trace, workload_trace
 from quire.types.errors import ConfigError
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens

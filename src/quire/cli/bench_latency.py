@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from quire.cli.bench_offline import OfflineReport, add_group, add_report_and_engine_flags, at_least, engine_args, engine_facts
-from quire.cli.bench_serve_flags import YES, Flags, N, X
+from quire.cli.bench_serve import YES, Flags, N, X
 
 DESCRIPTION = """\
 Runs one batch of requests of equal length many times and reports how long the whole batch takes, the time to the first token

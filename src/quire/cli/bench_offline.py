@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.bench_serve_flags import Flags
+from quire.cli.bench_serve import Flags
 from quire.config.args import EngineArgs, add_cli_arguments
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class OfflineReport:
 
     def __init__(self, kind: str, namespace: argparse.Namespace) -> None:
         from quire.bench.report import read_result
-        from quire.cli.bench_serve_settings import pairs
+        from quire.cli.bench_serve import pairs
 
         self._kind, self._namespace = kind, namespace
         self._metadata = pairs(namespace.metadata, "--metadata")

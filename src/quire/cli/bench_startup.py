@@ -2,11 +2,13 @@
 
 import argparse
 import dataclasses
+import json
 import sys
+import time
 from typing import Any
 
 from quire.cli.bench_offline import OfflineReport, add_group, add_report_and_engine_flags, at_least, engine_args
-from quire.cli.bench_serve_flags import Flags, N
+from quire.cli.bench_serve import Flags, N
 
 DESCRIPTION = """\
 Starts the engine in new processes, one after the other, and measures the time from the start of the process until the engine is
@@ -18,7 +20,7 @@ STARTS: Flags = (
     ("num-iters-warmup", "warm starts that are not counted (default 0)", N | {"default": 0}),
     ("input-len", "tokens of the prompt (default 32)", N | {"default": 32}),
 )
-CHILD = "quire.cli.bench_startup_child"
+CHILD = "quire.cli.bench_startup"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -64,3 +66,24 @@ def device_of(asked: str) -> str:
     from quire.bench.machine import gpu
 
     return asked if asked != "auto" else "cuda" if gpu() else "cpu"
+
+
+def main() -> None:
+    asked = json.load(sys.stdin)
+    from quire.config.args import EngineArgs
+    from quire.llm import LLM
+    from quire.types.sampling import SamplingParams
+
+    llm = LLM.from_engine_args(EngineArgs(**asked["engine"]))
+    ready = time.monotonic()
+    vocab_size = llm.llm_engine.config.facts.vocab_size
+    prompt = [1 + i % (vocab_size - 1) for i in range(asked["input_len"])]
+    llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True), use_tqdm=False)
+    first_token = time.monotonic()
+    timeline = getattr(llm.llm_engine, "timeline", None)
+    parts = [] if timeline is None else timeline.parts
+    print(json.dumps({"ready": ready, "first_token": first_token, "parts": parts}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

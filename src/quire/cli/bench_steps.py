@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from quire.bench.front_end import measure_front_end
 from quire.bench.steps import StepPoint, Turn, admission_times, as_json, host_times, lines, summarize
 from quire.cli.bench_offline import OfflineReport, add_group, add_report_and_engine_flags, at_least, engine_args, engine_facts
-from quire.cli.bench_serve_flags import YES, Flags, N, X
+from quire.cli.bench_serve import YES, Flags, N, X
 from quire.types.errors import ConfigError
 from quire.types.plan import TOKEN_BUCKETS
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from quire.config.config import Config
     from quire.engine.core import EngineCore
     from quire.sched.plan_builder import Scheduled
-    from quire.sim.shapes import Window
+    from quire.sim.analytic import Window
 
 DESCRIPTION = """\
 Measures steps of the engine one by one: rows of one token after a short and after a long context, prompts of many lengths,
@@ -75,9 +75,8 @@ def run(namespace: argparse.Namespace) -> int:
     from quire.config.facts import sizes_of
     from quire.engine.core import EngineCore
     from quire.llm import LLM
-    from quire.sim.analytic import HostTime
+    from quire.sim.analytic import HostTime, windows_of
     from quire.sim.measured import MeasuredTiming
-    from quire.sim.shapes import windows_of
 
     llm = LLM.from_engine_args(args)
     engine, config, core = llm.llm_engine, llm.llm_engine.config, llm.llm_engine.core
@@ -281,7 +280,7 @@ class StepMeter:
 
     def _run(self, but: Collection[str] = ()) -> list[Turn]:
         """Until all have ended `but` these."""
-        from quire.sim.shapes import shape_of
+        from quire.sim.analytic import shape_of
 
         turns: list[Turn] = []
         while self._open.difference(but) if but else self._core.has_unfinished:

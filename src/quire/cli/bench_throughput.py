@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.bench_offline import OfflineReport, add_group, add_report_and_engine_flags, at_least, engine_args, engine_facts
-from quire.cli.bench_serve_flags import DATASET, DATASETS, YES, Flags, N, X
+from quire.cli.bench_serve import DATASET, DATASETS, YES, Flags, N, X
 from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def check_workload_flags(namespace: argparse.Namespace) -> None:
 
 def dataset_of(namespace: argparse.Namespace) -> "DatasetOptions":
     """The flags of `bench serve`, with --input-len and --output-len for those that the data set has."""
-    from quire.cli.bench_serve_settings import dataset_of as options_of
+    from quire.cli.bench_serve import dataset_of as options_of
 
     full = argparse.Namespace(**vars(namespace))
     full.dataset_name = namespace.dataset_name or "random"

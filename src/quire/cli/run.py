@@ -3,8 +3,8 @@
 import argparse
 from typing import Any
 
+from quire.cli.parser import load_engine, read_text, take_words
 from quire.cli.sampling import add_sampling_arguments, sampling_params
-from quire.cli.words import load_engine, read_text, take_words
 from quire.config.args import add_cli_arguments
 from quire.types.errors import ConfigError
 
@@ -33,7 +33,7 @@ def run(namespace: argparse.Namespace) -> int:
     if not all(prompts):
         raise ConfigError('a prompt is empty: quire run MODEL "The capital of France is"')
     engine = load_engine(args)
-    from quire.cli.stream import print_stream
+    from quire.cli.sampling import print_stream
 
     params = sampling_params(namespace, engine.config.default_sampling)
     for index, prompt in enumerate(prompts):

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from typing import Any
 
-from quire.cli.model_tag import add_model_tag, engine_args
+from quire.cli.parser import add_model_tag, engine_args
 from quire.config.args import add_cli_arguments
 from quire.config.resolve import check_model
 from quire.config.server_args import SERVER_NAMES, ServerArgs, add_server_arguments

@@ -11,6 +11,7 @@ import functools
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, NoReturn, TypeVar
 
 from quire.config.devices import check_device
@@ -19,7 +20,6 @@ from quire.config.fields import FLAG, FLOATS, LIST, NAMES, NUMBER, OBJECT, REAL,
 from quire.config.flags import add_flags, add_hidden_flags, kind_of
 from quire.config.hints import HINT_SHORT_FLAGS, HINTS, take_hint, taken_for
 from quire.config.refused import REFUSED, SHORT_FLAGS, refuse
-from quire.config.stages import PARTITION, read_partition
 from quire.features.experts.host import ExpertArgs
 from quire.features.kv_quant.host import CacheArgs
 from quire.features.lora.host import LoRAArgs
@@ -27,6 +27,40 @@ from quire.features.quantization.host import WeightArgs
 from quire.features.speculation.host import SpeculationArgs
 from quire.features.structured.host import StructuredArgs
 from quire.types.errors import ConfigError, NotSupported
+
+PARTITION = "VLLM_PP_LAYER_PARTITION"  # environment: the same, as vLLM has it
+
+
+def read_partition(text: str) -> tuple[int, ...]:
+    """`8,12,12`: layers of each stage."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise ConfigError(f"pipeline_layer_partition must be how many layers each stage has, such as 8,12,12; got {text!r}")
+    return tuple(int(part) for part in parts)
+
+
+def split_layers(count: int, stages: int, partition: str | None = None) -> tuple[range, ...]:
+    """As evenly as can be, if nothing is said; the first stage, which embeds tokens and draws them as well, has none more than
+    others. ConfigError = the layers cannot be divided so."""
+    if partition is not None:
+        sizes = read_partition(partition)
+        if len(sizes) != stages:
+            raise ConfigError(
+                f"pipeline_layer_partition {partition!r} is for {len(sizes)} stages, and pipeline_parallel_size is {stages}"
+            )
+        if sum(sizes) != count:
+            raise ConfigError(
+                f"pipeline_layer_partition {partition!r} divides {sum(sizes)} layers, and the model has {count}; "
+                "they must add up to that"
+            )
+        return tuple(range(first, last) for first, last in pairwise(accumulate(sizes, initial=0)))
+    if stages > max(count, 1):
+        raise ConfigError(
+            f"pipeline_parallel_size={stages}: the model's {count} layers cannot be divided among so many stages; {count} is "
+            "the most"
+        )
+    return tuple(range(count * stage // stages, count * (stage + 1) // stages) for stage in range(stages))
+
 
 DEFAULT_MODEL = "smollm2"
 _MODEL, _LENGTHS, _CACHE, _SCHEDULER, _OTHER = "model", "lengths and sampling", "cache and memory", "scheduler", "other"

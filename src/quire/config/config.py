@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from quire.config.args import EngineArgs, local_engines, shares_experts
+from quire.config.args import EngineArgs, local_engines, shares_experts, split_layers
 from quire.config.draft_heads import DraftHead
 from quire.config.facts import DeviceFacts, ModelFacts, count_experts
 from quire.config.quantization import Quantization
 from quire.config.speculative import SpeculativeConfig
-from quire.config.stages import split_layers
 from quire.files.adapter import AdapterBounds
 from quire.types.cache import DTYPE_BYTES, EIGHT_BITS
 from quire.types.sampling import LogprobsMode

@@ -1,7 +1,8 @@
 """What the machine under us leaves to this process. Reads /proc and /sys, nothing else."""
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
 
@@ -55,3 +56,81 @@ def _read_field(path: Path, name: str) -> int:
     except OSError:
         return 0
     return next((int(value) for key, _, value in (line.partition(" ") for line in lines) if key == name), 0)
+
+
+SPINS = "1000"
+TURN = 0.0005  # seconds for which one thread has Python while another waits for it
+# whoever sets one of these has decided about waiting
+WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
+
+
+def wait_politely(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Has no effect once torch is imported."""
+    if not any(name in environ for name in WAITING):
+        environ["GOMP_SPINCOUNT"] = SPINS
+
+
+def take_turns() -> None:
+    """In a process of ours whose loop must not wait for threads beside it: who wants Python has it soon."""
+    sys.setswitchinterval(TURN)
+
+
+def threads_wanted(environ: MutableMapping[str, str] = os.environ, ranks: int = 1) -> int:
+    """Of a CPU engine: what OMP_NUM_THREADS says, else one for each core that is ours. Ranks share the cores."""
+    asked = environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    return int(asked) if asked.isdigit() and int(asked) > 0 else max(1, usable_cores() // ranks)
+
+
+def take_cores(engine: int, engines: int, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Of several engines on this machine each has its part of the cores, and at least one thread. What OMP_NUM_THREADS says is
+    for each of them."""
+    if not environ.get("OMP_NUM_THREADS"):
+        cores, more = divmod(usable_cores(), engines)
+        environ["OMP_NUM_THREADS"] = str(max(1, cores + (engine < more)))
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Physical cores this process may run on, within the time its control groups grant."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores = {_siblings(root, cpu) for cpu in allowed}
+    return max(1, min([len(cores), *_quotas(root)]))
+
+
+def _siblings(root: Path, cpu: int) -> str:
+    """The threads of a CPU's core, as the system writes them: equal for CPUs that share one."""
+    try:
+        return (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(cpu)
+
+
+def _quotas(root: Path) -> list[int]:
+    """Whole cores that the time limits of the control groups around this process amount to, rounded up."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    quotas = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        base = root / "sys/fs/cgroup" / ("" if controllers == "" else "cpu")
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        group = base / path.lstrip("/")
+        for place in (group, *group.parents):
+            quotas += [-(-quota // period) for quota, period in [_limit(place)] if quota > 0]
+            if place == base:
+                break
+    return quotas
+
+
+def _limit(group: Path) -> tuple[int, int]:
+    """(microseconds of CPU time, per so many); (0, 1) = no limit."""
+    try:
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota, period = (group / "cpu.cfs_quota_us").read_text(), (group / "cpu.cfs_period_us").read_text()
+        return int(quota), int(period)
+    except (OSError, ValueError):  # no such group, or "max"
+        return 0, 1

@@ -10,7 +10,6 @@ from quire.config.args import EngineArgs, local_engines
 from quire.config.config import Config
 from quire.config.facts import DeviceFacts
 from quire.config.resolve import resolve
-from quire.config.structured import structured_backend
 from quire.device.registry import describe, find_device, open_device
 from quire.engine.companions import Ends
 from quire.engine.core import EngineCore
@@ -23,6 +22,7 @@ from quire.engine.speculation import make_speculation
 from quire.engine.start_local import start_local
 from quire.engine.timeline import Stopwatch, Timeline
 from quire.features.structured.grammar.lanes import GrammarLanes
+from quire.features.structured.host import structured_backend
 from quire.models.registry import complete_facts
 from quire.progress import doing
 from quire.types.errors import ModelError

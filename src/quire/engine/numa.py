@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from quire.config.args import EngineArgs, local_engines
-from quire.config.cores import usable_cores
+from quire.config.host import usable_cores
 from quire.device.visible import named_gpus
 from quire.types.errors import ConfigError
 

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from quire.config.args import EngineArgs
-from quire.config.cores import take_turns, wait_politely
+from quire.config.host import take_turns, wait_politely
 from quire.engine import ipc
 from quire.engine.companions import Ends, looking_after, read_ends
 from quire.engine.core import EngineCore

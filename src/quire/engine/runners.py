@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 
 from quire.cache.layout import make_layout
 from quire.config.config import Config
-from quire.config.cores import threads_wanted, wait_politely
-from quire.config.eplb import read_eplb
 from quire.config.facts import ModelFacts
+from quire.config.host import threads_wanted, wait_politely
 from quire.device.base import Device
 from quire.device.registry import open_device
 from quire.dist.mesh import ALONE, Position, share_layers
 from quire.engine.layouts import draft_forms, draft_layout, whole_layout
 from quire.features.base import StepPart
+from quire.features.experts.host import read_eplb
 from quire.features.quantization.host import may_copy
 from quire.progress import doing
 

@@ -25,7 +25,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from quire.config.cores import wait_politely
+from quire.config.host import wait_politely
 from quire.proc.spawn import PARENT, command_of, end_with_parent, fill_in, name_process, set_up, spawn
 
 COMMAND = command_of("quire.proc.fork_server")

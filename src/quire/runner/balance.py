@@ -13,11 +13,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from quire.config.eplb import EplbConfig
 from quire.dist.collectives import Group
 from quire.dist.experts import SharedExperts
 from quire.dist.mesh import Position
 from quire.dist.placement import NOBODY, balance_of, settle, spread
+from quire.features.experts.host import EplbConfig
 from quire.layers.balance import Balance
 from quire.layers.moe import Experts
 from quire.prepare.shard import find_experts

@@ -16,9 +16,9 @@ from starlette.responses import PlainTextResponse
 
 from quire.async_llm import AsyncLLM
 from quire.config.args import EngineArgs
-from quire.config.lora_modules import LoRAModule, read_modules
 from quire.config.resolve import choose_names
 from quire.config.server_args import ServerArgs
+from quire.features.lora.host import LoRAModule, read_modules
 from quire.features.lora.names import NamedAdapter, absolute
 from quire.files.adapter import AdapterBounds, check_header
 from quire.files.reading import shown

@@ -7,13 +7,120 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Protocol
 
-from quire.sim.front import NO_FRONT, FrontEnds, FrontTime
+from quire.sched.balancer import Balancer
 from quire.sim.replica import Replica
-from quire.sim.router import Router
 from quire.sim.trace import Arrival, Trace
+from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class FrontTime:
+    """Seconds; `request` is part of `way`."""
+
+    way: float = 0.0
+    request: float = 0.0
+    token: float = 0.0
+    finish: float = 0.0
+
+
+NO_FRONT = FrontTime()
+USUAL_FRONT = FrontTime(0.0025, 0.001, 0.000045)  # of cores like an H200's host
+
+
+class FrontEnds:
+    """As many API processes as engines, whose clients are shared out evenly."""
+
+    def __init__(self, count: int, time: FrontTime) -> None:
+        self._time, self._rest = time, max(0.0, time.way - time.request)
+        self._free = [0.0] * count  # when each has done all there was
+
+    def arrive(self, number: int, now: float) -> float:
+        """When the engine has a request that comes now."""
+        front = number % len(self._free)
+        done = self._free[front] = max(now, self._free[front]) + self._time.request
+        return done + self._rest
+
+    def tell(self, numbers: Sequence[int], last: Sequence[bool], now: float) -> tuple[list[float], list[float]]:
+        """When the clients have the tokens of a step, one for each of these requests, and those for whom it is the `last`
+        know that they have all."""
+        free, token, finish = self._free, self._time.token, self._time.finish
+        if not token and not finish:
+            return [now] * len(numbers), [now] * sum(last)
+        times, ends, count = list[float](), list[float](), len(free)
+        for number, is_last in zip(numbers, last, strict=True):
+            front = number % count
+            at = free[front]
+            at = free[front] = (at if at > now else now) + token
+            times.append(at)
+            if is_last:
+                at = free[front] = at + finish
+                ends.append(at)
+        return times, ends
+
+
+class Router(Protocol):
+    def place(self, request: EngineRequest) -> int:
+        """The number of the replica that is to have a request which has just come."""
+
+    def heard(self, deltas: Sequence[TokenDelta]) -> None:
+        """What a step brought."""
+
+    def refused(self, name: str) -> None:
+        """The replica did not take it."""
+
+
+class RoundRobin:
+    def __init__(self, replicas: int) -> None:
+        self._replicas, self._next = replicas, 0
+
+    def place(self, request: EngineRequest) -> int:  # noqa: ARG002
+        self._next += 1
+        return (self._next - 1) % self._replicas
+
+    def heard(self, deltas: Sequence[TokenDelta]) -> None:
+        """It does not matter here."""
+
+    def refused(self, name: str) -> None:
+        """Nor does that."""
+
+
+class Balanced:
+    """As `quire serve` places requests; by load alone without `caching`."""
+
+    def __init__(self, replicas: int, pages: int, page_size: int, slots: int, caching: bool) -> None:
+        self._balancer, self._all = Balancer(replicas), range(replicas)
+        for replica in self._all:
+            self._balancer.begin(replica, pages, page_size, slots, caching)
+
+    def place(self, request: EngineRequest) -> int:
+        return self._balancer.place(request, self._all)
+
+    def heard(self, deltas: Sequence[TokenDelta]) -> None:
+        add_tokens, end = self._balancer.add_tokens, self._balancer.end
+        for delta in deltas:
+            if delta.token_ids:
+                add_tokens(delta.request_id, len(delta.token_ids))
+            if delta.finish_reason is not None:
+                end(delta.request_id)
+
+    def refused(self, name: str) -> None:
+        self._balancer.end(name)
+
+
+ROUTERS = ("balancer", "load", "round-robin")
+MakeRouter = Callable[[int], Router]
+
+
+def router_maker(name: str, pages: int, page_size: int, slots: int, caching: bool = True) -> MakeRouter:
+    """Return a factory of routers by number of replicas, each with `pages` of cache and `slots` requests at once."""
+    if name == "round-robin":
+        return RoundRobin
+    return lambda replicas: Balanced(replicas, pages, page_size, slots, caching and name == "balancer")
+
 
 NOBODY: frozenset[int] = frozenset()
 

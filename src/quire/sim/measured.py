@@ -16,9 +16,8 @@ from typing import Any
 
 from quire.bench.steps import FIELDS, KIND, StepPoint
 from quire.files.reading import shown
-from quire.sim.analytic import HostTime
-from quire.sim.front import FrontTime
-from quire.sim.shapes import StepShape
+from quire.sim.analytic import HostTime, StepShape
+from quire.sim.fleet import FrontTime
 from quire.types.errors import ConfigError
 from quire.types.json_text import read_json
 from quire.types.plan import recorded_width

@@ -1,13 +1,136 @@
 """The report as one HTML file: tables and plots, no script, and nothing is fetched from anywhere."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 
-from quire.sim.figures import LATENCIES, Figures, Timeline, quantiles, timeline_of
+from quire.sim.figures import LATENCIES, PERCENTILES, Figures, Load, Timeline, quantiles, timeline_of
 from quire.sim.fleet import Run
-from quire.sim.objectives import Objectives, Search
-from quire.sim.plots import Line, plot
-from quire.sim.tables import LATENCY_NAMES, latency_cells, load_cells, rows_of, trial_cells
+from quire.sim.objectives import Objectives, Search, Trial
+
+WIDTH, HEIGHT = 460, 240
+LEFT, RIGHT, TOP, BOTTOM = 58, 12, 26, 36
+TICKS = 5
+
+
+@dataclass(frozen=True)
+class Line:
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+
+
+def plot(
+    title: str, x_name: str, y_name: str, lines: Sequence[Line], y_top: float | None = None, mark: float | None = None
+) -> str:
+    """`mark` is a value of x that is shown by a line of its own."""
+    x_ticks = ticks(max([*(max(line.xs, default=0.0) for line in lines), mark or 0.0]))
+    y_ticks = ticks(y_top if y_top is not None else max(max(line.ys, default=0.0) for line in lines))
+    x_most, y_most = x_ticks[-1], y_ticks[-1]
+
+    def x(value: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * min(value, x_most) / x_most
+
+    def y(value: float) -> float:
+        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * min(value, y_most) / y_most
+
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
+    parts.append(f'<text class="title" x="{LEFT}" y="14">{escape(title)}</text>')
+    for value in y_ticks:
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
+        parts.append(f'<text class="y" x="{LEFT - 6}" y="{y(value) + 3:.1f}">{number(value)}</text>')
+    for value in x_ticks:
+        parts.append(f'<text class="x" x="{x(value):.1f}" y="{HEIGHT - BOTTOM + 14}">{number(value)}</text>')
+    parts.append(f'<text class="x" x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 6}">{escape(x_name)}</text>')
+    middle = (TOP + HEIGHT - BOTTOM) / 2
+    parts.append(f'<text class="x" transform="translate(12 {middle:.0f}) rotate(-90)">{escape(y_name)}</text>')
+    if mark is not None:
+        parts.append(f'<line class="mark" x1="{x(mark):.1f}" x2="{x(mark):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
+    for place, line in enumerate(lines):
+        points = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in zip(line.xs, line.ys, strict=True))
+        parts.append(f'<polyline class="s{place}" points="{points}"/>')
+        if len(lines) > 1:
+            at = WIDTH - RIGHT - 90 * (len(lines) - place)
+            parts.append(f'<text class="key s{place}" x="{at}" y="14">{escape(line.name)}</text>')
+    return "".join(parts) + "</svg>"
+
+
+def ticks(most: float) -> list[float]:
+    """From 0 to a round number that is no less than `most`."""
+    if not most > 0:
+        return [0.0, 1.0]
+    raw = most / TICKS
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(round_one * power for round_one in (1, 2, 2.5, 5, 10) if round_one * power >= raw * (1 - 1e-9))
+    return [step * i for i in range(math.ceil(most / step - 1e-9) + 1)]
+
+
+def number(value: float) -> str:
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if value >= 10 * size or (value >= size and value % size == 0):
+            return f"{value / size:g}{unit}"
+    return f"{value:.6g}"
+
+
+LATENCY_NAMES = {"ttft": "Time to first token", "tpot": "Time per output token", "e2el": "End to end"}
+Cells = tuple[Sequence[str], Sequence[Sequence[str]]]  # a head, and rows
+
+
+def rows_of(figures: Figures) -> list[tuple[str, str]]:
+    fleet = figures.fleet
+    usage = f"{fleet.kv_usage:.1%} in use in the mean, {fleet.kv_peak:.1%} at most"
+    return [
+        ("Requests", f"{figures.completed:,} of {figures.requests:,} in {figures.duration:,.1f} s"),
+        *((f"{count:,} refused", why) for why, count in figures.refused.most_common(3)),
+        ("Throughput", f"{figures.per_second(figures.completed):,.2f} requests/s, "
+         f"{figures.per_second(figures.output_tokens):,.0f} output tokens/s, "
+         f"{figures.per_second(figures.input_tokens + figures.output_tokens):,.0f} tokens/s in and out"),
+        ("Prefix cache", f"{figures.hit_rate:.1%} of {figures.input_tokens:,} prompt tokens found"),
+        ("KV cache", f"{usage}; {figures.preemptions:,} preemptions"),
+        ("Steps", f"{fleet.steps:,}, of {fleet.rows:.1f} rows in the mean; devices busy {fleet.busy:.1%} of the time"),
+    ]  # fmt: skip
+
+
+def latency_cells(figures: Figures) -> Cells:
+    head = ("ms", "mean", *(f"p{percentile}" for percentile in PERCENTILES))
+    rows = []
+    for name in LATENCIES:
+        spread = figures.spreads[name]
+        values = ["-"] * (1 + len(PERCENTILES))
+        if spread is not None:
+            values = [f"{value:,.2f}" for value in (spread.mean, *(spread.percentiles[cut] for cut in PERCENTILES))]
+        rows.append((LATENCY_NAMES[name], *values))
+    return head, rows
+
+
+def trial_cells(trials: Sequence[Trial]) -> Cells:
+    rows = [
+        (f"{trial.replicas}", "yes" if trial.kept else "no", "given up early" if trial.share is None else f"{trial.share:.2%}")
+        for trial in sorted(trials, key=lambda trial: trial.replicas)
+    ]
+    return ("replicas", "enough", "requests within"), rows
+
+
+def load_cells(loads: Sequence[Load]) -> Cells:
+    head = ("replica", "requests", "output tokens", "steps", "rows", "busy", "KV mean", "KV peak", "hit rate", "preemptions")
+    rows = [
+        (f"{number}", f"{load.requests:,}", f"{load.output_tokens:,}", f"{load.steps:,}", f"{load.rows:.1f}",
+         f"{load.busy:.1%}", f"{load.kv_usage:.1%}", f"{load.kv_peak:.1%}", f"{load.hit_rate:.1%}", f"{load.preemptions:,}")
+        for number, load in enumerate(loads)
+    ]  # fmt: skip
+    return head, rows
+
+
+def lines(cells: Cells) -> list[str]:
+    """The first column to the left, the others to the right."""
+    table = [cells[0], *cells[1]]
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
+        for row in table
+    ]
+
 
 STYLE = """
 :root { color-scheme: light dark; --text: #1d2430; --faint: #d9dee6; --soft: #5c6675; --back: #fff;

@@ -16,8 +16,7 @@ import numpy as np
 from quire.engine.plan_deadline import PlanDeadline
 from quire.sched.plan_builder import Scheduled
 from quire.sched.scheduler import Scheduler
-from quire.sim.analytic import HostTime
-from quire.sim.shapes import StepShape, Window, shape_of
+from quire.sim.analytic import HostTime, StepShape, Window, shape_of
 from quire.types.errors import EngineError, RequestError
 from quire.types.outputs import TokenDelta
 from quire.types.plan import Ints, StepPlan, StepResult

@@ -5,10 +5,9 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from quire.config.cores import take_cores, threads_wanted
 from quire.config.devices import KEEPS
 from quire.config.facts import DeviceFacts
-from quire.config.host import available_host_bytes
+from quire.config.host import available_host_bytes, take_cores, threads_wanted
 from quire.config.memory import host_cache_bytes
 from quire.device.base import GIB, Device, PlannedBudget, Prepared, Setting, no_memory
 from quire.device.cpu import libraries

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from quire.config.cores import take_turns, wait_politely
+from quire.config.host import take_turns, wait_politely
 from quire.device.visible import VISIBLE
 from quire.engine.agreement import refuse_other_draft
 from quire.engine.companions import Ends, read_ends
