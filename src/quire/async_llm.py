@@ -26,8 +26,7 @@ from quire.device.registry import describe_unseen
 from quire.engine import ipc
 from quire.engine.child import COMMAND, Child
 from quire.engine.client import as_started
-from quire.engine.handle import EngineHandle, EngineListener, EngineStatus, EngineView, OneEngine
-from quire.engine.rank_calls import check_rank_call
+from quire.engine.handle import EngineHandle, EngineListener, EngineStatus, EngineView, OneEngine, check_rank_call
 from quire.engine.router import start_engines
 from quire.engine.timeline import Timeline
 from quire.features.lora.client import AdapterClient, Sharing

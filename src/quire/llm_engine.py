@@ -22,7 +22,7 @@ from quire.device.registry import describe_unseen
 from quire.engine.assemble import resolve_here, start_core
 from quire.engine.core import EngineCore
 from quire.engine.external import Follower, Leader, start_rank
-from quire.engine.rank_calls import check_rank_call
+from quire.engine.handle import check_rank_call
 from quire.engine.replicas import Replicas
 from quire.engine.timeline import Stopwatch
 from quire.features.lora.names import AdapterNames, NamedAdapter

@@ -10,7 +10,7 @@ import pytest
 
 from patience import PATIENCE
 from quire.engine.executor import nodes
-from quire.engine.handshake import connect, heard, listen, say
+from quire.engine.handshake import connect, listen, receive_json, send_json
 
 TERMS = {"version": "1", "files": {}, "arguments": {}, "model": "somewhere"}  # that all nodes agree on
 
@@ -35,7 +35,7 @@ class Meeting:
 
     def connect(self, said: dict) -> socket.socket:
         stranger = self._stack.enter_context(connect(self._first, time.monotonic() + PATIENCE))
-        say(stranger, {"key": "", **said})
+        send_json(stranger, {"key": "", **said})
         return stranger
 
     def claim(self) -> socket.socket:
@@ -73,8 +73,8 @@ def test_those_who_only_claim_a_place_keep_nobody_waiting(meeting, monkeypatch):
     meeting.connect({"claim": "none", "control": 1})
     meeting.connect({"control": 1})
     meeting.finish(meeting.begin())
-    assert "own" in heard(strangers[-1], PATIENCE)
-    assert heard(strangers[-1], PATIENCE) == {"refused": "node_rank 1 is there already"}
+    assert "own" in receive_json(strangers[-1], PATIENCE)
+    assert receive_json(strangers[-1], PATIENCE) == {"refused": "node_rank 1 is there already"}
 
 
 def test_those_who_connect_to_node_0_and_to_nobody_else_cost_a_moment_each(meeting, monkeypatch):
@@ -82,7 +82,7 @@ def test_those_who_connect_to_node_0_and_to_nobody_else_cost_a_moment_each(meeti
     gathering = meeting.begin()
     for _ in range(2):
         stranger = meeting.claim()
-        asked = heard(stranger, PATIENCE)
+        asked = receive_json(stranger, PATIENCE)
         assert asked["own"] == [1, 2]
         meeting.connect({"claim": asked["claim"], "control": 1})
     meeting.finish(gathering)

@@ -13,11 +13,11 @@ from tiny import TEXT, open_model
 from patience import PATIENCE
 from quire import LLM, EngineArgs, SamplingParams
 from quire.cli.main import main
-from quire.engine import client, outpost
+from quire.engine import client, node_agent
 from quire.engine.agreement import terms_of
-from quire.engine.handshake import connect, heard, say
-from quire.engine.outpost import Outpost
-from quire.engine.remote import Harbour
+from quire.engine.handshake import connect, receive_json, send_json
+from quire.engine.node_agent import NodeAgent
+from quire.engine.node_listener import NodeListener
 from quire.types.errors import ConfigError, EngineError
 
 PARAMS = [SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)] + [
@@ -27,7 +27,7 @@ PARAMS = [SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)] + [
 
 @pytest.fixture(autouse=True)
 def _quick(quick, monkeypatch):
-    monkeypatch.setattr(outpost, "Child", client.Child)
+    monkeypatch.setattr(node_agent, "Child", client.Child)
     monkeypatch.setenv("QUIRE_FAKE_LATENCY", "0.005")
 
 
@@ -42,12 +42,12 @@ class Node:
 
     def __init__(self, model, port, size, first, count):
         args = EngineArgs(str(model), data_parallel_size=size, data_parallel_rpc_port=port, engine_start_timeout=PATIENCE)
-        self.outpost = Outpost(args, first, count)
-        self.ended = threading.Thread(target=self.outpost.run)
+        self.agent = NodeAgent(args, first, count)
+        self.ended = threading.Thread(target=self.agent.run)
         self.ended.start()
 
     def leave(self):
-        self.outpost._over.set()
+        self.agent._over.set()
         self.ended.join(PATIENCE)
         assert not self.ended.is_alive()
 
@@ -111,23 +111,23 @@ def test_llm_with_an_engine_elsewhere(tiny_model, port):
 def test_who_may_bring_an_engine(tiny_model, port, monkeypatch):
     monkeypatch.setenv("QUIRE_CLUSTER_KEY", "schlüssel")
     terms = terms_of(EngineArgs(str(tiny_model)))
-    harbour = Harbour(("127.0.0.1", port), range(1, 3), terms)
+    node_listener = NodeListener(("127.0.0.1", port), range(1, 3), terms)
 
     def come(**said):
-        with connect(harbour.address, 0.0) as connection:
-            say(connection, {"clock": 0.5, **terms, **said})
-            return heard(connection, PATIENCE)
+        with connect(node_listener.address, 0.0) as connection:
+            send_json(connection, {"clock": 0.5, **terms, **said})
+            return receive_json(connection, PATIENCE)
 
     try:
         assert "key" in come(engine=1, key="other")["refused"]
         assert "engine 3 is not one of those of other nodes, 1 to 2" in come(engine=3, key="schlüssel")["refused"]
-        with connect(harbour.address, 0.0) as stranger:
+        with connect(node_listener.address, 0.0) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         assert come(engine=2, key="schlüssel") == {"engine": 2}
         with pytest.raises(EngineError, match=f"cannot listen on 127.0.0.1, port {port}"):
-            Harbour(("127.0.0.1", port), range(1, 3), terms)
+            NodeListener(("127.0.0.1", port), range(1, 3), terms)
     finally:
-        harbour.close()
+        node_listener.close()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from quire.config.args import EngineArgs, connect_timeout
 from quire.engine import handshake
 from quire.engine.agreement import own_terms
 from quire.engine.executor import nodes
-from quire.engine.outpost import Outpost
+from quire.engine.node_agent import NodeAgent
 from quire.types.errors import ConfigError
 
 logger = logging.getLogger("quire.cli.headless")
@@ -68,7 +68,7 @@ def _run_engines(args: EngineArgs) -> int:
         raise ConfigError("--headless with data_parallel_size starts whole engines: drop nnodes, ray and external_launcher")
     _prepare()
     with contextlib.suppress(KeyboardInterrupt):
-        Outpost(args, first, last - first + 1).run()
+        NodeAgent(args, first, last - first + 1).run()
     return 0
 
 

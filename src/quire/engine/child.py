@@ -18,7 +18,6 @@ from typing import IO
 from quire.config.args import EngineArgs
 from quire.engine import ipc
 from quire.engine.companions import Ends
-from quire.engine.correspondent import Correspondent
 from quire.proc.channel import Channel
 from quire.proc.fork_server import ForkServer, LazyForkServer
 from quire.proc.spawn import PARENT, ChildProcess, LogPipe, command_of, exit_reason, is_stopped, spawn
@@ -37,7 +36,37 @@ PRELOADED_MODULES = (
 )  # by the fork server
 
 
-class Child(Correspondent):
+class EngineConnection:
+    """Commands to an engine process and its reports, over a channel."""
+
+    _mailbox: Channel
+
+    @property
+    def fd(self) -> int:
+        """Readable when there are reports, or never will be again (`closed`)."""
+        return self._mailbox.fileno()
+
+    @property
+    def closed(self) -> bool:
+        """The engine process will send no more reports."""
+        return self._mailbox.closed
+
+    @property
+    def full(self) -> bool:
+        """Whether commands are unsent: `flush` when `fd` is writable."""
+        return self._mailbox.full
+
+    def flush(self) -> None:
+        self._mailbox.flush()
+
+    def send(self, command: ipc.Command) -> None:
+        self.send_frame(ipc.encode(command))
+
+    def send_frame(self, frame: bytes) -> None:
+        self._mailbox.send(frame)
+
+
+class Child(EngineConnection):
     """Without arguments, the process waits for `begin`, and spends the time importing what an engine with a model needs.
 
     `engine` is its number, of args.data_parallel_size; `serving`: requests come and go while others wait for their tokens.

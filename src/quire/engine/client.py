@@ -21,7 +21,7 @@ from quire.engine import ipc
 from quire.engine.child import COMMAND, Child, engine_fork_server
 from quire.engine.companions import Companions
 from quire.engine.handle import EngineListener, EngineStatus, EngineView
-from quire.engine.remote import Harbour, RemoteEngine
+from quire.engine.node_listener import NodeListener, RemoteEngine
 from quire.engine.supervisor import AnyChild, Supervisor, SupervisorLimits
 from quire.proc.fork_server import LazyForkServer
 from quire.types.adapter import AdapterRef
@@ -82,16 +82,20 @@ class EngineClient(EngineView):
         engine: int = 0,
         serving: bool = True,
         warm: LazyForkServer | None = None,
-        harbour: Harbour | None = None,
+        node_listener: NodeListener | None = None,
         companions: Companions | None = None,
     ) -> None:
-        """`warm`: where restarts are quick; without one it makes its own, if that is asked for. `harbour`: the engine is on
-        another node, which comes there. `companions`: engines that share its experts."""
+        """Start an engine.
+
+        warm: the fork server of restarts; by default the client has its own, if warm_restart asks for it.
+        node_listener: the engine is on another node, which connects there.
+        companions: engines that share its experts.
+        """
         if args.distributed_executor_backend == "ray":
             from quire.engine.executor.ray_placement import export_group
 
             export_group()
-        self._listener, self._harbour, self._number = listener, harbour, engine
+        self._listener, self._node_listener, self._number = listener, node_listener, engine
         self._warm = warm or engine_fork_server()
         self._warms = bool(args.warm_restart) and args.distributed_executor_backend != "fake" and tuple(command) == COMMAND
         self._open: dict[str, OpenRequest] = {}
@@ -112,8 +116,8 @@ class EngineClient(EngineView):
         spares = [] if spare is None else [spare]
 
         def start() -> AnyChild:
-            if harbour is not None:
-                return RemoteEngine(args, harbour, engine, serving)
+            if node_listener is not None:
+                return RemoteEngine(args, node_listener, engine, serving)
             if companions is not None:
                 ends = companions.take(engine)
                 try:
@@ -307,7 +311,7 @@ class EngineClient(EngineView):
             call.strikes, call.sent = call.strikes + call.sent, False
             if call.strikes >= MOST_STRIKES and not call.future.done():
                 call.future.set_exception(EngineDead(f"the engine was lost {MOST_STRIKES} times in a row while it did this"))
-        if self._harbour is not None and self._open:  # nobody knows when its node comes again, if it does
+        if self._node_listener is not None and self._open:  # nobody knows when its node comes again, if it does
             left = self.heir(list(self._open.values()))
             self._open = {entry.spec.id: entry for entry in left}
         self.relieve()

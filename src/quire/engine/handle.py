@@ -9,14 +9,14 @@ An engine's state is one struct, `EngineStatus`. What engines produce is pushed 
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
 from quire.types.adapter import AdapterRef
 from quire.types.engine_snapshot import EngineSnapshot
-from quire.types.errors import QuireError
+from quire.types.errors import InvalidParameter, NotSupported, QuireError
 from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest
 from quire.types.stats import Stats
@@ -24,6 +24,7 @@ from quire.types.stats import Stats
 if TYPE_CHECKING:
     from quire.engine import ipc
 
+RANK_METHODS = ("check_health", "describe_rank")  # of collective_rpc
 State = Literal["starting", "ready", "restarting", "dead"]
 
 
@@ -175,3 +176,13 @@ class EngineListener(Protocol):
     def on_snapshot(self, snapshot: EngineSnapshot, engine: int = 0) -> None: ...
 
     def on_refused(self, engine_id: str, error: QuireError) -> None: ...
+
+
+def check_rank_call(method: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
+    """Raise if `collective_rpc` does not support this call."""
+    if not isinstance(method, str):
+        raise NotSupported("collective_rpc takes the name of a method: no code is sent to ranks", "method")
+    if method not in RANK_METHODS:
+        raise InvalidParameter(f"ranks have no method {method!r}; they have {', '.join(RANK_METHODS)}", "method")
+    if args or kwargs:
+        raise NotSupported(f"collective_rpc: {method} takes no arguments", "args")

@@ -1,12 +1,19 @@
-"""How processes of several machines, the nodes, meet over TCP: whoever connects says who it is, in a message of JSON.
+"""The handshake between machines (nodes) over TCP: a node that connects identifies itself in one JSON message.
 
-Whoever can connect is taken, if it knows the key (QUIRE_CLUSTER_KEY; none by default): run it in a network that others cannot
-reach. Nothing received is ever executed or unpickled.
+    HandshakeServer    accept ─► a hello in time, with the right key ──► admitted: the connection and the hello
+                             └─► anything else, or silence ────────────► closed
+
+A peer that knows the key (QUIRE_CLUSTER_KEY; none by default) is admitted: run nodes in a network that others cannot reach.
+Nothing received is ever executed or unpickled. At most MAX_SILENT_CONNECTIONS may be silent: one more closes the connection
+that has been silent for longest, and its node may connect again.
 """
 
 import contextlib
+import hmac
 import json
+import logging
 import os
+import select
 import socket
 import struct
 import time
@@ -16,14 +23,18 @@ from typing import Any
 from quire.types.errors import EngineError
 
 KEY = "QUIRE_CLUSTER_KEY"
-LONGEST = 1 << 16  # bytes of a message
-HELLO = 10.0  # seconds for one who connected to say who it is
-AGAIN = 0.1  # seconds between two attempts to connect
+MAX_HELLO_BYTES = 1 << 16
+HANDSHAKE_TIMEOUT_S = 10.0
+RECONNECT_INTERVAL_S = 0.1
+MAX_SILENT_CONNECTIONS = 64
+MAX_LOG_LINES, LOG_WINDOW_S = 32, 60.0  # lines about rejected connections in a window
 PROBE_AFTER_S, PROBE_EVERY_S, UNANSWERED_PROBES = 5, 2, 3  # of an idle connection: its peer is lost within 11 s
 UNACKNOWLEDGED_S = 10  # how long a peer may leave data or probes unacknowledged
-LENGTH = struct.Struct("<I")  # of the message behind it
+LENGTH = struct.Struct("<I")  # of the message that follows
 Address = tuple[str, int]
-Said = dict[str, Any]
+Hello = dict[str, Any]
+
+logger = logging.getLogger(__name__)
 
 
 class HungUp(EngineError):
@@ -42,7 +53,7 @@ def listen(address: Address) -> socket.socket:
 
 
 def address_towards(first: Address) -> str:
-    """By which other nodes reach this one: that of the way to node 0."""
+    """Return the address by which other nodes reach this one: that of the route to node 0."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(*first, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -53,15 +64,15 @@ def address_towards(first: Address) -> str:
 
 
 def connect(address: Address, deadline: float, check: Callable[[], None] = lambda: None) -> socket.socket:
-    """Whoever is not there yet may come. `check` raises when it is not wanted any more."""
+    """Connect, trying again until the deadline. `check` raises when the connection is no longer wanted."""
     while True:
         check()
         try:
-            made = socket.create_connection(address, timeout=HELLO)
+            made = socket.create_connection(address, timeout=HANDSHAKE_TIMEOUT_S)
         except OSError as error:
             if time.monotonic() > deadline:
                 raise EngineError(f"{address[0]}, port {address[1]}, cannot be reached: {error}") from None
-            time.sleep(AGAIN)
+            time.sleep(RECONNECT_INTERVAL_S)
         else:
             made.settimeout(None)
             probe(made)
@@ -97,35 +108,35 @@ def _set_tcp(connection: socket.socket, name: str, value: int) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def say(connection: socket.socket, what: Mapping[str, Any]) -> None:
+def send_json(connection: socket.socket, what: Mapping[str, Any]) -> None:
     data = json.dumps(what).encode()
     connection.sendall(LENGTH.pack(len(data)) + data)
 
 
-def heard(connection: socket.socket, seconds: float) -> Said:
-    """A whole message. Bytes behind it stay where they are: they are for whoever gets the connection next."""
+def receive_json(connection: socket.socket, seconds: float) -> Hello:
+    """Return one message. Bytes after it stay in the socket for the next reader."""
     deadline = time.monotonic() + seconds
     try:
         (size,) = LENGTH.unpack(_exactly(connection, LENGTH.size, deadline))
-        if size > LONGEST:
-            raise EngineError("another node said what no node says")
+        if size > MAX_HELLO_BYTES:
+            raise EngineError("the peer sent an invalid message")
         return parse(_exactly(connection, size, deadline))
     except TimeoutError as error:
         if error.errno is not None:  # from the system, which `probe` or `keep_alive` asked to watch the peer
-            raise HungUp("another node has vanished") from None
-        raise EngineError("another node said nothing in time") from None
+            raise HungUp("the peer has vanished") from None
+        raise EngineError(f"the peer sent nothing within {seconds:.0f} s") from None
     finally:
         connection.settimeout(None)
 
 
-def parse(data: bytes | bytearray) -> Said:
+def parse(data: bytes | bytearray) -> Hello:
     try:
-        said = json.loads(data)
+        hello = json.loads(data)
     except (ValueError, RecursionError):
-        raise EngineError("another node said what no node says") from None
-    if not isinstance(said, dict):
-        raise EngineError("another node said what no node says")
-    return said
+        raise EngineError("the peer sent an invalid message") from None
+    if not isinstance(hello, dict):
+        raise EngineError("the peer sent an invalid message")
+    return hello
 
 
 def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
@@ -134,6 +145,124 @@ def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
         connection.settimeout(max(0.01, deadline - time.monotonic()))
         piece = connection.recv(count - len(data))
         if not piece:
-            raise HungUp("another node has hung up")
+            raise HungUp("the peer closed the connection")
         data += piece
     return data
+
+
+class RejectionLog:
+    """Logs rejected connections: the first MAX_LOG_LINES of a window, then their number."""
+
+    def __init__(self) -> None:
+        self._since, self._logged, self._more = time.monotonic(), 0, 0
+
+    def log(self, message: str, *values: object, level: int = logging.WARNING) -> None:
+        now = time.monotonic()
+        if now - self._since > LOG_WINDOW_S:
+            if self._more:
+                logger.warning("%d more rejected connections on the cluster port", self._more)
+            self._since, self._logged, self._more = now, 0, 0
+        self._logged += 1
+        if self._logged <= MAX_LOG_LINES:
+            logger.log(level, message, *values)
+        else:
+            self._more += 1
+
+
+class HandshakeServer:
+    """Admits nodes that connect to a listener, which stays its owner's. All connections are read by the calling thread."""
+
+    def __init__(self, listener: socket.socket, key: str) -> None:
+        listener.setblocking(False)
+        self._listener, self._key = listener, key.encode()
+        self._silent: dict[int, _Pending] = {}  # by descriptor, oldest first
+        self.rejections = RejectionLog()
+
+    def next(self, seconds: float) -> tuple[socket.socket, Hello] | None:
+        """Return the next node that is admitted, and its hello; None: no node in this time. OSError: the listener fails."""
+        deadline = time.monotonic() + seconds
+        while True:
+            now = time.monotonic()
+            for pending in [one for one in self._silent.values() if one.until < now]:
+                self._drop(pending, f"no handshake within {HANDSHAKE_TIMEOUT_S:.0f} s")
+            until = min([deadline, *(one.until for one in self._silent.values())])
+            ready = self._poll(max(0.0, until - now))
+            for descriptor in [one for one in self._silent if one in ready]:
+                if (hello := self._hear(self._silent[descriptor])) is not None:
+                    return self._silent.pop(descriptor).admit(), hello
+            if self._listener.fileno() in ready:
+                self._accept()
+            if time.monotonic() >= deadline:
+                return None
+
+    def close(self) -> None:
+        for pending in self._silent.values():
+            pending.connection.close()
+        self._silent.clear()
+
+    def _poll(self, seconds: float) -> set[int]:
+        waiting = select.poll()  # unlike epoll it needs no descriptor, of which there may be none left
+        for descriptor in (self._listener.fileno(), *self._silent):
+            waiting.register(descriptor, select.POLLIN)
+        return {descriptor for descriptor, _ in waiting.poll(1000 * seconds)}
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # the peer has closed it already
+            return
+        self._silent[connection.fileno()] = _Pending(connection)
+        if len(self._silent) > MAX_SILENT_CONNECTIONS:
+            self._drop(
+                next(iter(self._silent.values())),
+                f"no handshake, and {MAX_SILENT_CONNECTIONS} newer connections are silent, too",
+            )
+
+    def _hear(self, pending: "_Pending") -> Hello | None:
+        """Return its hello; None: not complete, or the connection was rejected."""
+        try:
+            hello = pending.hear()
+            if hello is None or hmac.compare_digest(str(hello.get("key", "")).encode(errors="replace"), self._key):
+                return hello
+            self.rejections.log("rejected node: its key (%s) differs", KEY)
+            send_json(pending.connection, {"refused": f"the key ({KEY}) differs"})
+        except (EngineError, OSError) as error:
+            self._drop(pending, str(error))
+        else:
+            del self._silent[pending.connection.fileno()]
+            pending.connection.close()
+        return None
+
+    def _drop(self, pending: "_Pending", why: str) -> None:
+        self.rejections.log("rejected connection on the cluster port: %s", why)
+        del self._silent[pending.connection.fileno()]
+        pending.connection.close()
+
+
+class _Pending:
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.connection, self.until = connection, time.monotonic() + HANDSHAKE_TIMEOUT_S
+        self._data, self._wanted = bytearray(), LENGTH.size
+
+    def hear(self) -> Hello | None:
+        """Return the hello once it is complete. Bytes after it stay in the socket for the next reader."""
+        while len(self._data) < self._wanted:
+            try:
+                piece = self.connection.recv(self._wanted - len(self._data))
+            except BlockingIOError:
+                return None
+            if not piece:
+                raise HungUp("the peer closed the connection")
+            self._data += piece
+            if len(self._data) == LENGTH.size:
+                (size,) = LENGTH.unpack(self._data)
+                if size > MAX_HELLO_BYTES:
+                    raise EngineError("the peer sent an invalid message")
+                self._wanted += size
+        return parse(self._data[LENGTH.size :])
+
+    def admit(self) -> socket.socket:
+        self.connection.setblocking(True)
+        probe(self.connection)
+        return self.connection

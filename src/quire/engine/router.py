@@ -23,7 +23,7 @@ from quire.engine.child import COMMAND, Child, engine_fork_server
 from quire.engine.client import EngineClient, OpenRequest, check_number, engine_args
 from quire.engine.companions import companions_of
 from quire.engine.handle import EngineGroup, EngineHandle, EngineListener
-from quire.engine.remote import Harbour
+from quire.engine.node_listener import NodeListener
 from quire.sched.balancer import Balancer
 from quire.types.engine_snapshot import EngineSnapshot
 from quire.types.errors import CompanionLost, QuireError
@@ -46,22 +46,22 @@ class EngineRouter(EngineGroup):
     ) -> None:
         self._balancer, self._listener = Balancer(args.data_parallel_size), listener
         self._caching = args.enable_prefix_caching
-        self._harbour: Harbour | None = None
+        self._node_listener: NodeListener | None = None
         self.engines: list[EngineClient] = []
         warm = engine_fork_server()  # for all of them
         self._companions = companions_of(args)
         here = local_engines(args)
         if here < args.data_parallel_size:
             address = (args.data_parallel_address, args.data_parallel_rpc_port)
-            self._harbour = Harbour(address, range(here, args.data_parallel_size), terms_of(args))
+            self._node_listener = NodeListener(address, range(here, args.data_parallel_size), terms_of(args))
         if spare is not None and (not here or self._companions is not None):
             spare.close()
             spare = None
         try:
             for number in range(args.data_parallel_size):
                 first, spare = spare, None
-                harbour = self._harbour if number >= here else None
-                client = EngineClient(args, self, command, first, number, serving, warm, harbour, self._companions)
+                node_listener = self._node_listener if number >= here else None
+                client = EngineClient(args, self, command, first, number, serving, warm, node_listener, self._companions)
                 self.engines.append(client)
                 self.engines[-1].heir = self._inherit
                 self.engines[-1].relief = self._relieve
@@ -167,8 +167,8 @@ class EngineRouter(EngineGroup):
                     engine.supervisor.send(ipc.Stop())  # all at the same time
         for engine in self.engines:
             engine.stop(timeout)
-        if self._harbour is not None:
-            self._harbour.close()
+        if self._node_listener is not None:
+            self._node_listener.close()
         if self._companions is not None:
             self._companions.close()
 

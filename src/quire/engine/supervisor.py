@@ -21,7 +21,7 @@ from quire.config.args import EngineArgs
 from quire.engine import ipc
 from quire.engine.child import Child
 from quire.engine.handle import State
-from quire.engine.remote import RemoteEngine
+from quire.engine.node_listener import RemoteEngine
 from quire.proc.liveness import RestartLimit, Silence
 from quire.types.engine_snapshot import EngineSnapshot
 from quire.types.errors import EngineDead, QuireError

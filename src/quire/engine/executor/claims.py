@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from quire.engine.agreement import Terms, difference
-from quire.engine.handshake import Address, Said, say
-from quire.engine.reception import Complaints
+from quire.engine.handshake import Address, Hello, RejectionLog, send_json
 from quire.files.reading import shown
 
 MOST = 8  # for one place
@@ -36,14 +35,14 @@ class Claim:
 
 
 class Claims:
-    def __init__(self, ranks: Sequence[range], terms: Terms, complaints: Complaints) -> None:
+    def __init__(self, ranks: Sequence[range], terms: Terms, rejections: RejectionLog) -> None:
         """`ranks`: of every node. `terms`: what every node must have in common with node 0."""
         self._ranks, self._terms = ranks, terms
         self.refused: dict[int, str] = {}  # by node: what differed from node 0, until a node that agrees joins
         self._lines: dict[int, list[Claim]] = {node: [] for node in range(1, len(ranks))}
-        self._complaints = complaints
+        self._rejections = rejections
 
-    def hear(self, connection: socket.socket, said: Said) -> bool:
+    def hear(self, connection: socket.socket, said: Hello) -> bool:
         """Of one who connected. False if that is no claim, and no connection for one."""
         if "node" in said:
             self._add(connection, said)
@@ -51,23 +50,23 @@ class Claims:
             self._connect(connection, said)
         return "node" in said or "claim" in said
 
-    def _add(self, connection: socket.socket, said: Said) -> None:
+    def _add(self, connection: socket.socket, said: Hello) -> None:
         node, host, port = said.get("node"), said.get("host"), said.get("port")
         if not isinstance(host, str) or type(port) is not int:
-            self._complaints.tell("one who connected as a node is not one: it did not say where it listens")
+            self._rejections.log("one who connected as a node is not one: it did not say where it listens")
             connection.close()
         elif type(node) is not int or node not in self._lines:
             refuse(connection, f"node_rank {shown(node)} is not one of 1 to {len(self._lines)}")
         elif (found := difference(self._terms, said)) is not None:
             self.refused[node] = found
-            self._complaints.tell("node %d (%s) is refused: %s", node, shown(host), found, level=logging.ERROR)
+            self._rejections.log("node %d (%s) is refused: %s", node, shown(host), found, level=logging.ERROR)
             refuse(connection, found)
         else:
             own, line = self._ranks[node], self._lines[node]
             claim = Claim(connection, (host, port), str(said.get("model")), set(own))
             self.refused.pop(node, None)
             try:
-                say(connection, {"claim": claim.name, "own": [own.start, own.stop]})
+                send_json(connection, {"claim": claim.name, "own": [own.start, own.stop]})
             except OSError:
                 connection.close()
                 return
@@ -77,11 +76,11 @@ class Claims:
                 line.remove(oldest)
                 oldest.close()
 
-    def _connect(self, connection: socket.socket, said: Said) -> None:
+    def _connect(self, connection: socket.socket, said: Hello) -> None:
         name, rank = said["claim"], said.get("control")
         claim = next((one for line in self._lines.values() for one in line if one.name == name), None)
         if claim is None or type(rank) is not int or rank not in claim.missing:
-            self._complaints.tell("one who connected as a rank is none that is awaited")
+            self._rejections.log("one who connected as a rank is none that is awaited")
             connection.close()
         else:
             claim.missing.remove(rank)
@@ -125,7 +124,7 @@ class Claims:
 
 def refuse(connection: socket.socket, why: str) -> None:
     with connection, contextlib.suppress(OSError):
-        say(connection, {"refused": why})
+        send_json(connection, {"refused": why})
 
 
 def is_gone(connection: socket.socket) -> bool:

@@ -28,8 +28,19 @@ from typing import Any
 from quire.engine.agreement import Terms
 from quire.engine.companions import Ends
 from quire.engine.executor.claims import Claims, is_gone
-from quire.engine.handshake import AGAIN, HELLO, Address, HungUp, Said, connect, heard, keep_alive, listen, say
-from quire.engine.reception import Reception
+from quire.engine.handshake import (
+    HANDSHAKE_TIMEOUT_S,
+    RECONNECT_INTERVAL_S,
+    Address,
+    HandshakeServer,
+    Hello,
+    HungUp,
+    connect,
+    keep_alive,
+    listen,
+    receive_json,
+    send_json,
+)  # fmt: skip
 from quire.proc.fork_server import ForkServer
 from quire.proc.spawn import PARENT, ChildProcess, anonymous_memory, command_of, is_stopped, spawn
 from quire.types.errors import EngineError
@@ -103,30 +114,30 @@ def gather(
     missing; raises if it is known that they will not come.
     """
     deadline = time.monotonic() + seconds
-    with contextlib.closing(Reception(listener, key)) as reception:
-        claims = Claims(ranks, terms, reception.complaints)
+    with contextlib.closing(HandshakeServer(listener, key)) as handshakes:
+        claims = Claims(ranks, terms, handshakes.rejections)
         with contextlib.closing(claims):
             while True:
                 while missing := claims.missing:
                     check()
-                    came = reception.next(min(CHECK_EVERY_S, deadline - time.monotonic()))
+                    came = handshakes.next(min(CHECK_EVERY_S, deadline - time.monotonic()))
                     if came is None and time.monotonic() < deadline:
                         continue
                     if came is None:
                         refused = "".join(f"; node {node} was refused: {why}" for node, why in claims.refused.items())
                         raise EngineError(f"{missing} of {len(ranks)} nodes did not come in time{refused}")
                     if not claims.hear(*came):
-                        _turn_away(reception, came[0])
+                        _turn_away(handshakes, came[0])
                 try:
-                    links = _try(claims, reception, ranks, deadline)
+                    links = _try(claims, handshakes, ranks, deadline)
                 except (_Lost, OSError) as error:
-                    reception.complaints.tell("a node was none (%s): waiting for all of them again", error)
+                    handshakes.rejections.log("a node was none (%s): waiting for all of them again", error)
                 else:
                     claims.refuse()
                     return links
 
 
-def _try(claims: Claims, reception: Reception, ranks: Sequence[range], deadline: float) -> Links:
+def _try(claims: Claims, handshakes: HandshakeServer, ranks: Sequence[range], deadline: float) -> Links:
     """With those who claim to be the other nodes."""
     there = claims.take()
     links = Links(ranks, nodes={node: claim.connection for node, claim in there.items()}, meeting=secrets.token_hex(8))
@@ -140,10 +151,10 @@ def _try(claims: Claims, reception: Reception, ranks: Sequence[range], deadline:
     try:
         for connection in links.nodes.values():
             keep_alive(connection)
-            connection.settimeout(HELLO)
-            say(connection, told)
+            connection.settimeout(HANDSHAKE_TIMEOUT_S)
+            send_json(connection, told)
             connection.settimeout(None)
-        _take_ends(reception, links, deadline, claims)
+        _take_ends(handshakes, links, deadline, claims)
     except BaseException:
         links.close()
         raise
@@ -160,11 +171,11 @@ def join(first: Address, node: int, host: str, key: str, seconds: float, terms: 
     """
     deadline = time.monotonic() + seconds
     while True:
-        with listen((host, 0)) as listener, contextlib.closing(Reception(listener, key)) as reception:
+        with listen((host, 0)) as listener, contextlib.closing(HandshakeServer(listener, key)) as handshakes:
             links = Links((), node, nodes={0: connect(first, deadline)})
             try:
                 hello = {"node": node, "host": host, "port": listener.getsockname()[1], **terms}
-                _meet(links, reception, first, hello, key, deadline)
+                _meet(links, handshakes, first, hello, key, deadline)
             except (_Lost, HungUp, OSError) as error:
                 links.close()
                 if time.monotonic() > deadline:
@@ -174,17 +185,17 @@ def join(first: Address, node: int, host: str, key: str, seconds: float, terms: 
                 raise
             else:
                 return links
-        time.sleep(AGAIN)
+        time.sleep(RECONNECT_INTERVAL_S)
 
 
-def _meet(links: Links, reception: Reception, first: Address, who: Said, key: str, deadline: float) -> None:
+def _meet(links: Links, handshakes: HandshakeServer, first: Address, who: Hello, key: str, deadline: float) -> None:
     to_first, node = links.nodes[0], links.node
     keep_alive(to_first)
-    say(to_first, {"key": key, **who})
+    send_json(to_first, {"key": key, **who})
     asked = _heard_of(to_first, deadline)
     for rank in range(*asked["own"]):
         links.controls[rank] = connect(first, deadline, links.check)
-        say(links.controls[rank], {"key": key, "claim": asked["claim"], "control": rank})
+        send_json(links.controls[rank], {"key": key, "claim": asked["claim"], "control": rank})
     told = _heard_of(to_first, deadline)
     links.ranks = [range(*ranks) for ranks in told["ranks"]]
     links.meeting = told["meeting"]
@@ -194,13 +205,13 @@ def _meet(links: Links, reception: Reception, first: Address, who: Said, key: st
         for below in range(node):
             for other in links.ranks[below]:
                 end = connect(places[below], deadline, links.check)
-                say(end, {**hello, "from": rank, "to": other})
+                send_json(end, {**hello, "from": rank, "to": other})
                 links.ends.setdefault(rank, {})[other] = end
-    _take_ends(reception, links, deadline)
+    _take_ends(handshakes, links, deadline)
 
 
 def _heard_of(first: socket.socket, deadline: float) -> dict[str, Any]:
-    told = heard(first, deadline - time.monotonic())
+    told = receive_json(first, deadline - time.monotonic())
     if "refused" in told:
         raise EngineError(f"node 0 refused this one: {told['refused']}")
     return told
@@ -238,7 +249,7 @@ class NodeRanks:
         while True:
             if waiting.poll(1000 * LOOK):
                 with contextlib.suppress(EngineError, OSError):
-                    return bool(heard(first, HELLO).get("over"))
+                    return bool(receive_json(first, HANDSHAKE_TIMEOUT_S).get("over"))
                 return False
             for rank, process in self.processes.items():
                 code = process.poll()
@@ -249,7 +260,7 @@ class NodeRanks:
                 if code is not None and rank not in told:
                     told.add(rank)
                     with contextlib.suppress(OSError):
-                        say(first, {"ended": rank, "code": code})
+                        send_json(first, {"ended": rank, "code": code})
 
     def end(self) -> None:
         for process in self.processes.values():
@@ -283,7 +294,7 @@ class NodeLine:
         """How a rank ended, as its node told; a node that is gone has hung up."""
         while not self._gone and _readable(self._connection):
             try:
-                told = heard(self._connection, HELLO)
+                told = receive_json(self._connection, HANDSHAKE_TIMEOUT_S)
                 self._ended.setdefault(int(told["ended"]), int(told["code"]))
             except (EngineError, OSError, KeyError, ValueError, TypeError, OverflowError):
                 self._gone = True
@@ -291,7 +302,7 @@ class NodeLine:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            say(self._connection, {"over": True})
+            send_json(self._connection, {"over": True})
         self._connection.close()
 
 
@@ -335,7 +346,7 @@ def spawn_rank(
     return spawn(command, arguments, descriptors, server=server, with_thread=True)
 
 
-def _take_ends(reception: Reception, links: Links, deadline: float, claims: Claims | None = None) -> None:
+def _take_ends(handshakes: HandshakeServer, links: Links, deadline: float, claims: Claims | None = None) -> None:
     """What nodes above this one connect. Node 0 has `claims`, for others."""
     above = [rank for ranks in links.ranks[links.node + 1 :] for rank in ranks]
     missing = {(rank, own) for rank in above for own in links.own}
@@ -346,7 +357,7 @@ def _take_ends(reception: Reception, links: Links, deadline: float, claims: Clai
             raise EngineError(f"{len(missing)} connections of other nodes did not come in time")
         if claims is not None and claims.others and time.monotonic() - last > ENDS:
             raise _Lost(f"{len(missing)} connections did not come within {ENDS:.0f} s")
-        came = reception.next(LOOK)
+        came = handshakes.next(LOOK)
         if came is None:
             continue
         connection, said = came
@@ -356,15 +367,15 @@ def _take_ends(reception: Reception, links: Links, deadline: float, claims: Clai
         own: Any = said.get("to")
         known = said.get("meeting") == links.meeting and type(other) is int and type(own) is int
         if not known or (other, own) not in missing:
-            _turn_away(reception, connection)
+            _turn_away(handshakes, connection)
             continue
         missing.remove((other, own))
         last = time.monotonic()
         links.ends.setdefault(own, {})[other] = connection
 
 
-def _turn_away(reception: Reception, connection: socket.socket) -> None:
-    reception.complaints.tell("one who connected as a rank is none that is awaited")
+def _turn_away(handshakes: HandshakeServer, connection: socket.socket) -> None:
+    handshakes.rejections.log("one who connected as a rank is none that is awaited")
     connection.close()
 
 

@@ -16,8 +16,8 @@ from torch import AcceleratorError
 
 from quire.dist.ring import Ring
 from quire.engine.executor import wire
-from quire.engine.executor.divided import DividedExecutor
 from quire.engine.executor.local import device_lost
+from quire.engine.executor.ranks import DividedExecutor
 from quire.engine.executor.workers import Workers
 from quire.runner.flight import StepFlight
 from quire.runner.stage import Begun, StageRunner

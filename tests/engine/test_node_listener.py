@@ -16,11 +16,12 @@ import pytest
 
 from patience import PATIENCE
 from quire import EngineArgs
-from quire.engine import ipc, outpost, reception, remote
+from quire.engine import handshake, ipc, node_agent
+from quire.engine import node_listener as listener_module
 from quire.engine.agreement import difference, own_terms, terms_of
-from quire.engine.handshake import connect, heard, say
-from quire.engine.outpost import Outpost
-from quire.engine.remote import Harbour, RemoteEngine
+from quire.engine.handshake import connect, receive_json, send_json
+from quire.engine.node_agent import NodeAgent
+from quire.engine.node_listener import NodeListener, RemoteEngine
 from quire.engine.supervisor import Supervisor, SupervisorLimits
 from quire.engine.timeline import Timeline
 from quire.proc.channel import Frames
@@ -36,18 +37,18 @@ def terms(tiny_model):
 
 
 @pytest.fixture
-def harbour(terms):
+def node_listener(terms):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    harbour = Harbour(("127.0.0.1", port), range(1, 3), terms)
-    yield harbour
-    harbour.close()
+    node_listener = NodeListener(("127.0.0.1", port), range(1, 3), terms)
+    yield node_listener
+    node_listener.close()
 
 
-def come(harbour, **said):
-    connection = connect(harbour.address, 0.0)
-    say(connection, said)
-    return connection, heard(connection, PATIENCE)
+def come(node_listener, **said):
+    connection = connect(node_listener.address, 0.0)
+    send_json(connection, said)
+    return connection, receive_json(connection, PATIENCE)
 
 
 def changed(model, directory, file, change):
@@ -73,13 +74,13 @@ def changed(model, directory, file, change):
         ),
     ],
 )
-def test_a_node_with_another_model_is_refused(tiny_model, tmp_path, harbour, caplog, file, change, message):
+def test_a_node_with_another_model_is_refused(tiny_model, tmp_path, node_listener, caplog, file, change, message):
     other = changed(tiny_model, tmp_path, file, change)
-    args = EngineArgs(str(other), data_parallel_size=3, data_parallel_rpc_port=harbour.address[1])
+    args = EngineArgs(str(other), data_parallel_size=3, data_parallel_rpc_port=node_listener.address[1])
     with pytest.raises(EngineError, match=f"machine 0 refused this one: {message}"):
-        Outpost(args, 1, 2).run()
+        NodeAgent(args, 1, 2).run()
     assert message in caplog.text
-    good, told = come(harbour, **HELLO, **own_terms(EngineArgs(str(tiny_model))))
+    good, told = come(node_listener, **HELLO, **own_terms(EngineArgs(str(tiny_model))))
     with good:
         assert told == {"engine": 1}, "another one may come"
 
@@ -128,10 +129,10 @@ GARBAGE = [
 ]
 
 
-def test_garbage_is_a_line_in_the_log(harbour, caplog):
+def test_garbage_is_a_line_in_the_log(node_listener, caplog):
     for garbage in GARBAGE:
         caplog.clear()
-        with socket.create_connection(harbour.address, timeout=PATIENCE) as stranger:
+        with socket.create_connection(node_listener.address, timeout=PATIENCE) as stranger:
             stranger.sendall(garbage)
             try:
                 while stranger.recv(1000):
@@ -142,14 +143,14 @@ def test_garbage_is_a_line_in_the_log(harbour, caplog):
         assert record.exc_info is None and "\n" not in record.getMessage(), garbage
 
 
-def test_a_long_number_is_shortened(harbour, terms):
-    stranger, told = come(harbour, **HELLO | terms | {"engine": 10**3000})
+def test_a_long_number_is_shortened(node_listener, terms):
+    stranger, told = come(node_listener, **HELLO | terms | {"engine": 10**3000})
     stranger.close()
     assert told["refused"].startswith("engine 1000") and "000... is not one of those of other nodes, 1 to 2" in told["refused"]
     assert len(told["refused"]) < 300
 
 
-def test_accepts_again_when_there_are_descriptors(harbour, terms, caplog):
+def test_accepts_again_when_there_are_descriptors(node_listener, terms, caplog):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     filled = [os.dup(0)]
     with socket.socket() as node:
@@ -158,15 +159,15 @@ def test_accepts_again_when_there_are_descriptors(harbour, terms, caplog):
             with pytest.raises(OSError, match="Too many open files"):
                 while True:
                     filled.append(os.dup(0))
-            node.connect(harbour.address)
+            node.connect(node_listener.address)
             until(lambda: "nodes cannot connect now, and will be able to later" in caplog.text)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
             for descriptor in filled:
                 os.close(descriptor)
-        say(node, HELLO | terms)
-        assert heard(node, PATIENCE) == {"engine": 1}, "it had its descriptor before"
-    node, told = come(harbour, **HELLO, **terms)
+        send_json(node, HELLO | terms)
+        assert receive_json(node, PATIENCE) == {"engine": 1}, "it had its descriptor before"
+    node, told = come(node_listener, **HELLO, **terms)
     with node:
         assert told == {"engine": 1}
 
@@ -175,64 +176,64 @@ def descriptors():
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-def test_many_who_say_nothing(harbour, terms, caplog):
+def test_many_who_say_nothing(node_listener, terms, caplog):
     """They have few descriptors of this process, and few lines of its log; a good node is let in among them."""
     before = descriptors()
-    silent = [socket.create_connection(harbour.address, timeout=PATIENCE) for _ in range(300)]
+    silent = [socket.create_connection(node_listener.address, timeout=PATIENCE) for _ in range(300)]
     assert silent[0].recv(1) == b"", "the oldest are closed"
-    good, told = come(harbour, **HELLO, **terms)
+    good, told = come(node_listener, **HELLO, **terms)
     assert told == {"engine": 1}
-    until(lambda: descriptors() - before <= len(silent) + reception.MOST + 2)
-    assert len(caplog.records) == reception.LINES
+    until(lambda: descriptors() - before <= len(silent) + handshake.MAX_SILENT_CONNECTIONS + 2)
+    assert len(caplog.records) == handshake.MAX_LOG_LINES
     for connection in (good, *silent):
         connection.close()
 
 
-def test_who_is_closed_before_its_hello_comes_again(tiny_model, harbour, monkeypatch):
-    args = EngineArgs(str(tiny_model), data_parallel_size=3, data_parallel_rpc_port=harbour.address[1])
-    away, hello = [], outpost.say
+def test_who_is_closed_before_its_hello_comes_again(tiny_model, node_listener, monkeypatch):
+    args = EngineArgs(str(tiny_model), data_parallel_size=3, data_parallel_rpc_port=node_listener.address[1])
+    away, hello = [], node_agent.send_json
 
     def say_late(connection, what):
         if not away:
             away.append(connection.shutdown(socket.SHUT_RDWR))
         hello(connection, what)
 
-    monkeypatch.setattr(outpost, "say", say_late)
-    node = Outpost(args, 1, 1)
+    monkeypatch.setattr(node_agent, "send_json", say_late)
+    node = NodeAgent(args, 1, 1)
     running = threading.Thread(target=node.run, daemon=True)
     running.start()
-    until(lambda: 1 in harbour._waiting)
+    until(lambda: 1 in node_listener._waiting)
     node._over.set()
     running.join(PATIENCE)
     assert away and not node.errors
 
 
 @pytest.mark.parametrize("spoil", [socket.socket.close, lambda connection: connection.sendall(b"junk")])
-def test_only_who_waits_is_handed_over(tiny_model, harbour, terms, spoil):
-    spoiled, _ = come(harbour, **HELLO, **terms)
-    until(lambda: 1 in harbour._waiting)
+def test_only_who_waits_is_handed_over(tiny_model, node_listener, terms, spoil):
+    spoiled, _ = come(node_listener, **HELLO, **terms)
+    until(lambda: 1 in node_listener._waiting)
     spoil(spoiled)
-    until(lambda: not harbour._waiting[1].waits)
-    engine = RemoteEngine(EngineArgs(str(tiny_model)), harbour, 1)
-    until(lambda: 1 not in harbour._waiting)
-    node, _ = come(harbour, **HELLO, **terms)
+    until(lambda: not node_listener._waiting[1].waits)
+    engine = RemoteEngine(EngineArgs(str(tiny_model)), node_listener, 1)
+    until(lambda: 1 not in node_listener._waiting)
+    node, _ = come(node_listener, **HELLO, **terms)
     told_to_start(Frames(node))
     assert engine.ending() is None
     for connection in (engine, node, spoiled):
         connection.close()
 
 
-def test_a_node_that_begins_nothing(tiny_model, harbour, terms, monkeypatch):
-    monkeypatch.setattr(remote, "BEGIN", 0.1)
-    node, _ = come(harbour, **HELLO, **terms)
-    engine = RemoteEngine(EngineArgs(str(tiny_model)), harbour, 1)
+def test_a_node_that_begins_nothing(tiny_model, node_listener, terms, monkeypatch):
+    monkeypatch.setattr(listener_module, "BEGIN", 0.1)
+    node, _ = come(node_listener, **HELLO, **terms)
+    engine = RemoteEngine(EngineArgs(str(tiny_model)), node_listener, 1)
     until(lambda: engine.ending() is not None)
     assert engine.closed and engine.ending() == "a fault of its node (127.0.0.1): it did not begin within 0 s"
     engine.close()
     node.close()
 
 
-def test_frames_of_no_engine_are_a_lost_connection(tiny_model, harbour, terms):
+def test_frames_of_no_engine_are_a_lost_connection(tiny_model, node_listener, terms):
     args = EngineArgs(str(tiny_model))
     ready = ipc.Ready(64, 8, "cpu", "float32", 64, 4, 1, Timeline([], 0.0, 0.0), 16)
     news = []
@@ -246,7 +247,7 @@ def test_frames_of_no_engine_are_a_lost_connection(tiny_model, harbour, terms):
     async def life(say_last):
         """Of an engine on a node."""
         heard_of = len(news)
-        node, _ = await asyncio.to_thread(come, harbour, **HELLO, **terms)
+        node, _ = await asyncio.to_thread(come, node_listener, **HELLO, **terms)
         frames = Frames(node)
         await asyncio.to_thread(told_to_start, frames)
         frames.send(ipc.encode(ipc.Begun(7)))
@@ -261,7 +262,7 @@ def test_frames_of_no_engine_are_a_lost_connection(tiny_model, harbour, terms):
         node.close()
 
     async def scene():
-        supervisor = Supervisor(lambda: RemoteEngine(args, harbour, 1), SupervisorLimits.of(args), listener, "engine 1")
+        supervisor = Supervisor(lambda: RemoteEngine(args, node_listener, 1), SupervisorLimits.of(args), listener, "engine 1")
         task = asyncio.create_task(supervisor.run())
         for bad in (b"", b"\xc1", b"\x81\xa1x\x01", b"\x93\x01\x02\x03"):
             await asyncio.wait_for(life(bad), PATIENCE)
@@ -287,21 +288,21 @@ LONG = struct.pack("<I", (1 << 32) - 1)
         (None, "the connection to its node"),
     ],
 )
-def test_strangers_do_not_fail_the_first_start(tiny_model, harbour, terms, caplog, bad, message):
+def test_strangers_do_not_fail_the_first_start(tiny_model, node_listener, terms, caplog, bad, message):
     args = EngineArgs(str(tiny_model))
     news = []
     listener = SimpleNamespace(on_ready=news.append, on_dead=news.append)
 
     async def scene():
-        supervisor = Supervisor(lambda: RemoteEngine(args, harbour, 1), SupervisorLimits.of(args), listener, "engine 1")
+        supervisor = Supervisor(lambda: RemoteEngine(args, node_listener, 1), SupervisorLimits.of(args), listener, "engine 1")
         task = asyncio.create_task(supervisor.run())
-        stranger, _ = await asyncio.to_thread(come, harbour, **HELLO, **terms)
+        stranger, _ = await asyncio.to_thread(come, node_listener, **HELLO, **terms)
         with stranger:
             await asyncio.to_thread(told_to_start, Frames(stranger))
             if bad is not None:
                 stranger.sendall(bad)
                 await asyncio.to_thread(gone, stranger)
-        node, _ = await asyncio.to_thread(come, harbour, **HELLO, **terms)
+        node, _ = await asyncio.to_thread(come, node_listener, **HELLO, **terms)
         frames = Frames(node)
         await asyncio.to_thread(told_to_start, frames)
         frames.send(ipc.encode(ipc.Begun(7)))

@@ -18,7 +18,7 @@ from quire.config.args import EngineArgs
 from quire.engine import ipc
 from quire.engine.agreement import own_terms
 from quire.engine.child import Child, engine_fork_server
-from quire.engine.handshake import Address, cluster_key, connect, heard, keep_alive, say
+from quire.engine.handshake import Address, cluster_key, connect, keep_alive, receive_json, send_json
 from quire.proc.channel import Channel
 from quire.types.errors import EngineError
 
@@ -33,7 +33,7 @@ STOP = ipc.encode(ipc.Stop())
 logger = logging.getLogger(__name__)
 
 
-class Outpost:
+class NodeAgent:
     def __init__(self, args: EngineArgs, first: int, count: int) -> None:
         """`args` of the command here: engines `first` to `first + count - 1`."""
         self._args, self._first, self._count, self._terms = args, first, count, own_terms(args)
@@ -79,8 +79,8 @@ class Outpost:
         connection = connect(self._address, time.monotonic() + self._args.engine_start_timeout)
         with connection:
             try:
-                say(connection, {"key": cluster_key(), "engine": engine, "clock": time.monotonic(), **self._terms})
-                told = heard(connection, FAREWELL)
+                send_json(connection, {"key": cluster_key(), "engine": engine, "clock": time.monotonic(), **self._terms})
+                told = receive_json(connection, FAREWELL)
             except (EngineError, OSError):  # it ends, or has ended
                 return False
             if "refused" in told:

@@ -1,10 +1,10 @@
 """Engines on other nodes, as node 0 has them: what `Child` is to an engine process of this machine.
 
-    harbour         listens at data_parallel_address; whoever connects says which engine it has (`outpost.py`)
-    RemoteEngine    mailbox ═ a pair of sockets ═ two threads ═ TCP ═ outpost ═ the engine process
+    NodeListener    listens at data_parallel_address; a `NodeAgent` connects and names its engine (`node_agent.py`)
+    RemoteEngine    channel ═ a pair of sockets ═ two threads ═ TCP ═ NodeAgent ═ the engine process
 
-A remote engine may be told what to do before its node has come: it hears of it then. One that is lost is ended at its node,
-whose next connection has the next one.
+Commands to a remote engine may be sent before its node has connected: they are delivered then. A lost engine is ended at its
+node, and the node connects again for the next one.
 """
 
 import contextlib
@@ -20,10 +20,8 @@ import msgspec
 from quire.config.args import EngineArgs
 from quire.engine import ipc
 from quire.engine.agreement import Terms, difference
-from quire.engine.child import first_frame
-from quire.engine.correspondent import Correspondent
-from quire.engine.handshake import Address, Said, cluster_key, keep_alive, listen, say
-from quire.engine.reception import Reception
+from quire.engine.child import EngineConnection, first_frame
+from quire.engine.handshake import Address, HandshakeServer, Hello, cluster_key, keep_alive, listen, send_json
 from quire.files.reading import shown, told
 from quire.proc.channel import Channel, Frames
 from quire.types.errors import EngineError
@@ -32,7 +30,7 @@ PIECE = 1 << 16
 GOODBYE = 0.5  # seconds, at least, for a node to hear that it is over
 BEGIN = 15.0  # seconds for a node to say that it has begun to start its engine
 AGAIN = 0.2  # seconds after which we try again to accept
-LOOK = 5.0  # seconds between looks whether the harbour is still wanted; a closed one is noticed at once
+LOOK = 5.0  # seconds between looks whether the node_listener is still wanted; a closed one is noticed at once
 CLOCKS = 0.01  # seconds by which clocks may differ and count as one
 
 logger = logging.getLogger(__name__)
@@ -41,7 +39,7 @@ logger = logging.getLogger(__name__)
 class Arrived:
     """A node's connection for one engine."""
 
-    def __init__(self, connection: socket.socket, said: Said) -> None:
+    def __init__(self, connection: socket.socket, said: Hello) -> None:
         engine, clock = said.get("engine"), said.get("clock")
         if type(engine) is not int or type(clock) is not float or not math.isfinite(clock):
             raise EngineError("it said what no node says")
@@ -61,24 +59,24 @@ class Arrived:
         return False
 
 
-class Harbour:
+class NodeListener:
     """Where nodes with engines connect. Each engine's newest connection waits here until it is wanted."""
 
     def __init__(self, address: Address, engines: range, terms: Terms) -> None:
         self.address, self._engines, self._terms = address, engines, terms
         self._listener = listen(address)
-        reception = Reception(self._listener, cluster_key())
-        self._complaints = reception.complaints
+        handshakes = HandshakeServer(self._listener, cluster_key())
+        self._rejections = handshakes.rejections
         self._news = threading.Condition()
         self._waiting: dict[int, Arrived] = {}
         self._finalizer = weakref.finalize(self, _close, self._listener, self._waiting)
-        threading.Thread(target=_receive, args=(weakref.ref(self), reception), name="quire-harbour", daemon=True).start()
+        threading.Thread(target=_receive, args=(weakref.ref(self), handshakes), name="quire-node_listener", daemon=True).start()
 
     @property
     def closed(self) -> bool:
         return not self._finalizer.alive
 
-    def welcome(self, connection: socket.socket, said: Said) -> None:
+    def welcome(self, connection: socket.socket, said: Hello) -> None:
         try:
             arrived = Arrived(connection, said)
             engine = arrived.engine
@@ -89,16 +87,16 @@ class Harbour:
                     f"{self._engines.start} to {self._engines.stop - 1}"
                 )
             if refusal is not None:
-                self._complaints.tell(
+                self._rejections.log(
                     "the node %s with engine %s is refused: %s", arrived.host, shown(engine), refusal, level=logging.ERROR
                 )
-                say(connection, {"refused": refusal})
+                send_json(connection, {"refused": refusal})
                 connection.close()
                 return
-            say(connection, {"engine": engine})
+            send_json(connection, {"engine": engine})
             keep_alive(connection)
         except (OSError, EngineError) as error:
-            self._complaints.tell("one who connected as a node is not one: %s", error)
+            self._rejections.log("one who connected as a node is not one: %s", error)
             connection.close()
             return
         with self._news:
@@ -127,14 +125,14 @@ class Harbour:
             self._finalizer()
 
 
-class RemoteEngine(Correspondent):
+class RemoteEngine(EngineConnection):
     """One life of an engine on another node. `engine` is its number, of args.data_parallel_size."""
 
-    def __init__(self, args: EngineArgs, harbour: Harbour, engine: int, serving: bool = True) -> None:
+    def __init__(self, args: EngineArgs, node_listener: NodeListener, engine: int, serving: bool = True) -> None:
         start = first_frame(args, engine, serving)
         ours, theirs = socket.socketpair()
-        self._mailbox, self._engine, self._harbour = Channel(ours, ipc.FIRST), engine, harbour
-        self._line = _Line(harbour, engine, theirs)
+        self._mailbox, self._engine, self._node_listener = Channel(ours, ipc.FIRST), engine, node_listener
+        self._line = _Line(node_listener, engine, theirs)
         self._begun: ipc.Begun | None = None
         self._ended: ipc.Ended | None = None
         self._fault = ""  # why we listen no more
@@ -206,7 +204,8 @@ class RemoteEngine(Correspondent):
 
     def last_words(self) -> str:
         if not self._line.host:
-            return f"\n  no node came with engine {self._engine} to {self._harbour.address[0]}:{self._harbour.address[1]}"
+            host, port = self._node_listener.address
+            return f"\n  no node connected to {host}:{port} with engine {self._engine}"
         return "" if self._ended is None else "".join(f"\n  {line}" for line in self._ended.lines)
 
     def in_flight(self) -> set[str]:
@@ -231,15 +230,15 @@ class RemoteEngine(Correspondent):
 class _Line:
     """Two threads that carry bytes between the mailbox and the node, once that has come."""
 
-    def __init__(self, harbour: Harbour, engine: int, inner: socket.socket) -> None:
-        self._harbour, self._engine, self._inner = harbour, engine, inner
+    def __init__(self, node_listener: NodeListener, engine: int, inner: socket.socket) -> None:
+        self._node_listener, self._engine, self._inner = node_listener, engine, inner
         self._outer: socket.socket | None = None
         self.over = threading.Event()
         self.host, self.ahead = "", 0.0
         self.since: float | None = None  # when the node came
 
     def run(self) -> None:
-        arrived = self._harbour.wait(self._engine, self.over)
+        arrived = self._node_listener.wait(self._engine, self.over)
         if arrived is None:
             self._inner.close()
             return
@@ -296,15 +295,15 @@ def _by_our_clock(report: ipc.Report, ahead: float) -> ipc.Report:
     return report
 
 
-def _receive(harbour: "weakref.ref[Harbour]", reception: Reception) -> None:
-    with contextlib.closing(reception):
+def _receive(node_listener: "weakref.ref[NodeListener]", handshakes: HandshakeServer) -> None:
+    with contextlib.closing(handshakes):
         while True:
             came, fault = None, ""
             try:
-                came = reception.next(LOOK)
+                came = handshakes.next(LOOK)
             except (OSError, ValueError) as error:  # ValueError: the listener is closed
                 fault = str(error)
-            there = harbour()
+            there = node_listener()
             if there is None or there.closed:
                 if came is not None:
                     came[0].close()
@@ -317,7 +316,7 @@ def _receive(harbour: "weakref.ref[Harbour]", reception: Reception) -> None:
                     logger.exception("what a node said could not be understood")
             del there
             if fault:
-                reception.complaints.tell("nodes cannot connect now, and will be able to later: %s", fault)
+                handshakes.rejections.log("nodes cannot connect now, and will be able to later: %s", fault)
                 time.sleep(AGAIN)
 
 
