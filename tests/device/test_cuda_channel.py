@@ -126,7 +126,7 @@ def test_other_nodes_are_reached_through_the_host():
             for rank, end in enumerate((ours, theirs))
         ]
         for end in ends:
-            end.meet()
+            end.barrier()
         sent = torch.randn(3, 4).bfloat16()
         ends[0].outlet.send(sent)
         assert torch.equal(ends[1].inlet.receive([0]), sent)

@@ -14,9 +14,9 @@ import torch
 from patience import PATIENCE
 from quire.dist import shared_memory
 from quire.dist.mesh import Position, evenly
-from quire.dist.nodes import NodesGroup
+from quire.dist.shared_memory import NodesGroup
 from quire.engine.executor import nodes
-from quire.engine.handshake import heard, listen, say
+from quire.engine.handshake import receive_json, listen, send_json
 from quire.proc.spawn import anonymous_memory
 from quire.types.errors import EngineError
 
@@ -104,12 +104,12 @@ def test_who_is_let_in():
                 stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             for said in ({"node": 1}, {"node": 1, "host": [], "port": 1}, {"node": [1], "host": "", "port": 1}):
                 with socket.create_connection(address) as stranger:
-                    say(stranger, {"key": "right", **said})
+                    send_json(stranger, {"key": "right", **said})
 
         def intrude_among_ranks():
             for said in ({"control": [1]}, {"control": "1"}, {"from": [1], "to": {}}, {"control": 7}):
                 with socket.create_connection(address) as stranger:
-                    say(stranger, {"key": "right", **said})
+                    send_json(stranger, {"key": "right", **said})
 
         def visit():
             intrude()
@@ -135,10 +135,10 @@ def test_who_is_let_in():
 def test_a_node_that_differs_is_refused_and_named_when_time_is_over():
     differs = "its dtype is 'half', machine 0's is 'auto'; leave it out there"
     with listen(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as other:
-        say(other, {"key": "", "node": 1, "host": "127.0.0.1", "port": 1, **TERMS, "arguments": {"dtype": "half"}})
+        send_json(other, {"key": "", "node": 1, "host": "127.0.0.1", "port": 1, **TERMS, "arguments": {"dtype": "half"}})
         with pytest.raises(EngineError, match=f"1 of 2 nodes did not come in time; node 1 was refused: {differs}"):
             nodes.gather(listener, nodes.share_ranks(2, 2), "", 1.0, {**TERMS, "arguments": {"dtype": "auto"}})
-        assert heard(other, PATIENCE) == {"refused": differs}
+        assert receive_json(other, PATIENCE) == {"refused": differs}
 
 
 RESET = struct.pack("ii", 1, 0)  # lingers for no time: closing is a reset
@@ -149,7 +149,7 @@ def strangers(address, *hellos, reset=False):
     for said in hellos:
         stranger = socket.create_connection(address)
         if said is not None:
-            say(stranger, said)
+            send_json(stranger, said)
         if reset:
             stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             stranger.close()
@@ -176,8 +176,8 @@ def test_strangers_do_not_keep_nodes_from_meeting(monkeypatch, hellos, reset):
         assert sorted(links[0].controls) == [1, 2] and sorted(links[0].ends[0]) == [1, 2]
         pairs = [(links[0].controls[1], links[2].controls[1]), (links[1].ends[2][1], links[2].ends[1][2])]
         for number, (one, other) in enumerate(pairs):
-            say(one, {"number": number})
-            assert heard(other, PATIENCE) == {"number": number}, "both are of the same meeting"
+            send_json(one, {"number": number})
+            assert receive_json(other, PATIENCE) == {"number": number}, "both are of the same meeting"
         for one in (*links, *there):
             one.close()
 
@@ -189,11 +189,11 @@ def test_a_place_is_free_again_when_no_ranks_come(monkeypatch):
         address = listener.getsockname()
         first = other.submit(nodes.gather, listener, nodes.share_ranks(2, 2), "", PATIENCE, TERMS)
         [stranger] = strangers(address, {**AS_ONE, "node": 1})
-        claim = heard(stranger, PATIENCE)["claim"]
+        claim = receive_json(stranger, PATIENCE)["claim"]
         with socket.create_connection(address) as control, socket.create_connection(address) as late:
-            say(control, {"key": "", "claim": claim, "control": 1})
-            told = heard(stranger, PATIENCE)
-            say(late, {"key": "", "meeting": "", "control": 1})  # of a meeting before
+            send_json(control, {"key": "", "claim": claim, "control": 1})
+            told = receive_json(stranger, PATIENCE)
+            send_json(late, {"key": "", "meeting": "", "control": 1})  # of a meeting before
             joined = nodes.join(address, 1, "127.0.0.1", "", PATIENCE, TERMS)
         links = first.result()
         assert links.meeting == joined.meeting != told["meeting"] and sorted(links.controls) == [1]

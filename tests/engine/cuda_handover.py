@@ -86,7 +86,7 @@ def run(rank: int, memory: int, end: socket.socket) -> None:
     if "host" in sys.argv:
         links.open = _refuse
     ends = CardEnds(shape, neighbours, Watch(), links)
-    ends.meet()
+    ends.barrier()
     assert type(ends.inlet) is (FromHost if "host" in sys.argv else CardInlet)
     with torch.inference_mode():
         (measure if timed else check)(rank, ends)

@@ -10,7 +10,7 @@ from more_families import MORE
 from oracle import FAMILIES, in_pieces
 from quire.config.args import split_layers
 from quire.config.uneven_layers import why_not_staged
-from quire.dist.stages import Seat, Stage
+from quire.dist.stages import PipelineRank, Stage
 from quire.load.load import load_weights
 from quire.models.registry import build_model
 from quire.prepare.stage import keep_stage
@@ -73,7 +73,7 @@ def test_models_of_transformers_have_no_stages(checkpoint):
 
 
 def test_who_hands_on_to_whom():
-    seats = [Seat.of(rank, split_layers(7, 3), 2) for rank in range(6)]
+    seats = [PipelineRank.of(rank, split_layers(7, 3), 2) for rank in range(6)]
     assert [seat.rank for seat in seats] == list(range(6))
     assert [seat.behind for seat in seats] == [2, 3, 4, 5, 0, 1] and [seat.before for seat in seats] == [4, 5, 0, 1, 2, 3]
     assert [list(seat.together) for seat in seats[::2]] == [[0, 1], [2, 3], [4, 5]]

@@ -81,7 +81,7 @@ class Ends(Protocol):
     @property
     def outlet(self) -> Sink: ...
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Before the first step. Every rank does, and waits for its neighbours."""
         ...
 
@@ -95,7 +95,7 @@ class HostEnds:
     inlet: Source
     outlet: Sink
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         pass
 
     def close(self) -> None:

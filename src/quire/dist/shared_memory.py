@@ -1,10 +1,12 @@
-"""Ranks that are processes of one machine meet in memory that all of them have mapped.
+"""Collectives between ranks in processes: through shared memory on one machine, and over TCP between machines.
 
     memory       two turns x [ rank 0's part | rank 1's part | ... ]
-    one turn     lay down our part ─► a byte to every other rank ─► a byte from every other rank ─► read all parts
+    one turn     publish our part ─► a byte to every other rank ─► a byte from every other rank ─► read all parts
+    NodesGroup   send to and receive from every rank of other nodes at the same time ─► then the turn above
 
-A part may be overwritten two turns later: whoever has sent the byte of the turn between has read it. Whoever waits for a byte
-sleeps, and the end of a process closes its sockets, so that the others wake up. The memory has no name: nothing is left of it.
+A part may be overwritten two turns later: a rank that has sent the byte of the turn between has read it. A rank that waits for a
+byte sleeps; the end of a process closes its sockets, which wakes the others. The memory is anonymous and freed with its last
+process. Sums are added in the order of ranks. Every pair of ranks on different nodes has its own connection.
 """
 
 import mmap
@@ -20,26 +22,26 @@ from torch import Tensor
 
 from quire.dist.mesh import Position, evenly
 
-PIECE = 1 << 22  # bytes of a part that are laid down at a time
+PIECE = 1 << 22  # bytes of a part that are published at a time
 LOOK = 0.5  # seconds between looks at those who are waited for
 READY = b"\1"
 SAID = 1020  # bytes that a rank says at most
 
 
 class Watch(Protocol):
-    """Who knows what the other ranks are."""
+    """Knows the processes of the other ranks."""
 
     def lost(self, rank: int) -> NoReturn:
-        """It is gone, and said nothing."""
+        """A rank closed its connection."""
         ...
 
     def late(self, ranks: Sequence[int], seconds: float) -> None:
-        """They have kept us waiting so long. Raises if that is too long."""
+        """Ranks have been waited for this long. Raises if that is too long."""
         ...
 
 
-def meeting_size(ranks: int, piece: int = PIECE) -> int:
-    """Bytes, of which only what is used becomes real."""
+def exchange_bytes(ranks: int, piece: int = PIECE) -> int:
+    """Bytes of the shared memory of a group; pages that are not used take none."""
     return 2 * ranks * piece
 
 
@@ -52,9 +54,9 @@ class SharedMemoryGroup:
         """memory: a file of any size, of which the part from `offset` on is for them. peers: a connection to every other rank,
         under the names that `watch` knows."""
         self._rank, self._size, self._peers, self._watch = position.rank, position.size, dict(peers), watch
-        size = meeting_size(position.size, self.piece)
+        size = exchange_bytes(position.size, self.piece)
         if os.fstat(memory).st_size < offset + size:
-            os.ftruncate(memory, offset + size)  # whoever comes first
+            os.ftruncate(memory, offset + size)  # by the rank that comes first
         mapped = mmap.mmap(memory, size, offset=offset)
         self._turns = torch.frombuffer(mapped, dtype=torch.uint8).view(2, position.size, self.piece)
         self._turn = 0
@@ -138,3 +140,71 @@ class SharedMemoryGroup:
         if not byte:
             self._watch.lost(rank)
         return True
+
+
+class NodesGroup(SharedMemoryGroup):
+    def __init__(
+        self,
+        position: Position,
+        memory: int,
+        peers: Mapping[int, socket.socket],
+        watch: Watch,
+        remote: Mapping[int, socket.socket],
+        offset: int = 0,
+        first: int = 0,
+    ) -> None:
+        """peers: of this node. remote: a TCP connection to every rank of other nodes. first: what `watch` calls the rank at
+        position 0."""
+        super().__init__(position, memory, peers, watch, offset)
+        self._remote, self._first = dict(remote), first
+        for other in self._remote.values():
+            other.setblocking(False)
+            other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def _exchange(self, piece: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        elsewhere = {rank: piece.new_empty(lengths[rank - self._first]) for rank in self._remote}
+        self._trade(piece.contiguous(), elsewhere)
+        parts = super()._exchange(piece, lengths)
+        for rank, part in elsewhere.items():
+            parts[rank - self._first] = part
+        return parts
+
+    def _trade(self, piece: Tensor, elsewhere: Mapping[int, Tensor]) -> None:
+        """Sends and receives as either is possible: two that only sent would wait for each other."""
+        out = _bytes(piece)
+        sending = dict.fromkeys(elsewhere, out) if len(out) else {}
+        receiving = {rank: _bytes(part) for rank, part in elsewhere.items() if len(part)}
+        ranks = {self._remote[rank].fileno(): rank for rank in elsewhere}
+        began = time.monotonic()
+        while sending or receiving:
+            waiting = select.poll()
+            for descriptor, rank in ranks.items():
+                wanted = (select.POLLIN if rank in receiving else 0) | (select.POLLOUT if rank in sending else 0)
+                if wanted:
+                    waiting.register(descriptor, wanted)
+            events = waiting.poll(1000 * LOOK)
+            if not events:
+                self._watch.late(list({*receiving, *sending}), time.monotonic() - began)
+            for descriptor, event in events:
+                rank = ranks[descriptor]
+                if rank in receiving and event & ~select.POLLOUT:
+                    self._step(rank, receiving, self._remote[rank].recv_into)
+                if rank in sending and event & select.POLLOUT:
+                    self._step(rank, sending, self._remote[rank].send)
+
+    def _step(self, rank: int, left: dict[int, memoryview], move: "object") -> None:
+        try:
+            count = move(left[rank])  # type: ignore[operator]
+        except BlockingIOError:
+            return
+        except OSError:
+            count = 0
+        if not count:
+            self._watch.lost(rank)
+        left[rank] = left[rank][count:]
+        if not len(left[rank]):
+            del left[rank]
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.view(torch.uint8).numpy().data)

@@ -1,17 +1,27 @@
-"""Where a rank stands in a pipeline: its stage has some of the model's layers, one behind the other.
+"""A pipeline: each stage has some of the model's layers, and hands hidden states on to the next stage.
 
     ranks of tensor_parallel_size=2, pipeline_parallel_size=3
 
     stage 0    0    1          every stage is divided among two ranks,
-    stage 1    2    3          and each sends what it has to the rank
-    stage 2    4    5          at its place in the next stage
+    stage 1    2    3          and each sends its hidden states to the rank
+    stage 2    4    5          at the same position of the next stage
 
-The ring is closed: what comes out of the last stage goes back to the first, which has the embedding and the head.
+The point-to-point ring is closed: the last stage sends to the first, which has the embedding and the head. Within a stage,
+ranks exchange parts of sums.
+
+    shared memory of a node    [ stage 0's sums | stage 1's | ... | rank 0's hidden states | rank 1's | ... ]
 """
 
+import os
+import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from quire.dist.channel import Ends, Neighbours, Shape
+from quire.dist.collectives import Group
 from quire.dist.mesh import Position
+from quire.dist.shared_memory import NodesGroup, SharedMemoryGroup, Watch, exchange_bytes
 
 
 @dataclass(frozen=True)
@@ -33,15 +43,15 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Seat:
-    """One of all ranks."""
+class PipelineRank:
+    """A rank of the pipeline."""
 
     stage: Stage
     position: Position  # among those of its stage
 
     @classmethod
-    def of(cls, rank: int, layers: tuple[range, ...], size: int, expert_parallel: bool = False) -> "Seat":
-        """`layers`: of every stage, each of which `size` ranks have together."""
+    def of(cls, rank: int, layers: tuple[range, ...], size: int, expert_parallel: bool = False) -> "PipelineRank":
+        """layers: of every stage. size: ranks of each stage."""
         stage, place = divmod(rank, size)
         return cls(Stage(stage, layers), Position(place, size, expert_parallel))
 
@@ -51,23 +61,74 @@ class Seat:
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks of all stages."""
         return len(self.stage.layers) * self.position.size
 
     @property
-    def together(self) -> range:
+    def stage_ranks(self) -> range:
         """The ranks of its stage."""
         return range(self.rank - self.position.rank, self.rank - self.position.rank + self.position.size)
 
     @property
     def before(self) -> int:
-        """The rank from which it gets hidden states."""
+        """The rank that sends it hidden states."""
         return self._beside(-1)
 
     @property
     def behind(self) -> int:
-        """The rank to which it sends them."""
+        """The rank to which it sends hidden states."""
         return self._beside(1)
 
     def _beside(self, step: int) -> int:
         return (self.stage.index + step) % len(self.stage.layers) * self.position.size + self.position.rank
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One rank's connections of the ring."""
+
+    own: PipelineRank
+    group: Group | None  # None = its stage has one rank
+    ends: Ends
+    others: Sequence[int]  # ranks of other stages
+
+
+class Joints(Protocol):
+    """What a device provides to join ranks of one node."""
+
+    def group(
+        self, position: Position, memory: int, peers: Mapping[int, socket.socket], watch: Watch, offset: int = 0
+    ) -> SharedMemoryGroup: ...
+
+    def channel(self, shape: Shape, neighbours: Neighbours, watch: Watch) -> Ends: ...
+
+
+def join_ring(
+    device: Joints,
+    own: PipelineRank,
+    shape: Shape,
+    memory: int,
+    peers: Mapping[int, socket.socket],
+    watch: Watch,
+    remote: Mapping[int, socket.socket],
+) -> Ring:
+    """memory: a file of any size. peers: a connection to every other rank of this node; remote: of other nodes."""
+    size, stages = own.position.size, len(own.stage.layers)
+    exchange = exchange_bytes(size) if size > 1 else 0
+    os.ftruncate(memory, stages * exchange + own.world * shape.size)  # by the rank that comes first
+    group: Group | None = None
+    if size > 1:
+        mates = {rank: peers[rank] for rank in own.stage_ranks if rank in peers}
+        far = {rank: remote[rank] for rank in own.stage_ranks if rank in remote}
+        offset = own.stage.index * exchange
+        if far:
+            group = NodesGroup(own.position, memory, mates, watch, far, offset, own.stage_ranks.start)
+        else:
+            group = device.group(own.position, memory, mates, watch, offset)
+
+    def place(sender: int) -> int:
+        return stages * exchange + sender * shape.size
+
+    neighbours = Neighbours(own.rank, own.before, own.behind, peers, remote, memory, place)
+    ends = device.channel(shape, neighbours, watch)
+    return Ring(own, group, ends, [rank for rank in range(own.world) if rank not in own.stage_ranks])

@@ -18,7 +18,7 @@ from quire.config.memory import activation_bytes, form_weight_bytes, graph_bytes
 from quire.config.quantization import FORMS, Quantization, choose_quantization, quantized_bytes
 from quire.config.speculative import MTP
 from quire.device.registry import open_device
-from quire.dist.stages import Seat
+from quire.dist.stages import PipelineRank
 from quire.engine.layouts import cache_sizes, draft_forms, model_share, text_drafter_config
 from quire.engine.runners import bounded_facts
 from quire.features.host import Memory, Sizes
@@ -214,12 +214,12 @@ def _build_shares(config: Config) -> "Iterator[nn.Module]":
 
     layers, expert_parallel = config.stage_layers, config.args.enable_expert_parallel
     for rank in range(config.world):
-        seat = Seat.of(rank, layers, config.ranks, expert_parallel)
+        own = PipelineRank.of(rank, layers, config.ranks, expert_parallel)
         model = build_model(bounded_facts(config), config.args.model_impl)
         exact = config.keep_quantized and config.device_facts.kind == "cpu"
-        shard(model, seat.position, _NoGroup(), find_grain(config.quantization), exact=exact)
+        shard(model, own.position, _NoGroup(), find_grain(config.quantization), exact=exact)
         if config.stages > 1:
-            keep_stage(model, seat.stage)
+            keep_stage(model, own.stage)
         yield model
 
 

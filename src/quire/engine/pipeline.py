@@ -8,9 +8,8 @@ from quire.config.config import Config
 from quire.device.base import Device
 from quire.dist.channel import Shape
 from quire.dist.mesh import share_layers
-from quire.dist.ring import Ring, join_ring
 from quire.dist.shared_memory import Watch
-from quire.dist.stages import Seat
+from quire.dist.stages import PipelineRank, Ring, join_ring
 from quire.engine.runners import bounded_facts, make_device_drafter, make_parts, runner_settings
 from quire.features.lora.device import LoRAPart
 from quire.runner.settings import DTYPES
@@ -27,18 +26,18 @@ def join_pipeline(
     remote: Mapping[int, socket.socket],
 ) -> Ring:
     """memory, peers, remote: what all ranks have of each other."""
-    seat = Seat.of(rank, config.stage_layers, config.ranks, config.args.enable_expert_parallel)
+    own = PipelineRank.of(rank, config.stage_layers, config.ranks, config.args.enable_expert_parallel)
     places = config.depth + 2  # a step is in flight in each but one
     shape = Shape(places, config.max_batched_tokens, config.facts.hidden_size, DTYPES[config.dtype])
-    return join_ring(device, seat, shape, memory, peers, watch, remote)
+    return join_ring(device, own, shape, memory, peers, watch, remote)
 
 
 def make_stage_runner(config: Config, device: Device, ring: Ring) -> StageRunner:
     """Return the runner of a stage. Drafters run where tokens are drawn: whole on each rank of the first stage."""
-    drafts = config.drafts_on_device and ring.seat.stage.first
+    drafts = config.drafts_on_device and ring.own.stage.first
     drafter = make_device_drafter(config) if drafts else None
     whole = config.draft_head is not None and bool(config.draft_head.facts.layers)
-    facts, own, position = bounded_facts(config), ring.seat.stage.own, ring.seat.position
+    facts, own, position = bounded_facts(config), ring.own.stage.own, ring.own.position
     layers, parts = share_layers(facts.layers, position), make_parts(config, device, position, ring.group, drafter=drafter)
     lora = next((part for part in parts if isinstance(part, LoRAPart)), None)
     return StageRunner(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.attn.batch import Batch
-from quire.dist.ring import Ring
+from quire.dist.stages import Ring
 from quire.models.decoder import Decoder
 from quire.prepare.stage import keep_stage
 from quire.runner.batch import Built, build_batch, draws_batch, draws_of
@@ -65,8 +65,8 @@ class StageRunner(Runner):
         The rest is as in Runner.
         """
         self._before_cut = before_cut
-        super().__init__(*args, position=ring.seat.position, group=ring.group, **options)
-        self._seat, self._stage, self._layers = ring.seat, ring.seat.stage, tuple(layers)
+        super().__init__(*args, position=ring.own.position, group=ring.group, **options)
+        self._pipeline_rank, self._stage, self._layers = ring.own, ring.own.stage, tuple(layers)
         self._others, self._ends = ring.others, ring.ends
         self._all_kept = whole
         self._way: Passage | None = None  # of replayed steps
@@ -97,7 +97,7 @@ class StageRunner(Runner):
         super().close()
 
     def warm_up(self) -> None:
-        self._ends.meet()
+        self._ends.barrier()
         super().warm_up()
 
     @torch.inference_mode()
@@ -200,11 +200,11 @@ class StageRunner(Runner):
             self.take_drawn_of(self._launched.step, ids)
 
     def describe_rank(self) -> dict[str, int]:
-        seat, own = self._seat, self._stage.own
+        rank, own = self._pipeline_rank, self._stage.own
         place = {
-            "rank": seat.rank,
-            "ranks": seat.world,
-            "stage": seat.stage.index,
+            "rank": rank.rank,
+            "ranks": rank.world,
+            "stage": rank.stage.index,
             "first_layer": own.start,
             "layers": len(own),
         }

@@ -80,7 +80,7 @@ class CardEnds:
         for peer in (*neighbours.peers.values(), *neighbours.remote.values()):
             peer.setblocking(False)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Both ends of a rank may lead to the same one, over one connection: all say first what they send from, and then answer
         whether they can read what they were told of."""
         peers, before, behind = self._neighbours.peers, self._neighbours.before, self._neighbours.behind

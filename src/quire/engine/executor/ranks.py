@@ -13,8 +13,7 @@ import numpy as np
 
 from quire.device.base import Device
 from quire.dist.mesh import Position
-from quire.dist.nodes import NodesGroup
-from quire.dist.shared_memory import SharedMemoryGroup
+from quire.dist.shared_memory import NodesGroup, SharedMemoryGroup
 from quire.engine.executor import wire
 from quire.engine.executor.local import LocalExecutor, LocalFlight
 from quire.engine.executor.workers import Workers

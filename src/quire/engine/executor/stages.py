@@ -14,7 +14,7 @@ from collections import deque
 import numpy as np
 from torch import AcceleratorError
 
-from quire.dist.ring import Ring
+from quire.dist.stages import Ring
 from quire.engine.executor import wire
 from quire.engine.executor.local import device_lost
 from quire.engine.executor.ranks import DividedExecutor
@@ -58,7 +58,7 @@ class StagesExecutor(DividedExecutor):
     def __init__(self, runner: StageRunner, workers: Workers, ring: Ring) -> None:
         super().__init__(runner, workers)
         self._stage = runner
-        self._mates = [rank for rank in ring.seat.together if rank != ring.seat.rank]
+        self._mates = [rank for rank in ring.own.stage_ranks if rank != ring.own.rank]
         self._open: deque[StageFlight] = deque()  # begun, not finished
         self._drawn: dict[int, Ints] = {}  # step -> what the other ranks of this stage have not been told
 

@@ -136,7 +136,7 @@ class Rank:
     def _start(self, command: wire.StartRank) -> "Runner":
         from quire.device.registry import open_device
         from quire.dist.mesh import Position
-        from quire.dist.nodes import NodesGroup
+        from quire.dist.shared_memory import NodesGroup
         from quire.engine.assemble import resolve_here
         from quire.engine.runners import join_companions, make_runner, start_device
         from quire.engine.timeline import Stopwatch
