@@ -93,10 +93,11 @@ def test_dtype(model: Path, stored: str, asked: str, device: str, dtype: str) ->
     assert config_of(model, device, dtype=asked, hf_overrides={"torch_dtype": stored}).dtype == dtype
 
 
-def test_gemma_never_runs_in_float16(model: Path) -> None:
-    gemma = {"model_type": "gemma2", "torch_dtype": "float16"}
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "gemma4_text"])
+def test_gemma_never_runs_in_float16(model: Path, kind: str) -> None:
+    gemma = {"model_type": kind, "torch_dtype": "float16"}
     assert config_of(model, "cuda", hf_overrides=gemma).dtype == "bfloat16"
-    with pytest.raises(ConfigError, match="gemma2 overflows in float16"):
+    with pytest.raises(ConfigError, match=f"{kind} overflows in float16"):
         config_of(model, "cuda", hf_overrides=gemma, dtype="half")
 
 

@@ -18,7 +18,8 @@ from quire.cli.parser import add_model_tag, engine_args
 from quire.config.args import EngineArgs, add_cli_arguments, local_engines
 from quire.config.config import Config
 from quire.config.dequantized_copies import NOTHING, DequantizedCopies
-from quire.config.facts import CHUNKED, ModelFacts, read_facts
+from quire.config.facts import ModelFacts, read_facts
+from quire.config.families import has_chunked_attention
 from quire.config.host import available_host_bytes
 from quire.config.resolve import find_files, resolve
 from quire.device.registry import open_device
@@ -414,7 +415,7 @@ def _per_kind(facts: ModelFacts, element_bytes: int) -> dict[str, dict[str, int]
     layers: dict[str, int] = {}
     per_token: dict[str, int] = {}
     for layer in facts.layers:
-        reach = "chunks" if facts.hf.get("model_type") in CHUNKED else "a window"
+        reach = "chunks" if has_chunked_attention(facts.hf) else "a window"
         name = "full attention" if layer.window is None else f"{reach} of {layer.window}"
         layers[name] = layers.get(name, 0) + 1
         per_token[name] = per_token.get(name, 0) + layer.bytes_per_token(element_bytes)

@@ -3,14 +3,12 @@
 import os
 
 from quire.config.config import Config
-from quire.config.facts import CHUNKED, count_heads
+from quire.config.facts import count_heads
+from quire.config.families import has_chunked_attention, overflows_in_float16
 from quire.config.features import FEATURES
 from quire.config.uneven_layers import why_not_staged
 from quire.features.host import Conflict
 from quire.types.errors import ConfigError
-
-OVERFLOWING = ("gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text")  # model types, in float16
-
 
 SHARE = "QUIRE_CUDA_RANKS"  # environment
 
@@ -70,7 +68,7 @@ CORE: tuple[Conflict, ...] = (
     ),
     Conflict(
         "chunks of half a page",
-        lambda c: bool((c.facts.hf.get("attention_chunk_size") or 0) % c.page_size) and c.facts.hf.get("model_type") in CHUNKED,
+        lambda c: bool((c.facts.hf.get("attention_chunk_size") or 0) % c.page_size) and has_chunked_attention(c.facts.hf),
         lambda c: (
             f"block_size {c.page_size} does not divide the model's attention_chunk_size "
             f"({c.facts.hf['attention_chunk_size']}), and chunks are made of whole pages"
@@ -78,7 +76,7 @@ CORE: tuple[Conflict, ...] = (
     ),
     Conflict(
         "float16 overflows",
-        lambda c: c.dtype == "float16" and c.facts.hf.get("model_type") in OVERFLOWING,
+        lambda c: c.dtype == "float16" and overflows_in_float16(c.facts.hf),
         lambda c: f"{c.facts.hf['model_type']} overflows in float16; use dtype bfloat16 or float32",
     ),
     Conflict(

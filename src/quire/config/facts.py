@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from quire.config.families import card_of
+from quire.config.families import card_of, has_chunked_attention
 from quire.config.gguf import GGUF_NAMES, translate
 from quire.config.hf import explicit_config, read_json
 from quire.config.memory import estimate_parameters
@@ -47,7 +47,6 @@ _NOT_SERVED = {
     "rwkv": _STATE, "xlm": _OWN_ATTENTION, "flaubert": _OWN_ATTENTION, "xlnet": _OWN_ATTENTION,
 }  # fmt: skip
 _REFUSED = {"prophetnet": "their decoder attends to several streams of predicted tokens at once"}
-CHUNKED = ("llama4_text", "llama4")  # whose chunks of attention are served
 # nothing comes near these; larger numbers would only be noticed when memory is gone
 _MOST = {"layers": MOST_LAYERS, "heads": 1 << 16, "kv_heads": 1 << 16, "head_dim": 1 << 16, "hidden_size": 1 << 24,
          "vocab_size": 1 << 28, "max_position": 1 << 30}  # fmt: skip
@@ -344,7 +343,7 @@ class _Reader:
         if not isinstance(types, list) or len(types) != count:
             raise self._wrong("layer_types", f"a list of {count} layer types")
         known = {"full_attention": None, "sliding_attention": window}
-        if "chunked_attention" in types and self.config.get("model_type") in CHUNKED:
+        if "chunked_attention" in types and has_chunked_attention(self.config):
             known["chunked_attention"] = self.size("attention_chunk_size")  # nobody sees further back
         for kind in types:
             if kind not in known:

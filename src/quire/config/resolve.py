@@ -14,6 +14,7 @@ from quire.config.config import Config, Policy
 from quire.config.conflicts import refuse_conflicts
 from quire.config.draft_heads import DraftHead, find_method, read_head
 from quire.config.facts import DeviceFacts, ModelFacts, count_experts, read_facts
+from quire.config.families import overflows_in_float16
 from quire.config.fields import FLOAT_NAMES
 from quire.config.hf import read_json
 from quire.config.quantization import Quantization, choose_quantization
@@ -36,7 +37,6 @@ SAMPLING_DEFAULTS = {
     "max_new_tokens": "max_tokens",
 }
 STATES_SHARE = 0.25
-UNSTABLE_IN_FLOAT16 = ("gemma2", "gemma3_text")
 
 
 def resolve(
@@ -244,7 +244,7 @@ def choose_device(args: EngineArgs, find_device: Callable[[], str]) -> str:
 def choose_dtype(args: EngineArgs, facts: ModelFacts, device: DeviceFacts) -> str:
     if args.dtype != "auto":
         return FLOAT_NAMES.get(args.dtype, args.dtype)
-    stable = facts.hf.get("model_type") not in UNSTABLE_IN_FLOAT16
+    stable = not overflows_in_float16(facts.hf)
     return device.dtype or ("float16" if facts.dtype == "float16" and stable else "bfloat16")
 
 

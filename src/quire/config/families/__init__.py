@@ -48,6 +48,16 @@ def card_of(config: Config) -> Card | None:
     return model_types().get(str(config.get("model_type")))
 
 
+def overflows_in_float16(config: Config) -> bool:
+    card = card_of(config)
+    return card is not None and card.overflows_in_float16
+
+
+def has_chunked_attention(config: Config) -> bool:
+    card = card_of(config)
+    return card is not None and card.chunked_attention
+
+
 def gguf_rows() -> Iterator[tuple[Card, GGUF]]:
     return ((card, row) for card in cards() for row in card.gguf)
 

@@ -64,6 +64,8 @@ class Card:
     names: Mapping[str, str] = field(default_factory=dict)  # own field name -> common field name
     derive: Callable[[Config], Config] | None = None  # common fields that follow from others
     first_layers_full: bool = False  # of layers with a sliding window, the first `max_window_layers` have none
+    chunked_attention: bool = False  # layers of type chunked_attention see the chunk that their token is in
+    overflows_in_float16: bool = False
     layers: Callable[[Config], Layers] | None = None  # which layers are recurrent, and their state
     weights: Renames = ()  # (pattern, replacement) applied to checkpoint names before the model's own
     gguf: tuple[GGUF, ...] = ()

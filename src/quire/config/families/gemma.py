@@ -79,6 +79,7 @@ CARDS = (
     ),
     Card(
         _TITLE, "dense", "gemma:Gemma2", ("Gemma2ForCausalLM",), {"gemma2": _GEMMA2}, text=("gemma2",),
+        overflows_in_float16=True,
         sizes={"vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
                "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 8192},
         gguf=(GGUF("gemma2", {**_GELU, "sliding_window_pattern": 2}, finish=_finish_gguf, norm_plus_one=True),),
@@ -88,7 +89,8 @@ CARDS = (
         {"gemma3_text": {**_LOCAL_ROPE, **_SHAPE, "sliding_window": 4096, "sliding_window_pattern": 6,
                          "query_pre_attn_scalar": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
                          "vocab_size": 262208, "max_position_embeddings": 131072}},
-        text=("gemma3_text",), sizes={"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
+        text=("gemma3_text",), overflows_in_float16=True,
+        sizes={"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
         gguf=(GGUF("gemma3", {**_GELU, "sliding_window_pattern": 6}, finish=_finish_gguf, norm_plus_one=True),),
     ),
     Card(
@@ -96,17 +98,17 @@ CARDS = (
         {"gemma3n_text": {**_LOCAL_ROPE, **_SHAPE, **_PER_LAYER, "sliding_window": 512, "num_kv_shared_layers": 15,
                           "final_logit_softcapping": 30.0, "num_attention_heads": 8, "num_key_value_heads": 2,
                           "max_position_embeddings": 32768, "vocab_size": 262400}},
-        derive=_gemma3n, text=("gemma3n_text",),
+        derive=_gemma3n, text=("gemma3n_text",), overflows_in_float16=True,
         sizes={"hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 35},
     ),
     Card(
         _TITLE, "dense, MoE", "gemma4:Gemma4", ("Gemma4ForCausalLM",), {"gemma4_text": {**_GEMMA4, **_PER_LAYER}},
-        derive=gemma4, text=("gemma4_text",), sizes=_GEMMA4_SIZES,
+        derive=gemma4, text=("gemma4_text",), overflows_in_float16=True, sizes=_GEMMA4_SIZES,
     ),
     Card(
         _TITLE, "dense, MoE", "gemma4:Gemma4", ("Gemma4UnifiedForCausalLM",),
         {"gemma4_unified_text": {**_GEMMA4, "sliding_window": 1024, "max_position_embeddings": 262144}},
-        derive=gemma4, text=("gemma4_unified_text",), sizes=_GEMMA4_SIZES,
+        derive=gemma4, text=("gemma4_unified_text",), overflows_in_float16=True, sizes=_GEMMA4_SIZES,
     ),
     Card(_TITLE, "dense", "gemma:VaultGemma", ("VaultGemmaForCausalLM",), {"vaultgemma": _GEMMA2}),
 )  # fmt: skip

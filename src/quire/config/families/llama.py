@@ -95,7 +95,7 @@ CARDS = (
     ),
     Card(
         "Llama 4 (text)", "MoE", "llama4:Llama4", ("Llama4ForCausalLM",), {"llama4_text": _LLAMA4, "llama4": _LLAMA4},
-        derive=_llama4, text=("llama4_text",),
+        derive=_llama4, text=("llama4_text",), chunked_attention=True,
     ),
     Card(
         _MISTRAL, "dense", _LLAMA, ("MistralForCausalLM",), {"mistral": {**ROPE, "sliding_window": 4096}}, text=("mistral",),
