@@ -34,7 +34,7 @@ def write_adapters(directory) -> list[LoRARequest]:
 def random_request(rng: random.Random, adapters: list[LoRARequest]):
     prompt = [*STEM[: rng.choice((1, 9, 17, 33, 48))], *(rng.randrange(5, 300) for _ in range(rng.randrange(3)))]
     params = SamplingParams(
-        temperature=rng.choice((0, 0.8)), seed=rng.randrange(99), max_tokens=rng.randrange(1, 14),
+        temperature=rng.choice((0, 0.8)), seed=rng.randrange(99), max_tokens=rng.randrange(1, 20),
         ignore_eos=rng.random() < 0.5, top_p=rng.choice((1.0, 0.9)),
         repetition_penalty=rng.choice((1.0, 1.3)), logprobs=rng.choice((None, 2)),
         structured_outputs=rng.choice((None, None, *GRAMMARS)),
@@ -46,13 +46,14 @@ def answers(outputs):
     return [(output.outputs[0].token_ids, output.outputs[0].text, output.outputs[0].finish_reason) for output in outputs]
 
 
-@pytest.mark.parametrize("cache", ["auto", "fp8"])
-def test_requests_together_get_what_each_gets_alone(tiny_model, tmp_path, cache):
+@pytest.mark.parametrize(("cache", "method"), [("auto", "draft_model"), ("fp8", "ngram")])
+def test_requests_together_get_what_each_gets_alone(tiny_model, tmp_path, cache, method):
+    drafter = {"model": str(tiny_model)} if method == "draft_model" else {"method": method, "prompt_lookup_min": 1}
     rng, adapters = random.Random(6), write_adapters(tmp_path)
     llm = open_model(
         tiny_model, dtype="float32", max_num_seqs=5, max_num_batched_tokens=24, num_gpu_blocks_override=60,
         enable_prefix_caching=True, kv_cache_dtype=cache, enable_lora=True, max_loras=2, max_lora_rank=8,
-        speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False},
+        speculative_config={**drafter, "num_speculative_tokens": 2, "adaptive": False},
     )  # fmt: skip
     core = llm.llm_engine.core
     assert core.executor._runner.part(LoRAPart) and core.executor._runner.part(SpeculationPart)
@@ -61,7 +62,8 @@ def test_requests_together_get_what_each_gets_alone(tiny_model, tmp_path, cache)
     together = answers(llm.generate(prompts, params, lora_request=chosen, use_tqdm=False))
     alone = [answers(llm.generate([p], [s], lora_request=[a], use_tqdm=False))[0] for p, s, a in requests]
     assert together == alone
-    assert len({answer[0][0] for answer in together}) > 3 and core.stats.drafts.tokens > 20 and core.stats.drafts.accepted
+    assert len({answer[0][0] for answer in together}) > 3 and core.stats.drafts.tokens
+    assert method == "ngram" or core.stats.drafts.accepted > 10
     core.step()
     core.scheduler.check()
     assert core.stats.free_pages == core.stats.pages
