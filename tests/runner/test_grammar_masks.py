@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.runner.sampler.grammar import Masks, forbid
+from quire.runner.sampler.edits import Masks, forbid
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

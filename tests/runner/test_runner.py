@@ -144,7 +144,7 @@ def test_prompt_logprobs_are_those_of_drawing_each_token(runner):
 
 def test_long_prompts_are_reported_in_pieces(runner, monkeypatch):
     _, whole = Driver(runner).run(admission(0, PROMPT, temperature=0, prompt_logprobs=0), [23], 1)
-    monkeypatch.setattr("quire.runner.prompt_logprobs.PROMPT_PIECE", 5)
+    monkeypatch.setattr("quire.runner.step.PROMPT_CHUNK", 5)
     _, pieces = Driver(runner).run(admission(0, PROMPT, temperature=0, prompt_logprobs=0), [23], 1)
     np.testing.assert_allclose(pieces[0].prompt_logprobs[0].values, whole[0].prompt_logprobs[0].values, atol=1e-5)
     assert pieces[0].prompt_logprobs[0].rank.tolist() == whole[0].prompt_logprobs[0].rank.tolist()

@@ -7,15 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runner_support import CPU, admission, rows_of
 
-from quire.runner.sampler.allowed import Allowed
-from quire.runner.sampler.bad_words import BadWords
-from quire.runner.sampler.bias import Bias
-from quire.runner.sampler.min_p import MinP
-from quire.runner.sampler.min_tokens import MinTokens
-from quire.runner.sampler.penalties import Penalties
+from quire.runner.sampler.edits import Allowed, BadWords, Bias, MinTokens, Penalties
+from quire.runner.sampler.filters import FIRST_LOOK, MinP, Temperature, Truncation
 from quire.runner.sampler.stage import Columns
-from quire.runner.sampler.temperature import Temperature
-from quire.runner.sampler.truncation import FIRST_LOOK, Truncation
 
 INF = np.inf
 SLOTS = 4

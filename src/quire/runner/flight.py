@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.features.base import Follower
 from quire.ops.arguments import GOOD
-from quire.runner.sampler.grammar import Masks
+from quire.runner.sampler.edits import Masks
 from quire.runner.sampler.logprobs import Report, to_top_logprobs
 from quire.runner.sampler.pipeline import FAULTS, Drawn
 from quire.runner.transfer import Download, Longs

@@ -8,24 +8,27 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.attn.batch import Batch
 from quire.features.base import FinishedStep, Follower
+from quire.models.decoder import Decoder
 from quire.runner.batch import Built, build_batch, compute_logits
 from quire.runner.core import RunnerCore, SlotState
 from quire.runner.flight import StepFlight
 from quire.runner.graphs import Undrawn, recordable
-from quire.runner.prompt_logprobs import final_states, report_prompts
-from quire.runner.sampler.grammar import Masks
+from quire.runner.sampler.edits import Masks
 from quire.runner.sampler.logprobs import Report
 from quire.runner.sampler.pipeline import Drawn, Sampler
 from quire.runner.sampler.stage import Rows
-from quire.runner.transfer import Longs, upload
+from quire.runner.slots import Slots
+from quire.runner.transfer import Longs, upload, upload_together
 from quire.types.errors import EngineError
 from quire.types.plan import Ints, StepPlan, StepRows
 
+PROMPT_CHUNK = 256  # prompt positions whose logits are held at a time
 Draw = Drawn | Callable[[Masks | None], Drawn] | None  # what a step drew, or how it draws; None: nothing, or on another rank
 
 
@@ -192,3 +195,25 @@ class Runner(RunnerCore):
     def waits_for_nobody(self) -> bool:
         """Whether launched work ends by itself when other ranks are lost."""
         return self._device.torch_device.type == "cpu"
+
+
+def final_states(tokens: Ints, plan: StepRows, built: Built) -> Longs:
+    """Return the indices of these tokens of the step among the kept hidden states."""
+    return tokens + built.shift[plan.shapes.rows_of(tokens)]
+
+
+def report_prompts(
+    plan: StepRows, built: Built, hidden: Tensor, model: Decoder, slots: Slots, sampler: Sampler
+) -> list[tuple[int, Report]]:
+    """Return the logprobs of prompt tokens, PROMPT_CHUNK positions at a time."""
+    tokens, reports = plan.outputs.prompt_logprobs, []
+    rows, final = plan.shapes.rows_of(tokens), final_states(tokens, plan, built)
+    for row in np.unique(rows).tolist():
+        index, slot = np.flatnonzero(rows == row), int(plan.slot[row])
+        for first in range(0, len(index), PROMPT_CHUNK):
+            piece = index[first : first + PROMPT_CHUNK]
+            states, at = upload_together([final[piece], tokens[piece]], slots.device)
+            targets = slots.tokens[slot, built.batch.positions[at] + 1].long()
+            logits = compute_logits(model, hidden[states], built.batch, tokens[piece])
+            reports.append((row, sampler.logprobs.of_prompt(logits, targets, slot)))
+    return reports

@@ -1,4 +1,4 @@
-"""From logits to tokens: a pipeline of stages, one file each.
+"""From logits to tokens: a pipeline of stages (`edits`, `filters`, `draw`).
 
     raw logprobs → allowed ids → bad words → min_tokens → logit_bias → penalties → temperature → min_p → top-k, top-p → draw
 

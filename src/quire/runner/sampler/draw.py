@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.runner.sampler.extremes import largest
+from quire.runner.sampler.filters import largest
 from quire.runner.sampler.random import WORD, as_signed, gumbel, gumbel_unsigned, mix_unsigned, row_keys, steps
 from quire.runner.sampler.stage import Columns, Rows
 from quire.types.plan import Admission

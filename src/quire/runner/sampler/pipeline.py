@@ -12,19 +12,11 @@ from torch import Tensor
 from quire.device.updates import DeviceUpdates
 from quire.ops.arguments import BROKEN, GOOD, NOTHING_ALLOWED, DrawColumns, DrawScratch
 from quire.ops.sample import draw
-from quire.runner.sampler.allowed import Allowed
-from quire.runner.sampler.bad_words import BadWords
-from quire.runner.sampler.bias import Bias
 from quire.runner.sampler.draw import Draw
-from quire.runner.sampler.extremes import largest
-from quire.runner.sampler.grammar import Masks, forbid
+from quire.runner.sampler.edits import Allowed, BadWords, Bias, Masks, MinTokens, Penalties, forbid
+from quire.runner.sampler.filters import MinP, Temperature, Truncation, largest
 from quire.runner.sampler.logprobs import Logprobs, Report
-from quire.runner.sampler.min_p import MinP
-from quire.runner.sampler.min_tokens import MinTokens
-from quire.runner.sampler.penalties import Penalties
 from quire.runner.sampler.stage import Columns, Edit, Extra, Filter, Part, Rows, Stage, concerns
-from quire.runner.sampler.temperature import Temperature
-from quire.runner.sampler.truncation import Truncation
 from quire.runner.transfer import Longs, upload
 from quire.types.errors import NO_TOKEN
 from quire.types.plan import Admission, Ints

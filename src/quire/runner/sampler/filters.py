@@ -1,22 +1,104 @@
-"""top_k and top_p: only the head of the distribution stays.
-
-top_k   every token at least as likely as the k-th most likely one (equals of the k-th stay)
-top_p   of what is left, the smallest set whose mass reaches p, the lower id first among equals; never empty
-"""
+"""Filters of rows that draw at random: temperature, min_p, top_k and top_p; and the searches over the vocabulary."""
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.runner.sampler.extremes import drop_below, top_values
 from quire.runner.sampler.stage import LEAST, Columns, Rows
-from quire.runner.transfer import upload
+from quire.runner.transfer import Longs, upload
 from quire.types.plan import Admission
 
 FIRST_LOOK = 1024  # as many of the most likely tokens hold the mass of nearly every row
 
 
+def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [N, V] -> value [N] and index [N] int64 of the maximum; the first of equals. NaN counts as largest."""
+    if logits.device.type != "cpu":
+        value, index = logits.max(dim=1)
+        return value, index
+    index = torch.from_numpy(np.argmax(logits.numpy(), axis=1))  # vectorized, unlike torch's
+    return logits.gather(1, index[:, None]).squeeze(1), index
+
+
+def top_values(logits: Tensor, count: int) -> Tensor:
+    """logits [N, V] -> the `count` largest values of each row [N, count] in falling order."""
+    if logits.device.type != "cpu":
+        if count == logits.shape[1]:
+            return logits.sort(dim=1, descending=True).values
+        return logits.topk(count, dim=1).values
+    values = logits.numpy()
+    if count < values.shape[1]:
+        values = np.partition(values, values.shape[1] - count, axis=1)[:, -count:]
+    return torch.from_numpy(np.sort(values, axis=1)[:, ::-1].copy())
+
+
+def drop_below(logits: Tensor, least: Tensor) -> Tensor:
+    """Puts -inf, in place, where logits [N, V] are smaller than least [N]."""
+    if logits.device.type != "cpu":
+        return logits.masked_fill_(logits < least[:, None], -torch.inf)
+    below = least.nextafter(torch.tensor(-torch.inf))  # threshold_ keeps what is strictly larger, an order faster than masks
+    for row, bound in zip(logits, below.tolist(), strict=True):
+        torch.threshold_(row, bound, -torch.inf)
+    return logits
+
+
+class Temperature:
+    """temperature: logits are divided by it. A slot at 0 is greedy and is not filtered."""
+
+    fields = ("temperature",)
+
+    def __init__(self, columns: Columns) -> None:
+        self.column = columns.make(np.float32, 1.0)
+
+    def admit(self, slot: int, admission: Admission) -> None:
+        self.column[slot] = 0.0 if admission.params.greedy else admission.params.temperature
+
+    def retire(self, slot: int) -> None:
+        self.column.reset(slot)
+
+    def random(self, slots: Longs) -> npt.NDArray[np.bool_]:
+        """[N] which of these slots draw at random."""
+        random: npt.NDArray[np.bool_] = self.column.host[slots] > 0
+        return random
+
+    def active(self, rows: Rows) -> bool:
+        return bool(self.column.used(rows.slots).any())
+
+    def apply(self, logits: Tensor, rows: Rows) -> Tensor:
+        return logits.div_(self.column.at(rows.slot)[:, None])
+
+
+class MinP:
+    """min_p: tokens less likely than min_p times the most likely one are dropped."""
+
+    fields = ("min_p",)
+
+    def __init__(self, columns: Columns) -> None:
+        self.column = columns.make(np.float32, 0.0)
+
+    def admit(self, slot: int, admission: Admission) -> None:
+        self.column[slot] = admission.params.min_p
+
+    def retire(self, slot: int) -> None:
+        self.column.reset(slot)
+
+    def active(self, rows: Rows) -> bool:
+        return bool(self.column.used(rows.slots).any())
+
+    def apply(self, logits: Tensor, rows: Rows) -> Tensor:
+        """p ≥ min_p · max p is, in logits, x ≥ max x + log min_p; log 0 = -inf keeps everything."""
+        least = logits.amax(dim=1) + self.column.at(rows.slot).log()
+        return drop_below(logits, least)
+
+
 class Truncation:
+    """top_k and top_p.
+
+    top_k   every token at least as likely as the k-th most likely one stays, ties included
+    top_p   of what is left, the smallest set whose mass reaches p stays, the lower id first among ties; never empty
+    """
+
     fields = ("top_k", "top_p")
 
     def __init__(self, columns: Columns, vocabulary: int) -> None:
