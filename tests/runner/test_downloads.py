@@ -19,7 +19,7 @@ class Late:
 
 
 def test_others_are_looked_after_meanwhile(monkeypatch):
-    monkeypatch.setattr(transfer, "LOOK", 0.0)
+    monkeypatch.setattr(transfer, "CHECK_INTERVAL_S", 0.0)
     download, asked = Download([torch.ones(2)]), []
     download._event = Late(3)
     assert download.wait(asked.append)[0].tolist() == [1.0, 1.0]

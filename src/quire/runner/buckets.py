@@ -1,4 +1,4 @@
-"""The sizes graphs are recorded for: how many rows, how many tokens, and room for how many pieces of attention work.
+"""The sizes that CUDA graphs are recorded for: rows, tokens, and attention splits.
 
 Few, so that traffic that wanders over rows and lengths has soon met them all; and near enough to each other that what is left
 over costs little. Pure arithmetic: nothing here knows the device.
@@ -16,43 +16,43 @@ from quire.types.plan import TOKEN_BUCKETS
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, *range(96, 257, 32), *range(320, MOST_ROWS + 1, 64))
 LEAST_SPLITS = 64
-COARSE_SPLITS = 1024  # beyond, by so many more: splits that are left over are no longer free
-SHARED_BUCKETS = (0, 64, 256, 1024, 4096)  # pieces that several rows share
+COARSE_SPLITS = 1024  # step between larger sizes: unused splits cost time there
+SHARED_BUCKETS = (0, 64, 256, 1024, 4096)  # splits that several rows share
 MOST_TILES = 512
 MOST_ROOM = Room(8192, SHARED_BUCKETS[-1], MOST_TILES)
-USUAL_PIECES = (4, 2, 8)  # of a row: the lengths that idle time is spent on, most usual first
-BORROWED = 2  # times as large another bucket may be, in rows and in splits; shared pieces: the next size up
+USUAL_PIECES = (4, 2, 8)  # splits of a row: context lengths recorded in idle time, most usual first
+BORROWED = 2  # factor by which a borrowed bucket may be larger, in rows and in splits; shared splits: the next size
 # steps with prompts: the rest of them costs little beside the prompts' tokens, so that coarse sizes do
-ROW_BUCKETS_BESIDE_PROMPTS = (16, 80, 288, MOST_ROWS + 1)  # more than 64 and 256, of which people are fond
+ROW_BUCKETS_BESIDE_PROMPTS = (16, 80, 288, MOST_ROWS + 1)  # above 64 and 256, which are common limits
 LEAST_TILES = 128  # enough for MOST_TOKENS in a few rows
-MOST_PROMPT_SPLITS = 256  # of the keys before the last tokens of all prompts
+MOST_PROMPT_SPLITS = 256  # of the contexts of all prompts' last tokens
 BORROWED_BESIDE_PROMPTS = 4
-MOST_AT_ONCE = 256  # rows, of which graphs are recorded at the start where there are drafts
-MOST_UNSEEN = 256  # tokens, of a draft model's
-REMEMBERED = 4096  # answers: most steps are like others before them
+MOST_AT_ONCE = 256  # rows of graphs that are recorded at the start if drafts are on
+MOST_UNSEEN = 256  # tokens that a draft model catches up on
+REMEMBERED = 4096  # cached results: most steps repeat earlier ones
 
 
 class Bucket(NamedTuple):
     rows: int
     room: Room
-    tokens: int = 0  # in rows of any length; 0 = every row has one token
+    tokens: int = 0  # in rows of any length; 0: every row has one token
     keys: tuple[Hashable, ...] = ()  # of the parts that the step uses (`StepPart.graph_key`), one per part
 
     @property
     def width(self) -> int:
-        """Tokens that are run."""
+        """Return the number of tokens that are run."""
         return self.tokens or self.rows
 
 
 @lru_cache(REMEMBERED)
 def row_bucket(rows: int, max_rows: int) -> int | None:
-    """The least number of rows a graph is made for that takes these; None = there are too many."""
+    """Return the smallest row count of a graph that holds `rows`; None: there are too many."""
     return min((min(size, max_rows) for size in ROW_BUCKETS if size >= rows), default=None)
 
 
 @lru_cache(REMEMBERED)
 def room_bucket(need: Room, rows: int) -> Room | None:
-    """The least room that takes so much beyond one split for each of `rows`; None = there is none so large."""
+    """Return the smallest room for `need` splits beyond one per row; None: it is too large."""
     splits = need.splits + rows
     if splits > MOST_ROOM.splits or need.shared > MOST_ROOM.shared:
         return None
@@ -62,7 +62,7 @@ def room_bucket(need: Room, rows: int) -> Room | None:
 
 @lru_cache(REMEMBERED)
 def prompt_bucket(need: Room, rows: int, tokens: int, max_rows: int) -> Bucket | None:
-    """The least bucket with rows of any length. There is a row left, for the tokens that are left; `need` as in room_bucket."""
+    """Return the smallest bucket with rows of any length; one more row holds unused tokens. need: as in room_bucket."""
     sizes = sorted({min(size, max_rows + 1) for size in ROW_BUCKETS_BESIDE_PROMPTS})
     size = next((size for size in sizes if size > rows), None)
     width = next((width for width in TOKEN_BUCKETS if width >= tokens), None)
@@ -75,13 +75,15 @@ def prompt_bucket(need: Room, rows: int, tokens: int, max_rows: int) -> Bucket |
 
 
 def final_room(room: Room) -> Room:
-    """For the last tokens of rows that fit `room` in a bucket with prompts."""
+    """Return the room for the last tokens of rows in a bucket with prompts."""
     return Room(room.splits + MOST_PROMPT_SPLITS, room.shared)
 
 
 def substitute(own: Bucket, need: Room, recorded: Collection[Bucket]) -> Bucket | None:
-    """The least recorded bucket that can do the work of `own`. `need` is beyond one split for each of the step's rows: every
-    row of a bucket, used or not, takes one."""
+    """Return the smallest recorded bucket that can run what `own` would.
+
+    need: splits beyond one per row of the step; every row of a bucket, used or not, takes one.
+    """
     next_shared = min((size for size in SHARED_BUCKETS if size > own.room.shared), default=own.room.shared)
     factor = BORROWED_BESIDE_PROMPTS if own.tokens else BORROWED
     near = (
@@ -106,8 +108,7 @@ def substitute(own: Bucket, need: Room, recorded: Collection[Bucket]) -> Bucket 
 
 
 def with_drafts(drafts: int, max_rows: int) -> list[Bucket]:
-    """Drafts are rows of their own (`draft/unroll.py`), of one request and of several, and those of one request read together
-    what lies before them."""
+    """Return buckets for steps with drafts: each draft is a row, and the rows of one request share its context."""
     one = {row_bucket(1 + count, max_rows) or 1 for count in range(drafts + 1)}
     buckets: list[Bucket] = []
     for size in sorted({*one, *_doubled(max_rows)}):
@@ -118,7 +119,7 @@ def with_drafts(drafts: int, max_rows: int) -> list[Bucket]:
 
 
 def of_guesses(max_rows: int, max_tokens: int) -> list[Bucket]:
-    """A draft model's: a token of every row, and before that what it has not seen of the texts."""
+    """Return the buckets of a draft model: one token per row, and tokens that it has not seen."""
     widths = [width for width in TOKEN_BUCKETS if width <= min(max_tokens, MOST_UNSEEN)]
     return [*(bucket for size in _doubled(max_rows) for bucket in _alone(size)), *_beside(widths, max_rows)]
 
@@ -128,7 +129,7 @@ def _doubled(max_rows: int) -> list[int]:
 
 
 def _alone(size: int) -> list[Bucket]:
-    """Rows of usual lengths; where there are many, short ones cannot borrow what is made for long ones."""
+    """Return buckets for usual context lengths. With many rows, short contexts cannot borrow the buckets of long ones."""
     pieces = USUAL_PIECES[: 2 if size >= LEAST_SPLITS else 1]
     return [Bucket(size, room) for count in pieces if (room := usual_room(size, count))]
 
@@ -143,7 +144,7 @@ def _beside(widths: list[int], max_rows: int) -> list[Bucket]:
 
 
 def worth_having(max_rows: int, max_tokens: int) -> list[Bucket]:
-    """Buckets to record before anybody wants them: those that others can borrow first, small ones first."""
+    """Return buckets to record in idle time: those that others can borrow first, small ones first."""
     sizes = sorted({min(size, max_rows) for size in ROW_BUCKETS}, key=lambda size: (size & (size - 1) != 0, size))
     alone = [Bucket(size, room) for pieces in USUAL_PIECES for size in sizes if (room := usual_room(size, pieces))]
     widths = sorted((width for width in TOKEN_BUCKETS if width <= max_tokens), key=lambda width: (width % 256 > 0, width))
@@ -152,5 +153,5 @@ def worth_having(max_rows: int, max_tokens: int) -> list[Bucket]:
 
 
 def usual_room(rows: int, pieces: int) -> Room | None:
-    """For rows of so many splits each, none of them shared."""
+    """Return the room for rows of `pieces` unshared splits each."""
     return room_bucket(Room((pieces - 1) * rows, 0), rows)

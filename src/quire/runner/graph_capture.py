@@ -1,6 +1,6 @@
-"""Recording one step, over inputs that stay where they are.
+"""Record one step as a CUDA graph, over inputs at fixed addresses.
 
-fill      numbers, slots ─► ids, positions, key lengths, tables, places to write
+fill      numbers, slots ─► ids, positions, key lengths, tables, write positions
 model     ─► logits [rows, V]
 draw      ─► ids and faults [2, rows], tokens to their slots
 """
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Draws(Protocol):
-    """A sampler, as far as rows ask for nothing but a draw."""
+    """The part of a sampler that draws without edits."""
 
     def draw(self, logits: Tensor, drawer: Tensor, end: Tensor, tokens: Tensor) -> Tensor: ...
 
@@ -50,8 +50,8 @@ class StepRecorder:
         self._parts = parts
 
     def record(self, bucket: Bucket) -> tuple[Recording | None, Tensor]:
-        """Records the step, which runs nothing, and replays it for its result [rows, V]. What was never run may refuse to be
-        recorded, so that it is tried again after a run; None = it failed then, too."""
+        """Record the step, and replay it for its result [rows, V]. Kernels that never ran may refuse to be recorded, so it is
+        tried again after an eager run. None: recording failed again."""
         logits = None
         try:
             recorded = self._capture(bucket)
@@ -59,7 +59,7 @@ class StepRecorder:
             logits = self._forward(bucket)
             try:
                 recorded = self._capture(bucket)
-            except RuntimeError as error:  # most likely there is no memory left
+            except RuntimeError as error:  # most likely out of memory
                 logger.warning("no more CUDA graphs are recorded: the one for %s failed", bucket, exc_info=error)
                 return None, logits
         logger.debug("recorded a CUDA graph for %s", bucket)
@@ -69,7 +69,7 @@ class StepRecorder:
         return self._recorder.capture(partial(self._forward, bucket))
 
     def _forward(self, bucket: Bucket) -> Tensor:
-        """-> logits [rows, V]; what was drawn is in the slots and in the sampler's result.
+        """Return logits [rows, V]; drawn tokens are in the slots and in the sampler's result.
 
         Every time with a batch of its own: what layers keep with a batch and its tensors (sines of positions, say) is of the
         run that made it, and would be missing in a recording that only read it."""
@@ -94,11 +94,11 @@ class StepRecorder:
 
 @dataclass(frozen=True)
 class Passage:
-    """Through a stage of a pipeline: where hidden states are when a recorded step begins, and where it leaves them."""
+    """The hidden states of a recorded pipeline stage: its input and its output."""
 
-    entry: Tensor | None  # [T, H]; None = this stage embeds
+    entry: Tensor | None  # [T, H]; None: this stage embeds
     exit: Tensor  # [T, H]
-    last: bool  # of the rows' last tokens alone, one behind the other
+    last: bool  # the output has only the rows' last tokens
 
     @classmethod
     def of(cls, stage: Stage, columns: int, dtype: torch.dtype, device: torch.device) -> "Passage":
@@ -107,7 +107,7 @@ class Passage:
 
 
 class StageRecorder(StepRecorder):
-    """fill      numbers, slots ─► positions, key lengths, tables, places to write
+    """fill      numbers, slots ─► positions, key lengths, tables, write positions
     layers    entry, or embedded ids ─► exit"""
 
     def __init__(self, passage: Passage, *args: Any) -> None:

@@ -1,7 +1,7 @@
-"""The memory that CUDA graphs read: one step's numbers after the other, at places that stay.
+"""The inputs of CUDA graphs, at fixed addresses.
 
 numbers   [ slot, end, prompt, drawer of each row (int64) | starts | attention plan of group 0 | ... ]
-          ragged: ... | plan of group 0 for the rows' last tokens, which alone go on behind the last attention | ... ]
+          ragged: ... | plan of group 0 for the rows' last tokens, which alone continue after the last attention | ... ]
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from quire.types.plan import Ints, Longs, StepRows
 
 NUMBERS = 4  # int64 of each row
 NOBODY = -1
-PADDING = np.array([[NOBODY], [1], [0], [NOBODY]])  # slot, end, prompt and drawer of rows beyond the step's own
+PADDING = np.array([[NOBODY], [1], [0], [NOBODY]])  # slot, end, prompt and drawer of padding rows
 NOTHING: Ints = np.empty(0, np.int32)
 Integers = npt.NDArray[np.integer]
 Planners = list[tuple[FixedPlans, int | None]]
@@ -33,26 +33,26 @@ Planners = list[tuple[FixedPlans, int | None]]
 
 @dataclass(frozen=True)
 class Work:
-    """Attention work, cut by each group's planner."""
+    """Attention work of each group, split by its planner."""
 
     pieces: list[Any]
-    final: list[Any]  # of the last token of each row, where rows have several
+    final: list[Any]  # of the last token of each row, if rows have several
 
 
 class Inputs:
-    """The memory that graphs read, shared by all of them: steps run one after the other."""
+    """The inputs, shared by all graphs: steps run one after the other."""
 
     def __init__(self, slots: Slots, planners: Planners, max_rows: int, parts: Sequence[StepPart] = ()) -> None:
         """parts: in the order of the buckets' `keys`."""
         device, groups = slots.device, len(planners)
         self._slots, self._planners = slots, planners
-        most = max_rows + 1  # rows of prompts have one more, for what is left
+        most = max_rows + 1  # ragged buckets have one more row, for unused tokens
         rooms = (MOST_ROOM, final_room(MOST_ROOM))
         size = number_size(most) + start_size(most) + sum(planner.size(most, room) for planner, _ in planners for room in rooms)
         tokens = max(most, MOST_TOKENS)
         width = -(-slots.tables.shape[2] // 4) * 4  # rows of tables begin at multiples of 16 bytes
         self._numbers = torch.zeros(size, dtype=torch.int32, device=device)
-        self._packed: Ints = NOTHING  # those of the latest step, and in it:
+        self._packed: Ints = NOTHING  # the latest step's inputs, and views of it:
         self._row_numbers: Longs = np.empty((NUMBERS, 0), np.int64)  # [NUMBERS, rows]
         self._plans: list[Ints] = []  # each group's
         self._parts = parts
@@ -78,19 +78,19 @@ class Inputs:
         self._send((plan.slot, plan.end, self._slots.prompt_length[plan.slot], drawer), plan.count, bucket, work)
 
     def write_again(self, plan: StepRows, plain: bool, work: Work) -> bool:
-        """The latest step's rows, each of one token, end elsewhere by now. False = their attention is other work."""
+        """Send the latest decode step again with new ends. Return False if its attention work has changed."""
         for (planner, _), cut, numbers in zip(self._planners, work.pieces, self._plans, strict=True):
             if not planner.renew(cut, plan.end, numbers):
                 return False
         rows = len(plan.end)
         self._row_numbers[1, :rows] = plan.end
-        if not plain:  # a draw does not look at it
+        if not plain:  # a draw does not read it
             self._row_numbers[2, :rows] = self._slots.prompt_length[plan.slot]
         self._deliver()
         return True
 
     def sampler_rows(self, plan: StepRows, bucket: Bucket) -> Rows:
-        """All rows of the step that was written, as the sampler sees them."""
+        """Return all rows of the written step for the sampler."""
         slot, end = plan.slot.astype(np.int64), plan.end.astype(np.int64)
         slot_there, end_there, prompt_there, _ = (numbers[: len(slot)] for numbers in self.row_numbers(bucket))
         return Rows(slot, end, self._slots.prompt_length[slot], slot_there, end_there, prompt_there, self._slots.tokens)
@@ -130,7 +130,7 @@ class Inputs:
         return batch
 
     def row_numbers(self, bucket: Bucket) -> tuple[Tensor, ...]:
-        """slot, end, prompt and drawer, each [rows] int64."""
+        """Return slot, end, prompt and drawer, each [rows] int64."""
         numbers = self._numbers[: number_size(bucket.rows)].view(torch.int64).view(NUMBERS, -1)
         return numbers[:, : bucket.rows].unbind()
 
@@ -139,7 +139,7 @@ class Inputs:
         return RowInputs(rows.ids[:t], rows.positions[:t], rows.kv_lengths[:n], rows.tables[:, :n], rows.write[:, :t])
 
     def batch(self, bucket: Bucket) -> Batch:
-        """The batch of a bucket: its tensors are the persistent ones. The rows the host knows are not those of any step."""
+        """Return the batch of a bucket over the persistent tensors. Its host-side rows are placeholders."""
         rows, n, at = self.rows(bucket), bucket.rows, number_size(bucket.rows)
         starts = self._starts[: n + 1]
         if bucket.tokens:
@@ -159,8 +159,8 @@ class Inputs:
         return batch
 
     def keep_final(self, bucket: Bucket, batch: Batch) -> Batch:
-        """The batch of a bucket, of which the last token of each row is kept. Where those are changes from step to step, so
-        this is recorded; a row without any keeps the last of all."""
+        """Return the batch of a bucket that keeps the last token of each row. This is recorded: their indices change from step
+        to step. An empty row keeps the last token of all."""
         n = bucket.rows
         index = batch.row_starts[1:].long() - 1
         part = replace(
@@ -178,7 +178,7 @@ class Inputs:
         return replace(batch, kept=LogitTokens(index, part))
 
     def _attach(self, batch: Batch, at: int, rows: int, room: Room) -> None:
-        """The groups' plans stand one after the other among the numbers."""
+        """Attach the groups' attention plans, which follow each other in the inputs."""
         for group, (planner, _) in enumerate(self._planners):
             size = planner.size(rows, room)
             planner.attach(batch, group, self._numbers[at : at + size], rows, room)
@@ -190,18 +190,17 @@ def _of_one_token(rows: int) -> tuple[tuple[int, int, int], ...]:
 
 
 def number_size(rows: int) -> int:
-    """In int32. Each of the numbers begins at a multiple of 16 bytes: kernels are compiled anew for pointers that do not."""
+    """Return the int32 elements of the row inputs. Each array begins at a multiple of 16 bytes, or Triton would recompile."""
     return 2 * NUMBERS * (rows + rows % 2)
 
 
 def start_size(rows: int) -> int:
-    """In int32, up to a multiple of 16 bytes."""
+    """Return the int32 elements of row starts, padded to 16 bytes."""
     return -(-(rows + 1) // 4) * 4
 
 
 def row_starts(counts: Ints, bucket: Bucket) -> Ints:
-    """[start_size(rows)] where each row begins among the bucket's tokens, and all end: what is left belongs to the row after
-    the step's own."""
+    """Return [start_size(rows)] the first token of each row, and the end. Unused tokens belong to the first padding row."""
     out = np.full(start_size(bucket.rows), bucket.tokens, np.int32)
     out[0] = 0
     out[1 : len(counts) + 1] = np.cumsum(counts)
@@ -209,8 +208,10 @@ def row_starts(counts: Ints, bucket: Bucket) -> Ints:
 
 
 def pack(numbers: Sequence[Integers], bucket: Bucket, plans: list[Ints], out: Ints) -> tuple[Longs, list[Ints]]:
-    """slot, end, prompt, drawer [n] of a step's rows -> its numbers, with rows of no slot up to the bucket's size. And where in
-    `out` those of the rows are [NUMBERS, rows], and each plan's."""
+    """Write slot, end, prompt and drawer [n] of a step's rows to `out`, padded to the bucket's size, and then the plans.
+
+    Return the views of `out` with the rows [NUMBERS, rows], and with each plan.
+    """
     at, count = number_size(bucket.rows), len(numbers[0])
     rows = out[:at].view(np.int64).reshape(NUMBERS, -1)
     if count < bucket.rows:

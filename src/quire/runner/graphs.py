@@ -1,17 +1,15 @@
 """CUDA graphs of steps with few tokens: everything from slots to drawn tokens in one launch.
 
-A graph is recorded (`graph_capture.py`) for a bucket, so many rows and tokens with room for so much attention work, over inputs
-that stay where they are (`graph_inputs.py`). Here is decided which graph runs a step, and which are recorded.
+A graph is recorded (`graph_capture.py`) for a bucket: a number of rows and tokens, and room for attention splits. Its inputs
+stay at fixed addresses (`graph_inputs.py`). This module decides which graph runs a step, and which are recorded.
 
-Most steps have rows of one token each, and so have most buckets; the others are for steps with prompts, which are ragged. Rows
-beyond the step's own run token 0 on the null page, and nobody reads what they give: in ragged steps the first of them takes all
-tokens that are left, and the others are empty. Where rows ask for more than a draw
-(edits, logprobs), nobody is a drawer, and the sampler goes on from the logits.
+Most buckets are for decode steps; the others are for steps with prompts, whose rows are ragged. Padding rows run token 0 on the
+null page, and their results are not read: in ragged steps the first one takes all unused tokens, and the others are empty. If
+rows need more than a draw (edits, logprobs), the graph draws for none of them, and the sampler continues from the logits.
 
-A bucket without a graph borrows that of a somewhat larger one, or runs eagerly; one that is wanted often enough is recorded
-within a step, which its first replay then is, and idle time is used to record buckets before anybody wants them. Recording
-makes people wait for a few steps' time: ragged buckets that can borrow, at little cost, are left to idle time.
-`buckets.py` has the sizes and the order.
+A bucket without a graph borrows that of a larger one, or the step runs eagerly. A bucket that is needed often is recorded in
+a step; that step is its first replay. Idle time is used to record buckets ahead. Recording takes as long as a few steps: ragged
+buckets that can borrow at little cost are recorded in idle time only. `buckets.py` has the sizes and the order.
 """
 
 import math
@@ -51,8 +49,8 @@ from quire.runner.slots import Slots
 from quire.runner.transfer import upload
 from quire.types.plan import Ints, RowShapes, StepRows
 
-WANTED = 3  # steps that would have run eagerly before their bucket is recorded
-MISSED = 200  # steps that borrowed before theirs is
+WANTED = 3  # eager steps of a bucket before it is recorded
+MISSED = 200  # borrowed replays of a bucket before it is recorded
 MOST_PREPARED = 15  # drafts of one request, whose steps are recorded at the start
 
 
@@ -65,7 +63,7 @@ def allowance(max_seqs: int, vocabulary: int, parts: Sequence[StepPart] = ()) ->
 
 
 def fixed_plans(model: Decoder, groups: int) -> Planners | None:
-    """How each cache group's attention is planned, and its window; None = this model cannot be recorded."""
+    """Return each cache group's attention planner and window; None: this model cannot be recorded."""
     found: dict[int, tuple[FixedPlans, int | None]] = {}
     for attention in model.attentions:
         fixed = None if attention.backend is None else attention.backend.fixed(attention.spec, attention.dtype)
@@ -74,7 +72,7 @@ def fixed_plans(model: Decoder, groups: int) -> Planners | None:
         found[attention.group] = fixed, attention.spec.window
     if not model.recordable or (groups and not found):
         return None
-    some = next(iter(found.values()), None)  # for groups of which only other stages have layers
+    some = next(iter(found.values()), None)  # for groups whose layers are all on other stages
     return [plans for group in range(groups) if (plans := found.get(group, some)) is not None]
 
 
@@ -100,15 +98,14 @@ class ReplayedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Undrawn:
-    """What a graph left to the sampler; it is good until the next step."""
+    """Logits of a graph for the sampler, valid until the next step."""
 
     logits: Tensor  # [N, V] float32 of the rows that draw, which the sampler may overwrite
     rows: Rows  # those rows
 
 
 class Graphs:
-    """`captures`, `replays` and `eager` (steps that were small enough, and yet no graph ran them) count since the cache was
-    allocated."""
+    """Counts since the cache was allocated: `captures`, `replays`, and `eager` (small steps that no graph ran)."""
 
     def __init__(
         self,
@@ -205,18 +202,18 @@ class Graphs:
         return bucket
 
     def _stays(self, latest: ReplayedStep) -> bool:
-        """Until its own graph is due, if it borrowed one."""
+        """Return whether the borrowed graph is kept; False: the bucket's own graph is due."""
         if latest.bucket == latest.own:
             return True
         self._wanted[latest.own] += 1
         return self._wanted[latest.own] < MISSED
 
     def record_drafts(self) -> None:
-        """Before the first step: whether drafts are worth it is told by the time of their first steps."""
+        """Record before the first step: the time of the first steps decides whether drafts pay off."""
         self._record_all(with_drafts(min(self._drafts, MOST_PREPARED), self._max_rows) if self._drafts else [])
 
     def record_guesses(self) -> None:
-        """Before the first step, of a model that drafts."""
+        """Record the graphs of a draft model before the first step."""
         self._record_all(of_guesses(self._max_rows, self._max_tokens))
 
     def _record_all(self, buckets: list[Bucket]) -> None:
@@ -226,7 +223,7 @@ class Graphs:
                 self._record_nothing(plain)
 
     def record_next(self) -> bool:
-        """Records the most useful bucket that has no graph, without any row; False = there is none, or no memory."""
+        """Record the most useful bucket that has no graph. Return False if there is none, or no memory."""
         likely = [bucket for bucket, _ in self._wanted.most_common()] + worth_having(self._max_rows, self._max_tokens)
         likely = [bucket._replace(keys=keys) for bucket in likely for keys in (bucket.keys or self._keys[0], *self._keys)]
         bucket = next((bucket for bucket in likely if bucket not in self._recorded), None)
@@ -241,8 +238,7 @@ class Graphs:
         self._record(bucket)
 
     def _choose(self, plan: StepRows, tokens: int, keys: tuple[Hashable, ...]) -> tuple[Bucket, Bucket, Work] | None:
-        """The bucket whose graph runs this step, or is to be recorded by it, the step's own, and each group's attention
-        work."""
+        """Return the bucket that runs or records this step, the step's own bucket, and each group's attention work."""
         found = self._cut(plan)
         if found is None:
             return None
@@ -268,7 +264,7 @@ class Graphs:
         return None if size is None or room is None else Bucket(size, room, keys=keys)
 
     def _cut(self, plan: StepRows) -> tuple[Work, Room] | None:
-        """Each group's attention work, and the most of it beyond one split a row; None = it is too much for any graph."""
+        """Return each group's attention work, and the room it needs beyond one split per row; None: too much for any graph."""
         counts, lengths = plan.count, plan.end
         work, splits, shared, tiles = Work([], []), 0, 0, 0
         for group, (planner, window) in enumerate(self._planners):
@@ -286,7 +282,7 @@ class Graphs:
         return (work, Room(splits - len(lengths), shared, tiles)) if tiles <= MOST_TILES else None
 
     def _record(self, bucket: Bucket) -> Tensor:
-        """-> logits [rows, V] of the step whose inputs are in place."""
+        """Record the bucket. Return the logits [rows, V] of the step whose inputs are written."""
         before = self._device.taken_bytes()
         recorded, logits = self._recorder.record(bucket)
         if recorded is None:

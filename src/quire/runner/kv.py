@@ -1,4 +1,4 @@
-"""The cache's memory: raw pages, and the typed view of them that each attention layer gets. `KVLayout` draws how they lie."""
+"""The memory of the KV cache: raw pages, and the typed view of each attention layer. `KVLayout` shows the layouts."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,7 +11,7 @@ from quire.types.plan import Ints
 
 
 class KVBuffers:
-    """`pages` usable pages in each buffer, and page 0 before them, the null page that no table entry of a live token names."""
+    """Each buffer has page 0, the null page that no live token uses, and then `pages` usable pages."""
 
     def __init__(
         self,
@@ -22,18 +22,18 @@ class KVBuffers:
         allocate: Callable[[int, int], Tensor],
         kv_layout: KVLayout = KVLayout.PAGES,
     ) -> None:
-        """`allocate`: pages, and bytes of each -> raw memory [pages, bytes] uint8, all zero."""
+        """allocate: pages, and bytes of each -> raw memory [pages, bytes] uint8, all zero."""
         self._layout = layout
         self._layers = layers
         self._dtype = dtype
-        self._lines = 1  # equal parts of a buffer, in each of which it lies page by page
+        self._lines = 1  # equal parts of a buffer, each divided into pages
         if kv_layout is not KVLayout.PAGES and can_divide(layout, layers, dtype.itemsize):
             sides = layers[0].sides
             self._lines = sides if kv_layout is KVLayout.SPLIT else sides * layers[0].kv_heads
         self.raw = [allocate(pages + 1, layout.page_bytes) for _ in range(layout.buffers)]  # each [pages + 1, page_bytes]
 
     def views(self) -> list[tuple[int, Tensor, int]]:
-        """(layer, its cache [pages + 1, sides, kv_heads, page_size, head_dim], its group) for every layer of the layout."""
+        """Return (layer, its cache [pages + 1, sides, kv_heads, page_size, head_dim], its group) per layer of the layout."""
         return [
             (layer, self._view(self.raw[buffer], self._layers[layer]), index)
             for index, group in enumerate(self._layout.groups)
@@ -41,7 +41,7 @@ class KVBuffers:
         ]
 
     def copy(self, source: Ints, target: Ints) -> None:
-        """Duplicates whole pages, in every buffer."""
+        """Copy whole pages, in every buffer."""
         if not len(source) or not self.raw:
             return
         read, write = upload_together([source, target], self.raw[0].device)
@@ -50,10 +50,10 @@ class KVBuffers:
             lines[:, write] = lines[:, read]
 
     def _view(self, raw: Tensor, layer: LayerCache) -> Tensor:
-        """A layer smaller than a page uses the page's first part."""
+        """Return the layer's typed view. A layer smaller than a page uses the first part of each page."""
         size, sides, typed = self._layout.page_size, layer.sides, raw.view(self._dtype)
         if self._lines > 1:
-            inner = sides * layer.kv_heads // self._lines  # heads of a page side by side
+            inner = sides * layer.kv_heads // self._lines  # contiguous heads of a page
             parts = typed.view(sides, -1, len(raw), inner, size, layer.head_dim)
             return parts.permute(2, 0, 1, 3, 4, 5).view(len(raw), sides, layer.kv_heads, size, layer.head_dim)
         elements = sides * layer.kv_heads * size * layer.head_dim

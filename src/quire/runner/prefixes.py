@@ -1,7 +1,7 @@
-"""What the host knows of the page tables: a copy of them, to see which tenants begin with the same pages.
+"""The host's copy of the page tables, to find requests that begin with the same pages.
 
-Tenants adopt pages of others when they are admitted, and only then; so what was found stays true until the next admission, and
-rows that are the same as in the step before are not looked at again.
+Requests share pages from their admission on, so a result stays valid until the next admission, and equal rows are not searched
+again.
 """
 
 from functools import partial
@@ -16,18 +16,18 @@ class Prefixes:
     def __init__(self, groups: int, slots: int, width: int, page_size: int) -> None:
         self.pages = np.zeros((groups, slots, width), np.int32)  # [G, S, P]
         self._page_size = page_size
-        self.changes = 0  # as long as they are so many, the same rows have the same in common
+        self.changes = 0  # while it is the same, equal rows share the same prefix
         self._found: dict[
             tuple[int, int], tuple[bytes, SharedPrefix]
-        ] = {}  # group, keys of a piece -> rows, what they have in common
+        ] = {}  # (group, keys per split) -> rows, their shared prefix
 
     def clear(self, slots: list[int]) -> None:
-        """These slots get new tenants."""
+        """Clear the tables of slots that get new requests."""
         self.pages[:, slots] = 0
         self._forget()
 
     def write(self, group: Ints, slot: Ints, index: Ints, page: Ints) -> None:
-        if self.pages[group, slot, index].any():  # a page that others may have seen is taken out
+        if self.pages[group, slot, index].any():  # a page that may be shared is replaced
             self._forget()
         self.pages[group, slot, index] = page
 
@@ -36,7 +36,7 @@ class Prefixes:
         self.changes += 1
 
     def finder(self, group: int, slot: Ints, count: Ints, end: Ints) -> FindSharedPrefix:
-        """For the rows of a step, of which those of one token may read together what lies before their last page."""
+        """Return the search for the rows of a step. Decode rows may share what lies before their last page."""
         return partial(self._find, group, slot, count, end)
 
     def _find(self, group: int, slot: Ints, count: Ints, end: Ints, keys: int) -> SharedPrefix:
@@ -50,7 +50,7 @@ class Prefixes:
 
 
 class NothingShared(Prefixes):
-    """For rows that nobody looks at."""
+    """For rows whose shared prefixes are not used."""
 
     def __init__(self) -> None:
         super().__init__(0, 0, 0, 1)

@@ -47,14 +47,14 @@ class Slots:
         self.prompt_length = np.zeros(slots, np.int64)  # [S]
 
     def only(self, group: int) -> "Slots":
-        """The same slots with the tables of one group, for rows of whatever is known, wherever the slots stand."""
+        """Return a view of the slots with the tables of one group, for rows that need not begin at the cursor."""
         view = copy.copy(self)
         view.tables, view.prefixes = self.tables[group : group + 1], NothingShared()
         view.loose = np.zeros_like(self.loose)
         return view
 
     def take_in(self, plan: StepPlan) -> None:
-        """Who went and came, tokens that were given, and pages: on the device as soon as the updates are delivered."""
+        """Apply retirements, admissions, given tokens and pages. They are on the device once the updates are delivered."""
         self.retire(plan.retired)
         self._admit(plan.admitted)
         if len(plan.given_slot):
@@ -79,8 +79,8 @@ class Slots:
             self.updates.write(self.tokens, slot * self.tokens.shape[1], admission.tokens)
 
     def _give(self, plan: StepPlan) -> None:
-        """Tokens that follow a tenant's last without having been drawn."""
-        self.known[plan.given_slot] = plan.given_position + 1  # of a slot's several, the last
+        """Append tokens that were not drawn, such as the end of a thinking budget."""
+        self.known[plan.given_slot] = plan.given_position + 1  # if a slot has several, the last
         index = plan.given_slot.astype(np.int64) * self.tokens.shape[1] + plan.given_position
         self.updates.scatter(self.tokens, index, plan.given_token)
 
@@ -96,7 +96,7 @@ class Slots:
         self.updates.scatter(self.tokens, plan.slot[row].astype(np.int64) * width + plan.end[row] + behind, plan.draft_token)
 
     def _write_tables(self, plan: StepPlan) -> None:
-        """A new tenant's table is written whole: beyond its pages it leads nowhere."""
+        """Write page-table entries. A new request's row is written whole: entries without a page are null."""
         newcomers = [admission.slot for admission in plan.admitted]
         if newcomers:
             self.prefixes.clear(newcomers)
@@ -118,8 +118,10 @@ class Slots:
             self.updates.scatter(self.tables, (group.astype(np.int64) * slots + slot) * width + index, page)
 
     def check(self, plan: StepPlan) -> None:
-        """A row goes on exactly where its slot stands, and draws exactly when it reaches the last token: anything else would
-        read or write the wrong cache entries in silence. Of a loose slot only bounds are known."""
+        """Raise EngineError unless each row begins at its slot's cursor, and draws exactly if it reaches the last known token.
+
+        Any other row would silently read or write the wrong cache entries. For a loose slot only bounds are checked.
+        """
         if len(plan.slot) <= FEW and self._few_in_place(plan):
             return
         slot = plan.slot.astype(np.int64)
@@ -133,7 +135,7 @@ class Slots:
             raise self._out_of_place(plan, int(np.flatnonzero(wrong)[0]))
 
     def _few_in_place(self, plan: StepPlan) -> bool:
-        """The same, quickly; if not, it is looked at again."""
+        """Check a few rows without numpy. Return False if `check` must look again."""
         rows = zip(plan.slot.tolist(), plan.end.tolist(), plan.count.tolist(), plan.shapes.each, strict=True)
         for slot, end, count, (sample, drafts) in rows:
             behind, left = self.cursor.item(slot) - (end - count), self.known.item(slot) - (end - drafts)

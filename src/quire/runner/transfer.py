@@ -1,4 +1,4 @@
-"""Moving small arrays between the host and the device, without making the host wait where that is a CUDA device's."""
+"""Copies of small arrays between host and device. With CUDA the host does not wait for them."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 Longs = npt.NDArray[np.int64]
-LOOK = 0.1  # seconds between looks at those who are waited for
+CHECK_INTERVAL_S = 0.1  # between calls of `meanwhile`
 
 
 def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    """The array on `device`. On a CPU the tensor shares the array's memory.
+    """Return the array on `device`. On a CPU the tensor shares the array's memory.
 
     Pinned memory comes from torch's caching allocator, which does not hand it out again before the copy has happened.
     """
@@ -22,15 +22,17 @@ def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 def upload_together(arrays: Sequence[npt.NDArray[np.integer]], device: torch.device) -> list[Tensor]:
-    """Several one-dimensional integer arrays in one copy; each comes out as an int64 view of one device buffer. On a CPU it
-    shares the array's memory, if that is int64."""
+    """Return one-dimensional integer arrays on `device`, by one copy: each is an int64 view of one device buffer.
+
+    On a CPU it shares the array's memory if that is int64.
+    """
     if device.type == "cuda":
         return _upload_packed(arrays, device)
     return [torch.from_numpy(array.astype(np.int64, copy=False)).to(device) for array in arrays]
 
 
 def _upload_packed(arrays: Sequence[npt.NDArray[np.integer]], device: torch.device) -> list[Tensor]:
-    """In the buffer each begins at a multiple of 16 bytes: kernels are compiled anew for pointers that do not."""
+    """Each array begins at a multiple of 16 bytes: Triton recompiles kernels for other alignments."""
     starts = np.cumsum([0, *(len(array) + len(array) % 2 for array in arrays)]).tolist()
     packed = torch.empty(starts[-1], dtype=torch.int64, pin_memory=True)
     numbers = packed.numpy()
@@ -41,8 +43,8 @@ def _upload_packed(arrays: Sequence[npt.NDArray[np.integer]], device: torch.devi
 
 
 class Download:
-    """Tensors on their way to the host. The copies are queued here and waited for in `wait`, so they run behind the work that
-    makes them and ahead of whatever is launched next."""
+    """Copies of tensors to the host. They are queued here, after the work that makes them and before anything launched later;
+    `wait` waits for them."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._host = [tensor.to("cpu", non_blocking=tensor.is_cuda).numpy() for tensor in tensors]
@@ -53,8 +55,10 @@ class Download:
             self._event.record(torch.cuda.current_stream(on_device[0].device))
 
     def wait(self, meanwhile: Callable[[float], None] | None = None) -> list[npt.NDArray[np.generic]]:
-        """`meanwhile` is asked now and then, with the seconds that it takes already, and may raise: what was launched may wait
-        for another process, which may be gone."""
+        """Return the arrays.
+
+        meanwhile: called regularly with the seconds waited, and may raise: launched work may wait for a process that died.
+        """
         if self._event is not None:
             if meanwhile is None:
                 self._event.synchronize()
@@ -64,11 +68,11 @@ class Download:
 
 
 def _look_after(event: torch.cuda.Event, meanwhile: Callable[[float], None]) -> None:
-    """As `synchronize` does, which also keeps a core busy."""
+    """Wait for the event, polling as `synchronize` does."""
     began = looked = time.monotonic()
     while not event.query():  # type: ignore[no-untyped-call]
-        time.sleep(0)  # other threads may want to run
+        time.sleep(0)  # let other threads run
         now = time.monotonic()
-        if now - looked > LOOK:
+        if now - looked > CHECK_INTERVAL_S:
             meanwhile(now - began)
             looked = now

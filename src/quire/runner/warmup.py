@@ -1,9 +1,8 @@
-"""What is run before the engine is ready, so that the first requests find their kernels compiled and loaded.
+"""Warm-up runs before the engine is ready, so that the first requests find their kernels compiled and loaded.
 
-First one layer of each kind and each kind of draw by itself, all at once: kernels that were never compiled on this machine are
-compiled side by side. Then steps of the shapes that traffic has: rows of one token, few and many, with short and long contexts;
-prompts of several lengths; both together; each with the kinds of sampling there are. Everything runs on the null page, and what
-it computes is thrown away. Which kernels there are is not known here: layers and steps are run as any are.
+First one layer of each kind and each kind of draw, in parallel threads: kernels that were never compiled on this machine are
+compiled at the same time. Then typical steps: decode, few and many rows, short and long contexts; prompts of several lengths;
+both mixed; with each kind of sampling. Everything runs on the null page, and the results are dropped.
 """
 
 import logging
@@ -25,7 +24,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm_for import norm_for
 from quire.models.decoder import Decoder
 from quire.runner.batch import build_batch
-from quire.runner.profile_run import GREEDY, Tenant, make_step
+from quire.runner.profile_run import GREEDY, MadeUpRequest, make_step
 from quire.runner.sampler.pipeline import Sampler
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
@@ -38,13 +37,13 @@ RANDOM = SamplingParams(temperature=1.0)
 FILTERED = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.01)
 PENALIZED = SamplingParams(temperature=0.7, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1, logprobs=5)
 KINDS = (GREEDY, RANDOM, FILTERED, PENALIZED)
-LONG = 1024  # tokens of a context that is worked on in several pieces
-SINGLES = (1, 4, 16, 64, 256)  # rows of one token
-ALIKE = 8  # rows of one token that begin with the same pages
+LONG = 1024  # tokens of a context whose attention is split
+SINGLES = (1, 4, 16, 64, 256)  # decode rows
+ALIKE = 8  # decode rows that share a prefix
 PROMPTS = (2, 16, 128, 1024)  # tokens
-DOZENS = (32, 64, 96, 128, 192)  # tokens, one row or many, for layers that do not care which
-MIXED = 3  # rows of one token beside a prompt
-RECORDED = 4  # times a step is repeated, so that it is recorded and replayed where steps are
+DOZENS = (32, 64, 96, 128, 192)  # tokens, for layers that do not depend on rows
+MIXED = 3  # decode rows in a step with a prompt
+RECORDED = 4  # repetitions of a step, so that its CUDA graph is recorded and replayed
 THREADS = 8
 # rows of products that no graph is recorded for: in the last layer those that are drawn from, in the others all of a large
 # step; the distances are odd, for which kernel suits a number of rows depends on its last bits too
@@ -53,7 +52,7 @@ FEW_ROWS, FEW_APART, MANY_APART = 512, 7, 97
 
 @contextmanager
 def apart(model: nn.Module, group: Group | None) -> Iterator[None]:
-    """Layers do not wait for those of other ranks: what they compute does not matter, and ranks may have different ones."""
+    """Detach layers from the other ranks: results do not matter, and ranks may have different layers."""
     meeting: list[Any] = [] if group is None else [layer for layer in model.modules() if getattr(layer, "group", None) is group]
     for layer in meeting:
         layer.group = None
@@ -75,7 +74,7 @@ def warm_up_parts(
     longest: int,
     enter: Callable[[Batch], Tensor] | None = None,
 ) -> None:
-    """Each kind of layer on a thread of its own, for rows of one token and for prompts, and each kind of draw.
+    """Run each kind of layer in a thread of its own, for decode and for prompts, and each kind of draw.
 
     The slots must be free. A part that cannot be run like this is left to the steps. `enter`: what layers begin with, if the
     model does not embed.
@@ -83,7 +82,7 @@ def warm_up_parts(
     layers = list(_layers(model, slots, longest, enter or model.embed))
     jobs = [*layers[:1], *_draws(slots, sampler, vocabulary), *layers[1:]]
     with ThreadPoolExecutor(THREADS, "quire-warm-up") as pool:
-        for group in (jobs[:1], jobs[1:]):  # the compiler itself gets ready, once
+        for group in (jobs[:1], jobs[1:]):  # the first job initializes the compiler
             for future in [pool.submit(job) for job in group]:
                 if (error := future.exception()) is not None:
                     logger.debug("a part of a step could not be run by itself", exc_info=error)
@@ -94,30 +93,30 @@ def warm_up_parts(
 
 
 def _layers(model: Decoder, slots: Slots, longest: int, enter: Callable[[Batch], Tensor]) -> Iterator[Callable[[], None]]:
-    """Norms first: their kernels are small."""
+    """Yield jobs, one layer each. Norms first: their kernels are small."""
     attentions, norms, others = kinds_of_layers(model)
-    one, alike = [Tenant(longest, 1)], [Tenant(longest, 1)] * min(ALIKE, len(slots.tokens))
-    long, prompt = [Tenant(longest, longest)], [Tenant(longest, min(longest, 16))]
-    some = [Tenant(min(longest, DOZENS[1]), min(longest, DOZENS[1]))]
+    one, alike = [MadeUpRequest(longest, 1)], [MadeUpRequest(longest, 1)] * min(ALIKE, len(slots.tokens))
+    long, prompt = [MadeUpRequest(longest, longest)], [MadeUpRequest(longest, min(longest, 16))]
+    some = [MadeUpRequest(min(longest, DOZENS[1]), min(longest, DOZENS[1]))]
     for layer in norms:
         yield partial(_run, enter, _batch(one, slots), lambda x, _, layer=layer: layer.add(x, None))
         yield partial(_run, enter, _batch(one, slots), lambda x, _, layer=layer: layer.add(x, x))
-        for reader in (*attentions, *others):  # some round what they read, and norms do it for them
+        for reader in (*attentions, *others):  # activation quantization is fused into the norm for some readers
             yield partial(_run, enter, _batch(some, slots), partial(_norm_for, layer, reader))
-    for tenants in (long, prompt, alike, one):  # what takes longest comes first
+    for requests in (long, prompt, alike, one):  # the slowest first
         for layer in attentions:
-            yield partial(_run, enter, _batch(tenants, slots), layer)
-    for tenants in (prompt, one):
+            yield partial(_run, enter, _batch(requests, slots), layer)
+    for requests in (prompt, one):
         for layer in others:
-            yield partial(_run, enter, _batch(tenants, slots), _feed(layer))
+            yield partial(_run, enter, _batch(requests, slots), _feed(layer))
     matrices, dtype = distinct_matrices(model), next(model.parameters()).dtype
     for tokens in sorted({min(size, longest) for size in DOZENS}):
         for layer in others:
-            yield partial(_run, enter, _batch([Tenant(tokens, tokens)], slots), _feed(layer))
+            yield partial(_run, enter, _batch([MadeUpRequest(tokens, tokens)], slots), _feed(layer))
         for matrix in matrices:
             yield partial(_multiply, matrix, torch.zeros(tokens, matrix.inputs, dtype=dtype, device=slots.device))
-    for tenants in (alike, one):
-        yield partial(_run, enter, _batch(tenants, slots), lambda x, batch: model.logits(x, batch.tokens))
+    for requests in (alike, one):
+        yield partial(_run, enter, _batch(requests, slots), lambda x, batch: model.logits(x, batch.tokens))
 
 
 @torch.inference_mode()
@@ -138,12 +137,12 @@ def warm_up_products(model: Decoder, hidden: Tensor, recorded: int, head: bool =
 
 
 def distinct_matrices(model: Decoder) -> list[Linear]:
-    """One of each size."""
+    """Return one matrix of each size."""
     return list({(layer.inputs, layer.outputs): layer for layer in model.modules() if isinstance(layer, Linear)}.values())
 
 
 def kinds_of_layers(model: Decoder) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
-    """One layer of each kind: attentions, norms, and the rest."""
+    """Return one layer of each kind: attentions, norms, and the rest."""
     attentions: dict[object, nn.Module] = {}
     norms: dict[object, nn.Module] = {}
     others: dict[object, nn.Module] = {}
@@ -158,8 +157,8 @@ def kinds_of_layers(model: Decoder) -> tuple[list[nn.Module], list[nn.Module], l
     return list(attentions.values()), list(norms.values()), list(others.values())
 
 
-def _batch(tenants: Sequence[Tenant], slots: Slots) -> Batch:
-    plan = make_step(tenants)
+def _batch(requests: Sequence[MadeUpRequest], slots: Slots) -> Batch:
+    plan = make_step(requests)
     slots.take_in(plan)
     batch = build_batch(plan, slots).batch
     slots.retire(plan.slot)
@@ -167,9 +166,11 @@ def _batch(tenants: Sequence[Tenant], slots: Slots) -> Batch:
 
 
 def _draws(slots: Slots, sampler: Sampler, vocabulary: int) -> list[Callable[[], None]]:
-    """All kinds of draws one after the other, for they have kernels in common; what is done before and after a draw meanwhile.
-    The tenants are not retired."""
-    plan = make_step([Tenant(1, 1, params) for params in KINDS[: len(slots.tokens)]])
+    """Return two jobs: all kinds of draws, which share kernels, and what runs before and after a draw.
+
+    The requests are not retired.
+    """
+    plan = make_step([MadeUpRequest(1, 1, params) for params in KINDS[: len(slots.tokens)]])
     slots.take_in(plan)
     for admission in plan.admitted:
         sampler.admit(admission.slot, admission)
@@ -216,25 +217,25 @@ def _run(enter: Callable[[Batch], Tensor], batch: Batch, layer: Callable[..., ob
 
 
 def warm_up_steps(max_seqs: int, max_tokens: int, longest: int) -> Iterator[StepPlan]:
-    """Each with tenants of its own, who leave as the next step comes; the last step has none. No context exceeds `longest`."""
+    """Yield steps with requests of their own, which the next step retires; the last has none. No context exceeds `longest`."""
     before = 0
-    for tenants in _shapes(max_seqs, max_tokens, longest):
-        yield make_step(tenants, retired=before)
-        before = len(tenants)
+    for requests in _shapes(max_seqs, max_tokens, longest):
+        yield make_step(requests, retired=before)
+        before = len(requests)
     yield make_step((), retired=before)
 
 
-def _shapes(max_seqs: int, max_tokens: int, long: int) -> Iterator[Sequence[Tenant]]:
+def _shapes(max_seqs: int, max_tokens: int, long: int) -> Iterator[Sequence[MadeUpRequest]]:
     for params in KINDS:
-        yield [Tenant(1, 1, params)]
+        yield [MadeUpRequest(1, 1, params)]
     most = min(max_seqs, max_tokens)
     for rows in sorted({min(size, most) for size in SINGLES}):
-        yield [Tenant(1 if row % 2 else long, 1, KINDS[row % len(KINDS)]) for row in range(rows)]
+        yield [MadeUpRequest(1 if row % 2 else long, 1, KINDS[row % len(KINDS)]) for row in range(rows)]
     for rows in sorted({1, min(4, most)}):
         for _ in range(RECORDED):
-            yield [Tenant(long, 1, RANDOM)] * rows
+            yield [MadeUpRequest(long, 1, RANDOM)] * rows
     for tokens in (size for size in PROMPTS if size <= min(max_tokens, long)):
-        yield [Tenant(tokens, tokens)]
+        yield [MadeUpRequest(tokens, tokens)]
         beside = min(MIXED, max_seqs - 1, max_tokens - tokens)
         if beside > 0:
-            yield [Tenant(tokens, tokens, RANDOM), *[Tenant(long, 1)] * beside]
+            yield [MadeUpRequest(tokens, tokens, RANDOM), *[MadeUpRequest(long, 1)] * beside]
