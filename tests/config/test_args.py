@@ -9,8 +9,7 @@ from quire.cli.main import make_parser
 from quire.cli.parser import CommandParser
 from quire.config.args import EngineArgs, add_cli_arguments, one_at_a_time
 from quire.config.fields import FLAG, LIST, OBJECT, TEXT, read_number, spec_of
-from quire.config.hints import HINTS
-from quire.config.refused import REFUSED
+from quire.config.vllm_arguments import HINTS, REFUSED
 from quire.types.errors import ConfigError
 
 

@@ -9,9 +9,8 @@ from quire.cli.parser import CommandParser
 from quire.cli.serve import add_arguments
 from quire.config.args import EngineArgs
 from quire.config.fields import spec_of
-from quire.config.refused import REFUSED
 from quire.config.server_args import SERVER_NAMES, ServerArgs
-from quire.config.server_refused import SERVER_REFUSED
+from quire.config.vllm_arguments import REFUSED, SERVER_REFUSED
 from quire.types.errors import ConfigError
 
 

@@ -97,6 +97,6 @@ def test_only_the_fallback_asks_the_model(tmp_path):
     with pytest.raises(ModelError, match="none of num_attention_heads, n_head, n_heads"):
         read_facts(files)
     facts = read_facts(files, lenient=True)
-    assert facts.layers == () and "none of num_attention_heads" in facts.unplanned
+    assert facts.layers == () and "none of num_attention_heads" in facts.unsupported_reason
     with pytest.raises(ModelError, match="none of num_attention_heads"):
         complete_facts(facts, "quire")

@@ -4,7 +4,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from quire.config.hints import take_hint
+from quire.config.vllm_arguments import take_hint
 from quire.text.chat import read_template
 
 

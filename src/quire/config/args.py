@@ -18,8 +18,7 @@ from quire.config.devices import check_device
 from quire.config.features import FEATURES
 from quire.config.fields import FLAG, FLOATS, LIST, NAMES, NUMBER, OBJECT, REAL, TEXT, TOKEN, setting, spec_of
 from quire.config.flags import add_flags, add_hidden_flags, kind_of
-from quire.config.hints import HINT_SHORT_FLAGS, HINTS, take_hint, taken_for
-from quire.config.refused import REFUSED, SHORT_FLAGS, refuse
+from quire.config.vllm_arguments import HINT_SHORT_FLAGS, HINTS, REFUSED, SHORT_FLAGS, refuse, take_hint, taken_for
 from quire.features.experts.host import ExpertArgs
 from quire.features.kv_quant.host import CacheArgs
 from quire.features.lora.host import LoRAArgs

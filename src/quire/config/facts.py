@@ -10,9 +10,9 @@ from quire.config.gguf import GGUF_NAMES, translate
 from quire.config.hf import explicit_config, read_json
 from quire.config.memory import estimate_parameters
 from quire.config.mistral import translate_params
-from quire.config.plausible import MOST_LAYERS, implausible
 from quire.config.quantization import Quantization, count_numbers, read_quantization
 from quire.config.recurrent import Kind, Layers
+from quire.config.sanity_checks import MOST_LAYERS, implausible
 from quire.config.transformers_types import with_architecture
 from quire.files.gguf import read_gguf_shards
 from quire.files.reading import reading, shown
@@ -72,7 +72,7 @@ class ModelFacts:
     quantization: Quantization | None = None  # of safetensors
     kinds: tuple[Kind, ...] = ()  # of all layers, where some are recurrent
     states: tuple[StateCache, ...] = ()  # one per recurrent layer, in order
-    unplanned: str = ""  # why there are no `layers`: the configuration does not tell, and the model is to be asked
+    unsupported_reason: str = ""  # why there are no `layers`: the configuration does not tell, and the model is to be asked
     by_transformers: bool = False  # no family of ours runs it
     widths: int = 0  # rows and columns of all its matrices together, as stored; 0 when there are no weight files
     matrices: int = 0  # as stored, each expert's counted; 0 when there are no weight files
@@ -136,7 +136,10 @@ class _Unplanned(ModelError):
 
 
 def read_facts(files: ModelFiles, hf_overrides: Mapping[str, Any] | None = None, *, lenient: bool = False) -> ModelFacts:
-    """lenient: an architecture whose configuration does not tell what its cache holds has no layers (`unplanned` says why)."""
+    """Read a model's facts from its files.
+
+    lenient: where the configuration does not say what the cache holds, return no layers and an `unsupported_reason`.
+    """
     with reading(files.path, "the model's configuration cannot be used"):
         return _read_facts(files, hf_overrides or {}, lenient)
 
@@ -168,13 +171,13 @@ def _read_facts(files: ModelFiles, overrides: Mapping[str, Any], lenient: bool) 
     reader.check_plausible()
     try:
         reader.refuse_what_is_not_built()
-        recurrent, unplanned = reader.recurrent(), ""
+        recurrent, unsupported_reason = reader.recurrent(), ""
         layers = reader.layers() if recurrent is None else reader.alike(recurrent.attentions)
         reader.check_bounded()
     except _Unplanned as error:
         if not lenient:
             raise
-        recurrent, layers, unplanned = None, (), str(error)
+        recurrent, layers, unsupported_reason = None, (), str(error)
     quantization = _quantization(files, config)
     if quantization is not None and infos:
         counted = count_numbers(infos, quantization)
@@ -184,7 +187,7 @@ def _read_facts(files: ModelFiles, overrides: Mapping[str, Any], lenient: bool) 
         dtype=reader.dtype(dtypes),
         vocab_size=reader.size("vocab_size"),
         hidden_size=reader.size("hidden_size"),
-        max_position=reader.max_position(unbounded=bool(unplanned)),
+        max_position=reader.max_position(unbounded=bool(unsupported_reason)),
         layers=layers,
         eos_ids=reader.ids("eos_token_id", config, generation),
         bos_id=next(iter(reader.ids("bos_token_id", config, generation)), None),
@@ -195,7 +198,7 @@ def _read_facts(files: ModelFiles, overrides: Mapping[str, Any], lenient: bool) 
         quantization=quantization,
         kinds=() if recurrent is None else recurrent.kinds,
         states=() if recurrent is None else recurrent.states,
-        unplanned=unplanned,
+        unsupported_reason=unsupported_reason,
         widths=_add_widths(shapes),
         matrices=sum(prod(shape[:-2]) for shape in shapes),
     )

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from quire.config.fields import FLAG, LIST, LISTS, NAMES, OBJECT, TEXT, Kind, ordered_fields, spec_of
-from quire.config.hints import TAKEN_FOR
+from quire.config.vllm_arguments import TAKEN_FOR
 from quire.types.json_text import read_json
 
 

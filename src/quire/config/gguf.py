@@ -7,7 +7,7 @@ from typing import Any
 from quire.config.families import find_gguf
 from quire.config.families.card import FIELDS
 from quire.config.gguf_values import check_types, has_tensor, neat, number, one_value
-from quire.config.plausible import too_many
+from quire.config.sanity_checks import too_many
 from quire.files.gguf import GGUFHeader, GGUFTensor
 from quire.files.reading import shown
 from quire.types.errors import ModelError

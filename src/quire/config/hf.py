@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.config.families import card_of
 from quire.config.families.composites import TEXT_TYPES
-from quire.config.plausible import too_many
+from quire.config.sanity_checks import too_many
 from quire.files.reading import read_object, shown
 from quire.types.errors import ModelError
 

@@ -13,9 +13,7 @@ from typing import Any
 from quire.config.args import nearest
 from quire.config.fields import FLAG, LIST, MODULES, NUMBER, OBJECT, REAL, TEXT, setting, spec_of
 from quire.config.flags import add_flags, add_hidden_flags, kind_of
-from quire.config.hints import take_hint
-from quire.config.refused import refuse
-from quire.config.server_refused import SERVER_HINTS, SERVER_REFUSED, SERVER_SHORT_FLAGS
+from quire.config.vllm_arguments import SERVER_HINTS, SERVER_REFUSED, refuse, take_hint
 from quire.types.errors import ConfigError
 
 _BIND, _SECURITY, _ANSWERS, _RUN, _SEEN = "where it listens", "who may ask", "answers", "running", "what is seen of it"
@@ -224,9 +222,9 @@ class ServerArgs:
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, ServerArgs, "server")
-    add_hidden_flags(parser, {name: kind for name, (_, kind) in SERVER_HINTS.items()}, SERVER_SHORT_FLAGS)
+    add_hidden_flags(parser, {name: kind for name, (_, kind) in SERVER_HINTS.items()}, {})
     refused = {name: kind_of(harmless) for name, (_, harmless) in SERVER_REFUSED.items()}
-    add_hidden_flags(parser, refused, SERVER_SHORT_FLAGS)
+    add_hidden_flags(parser, refused, {})
 
 
 SERVER_NAMES = frozenset(field.name for field in dataclasses.fields(ServerArgs)) | {*SERVER_HINTS, *SERVER_REFUSED}

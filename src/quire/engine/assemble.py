@@ -78,8 +78,8 @@ def start_core(config: Config, watch: Stopwatch | None = None, ends: Ends | None
     """
     watch = watch or Stopwatch()
     facts = bounded_facts(config)
-    if facts.unplanned:
-        raise ModelError(facts.unplanned)
+    if facts.unsupported_reason:
+        raise ModelError(facts.unsupported_reason)
     layout = whole_layout(config)
     speculation = make_speculation(config, watch, start_core)  # a model that drafts by text takes its memory first
     try:

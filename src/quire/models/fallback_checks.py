@@ -128,7 +128,7 @@ def trace(model: Any, layers: Sequence[LayerCache] | None = None) -> tuple[list[
 def plan_cache(facts: "ModelFacts") -> "ModelFacts":
     """Return `facts` with the attention layers of the model, or with one layer of token ids where it is recomputed."""
     config, kind = find_class(facts)
-    bare = replace(facts, unplanned="", kinds=(), states=())
+    bare = replace(facts, unsupported_reason="", kinds=(), states=())
     try:
         model = build(kind, config, WATCHED, torch.bfloat16, torch.device("meta"), seed=0)
         calls, _ = trace(model)

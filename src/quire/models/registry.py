@@ -41,9 +41,9 @@ def complete_facts(facts: "ModelFacts", impl: str) -> "ModelFacts":
             _check_known(facts)
             return importlib.import_module("quire.models.fallback_checks").plan_cache(facts)  # type: ignore[no-any-return]
         except (ModuleNotFoundError, ModelError):
-            return replace(facts, layers=(NO_CACHE,), unplanned="") if facts.unplanned else facts
-    if facts.unplanned:
-        raise ModelError(facts.unplanned)
+            return replace(facts, layers=(NO_CACHE,), unsupported_reason="") if facts.unsupported_reason else facts
+    if facts.unsupported_reason:
+        raise ModelError(facts.unsupported_reason)
     return facts
 
 

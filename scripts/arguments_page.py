@@ -1,4 +1,7 @@
-"""docs/arguments.md: every argument, and those of vLLM's that are none here. `python -m quire.config.surface` writes it."""
+"""Write docs/arguments.md: every argument, and those of vLLM that do nothing here.
+
+python scripts/arguments_page.py > docs/arguments.md
+"""
 
 import dataclasses
 import json
@@ -6,10 +9,8 @@ from typing import Any
 
 from quire.config.args import EngineArgs
 from quire.config.fields import ordered_fields, spec_of
-from quire.config.hints import HINTS, TAKEN_FOR
-from quire.config.refused import REFUSED
 from quire.config.server_args import ServerArgs
-from quire.config.server_refused import SERVER_HINTS, SERVER_REFUSED
+from quire.config.vllm_arguments import HINTS, REFUSED, SERVER_HINTS, SERVER_REFUSED, TAKEN_FOR
 
 _HEAD = """# Arguments
 

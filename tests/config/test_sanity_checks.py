@@ -9,7 +9,7 @@ import pytest
 
 from gguf_files import LLAMA, llama_tensors, write_gguf
 from quire.config.facts import ModelFacts, read_facts
-from quire.config.plausible import implausible
+from quire.config.sanity_checks import implausible
 from quire.files.resolve import resolve_model
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE

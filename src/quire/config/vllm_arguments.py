@@ -1,0 +1,88 @@
+"""vLLM's arguments that do nothing here, from `vllm_arguments.json`: reason -> name -> kind of value or harmless values.
+
+Hints are about speed, memory or devices and change no answer: they are accepted, and the log says so. Refused arguments ask for
+what is not built: only a harmless value, which asks for nothing, is accepted. `None` is always harmless.
+"""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from quire.config.fields import FLAG, LIST, OBJECT, TEXT, Kind
+from quire.types.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_KINDS = {"flag": FLAG, "list": LIST, "object": OBJECT, "text": TEXT}
+_TABLES = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+
+
+def _hints(table: str) -> dict[str, tuple[str, Kind]]:
+    return {name: (reason, _KINDS[kind]) for reason, names in _TABLES[table].items() for name, kind in names.items()}
+
+
+def _refused(table: str) -> dict[str, tuple[str, tuple[Any, ...]]]:
+    return {name: (reason, tuple(harmless)) for reason, names in _TABLES[table].items() for name, harmless in names.items()}
+
+
+HINTS, SERVER_HINTS = _hints("hints"), _hints("server_hints")  # name -> reason, kind of value
+REFUSED, SERVER_REFUSED = _refused("refused"), _refused("server_refused")  # name -> reason, harmless values
+HINT_SHORT_FLAGS = {"optimization_level": "-O", "compilation_config": "-cc", "attention_config": "-ac"}
+SHORT_FLAGS = {"data_parallel_rank": "-dpn", "data_parallel_backend": "-dpb"}
+
+# values of arguments that work here -> the value that they mean
+TAKEN_FOR: dict[str, dict[Any, str]] = {
+    "model_impl": {"vllm": "quire"},
+    "load_format": dict.fromkeys(("hf", "fastsafetensors", "instanttensor", "runai_streamer"), "auto"),
+}
+# values of arguments that work here which are not supported, and why
+NOT_TAKEN: dict[str, dict[Any, str]] = {
+    "load_format": {
+        "bitsandbytes": "floats are not made 4 bits as they are loaded; a checkpoint that has been quantized says so itself. "
+        "Leave it out, or say quantization='fp8' for 8 bits",
+    },
+}
+
+
+def take_hint(name: str, value: Any, table: dict[str, tuple[str, Kind]] = HINTS) -> None:
+    """Log that a hint changes nothing, unless its value asks for nothing."""
+    reason, kind = table[name]
+    if kind is FLAG and value is not None and not isinstance(value, bool):
+        raise ConfigError(f"{name} must be true or false, got {value!r}")
+    if value is None or value is False or value in ({}, [], ""):
+        return
+    logger.warning("%s=%r changes nothing here: %s", name, value, reason)
+
+
+def taken_for(name: str, value: Any) -> Any:
+    """Return the value that one of vLLM's values means here."""
+    other = TAKEN_FOR.get(name, {}).get(value) if isinstance(value, str) else None
+    if isinstance(value, str) and (reason := NOT_TAKEN.get(name, {}).get(value)) is not None:
+        raise ConfigError(f"{name}={value!r} is not supported: {reason}")
+    if other is None:
+        return value
+    logger.warning("%s=%r is taken for %r, which is the same here", name, value, other)
+    return other
+
+
+def refuse(name: str, value: Any, table: dict[str, tuple[str, tuple[Any, ...]]] = REFUSED) -> None:
+    """Raise ConfigError unless the value is harmless."""
+    reason, harmless = table[name]
+    plain = list(value) if isinstance(value, tuple) else value
+    if (
+        value is None
+        or _asks_nothing(name, value)
+        or any(plain == item and isinstance(plain, bool) == isinstance(item, bool) for item in harmless)
+    ):
+        return
+    example = [item for item in harmless if item not in ([], {}, "")][:1]
+    way_out = "leave it out" + "".join(f" or at {item!r}" for item in example)
+    raise ConfigError(f"{name}={value!r} is not supported: {reason}; {way_out}")
+
+
+def _asks_nothing(name: str, value: Any) -> bool:
+    """`limit_mm_per_prompt` of 0 for every kind of media: {"image": 0}, or {"image": {"count": 0}}."""
+    if name != "limit_mm_per_prompt" or not isinstance(value, dict):
+        return False
+    return all((item.get("count", 0) if isinstance(item, dict) else item) == 0 for item in value.values())
