@@ -139,7 +139,7 @@ def test_gguf_metadata_of_other_architectures(tmp_path: Path, architecture: str,
 def test_frequencies_of_more_components_than_there_are(tmp_path: Path) -> None:
     tensors = {**llama_tensors(LLAMA), "rope_freqs.weight": np.full(4, 8, np.float32)}
     path = write_gguf(tmp_path / "m.gguf", fields={**LLAMA, "rope.dimension_count": MANY}, tensors=tensors)
-    with pytest.raises(ModelError, match=r"is not the frequency stretching of Llama 3\.1"):
+    with pytest.raises(ModelError, match=r"is not the rope scaling of Llama 3\.1"):
         read_facts(resolve_model(str(path)))
 
 

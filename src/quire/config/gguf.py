@@ -12,13 +12,13 @@ from quire.files.gguf import GGUFHeader, GGUFTensor
 from quire.files.reading import shown
 from quire.types.errors import ModelError
 
-# Tokens that end a turn or a text in some family; a model that has one as a control token stops there.
+# Tokens that end a turn or a text in some family; generation stops at each that is a control token of the model.
 _END_TOKENS = frozenset({
     "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<end_of_turn>",
     "<|eot|>", "<EOT>",
 })  # fmt: skip
 _CONTROL, _USER_DEFINED = 3, 4
-# names of a config -> what a file says it with, for messages
+# config field -> metadata key, for error messages
 GGUF_NAMES = {name: key for key, name in FIELDS.items()} | {
     "rope_theta": "rope.freq_base", "partial_rotary_factor": "rope.dimension_count, as a share of attention.key_length",
     "factor": "rope.scaling.factor", "original_max_position_embeddings": "rope.scaling.original_context_length",
@@ -50,7 +50,7 @@ def translate(headers: list[GGUFHeader]) -> dict[str, Any]:
         if value is not None:
             config[name] = neat(one_value(header, key, value))
     config.update(architecture.fixed)
-    if drafts := int(number(header, "nextn_predict_layers", 0)):  # which are counted, too
+    if drafts := int(number(header, "nextn_predict_layers", 0)):  # block_count includes them
         config["num_nextn_predict_layers"] = drafts
         config["num_hidden_layers"] = max(1, config["num_hidden_layers"] - drafts)
     for wrong in too_many(config):
@@ -71,7 +71,7 @@ def translate(headers: list[GGUFHeader]) -> dict[str, Any]:
 
 
 def _floats(header: GGUFHeader, name: str) -> list[float]:
-    """The values of a small F32 tensor of this very file."""
+    """Return the values of a small F32 tensor of this file."""
     import numpy as np
 
     tensor = header.tensors[name]
@@ -90,7 +90,7 @@ def _vocabulary(header: GGUFHeader) -> int:
 
 
 def _dtype(tensors: Mapping[str, GGUFTensor]) -> str:
-    """The type most elements have, if it is a plain one; quantized blocks dequantize to float32."""
+    """Return the type of most elements if it is a 16-bit one; float32 for all others, quantized ones included."""
     sizes: dict[int, int] = {}
     for tensor in tensors.values():
         sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.elements
@@ -140,18 +140,18 @@ def _longrope(header: GGUFHeader, factors: Mapping[str, list[float]], original: 
 
 
 def _llama3(header: GGUFHeader, found: list[float], theta: float, rotated: int) -> dict[str, Any]:
-    """Llama 3.1's frequency stretching arrives as a tensor of divisors. Its largest is the factor; the rest must agree."""
+    """Return Llama 3.1's rope scaling from its tensor of divisors: the largest is the factor, all others must agree."""
     factor = neat(max(found))
     wanted = llama3_divisors(theta, rotated, factor) if 2 * len(found) == rotated else []
     if not wanted or any(abs(a - b) > 1e-3 * b for a, b in zip(found, wanted, strict=True)):
         raise ModelError(
-            f"{header.path}: rope_freqs.weight is not the frequency stretching of Llama 3.1, which alone is supported"
+            f"{header.path}: rope_freqs.weight is not the rope scaling of Llama 3.1, the only one that is supported"
         )
     return {"rope_type": "llama3", "factor": factor, **LLAMA3}
 
 
 def llama3_divisors(theta: float, rotated: int, factor: float) -> list[float]:
-    """What each rotary frequency is divided by: 1 for short waves, `factor` for long ones, a blend between."""
+    """Return the divisor of each rotary frequency: 1 for short waves, `factor` for long ones, a blend between."""
     low, high, original = (
         float(LLAMA3[key]) for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     )

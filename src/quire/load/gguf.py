@@ -1,4 +1,4 @@
-"""Weights from GGUF files, under Hugging Face's names: dequantized to floating point, or kept in blocks where the model can."""
+"""Read weights from GGUF files under Hugging Face's names: dequantized, or as stored blocks where a layer supports them."""
 
 import mmap
 import os
@@ -46,7 +46,7 @@ class Piece:
 
     @property
     def in_rows(self) -> bool:
-        """It is a matrix whose rows are where they are, or in another order."""
+        """Whether it is a matrix whose rows are stored whole, in the same or another order."""
         name = self.name
         return len(self.stored) == 2 and not name.transposed and name.shape is None and name.values is None
 
@@ -71,17 +71,17 @@ class GGUFSource:
 
     @property
     def stored(self) -> Mapping[str, QuantizedMatrix]:
-        """The matrices that are stored in blocks along their rows."""
+        """Return the matrices that are stored in quantized blocks along their rows."""
         return {
             name: self._stored(piece) for name, piece in self.pieces.items() if piece.in_rows and GGML_TYPES[piece.type][1] > 1
         }
 
     def keep(self, names: frozenset[str]) -> None:
-        """Somebody has those as they are stored; they are not offered any more."""
+        """Exclude matrices that layers use as stored."""
         self._kept = names
 
     def read(self, slices: Collection[TensorSlice]) -> Iterator[tuple[TensorSlice, Tensor]]:
-        """In file order. A few tensors are dequantized ahead, so that memory stays low and cores stay busy."""
+        """Yield tensors in file order; up to WORKERS are dequantized ahead in threads."""
         found = [(self.pieces[part.name], part) for part in slices]
         found.sort(key=lambda entry: (entry[0].path, entry[0].offset, entry[1].ranges))
         ahead: deque[tuple[TensorSlice, Future[Tensor]]] = deque()
@@ -112,7 +112,7 @@ class GGUFSource:
         return cut(tensor.t() if piece.name.transposed else tensor, ranges)
 
     def _take_blocks(self, piece: Piece, ranges: Ranges) -> Tensor:
-        """Of a matrix, the blocks that the slice is in."""
+        """Dequantize only the blocks of a matrix that the slice is in."""
         (start, stop), (left, right) = ranges[::-1] if piece.name.transposed else ranges
         _, elements, nbytes = GGML_TYPES[piece.type]
         first, last = left // elements, -(-right // elements)

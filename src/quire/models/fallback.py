@@ -1,7 +1,7 @@
-"""Any decoder that transformers knows, run through our attention and cache.
+"""Any decoder of transformers, run with our attention and KV cache.
 
-transformers builds the model and maps the checkpoint's tensors to it; its attention layers hand us queries, keys and values.
-What cannot be right that way is refused (fallback_checks).
+transformers builds the model and maps the checkpoint's tensors to it; its attention layers call our attention. Models for which
+that would be wrong are refused (`fallback_checks.py`).
 """
 
 from collections.abc import Mapping
@@ -30,15 +30,15 @@ SHOWN = 10
 
 @dataclass
 class Step:
-    """The batch that is being run, for the layers to find."""
+    """The batch of the current step, which attention layers read."""
 
     batch: Batch | None = None
-    turns: dict[nn.Module, int] = field(default_factory=dict)  # how often each module has attended
+    turns: dict[nn.Module, int] = field(default_factory=dict)  # attention calls of each module in this step
 
 
 @dataclass(frozen=True)
 class Served:
-    """Stands in for attention in one module of the transformers model, which attends once in a step or several times."""
+    """Replaces the attention of one module, which calls it once or several times per step."""
 
     attentions: tuple[Attention, ...]
     step: Step
@@ -57,7 +57,7 @@ class Served:
 
 
 class Hidden:
-    """A body's output as heads read it: hidden states, and nothing else."""
+    """The output of the model below the head: hidden states only."""
 
     def __init__(self, states: Tensor) -> None:
         self.last_hidden_state = states  # [1, P, H]
@@ -70,7 +70,7 @@ class Hidden:
 
 
 class Given(nn.Module):
-    """In the place of the model below the head: hands the head the hidden states it was given."""
+    """Replaces the model below the head: returns given hidden states to the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Given(nn.Module):
 
     @property
     def decoder(self) -> "Given":
-        """OPT's head reaches for it."""
+        """The head of OPT reads this attribute."""
         return self
 
     def forward(self, *_: Any, **__: Any) -> Hidden:
@@ -87,7 +87,7 @@ class Given(nn.Module):
 
 
 class Fallback(Decoder):
-    """`trunk` gives hidden states. `head` is the whole model with `given` in its place: it scales and caps its logits."""
+    """`trunk` computes hidden states. `head` is the whole model with `given` instead of the trunk: it computes logits."""
 
     recordable = False  # what transformers' layers do on the host is not known
 
@@ -102,7 +102,7 @@ class Fallback(Decoder):
         self.config, self.kind = find_class(facts)
         self.facts = facts
         self.step = Step()
-        # experts are multiplied by a kernel that is only known to the meta device for bfloat16
+        # the kernel of experts supports the meta device in bfloat16 only
         model = self.build(WATCHED, torch.bfloat16, torch.device("meta"), seed=0)
         calls, hidden = trace(model, facts.layers)
         self.paths = [call.path for call in calls]
@@ -111,7 +111,7 @@ class Fallback(Decoder):
         self._check_head(hidden)
 
     def fill(self, source: Source | None, device: torch.device, dtype: torch.dtype, seed: int) -> None:
-        """Weights from the source, by transformers' own rules for the checkpoint's names; without one, random ones."""
+        """Load weights by transformers' own rules for checkpoint names; without a source, initialize them randomly."""
         model = self.build(SERVED, dtype, device, seed) if source is None else self.load(source, device, dtype)
         attending = [model.get_submodule(path) for path in self.paths]
         self.take(model)
@@ -141,7 +141,7 @@ class Fallback(Decoder):
         return out[0].float()
 
     def take(self, model: Any) -> None:
-        """Parts the model between its hidden states and its head."""
+        """Split the model into trunk and head."""
         self.trunk, self.given = model.base_model, Given()
         if self.trunk is model:
             raise ModelError("it has no part that gives hidden states")

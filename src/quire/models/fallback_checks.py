@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
 
 DIGITS, RADIX = 4, 128  # of token ids, where the cache holds nothing else
-# what modules pass along that changes nothing of the mathematics
+# arguments of attention functions that do not change the result
 NEUTRAL = frozenset({"cache_position", "dropout", "logits_to_keep", "position_ids", "return_dict", "use_cache"})
 FOLLOWED = frozenset({"attention_mask", "is_causal", "s_aux", "scaling", "sliding_window", "softcap"})
 TOLERANCE = 0.02  # relative; a module that mixes tokens changes far more than rounding does
@@ -31,7 +31,7 @@ TOLERANCE = 0.02  # relative; a module that mixes tokens changes far more than r
 
 @dataclass(frozen=True)
 class Call:
-    """One layer's use of the attention function."""
+    """One call of the attention function by a layer."""
 
     path: str  # of the calling module
     spec: AttentionSpec
@@ -43,7 +43,7 @@ class Call:
 
 
 class Recorder:
-    """Takes notes of every call and answers with a tensor of the right shape."""
+    """Records every call and returns a tensor of the right shape."""
 
     def __init__(self, model: nn.Module) -> None:
         self.paths = {module: path for path, module in model.named_modules()}
@@ -58,7 +58,7 @@ class Recorder:
 
 
 def _spec(query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> AttentionSpec:
-    """Heads are as large as the larger of keys and values, and smaller ones are filled up with zeros."""
+    """Return the attention of a call; head_dim is the larger of keys' and values', the other is padded with zeros."""
     _, heads, _, head_dim = query.shape
     mask, scale = options["attention_mask"], options.get("scaling")
     return AttentionSpec(
@@ -94,9 +94,9 @@ def _doubts(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, option
 
 
 def trace(model: Any, layers: Sequence[LayerCache] | None = None) -> tuple[list[Call], Tensor]:
-    """The calls of a model built with WATCHED attention on the meta device, in order, and its hidden states [T, H].
+    """Return the attention calls of a model built with WATCHED attention on the meta device, and its hidden states [T, H].
 
-    layers: there are as many calls as these, and such as those were planned for.
+    layers: the planned cache, which the calls must match; None: it is not planned yet.
     """
     _check_class(model)
     recorder = Recorder(model)
@@ -148,11 +148,11 @@ def _check_class(model: Any) -> None:
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         raise Recomputable("it takes no position_ids: it knows positions by a bias on attention (ALiBi) or counts them itself")
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
-        raise Recomputable("its own positions do not begin at 0, but behind the padding token's id (RoBERTa's)")
+        raise Recomputable("its own positions do not begin at 0, but after the padding token's id (RoBERTa's)")
 
 
 class Probe:
-    """Every token attends to itself alone. `seen`: each layer's queries and keys, [T, heads + kv_heads, head_dim]."""
+    """Attention of each token to itself alone. `seen`: each layer's queries and keys, [T, heads + kv_heads, head_dim]."""
 
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
@@ -165,10 +165,13 @@ class Probe:
 def check_tokens_meet_in_attention_only(
     body: Any, attending: Sequence[nn.Module], vocab_size: int, device: torch.device
 ) -> None:
-    """`attending`: the modules that call the attention function. They are left with a probe installed."""
+    """Raise ModelError if tokens influence each other outside of attention, or positions are not those of `position_ids`.
+
+    attending: the modules that call the attention function; they keep a probe installed.
+    """
 
     def run(ids: Sequence[int], positions: Sequence[int] | None) -> list[Tensor]:
-        """What each layer saw of the tokens. Without positions they are the model's own."""
+        """Return each layer's queries and keys. Without `positions` the model counts them itself."""
         probe = Probe()
         for module in attending:
             install(probe, module)
@@ -179,12 +182,12 @@ def check_tokens_meet_in_attention_only(
         return probe.seen
 
     def differ(ones: list[Tensor], others: list[Tensor]) -> bool:
-        """In what any layer saw of the second token."""
+        """Return whether queries or keys of the second token differ in any layer."""
         return any(_differ(one[1], other[1]) for one, other in zip(ones, others, strict=True))
 
     plain = run((3, 5), (0, 1))
     if not all(layer.isfinite().all() for layer in plain):
-        return  # such weights say nothing about the model
+        return  # NaN or infinite: nothing can be compared
     if differ(plain, run((7, 5), (0, 1))):
         raise ModelError("tokens influence each other outside of attention (a convolution, a shift or a recurrent state)")
     if not differ(plain, run((3, 5), (4, 6))):

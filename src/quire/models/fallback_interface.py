@@ -1,10 +1,10 @@
-"""Where a transformers model hands its queries, keys and values to us.
+"""Our attention as an attention function of transformers.
 
-transformers looks attention functions up by name. Ours only asks the calling module whom it belongs to, so that one process
-can hold many models, each traced or run in its own way.
+transformers looks attention functions up by name. Ours calls the handler that is installed on the calling module, so that one
+process can hold many models.
 
-    WATCHED   a mask is described in words (`Mask`) instead of being made, and reaches the attention function as such
-    SERVED    no mask is made at all
+    WATCHED   the attention function receives a description of the mask (`Mask`) instead of the mask
+    SERVED    no mask is made
 """
 
 import contextlib
@@ -29,12 +29,12 @@ WATCHED, SERVED = "quire-watched", "quire"
 
 
 class Recomputable(ModelError):
-    """Why a model cannot be run over our cache; it may be one that can be run without."""
+    """A model does not fit our KV cache, but may be recomputed without it."""
 
 
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
-    """transformers shows no progress: we do."""
+    """Disable the progress bars of transformers: ours is shown."""
     log = transformers.utils.logging
     shown = log.is_progress_bar_enabled()
     log.disable_progress_bar()
@@ -46,7 +46,7 @@ def without_bars() -> Iterator[None]:
 
 
 class Handler(Protocol):
-    """Takes the place of attention in the modules it was installed on."""
+    """Replaces the attention of the modules that it is installed on."""
 
     def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> Tensor:
         """query [1, heads, T, head_dim], key and value [1, kv_heads, T, head_dim] -> [1, T, heads, head_dim]."""
@@ -55,10 +55,10 @@ class Handler(Protocol):
 
 @dataclass(frozen=True)
 class Mask:
-    """What a model would have masked. `window`: positions a query sees, itself included; None = all before it."""
+    """A mask. `window`: positions that a query sees, including its own; None: all before it."""
 
     window: int | None
-    causal: bool = True  # False = something else than a plain causal mask with or without a window
+    causal: bool = True  # False: not a causal mask with or without a sliding window
 
     def __getattr__(self, name: str) -> Any:
         raise Recomputable("it computes with its attention mask instead of handing it on")
@@ -72,7 +72,7 @@ class Mask:
 
 
 def install(handler: Handler, module: nn.Module) -> None:
-    """From now on `module`'s attention is `handler`'s. It is no child of the module, even if it is one itself."""
+    """Install `handler` as the attention of `module`, without registering it as a child module."""
     object.__setattr__(module, "quire_attention", handler)
 
 
@@ -84,7 +84,7 @@ def _attend(
 
 
 def _describe_mask(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> Mask:
-    """Asks the mask's rule about telling pairs of positions. A rule that cannot be asked so is not a plain one."""
+    """Describe a mask by evaluating its function at positions around the window's edge; an error means it is not causal."""
     edge = local_size or 16
     points = sorted({0, 1, 2, 3, *(edge * times + step for times in (1, 2, 3) for step in (-1, 0, 1))})
     at = torch.tensor(points, device="cpu")
@@ -105,14 +105,14 @@ transformers.AttentionMaskInterface.register(WATCHED, _describe_mask)
 
 
 def find_class(facts: "ModelFacts") -> tuple[Any, Any]:
-    """transformers' configuration and class of the model."""
+    """Return transformers' config and class of the model."""
     kind = facts.hf.get("model_type")
     if kind not in transformers.CONFIG_MAPPING:
         if facts.hf.get("auto_map"):
             raise ModelError("it needs code from its own repository, which is never run")
         raise ModelError(f"transformers {transformers.__version__} does not know the model_type {kind!r}")
     try:
-        settings = {name: value for name, value in facts.hf.items() if name != "quantization_config"}  # it is given floats
+        settings = {name: value for name, value in facts.hf.items() if name != "quantization_config"}  # not quantized here
         config = transformers.CONFIG_MAPPING[kind].from_dict(settings)
         settle_rope(config, facts.max_position)
     except Exception as error:
@@ -121,7 +121,7 @@ def find_class(facts: "ModelFacts") -> tuple[Any, Any]:
     found = classes.get(type(config), None)
     named = getattr(transformers, facts.architecture, None)
     if found is None and named is not None and type(config) is named.config_class and named.can_generate():
-        found = named  # the text half of a model that also sees, for instance
+        found = named  # for instance the text model of a multimodal one
     if found is None or found.__name__ != facts.architecture:
         served = f"; for {kind} that is {found.__name__}" if found is not None else ""
         raise ModelError(f"it is not a causal language model of transformers {transformers.__version__}{served}")
@@ -129,8 +129,7 @@ def find_class(facts: "ModelFacts") -> tuple[Any, Any]:
 
 
 def settle_rope(config: Any, longest: int) -> None:
-    """Fix the rotations that transformers changes when a text grows long: keys are cached as they were rotated. They are those
-    of `quire.layers.rope`."""
+    """Replace rope that depends on the length of the text by that of `quire.layers.rope`: keys are cached after rotation."""
     rope = getattr(config, "rope_parameters", None) or {}
     trained = getattr(config, "max_position_embeddings", longest)
     for settings in (rope, *rope.values()):
@@ -147,7 +146,7 @@ def settle_rope(config: Any, longest: int) -> None:
 
 
 def build(kind: Any, config: Any, attention: str, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
-    """The model with weights as transformers initializes them."""
+    """Return the model with weights as transformers initializes them."""
     try:
         with torch.device(device), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Llama under other names: architectures whose code is in the repositories of their models, and is never run."""
+"""Llama-like architectures whose code is in model repositories, which is never run."""
 
 from typing import TYPE_CHECKING
 
@@ -49,7 +49,7 @@ class InternLM3(Decoder):
 
 
 class InternLM(Decoder):
-    """The first; also openPangu (PanguEmbedded)."""
+    """InternLM 1 and openPangu (PanguEmbedded)."""
 
     def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
         bias = bool(facts.hf.get("bias", True))
@@ -62,7 +62,7 @@ class Orion(Llama):
 
 
 class QWen(Decoder):
-    """The first, within the length it was trained with: it does otherwise with longer texts (`config/families/qwen.py`)."""
+    """Qwen 1, up to its training length; for longer texts it has another attention, which is not supported."""
 
     renames = (
         (r"^transformer\.", ""),
@@ -84,7 +84,7 @@ class QWen(Decoder):
 
 
 class NormedHead(Head):
-    """Each token's row is brought to length one."""
+    """A head whose rows are normalized to length 1."""
 
     def finish(self, device: torch.device) -> None:
         if self.weight is not None:
@@ -93,7 +93,7 @@ class NormedHead(Head):
 
 
 class Baichuan(Decoder):
-    """Of 7B, and of 13B, which knows positions by a bias on attention."""
+    """7B has rope, 13B ALiBi."""
 
     renames = (*Decoder.renames, (r"\.self_attn\.W_pack\.", ".self_attn.qkv."))
 
