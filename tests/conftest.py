@@ -1,10 +1,8 @@
 import contextlib
 import gc
-import itertools
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -45,24 +43,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
 
 
-def _now_and_then() -> None:
-    if next(_opened) % 8 == 0:
-        gc.collect()
-
-
-_opened = itertools.count()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _put_aside():
-    """Every engine that is opened or closed here searches for garbage, and lets go of code that only a start runs: in a process
-    that imported all there is, and opens hundreds, that would be most of what opening one takes."""
+    """Keep the objects of imports and earlier modules out of garbage collections, which every engine runs when it opens and
+    closes. Engines in this process keep the library code that only a start runs: hundreds of them start here."""
     gc.collect()
     gc.freeze()
     if (prepare := sys.modules.get("quire.device.cpu.prepare")) is not None:
-        prepare.give_back_memory = _now_and_then
-    if (step := sys.modules.get("quire.runner.step")) is not None:
-        step.gc = SimpleNamespace(collect=_now_and_then)
+        prepare.give_back_memory = gc.collect
 
 
 def pytest_sessionfinish() -> None:
