@@ -42,7 +42,7 @@ def at_least(flag: str, value: int, least: int) -> int:
 def engine_args(namespace: argparse.Namespace, *, tokens_only: bool) -> EngineArgs:
     """Where all prompts are token ids, no tokenizer is loaded and nothing is detokenized, unless asked for."""
     args = EngineArgs.from_cli(namespace)
-    if "disable_log_stats" not in vars(namespace):  # nobody asks for metrics
+    if "disable_log_stats" not in vars(namespace):  # a benchmark reads no metrics
         args = dataclasses.replace(args, disable_log_stats=True)
     if tokens_only and args.tokenizer is None and "skip_tokenizer_init" not in vars(namespace):
         args = dataclasses.replace(args, skip_tokenizer_init=True)
@@ -50,7 +50,7 @@ def engine_args(namespace: argparse.Namespace, *, tokens_only: bool) -> EngineAr
 
 
 class OfflineReport:
-    """Of one measurement, from before the model is loaded, so that wrong flags are told early, to the end."""
+    """The report of one measurement. It is made before the model is loaded, so that wrong flags are reported early."""
 
     def __init__(self, kind: str, namespace: argparse.Namespace) -> None:
         from quire.bench.report import read_result

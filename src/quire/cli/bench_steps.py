@@ -90,7 +90,7 @@ def run(namespace: argparse.Namespace) -> int:
     }  # fmt: skip
     report.print_heading("Steps", args.model, facts, machine(config.device))
     front = None
-    if namespace.front_end:  # first: what is wrong with it is told before hours of steps
+    if namespace.front_end:  # first: its errors are reported before hours of steps
         print("the front end", file=sys.stderr)
         secret = {"HF_TOKEN": args.hf_token} if isinstance(args.hf_token, str) else {}
         front = measure_front_end(_server(args, namespace), config.facts.max_position, config.facts.vocab_size, secret)
@@ -213,7 +213,7 @@ class StepMeter:
             tell(scheduled, seconds, paused, waited)
 
         core.scheduler.took = note  # type: ignore[method-assign]
-        self.admissions: list[tuple[int, float]] = []  # steps with so many newcomers took the processor so many seconds
+        self.admissions: list[tuple[int, float]] = []  # (new requests of a step, seconds of CPU time)
 
     def singles(self, rows: int, context: int, repeats: int) -> list[Turn]:
         for _ in range(rows):

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return WRONG_USE if isinstance(error, ConfigError | RequestError) else FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read our output went away
+    except BrokenPipeError:  # the reader of our output went away
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
 

@@ -185,7 +185,7 @@ def take_words(namespace: argparse.Namespace, words: list[str]) -> tuple[EngineA
 
 
 def read_text(command: str, model: str) -> str:
-    """Of standard input. Whoever types nothing into it is told what to do."""
+    """Return the text of standard input. Raises ConfigError with advice if it is empty."""
     if sys.stdin.isatty():
         raise ConfigError(f'there is no prompt: quire {command} {model} "The capital of France is"')
     replace_invalid_input()

@@ -28,7 +28,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(namespace: argparse.Namespace) -> int:
     args, prompts = take_words(namespace, namespace.words)
-    sampling_params(namespace)  # wrong flags are told before the model is loaded
+    sampling_params(namespace)  # reports wrong flags before the model is loaded
     prompts = prompts or [read_text("run", args.model)]
     if not all(prompts):
         raise ConfigError('a prompt is empty: quire run MODEL "The capital of France is"')

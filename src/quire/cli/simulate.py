@@ -125,7 +125,7 @@ class Setting:
     front: FrontTime = NO_FRONT  # what is between clients and engines
 
     def scheduler(self, pages: int) -> Scheduler:
-        """An engine's, with at most so many pages."""
+        """Return an engine's scheduler with at most `pages` pages."""
         config, plan = self.config, self.plan
         snapshots = MOST_SNAPSHOTS * config.max_seqs if config.facts.states else None
         return make_scheduler(

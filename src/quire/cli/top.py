@@ -31,7 +31,7 @@ HOPELESS = {
 
 @dataclass
 class Known:
-    """What the events have told so far."""
+    """The state of the engine, from all events so far."""
 
     hello: dict[str, Any] = field(default_factory=dict)
     engines: dict[int, dict[str, Any]] = field(default_factory=dict)  # by number
@@ -251,7 +251,7 @@ def _within(counts: Sequence[int], bounds: Sequence[float], share: float) -> str
 
 
 def _map(known: Known, width: int) -> list[str]:
-    """The cells that fit; of more than that, every so many-th."""
+    """Return the cells that fit; of more, evenly spaced ones."""
     cells, room = known.cells, width * MAP_ROWS
     if not cells:
         return []
@@ -288,7 +288,7 @@ def _cut(line: str, width: int) -> str:
 
 
 REDRAW = 0.2  # seconds between two pictures, at least
-LINE_EVERY = 1.0  # seconds between two lines, at least, where nobody redraws
+LINE_EVERY = 1.0  # least seconds between two lines where the screen is not redrawn
 KEYS = ("QUIRE_API_KEY", "VLLM_API_KEY")
 ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # another screen, without a cursor; and back
 HOME, CLEAR_LINE, CLEAR_REST = "\x1b[H", "\x1b[K", "\x1b[J"

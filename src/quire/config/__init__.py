@@ -1,6 +1,6 @@
-"""What the user asked for and what the model is, resolved once into a frozen `Config`.
+"""The user's arguments and the model's facts, resolved once into a frozen `Config`.
 
-This room reads headers and JSON. It does not know torch, pages or requests, and nobody below the engine receives a Config.
+This package reads headers and JSON. It does not import torch, and no package below the engine receives a Config.
 """
 
 from importlib import import_module

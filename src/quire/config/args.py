@@ -71,7 +71,7 @@ T = TypeVar("T", bound=type)
 
 
 def _knows_others(owner: T) -> T:
-    """The constructor also takes vLLM's other names: hints are told, what is not built is refused with its reason."""
+    """Let the constructor take vLLM's other names: hints are logged, arguments that are not built are refused with a reason."""
     make = owner.__init__  # type: ignore[misc]
     known = {field.name for field in dataclasses.fields(owner)}
 

@@ -216,7 +216,7 @@ def _why_no_nodes(config: Config) -> str:
 
 
 def _never_divided(config: Config) -> bool:
-    """Whatever the numbers; other rows say why, and by how much it could be divided would not be true of it."""
+    """Can the model not be divided at all? Other rows say why, so no limit is named for it."""
     facts = config.facts
     return config.world > 1 and (facts.by_transformers or bool(facts.states and not facts.layers))
 

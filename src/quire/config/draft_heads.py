@@ -37,7 +37,7 @@ class DraftHead:
 
 
 def find_method(asked: SpeculativeConfig, files: ModelFiles) -> str:
-    """What a model is that drafts, where nobody has said."""
+    """Return the speculation method of a draft model's files, where the user named none."""
     if files.format == "gguf":
         return DRAFT_MODEL
     config = read_json(files.path / "config.json", required=False)

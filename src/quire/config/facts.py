@@ -40,7 +40,7 @@ _NAMES = {  # the same thing is called differently in older families
     "vocab_size": ("vocab_size",),
 }
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-# whose configs are silent about more than that: the reason is told, not the first name that is missing
+# their configs lack more than one field: the error gives the reason instead of the first missing name
 _OWN_ATTENTION = "their attention is of a kind of its own, which the paged cache does not serve"
 _STATE = "they keep a recurrent state, and only attention is served"
 _NOT_SERVED = {
@@ -81,16 +81,16 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What the engine runs on, and what suits it. A device tells it (`device/base.py`); this room cannot ask torch."""
+    """What the engine runs on, and the settings that suit it. `device/base.py` fills it in; torch is not imported here."""
 
     kind: str  # as users say it
     name: str = ""
     total_bytes: int = 0
     free_bytes: int = 0
-    batch: tuple[int, int] = (1024 + 64, 64)  # tokens and requests per step: 1,024 of prompts beside a token of everybody
+    batch: tuple[int, int] = (1024 + 64, 64)  # tokens and requests per step: 1,024 prompt tokens and one token of each request
     served_tokens: int | None = None  # of a step, at most, while people wait for their next token; None = as many
     times_steps: bool = True  # how long steps take while people wait is measured; otherwise it is known from sizes
-    dtype: str | None = "float32"  # where nobody asks for one; None = the checkpoint's, if it has 16 bits
+    dtype: str | None = "float32"  # the default; None: the checkpoint's, if it has 16 bits
     page_size: int = 16  # tokens
     # forms (`ops/forms.py`) that it multiplies by as they are; "experts": theirs, too; "blocks": those of GGUF files
     keeps: frozenset[str] = frozenset()
@@ -101,7 +101,7 @@ class DeviceFacts:
     single_rows_share: bool = False  # within a step other rows may read what a row of one token writes
     reads_in_place: bool = False  # keys of one sequence had better lie in one piece of memory
     one_memory: bool = False  # engines on one machine share it
-    count: int = 0  # of such devices that can be seen here; 0 = nobody asked
+    count: int = 0  # visible devices of this kind; 0: unknown
     packs_floats: bool = False  # it multiplies by copies of float32 matrices; where adapters add to them, both are held
 
 

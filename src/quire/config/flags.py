@@ -36,7 +36,7 @@ def add_flags(parser: argparse.ArgumentParser, owner: type, title: str) -> None:
 def add_hidden_flags(
     parser: argparse.ArgumentParser, kinds: Mapping[str, Kind], short: Mapping[str, str], taken: Collection[str] = ()
 ) -> None:
-    """Flags that help does not show, except those that somebody else has `taken`: hints, and what is refused with a reason."""
+    """Add flags that help does not show, for hints and refused arguments. taken: names that another part of the command has."""
     for name, kind in kinds.items():
         if name in taken:
             continue

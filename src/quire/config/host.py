@@ -60,7 +60,7 @@ def _read_field(path: Path, name: str) -> int:
 
 SPINS = "1000"
 TURN = 0.0005  # seconds for which one thread has Python while another waits for it
-# whoever sets one of these has decided about waiting
+# environment variables by which users decide how threads wait
 WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
 
 
@@ -125,7 +125,7 @@ def _quotas(root: Path) -> list[int]:
 
 
 def _limit(group: Path) -> tuple[int, int]:
-    """(microseconds of CPU time, per so many); (0, 1) = no limit."""
+    """Return (microseconds of CPU time, period in microseconds); (0, 1): no limit."""
     try:
         if (group / "cpu.max").exists():
             quota, period = (group / "cpu.max").read_text().split()

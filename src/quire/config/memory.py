@@ -1,6 +1,6 @@
-"""How many bytes a model takes: pure arithmetic on its config, shared by `quire plan` and the runner.
+"""Bytes that a model takes: arithmetic on its config, shared by `quire plan` and the runner.
 
-The runner measures what it can; these formulas are what can be known before anything is loaded.
+The runner measures what it can; these formulas hold before anything is loaded.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from quire.files.gguf import FLOATS, GGML_TYPES, SIX_BITS, WHOLE_NUMBERS, GGUFTe
 from quire.types.plan import MOST_ROWS
 
 FLOAT32_BYTES = 4
-CUDA_CONTEXT_BYTES = 512 * 2**20  # what the driver and its libraries hold beside us: a usual value, not a measured one
+CUDA_CONTEXT_BYTES = 512 * 2**20  # held by the driver and its libraries: a usual value, not measured
 GRAPH_ACTIVATION_BYTES = 512 * 2**20
 MOST_HOST_CACHE_BYTES = 4 * 2**30
 HOST_CACHE_SHARE = 0.4
@@ -27,7 +27,7 @@ def graph_bytes(rows: int, vocabulary: int, kinds: int = 1) -> int:
 
 
 def host_cache_bytes(available: int) -> int:
-    """The cache's part of the host memory that is available after loading: a cautious share, and never more than 4 GiB."""
+    """Return the cache's part of the host memory that is available after loading: a cautious share, at most 4 GiB."""
     return max(0, min(MOST_HOST_CACHE_BYTES, int(HOST_CACHE_SHARE * available)))
 
 
@@ -68,14 +68,14 @@ def form_weight_bytes(tensors: Iterable[GGUFTensor], element: int, experts: bool
 
 @dataclass(frozen=True)
 class ParameterParts:
-    """Parameters by who is multiplied by them; biases and norms are left out (well under one percent)."""
+    """Parameters by the tokens that are multiplied by them. Biases and norms are left out (well under one percent)."""
 
-    dense: int  # all layers: by every token
-    expert: int  # one expert of every layer: by tokens that are sent to it
+    dense: int  # of all layers, multiplied by every token
+    expert: int  # of one expert in every layer, multiplied by the tokens routed to it
     experts: int  # of a layer
     experts_per_token: int
-    head: int  # by tokens that are drawn from
-    embedding: int  # by nobody; 0 where the head's matrix is also used for it
+    head: int  # multiplied by tokens that are sampled from
+    embedding: int  # not multiplied; 0 where the head's matrix is also used for it
     query_width: int  # of all heads of a layer
 
     @property
@@ -84,11 +84,11 @@ class ParameterParts:
 
 
 def parameter_parts(hf: Mapping[str, Any]) -> ParameterParts:
-    """Of a decoder with these shapes."""
+    """Return the parameters of a decoder with these shapes."""
     shape = _Shape(hf)
     matrices = 3 if shape.gated else 2
     expert = matrices * shape.hidden * shape.expert_width if shape.experts else 0
-    sparse = shape.hidden * shape.experts + shape.shared_experts * expert  # the router, and who is beside the experts
+    sparse = shape.hidden * shape.experts + shape.shared_experts * expert  # the router and the shared experts
     mlps = shape.sparse_layers * sparse + (shape.layers - shape.sparse_layers) * matrices * shape.hidden * shape.width
     table = shape.vocabulary * shape.hidden
     return ParameterParts(
@@ -127,7 +127,7 @@ def activation_bytes(hf: Mapping[str, Any], *, element_bytes: int, tokens: int, 
 
 
 class _Shape:
-    """The numbers of a config under whichever names it has them."""
+    """The sizes in a config, whichever names it has for them."""
 
     def __init__(self, hf: Mapping[str, Any]) -> None:
         def number(*names: str, default: int = 0) -> int:

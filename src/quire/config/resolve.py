@@ -1,26 +1,25 @@
-"""From what was asked for to a frozen `Config`: the files are found, the facts read, and small rules decide the rest in order.
+"""Resolve arguments to a frozen `Config`: find the files, read the facts, then apply small rules in order.
 
-A rule only decides what the user left open. What was asked for and is not supported is a row in `conflicts.py`.
+A rule only decides what the user left open. Settings that exclude each other are rows in `conflicts.py` and in features.
 """
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from quire.config.args import EngineArgs, wants_mistral
 from quire.config.config import Config, Policy
 from quire.config.conflicts import refuse_conflicts
-from quire.config.draft_heads import DraftHead, find_method, read_head
 from quire.config.facts import DeviceFacts, ModelFacts, count_experts, read_facts
 from quire.config.families import overflows_in_float16
 from quire.config.fields import FLOAT_NAMES
 from quire.config.hf import read_json
 from quire.config.quantization import Quantization, choose_quantization
-from quire.config.speculative import DRAFT_MODEL, HEADS, ON_DEVICE, SpeculativeConfig
-from quire.files.resolve import TEKKEN, ModelFiles, check_on_disk, is_bare_name, resolve_model, with_weights_on_disk
-from quire.files.vocabulary import same_tokens
+from quire.config.speculative import HEADS, ON_DEVICE, SpeculativeConfig
+from quire.features.speculation.resolve import find_drafting
+from quire.files.resolve import TEKKEN, ModelFiles, check_on_disk, is_bare_name, resolve_model
 from quire.types.cache import DTYPE_BYTES
 from quire.types.errors import ConfigError, RequestError
 from quire.types.sampling import LogprobsMode, SamplingParams
@@ -64,7 +63,7 @@ def resolve(
     max_batched_tokens, max_seqs = choose_batch(args, default_batch(device, serving, facts), length)
     quantization = choose_quantization(args.quantization, facts.quantization, facts.files.format == "gguf")
     keep_quantized = choose_keep_quantized(args, facts, device, quantization)
-    drafting = find_drafting(args, facts, fetch)
+    drafting = find_drafting(args, facts, fetch, wants_weights(args))
     config = Config(
         args=args,
         facts=facts,
@@ -141,69 +140,6 @@ def with_tekken(args: EngineArgs, facts: ModelFacts) -> EngineArgs:
     if not file.is_file():
         raise ConfigError(f"tokenizer_mode='mistral' requires {TEKKEN}; {where} has none. Remove tokenizer_mode")
     return replace(args, tokenizer=str(file.absolute()))
-
-
-@dataclass(frozen=True)
-class Drafting:
-    asked: SpeculativeConfig | None = None
-    facts: ModelFacts | None = None  # of a model that drafts
-    by_text: ModelFacts | None = None  # of one with another vocabulary
-    head: DraftHead | None = None
-
-
-def find_drafting(args: EngineArgs, facts: ModelFacts, fetch: bool = True) -> Drafting:
-    """Who drafts. Files say what was left open: the method, and how many drafts there are."""
-    asked = args.speculation()
-    if asked is None or asked.method not in ON_DEVICE:
-        return Drafting(asked)
-    files = None
-    if asked.model is not None:
-        files = resolve_model(
-            asked.model,
-            revision=asked.revision,
-            download_dir=args.download_dir,
-            token=args.hf_token,
-            weights=fetch and wants_weights(args),
-        )
-        files = files if fetch else with_weights_on_disk(files)
-        if "method" not in asked.told:
-            asked = replace(asked, method=find_method(asked, files))
-    if asked.method == DRAFT_MODEL:
-        assert files is not None
-        found = read_facts(files, {})
-        alike = found.vocab_size == facts.vocab_size or same_tokens(found.files, facts.files)
-        if asked.use_heterogeneous_vocab or (asked.use_heterogeneous_vocab is None and not alike):
-            return Drafting(asked, by_text=found)
-        return Drafting(asked, check_draft(asked, found, facts, alike))
-    head = read_head(asked, files, facts)
-    if "num_speculative_tokens" not in asked.told and head.tokens is not None:
-        asked = replace(asked, num_speculative_tokens=head.tokens)
-    if asked.num_speculative_tokens > head.most:
-        raise ConfigError(
-            f"speculative_config.num_speculative_tokens {asked.num_speculative_tokens} is more than the {head.most} heads of "
-            f"{asked.model!r} draft"
-        )
-    if head.facts.layers and all(layer.kind != "full" for layer in facts.layers):
-        raise ConfigError(
-            f"speculative_config.method {asked.method!r}: its layers attend to everything, and none of the model's do; only "
-            "models that have such layers can have it"
-        )
-    return Drafting(asked, head=head)
-
-
-def check_draft(asked: SpeculativeConfig, found: ModelFacts, facts: ModelFacts, alike: bool) -> ModelFacts:
-    """The model that drafts must be able to say what the other says. `alike`: they have the same tokens."""
-    if not alike:
-        raise ConfigError(
-            f"speculative_config.model {asked.model!r} has {found.vocab_size} tokens, but the model has {facts.vocab_size}: "
-            "drop use_heterogeneous_vocab=false to have it draft by text, or take one with the same vocabulary"
-        )
-    if any(layer.kind != "full" for layer in found.layers) or all(layer.kind != "full" for layer in facts.layers):
-        raise ConfigError(
-            f"speculative_config.model {asked.model!r}: only models whose layers attend to everything can draft, for "
-            "models that have such layers"
-        )
-    return found
 
 
 def choose_sampling(args: EngineArgs, facts: ModelFacts) -> dict[str, Any]:

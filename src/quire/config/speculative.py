@@ -20,7 +20,7 @@ METHODS = (NGRAM, SUFFIX, SYNTHETIC, CUSTOM, DRAFT_MODEL, *HEADS)
 ON_DEVICE = (DRAFT_MODEL, *HEADS)  # the others draft on the host
 NOT_BUILT = ("mlp_speculator", "dflash", "dflash2", "dspark", "ngram_gpu", "extract_hidden_states")
 MOST = 64  # drafts of a row
-Schedule = tuple[tuple[int, int, int], ...]  # from so many requests, to so many: at most so many drafts
+Schedule = tuple[tuple[int, int, int], ...]  # (from requests, to requests, most drafts)
 
 
 @dataclass(frozen=True)

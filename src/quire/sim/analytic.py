@@ -119,7 +119,7 @@ class AnalyticTiming:
         reading = (parts.dense + parts.head) * self._byte
         operations = 2 * (parts.dense * tokens + parts.head * shape.draws)
         if parts.experts:
-            idle = (1 - parts.experts_per_token / parts.experts) ** tokens  # the share of experts that nobody asks
+            idle = (1 - parts.experts_per_token / parts.experts) ** tokens  # the share of experts without a token
             reading += parts.expert * parts.experts * (1 - idle) * self._byte
             operations += 2 * parts.expert * parts.experts_per_token * tokens
         products = hypot(reading, operations * self._operation)

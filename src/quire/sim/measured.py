@@ -62,7 +62,7 @@ class Mixed:
 
 
 class MeasuredTiming:
-    """`width`: tokens that are run for so many, in steps with prompts."""
+    """width: tokens of a step with prompts -> tokens that are run for it."""
 
     def __init__(self, points: Sequence[StepPoint], host: HostTime, width: Callable[[int], int] = int) -> None:
         singles = [Sized(point.rows, point.keys, point.seconds) for point in points if point.tokens == point.rows]
@@ -156,7 +156,7 @@ def read_measured(path: Path) -> MeasuredFile:
 
 
 def _front(where: str, told: Any, host: HostTime) -> FrontTime | None:
-    """What a lone request takes is told whole: the engine's part of it is simulated."""
+    """A single request is measured as a whole; the engine's part of it is simulated."""
     if told is None:
         return None
     if not isinstance(told, dict):

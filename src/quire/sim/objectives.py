@@ -60,7 +60,7 @@ class Search:
     trials: list[Trial]
     replicas: int  # the fewest that keep the objectives, or where none do the most that were tried
     kept: bool
-    run: Run  # with so many
+    run: Run  # with this number of replicas
 
 
 Simulate = Callable[[int, Callable[[Visit], bool]], Run]

@@ -58,7 +58,7 @@ class Trace:
             raise ConfigError(f"{self.name} holds no requests")
 
     def faster(self, factor: float) -> "Trace":
-        """The same requests, coming so many times as fast."""
+        """Return the same requests, arriving faster by this factor."""
         if not 0 < factor < float("inf"):
             raise ConfigError(f"--speedup must be above 0, got {factor:g}")
         if factor == 1:
@@ -70,11 +70,11 @@ class Trace:
 
 
 class Contents:
-    """Numbers for contents: those of a trace's own ids, and new ones for what nobody shares."""
+    """Ids of contents: those of a trace's own ids, and new ones for unshared contents."""
 
     def __init__(self) -> None:
         self._known: dict[int, int] = {}
-        self._next = 1  # 0 is what nobody asks for again
+        self._next = 1  # 0 stands for contents that no other request has
 
     def new(self) -> int:
         self._next += 1
@@ -118,7 +118,7 @@ def _from_zero(arrivals: Iterable[tuple[str, Arrival]]) -> Iterator[Arrival]:
 
 
 def _azure(name: str, lines: Iterable[str]) -> Iterator[tuple[str, Arrival]]:
-    """TIMESTAMP,ContextTokens,GeneratedTokens: a date with time, or seconds. Nothing is told of shared beginnings."""
+    """TIMESTAMP,ContextTokens,GeneratedTokens: a date with time, or seconds. It has no shared prefixes."""
     rows, contents = csv.reader(lines), Contents()
     try:
         head = [cell.strip().lstrip("\ufeff") for cell in next(rows, [])]
