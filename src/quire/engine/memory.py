@@ -18,7 +18,6 @@ from quire.config.memory import activation_bytes, form_weight_bytes, graph_bytes
 from quire.config.quantization import FORMS, Quantization, choose_quantization, quantized_bytes
 from quire.config.speculative import MTP
 from quire.device.registry import open_device
-from quire.dist.stages import PipelineRank
 from quire.engine.layouts import cache_sizes, draft_forms, model_share, text_drafter_config
 from quire.engine.runners import bounded_facts
 from quire.features.host import Memory, Sizes
@@ -207,6 +206,7 @@ def _build_ranks(config: Config) -> Iterator[tuple[int, int]]:
 
 
 def _build_shares(config: Config) -> "Iterator[nn.Module]":
+    from quire.dist.stages import PipelineRank
     from quire.models.registry import build_model
     from quire.prepare.quantize import find_grain
     from quire.prepare.shard import shard
