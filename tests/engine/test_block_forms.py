@@ -19,8 +19,7 @@ from quire.layers.moe import Experts
 from quire.layers.quant.gguf_forms import BlocksExperts, BlocksHead, BlocksLinear
 from quire.load.load import load_weights
 from quire.models.registry import build_model
-from quire.ops.block_forms import form_of, has_form
-from quire.ops.blocks import QuantizedMatrix, dequantize
+from quire.ops.blocks import QuantizedMatrix, dequantize, form_of, has_form
 from quire.ops.packed import pack
 from quire.prepare.copies import count_copied
 from quire.types.errors import ModelError
@@ -59,7 +58,7 @@ def largest(values):
 
 @pytest.mark.parametrize("kind", WHOLE_NUMBERS)
 def test_forms_have_the_values_of_the_file(kind, monkeypatch):
-    monkeypatch.setattr("quire.ops.block_forms.AT_ONCE", 4096)  # several runs
+    monkeypatch.setattr("quire.ops.blocks.AT_ONCE", 4096)  # several runs
     matrix = stored(kind)
     form, expected = form_of(matrix, torch.device("cpu")), values_of(matrix)
     bits, group, offset = WHOLE_NUMBERS[kind]

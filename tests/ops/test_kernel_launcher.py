@@ -13,8 +13,7 @@ from triton._C import libtriton
 from triton.backends.compiler import BaseBackend
 
 from quire.ops.kernels import launcher
-from quire.ops.kernels.launcher import TAKEN, Launched, kind_of, launched
-from quire.ops.kernels.variants import VARIANTS
+from quire.ops.kernels.launcher import TAKEN, VARIANTS, Launched, kind_of, launched
 
 
 @triton.jit

@@ -6,7 +6,7 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
-from quire.ops.kernels.variants import Variants, choose_cache
+from quire.ops.kernels.launcher import Variants, choose_cache
 
 
 def test_the_compilers_news_are_counted_and_passed_on(monkeypatch):

@@ -5,11 +5,10 @@ import pytest
 import torch
 from kernel_support import DTYPES, numbers
 
-from quire.ops.adapter_moves import Moves
-from quire.ops.adapter_pack import find_largest, pack
+from quire.ops.adapters import Moves, find_largest, pack
 
 pytest.importorskip("triton")
-from quire.ops.kernels import adapter_pack as kernels
+from quire.ops.kernels import adapters as kernels
 
 SPANS = np.array([[0, 16 * 600], [9600, 300 * 16], [14400, 1], [14402, 9000]])  # between the last two nothing is looked at
 COPIES = np.array(

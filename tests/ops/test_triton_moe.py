@@ -6,8 +6,7 @@ from kernel_support import DTYPES, close, numbers
 
 from quire.ops.activation import ACTIVATIONS
 from quire.ops.arguments import ClampedSwiglu, ExpertBiases, Ungated
-from quire.ops.moe import reference_experts_forward, reference_route
-from quire.ops.routing import reference_route_by_scores
+from quire.ops.moe import reference_experts_forward, reference_route, reference_route_by_scores
 
 pytest.importorskip("triton")
 from quire.ops.kernels import moe, moe_few, moe_many, routing

@@ -7,10 +7,8 @@ import torch
 from kernel_support import DTYPES
 
 from quire.ops.activation import reference_gated
-from quire.ops.forms import Activation, Float4, Float8, Int8, PackedInts, pack_nibbles
-from quire.ops.packed import pack
-from quire.ops.packed_tiles import choose_way
-from quire.ops.rounded import FLOAT8_MAX, INT8_MAX, Rounding
+from quire.ops.forms import FLOAT8_MAX, INT8_MAX, Activation, Float4, Float8, Int8, PackedInts, Rounding, pack_nibbles
+from quire.ops.packed import choose_way, pack
 
 pytest.importorskip("triton")
 from quire.ops.kernels.packed import Way, product

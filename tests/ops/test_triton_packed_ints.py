@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from quire.ops.activation import reference_gated
-from quire.ops.forms import Int8
-from quire.ops.packed import pack
-from quire.ops.packed_tiles import choose_ints
-from quire.ops.rounded import INT8_MAX, Rounding
+from quire.ops.forms import INT8_MAX, Int8, Rounding
+from quire.ops.packed import choose_ints, pack
 
 pytest.importorskip("triton")
 from quire.ops.kernels.packed_ints import IntTile, product

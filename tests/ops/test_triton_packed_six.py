@@ -7,12 +7,10 @@ from test_triton_packed import compare, ints, some, there
 
 from quire.files.gguf import GGML_TYPES
 from quire.ops.activation import reference_gated
-from quire.ops.block_forms import form_of
-from quire.ops.blocks import QuantizedMatrix
+from quire.ops.blocks import QuantizedMatrix, form_of
 from quire.ops.blocks import dequantize as dequantize_blocks
 from quire.ops.forms import PackedInts
-from quire.ops.packed import pack
-from quire.ops.packed_tiles import choose_way
+from quire.ops.packed import choose_way, pack
 
 pytest.importorskip("triton")
 from quire.ops.kernels.packed import Way

@@ -4,14 +4,10 @@ import pytest
 import torch
 
 from quire.ops.arguments import StateRows, TimeSteps
-from quire.ops.convolution import reference_convolve
-from quire.ops.delta_rule import reference_delta_rule
-from quire.ops.gated_norm import reference_gated_norm
-from quire.ops.ssd import reference_ssd
+from quire.ops.recurrent import reference_convolve, reference_delta_rule, reference_gated_norm, reference_ssd
 
 pytest.importorskip("triton")
-from quire.ops.kernels import convolution, delta_rule, gated_norm
-from quire.ops.kernels import ssd as kernel
+from quire.ops.kernels import recurrent as kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ENTRIES = 6
@@ -50,7 +46,7 @@ def test_convolution(shapes, padding, silu):
     wide = numbers(tokens + padding, 40)
     x, weight, bias = wide[:, 3:27], numbers(24, 4), numbers(24) if silu else None
     same(
-        lambda state: convolution.convolve(x, weight, bias, state, rows, silu),
+        lambda state: kernel.convolve(x, weight, bias, state, rows, silu),
         lambda state: reference_convolve(x, weight, bias, state, rows, silu),
         numbers(ENTRIES, 24, 3),
         tokens,
@@ -92,7 +88,7 @@ def test_ssd_reference_is_the_recurrence():
 def test_gated_norm(groups, shared, norm_first):
     x, gate, weight = numbers(4, 30), numbers(4, 44)[:, 5:35], numbers(10 if shared else 30)
     for act in ("silu", "sigmoid"):
-        got = gated_norm.gated_norm(x, gate, weight, 1e-5, groups, norm_first, act)
+        got = kernel.gated_norm(x, gate, weight, 1e-5, groups, norm_first, act)
         torch.testing.assert_close(got, reference_gated_norm(x, gate, weight, 1e-5, groups, norm_first, act))
 
 
@@ -106,7 +102,7 @@ def test_delta_rule(shapes, padding, by_key):
     each, reach = ((heads, keys), 2.0) if by_key else ((heads,), 1.0)
     steps = TimeSteps(numbers(total, *each), numbers(*each), numbers(heads) * 0.1)
     same(
-        lambda state: delta_rule.delta_rule(query, key, value, steps, beta, state, rows, reach),
+        lambda state: kernel.delta_rule(query, key, value, steps, beta, state, rows, reach),
         lambda state: reference_delta_rule(query, key, value, steps, beta, state, rows, reach),
         numbers(ENTRIES, heads, keys, values),
         tokens,

@@ -7,8 +7,7 @@ import torch
 from quire.device.registry import open_device
 from quire.features.speculation.device.drafter import DraftSampler
 from quire.ops.arguments import BROKEN, GOOD, NOTHING_ALLOWED, DrawColumns, DrawScratch, Factors
-from quire.ops.sample_penalties import reference_penalize
-from quire.ops.sample_scores import reference_score
+from quire.ops.sample import reference_penalize, reference_score
 from quire.runner.sampler.pipeline import Sampler
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
@@ -17,7 +16,7 @@ from quire.types.sampling import SamplingParams
 
 pytest.importorskip("triton")
 from quire.ops.kernels import sample as kernels
-from quire.ops.kernels import sample_penalties, sample_scores
+from quire.ops.kernels import sample as sample_kernels
 
 INF = float("inf")
 CPU = torch.device("cpu")
@@ -182,7 +181,7 @@ def test_many_groups_and_tiles(device, spread):
 
 @pytest.mark.parametrize("block", [4, 1024])
 def test_penalties(device, monkeypatch, block):
-    monkeypatch.setattr(sample_penalties, "BLOCK", block)
+    monkeypatch.setattr(sample_kernels, "BLOCK", block)
     generator = torch.Generator().manual_seed(1)
     slots, length, vocabulary = 5, 30, 12
     tokens = torch.randint(0, vocabulary, (slots, length), generator=generator, dtype=torch.int32)
@@ -197,7 +196,7 @@ def test_penalties(device, monkeypatch, block):
     counts = torch.zeros(4, vocabulary, dtype=torch.int32, device=device)
     got = logits.to(device, copy=True)
     moved = [x.to(device) for x in (row, slot, end, prompt, tokens)]
-    sample_penalties.penalize(got, *moved, Factors(*(factor.to(device) for factor in factors)), counts)
+    sample_kernels.penalize(got, *moved, Factors(*(factor.to(device) for factor in factors)), counts)
     torch.testing.assert_close(got.cpu(), expected)
     assert not counts.any()
 
@@ -213,7 +212,7 @@ def test_penalties_leave_numbers_that_can_be_divided(device, repetition):
     reference_penalize(expected, *there, tokens, factors, 7)
     counts = torch.zeros(2, 8, dtype=torch.int32, device=device)
     got = logits.to(device)
-    sample_penalties.penalize(
+    sample_kernels.penalize(
         got, *(x.to(device) for x in there), tokens.to(device), Factors(*(f.to(device) for f in factors)), counts
     )
     assert torch.equal(got.cpu(), expected)
@@ -229,7 +228,7 @@ def test_scores(device, vocabulary):
     logits[2, 1:] = -INF
     chosen = torch.tensor([3, 5, 0, vocabulary - 1])
     for got, expected in zip(
-        sample_scores.score(logits.to(device), chosen.to(device)), reference_score(logits, chosen), strict=True
+        sample_kernels.score(logits.to(device), chosen.to(device)), reference_score(logits, chosen), strict=True
     ):
         torch.testing.assert_close(got.cpu(), expected)
 
@@ -240,7 +239,7 @@ def test_broken_scores(device, bad):
     logits = torch.zeros(1, 5000)
     logits[0, 4500] = bad
     chosen = torch.tensor([3])
-    peak, spread, _ = sample_scores.score(logits.to(device), chosen.to(device))
+    peak, spread, _ = sample_kernels.score(logits.to(device), chosen.to(device))
     assert (logits[0, 3].to(device) - peak - spread).isnan()
     peak, spread, _ = reference_score(logits, chosen)
     assert (logits[0, 3] - peak - spread).isnan()

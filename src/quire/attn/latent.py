@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.attn.backend import AttentionBackend, AttentionSpec, Latents
 from quire.attn.batch import Batch
-from quire.ops.latent import gather_rows, place_rows, turn_queries
+from quire.ops.qkv import gather_rows, place_rows, turn_queries
 
 
 class LatentAttention(AttentionBackend):

@@ -21,7 +21,7 @@ from quire.attn.backend import AttentionSpec, Latents
 from quire.attn.batch import Batch
 from quire.ops.adapters import add_tiled
 from quire.ops.arguments import AdapterTiles
-from quire.ops.latent import add_to_near, add_to_values
+from quire.ops.qkv import add_to_near, add_to_values
 
 TILE_TOKENS = 64  # queries times heads of a tile
 MOST_HEADS = 64  # of a program
@@ -74,8 +74,7 @@ def run_absorbed(
     written, unless they are there -> [K, heads, values]."""
     from quire.ops.kernels.attention import merge_kernel
     from quire.ops.kernels.latent import latent_splits_kernel, latent_tiles_kernel
-    from quire.ops.kernels.math import cdiv
-    from quire.ops.kernels.overlap import overlapping
+    from quire.ops.kernels.launcher import cdiv, overlapping
 
     assert spec.latent is not None
     count, heads, rank = len(query), spec.heads, spec.latent
@@ -132,7 +131,7 @@ def run_expanded(
 ) -> None:
     """query [K, heads, nope + rotary] -> out [K, heads, values] of the plan's rows."""
     from quire.ops.kernels.latent_expanded import expanded_kernel
-    from quire.ops.kernels.overlap import overlapping
+    from quire.ops.kernels.launcher import overlapping
 
     assert spec.latent is not None
     held = kv[plan.pages, 0, 0, plan.offsets]
@@ -164,8 +163,7 @@ def _prepare(
     with_rows: bool,
 ) -> None:
     from quire.ops.kernels.latent import prepare_kernel
-    from quire.ops.kernels.math import cdiv
-    from quire.ops.kernels.overlap import overlapping
+    from quire.ops.kernels.launcher import cdiv, overlapping
 
     assert query.stride(2) == 1 and (not heads or query.stride(1) == query.shape[2]) and kv.stride(3) == kv.shape[4]
     rank, rotation = len(latents.norm), latents.rotation
@@ -183,8 +181,7 @@ def _prepare(
 
 def _values(latents: Latents, found: Tensor) -> Tensor:
     from quire.ops.kernels.latent import values_kernel
-    from quire.ops.kernels.math import cdiv
-    from quire.ops.kernels.overlap import overlapping
+    from quire.ops.kernels.launcher import cdiv, overlapping
 
     count, heads, rank = found.shape
     out = found.new_empty(count, heads, latents.values)

@@ -19,7 +19,7 @@ from torch import Tensor
 from quire.attn import work_split
 from quire.attn.backend import AttentionSpec, slopes_of
 from quire.attn.batch import Batch
-from quire.ops.kv import MANTISSA_BITS, kv_scales, lies_by_page
+from quire.ops.qkv import MANTISSA_BITS, kv_scales, lies_by_page
 
 MERGED_AT_ONCE = 16
 
@@ -144,7 +144,7 @@ class Launch:
 
     def _tiles(self) -> None:
         from quire.ops.kernels.attention import tiles_kernel
-        from quire.ops.kernels.overlap import overlapping
+        from quire.ops.kernels.launcher import overlapping
 
         batch, shape = self.batch, self._shape
         tiles_kernel[(self.spec.kv_heads, self.plan.tiles.shape[0])](
@@ -159,7 +159,7 @@ class Launch:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         from quire.ops.kernels.attention import copy_kernel, long_tiles_kernel
-        from quire.ops.kernels.overlap import overlapping
+        from quire.ops.kernels.launcher import overlapping
 
         plan, spec, batch, shape = self.plan, self.spec, self.batch, self._shape
         copy, block = memory.view(self.query.dtype), [shape.long_n, spec.head_dim]
@@ -186,7 +186,7 @@ class Launch:
 
     def _splits(self, memory: Tensor) -> None:
         from quire.ops.kernels.attention import merge_kernel, shared_kernel, splits_kernel
-        from quire.ops.kernels.overlap import overlapping
+        from quire.ops.kernels.launcher import overlapping
 
         plan, spec, shape, starts = self.plan, self.spec, self._shape, self.batch.row_starts
         parts, weights = memory, memory[plan.parts * spec.heads * spec.head_dim :]

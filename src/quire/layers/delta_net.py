@@ -11,8 +11,7 @@ from quire.layers.linear import Linear, MergedLinear
 from quire.layers.parameter import parameter
 from quire.layers.recurrent import GatedNorm, Recurrence, ShortConvolution, rows_of
 from quire.ops.arguments import TimeSteps
-from quire.ops.convolution import convolve
-from quire.ops.delta_rule import delta_rule
+from quire.ops.recurrent import convolve, delta_rule
 from quire.types.cache import StateCache
 
 

@@ -11,7 +11,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.recurrent import Recurrence, rows_of
 from quire.ops.arguments import TimeSteps
-from quire.ops.ssd import ssd
+from quire.ops.recurrent import ssd
 from quire.types.cache import StateCache
 
 

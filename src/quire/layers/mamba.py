@@ -12,8 +12,7 @@ from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.parameter import parameter
 from quire.layers.recurrent import Recurrence, ShortConvolution, rows_of
-from quire.ops.convolution import convolve
-from quire.ops.selective_scan import selective_scan
+from quire.ops.recurrent import convolve, selective_scan
 from quire.types.cache import StateCache
 
 

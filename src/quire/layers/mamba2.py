@@ -12,8 +12,7 @@ from quire.layers.linear import Linear
 from quire.layers.parameter import parameter
 from quire.layers.recurrent import GatedNorm, Recurrence, ShortConvolution, rows_of
 from quire.ops.arguments import TimeSteps
-from quire.ops.convolution import convolve
-from quire.ops.ssd import ssd
+from quire.ops.recurrent import convolve, ssd
 from quire.types.cache import StateCache
 
 

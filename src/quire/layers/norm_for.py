@@ -9,7 +9,7 @@ from quire.layers.attention import SelfAttention
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import Norm, RMSNorm
-from quire.ops.rounded import Rows
+from quire.ops.forms import Rows
 
 # layers whose first product, at this name, is all that reads the rows they are given; not those made of them, which may do more
 FIRST: Mapping[type[nn.Module], str] = MappingProxyType({SelfAttention: "qkv", GatedMLP: "gate_up"})

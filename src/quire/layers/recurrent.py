@@ -8,7 +8,7 @@ from quire.attn.batch import Batch
 from quire.layers.claims import Claim, Claims, Take
 from quire.layers.parameter import parameter
 from quire.ops.arguments import StateRows
-from quire.ops.gated_norm import gated_norm
+from quire.ops.recurrent import gated_norm
 from quire.types.cache import StateCache
 from quire.types.errors import EngineError
 

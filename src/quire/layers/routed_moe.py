@@ -13,8 +13,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.parameter import parameter
 from quire.ops.arguments import Inner
 from quire.ops.linear import linear_float
-from quire.ops.moe import route
-from quire.ops.routing import route_by_scores, route_sparsemixer
+from quire.ops.moe import route, route_by_scores, route_sparsemixer
 from quire.types.errors import ModelError
 
 

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from quire.attn.batch import Batch
 from quire.layers.linear import Linear
 from quire.layers.recurrent import Recurrence, ShortConvolution, rows_of
-from quire.ops.convolution import convolve
+from quire.ops.recurrent import convolve
 from quire.types.cache import StateCache
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from quire.dist.channel import Ends, Neighbours, Shape
     from quire.dist.mesh import Position
     from quire.dist.shared_memory import SharedMemoryGroup, Watch
-    from quire.ops.kernels.variants import Variants
+    from quire.ops.kernels.launcher import Variants
 
 BATCH, LARGE_BATCH = (8192, 256), (16384, 1024)  # tokens and requests per step
 LARGE_BYTES = 70 * 2**30
@@ -156,6 +156,6 @@ def watch_kernels() -> "Variants | None":
     """What counts compiled kernels; None where there is no compiler."""
     if importlib.util.find_spec("triton") is None:
         return None
-    from quire.ops.kernels.variants import VARIANTS
+    from quire.ops.kernels.launcher import VARIANTS
 
     return VARIANTS

@@ -20,7 +20,7 @@ from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.models.decoder import Decoder
 from quire.ops.adapters import sort_rows, tile
-from quire.ops.latent import add_to_near, add_to_values
+from quire.ops.qkv import add_to_near, add_to_values
 from quire.runner.graph_inputs import start_size
 from quire.runner.slots import Slots
 from quire.runner.warmup import THREADS

@@ -15,7 +15,7 @@ from quire.layers.linear import Linear, Plain
 from quire.layers.moe import Experts, PlainExperts, UngatedExperts
 from quire.layers.parameter import Method
 from quire.layers.quant.layout import UNDIVIDED, Layout, Raw, check_scales
-from quire.ops.forms import merge
+from quire.ops.forms import Rounding, Rows, merge
 from quire.ops.quantized import (
     dequantized,
     quantized_experts_forward,
@@ -25,7 +25,6 @@ from quire.ops.quantized import (
     rounding_for,
     settled,
 )
-from quire.ops.rounded import Rounding, Rows
 from quire.types.errors import ModelError
 
 ACT_ORDER = {"g_idx": "desc_act", "weight_g_idx": "weight_g_idx"}  # tensors that name each input's group -> who says so

@@ -7,9 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.arguments import ClampedSwiglu
-from quire.ops.kernels.launcher import launched
-from quire.ops.kernels.math import cdiv, tanh
-from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
+from quire.ops.kernels.launcher import cdiv, launched, let_next_start, overlapping, tanh, wait_for_previous
 
 BLOCK = 1024
 KINDS = {

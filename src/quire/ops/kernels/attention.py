@@ -18,9 +18,7 @@ import triton
 import triton.language as tl
 
 from quire.ops.kernels.float8 import unpack_float8
-from quire.ops.kernels.launcher import launched
-from quire.ops.kernels.math import tanh
-from quire.ops.kernels.overlap import let_next_start, wait_for_previous
+from quire.ops.kernels.launcher import launched, let_next_start, tanh, wait_for_previous
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 

@@ -11,8 +11,7 @@ are made of the rows beforehand, and lie one sequence after the other.
 import triton
 import triton.language as tl
 
-from quire.ops.kernels.launcher import launched
-from quire.ops.kernels.overlap import let_next_start, wait_for_previous
+from quire.ops.kernels.launcher import launched, let_next_start, wait_for_previous
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 

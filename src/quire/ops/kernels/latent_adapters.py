@@ -13,9 +13,7 @@ from torch import Tensor
 
 from quire.ops.arguments import AdapterTable, AdapterTiles
 from quire.ops.kernels.adapters import program_for, ranks_at_once
-from quire.ops.kernels.launcher import launched
-from quire.ops.kernels.math import cdiv, power_of_two
-from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
+from quire.ops.kernels.launcher import cdiv, launched, let_next_start, overlapping, power_of_two, wait_for_previous
 
 LEAST, MOST = 16, 128  # of a block
 

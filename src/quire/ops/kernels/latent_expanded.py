@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 
 from quire.ops.kernels.latent import LOG2_E, _turned
-from quire.ops.kernels.launcher import launched
-from quire.ops.kernels.overlap import let_next_start, wait_for_previous
+from quire.ops.kernels.launcher import launched, let_next_start, wait_for_previous
 
 
 @triton.jit

@@ -10,15 +10,104 @@ known here, in the interpreter, and while somebody listens to launches, every la
 """
 
 import importlib
+import os
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from operator import attrgetter, or_
+from threading import Lock
 from typing import Any
 
+import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton import knobs
+from triton.language.extra import cuda
 from triton.runtime import JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from quire.files.wheel import cache_directory
+
+
+@triton.jit
+def tanh(x):
+    """By an exponential that can vanish but not overflow."""
+    small = tl.exp(-2.0 * tl.abs(x))
+    size = (1.0 - small) / (1.0 + small)
+    return tl.where(x < 0, -size, size)
+
+
+def cdiv(size: int, block: int) -> int:
+    """How many blocks it takes."""
+    return -(-size // block)
+
+
+def power_of_two(size: int) -> int:
+    """The least that is not smaller."""
+    return 1 << (size - 1).bit_length()
+
+
+@triton.jit
+def wait_for_previous(EARLY: tl.constexpr):
+    if EARLY:
+        cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_start(EARLY: tl.constexpr):
+    if EARLY:
+        cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def ask_for(matrix, begin, end, STEP: tl.constexpr, MOST: tl.constexpr):
+    """Blocks begin ... end of rows, matrix [N, 1] pointers, are brought near, and not waited for."""
+    at = tl.minimum(begin + tl.arange(0, MOST), end - 1)
+    places = matrix + at[None, :] * STEP
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@cache
+def overlapping() -> dict[str, bool]:
+    """How to launch such a kernel: Hopper and later can, older devices and the interpreter run it as any other."""
+    early = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+
+
+CHOICES = ("TRITON_CACHE_DIR", "TRITON_HOME")  # environment: where the user wants compiled kernels to be kept
+
+
+class Variants:
+    """Counts from the moment it is installed. Whoever listened to the compiler before goes on doing so."""
+
+    def __init__(self) -> None:
+        self.compilations = self.loads = 0
+        self._lock = Lock()  # kernels may be compiled on several threads
+        self._before: Any = None
+
+    def install(self) -> "Variants":
+        self._before, knobs.compilation.listener = knobs.compilation.listener, self
+        return self
+
+    def __call__(self, *, cache_hit: bool, **told: Any) -> None:
+        with self._lock:
+            self.loads += cache_hit
+            self.compilations += not cache_hit
+        if self._before is not None:
+            self._before(cache_hit=cache_hit, **told)
+
+
+def choose_cache() -> None:
+    """Compiled kernels are kept beside Quire's other files, unless the user chose a place."""
+    if not any(os.environ.get(name) for name in CHOICES):
+        os.environ["TRITON_CACHE_DIR"] = str(cache_directory() / "triton")
+
+
+choose_cache()
+VARIANTS = Variants().install()
+
 
 # grid, stream, function; cooperative, overlapping; scratch memory, of the kernel and of profiles; sizes; three for listeners
 TAKEN = "iiiKKppOOOOOO"

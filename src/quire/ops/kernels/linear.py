@@ -12,9 +12,7 @@ import triton.language as tl
 from torch import Tensor, dtype
 
 from quire.ops.kernels.activation import KINDS, gate_by
-from quire.ops.kernels.launcher import launched
-from quire.ops.kernels.math import cdiv
-from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
+from quire.ops.kernels.launcher import cdiv, launched, let_next_start, overlapping, wait_for_previous
 
 
 @triton.jit

@@ -14,11 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.ops.kernels.activation import constants_of
-from quire.ops.kernels.launcher import launched
-from quire.ops.kernels.math import cdiv
-from quire.ops.kernels.outputs import put_outputs
-from quire.ops.kernels.overlap import ask_for, let_next_start, overlapping, wait_for_previous
-from quire.ops.kernels.shares import add_shares, turns_of
+from quire.ops.kernels.launcher import ask_for, cdiv, launched, let_next_start, overlapping, wait_for_previous
+from quire.ops.kernels.tiles import add_shares, put_outputs, turns_of
 
 ROWS = 16  # at most
 HIGH = 64  # rows of the matrix that a program takes

@@ -15,9 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.ops.kernels.activation import KINDS, activate
-from quire.ops.kernels.launcher import launched
-from quire.ops.kernels.math import cdiv
-from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
+from quire.ops.kernels.launcher import cdiv, launched, let_next_start, overlapping, wait_for_previous
 
 OUTPUTS = 64  # of a program
 BLOCK_K = 64  # numbers of a row at a time: 128 bytes, the widest the copy engine takes

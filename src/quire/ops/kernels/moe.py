@@ -10,9 +10,7 @@ from torch import Tensor
 
 from quire.ops.arguments import ExpertBiases, Inner, Ungated
 from quire.ops.kernels import moe_few, moe_many
-from quire.ops.kernels.launcher import launched
-from quire.ops.kernels.math import power_of_two
-from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
+from quire.ops.kernels.launcher import launched, let_next_start, overlapping, power_of_two, wait_for_previous
 
 FEW_SLOTS = 64  # so few rarely share an expert
 

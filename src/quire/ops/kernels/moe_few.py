@@ -13,10 +13,8 @@ from torch import Tensor
 
 from quire.ops.arguments import ExpertBiases, Gated
 from quire.ops.kernels.activation import constants_of
-from quire.ops.kernels.launcher import launched
+from quire.ops.kernels.launcher import cdiv, launched, let_next_start, overlapping, power_of_two, wait_for_previous
 from quire.ops.kernels.linear import eighths, pair_rows, pair_values, stream
-from quire.ops.kernels.math import cdiv, power_of_two
-from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 
 
 class Program(NamedTuple):

@@ -17,9 +17,7 @@ from torch import Tensor
 from quire.ops.activation import activate
 from quire.ops.arguments import ExpertBiases, Gated
 from quire.ops.kernels.activation import constants_of, gate_by
-from quire.ops.kernels.launcher import launched
-from quire.ops.kernels.math import cdiv, power_of_two
-from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
+from quire.ops.kernels.launcher import cdiv, launched, let_next_start, overlapping, power_of_two, wait_for_previous
 from quire.ops.kernels.tiles import find_tile
 
 SUM_BLOCK = 1024

@@ -14,12 +14,8 @@ from torch import Tensor
 
 from quire.ops.arguments import ClampedSwiglu
 from quire.ops.kernels.activation import constants_of
-from quire.ops.kernels.launcher import launched
-from quire.ops.kernels.math import cdiv, power_of_two
-from quire.ops.kernels.outputs import put_outputs
-from quire.ops.kernels.overlap import ask_for, let_next_start, overlapping, wait_for_previous
-from quire.ops.kernels.shares import add_shares, turns_of
-from quire.ops.kernels.tiles import find_tile
+from quire.ops.kernels.launcher import ask_for, cdiv, launched, let_next_start, overlapping, power_of_two, wait_for_previous
+from quire.ops.kernels.tiles import add_shares, find_tile, put_outputs, turns_of
 from quire.ops.kernels.words import (
     Packed,
     factor_of,

@@ -18,10 +18,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.ops.kernels.activation import constants_of, gate_by
-from quire.ops.kernels.launcher import launched
-from quire.ops.kernels.math import cdiv
-from quire.ops.kernels.overlap import ask_for, let_next_start, overlapping, wait_for_previous
-from quire.ops.kernels.shares import add_shares, turns_of
+from quire.ops.kernels.launcher import ask_for, cdiv, launched, let_next_start, overlapping, wait_for_previous
+from quire.ops.kernels.tiles import add_shares, turns_of
 
 LINE = 128  # bytes that are read together
 AHEAD = 2  # lines of a row

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from quire.ops.arguments import ClampedSwiglu, ExpertBiases
 from quire.ops.kernels.activation import constants_of
-from quire.ops.kernels.launcher import launched
+from quire.ops.kernels.launcher import cdiv, launched, let_next_start, overlapping, power_of_two, wait_for_previous
 from quire.ops.kernels.linear import pair_rows, pair_values
-from quire.ops.kernels.math import cdiv, power_of_two
-from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
 from quire.ops.kernels.words import Packed, column_of, factor_of, no_offset, place_of, scale_of, unpack, zero_of
 
 

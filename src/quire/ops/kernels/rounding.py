@@ -3,16 +3,58 @@
 The rounded rows lie as words of a packed matrix do (`packed.py`): of two columns that are APART, one beside the other.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor, dtype
 
+from quire.ops.forms import RoundedRows, Rounding
 from quire.ops.kernels.activation import KINDS, activate
-from quire.ops.kernels.launcher import launched
-from quire.ops.kernels.math import cdiv, power_of_two
-from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
-from quire.ops.kernels.write_rounded import constants_of, write_rounded
-from quire.ops.rounded import RoundedRows, Rounding
+from quire.ops.kernels.launcher import cdiv, launched, let_next_start, overlapping, power_of_two, wait_for_previous
+
+
+def constants_of(rounding: Rounding) -> dict[str, Any]:
+    """For kernels that know `write_rounded`."""
+    given = rounding.given is not None
+    return {"APART": rounding.apart, "GROUP": rounding.group, "GIVEN": given, "LARGEST": rounding.largest}
+
+
+@triton.jit
+def write_rounded(
+    value,  # [BLOCK] float32, from column `first` on: a whole row, unless scales are by GROUP; 0 where it has none
+    out,  # [rows, columns] of 8 bits
+    scales,  # [rows] float32; by group [columns / GROUP, height]
+    given,  # [1] float32: the scale
+    row,
+    first,
+    columns,
+    height,
+    APART: tl.constexpr,
+    GROUP: tl.constexpr,
+    GIVEN: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    if GROUP > 0:
+        groups = tl.reshape(value, (BLOCK // GROUP, GROUP))
+        factor = tl.maximum(tl.max(tl.abs(groups), 1), 1e-10) / LARGEST
+        number = tl.reshape(groups / factor[:, None], (BLOCK,))
+        group = first // GROUP + tl.arange(0, BLOCK // GROUP)
+        tl.store(scales + group.to(tl.int64) * height + row, factor, mask=group * GROUP < columns)
+    else:
+        factor = tl.load(given) if GIVEN else tl.maximum(tl.max(tl.abs(value), 0), 1e-10) / LARGEST
+        number = tl.minimum(tl.maximum(value / factor, -LARGEST), LARGEST)
+        if out.dtype.element_ty == tl.int8:
+            number = tl.floor(tl.abs(number) + 0.5) * tl.where(number < 0, -1.0, 1.0)
+        tl.store(scales + row, factor)
+    # not in the shape of `value`: Triton reads whatever is of one shape in the layout that suits the shortest of its numbers,
+    # and in that a norm's sum would be added up in another order than where it is not rounded
+    BLOCKS: tl.constexpr = BLOCK // (2 * APART)
+    apart = tl.reshape(number.to(out.dtype.element_ty), (BLOCKS, 2, APART))
+    beside = tl.reshape(tl.permute(apart, (0, 2, 1)), (BLOCKS, 2 * APART))
+    at = first + tl.arange(0, BLOCKS)[:, None] * (2 * APART) + tl.arange(0, 2 * APART)[None, :]
+    tl.store(out + row * columns + at, beside, mask=at < columns)
 
 
 @launched

@@ -8,9 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.kernels.launcher import launched
-from quire.ops.kernels.math import power_of_two
-from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
+from quire.ops.kernels.launcher import launched, let_next_start, overlapping, power_of_two, wait_for_previous
 
 
 @triton.jit

@@ -8,13 +8,137 @@ where the head ends: the noisiest token is the draw if it is kept; if it is not,
 for those before it. Only groups whose maximum reaches a bound are read again, which is few groups for the usual filters.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.arguments import BROKEN, CHUNK, GROUP, NOTHING_ALLOWED, DrawColumns, DrawScratch
-from quire.ops.kernels.launcher import launched
-from quire.ops.kernels.math import power_of_two
+from quire.ops.arguments import BROKEN, CHUNK, FARTHEST, GROUP, NOTHING_ALLOWED, DrawColumns, DrawScratch, Factors
+from quire.ops.kernels.launcher import cdiv, launched, power_of_two
+
+BLOCK = 1024
+SAID: tl.constexpr = tl.constexpr(1 << 30)  # a bit for the prompt's tokens; those of the output are counted below it
+
+
+@launched
+@triton.jit(do_not_specialize=["token_stride"])
+def _penalize(
+    logits,  # [N, V] float32
+    rows,  # [n] int64
+    slots,  # [n] int64
+    ends,  # [n] int64
+    prompts,  # [n] int64
+    tokens,  # [S, L] int32
+    repetitions,  # [S] float32
+    frequencies,  # [S] float32
+    presences,  # [S] float32
+    counts,  # [m, V] int32 zeros
+    logit_stride,
+    token_stride,
+    count_stride,
+    FARTHEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64)
+    slot, end, prompt = tl.load(slots + place), tl.load(ends + place), tl.load(prompts + place)
+    said = tokens + slot * token_stride
+    mine = counts + place * count_stride
+    x = logits + tl.load(rows + place) * logit_stride
+    repetition, frequency, presence = tl.load(repetitions + slot), tl.load(frequencies + slot), tl.load(presences + slot)
+    for begin in tl.range(0, end, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        token = tl.load(said + at, mask=at < end, other=0)
+        tl.atomic_or(mine + token, SAID, mask=at < prompt, sem="relaxed")
+        tl.atomic_add(mine + token, 1, mask=(at >= prompt) & (at < end), sem="relaxed")
+    tl.debug_barrier()
+    for begin in tl.range(0, end, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        token = tl.load(said + at, mask=at < end, other=0)
+        taken = tl.atomic_xchg(mine + token, 0, mask=at < end, sem="relaxed")
+        first = (at < end) & (taken != 0)
+        count = (taken & (SAID - 1)).to(tl.float32)
+        before = tl.load(x + token, mask=first, other=0.0)
+        value = tl.where(before > 0, tl.div_rn(before, repetition), before * repetition)
+        value = value - frequency * count - tl.where(count > 0, presence, 0.0)
+        value = tl.minimum(tl.maximum(value, -FARTHEST), FARTHEST)
+        tl.store(x + token, tl.where(before > float("-inf"), value, before), mask=first)
+
+
+def penalize(
+    logits: Tensor, row: Tensor, slot: Tensor, end: Tensor, prompt: Tensor, tokens: Tensor, factors: Factors, counts: Tensor
+) -> None:
+    _penalize[(len(row),)](
+        logits, row, slot, end, prompt, tokens, *factors, counts,
+        logits.stride(0), tokens.stride(0), counts.stride(0), FARTHEST=FARTHEST, BLOCK=BLOCK, num_warps=8,
+    )  # fmt: skip
+
+
+SCORES_CHUNK = 4096
+
+
+@launched
+@triton.jit
+def _score_chunks(
+    logits,  # [n, V] float32
+    chosen,  # [n] int64
+    peaks,  # [n, CHUNKS] float32
+    masses,  # [n, CHUNKS] float32
+    above,  # [n, CHUNKS] int32
+    row_stride,
+    VOCABULARY: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row * row_stride + at, mask=at < VOCABULARY, other=float("-inf"))
+    bar = tl.load(logits + row * row_stride + tl.load(chosen + row))
+    peak = tl.max(x)
+    mine = row * CHUNKS + chunk
+    tl.store(peaks + mine, peak)
+    tl.store(masses + mine, tl.sum(tl.exp(x - tl.where(peak > float("-inf"), peak, 0.0))))
+    tl.store(above + mine, tl.sum((x > bar).to(tl.int32)))
+
+
+@launched
+@triton.jit
+def _score_rows(
+    peaks,  # [n, CHUNKS] float32
+    masses,  # [n, CHUNKS] float32
+    above,  # [n, CHUNKS] int32
+    tops,  # [n] float32
+    spreads,  # [n] float32
+    ranks,  # [n] int32
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, BLOCK)
+    mine, there = row * CHUNKS + chunk, chunk < CHUNKS
+    peak = tl.load(peaks + mine, mask=there, other=float("-inf"))
+    top = tl.max(peak)
+    shift = tl.where(top > float("-inf"), top, 0.0)
+    mass = tl.sum(tl.load(masses + mine, mask=there, other=0.0) * tl.exp(peak - shift))
+    tl.store(tops + row, shift)
+    tl.store(spreads + row, tl.log(mass))
+    tl.store(ranks + row, tl.sum(tl.load(above + mine, mask=there, other=0)) + 1)
+
+
+def score(logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows, vocabulary = logits.shape
+    chunks = cdiv(vocabulary, SCORES_CHUNK)
+    peaks, masses = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device).unbind()
+    above = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
+    tops, spreads = torch.empty(2, rows, dtype=torch.float32, device=logits.device).unbind()
+    ranks = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    shape = {"CHUNKS": chunks}
+    _score_chunks[(chunks, rows)](
+        logits, chosen, peaks, masses, above, logits.stride(0), VOCABULARY=vocabulary, CHUNK=SCORES_CHUNK, **shape, num_warps=4
+    )
+    _score_rows[(rows,)](peaks, masses, above, tops, spreads, ranks, BLOCK=power_of_two(chunks), **shape, num_warps=1)
+    return tops, spreads, ranks
+
 
 TILE = 4096  # tokens that _pick looks at together
 WARPS = 16

@@ -1,7 +1,13 @@
 """Which expert's rows a program multiplies, found on the device."""
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from quire.ops.kernels.activation import gate_by
 
 
 @triton.jit
@@ -20,3 +26,46 @@ def find_tile(ends, tile, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, ROW
     first = tl.sum(tl.where(mine, begin + (tile - last + tiles) * ROWS, 0), 0)
     stop = tl.sum(tl.where(mine, end, 0), 0)
     return expert, first, stop
+
+
+@triton.jit
+def add_shares(acc, sums, turns, tile, SHARES: tl.constexpr):
+    """acc [N, M], the share of program_id(1); sums: of its type, room for every share of every tile; turns [tiles]: zeros,
+    and left so. -> the sum, and whether it is there: only who ends last has it."""
+    N: tl.constexpr = acc.shape[0]
+    M: tl.constexpr = acc.shape[1]
+    at = tl.arange(0, N)[:, None] * M + tl.arange(0, M)[None, :]
+    sums += tile.to(tl.int64) * (SHARES * N * M)
+    tl.store(sums + tl.program_id(1) * (N * M) + at, acc)
+    tl.debug_barrier()
+    last = tl.atomic_add(turns + tile, 1, sem="acq_rel") == SHARES - 1
+    if last:
+        tl.store(turns + tile, 0)
+        acc = tl.load(sums + at, cache_modifier=".cg")
+        for other in tl.static_range(1, SHARES):
+            acc += tl.load(sums + other * (N * M) + at, cache_modifier=".cg")
+    return acc, last
+
+
+@cache
+def turns_of(device: torch.device) -> Tensor:
+    """Zeros; every launch leaves them so."""
+    return torch.zeros(1 << 16, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def put_outputs(
+    acc, bias, out, read, begins, target, there, outputs,
+    BIAS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """acc [N, R] float32 of matrix rows `read` [N], of a gated matrix gates above what they gate -> out [., outputs], from
+    `begins` on, in the rows target [R] that are there."""
+    kind: tl.constexpr = out.dtype.element_ty
+    if BIAS:
+        acc += tl.load(bias + read).to(tl.float32)[:, None]
+    if KIND != "":
+        both = tl.reshape(acc, (2, acc.shape[0] // 2, acc.shape[1]))
+        gate, up = tl.split(tl.permute(both, (1, 2, 0)))
+        acc = gate_by(gate, up, KIND, ALPHA, LIMIT, kind)
+    n = begins + tl.arange(0, acc.shape[0])
+    tl.store(out + target[None, :] * outputs + n[:, None], acc.to(kind), mask=(n < outputs)[:, None] & there[None, :])

@@ -24,9 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction
 
-from quire.ops.kernels.launcher import launched
-from quire.ops.kernels.math import cdiv
-from quire.ops.kernels.overlap import let_next_start, overlapping, wait_for_previous
+from quire.ops.kernels.launcher import cdiv, launched, let_next_start, overlapping, wait_for_previous
 
 # a number so large that the last bits of a mantissa count in ones, how the type is called, 1, -1, and less that number: each
 # twice in a register

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.arguments import Factors
-from quire.ops.sample_penalties import penalize
+from quire.ops.sample import penalize
 from quire.runner.sampler.stage import LEAST, MOST, Columns, Lists, Rows
 from quire.runner.transfer import Longs, upload
 from quire.types.plan import Admission, Words

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.ops.sample_scores import score
+from quire.ops.sample import score
 from quire.runner.sampler.stage import Rows
 from quire.runner.transfer import Longs, upload
 from quire.types.plan import Admission, TopLogprobs
