@@ -12,8 +12,7 @@ import pytest
 from matrix_case import BUDGET, NEW_TOKENS, PAGE, PENALTY, Case, ids_of
 from matrix_columns import COLUMNS
 from quire import LLM, AsyncLLM, EngineArgs, SamplingParams
-from quire.cache.capacity import pages_for
-from quire.cache.layout import make_layout
+from quire.cache.layout import make_layout, pages_for
 from quire.config.resolve import resolve
 from quire.device.registry import describe
 from quire.engine.executor import workers

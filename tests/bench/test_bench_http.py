@@ -7,11 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.bench.client import Origin
-from quire.bench.http import BadResponse, ResponseParser
+from quire.bench.client import BadResponse, EventReader, Origin, ResponseParser
 from quire.bench.openai import StreamReceiver, error_text
 from quire.bench.record import Record
-from quire.bench.sse import EventReader
 from quire.types.errors import ConfigError
 
 

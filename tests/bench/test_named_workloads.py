@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 
-from quire.bench.workloads import WORKLOADS, workload
+from quire.bench.samples import WORKLOADS, workload
 from quire.cli import bench_throughput
 
 DIGESTS = {

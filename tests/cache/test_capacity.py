@@ -1,7 +1,6 @@
 import pytest
 
-from quire.cache.capacity import fit, pages_for
-from quire.cache.layout import make_layout
+from quire.cache.layout import fit, make_layout, pages_for
 from quire.types.cache import LayerCache
 from quire.types.errors import ConfigError
 

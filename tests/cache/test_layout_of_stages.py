@@ -1,7 +1,6 @@
 import pytest
 
-from quire.cache.layout import make_layout
-from quire.cache.stages import pool_layout, stage_layout
+from quire.cache.layout import make_layout, pool_layout, stage_layout
 from quire.config.args import split_layers
 from quire.types.cache import LayerCache
 from quire.types.errors import ConfigError

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from quire.cache.capacity import pages_for
 from quire.cache.groups import KINDS, Full
-from quire.cache.layout import make_layout
+from quire.cache.layout import make_layout, pages_for
 from quire.cache.pool import NULL
 from quire.cache.tables import Tables
 from quire.types.cache import LayerCache

@@ -10,7 +10,7 @@ import pytest
 
 from fake_openai import Answer, FakeOpenAI
 from patience import PATIENCE
-from quire.bench.provenance import commit, without_secrets
+from quire.bench.machine import commit, without_secrets
 from quire.cli.bench_serve import KEYS
 from quire.cli.main import main
 

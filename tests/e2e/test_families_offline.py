@@ -13,8 +13,7 @@ import selection
 from more_families import MORE
 from oracle import FAMILIES, TINY
 from quire import LLM, SamplingParams
-from quire.cache.capacity import pages_for
-from quire.cache.layout import make_layout
+from quire.cache.layout import make_layout, pages_for
 from quire.types.errors import ConfigError
 
 NEW_TOKENS = 40

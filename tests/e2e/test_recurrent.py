@@ -12,8 +12,7 @@ import torch
 from adapters import write_with_peft
 from oracle import TINY, open_reference
 from quire import LLM, SamplingParams
-from quire.cache.capacity import pages_for
-from quire.cache.layout import make_layout
+from quire.cache.layout import make_layout, pages_for
 from quire.lora.request import LoRARequest
 from quire.types.errors import ConfigError
 from recurrent_families import RECURRENT

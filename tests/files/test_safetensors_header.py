@@ -59,7 +59,7 @@ def test_a_large_header_is_parsed_in_small_pieces(tmp_path: Path, monkeypatch: p
         sizes.append(len(text))
         return json.loads(text)
 
-    monkeypatch.setattr("quire.files.header_scanner.read_json", read)
+    monkeypatch.setattr("quire.files.safetensors.read_json", read)
     path = tmp_path / "m.safetensors"
     path.write_bytes(
         _file({f"layer {i}": {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]} for i in range(count)}, b"0" * count)

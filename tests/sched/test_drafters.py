@@ -5,11 +5,8 @@ from array import array
 import pytest
 
 from quire.config.speculative import SpeculativeConfig
-from quire.sched.draft import make, suffix
-from quire.sched.draft.base import Text
-from quire.sched.draft.ngram import NgramDrafter
-from quire.sched.draft.suffix import SuffixDrafter
-from quire.sched.draft.synthetic import SyntheticDrafter
+from quire.sched.draft import drafters
+from quire.sched.draft.drafters import NgramDrafter, SuffixDrafter, SyntheticDrafter, Text
 from quire.types.errors import ConfigError
 
 
@@ -74,7 +71,7 @@ def test_what_is_kept_is_bounded(monkeypatch):
     assert scope.size <= 1100
     drafter.finished(text(range(100_000), 0))
     assert scope.size <= 1100
-    monkeypatch.setattr(suffix, "MOST_SCOPES", 5)
+    monkeypatch.setattr(drafters, "MOST_SCOPES", 5)
     for i in range(30):
         drafter.finished(text([1, 2, 3], 0, (f"key {i}",)))
     assert len(drafter._scopes) <= 5 and ("key 29",) in drafter._scopes
@@ -112,7 +109,7 @@ class Bad:
 
 
 def made(where):
-    return make.make_drafter(SpeculativeConfig("custom_class", 3, model=where), 100)
+    return drafters.make_drafter(SpeculativeConfig("custom_class", 3, model=where), 100)
 
 
 def test_drafters_of_others(caplog):

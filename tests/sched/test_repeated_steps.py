@@ -7,7 +7,7 @@ from desk import Desk
 from msgspec import structs
 
 from quire.sched import scheduler
-from quire.sched.repeat import repeat
+from quire.sched.scheduler import steady_decode
 
 
 def run(seed, choices, depth):
@@ -41,7 +41,7 @@ def test_the_same_plans(monkeypatch, depth):
 
     def counted(*given):
         nonlocal repeated
-        found = repeat(*given)
+        found = steady_decode(*given)
         repeated += found is not None
         return found
 
@@ -51,8 +51,8 @@ def test_the_same_plans(monkeypatch, depth):
             "windows": dice.choice([(None,), (None, 6)]), "wrong": dice.choice([1, 2, 3, 100]), "pages": dice.choice([14, 40]),
             "budget": dice.choice([3, 8, 64]), "adaptive": dice.random() < 0.3,
         }  # fmt: skip
-        monkeypatch.setattr(scheduler, "repeat", counted)
+        monkeypatch.setattr(scheduler, "steady_decode", counted)
         short = run(seed, choices, depth)
-        monkeypatch.setattr(scheduler, "repeat", lambda *_: None)
+        monkeypatch.setattr(scheduler, "steady_decode", lambda *_: None)
         assert short == run(seed, choices, depth)
     assert repeated > 8

@@ -1,6 +1,6 @@
 from array import array
 
-from quire.sched.stop import finish
+from quire.sched.limits import finish
 from quire.types.request import EngineRequest, Request
 from quire.types.sampling import RepetitionDetectionParams, SamplingParams
 

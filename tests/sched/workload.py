@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from hypothesis import strategies as st
 
-from quire.cache.capacity import pages_for
-from quire.cache.layout import make_layout
+from quire.cache.layout import make_layout, pages_for
 from quire.engine.core import EngineCore
 from quire.engine.executor.fake import FakeExecutor, Faults, Guess
 from quire.engine.executor.fake_model import FakeModel

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from quire.bench.bounds import MOST_SECONDS
+from quire.bench.record import MOST_SECONDS
 from quire.types.errors import ConfigError
 
 Times = npt.NDArray[np.float64]

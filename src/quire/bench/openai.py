@@ -4,9 +4,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from quire.bench.client import EventReader
 from quire.bench.record import Record
 from quire.bench.samples import Sample
-from quire.bench.sse import EventReader
 from quire.types.errors import ConfigError
 
 MAX_ERROR = 2000

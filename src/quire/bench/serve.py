@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 
 from quire.bench.arrivals import LoadShape, arrival_times
-from quire.bench.bounds import MOST_REQUESTS, check_count
 from quire.bench.client import Client, Origin, allow_open_files
 from quire.bench.datasets import find
 from quire.bench.datasets.options import SYNTHETIC, DatasetOptions
 from quire.bench.load import Load, Outgoing, sender
 from quire.bench.openai import request_body
 from quire.bench.progress import progress
-from quire.bench.record import Record
+from quire.bench.record import MOST_REQUESTS, Record, check_count
 from quire.bench.report import error_lines
 from quire.bench.samples import RandomPrompts, Sample
 from quire.bench.server import MeasuredServer

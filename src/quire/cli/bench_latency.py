@@ -38,8 +38,8 @@ def run(namespace: argparse.Namespace) -> int:
 
     from quire.bench.machine import machine
     from quire.bench.offline import OfflineWork, latency_of, measure
+    from quire.bench.report import latency_lines
     from quire.bench.samples import RandomPrompts
-    from quire.bench.tables import latency_lines
     from quire.types.sampling import SamplingParams
 
     report = OfflineReport("latency", namespace)

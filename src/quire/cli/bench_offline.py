@@ -34,7 +34,7 @@ def add_report_and_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def at_least(flag: str, value: int, least: int) -> int:
-    from quire.bench.bounds import MOST_TOKENS, check_count
+    from quire.bench.record import MOST_TOKENS, check_count
 
     return check_count(flag, value, least, MOST_TOKENS)
 
@@ -61,7 +61,7 @@ class OfflineReport:
         self._then = read_result(namespace.compare, kind) if namespace.compare else None
 
     def print_heading(self, title: str, model: str, engine: Mapping[str, Any], machine: Mapping[str, Any]) -> None:
-        from quire.bench.tables import heading
+        from quire.bench.report import heading
 
         device = machine.get("gpu") or f"{machine['cpu']}, {machine['cpu_count']} processors"
         print(
@@ -77,7 +77,7 @@ class OfflineReport:
         details: Mapping[str, Any],
     ) -> None:
         """Compares and saves, where that was asked for."""
-        from quire.bench.provenance import provenance
+        from quire.bench.machine import provenance
         from quire.bench.report import comparison, save
         from quire.cli.bench_serve import plain
 

@@ -191,7 +191,7 @@ def result_of(
     namespace: argparse.Namespace, settings: "ServeSettings", outcome: "Outcome", summary: "RunSummary"
 ) -> dict[str, Any]:
     """The saved form: what was measured under vLLM's names, and everything needed to measure it again."""
-    from quire.bench.provenance import provenance
+    from quire.bench.machine import provenance
     from quire.bench.report import details, error_lines
 
     backend = "openai-chat" if settings.chat else "openai"

@@ -37,8 +37,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(namespace: argparse.Namespace) -> int:
     from quire.bench.machine import machine
+    from quire.bench.report import startup_lines
     from quire.bench.startup import start_once, startup_figures
-    from quire.bench.tables import startup_lines
     from quire.types.errors import ConfigError
 
     report = OfflineReport("startup", namespace)

@@ -70,7 +70,7 @@ def run(namespace: argparse.Namespace) -> int:
     from quire.bench.datasets.options import SYNTHETIC
     from quire.bench.machine import machine
     from quire.bench.offline import best, measure, throughput_of
-    from quire.bench.tables import throughput_lines
+    from quire.bench.report import throughput_lines
 
     report = OfflineReport("throughput", namespace)
     runs, warmups = at_least("runs", namespace.runs, 1), at_least("warmup-runs", namespace.warmup_runs, 0)
@@ -136,8 +136,7 @@ def dataset_of(namespace: argparse.Namespace) -> "DatasetOptions":
 
 def works(namespace: argparse.Namespace, options: "DatasetOptions | None", llm: "LLM") -> "list[OfflineWork]":
     from quire.bench.datasets import find
-    from quire.bench.samples import RandomPrompts
-    from quire.bench.workloads import workload
+    from quire.bench.samples import RandomPrompts, workload
 
     vocab_size = llm.llm_engine.config.facts.vocab_size
     if options is not None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.cache.capacity import pages_for
+from quire.cache.layout import pages_for
 from quire.cli.parser import add_model_tag, engine_args
 from quire.config.args import EngineArgs, add_cli_arguments, local_engines
 from quire.config.config import Config

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.arrivals import LoadShape
-from quire.bench.bounds import MOST_REQUESTS
 from quire.bench.datasets.options import TokenCounter
-from quire.bench.workloads import WORKLOADS
-from quire.cache.capacity import MOST_SNAPSHOTS
-from quire.cache.layout import make_layout
+from quire.bench.record import MOST_REQUESTS
+from quire.bench.samples import WORKLOADS
+from quire.cache.layout import MOST_SNAPSHOTS, make_layout
 from quire.cli.bench_serve import YES, Flags, N, X
 from quire.cli.parser import add_model_tag, engine_args
 from quire.cli.plan import MemoryPlan, gib, plan_for, read_size, resolve_for

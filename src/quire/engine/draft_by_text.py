@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from quire.engine.core import EngineCore
-from quire.sched.draft.base import Text
+from quire.sched.draft.drafters import Text
 from quire.text.retokenize import Rewording
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import EngineDead

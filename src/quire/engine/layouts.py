@@ -4,9 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from quire.cache.capacity import MOST_SNAPSHOTS, Capacity, fit, fit_states, pages_for
-from quire.cache.layout import make_layout
-from quire.cache.stages import pool_layout, stage_layout
+from quire.cache.layout import MOST_SNAPSHOTS, Capacity, fit, fit_states, make_layout, pages_for, pool_layout, stage_layout
 from quire.config.args import EngineArgs, local_engines
 from quire.config.config import Config
 from quire.config.facts import ModelFacts

@@ -8,7 +8,7 @@ are not on this machine.
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from quire.cache.capacity import MOST_SNAPSHOTS, pages_for
+from quire.cache.layout import MOST_SNAPSHOTS, pages_for
 from quire.config.config import Config
 from quire.config.dequantized_copies import copied_gguf_values, copied_values, estimate_copied
 from quire.config.draft_heads import DraftHead

@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Mapping
 
-from quire.cache.stages import stage_layout
+from quire.cache.layout import stage_layout
 from quire.config.config import Config
 from quire.device.base import Device
 from quire.dist.channel import Shape

@@ -19,7 +19,7 @@ from quire.engine.timeline import Stopwatch
 from quire.models.registry import complete_facts
 from quire.sched.draft.ahead import SpeculationAhead
 from quire.sched.draft.costs import A_CPU, Prior
-from quire.sched.draft.make import make_drafter
+from quire.sched.draft.drafters import make_drafter
 from quire.sched.draft.speculation import Speculation
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from quire.cache.capacity import Capacity
+from quire.cache.layout import Capacity
 from quire.config.args import connect_timeout, step_timeout
 from quire.config.config import Config
 from quire.config.facts import ModelFacts

@@ -25,7 +25,7 @@ def fetch_snapshot(
 
 def fetch_gguf(repo: str, file: str, *, revision: str | None, download_dir: str | None, token: str | bool | None) -> Path:
     """One GGUF file of a hub repository, with its sibling shards when it is one of several."""
-    from quire.files.shards import shard_pattern
+    from quire.files.safetensors import shard_pattern
 
     snapshot = _download(repo, [shard_pattern(file)], revision, download_dir, token)
     path = snapshot / file

@@ -11,8 +11,7 @@ from typing import Literal
 
 from quire.files import hub, wheel
 from quire.files.reading import check_regular_files
-from quire.files.safetensors import read_index
-from quire.files.shards import gguf_shards, whole_models
+from quire.files.safetensors import gguf_shards, read_index, whole_models
 from quire.types.errors import ModelError, ModelNotFound
 
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$", re.ASCII)

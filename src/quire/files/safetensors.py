@@ -1,16 +1,79 @@
 """The header of a safetensors file: names, dtypes, shapes and places. No tensor data is read here."""
 
 import os
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from json import JSONDecoder
 from math import prod
 from pathlib import Path, PurePath
 from typing import Any
 
-from quire.files.header_scanner import HeaderScanner
 from quire.files.reading import open_regular, read_object, shown, told
 from quire.types.errors import ModelError
+from quire.types.json_text import read_json
+
+MAX_ENTRY_CHARS = 4096  # of one tensor: dtype, shape and offsets have about 80
+_DECODER = JSONDecoder()
+_BLANKS = re.compile(r"[ \t\r\n]*")
+
+
+class HeaderScanner:
+    """A cursor in a text. All methods raise ValueError where the text is something else."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._at = text, 0
+
+    def members(self) -> Iterator[str]:
+        """Yield the names of an object's members. The caller reads each value before it asks for the next name."""
+        self._take("{", "an object")
+        if self._next() == "}":
+            self._at += 1
+            return
+        while True:
+            name = self.string()
+            self._take(":", "a colon")
+            yield name
+            if self._next() == "}":
+                self._at += 1
+                return
+            self._take(",", "a comma")
+
+    def string(self) -> str:
+        if self._next() != '"':
+            raise self._unexpected("a string")
+        value, self._at = _DECODER.raw_decode(self._text, self._at)
+        return str(value)
+
+    def flat_object(self) -> Any:
+        """Return an object that has no objects in it."""
+        if self._next() != "{":
+            raise self._unexpected("an object")
+        end = self._text.find("}", self._at, self._at + MAX_ENTRY_CHARS) + 1
+        if not end:
+            raise self._unexpected(f"an object of at most {MAX_ENTRY_CHARS:,} characters")
+        value, self._at = read_json(self._text[self._at : end]), end
+        return value
+
+    def end(self) -> None:
+        if self._next():
+            raise self._unexpected("the end")
+
+    def _next(self) -> str:
+        """Skip blanks and return the next character; nothing at the end."""
+        blanks = _BLANKS.match(self._text, self._at)
+        self._at = blanks.end() if blanks else self._at
+        return self._text[self._at : self._at + 1]
+
+    def _take(self, character: str, what: str) -> None:
+        if self._next() != character:
+            raise self._unexpected(what)
+        self._at += 1
+
+    def _unexpected(self, what: str) -> ValueError:
+        return ValueError(f"character {self._at:,} must begin {what}; got {self._text[self._at : self._at + 20]!r}")
+
 
 MAX_METADATA_KEYS = 100_000
 # dtype name -> bits per element
@@ -133,3 +196,35 @@ def read_index(path: Path) -> dict[str, str]:
 
 def _broken(path: Path, why: str) -> ModelError:
     return ModelError(f"{path}: broken safetensors file: {why}")
+
+
+_SHARD = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$", re.DOTALL)
+
+
+def gguf_shards(path: Path) -> tuple[Path, ...]:
+    """All files of the model that `path` is a part of, in order; just `path` when it is whole."""
+    match = _SHARD.match(path.name)
+    if match is None:
+        return (path,)
+    stem, count = match["stem"], int(match["count"])
+    paths = tuple(path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1))
+    missing = [shard.name for shard in paths if not shard.is_file()]
+    if missing:
+        raise ModelError(f"{path.parent}: {len(missing)} of {count} GGUF shards are missing: {', '.join(missing)}")
+    return paths
+
+
+def shard_pattern(name: str) -> str:
+    """A file name pattern that matches `name` and its sibling shards."""
+    match = _SHARD.match(name)
+    return name if match is None else f"{match['stem']}-*-of-{match['count']}.gguf"
+
+
+def whole_models(paths: list[Path]) -> list[tuple[Path, ...]]:
+    """Group GGUF files into models. Image encoders (`mmproj`) lie beside models, but are none."""
+    models = []
+    for path in sorted(path for path in paths if "mmproj" not in path.name.lower()):
+        match = _SHARD.match(path.name)
+        if match is None or int(match["number"]) == 1:
+            models.append(gguf_shards(path))
+    return models

@@ -3,10 +3,14 @@
 Clients hear of prompts beyond the context from `text/prompts.py`; here the engine does not rely on that.
 """
 
-from quire.cache.capacity import longest, pages_for
+import sys
+from array import array
+
+from quire.cache.layout import longest, pages_for
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError, PromptTooLong, RequestError
-from quire.types.request import EngineRequest, Request
+from quire.types.request import EngineRequest, FinishReason, Request
+from quire.types.sampling import RepetitionDetectionParams
 
 
 class RequestLimits:
@@ -67,3 +71,59 @@ class RequestLimits:
             f"{needed - self._pages} too few: shorten it or lower max_tokens by at least {stored - possible} tokens",
             "prompt",
         )
+
+
+def finish(request: Request, token: int) -> tuple[FinishReason, int | None] | None:
+    """(reason, stop token to report) if `token`, the newest, was the last one; None if the request goes on."""
+    spec, tokens = request.spec, request.tokens
+    # a grammar allows it before min_tokens when nothing else may follow
+    grammar_ended = request.constrained and token in spec.eos_ids
+    if token in spec.stop_ids and (grammar_ended or len(tokens) - len(spec.prompt) > spec.params.min_tokens):
+        return "stop", None if token in spec.eos_ids else token
+    if len(tokens) >= request.limit:
+        return "length", None
+    pattern = spec.params.repetition_detection
+    if pattern is not None and repeats(tokens, len(spec.prompt), pattern):
+        return "repetition", None
+    return None
+
+
+def next_check(request: Request) -> int:
+    """No sooner than with this many tokens can `finish` say anything, unless a stop id comes."""
+    return 0 if request.spec.params.repetition_detection is not None else request.limit
+
+
+def repeats(tokens: "array[int]", prompt_length: int, pattern: RepetitionDetectionParams) -> bool:
+    """Are the last sampled tokens one pattern, `min_count` times in a row? A tail with period p equals itself shifted by p."""
+    for size in range(max(1, pattern.min_pattern_size), pattern.max_pattern_size + 1):
+        length = size * pattern.min_count
+        if len(tokens) - prompt_length < length:
+            return False
+        tail = tokens[-length:]
+        if tail[size:] == tail[:-size]:
+            return True
+    return False
+
+
+def left_to_think(request: Request) -> int:
+    """Of the next tokens, so many are none that the budget may decide about. Pending tokens are counted, unseen."""
+    budget = request.spec.params.thinking_token_budget
+    if budget is None or request.thought:
+        return sys.maxsize
+    return budget - (request.computed + request.known - len(request.spec.prompt))
+
+
+def forced_end(request: Request) -> int | None:
+    """The token that must be drawn next, when nothing but that draw is pending."""
+    params, start = request.spec.params, len(request.spec.prompt)
+    budget, ends = params.thinking_token_budget, params.thinking_end_ids or []
+    if budget is None or request.thought or len(request.tokens) - start < budget:
+        return None
+    begun = len(request.tokens) - start - budget  # how much of the end has been forced
+    forced = params.thinking_forced_ids or ends
+    if begun == 0:
+        thinking = request.tokens[start:].tolist()
+        request.thought = any(thinking[i : i + len(ends)] == ends for i in range(len(thinking)))
+    elif begun >= len(forced):
+        request.thought = True
+    return None if request.thought else forced[begun]

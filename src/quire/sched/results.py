@@ -8,9 +8,9 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from quire.cache.tables import Tables
+from quire.sched.limits import finish, next_check
 from quire.sched.plan_builder import Scheduled
 from quire.sched.roster import Roster
-from quire.sched.stop import finish, next_check
 from quire.types.outputs import TokenDelta
 from quire.types.plan import Floats, StepResult, TopLogprobs
 from quire.types.request import FinishReason, Request

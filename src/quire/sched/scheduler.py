@@ -18,23 +18,49 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
+import numpy as np
+
 from quire.cache.tables import Entries, Tables
 from quire.sched.budget import Budget, StepBudget
 from quire.sched.draft.speculation import Speculation
-from quire.sched.forks import common_prefix
-from quire.sched.limits import RequestLimits
+from quire.sched.limits import RequestLimits, finish, left_to_think
 from quire.sched.plan_builder import PlanBuilder, Scheduled
 from quire.sched.queue import Policy
-from quire.sched.repeat import repeat
 from quire.sched.results import Results, delta
-from quire.sched.roster import Roster
-from quire.sched.stop import finish
-from quire.sched.thinking import left_to_think
+from quire.sched.roster import Roster, common_prefix
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError, EngineError, RequestError
 from quire.types.outputs import TokenDelta
+from quire.types.plan import StepPlan
 from quire.types.request import EngineRequest, Request
 from quire.types.stats import Stats
+
+
+def steady_decode(last: Scheduled, step: int, speculation: Speculation) -> Scheduled | None:
+    """Of all requests that there are, to whom drafts were granted; their cursors move. None = it would not be the same."""
+    plan, shapes, ends = last.plan, last.plan.shapes, list[int]()
+    if speculation.ahead or plan.ahead or len(shapes.outputs.pool) or shapes.tokens != len(last.requests) + shapes.drafted:
+        return None
+    for request, (sample, drafts) in zip(last.requests, shapes.each, strict=True):
+        end = request.computed + 1 + drafts
+        able = sample and request.drew and request.known == 1 and not (request.loose or request.spec.params.needs_masks)
+        if not able or speculation.granted.get(request, 0) != drafts or end > min(request.covered, request.limit - 1):
+            return None
+        ends.append(end)
+    tokens: list[int] = []
+    for request, end, (_, drafts) in zip(last.requests, ends, shapes.each, strict=True):
+        request.computed, request.loose = end, drafts
+        tokens += speculation.tokens(request, drafts)
+    again = StepPlan(
+        step=step,
+        slot=plan.slot,
+        end=np.array(ends, np.int32),
+        shapes=shapes,
+        draft_token=np.array(tokens, np.int32),
+        guesses=plan.guesses,
+    )
+    return Scheduled(again, last.requests, last.odd)
+
 
 MOST_COUNTED = 16  # of those who wait
 AHEAD = 3  # pages that a growing request gets beyond what it needs now, where they are plenty: it asks less often
@@ -251,7 +277,7 @@ class Scheduler:
     def _again(self, last: Scheduled, speculation: Speculation) -> Scheduled | None:
         """The latest step once more, if that is what planning would come to."""
         self._grant(speculation)
-        scheduled = repeat(last, self._step, speculation)
+        scheduled = steady_decode(last, self._step, speculation)
         if scheduled is not None:
             self._last, self._step, self._owed = scheduled, self._step + 1, 0
             for request in scheduled.requests:

@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 
 from quire.bench.arrivals import LoadShape, arrival_times
-from quire.bench.bounds import MOST_REQUESTS, MOST_SECONDS, MOST_TOKENS, check_count, read_tokens
 from quire.bench.datasets.options import DatasetOptions, TokenCounter
 from quire.bench.datasets.random_tokens import around
 from quire.bench.datasets.sharegpt import samples
-from quire.bench.samples import RandomPrompts
-from quire.bench.workloads import workload
+from quire.bench.record import MOST_REQUESTS, MOST_SECONDS, MOST_TOKENS, check_count, read_tokens
+from quire.bench.samples import RandomPrompts, workload
 from quire.types.errors import ConfigError
 from quire.types.json_text import read_json
 

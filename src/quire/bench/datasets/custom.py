@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from quire.bench.bounds import read_tokens
 from quire.bench.datasets.options import DatasetOptions, TokenCounter, read_text
+from quire.bench.record import read_tokens
 from quire.bench.samples import RandomPrompts, Sample
 from quire.types.errors import ConfigError
 from quire.types.json_text import read_json

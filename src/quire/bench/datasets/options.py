@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from quire.bench.bounds import MOST_REQUESTS, MOST_TOKENS, check_count
+from quire.bench.record import MOST_REQUESTS, MOST_TOKENS, check_count
 from quire.types.errors import ConfigError
 
 SYNTHETIC = ("random", "prefix_repetition", "timed_trace")  # written in an alphabet

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from quire.bench.bounds import MOST_SECONDS, read_tokens
 from quire.bench.datasets.custom import json_lines, sample
 from quire.bench.datasets.options import DatasetOptions, TokenCounter
+from quire.bench.record import MOST_SECONDS, read_tokens
 from quire.bench.samples import Ids, RandomPrompts, Sample
 from quire.types.errors import ConfigError
 

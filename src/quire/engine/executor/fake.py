@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quire.cache.capacity import MOST_SNAPSHOTS, Capacity, pages_for
+from quire.cache.layout import MOST_SNAPSHOTS, Capacity, pages_for
 from quire.config.config import Config
 from quire.config.facts import ModelFacts
 from quire.engine.executor.base import Executor

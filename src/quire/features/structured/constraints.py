@@ -9,9 +9,9 @@ import numpy as np
 
 from quire.features.structured.grammar.client import refusal
 from quire.features.structured.grammar.lanes import GrammarLanes
+from quire.sched.limits import forced_end
 from quire.sched.plan_builder import Scheduled
 from quire.sched.scheduler import Scheduler
-from quire.sched.thinking import forced_end
 from quire.types.errors import NotSupported, RequestError
 from quire.types.outputs import TokenDelta
 from quire.types.plan import StepResult, Words

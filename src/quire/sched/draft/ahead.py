@@ -7,9 +7,9 @@ guesses, or that has drafts, is waited for.
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from quire.sched.draft.base import BatchDrafter, Text
 from quire.sched.draft.choice import Choice
 from quire.sched.draft.costs import Prior
+from quire.sched.draft.drafters import BatchDrafter, Text
 from quire.sched.draft.speculation import QUICKLY, RECENT, Speculation, moved, text_of
 from quire.sched.plan_builder import Scheduled
 from quire.types.plan import StepPlan, StepResult

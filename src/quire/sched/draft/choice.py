@@ -16,8 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from quire.sched.draft.account import Account
-from quire.sched.draft.costs import DOUBT, WEIGHT, Prior, StepCosts
+from quire.sched.draft.costs import DOUBT, WEIGHT, Account, Prior, StepCosts
 from quire.sched.draft.speculation import ENOUGH, STILL_WORTH, WORTH, own
 from quire.types.request import Drafting
 

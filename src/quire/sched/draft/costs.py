@@ -157,3 +157,35 @@ def _bucket(count: int) -> int:
         return count
     step = 1 << (count.bit_length() - 3)
     return count // step * step
+
+
+SHARE = 0.004  # of the time spent
+KEPT = 1.0  # steps of what was won
+FORGIVEN = 1.0  # steps: what was lost beyond that and what may be
+ACCOUNT_OUTLIER = 8.0  # times what is expected: somebody else had the processor
+
+
+class Account:
+    def __init__(self, credit: float) -> None:
+        """`credit`: steps that may be lost to begin with."""
+        self._credit = credit
+        self._spent = 0.0  # seconds, of all steps
+        self.lost = 0.0  # to drafts, of which what they won is taken off
+
+    def spend(self, seconds: float) -> None:
+        self._spent += seconds
+
+    def book(self, seconds: float, worth: float, expected: float, step: float) -> None:
+        """A step took so long; its tokens are worth so much without drafts, when a step takes `step`."""
+        lost = self.lost + min(seconds, ACCOUNT_OUTLIER * expected) - worth
+        self.lost = min(max(lost, -KEPT * step), self._allowed(step) + FORGIVEN * step)
+
+    def lose(self, seconds: float) -> None:
+        self.lost += seconds
+
+    def covers(self, seconds: float, step: float) -> bool:
+        """May so much be risked, where a step takes `step` seconds?"""
+        return self.lost + seconds <= self._allowed(step)
+
+    def _allowed(self, step: float) -> float:
+        return self._credit * step + SHARE * self._spent

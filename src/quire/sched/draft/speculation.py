@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from quire.sched.draft.account import Account
-from quire.sched.draft.base import HostDrafter, Text
-from quire.sched.draft.costs import A_CPU, Prior, StepCosts, bucket_ends
+from quire.sched.draft.costs import A_CPU, Account, Prior, StepCosts, bucket_ends
+from quire.sched.draft.drafters import HostDrafter, Text
 from quire.sched.plan_builder import Scheduled
 from quire.types.plan import StepResult
 from quire.types.request import Drafting, Request
