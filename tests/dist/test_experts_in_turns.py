@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from patience import PATIENCE
-from quire.dist.experts import ExpertsGroup, SharedExperts
+from quire.features.experts.exchange import ExpertsGroup, SharedExperts
 from quire.dist.mesh import Position
 from quire.proc.spawn import anonymous_memory
 from quire.types.errors import CompanionLost, EngineDead

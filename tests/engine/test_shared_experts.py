@@ -13,7 +13,7 @@ import pytest
 
 from patience import PATIENCE, wait_for
 from quire import LLM, SamplingParams
-from quire.engine.companions import LOOK, Companions, looking_after
+from quire.features.experts.peers import POLL_S, ExpertPeers, watch_peers
 from quire.proc.spawn import processor_time
 from quire.types.errors import ConfigError
 from serving import NAME, Running
@@ -133,11 +133,11 @@ def test_two_engines_of_two_ranks_and_the_loss_of_one(checkpoint, expected):
 
 
 def test_one_that_starts_sees_that_another_is_gone():
-    companions, lost = Companions(2, 2), threading.Event()
+    companions, lost = ExpertPeers(2, 2), threading.Event()
     mine, theirs = companions.take(0), companions.take(1)
-    with looking_after(mine, lost.set):
+    with watch_peers(mine, lost.set):
         mine.close([1])  # its other rank has them
-        assert not lost.wait(2 * LOOK)
+        assert not lost.wait(2 * POLL_S)
         theirs.close()
         assert lost.wait(PATIENCE)
     mine.close([0])

@@ -13,11 +13,11 @@ from quire.device.registry import open_device
 from quire.dist.mesh import Position
 from quire.engine.layouts import whole_layout
 from quire.engine.memory import _NoGroup, feature_memory, rank_sizes
+from quire.features.experts.balancer import Balancer
 from quire.features.experts.host import EplbConfig
 from quire.features.lora.packing import adapt
 from quire.models.registry import build_model
 from quire.prepare.shard import shard
-from quire.runner.balance import Balancer
 from recurrent_families import RECURRENT
 from tiny_model import make_model, make_tokenizer
 

@@ -11,7 +11,6 @@ from quire.config.config import Config
 from quire.config.facts import DeviceFacts
 from quire.config.resolve import resolve
 from quire.device.registry import describe, find_device, open_device
-from quire.engine.companions import Ends
 from quire.engine.core import EngineCore
 from quire.engine.executor.fake import start_fake
 from quire.engine.layouts import whole_layout
@@ -21,6 +20,7 @@ from quire.engine.scheduling import make_scheduler
 from quire.engine.speculation import make_speculation
 from quire.engine.start_local import start_local
 from quire.engine.timeline import Stopwatch, Timeline
+from quire.features.experts.peers import Ends
 from quire.features.structured.grammar.lanes import GrammarLanes
 from quire.features.structured.host import structured_backend
 from quire.models.registry import complete_facts

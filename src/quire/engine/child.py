@@ -17,7 +17,7 @@ from typing import IO
 
 from quire.config.args import EngineArgs
 from quire.engine import ipc
-from quire.engine.companions import Ends
+from quire.features.experts.peers import Ends
 from quire.proc.channel import Channel
 from quire.proc.fork_server import ForkServer, LazyForkServer
 from quire.proc.spawn import PARENT, ChildProcess, LogPipe, command_of, exit_reason, is_stopped, spawn

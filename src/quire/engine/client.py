@@ -19,10 +19,10 @@ from quire.config.args import EngineArgs
 from quire.config.config import Config
 from quire.engine import ipc
 from quire.engine.child import COMMAND, Child, engine_fork_server
-from quire.engine.companions import Companions
 from quire.engine.handle import EngineListener, EngineStatus, EngineView
 from quire.engine.node_listener import NodeListener, RemoteEngine
 from quire.engine.supervisor import AnyChild, Supervisor, SupervisorLimits
+from quire.features.experts.peers import ExpertPeers
 from quire.proc.fork_server import LazyForkServer
 from quire.types.adapter import AdapterRef
 from quire.types.engine_snapshot import EngineSnapshot
@@ -83,7 +83,7 @@ class EngineClient(EngineView):
         serving: bool = True,
         warm: LazyForkServer | None = None,
         node_listener: NodeListener | None = None,
-        companions: Companions | None = None,
+        companions: ExpertPeers | None = None,
     ) -> None:
         """Start an engine.
 

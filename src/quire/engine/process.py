@@ -23,10 +23,10 @@ from typing import Any
 from quire.config.args import EngineArgs
 from quire.config.host import take_turns, wait_politely
 from quire.engine import ipc
-from quire.engine.companions import Ends, looking_after, read_ends
 from quire.engine.core import EngineCore
 from quire.engine.plan_deadline import PlanDeadline
 from quire.engine.timeline import Stopwatch
+from quire.features.experts.peers import Ends, read_ends, watch_peers
 from quire.proc.channel import Channel
 from quire.proc.liveness import Heartbeat
 from quire.proc.spawn import set_up
@@ -268,7 +268,7 @@ def _serve(link: Link, pulse: Heartbeat, journal: Journal, watch: Stopwatch, end
         os._exit(1)
 
     try:
-        with looking_after(ends, leave):
+        with watch_peers(ends, leave):
             core, ready = start(first, watch, ends)
     except QuireError as error:  # told once, by the parent
         link.send(ipc.Failed(type(error).__name__, str(error)))

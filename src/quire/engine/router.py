@@ -21,9 +21,9 @@ from quire.engine import ipc
 from quire.engine.agreement import terms_of
 from quire.engine.child import COMMAND, Child, engine_fork_server
 from quire.engine.client import EngineClient, OpenRequest, check_number, engine_args
-from quire.engine.companions import companions_of
 from quire.engine.handle import EngineGroup, EngineHandle, EngineListener
 from quire.engine.node_listener import NodeListener
+from quire.features.experts.peers import expert_peers_of
 from quire.sched.balancer import Balancer
 from quire.types.engine_snapshot import EngineSnapshot
 from quire.types.errors import CompanionLost, QuireError
@@ -49,7 +49,7 @@ class EngineRouter(EngineGroup):
         self._node_listener: NodeListener | None = None
         self.engines: list[EngineClient] = []
         warm = engine_fork_server()  # for all of them
-        self._companions = companions_of(args)
+        self._companions = expert_peers_of(args)
         here = local_engines(args)
         if here < args.data_parallel_size:
             address = (args.data_parallel_address, args.data_parallel_rpc_port)

@@ -18,9 +18,9 @@ from quire.progress import doing
 
 if TYPE_CHECKING:
     from quire.dist.collectives import Group
-    from quire.dist.experts import SharedExperts
     from quire.dist.shared_memory import Watch
-    from quire.engine.companions import Ends
+    from quire.features.experts.exchange import SharedExperts
+    from quire.features.experts.peers import Ends
     from quire.features.speculation.device.drafter import DeviceDrafter
     from quire.runner.settings import RunnerSettings
     from quire.runner.step import Runner
@@ -107,9 +107,9 @@ def make_parts(
     return parts
 
 
-def join_companions(config: Config, ends: "Ends", watch: "Watch") -> "SharedExperts":
+def join_expert_peers(config: Config, ends: "Ends", watch: "Watch") -> "SharedExperts":
     """ends: of one rank."""
-    from quire.dist.experts import ExpertsGroup, SharedExperts
+    from quire.features.experts.exchange import ExpertsGroup, SharedExperts
     from quire.runner.settings import DTYPES
 
     position = Position(ends.first, config.ranks * config.args.data_parallel_size)

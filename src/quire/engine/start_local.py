@@ -12,19 +12,19 @@ from quire.config.facts import ModelFacts
 from quire.device.base import Device
 from quire.device.visible import named_gpus
 from quire.dist.mesh import Position
-from quire.engine.companions import CompanionWatch, Ends
 from quire.engine.executor.base import Executor
 from quire.engine.layouts import even_out, fit_or_warn, model_share, share_memory
 from quire.engine.memory import largest_step, least_cache
-from quire.engine.runners import import_torch, join_companions, make_runner, start_device
+from quire.engine.runners import import_torch, join_expert_peers, make_runner, start_device
 from quire.engine.timeline import Stopwatch
+from quire.features.experts.peers import Ends, ExpertPeerWatch
 from quire.features.quantization.host import may_copy
 from quire.progress import doing
 from quire.types.cache import CacheLayout
 
 if TYPE_CHECKING:
-    from quire.dist.experts import SharedExperts
     from quire.engine.executor.workers import Workers
+    from quire.features.experts.exchange import SharedExperts
 
 RANK_TIMEOUT_SHARE = 0.9  # of the time after which an engine counts as hung: a rank that hangs is reported before
 
@@ -48,7 +48,7 @@ def start_local(
         device = start_device(config)
         if config.device_facts.advice and facts.files.format == "gguf" and config.args.dtype == "auto":
             logger.warning("%s, or set dtype='float32' to keep it", config.device_facts.advice)
-        experts = None if ends is None else meet_companions(config, ends, workers)
+        experts = None if ends is None else meet_expert_peers(config, ends, workers)
         executor = make_executor(config, device, workers, None if experts is None else experts[1])
         load_model(config, executor, layout, watch)
         if experts is not None:
@@ -118,12 +118,12 @@ def allocate_cache(config: Config, executor: Executor, layout: CacheLayout, devi
     return capacity
 
 
-def meet_companions(config: Config, ends: Ends, workers: "Workers | None") -> "tuple[CompanionWatch, SharedExperts]":
+def meet_expert_peers(config: Config, ends: Ends, workers: "Workers | None") -> "tuple[ExpertPeerWatch, SharedExperts]":
     """Connect to the engines that share experts with this one."""
     args = config.args
     patience = connect_timeout(args), RANK_TIMEOUT_SHARE * step_timeout(args)
-    watch = CompanionWatch(workers, ends.first // config.ranks, config.ranks, *patience)
-    return watch, join_companions(config, ends.of(ends.first), watch)
+    watch = ExpertPeerWatch(workers, ends.first // config.ranks, config.ranks, *patience)
+    return watch, join_expert_peers(config, ends.of(ends.first), watch)
 
 
 def start_workers(config: Config, ends: Ends | None = None) -> "Workers":

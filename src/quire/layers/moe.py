@@ -1,6 +1,6 @@
 """Mixture of experts: a router and a stack of gated feed-forward layers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from quire.attn.batch import PLAIN, Tokens
 from quire.dist.collectives import Exchange, Group, add_parts
-from quire.layers.balance import Balance
 from quire.layers.claims import Claim, Claims, Take
 from quire.layers.linear import Linear
 from quire.layers.lora import ExpertsBank
@@ -18,6 +17,39 @@ from quire.ops.activation import check_activation
 from quire.ops.arguments import ClampedSwiglu, ExpertBiases, Gated, Inner, Ungated
 from quire.ops.moe import experts_forward, route
 from quire.types.errors import ModelError
+
+NOBODY = -1  # a free expert slot
+COPY_CHOICE_VALUES = 8  # activation values per token that choose among copies of an expert
+
+
+class Balance:
+    """Copies of one layer's experts on several ranks: which copy a token uses, and how many tokens each expert gets.
+
+    All ranks see the same tokens, and so make the same choice and count the same.
+    """
+
+    def __init__(self, experts: int, ranks: Sequence[Sequence[int]], device: torch.device) -> None:
+        """ranks: see `place`."""
+        self.loads = torch.zeros(experts, dtype=torch.int64, device=device)  # tokens since the last reset
+        self.place(ranks)
+
+    def place(self, ranks: Sequence[Sequence[int]]) -> None:
+        """ranks: the experts of every rank, slot by slot; NOBODY: a free slot. Slots are numbered through all ranks."""
+        self.ranks = [list(experts) for experts in ranks]
+        found: list[list[int]] = [[] for _ in self.loads]
+        for place, expert in enumerate(expert for experts in ranks for expert in experts):
+            if expert != NOBODY:
+                found[expert].append(place)
+        most = max(map(len, found))
+        self._copies = torch.tensor([len(places) for places in found], device=self.loads.device)
+        self._places = torch.tensor([places + places[:1] * (most - len(places)) for places in found], device=self.loads.device)
+
+    def choose(self, x: Tensor, experts: Tensor) -> Tensor:
+        """Return the slots [T, top_k] that run `experts` [T, top_k] for x [T, H]. A slot depends on the token alone."""
+        self.loads += torch.bincount(experts.flatten(), minlength=len(self.loads))
+        bits = x[:, :COPY_CHOICE_VALUES].contiguous().view({2: torch.int16, 4: torch.int32}[x.element_size()])
+        some = bits.to(torch.int64).sum(-1, keepdim=True)
+        return self._places[experts, some % self._copies[experts]]
 
 
 class ExpertsMethod(Protocol):

@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.engine.agreement import Terms
-from quire.engine.companions import Ends
 from quire.engine.executor.claims import Claims, is_gone
 from quire.engine.handshake import (
     HANDSHAKE_TIMEOUT_S,
@@ -41,6 +40,7 @@ from quire.engine.handshake import (
     receive_json,
     send_json,
 )  # fmt: skip
+from quire.features.experts.peers import Ends
 from quire.proc.fork_server import ForkServer
 from quire.proc.spawn import PARENT, ChildProcess, anonymous_memory, command_of, is_stopped, spawn
 from quire.types.errors import EngineError

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from quire.config.host import take_turns, wait_politely
 from quire.device.visible import VISIBLE
 from quire.engine.agreement import refuse_other_draft
-from quire.engine.companions import Ends, read_ends
 from quire.engine.executor import wire
 from quire.engine.executor.nodes import REMOTE
 from quire.engine.executor.workers import LOST
+from quire.features.experts.peers import Ends, read_ends
 from quire.proc.channel import Frames
 from quire.proc.spawn import set_up
 from quire.types.errors import QuireError
@@ -138,7 +138,7 @@ class Rank:
         from quire.dist.mesh import Position
         from quire.dist.shared_memory import NodesGroup
         from quire.engine.assemble import resolve_here
-        from quire.engine.runners import join_companions, make_runner, start_device
+        from quire.engine.runners import join_expert_peers, make_runner, start_device
         from quire.engine.timeline import Stopwatch
 
         args, rank = command.args, command.rank
@@ -163,7 +163,7 @@ class Rank:
             group = device.group(position, self._memory, self._peers, Others())
         exchange = None
         if self._companions is not None:
-            exchange = join_companions(config, self._companions, Others())
+            exchange = join_expert_peers(config, self._companions, Others())
             exchange.on_dead = self._on_lost
         return make_runner(config, device, position, group, exchange)
 

@@ -25,9 +25,9 @@ import msgspec
 
 from quire.config.args import EngineArgs
 from quire.engine import ipc
-from quire.engine.companions import Ends
 from quire.engine.executor import wire
 from quire.engine.executor.nodes import Links, NodeLine, RemoteProcess, spawn_rank
+from quire.features.experts.peers import Ends
 from quire.proc.channel import MAX_FRAME_BYTES, Frames, FrameTooLong
 from quire.proc.fork_server import usable_parent_server
 from quire.proc.spawn import ChildProcess, anonymous_memory, command_of, exit_reason, is_stopped

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Hashable
 
 from quire.dist.collectives import Group
-from quire.dist.experts import SharedExperts
 from quire.dist.mesh import Position
 from quire.features.base import Allocation, StepPart
+from quire.features.experts.balancer import Balancer, serve_experts
+from quire.features.experts.exchange import SharedExperts
 from quire.features.experts.host import EplbConfig
 from quire.models.decoder import Decoder
 from quire.prepare.shard import share_experts
-from quire.runner.balance import Balancer, serve_experts
 from quire.types.plan import StepPlan, StepRows
 
 

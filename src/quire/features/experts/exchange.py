@@ -1,10 +1,10 @@
-"""Experts that several engines share: every rank of every engine has some of each layer's, and runs them for the rows of all.
+"""Experts shared by several engines: every rank of every engine holds some experts of each layer, and runs them for all tokens.
 
-    a turn    whoever is at a layer lays down its rows ─► all meet ─► each runs its own experts of the first layer that is
-              wanted ─► lays down what they add ─► all meet ─► whoever had rows adds up what all have for them
+    a turn    each rank publishes the tokens of the layer it is at ─► barrier ─► each runs its own experts of the first
+              requested layer ─► publishes the outputs ─► barrier ─► the ranks that had tokens sum the outputs for them
 
-Engines need not be in the same step: a rank whose own model is elsewhere, or that has nothing to do, takes part without rows,
-in a thread that sleeps until somebody meets. Parts are added in the order of ranks, as everywhere.
+Engines need not be in the same step: a rank at another layer, or without work, takes part without tokens, in a thread that
+sleeps until a turn begins. Outputs are summed in rank order.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from quire.dist.shared_memory import SharedMemoryGroup
 from quire.types.errors import EngineDead
 
 NOTHING = -1  # in place of a layer
-HEADER = 4  # whole numbers of 8 bytes: layer, rows, experts of each, and room
+HEADER = 4  # int64 values: layer, tokens, experts per token, padding
 RunExperts = Callable[[Tensor, Tensor, Tensor], Tensor]  # x [T, H], weights and experts [T, top_k] -> [T, H]
 
 
@@ -119,7 +119,7 @@ class SharedExperts:
         self._wake, self._woken = socket.socketpair()
         self._over = False
         self._dead: Exception | None = None
-        self.on_dead: Callable[[Exception], None] = lambda error: None  # told in the thread
+        self.on_dead: Callable[[Exception], None] = lambda _: None  # called by the thread
 
     def serve(self, layers: Sequence[tuple[int, RunExperts]]) -> None:
         """From now on others have these for their rows; each with the numbers of a row, in the model's order."""

@@ -1,10 +1,9 @@
-"""Engines that share experts (`enable_expert_parallel` with `data_parallel_size`): what joins their ranks (`dist/experts.py`).
+"""Connections between engines that share experts (`enable_expert_parallel` with `data_parallel_size`). Never imports torch.
 
-    a generation    one memory, and a pair of sockets for every two ranks of all engines
-    an engine       takes its ranks' ends of a generation once, and hands them to its ranks
+    a generation    one shared memory, and a socket pair for every two ranks of all engines
+    an engine       takes its ranks' ends of a generation once, and passes them to its ranks (`exchange.py` uses them)
 
-They live together: whoever is lost takes ends of the next generation, the others find theirs closed, end, and do the same. So
-all of them are new when one is. Importing this imports no torch.
+When an engine is lost, the others find their sockets closed and end too; all of them restart with the next generation.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from quire.engine.executor.workers import Workers
 
 OPTION = "experts="  # in the arguments of an engine's process, or of a rank's
-LOOK = 0.2  # seconds between looks whether the engine has started
+POLL_S = 0.2  # while an engine starts
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,8 @@ def read_ends(options: Iterable[str]) -> Ends | None:
     return None
 
 
-class Companions:
-    """Of whoever starts the engines."""
+class ExpertPeers:
+    """The ends of the current generation, in the process that starts the engines."""
 
     def __init__(self, engines: int, ranks: int) -> None:
         """ranks: of each engine."""
@@ -114,8 +113,8 @@ class Companions:
 
 
 @contextlib.contextmanager
-def looking_after(ends: Ends | None, lost: Callable[[], object]) -> Iterator[None]:
-    """While an engine starts, nobody asks others for experts: a thread sees whether they are still there."""
+def watch_peers(ends: Ends | None, lost: Callable[[], object]) -> Iterator[None]:
+    """Call `lost` if another engine ends while this one starts; a thread watches the sockets, which nothing else reads then."""
     if ends is None:
         yield
         return
@@ -127,7 +126,7 @@ def looking_after(ends: Ends | None, lost: Callable[[], object]) -> Iterator[Non
         waiting = select.poll()
         for copy in copies:
             waiting.register(copy, 0)  # closed by the other end, whatever there is to be read
-        while not (found := waiting.poll(1000 * LOOK)) and not over.is_set():
+        while not (found := waiting.poll(1000 * POLL_S)) and not over.is_set():
             pass
         for copy in copies:
             os.close(copy)
@@ -141,17 +140,17 @@ def looking_after(ends: Ends | None, lost: Callable[[], object]) -> Iterator[Non
         over.set()
 
 
-def companions_of(args: EngineArgs) -> Companions | None:
-    return Companions(args.data_parallel_size, args.tensor_parallel_size) if shares_experts(args) else None
+def expert_peers_of(args: EngineArgs) -> ExpertPeers | None:
+    return ExpertPeers(args.data_parallel_size, args.tensor_parallel_size) if shares_experts(args) else None
 
 
-class CompanionWatch:
-    """What an engine's first rank knows of those that it shares experts with: its own other ranks, and whole engines."""
+class ExpertPeerWatch:
+    """Liveness of the ranks and engines that an engine's first rank shares experts with."""
 
     def __init__(self, workers: "Workers | None", engine: int, ranks: int, start_timeout: float, hang_timeout: float) -> None:
         self._workers, self._engine, self._ranks = workers, engine, ranks
         self._start_timeout, self._hang_timeout = start_timeout, hang_timeout
-        self.met = False  # all of them have been there
+        self.met = False  # all of them have answered once
 
     def lost(self, rank: int) -> NoReturn:
         if rank // self._ranks == self._engine and self._workers is not None:
