@@ -80,7 +80,11 @@ def test_experts_are_spread_by_load():
         ("mixtral", {"eplb_config": {"step_interval": 0}}, "eplb_config.step_interval must be a number, at least 1, got 0"),
         ("mixtral", {"eplb_config": {"num_redundant_experts": 1}, "num_redundant_experts": 2}, "say it once"),
         ("mixtral", {"enable_expert_parallel": True, "tensor_parallel_size": 2, "num_redundant_experts": 6}, "5 is the most"),
-        ("mixtral", {"enable_expert_parallel": True, "tensor_parallel_size": 2, "enable_lora": True}, "enable_lora cannot be"),
+        (
+            "mixtral",
+            {"enable_expert_parallel": True, "tensor_parallel_size": 2, "enable_lora": True},
+            "is not supported with enable_lora",
+        ),
     ],
 )
 def test_what_cannot_be_balanced(checkpoint, name, args, message):
