@@ -39,31 +39,31 @@ PRELOADED_MODULES = (
 class EngineConnection:
     """Commands to an engine process and its reports, over a channel."""
 
-    _mailbox: Channel
+    _channel: Channel
 
     @property
     def fd(self) -> int:
         """Readable when there are reports, or never will be again (`closed`)."""
-        return self._mailbox.fileno()
+        return self._channel.fileno()
 
     @property
     def closed(self) -> bool:
         """The engine process will send no more reports."""
-        return self._mailbox.closed
+        return self._channel.closed
 
     @property
     def full(self) -> bool:
         """Whether commands are unsent: `flush` when `fd` is writable."""
-        return self._mailbox.full
+        return self._channel.full
 
     def flush(self) -> None:
-        self._mailbox.flush()
+        self._channel.flush()
 
     def send(self, command: ipc.Command) -> None:
         self.send_frame(ipc.encode(command))
 
     def send_frame(self, frame: bytes) -> None:
-        self._mailbox.send(frame)
+        self._channel.send(frame)
 
 
 class Child(EngineConnection):
@@ -89,7 +89,7 @@ class Child(EngineConnection):
         except OSError:
             self._journal.close()
             raise
-        self._mailbox = Channel(ours)
+        self._channel = Channel(ours)
         process: ChildProcess | None = None
         try:
             inner, outer = os.pipe()
@@ -109,7 +109,7 @@ class Child(EngineConnection):
         finally:
             theirs.close()
             os.close(outer)
-            self._finalizer = weakref.finalize(self, _clean_up, self._mailbox, process, self._journal)
+            self._finalizer = weakref.finalize(self, _clean_up, self._channel, process, self._journal)
             if process is None:
                 os.close(inner)
                 self._finalizer()
@@ -120,7 +120,7 @@ class Child(EngineConnection):
             self._finalizer()
             raise OSError(errno.EAGAIN, str(error)) from None
         if start is not None:
-            self._mailbox.send(start)
+            self._channel.send(start)
 
     @property
     def pid(self) -> int:
@@ -132,7 +132,7 @@ class Child(EngineConnection):
         return is_stopped(self.pid)
 
     def begin(self, args: EngineArgs, engine: int = 0, serving: bool = True) -> None:
-        self._mailbox.send(first_frame(args, engine, serving))
+        self._channel.send(first_frame(args, engine, serving))
 
     def receive(self) -> ipc.Report | None:
         """The next report, None if there is none now."""
@@ -140,7 +140,7 @@ class Child(EngineConnection):
         return None if frame is None else ipc.decode_report(frame)
 
     def receive_frame(self) -> bytes | None:
-        return self._mailbox.receive()
+        return self._channel.receive()
 
     def ending(self) -> str | None:
         """How the process ended; None while it lives."""
@@ -158,7 +158,9 @@ class Child(EngineConnection):
     def in_flight(self) -> set[str]:
         """The requests that it worked on when it died."""
         self._journal.seek(0)
-        return set(self._journal.read().partition(ipc.END)[0].decode(errors="replace").split("\n"))  # half written, perhaps
+        return set(
+            self._journal.read().partition(ipc.JOURNAL_END)[0].decode(errors="replace").split("\n")
+        )  # half written, perhaps
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
@@ -168,7 +170,7 @@ class Child(EngineConnection):
         """Asks the process to end, waits up to `timeout` seconds, then ends it."""
         if timeout > 0 and self._process.poll() is None:
             self.send(ipc.Stop())
-            self._mailbox.drain(timeout)
+            self._channel.drain(timeout)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout)
         self.close()
@@ -190,10 +192,10 @@ def first_frame(args: EngineArgs, engine: int, serving: bool) -> bytes:
         raise ConfigError(f"an engine argument cannot be sent to the engine process: {error}") from None
 
 
-def _clean_up(mailbox: Channel, process: ChildProcess | None, journal: IO[bytes]) -> None:
+def _clean_up(channel: Channel, process: ChildProcess | None, journal: IO[bytes]) -> None:
     if process is not None:
         process.kill()
         with suppress(subprocess.TimeoutExpired):
             process.wait(10.0)
-    mailbox.close()
+    channel.close()
     journal.close()

@@ -1,12 +1,11 @@
-"""What the API process and the engine process say to each other.
+"""Messages between the API process and the engine process.
 
     API process                        engine process
     ──── Start, Add, Abort, ... ─────► the loop
     ◄─── Ready, StepReport, ... ────── the loop
     ◄─── Beat ──────────────────────── the heartbeat thread
 
-They are joined by a pair of sockets that nobody else has (`Channel`); the frames are msgpack. Nothing received is ever executed
-or unpickled.
+A private pair of sockets joins them (`proc/channel.py`); frames are msgpack. Nothing received is ever executed or unpickled.
 """
 
 from collections import Counter
@@ -27,10 +26,10 @@ from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest
 from quire.types.stats import Stats
 
-AHEAD = "ahead"  # to an engine process that is started before its arguments are known: import what a model needs
-LARGEST = 1 << 30  # bytes of a message between machines: a step's report with every logprob of thousands of rows
-FIRST = 1 << 20  # of the first one, when nobody knows yet who speaks
-END = b"\0"  # of the journal, the file that says who is being worked on: one request id per line
+AHEAD = "ahead"  # argument of an engine process that is started before its arguments are known: import torch and models now
+MAX_MESSAGE_BYTES = 1 << 30  # between machines: a step report with every logprob of thousands of requests
+MAX_FIRST_MESSAGE_BYTES = 1 << 20  # while the peer is not verified
+JOURNAL_END = b"\0"  # ends the list of requests in flight: one request id per line
 
 
 # ---- to the engine
@@ -40,11 +39,11 @@ class StartEngine(WireMessage):
     args: EngineArgs
     log_level: int
     engine: int = 0  # its number, of args.data_parallel_size
-    serving: bool = True  # requests come and go while others wait for their next token
+    serving: bool = True  # requests arrive while others run
 
 
 class Add(WireMessage):
-    """A prompt that several requests have is told once: `shared` says which of the `prompts` a request without one has."""
+    """New requests. A prompt that several requests share is sent once: `shared` maps a request id to an index of `prompts`."""
 
     requests: list[EngineRequest]
     prompts: list[tuple[int, ...]] = field(default_factory=list)
@@ -87,7 +86,7 @@ class CallMethod(WireMessage):
 
 
 class LoadAdapter(WireMessage):
-    """The reply comes when it is read, and found good or not."""
+    """The reply is sent when the adapter has been read and checked."""
 
     id: int
     ref: AdapterRef
@@ -95,7 +94,7 @@ class LoadAdapter(WireMessage):
 
 
 class Watch(WireMessage):
-    """Somebody looks at the engine now, or nobody any more."""
+    """Start or stop reporting snapshots."""
 
     on: bool
 
@@ -108,7 +107,7 @@ class Stop(WireMessage):
 
 
 class Ready(WireMessage):
-    """Started: what was decided there."""
+    """The engine has started: what it decided."""
 
     max_model_len: int
     pages: int
@@ -123,7 +122,7 @@ class Ready(WireMessage):
 
 
 class StepReport(WireMessage):
-    """One turn of the loop: news of every request that has any."""
+    """One step: the deltas of every request that has new tokens."""
 
     deltas: list[TokenDelta]
     stats: Stats
@@ -131,19 +130,19 @@ class StepReport(WireMessage):
 
 
 class Seen(WireMessage):
-    """For those who look at the engine."""
+    """A snapshot for viewers of the engine."""
 
     snapshot: EngineSnapshot
 
 
 class Beat(WireMessage):
-    """The process is alive. `busy` is for how long its loop has been in the present turn; 0 while it waits for work."""
+    """Heartbeat. busy: seconds that the loop has been in its present turn; 0 while it waits for work."""
 
     busy: float
 
 
 class Refused(WireMessage):
-    """A request that was not added, or that was and turned out to be wrong while it was worked on."""
+    """A request that was rejected, when it was added or (`added`) later."""
 
     id: str
     kind: str
@@ -153,7 +152,7 @@ class Refused(WireMessage):
 
 
 class Reply(WireMessage):
-    """The answer to a Call; `error` says why there is none, `kind` and `parameter` whether that is the client's fault."""
+    """The reply to a call. error: why it failed; kind, parameter: set if the client caused it."""
 
     id: int
     value: Any
@@ -177,7 +176,7 @@ class Begun(WireMessage):
 
 
 class Ended(WireMessage):
-    """Its process has; `how`, and what a parent learns from its journal and its log."""
+    """The engine process ended: how, its requests in flight, and the last lines of its log."""
 
     how: str
     in_flight: list[str]

@@ -86,9 +86,9 @@ class NodeAgent:
             if "refused" in told:
                 raise EngineError(f"machine 0 refused this one: {told['refused']}")
             keep_alive(connection)
-            mailbox = Channel(connection, ipc.FIRST)
-            start = self._order(mailbox)
-            mailbox.allow(ipc.LARGEST)
+            channel = Channel(connection, ipc.MAX_FIRST_MESSAGE_BYTES)
+            start = self._order(channel)
+            channel.allow(ipc.MAX_MESSAGE_BYTES)
             if not isinstance(start, ipc.StartEngine):
                 return start is not None
             logger.info("engine %d starts", engine)
@@ -96,26 +96,26 @@ class NodeAgent:
                 server = self._warm.get()
             child = Child(self._own(start.args), engine=number, serving=start.serving, server=server)
             try:
-                return self._relay(mailbox, child, start)
+                return self._relay(channel, child, start)
             finally:
                 child.close()
 
-    def _order(self, mailbox: Channel) -> ipc.Command | None:
+    def _order(self, channel: Channel) -> ipc.Command | None:
         """What node 0 wants, which may come late: it has another node for this engine now. None: it is gone."""
-        while not self._over.is_set() and not mailbox.closed:
-            frame = mailbox.receive()
+        while not self._over.is_set() and not channel.closed:
+            frame = channel.receive()
             if frame is not None:
                 try:
                     return ipc.decode_command(frame)
                 except msgspec.MsgspecError as error:
                     raise EngineError(f"{self._address[0]}, port {self._address[1]}, is not machine 0: {error}") from None
-            mailbox.wait(int(1000 * LOOK))
-        self._refuse_fault(mailbox)
+            channel.wait(int(1000 * LOOK))
+        self._refuse_fault(channel)
         return None
 
-    def _refuse_fault(self, mailbox: Channel) -> None:
-        if mailbox.fault:
-            raise EngineError(f"{self._address[0]}, port {self._address[1]}, is not machine 0: {mailbox.fault}")
+    def _refuse_fault(self, channel: Channel) -> None:
+        if channel.fault:
+            raise EngineError(f"{self._address[0]}, port {self._address[1]}, is not machine 0: {channel.fault}")
 
     def _own(self, args: EngineArgs) -> EngineArgs:
         here = self._args
@@ -129,44 +129,44 @@ class NodeAgent:
             data_parallel_start_rank=0,
         )
 
-    def _relay(self, mailbox: Channel, child: Child, start: ipc.StartEngine) -> bool:
+    def _relay(self, channel: Channel, child: Child, start: ipc.StartEngine) -> bool:
         """Carries what the two say until one of them is gone. True: node 0 wanted the end."""
-        mailbox.send(ipc.encode(ipc.Begun(child.pid)))
+        channel.send(ipc.encode(ipc.Begun(child.pid)))
         warm_at: float | None = None
         stopped_since: float | None = None
         stopping = False
-        while not mailbox.closed and not self._over.is_set():
+        while not channel.closed and not self._over.is_set():
             waiting = select.poll()
-            waiting.register(mailbox.fileno(), select.POLLIN | (select.POLLOUT if mailbox.full else 0))
+            waiting.register(channel.fileno(), select.POLLIN | (select.POLLOUT if channel.full else 0))
             if not child.closed:
                 waiting.register(child.fd, select.POLLIN | (select.POLLOUT if child.full else 0))
             waiting.poll(1000 * (LAST if child.closed else LOOK))
-            mailbox.flush()
+            channel.flush()
             child.flush()
-            while (frame := mailbox.receive()) is not None:
+            while (frame := channel.receive()) is not None:
                 stopping = stopping or frame == STOP
                 child.send_frame(frame)
             while (frame := child.receive_frame()) is not None:
                 if warm_at is None and isinstance(ipc.decode_report(frame), ipc.Ready):
                     warm_at = time.monotonic() + WARM_AFTER
-                mailbox.send(frame)
+                channel.send(frame)
             if warm_at is not None and time.monotonic() > warm_at and start.args.warm_restart:
                 warm_at = float("inf")
                 with self._lock:
                     self._warm.prepare()
             stopped_since = (stopped_since or time.monotonic()) if child.stopped else None
             if stopped_since is not None and time.monotonic() - stopped_since > STOPPED:
-                return self._tell(mailbox, child, "SIGSTOP: it was stopped, and is killed")
+                return self._tell(channel, child, "SIGSTOP: it was stopped, and is killed")
             if child.closed and child.ending() is not None:
-                self._tell(mailbox, child, str(child.ending()))
+                self._tell(channel, child, str(child.ending()))
                 return stopping
-        self._refuse_fault(mailbox)
+        self._refuse_fault(channel)
         return stopping
 
-    def _tell(self, mailbox: Channel, child: Child, how: str) -> bool:
+    def _tell(self, channel: Channel, child: Child, how: str) -> bool:
         """Node 0 of an engine's end."""
         child.kill()
         logger.info("the engine process %d ended with %s", child.pid, how)
-        mailbox.send(ipc.encode(ipc.Ended(how, sorted(child.in_flight()), child.last_lines())))
-        mailbox.drain(FAREWELL)
+        channel.send(ipc.encode(ipc.Ended(how, sorted(child.in_flight()), child.last_lines())))
+        channel.drain(FAREWELL)
         return False

@@ -131,18 +131,18 @@ class RemoteEngine(EngineConnection):
     def __init__(self, args: EngineArgs, node_listener: NodeListener, engine: int, serving: bool = True) -> None:
         start = first_frame(args, engine, serving)
         ours, theirs = socket.socketpair()
-        self._mailbox, self._engine, self._node_listener = Channel(ours, ipc.FIRST), engine, node_listener
+        self._channel, self._engine, self._node_listener = Channel(ours, ipc.MAX_FIRST_MESSAGE_BYTES), engine, node_listener
         self._line = _Line(node_listener, engine, theirs)
         self._begun: ipc.Begun | None = None
         self._ended: ipc.Ended | None = None
         self._fault = ""  # why we listen no more
-        self._finalizer = weakref.finalize(self, _hang_up, self._mailbox, self._line)
+        self._finalizer = weakref.finalize(self, _hang_up, self._channel, self._line)
         try:
             threading.Thread(target=self._line.run, name=f"quire-engine-{engine}", daemon=True).start()
         except RuntimeError as error:  # the system gives no thread
             self._finalizer()
             raise OSError(str(error)) from None
-        self._mailbox.send(start)
+        self._channel.send(start)
 
     @property
     def pid(self) -> int:
@@ -156,7 +156,7 @@ class RemoteEngine(EngineConnection):
 
     def receive(self) -> ipc.Report | None:
         """The next report, None if there is none now. What the node itself says is heard here."""
-        while not self._fault and (frame := self._mailbox.receive()) is not None:
+        while not self._fault and (frame := self._channel.receive()) is not None:
             try:
                 said = ipc.decode_report(frame)
             except Exception as error:  # whatever it was: bytes of a stranger are no mistake of ours
@@ -168,19 +168,19 @@ class RemoteEngine(EngineConnection):
             match said:
                 case ipc.Begun() as begun:
                     self._begun = begun
-                    self._mailbox.allow(ipc.LARGEST)
+                    self._channel.allow(ipc.MAX_MESSAGE_BYTES)
                     logger.info("engine %d is process %d on %s", self._engine, self.pid, self._line.host)
                 case ipc.Ended() as ended:
                     self._ended = ended
                 case report:
                     return _by_our_clock(report, self._line.ahead)
-        if self._mailbox.fault and not self._fault:
-            self._abandon(self._mailbox.fault)
+        if self._channel.fault and not self._fault:
+            self._abandon(self._channel.fault)
         return None
 
     def _abandon(self, fault: str) -> None:
         self._fault = fault
-        self._mailbox.closed = True
+        self._channel.closed = True
         self._line.end()
 
     def ending(self) -> str | None:
@@ -219,7 +219,7 @@ class RemoteEngine(EngineConnection):
         """For good: its node need not come again."""
         if self._line.host and not self._line.over.is_set():
             self.send(ipc.Stop())
-            self._mailbox.drain(max(timeout, GOODBYE))
+            self._channel.drain(max(timeout, GOODBYE))
             self._line.over.wait(max(timeout, GOODBYE))
         self.close()
 
@@ -228,7 +228,7 @@ class RemoteEngine(EngineConnection):
 
 
 class _Line:
-    """Two threads that carry bytes between the mailbox and the node, once that has come."""
+    """Two threads that carry bytes between the channel and the node, once that has come."""
 
     def __init__(self, node_listener: NodeListener, engine: int, inner: socket.socket) -> None:
         self._node_listener, self._engine, self._inner = node_listener, engine, inner
@@ -329,6 +329,6 @@ def _close(listener: socket.socket, waiting: dict[int, Arrived]) -> None:
             Frames(arrived.connection).send(ipc.encode(ipc.Stop()))
 
 
-def _hang_up(mailbox: Channel, line: _Line) -> None:
+def _hang_up(channel: Channel, line: _Line) -> None:
     line.end()
-    mailbox.close()
+    channel.close()

@@ -1,8 +1,7 @@
 """The engine process: `python -m quire.engine.process JOURNAL PARENT SOCKET [ahead]`, started by the supervisor alone.
 
-It receives its arguments, starts a core and turns it: take commands, step, report. A thread tells the parent that the process
-lives and for how long the loop has been in the present turn, and ends the process when the parent is gone.
-It ignores Ctrl-C, because the parent decides; SIGTERM stops it.
+The process receives its arguments, starts an engine core and runs its loop: take commands, step, report. A thread sends
+heartbeats to the parent and ends the process when the parent is gone. Ctrl-C is ignored: the parent decides. SIGTERM stops it.
 """
 
 import contextlib
@@ -34,14 +33,14 @@ from quire.progress import doing, shown
 from quire.types.errors import CompanionLost, EngineDead, QuireError, RequestError
 from quire.types.request import EngineRequest
 
-IDLE_WAIT = 500  # milliseconds between looks at the stop signal
-COMPANY_WAIT = 100  # milliseconds between looks at engines that share our experts
-READ_WAIT = 1  # milliseconds between looks at adapters that are being read
-VIEW_WAIT = 100  # milliseconds, where viewers have not been told all
-LULL = 50  # milliseconds without work before idle time is used: who asks one thing after the other is not kept waiting
-ADMISSION = 0.0015  # seconds that it takes longer to plan and start a step with newcomers
-LARGE_REPORT = 0.02  # seconds that the loop waits for one that does not leave at once; what is left then leaves later
-FAREWELL = 2.0  # seconds for the last report to leave
+IDLE_POLL_MS = 500  # between checks of the stop signal
+EXPERT_PEERS_POLL_MS = 100  # between checks of engines that share our experts
+ADAPTER_POLL_MS = 1  # between checks of LoRA adapters that are being read
+SNAPSHOT_POLL_MS = 100  # while a snapshot is pending
+IDLE_WORK_AFTER_MS = 50  # without requests before idle work begins: sequential requests are not delayed
+ADMISSION_S = 0.0015  # extra time to plan and start a step with new requests
+REPORT_DRAIN_S = 0.02  # that the loop waits for a large report to be sent; the rest is sent later
+LAST_REPORT_DRAIN_S = 2.0
 GRAMMARS_AHEAD = True  # a server's first structured request finds the grammar process started
 CALLS = ("reset_prefix_cache", "retire_adapter", "expect_adapter", "release", "call_all")
 
@@ -50,58 +49,58 @@ LINE = logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)s [%(name)s] %(mes
 
 
 class Journal:
-    """Who is being worked on, in a file that the parent reads when this process died: no message leaves a dying process."""
+    """The requests in flight, in a file that the parent reads when this process has died: a dying process sends no message."""
 
     def __init__(self, file: int) -> None:
         self._file = file
         self._page = self._map(mmap.PAGESIZE)
 
     def write(self, ids: list[str]) -> None:
-        data = "\n".join(ids).encode() + ipc.END
+        data = "\n".join(ids).encode() + ipc.JOURNAL_END
         if len(data) > len(self._page):
             self._page = self._map(2 * len(data))
         self._page[: len(data)] = data
 
     def _map(self, size: int) -> mmap.mmap:
-        """The file as memory: writing needs no help of the operating system."""
+        """Map the file: writing needs no system call."""
         have = os.fstat(self._file).st_size
-        if os.pwrite(self._file, bytes(size - have), have) < size - have:  # a file with holes would kill us on a full disk
+        if os.pwrite(self._file, bytes(size - have), have) < size - have:  # a sparse file would raise SIGBUS on a full disk
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return mmap.mmap(self._file, size)
 
 
 class Link:
-    """The loop's end of the connection."""
+    """The loop's end of the channel."""
 
-    def __init__(self, mailbox: Channel) -> None:
-        self._mailbox = mailbox
-        self.wait = mailbox.wait
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.wait = channel.wait
 
     def send(self, report: ipc.Report) -> None:
-        self._mailbox.send(ipc.encode(report))
-        self._mailbox.drain(LARGE_REPORT)
+        self._channel.send(ipc.encode(report))
+        self._channel.drain(REPORT_DRAIN_S)
 
     def receive(self) -> ipc.Command | None:
         """The next command, None if there is none now."""
-        frame = self._mailbox.receive()
+        frame = self._channel.receive()
         return None if frame is None else ipc.decode_command(frame)
 
 
 class EngineLoop:
-    """One core, turned by commands."""
+    """Runs one engine core and obeys commands."""
 
     def __init__(
-        self, core: EngineCore, link: Link, pulse: Heartbeat, gathers: bool = True, idle_wait: int = IDLE_WAIT
+        self, core: EngineCore, link: Link, pulse: Heartbeat, gathers: bool = True, idle_wait: int = IDLE_POLL_MS
     ) -> None:
-        """`gathers`: the next step is planned shortly before the one in flight ends. The first stage of a pipeline has nothing
-        to do until then, so it is planned at once. `idle_wait`: milliseconds between looks at the executor."""
+        """gathers: plan the next step shortly before the one in flight ends. The first stage of a pipeline has nothing to do
+        until then, so it plans at once. idle_wait: milliseconds between checks of the executor."""
         self._core, self._link, self._pulse, self._gathers = core, link, pulse, gathers
         core.constraints.on_refused = partial(self._refuse, added=True)
         self._deadline, self._idle_wait = PlanDeadline(), idle_wait
         self.stopping = False
 
     def run(self) -> None:
-        preparing, patience = True, LULL  # idle time is still of use, once it has lasted so long
+        preparing, patience = True, IDLE_WORK_AFTER_MS  # whether idle work is left, and milliseconds to wait before it
         while not self.stopping:
             if not self._core.has_unfinished:
                 self._pulse.busy_since = 0.0
@@ -111,7 +110,7 @@ class EngineLoop:
                     preparing, patience = preparing and self._core.idle(), 0
                     self._core.check()
                     continue
-            preparing, patience = True, LULL
+            preparing, patience = True, IDLE_WORK_AFTER_MS
             self._pulse.busy_since = time.monotonic()
             self._gather()
             if self._core.has_unfinished and not self.stopping:
@@ -123,30 +122,30 @@ class EngineLoop:
                 self._deadline.turned(began, time.monotonic(), self._core.waited, rows, self._core.tokens)
 
     def _tell_viewers(self) -> int:
-        """Returns how many milliseconds may pass until the next time."""
+        """Report a snapshot if one is due; return the milliseconds until the next check."""
         watch = self._core.watch
         if watch is None:
             return self._idle_wait
         snapshot = watch.look()
         if snapshot is not None:
             self._link.send(ipc.Seen(snapshot))
-        return min(self._idle_wait, VIEW_WAIT if watch.pending else IDLE_WAIT)
+        return min(self._idle_wait, SNAPSHOT_POLL_MS if watch.pending else IDLE_POLL_MS)
 
     def _gather(self) -> None:
-        """Takes commands until the next step has to be planned."""
+        """Take commands until the next step must be planned."""
         due = self._deadline.due
         while not self.stopping:
             while not self.stopping and (command := self._link.receive()) is not None:
                 self._obey(command)
-                due = self._deadline.due - ADMISSION
+                due = self._deadline.due - ADMISSION_S
             left = int(1000 * (due - time.monotonic()))
             if left <= 0 or not self._core.has_unfinished:
                 return
             reading = self._core.adapters.reading
-            if not self._link.wait(min(left, READ_WAIT) if reading else left):
+            if not self._link.wait(min(left, ADAPTER_POLL_MS) if reading else left):
                 if not reading:
                     return
-                self._core.adapters.turn()  # who waits to hear of it may be in the next step
+                self._core.adapters.turn()  # a request that waits for the adapter may join the next step
 
     def _obey(self, command: ipc.Command) -> None:
         match command:
@@ -204,7 +203,7 @@ def start(command: ipc.StartEngine, watch: Stopwatch, ends: Ends | None) -> tupl
     if config.max_loras:
         take_turns()
     gc.collect()
-    gc.freeze()  # what lives now lives to the end
+    gc.freeze()  # these objects live as long as the process
     return started.core, ipc.Ready(
         max_model_len=started.max_model_len,
         pages=started.pages,
@@ -220,12 +219,12 @@ def start(command: ipc.StartEngine, watch: Stopwatch, ends: Ends | None) -> tupl
 
 
 def needs_grammars(args: EngineArgs) -> bool:
-    """Can it be asked for structured outputs, and is it a model that answers?"""
+    """Whether requests with structured outputs are possible."""
     return not args.skip_tokenizer_init and args.distributed_executor_backend != "fake"
 
 
 def _tell(line: str) -> None:
-    """As logged, also before we are told the level: a display asks the environment whether it is to be quiet."""
+    """Log a line before the log level is known; the display reads QUIRE_LOGGING_LEVEL itself."""
     record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, line, (), None)
     print(LINE.format(record), file=sys.stderr, flush=True)
 
@@ -234,8 +233,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     file, parent, number, *options = sys.argv[1:] if argv is None else argv
     if not set_up("engine", options, parent, [file, number]):
         return 1
-    mailbox = Channel(socket.socket(fileno=int(number)))
-    pulse = Heartbeat(lambda busy: mailbox.send(ipc.encode(ipc.Beat(busy))), int(parent))
+    channel = Channel(socket.socket(fileno=int(number)))
+    pulse = Heartbeat(lambda busy: channel.send(ipc.encode(ipc.Beat(busy))), int(parent))
     pulse.start()
     try:
         watch = Stopwatch.of_engine("python")
@@ -244,33 +243,33 @@ def main(argv: Sequence[str] | None = None) -> int:
                 contextlib.suppress(ImportError),
                 shown(tell=_tell),
                 doing("importing torch"),
-            ):  # errors: told by whoever needs it
+            ):  # the import that needs it reports the error
                 wait_politely()
                 importlib.import_module("quire.runner.step")
             watch.lap("imports")
-        return _serve(Link(mailbox), pulse, Journal(int(file)), watch, read_ends(options))
+        return _serve(Link(channel), pulse, Journal(int(file)), watch, read_ends(options))
     finally:
         pulse.end()
-        gc.unfreeze()  # libraries count what is left at the end, and complain
-        mailbox.drain(FAREWELL)
-        mailbox.close()
+        gc.unfreeze()  # libraries report objects that are left at exit
+        channel.drain(LAST_REPORT_DRAIN_S)
+        channel.close()
 
 
 def _serve(link: Link, pulse: Heartbeat, journal: Journal, watch: Stopwatch, ends: Ends | None) -> int:
     while (first := link.receive()) is None:
-        link.wait(IDLE_WAIT)
+        link.wait(IDLE_POLL_MS)
     assert isinstance(first, ipc.StartEngine), first
     watch.lap("wait for orders")
 
     def leave() -> None:
-        """What is begun is of no use: the next start meets the next ones."""
+        """End this start: the next one connects to the next processes of the other engines."""
         link.send(ipc.Failed(CompanionLost.__name__, "another engine, which has some of its experts, is gone"))
         os._exit(1)
 
     try:
         with watch_peers(ends, leave):
             core, ready = start(first, watch, ends)
-    except QuireError as error:  # told once, by the parent
+    except QuireError as error:  # the parent logs it
         link.send(ipc.Failed(type(error).__name__, str(error)))
         return 1
     except Exception as error:
@@ -278,7 +277,7 @@ def _serve(link: Link, pulse: Heartbeat, journal: Journal, watch: Stopwatch, end
         link.send(ipc.Failed(type(error).__name__, str(error)))
         return 1
     core.before_admission = journal.write
-    look = IDLE_WAIT if ends is None else COMPANY_WAIT
+    look = IDLE_POLL_MS if ends is None else EXPERT_PEERS_POLL_MS
     engine = EngineLoop(core, link, pulse, gathers=first.args.pipeline_parallel_size == 1, idle_wait=look)
 
     def stop(*_: object) -> None:
@@ -290,15 +289,15 @@ def _serve(link: Link, pulse: Heartbeat, journal: Journal, watch: Stopwatch, end
         core.constraints.prepare()
     try:
         engine.run()
-    except EngineDead as error:  # told by the parent
+    except EngineDead as error:  # the parent logs it
         if isinstance(error, CompanionLost):
-            journal.write([])  # nobody here is to blame
+            journal.write([])  # no request of this engine is the cause
         link.send(ipc.Failed(type(error).__name__, str(error)))
         core.stop()
         return 1
     except Exception:
         logger.exception("the engine's loop failed")
-        journal.write(core.scheduler.unfinished)  # those that only wait may be the cause as well
+        journal.write(core.scheduler.unfinished)  # waiting requests may be the cause, too
         return 1
     core.stop()
     return 0

@@ -1,11 +1,10 @@
-"""Keeps one engine process alive: starts it, listens to it, notices when it is lost, and starts another one.
+"""Supervises one engine process: starts it, receives its reports, notices when it is lost, and starts the next one.
 
     starting ──► ready ──► restarting ──► ready ...
        └──────────┴────────────┴────────► dead         for good: a failed start, too many restarts, or a shutdown
 
-An engine is lost when its process ends, when nothing is heard of it (frozen), or when a turn of its loop takes too long (hung).
-What becomes of its requests is the listener's business. Everything here runs on one event loop; only the start and the stop are
-plain functions.
+An engine is lost when its process ends, when its heartbeats stop (frozen), or when a step takes too long (hung). The listener
+decides about its requests. Everything runs on one event loop; only the start and the stop are plain functions.
 """
 
 import asyncio
@@ -29,14 +28,14 @@ from quire.types.outputs import TokenDelta
 
 AnyChild = Child | RemoteEngine
 
-TICK = 0.1  # seconds between looks at the process
-CHUNK = 128  # requests whose news are handed out before the event loop may do something else
-LAST = 0.01  # seconds between looks at one that has closed its connection
-GRACE = 0.05  # seconds for the last reports of an ended process to come through
-STOPPED = 0.5  # seconds of silence of a process that is stopped
-START_SILENCE = 300.0  # seconds without a beat that a starting engine is allowed: libraries load, beside busy neighbours
-BURIAL = 30.0  # seconds for a killed process to disappear
-WANT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS)  # of descriptors, memory, processes
+TICK = 0.1  # seconds between checks of the process
+CHUNK = 128  # deltas that are passed on before the event loop runs other tasks
+CLOSED_POLL_S = 0.01  # between checks of a process that has closed its connection
+LAST_REPORTS_S = 0.05  # for the last reports of an ended process to arrive
+STOPPED_TIMEOUT_S = 0.5  # silence after which a stopped process (SIGSTOP) is lost
+START_SILENCE_S = 300.0  # allowed without a heartbeat while an engine starts: importing libraries blocks its thread
+KILL_TIMEOUT_S = 30.0
+OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS)  # of descriptors, memory, processes
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ class Listener(Protocol):
     def on_answer(self, answer: ipc.Refused | ipc.Reply) -> None: ...
 
     def on_lost(self, in_flight: set[str]) -> None:
-        """The engine is gone, and with it the work on these requests. Another one will be ready, unless on_dead comes first."""
+        """The engine is lost while it worked on these requests. Another one will be ready, unless on_dead comes first."""
 
     def on_dead(self, error: QuireError) -> None: ...
 
@@ -86,22 +85,22 @@ class Supervisor:
     def __init__(
         self, start: Callable[[], AnyChild], limits: SupervisorLimits, listener: Listener, name: str = "the engine"
     ) -> None:
-        """`name` is what the log calls it."""
+        """name: of the engine, for the log."""
         self._start, self._limits, self._listener, self._name = start, limits, listener, name
         self.state: State = "starting"
-        self.error: QuireError | None = None  # why it is dead
-        self._failure: QuireError | None = None  # why the latest start failed, in the engine's own words
+        self.error: QuireError | None = None  # why the engine is dead
+        self._failure: QuireError | None = None  # why the latest start failed, as the engine reported it
         self.restarts = 0
         self._lost_by: str | None = None  # why the present engine is being replaced
         self.last_loss: str | None = None  # why the latest one was
         self._lost_at = 0.0  # when the latest one that had been ready was
         self._restart_limit = RestartLimit(limits.most_restarts, limits.restart_window)
-        self._doom: QuireError | None = None  # why there is to be no other one
+        self._doom: QuireError | None = None  # why it must not be restarted
         self._waiters: set[asyncio.Future[None]] = set()
         self._detach: Callable[[], None] = lambda: None
         self.heard_at = self._born = time.monotonic()
         self._silence = Silence(TICK)
-        self._busy = 0.0  # what the latest beat said
+        self._busy = 0.0  # seconds in the present step, by the latest heartbeat
         self._child: AnyChild | None = start()
 
     # ---- what others may know -------------------------------------------------------------------------------------------
@@ -115,7 +114,7 @@ class Supervisor:
         return None if self._child is None else self._child.pid
 
     async def wait_ready(self) -> None:
-        """Returns when the engine takes requests; raises why if it never will."""
+        """Return when the engine takes requests; raise why if it never will."""
         while self.state != "ready":
             if self.error is not None:
                 raise self.error
@@ -136,7 +135,7 @@ class Supervisor:
             self._flush(self._child)
 
     def _flush(self, child: AnyChild) -> None:
-        """What the engine had no room for is sent when it has."""
+        """Send what is left in the channel as the engine reads."""
         loop = asyncio.get_running_loop()
         child.flush()
         if child.full:
@@ -145,7 +144,7 @@ class Supervisor:
             loop.remove_writer(child.fd)
 
     def stop(self, timeout: float) -> None:
-        """Ends the engine, kindly for up to `timeout` seconds. For good."""
+        """End the engine for good; it may end by itself for up to `timeout` seconds."""
         child, self._child = self._child, None
         if child is not None:
             self._detach()
@@ -154,7 +153,7 @@ class Supervisor:
             self._change("dead", EngineDead("the engine was shut down"))
 
     def doom(self, error: QuireError) -> None:
-        """The engine is killed, and given up for this."""
+        """Kill the engine, and do not restart it."""
         self._doom = error
         if self._child is not None:
             self._child.kill()
@@ -169,12 +168,12 @@ class Supervisor:
                 if self._child is child:
                     await self._replace(child, self._lost_by)
                 self._lost_by = None
-        except Exception as error:  # a mistake of ours; nobody must wait for what cannot come
+        except Exception as error:  # a bug of ours: callers must not wait for ever
             logger.exception("the engine's supervisor failed")
             self._give_up(EngineDead(f"the engine's supervisor failed: {type(error).__name__}: {error}"))
 
     async def _watch(self, child: AnyChild) -> str:
-        """Listens until the engine is lost, and says why it is."""
+        """Receive reports until the engine is lost; return why."""
         loop, wake, fd = asyncio.get_running_loop(), asyncio.Event(), child.fd
         loop.add_reader(fd, wake.set)
         ticker: asyncio.TimerHandle | None = None
@@ -186,7 +185,7 @@ class Supervisor:
 
         def detach() -> None:
             self._detach = lambda: None
-            if child.fd == fd:  # else it is closed, and with it whatever was awaited
+            if child.fd == fd:  # otherwise it is closed already
                 loop.remove_reader(fd)
                 loop.remove_writer(fd)
             if ticker is not None:
@@ -206,13 +205,13 @@ class Supervisor:
                         return report.message
                 if self._child is not child:
                     return "it was stopped"
-                if child.closed:  # it has said all, and ends
+                if child.closed:  # it has sent everything, and ends
                     loop.remove_reader(child.fd)
-                    loop.call_later(LAST, wake.set)
+                    loop.call_later(CLOSED_POLL_S, wake.set)
                 if ended or (child.closed and child.ending() is not None):
                     return f"its process ended with {child.ending()}"
                 if ended := self._silence.look() and child.ending() is not None:
-                    await asyncio.sleep(GRACE)
+                    await asyncio.sleep(LAST_REPORTS_S)
                 elif (reason := self._diagnose()) is not None:
                     return reason
                 else:
@@ -253,11 +252,11 @@ class Supervisor:
                 self._failure = ipc.start_error(report)
 
     def _diagnose(self) -> str | None:
-        """What is wrong with an engine whose process lives, if anything is."""
+        """Return what is wrong with an engine whose process is alive, or None."""
         started, silence = self.state == "ready", self._silence.seconds
-        if silence > STOPPED and self._child is not None and self._child.stopped:
+        if silence > STOPPED_TIMEOUT_S and self._child is not None and self._child.stopped:
             return f"its process is stopped (SIGSTOP), and has been silent for {silence:.1f} s"
-        if silence > (self._limits.dead_after if started else max(self._limits.dead_after, START_SILENCE)):
+        if silence > (self._limits.dead_after if started else max(self._limits.dead_after, START_SILENCE_S)):
             return f"it has been silent for {silence:.1f} s"
         if started and self._busy > self._limits.hang_timeout:
             return f"it has been in one step for {self._busy:.1f} s"
@@ -269,9 +268,9 @@ class Supervisor:
         was, self._busy = self.state, 0.0
         self.state = "starting" if was == "starting" else "restarting"
         try:
-            await _bury(child)
+            await _kill_and_wait(child)
         except asyncio.CancelledError:
-            self.state = was  # nobody has been told: the next run does
+            self.state = was  # the listener was not called: the next run does so
             raise
         if self._child is not child:
             return
@@ -315,7 +314,7 @@ class Supervisor:
         return False
 
     async def _restart(self, child: AnyChild) -> None:
-        """Tries as long as the system has nothing to start a process with: that is not the engine's fault, and it may pass."""
+        """Start the next process; try again while the system is out of descriptors, memory or processes."""
         while True:
             if self._restart_limit.failed_starts:
                 await asyncio.sleep(self._restart_limit.backoff_s)
@@ -325,7 +324,7 @@ class Supervisor:
             try:
                 self._child = self._start()
             except OSError as error:
-                if error.errno not in WANT:
+                if error.errno not in OUT_OF_RESOURCES:
                     raise
                 self._restart_limit.failed_starts += 1
                 logger.error("the engine cannot be restarted now, and will be later: %s", error)
@@ -350,10 +349,10 @@ class Supervisor:
                     waiter.set_result(None)
 
 
-async def _bury(child: AnyChild) -> None:
-    """Kills the process and waits for its end, so that its memory is free for the next one."""
+async def _kill_and_wait(child: AnyChild) -> None:
+    """Kill the process and wait for its end, so that its memory is free for the next one."""
     child.kill()
-    deadline = time.monotonic() + BURIAL
+    deadline = time.monotonic() + KILL_TIMEOUT_S
     while child.ending() is None:
         if time.monotonic() > deadline:
             logger.error("the engine process %d does not go away", child.pid)
