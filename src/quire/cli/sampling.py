@@ -3,13 +3,15 @@
 import argparse
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from quire.llm_engine import LLMEngine
 from quire.step_loop import interrupts_between_steps
 from quire.types.errors import EngineError
 from quire.types.prompts import PromptType
 from quire.types.sampling import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from quire.llm_engine import LLMEngine
 
 _FLAGS: tuple[tuple[str, type, str], ...] = (
     ("temperature", float, "randomness, 0 is greedy"),
@@ -65,7 +67,7 @@ def sampling_params(namespace: argparse.Namespace, defaults: dict[str, Any] | No
 _ids = itertools.count()
 
 
-def print_stream(engine: LLMEngine, prompt: PromptType, params: SamplingParams) -> str:
+def print_stream(engine: "LLMEngine", prompt: PromptType, params: SamplingParams) -> str:
     """Returns the whole text. Ctrl-C ends the request and is passed on."""
     request_id = f"cli-{next(_ids)}"
     params = params.clone()
