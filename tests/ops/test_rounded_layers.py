@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from quire.attn.batch import PLAIN
+from quire.layers.fused_norm import fused_norm
 from quire.layers.linear import Linear
 from quire.layers.lora import LinearBank
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
-from quire.layers.norm_for import norm_for
 from quire.layers.parameter import Method
 from quire.layers.quant.stored import FormProduct
 from quire.layers.sparse_mlp import SparseGatedMLP
@@ -49,7 +49,7 @@ def some(rows, device, seed=1):
 def test_a_norm_rounds_for_who_alone_reads_it(layers, device, rows):
     norm, mlp = layers
     x, residual = some(rows, device), some(rows, device, 2)
-    got, total = norm_for(mlp, norm, x, residual)
+    got, total = fused_norm(mlp, norm, x, residual)
     normed, expected = kernels.add_rms_norm(x, residual, norm.weight, 1e-5, 0.0)
     assert isinstance(got, RoundedRows) and torch.equal(total, expected)
     assert torch.equal(mlp(got, PLAIN), mlp(normed, PLAIN))
@@ -75,11 +75,11 @@ def test_who_is_given_rows_as_they_are(layers, device, monkeypatch):
     if device == "cpu":  # as a GPU would, but for the launches
         monkeypatch.setattr(norm, "add", lambda x, residual: (kernels.rms_norm(x, norm.weight, 1e-5, 0.0), residual))
     x = some(33, device)
-    assert isinstance(norm_for(mlp, norm, x, None)[0], RoundedRows)
-    assert isinstance(norm_for(mlp, norm, x[:32], None)[0], torch.Tensor)
+    assert isinstance(fused_norm(mlp, norm, x, None)[0], RoundedRows)
+    assert isinstance(fused_norm(mlp, norm, x[:32], None)[0], torch.Tensor)
     assert mlp.gate_up.rounding(x.float()) is None and Linear(200, 10).rounding(x) is None
     twice = SparseGatedMLP(200, 144, "silu", 0.5)
     twice.gate_up, twice.down_proj = mlp.gate_up, mlp.down_proj
-    assert isinstance(norm_for(twice, norm, x, None)[0], torch.Tensor)
+    assert isinstance(fused_norm(twice, norm, x, None)[0], torch.Tensor)
     mlp.gate_up.bank = LinearBank()
-    assert isinstance(norm_for(mlp, norm, x, None)[0], torch.Tensor)
+    assert isinstance(fused_norm(mlp, norm, x, None)[0], torch.Tensor)

@@ -63,12 +63,16 @@ class Attention(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """`fused`: the checkpoint stores q, k and v as one matrix at `<path>.qkv`, one behind the other or "by key head".
+    """Attention with its projections, RoPE and per-head norms.
 
-    `q_norm`, `k_norm`: applied per head; `norm_last`: after the rotation. `width_norm`: an epsilon, of norms over all heads.
-    `clip`: what the projections give is kept within it. `temper`: the positions after which queries that are not normed are
-    sharpened again, and how much. `value_norm`: an epsilon, of a norm of values without weights. `slopes`: of each head, of
-    ALiBi. `last`: of its model, so that behind it only those tokens go on that the batch keeps.
+    fused: the checkpoint stores q, k and v as one matrix at `<path>.qkv`, concatenated or "by key head".
+    q_norm, k_norm: per-head norms, applied before RoPE, or after it with `norm_last`.
+    width_norm: epsilon of RMSNorms over all heads of q and of k.
+    clip: bound of the projections' outputs.
+    query_scale: (every, weight); queries are multiplied by 1 + weight * log1p(position // every).
+    value_norm: epsilon of an RMSNorm of the values, without weights.
+    slopes: ALiBi slope of each head.
+    last: the model's last attention layer: only the batch's final tokens go on after it.
     """
 
     def __init__(
@@ -87,7 +91,7 @@ class SelfAttention(nn.Module):
         norm_last: bool = False,
         width_norm: float | None = None,
         clip: float | None = None,
-        temper: tuple[float, float] | None = None,
+        query_scale: tuple[float, float] | None = None,
         value_norm: float | None = None,
         scale: float | None = None,
         soft_cap: float | None = None,
@@ -112,9 +116,9 @@ class SelfAttention(nn.Module):
         self.o_proj = Linear(heads * head_dim, hidden_size, bias=out_bias, transposed=transposed, role=Role.ROW, cuts=cuts[:1])
         assert (q_norm is None) == (k_norm is None)
         self.q_norm, self.k_norm, self.norm_last, self.clip = q_norm, k_norm, norm_last, clip
-        self.temper, self.value_norm = temper, value_norm
+        self.query_scale, self.value_norm = query_scale, value_norm
         self.width_norms = None if width_norm is None else WidthNorms(self.division, width_norm)
-        apart = (clip, temper, value_norm, width_norm)
+        apart = (clip, query_scale, value_norm, width_norm)
         self.prepares = norm_last or any(each is not None for each in apart) or isinstance(q_norm, HeadLayerNorm)
         self.norms: HeadNorms | None = None
         self.cache_scales: Tensor | None = None  # [2, kv_heads] float32 of a checkpoint, for a cache of 8 bits
@@ -184,8 +188,8 @@ def prepare_heads(attention: SelfAttention, qkv: Tensor, batch: Batch) -> Tensor
     if attention.value_norm is not None:
         value = lanes[:, spec.heads + spec.kv_heads :]
         value.copy_(rms_norm(value, torch.ones_like(value[0, 0]), attention.value_norm))
-    if attention.temper is not None:
-        every, weight = attention.temper
+    if attention.query_scale is not None:
+        every, weight = attention.query_scale
         sharper = torch.log1p(torch.floor(batch.positions.float() / every)) * weight + 1.0
         query.mul_(sharper[:, None, None].to(query.dtype))
     if attention.norm_last and rope is not None:

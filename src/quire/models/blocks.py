@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from quire.attn.batch import Batch
 from quire.layers.attention import SelfAttention
+from quire.layers.fused_norm import fused_norm
 from quire.layers.norm import Norm
-from quire.layers.norm_for import norm_for
 from quire.models.decoder import Block
 
 
@@ -27,10 +27,10 @@ class SandwichBlock(nn.Module):
         self.mlp = mlp
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
-        rows, residual = norm_for(self.self_attn, self.input_layernorm, x, residual)
+        rows, residual = fused_norm(self.self_attn, self.input_layernorm, x, residual)
         x = self.scaled(self.post_attention_layernorm(self.self_attn(rows, batch)))
         residual = self.self_attn.select_residual(residual, batch)
-        rows, residual = norm_for(self.mlp, self.pre_feedforward_layernorm, x, residual)
+        rows, residual = fused_norm(self.mlp, self.pre_feedforward_layernorm, x, residual)
         x = self.mlp(rows, self.self_attn.tokens_after(batch))
         return self.scaled(self.post_feedforward_layernorm(x)), residual
 
@@ -88,8 +88,8 @@ class ScaledBlock(Block):
         self.scale = scale
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        rows, residual = norm_for(self.self_attn, self.input_layernorm, x, residual)
+        rows, residual = fused_norm(self.self_attn, self.input_layernorm, x, residual)
         x = self.self_attn(rows, batch) * self.scale
         residual = self.self_attn.select_residual(residual, batch)
-        rows, residual = norm_for(self.mlp, self.post_attention_layernorm, x, residual)
+        rows, residual = fused_norm(self.mlp, self.post_attention_layernorm, x, residual)
         return self.mlp(rows, self.self_attn.tokens_after(batch)) * self.scale, residual

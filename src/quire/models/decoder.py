@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from quire.attn.batch import Batch, Tokens
 from quire.layers.attention import Attention, SelfAttention
 from quire.layers.embedding import Embedding, Head
+from quire.layers.fused_norm import fused_norm
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import Norm, RMSNorm
-from quire.layers.norm_for import norm_for
 from quire.layers.recurrent import Recurrence
 from quire.layers.rope import Rope, rope_parameters
 
@@ -39,10 +39,10 @@ class Block(nn.Module):
 
         The last block returns the final tokens only.
         """
-        rows, residual = norm_for(self.self_attn, self.input_layernorm, x, residual)
+        rows, residual = fused_norm(self.self_attn, self.input_layernorm, x, residual)
         x = self.self_attn(rows, batch)
         residual = self.self_attn.select_residual(residual, batch)
-        rows, residual = norm_for(self.mlp, self.post_attention_layernorm, x, residual)
+        rows, residual = fused_norm(self.mlp, self.post_attention_layernorm, x, residual)
         return self.mlp(rows, self.self_attn.tokens_after(batch)), residual
 
 

@@ -38,7 +38,7 @@ class Ministral3(Llama):
     def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
         rope = facts.hf["rope_parameters"]
         weight, every = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
-        return self.attention(facts, index, temper=(every, weight) if weight and every else None)
+        return self.attention(facts, index, query_scale=(every, weight) if weight and every else None)
 
 
 class Qwen3(Decoder):

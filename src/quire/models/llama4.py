@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 class Llama4Attention(SelfAttention):
     """`turning`: of heads, here and not in a kernel, for they are normed behind it. `norm`: the epsilon of a norm without
-    weights. `temper`: the positions after which queries are sharpened again, and how much."""
+    weights. `query_scale`: (floor_scale, attn_scale) of the temperature that grows with the position."""
 
     def __init__(
         self,
@@ -34,12 +34,12 @@ class Llama4Attention(SelfAttention):
         *,
         turning: Rope | None,
         norm: float | None,
-        temper: tuple[float, float] | None,
+        query_scale: tuple[float, float] | None,
         chunk: int | None,
         **options: Any,
     ) -> None:
         super().__init__(hidden_size, heads, cache, None, **options)
-        self.turning, self.norm, self.temper, self.chunk = turning, norm, temper, chunk
+        self.turning, self.norm, self.query_scale, self.chunk = turning, norm, query_scale, chunk
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         out = attend_in_chunks(self, self.qkv(x, batch.tokens), batch)
@@ -60,8 +60,8 @@ def attend_in_chunks(attention: Llama4Attention, qkv: Tensor, batch: Batch) -> T
         turn(heads, *table.rows(batch.positions), table.interleaved)
     if attention.norm is not None:
         heads.copy_(rms_norm(heads, torch.ones_like(heads[0, 0]), attention.norm))
-    if attention.temper is not None:
-        every, weight = attention.temper
+    if attention.query_scale is not None:
+        every, weight = attention.query_scale
         sharper = torch.log1p(torch.floor((batch.positions.float() + 1.0) / every)) * weight + 1.0
         heads[:, : spec.heads].mul_(sharper[:, None, None].to(heads.dtype))
     if attention.chunk is None:
@@ -103,7 +103,7 @@ class Llama4(Decoder):
             cache,
             turning=self.rope(facts, index) if turns else None,
             norm=hf.get("rms_norm_eps", 1e-5) if turns and hf.get("use_qk_norm", True) else None,
-            temper=(hf.get("floor_scale", 8192), hf.get("attn_scale", 0.1)) if tempered else None,
+            query_scale=(hf.get("floor_scale", 8192), hf.get("attn_scale", 0.1)) if tempered else None,
             chunk=cache.window,
             bias=bias,
             out_bias=bias,

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from quire.attn.batch import PLAIN, Batch
 from quire.dist.collectives import Group
 from quire.layers.attention import SelfAttention
+from quire.layers.fused_norm import fused_norm
 from quire.layers.latent import LatentAttention
 from quire.layers.linear import Linear
-from quire.layers.norm_for import norm_for
 from quire.models.decoder import Decoder
 from quire.runner.batch import build_batch
 from quire.runner.profile_run import GREEDY, MadeUpRequest, make_step
@@ -102,7 +102,7 @@ def _layers(model: Decoder, slots: Slots, longest: int, enter: Callable[[Batch],
         yield partial(_run, enter, _batch(one, slots), lambda x, _, layer=layer: layer.add(x, None))
         yield partial(_run, enter, _batch(one, slots), lambda x, _, layer=layer: layer.add(x, x))
         for reader in (*attentions, *others):  # activation quantization is fused into the norm for some readers
-            yield partial(_run, enter, _batch(some, slots), partial(_norm_for, layer, reader))
+            yield partial(_run, enter, _batch(some, slots), partial(_fused_norm, layer, reader))
     for requests in (long, prompt, alike, one):  # the slowest first
         for layer in attentions:
             yield partial(_run, enter, _batch(requests, slots), layer)
@@ -198,9 +198,9 @@ def _feed(layer: nn.Module) -> Callable[[Tensor, Batch], object]:
     return lambda x, batch: layer(x, batch.tokens)
 
 
-def _norm_for(norm: Any, reader: nn.Module, x: Tensor, _: Batch) -> None:
+def _fused_norm(norm: Any, reader: nn.Module, x: Tensor, _: Batch) -> None:
     for residual in (None, x):
-        norm_for(reader, norm, x, residual)
+        fused_norm(reader, norm, x, residual)
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""A norm before a layer that alone reads what it gives: rounded in the same launch, where that layer would round it."""
+"""RMSNorm fused with the activation quantization of the only layer that reads its output."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -11,12 +11,12 @@ from quire.layers.mlp import GatedMLP
 from quire.layers.norm import Norm, RMSNorm
 from quire.ops.forms import Rows
 
-# layers whose first product, at this name, is all that reads the rows they are given; not those made of them, which may do more
+# layers whose input is read by one linear layer alone, and its name; not their subclasses, which may read it twice
 FIRST: Mapping[type[nn.Module], str] = MappingProxyType({SelfAttention: "qkv", GatedMLP: "gate_up"})
 
 
-def norm_for(reader: nn.Module, norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Rows, Tensor]:
-    """norm.add(x [T, H], residual) for `reader` and nobody else."""
+def fused_norm(reader: nn.Module, norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Rows, Tensor]:
+    """Return norm.add(x [T, H], residual), quantized if the first linear layer of `reader`, the only reader, would do it."""
     first = FIRST.get(type(reader))
     if first is not None and type(norm) is RMSNorm:
         linear = getattr(reader, first)
