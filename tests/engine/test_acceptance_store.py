@@ -109,9 +109,9 @@ def test_what_is_no_file_is_left_alone(opened, caplog):
 
 def test_the_longest_forgotten_go(opened):
     path, _ = opened
-    for name in ("key", *(f"other {i}" for i in range(acceptance_store.MOST))):
+    for name in ("key", *(f"other {i}" for i in range(acceptance_store.MAX_ENGINES))):
         acceptance_store._write(path, name, GOOD)
-    assert len(kept.read_kept(path)) == acceptance_store.MOST and "key" not in kept.read_kept(path)
+    assert len(kept.read_kept(path)) == acceptance_store.MAX_ENGINES and "key" not in kept.read_kept(path)
 
 
 def test_two_write_at_once(opened):

@@ -1,5 +1,5 @@
-"""What an engine found out about drafts, for the next one with the same model on the same device: a file beside what was tried
-on a CPU (`files/kept.py`)."""
+"""A file with measured costs and acceptance rates of drafts, for the next engine with the same model and device
+(`files/kept.py`)."""
 
 import logging
 import os
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from quire.config.config import Config
 
 NAME = "drafts.json"
-MOST = 64  # engines; the longest forgotten go
-MOST_SIZES = 256  # of steps, by rows and then by drafts: nobody tells so many apart
-MOST_COUNTED = 1 << 20  # rows, drafts and outcomes
-WAY = 1  # of measuring
+MAX_ENGINES = 64  # in the file; the oldest are dropped
+MAX_SIZES = 256  # step sizes, by rows and by drafts
+MAX_COUNT = 1 << 20  # of rows, drafts and outcomes
+VERSION = 1  # of the measurement
 
 logger = logging.getLogger(__name__)
 
 
 def open_acceptance_store(config: "Config") -> dict[str, Any]:
-    """Of `Speculation`: what is `known`, and where to `remember`. Nothing of a fake, which measures nothing."""
+    """Return arguments of Speculation: `known` measurements, and `remember` to store new ones. A fake executor has none."""
     if config.args.distributed_executor_backend == "fake":
         return {}
     path, key = cache_directory() / NAME, _key(config)
@@ -36,42 +36,43 @@ def open_acceptance_store(config: "Config") -> dict[str, Any]:
     except FileNotFoundError:
         pass
     except (OSError, *WRONG) as error:
-        logger.warning("%s: %s; what drafts cost here is found out again", path, what_is_wrong(error))
+        logger.warning("%s: %s; costs of drafts are measured again", path, what_is_wrong(error))
     return {"known": known, "remember": partial(_write, path, key)}
 
 
 def _key(config: "Config") -> str:
-    """Everything that a step's cost depends on, beside the cost of a step without drafts."""
+    """Return a key of everything that the relative cost of drafts depends on."""
     asked, args = config.speculation, config.args
     parts = (
-        WAY, config.device_facts.name, os.cpu_count(), os.environ.get("OMP_NUM_THREADS"), config.facts.files.path.absolute(),
-        config.facts.parameters, config.dtype, config.world, config.depth, args.enforce_eager, config.max_loras,
+        VERSION, config.device_facts.name, os.cpu_count(), os.environ.get("OMP_NUM_THREADS"),
+        config.facts.files.path.absolute(), config.facts.parameters, config.dtype, config.world, config.depth,
+        args.enforce_eager, config.max_loras,
         asked and asked.method, asked and asked.model,
     )  # fmt: skip
     return " | ".join(map(str, parts))
 
 
 def _known(told: Any) -> dict[str, Any]:
-    """Raises one of `WRONG`."""
+    """Return checked values. Raises one of `WRONG`."""
     costs: dict[int, dict[int, float]] = {}
     for rows, found in _few(told["costs"]):
         costs[_count(rows)] = {_count(drafts): _positive(ratio) for drafts, ratio in _few(found)}
     known: dict[str, Any] = {"costs": costs}
     if "right" in told:
         first, later, outcomes = told["right"]
-        known["right"] = _share(first), _share(later), min(max(0, int(outcomes)), MOST_COUNTED)
+        known["right"] = _share(first), _share(later), min(max(0, int(outcomes)), MAX_COUNT)
     return known
 
 
 def _few(sizes: Any) -> ItemsView[str, Any]:
-    if len(sizes) > MOST_SIZES:
+    if len(sizes) > MAX_SIZES:
         raise ValueError
     items: ItemsView[str, Any] = sizes.items()
     return items
 
 
 def _count(text: str) -> int:
-    if not 1 <= int(text) <= MOST_COUNTED:
+    if not 1 <= int(text) <= MAX_COUNT:
         raise ValueError
     return int(text)
 
@@ -89,11 +90,11 @@ def _share(value: Any) -> float:
 
 
 def _write(path: Path, key: str, learnt: Mapping[str, Any]) -> None:
-    """Beside what others can read of what is there."""
+    """Add the entry to those of other engines in the file."""
     known: dict[str, Any] = {}
     with suppress(OSError, *WRONG):
         for other, told in read_kept(path).items():
             with suppress(*WRONG):
                 known[other] = _known(told)
     known.pop(key, None)
-    write_kept(path, dict([*known.items(), (key, learnt)][-MOST:]))
+    write_kept(path, dict([*known.items(), (key, learnt)][-MAX_ENGINES:]))

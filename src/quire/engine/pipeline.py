@@ -1,4 +1,4 @@
-"""A rank of a pipeline, put together: how it is joined to the others, its stage's runner, and its part of the memory."""
+"""Make a rank of a pipeline: its connections to the other ranks, and its stage's runner."""
 
 import socket
 from collections.abc import Mapping
@@ -25,9 +25,9 @@ def join_pipeline(
     watch: Watch,
     remote: Mapping[int, socket.socket],
 ) -> Ring:
-    """memory, peers, remote: what all ranks have of each other."""
+    """Connect to the other ranks. memory, peers, remote: shared memory, and sockets of this node and of others."""
     own = PipelineRank.of(rank, config.stage_layers, config.ranks, config.args.enable_expert_parallel)
-    places = config.depth + 2  # a step is in flight in each but one
+    places = config.depth + 2  # slots of the channel: steps in flight, and one more
     shape = Shape(places, config.max_batched_tokens, config.facts.hidden_size, DTYPES[config.dtype])
     return join_ring(device, own, shape, memory, peers, watch, remote)
 

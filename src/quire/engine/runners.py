@@ -1,4 +1,4 @@
-"""The runner of an engine, or of a rank of one, as the configuration has it. Importing this file does not import torch."""
+"""Make the runner of an engine, or of a rank, from its configuration. Importing this file does not import torch."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -34,7 +34,7 @@ def import_torch() -> None:
 
 
 def start_device(config: Config, rank: int = 0) -> Device:
-    """Other ranks than the first have taken theirs before."""
+    """Open the device. Ranks other than the first have chosen theirs before."""
     import torch
 
     device = open_device(config.device)
@@ -47,7 +47,7 @@ def start_device(config: Config, rank: int = 0) -> Device:
 
 
 def bounded_facts(config: Config) -> ModelFacts:
-    """Rope tables are made for the longest context that can come, so a shorter one may choose finer factors."""
+    """Return the facts with max_position = max_model_len: RoPE scaling may depend on the longest context."""
     return replace(config.facts, max_position=config.max_model_len)
 
 

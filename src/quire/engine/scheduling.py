@@ -1,4 +1,4 @@
-"""The scheduler that a configuration asks for: of an engine, and of one that is only simulated."""
+"""Make the scheduler of an engine, or of a simulated one, from its configuration."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from quire.types.cache import CacheLayout
 def make_scheduler(
     config: Config, layout: CacheLayout, pages: int, max_model_len: int, parameters: int, **more: Any
 ) -> Scheduler:
-    """`parameters`: of the model, which every step reads. `more`: drafts, states that are kept."""
+    """parameters: of the model, which every step reads. more: further arguments of Scheduler."""
     budget: Budget | None = None
     if config.steps_follow_load and config.device_facts.times_steps:
         budget = TimedBudget(config.scheduled_tokens)

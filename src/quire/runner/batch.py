@@ -1,4 +1,4 @@
-"""A plan and the slots become the ragged batch the model runs, and the rows the sampler draws for.
+"""Build the ragged batch that the model runs, and the rows that the sampler draws for, from a plan and the slots.
 
     rows        r0: 3 tokens at 0..2      r1: 1 token at 7       r2: 2 tokens at 4..5
     positions   [ 0  1  2 |  7 |  4  5 ]
@@ -35,7 +35,7 @@ NO_TOKENS: Longs = np.empty(0, np.int64)
 class Built:
     batch: Batch
     rows: Rows  # the draws
-    shift: Longs  # [R] + index of a token among all = among those that are kept
+    shift: Longs  # [R] index among kept tokens = index among all tokens + shift
 
 
 def build_batch(
@@ -117,19 +117,19 @@ def _starts(counts: Longs) -> Longs:
 
 
 def _count_kept(plan: StepRows, row_starts: Longs) -> Longs:
-    """[R] how many of its last tokens each row keeps."""
+    """Return [R] the number of last tokens that each row keeps."""
     outputs, kept = plan.outputs, np.zeros(len(plan.slot), np.int64)
     for wanted in (outputs.draw, outputs.prompt_logprobs, outputs.pool):
         if len(wanted):
             row = plan.shapes.rows_of(wanted)
             np.maximum.at(kept, row, row_starts[row + 1] - wanted)
     if not kept.any():
-        kept[-1] = 1  # layers need not know what it is to have no token at all
+        kept[-1] = 1  # layers never get an empty batch
     return kept
 
 
 def _blank(rows: int, tokens: int, width: int, slots: Slots) -> RowInputs:
-    """Memory for `rows` rows of `tokens` tokens in all, whose tables are `width` pages wide."""
+    """Return memory for `rows` rows with `tokens` tokens in all, and tables of `width` pages."""
     groups, device = len(slots.tables), slots.device
     return RowInputs(
         ids=torch.empty(tokens, dtype=torch.int64, device=device),

@@ -1,4 +1,4 @@
-"""The draw itself: Gumbel-max over what the filters left."""
+"""The random draw: Gumbel-max over the tokens that the filters kept."""
 
 import math
 
@@ -12,10 +12,10 @@ from quire.runner.sampler.random import WORD, as_signed, gumbel, gumbel_unsigned
 from quire.runner.sampler.stage import Columns, Rows
 from quire.types.plan import Admission
 
-FEW = 8  # noise is made for the tokens left alone when they are less than a FEW-th of the vocabulary
-RARE = 64  # one in so many tokens is loud: has noise
+FEW = 8  # noise is computed only for kept tokens if they are less than 1/FEW of the vocabulary
+RARE = 64  # one in RARE tokens is loud: its noise is
 LOUD = 4.152  # above this; -log(-log(1 - 1/RARE)) is 4.151
-ROUNDING = 1e-6  # of a sum of logit and noise, as part of it
+ROUNDING = 1e-6  # relative error of a sum of logit and noise
 LOWEST = float(np.finfo(np.float32).min)
 
 Logits = npt.NDArray[np.float32]
@@ -39,7 +39,7 @@ class Draw:
         return largest(gumbel(keys[:, None], self._steps).add_(logits))[1]
 
     def _choose_one(self, logits: Logits, key: np.uint64) -> int:
-        """Tokens that were filtered out need no noise."""
+        """Return the drawn token. Filtered tokens need no noise."""
         steps = self._steps.numpy().view(np.uint64)
         left = logits > -np.inf
         if np.count_nonzero(left) * FEW > len(logits):
@@ -49,19 +49,19 @@ class Draw:
 
 
 def bits_of(key: np.uint64, steps: Words) -> Words:
-    """A row's random bits."""
+    """Return a row's random bits."""
     bits = steps + key
     mix_unsigned(bits)
     return bits
 
 
 def _noisiest(logits: Logits, bits: Words) -> int:
-    """logits and bits [C] -> the place of the largest sum of a logit and its noise."""
+    """Return the index of the largest sum of logit and noise. logits, bits: [C]."""
     return int(np.argmax(logits + gumbel_unsigned(bits)))
 
 
 def noisiest_of_many(logits: Logits, bits: Words) -> int:
-    """With logarithms for few: the best of those that are loud says how large the logit of another has to be."""
+    """Compute logarithms for few tokens: the best loud token bounds the logit that another one must have."""
     loud = np.flatnonzero(bits < np.uint64(WORD // RARE))
     if not len(loud):
         return _noisiest(logits, bits)

@@ -1,4 +1,4 @@
-"""logprobs: the log-probability of the chosen token, its rank, and those of other tokens beside it."""
+"""logprobs: the log probability of the chosen token, its rank, and those of other tokens."""
 
 from dataclasses import dataclass
 
@@ -48,7 +48,7 @@ class Logprobs:
         self.processed = mode.startswith("processed")
         self._vocabulary = vocabulary
         self._device = device
-        self._width = np.full(slots, NOT_WANTED, np.int64)  # [S] tokens beside the chosen one
+        self._width = np.full(slots, NOT_WANTED, np.int64)  # [S] tokens in addition to the chosen one
         self._prompt_width = np.full(slots, NOT_WANTED, np.int64)  # [S] the same for prompt positions
         self._ids: dict[int, Longs] = {}  # slots that name their tokens
 

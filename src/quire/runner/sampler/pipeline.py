@@ -1,4 +1,4 @@
-"""The stages in their order, applied to the rows of one step."""
+"""The sampler: stages in their order, applied to the rows of one step."""
 
 import copy
 from collections import Counter
@@ -22,8 +22,8 @@ from quire.types.errors import NO_TOKEN
 from quire.types.plan import Admission, Ints
 from quire.types.sampling import LogprobsMode
 
-FILTERS: tuple[type[Filter], ...] = ()  # a new one is a file and its class here; those that the fused draw knows are not listed
-CACHED_LOGITS = 2**18  # as many stay in a processor's cache while a CPU filters them
+FILTERS: tuple[type[Filter], ...] = ()  # further filters; those of the fused draw are not listed
+CACHED_LOGITS = 2**18  # that fit a CPU's cache while it filters them
 FAULTS = {
     BROKEN: "the model's logits are broken: they contain NaN or +inf, or no finite value at all",
     NOTHING_ALLOWED: NO_TOKEN,
@@ -32,13 +32,13 @@ FAULTS = {
 
 @dataclass(frozen=True)
 class Drawn:
-    """What one step drew, still on the device."""
+    """The draws of one step, on the device."""
 
     result: Tensor  # [2, >= N] int32: ids (valid even where there is a fault), and GOOD or a key of FAULTS
     reported: Longs = field(default_factory=lambda: np.empty(0, np.int64))  # [n] the rows with logprobs
-    widths: Sequence[int] = ()  # [n] tokens beside the chosen one
+    widths: Sequence[int] = ()  # [n] tokens in addition to the chosen one
     report: Report | None = None  # of those rows
-    places: Ints | None = None  # [draws] where the draws are among N; None = they are the first
+    places: Ints | None = None  # [draws] indices of the draws among N; None: they are the first
 
     @property
     def ids(self) -> Tensor:
@@ -50,7 +50,7 @@ class Drawn:
 
 
 class Sampler:
-    """Edits change what may be said and how much, for every row; filters and the draw are for rows that draw at random.
+    """Edits change the logits of every row; filters and the random draw are for rows with a temperature.
 
     A greedy row takes the largest logit after the edits. Rows do not see each other: each follows its own parameters.
     With CUDA filters and draw are two launches (`ops/sample.py`), which may be recorded; elsewhere they are stages. A filter
@@ -67,8 +67,10 @@ class Sampler:
         fused: bool | None = None,
         own: int | None = None,
     ) -> None:
-        """`drafts`: a slot may draw so many times more in a step. `fused`: None says as on this device. `own`: how many tokens
-        the model has itself, if adapters may add some."""
+        """drafts: further draws per slot in a step.
+        fused: filters and draw are one kernel; None: on CUDA.
+        own: the model's own tokens, if adapters may add some.
+        """
         self._device, self.vocabulary, self._slots = device, vocabulary, slots
         fused = device.type == "cuda" if fused is None else fused
         self._together = max(1, CACHED_LOGITS // vocabulary) if device.type == "cpu" else slots
@@ -83,17 +85,17 @@ class Sampler:
         self._unfused: tuple[Filter, ...] = tuple(make(columns, vocabulary) for make in FILTERS)
         self._filters: tuple[Stage, ...] = (self._temperature, *self._unfused, min_p, truncation)
         self._parts: tuple[Part, ...] = (self.logprobs, *self._edits, *self._filters)
-        self._tenants: dict[int, list[Part]] = {}  # of slots that have one: those whose parameters it sets
-        self._users: Counter[Part] = Counter()  # how many tenants each has
+        self._used: dict[int, list[Part]] = {}  # slot -> the parts whose parameters its request sets
+        self._users: Counter[Part] = Counter()  # requests that use each part
         self._extras: tuple[Extra, ...] = (self.logprobs, *self._edits)
-        self._special: set[int] = set()  # slots for which a draw is not all there is to do
-        self._filtered: set[int] = set()  # slots with a filter that a fused draw does not know
+        self._special: set[int] = set()  # slots with edits, logprobs or unfused filters
+        self._filtered: set[int] = set()  # slots with a filter that the fused draw lacks
         parameters = (self._temperature.column, truncation.top_k, truncation.top_p, min_p.column, self._draw.seed)
         self._parameters = DrawColumns(*(column.there for column in parameters))
         self._scratch = DrawScratch(slots * (1 + drafts), vocabulary, device) if fused else None
 
     def for_drafts(self) -> "Sampler":
-        """Return a sampler of the same tenants for one draft token per slot, with scratch memory of its own: a draft must not
+        """Return a sampler of the same requests for one draft token per slot, with scratch memory of its own: a draft must not
         overwrite what the latest step drew."""
         drafts = copy.copy(self)
         if self._scratch is not None:
@@ -103,7 +105,7 @@ class Sampler:
     def admit(self, slot: int, admission: Admission) -> None:
         self.retire(slot)
         self._draw.admit(slot, admission)
-        parts = self._tenants[slot] = [part for part in self._parts if concerns(part, admission.params)]
+        parts = self._used[slot] = [part for part in self._parts if concerns(part, admission.params)]
         for part in parts:
             part.admit(slot, admission)
             self._users[part] += 1
@@ -115,31 +117,31 @@ class Sampler:
     def retire(self, slot: int) -> None:
         self._special.discard(slot)
         self._filtered.discard(slot)
-        for part in self._tenants.pop(slot, ()):
+        for part in self._used.pop(slot, ()):
             part.retire(slot)
             self._users[part] -= 1
 
     def plain(self, slots: Ints | Longs) -> bool:
-        """Whether `draw` is all that these slots ask for: no edits, no logprobs."""
+        """Return whether these slots need only `draw`: no edits, no logprobs."""
         return not self._special or self._special.isdisjoint(slots.tolist())
 
     def refresh(self, updates: DeviceUpdates) -> None:
-        """What was admitted goes to the device: to be delivered before anything is drawn or replayed."""
+        """Queue changed parameters for the device; deliver them before anything is drawn or replayed."""
         self._columns.refresh(updates)
 
     def draw(self, logits: Tensor, drawer: Tensor, end: Tensor, tokens: Tensor, fault: Tensor | None = None) -> Tensor:
-        """On a GPU, for rows as they come: see `ops/sample.py`."""
+        """Draw by the fused kernel: see `ops/sample.py`."""
         assert self._scratch is not None
         return draw(logits, drawer, end, self._parameters, tokens, self._scratch, fault)
 
     @property
     def latest(self) -> Tensor:
-        """What the latest `draw` gave, recorded or not."""
+        """Return the result of the latest `draw`, recorded or not."""
         assert self._scratch is not None
         return self._scratch.out
 
     def sample(self, logits: Tensor, rows: Rows, masks: Masks | None = None) -> Drawn:
-        """logits [N, V] float32, which this may overwrite; the tokens drawn are also written to their slots."""
+        """Draw from logits [N, V] float32, which may be overwritten. The tokens are also written to their slots."""
         plain = masks is None and self.plain(rows.slots)
         edited, fault, raw = (logits, None, None) if plain else self.edit(logits, rows, masks)
         result = self._draw_rows(edited, rows, fault)
@@ -157,8 +159,8 @@ class Sampler:
         return self._draw_in_stages(logits, rows, fault)
 
     def edit(self, logits: Tensor, rows: Rows, masks: Masks | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What the draw is from; then, where something was edited: what was wrong before, and the raw logits of rows that ask
-        for logprobs of those."""
+        """Return the edited logits; if something was edited, also the faults before, and the raw logits of rows that report
+        raw logprobs."""
         edits = [stage for stage in self._edits if self._users[stage] and stage.active(rows)]
         filtered = self._filtered_rows(rows)
         fault, raw = None, None
@@ -174,7 +176,7 @@ class Sampler:
         return (self._drop(logits, rows, filtered) if len(filtered) else logits), fault, raw
 
     def report(self, result: Tensor, logits: Tensor, raw: Tensor | None, rows: Rows) -> Drawn:
-        """What was drawn, with the logprobs that were asked for."""
+        """Return the draws with the requested logprobs."""
         wanted = self.logprobs.wanted(rows)
         if not len(wanted):
             return Drawn(result)
@@ -184,11 +186,11 @@ class Sampler:
         return Drawn(result, wanted, self.logprobs.widths(asking), report)
 
     def _draws_fused(self, rows: Rows) -> bool:
-        """Logprobs of what the filters left are known to stages only."""
+        """Return whether the fused kernel draws: logprobs of filtered logits need the stages."""
         return self._scratch is not None and not (self.logprobs.processed and len(self.logprobs.wanted(rows)))
 
     def _filtered_rows(self, rows: Rows) -> Longs:
-        """Which rows have filters that have to come before their fused draw."""
+        """Return the rows with filters that must run before the fused draw."""
         if not self._filtered or not self._draws_fused(rows):
             return np.empty(0, np.int64)
         random = self._temperature.random(rows.slots)
@@ -197,7 +199,7 @@ class Sampler:
         )
 
     def _drop(self, logits: Tensor, rows: Rows, index: Longs) -> Tensor:
-        """The draw applies the temperature itself: it gets the logits as they were, without what the filters drop."""
+        """Drop filtered tokens. The draw applies the temperature itself, so the logits stay unscaled."""
         chosen, filtering = upload(index, self._device), rows.take(index)
         kept = logits[chosen]
         scaled = self._temperature.apply(kept.clone(), filtering)
@@ -208,7 +210,7 @@ class Sampler:
         return logits
 
     def _draw_in_stages(self, logits: Tensor, rows: Rows, fault: Tensor | None) -> Tensor:
-        """[2, N] int32 ids and faults; `fault` is what was wrong before the edits, if there were any."""
+        """Return ids and faults [2, N] int32. fault: of the logits before the edits, if there were any."""
         peak, ids = largest(logits)
         if fault is None:
             fault = _find_broken(peak)
@@ -220,7 +222,7 @@ class Sampler:
         return result
 
     def _draw_at_random(self, logits: Tensor, ids: Tensor, rows: Rows) -> None:
-        """Filters and draws, into `ids`, for the rows that want it."""
+        """Filter and draw, into `ids`, for rows with a temperature."""
         index = np.flatnonzero(self._temperature.random(rows.slots))
         for part in np.array_split(index, -(-len(index) // self._together)) if len(index) else ():
             chosen, drawing = upload(part, self._device), rows.take(part)
@@ -234,6 +236,6 @@ class Sampler:
 
 
 def _find_broken(peak: Tensor) -> Tensor:
-    """[N] int32, of rows with this largest logit [N]: a number that is not finite, less itself, is NaN."""
+    """Return faults [N] int32 of rows with these largest logits [N]: x - x is NaN unless x is finite."""
     assert (GOOD, BROKEN) == (0, 1)
     return (peak - peak).ne(0).int()

@@ -1,4 +1,4 @@
-"""What every stage is made of: the rows to sample, the seam itself, and the two forms of per-slot state."""
+"""The rows to sample, the interface of a stage, and the two forms of per-slot state."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,13 +15,13 @@ from quire.types.plan import Admission
 from quire.types.sampling import SamplingParams
 
 MOST_COLUMNS = 16
-LEAST = float(np.finfo(np.float32).tiny)  # nothing below is safe: a device may take it for 0
+LEAST = float(np.finfo(np.float32).tiny)  # a device may flush smaller values to 0
 MOST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The draws of one step, as the host and as the device see them: most rows of the step have one, those with drafts more."""
+    """The draws of one step, on host and device: one per row, more for rows with drafts."""
 
     slots: Longs  # [N]
     ends: Longs  # [N] tokens before the one to be drawn: its position
@@ -33,11 +33,11 @@ class Rows:
 
     @property
     def outputs(self) -> Longs:
-        """[N] tokens drawn so far."""
+        """Return [N] the tokens generated so far."""
         return self.ends - self.prompts
 
     def take(self, index: Longs) -> "Rows":
-        """Some of the rows, in their order."""
+        """Return some of the rows, in their order."""
         if len(index) == len(self.slots):
             return self
         chosen = upload(index, self.slot.device)
@@ -47,23 +47,23 @@ class Rows:
         )  # fmt: skip
 
 
-class Tenancy(Protocol):
-    """Anything that keeps state per slot."""
+class PerSlot(Protocol):
+    """Keeps state per slot."""
 
     def admit(self, slot: int, admission: Admission) -> None: ...
 
     def retire(self, slot: int) -> None: ...
 
 
-class Part(Tenancy, Protocol):
-    """`fields`: the sampling parameters it reads. A tenant who leaves all of them as they are is not admitted to it."""
+class Part(PerSlot, Protocol):
+    """fields: the sampling parameters it reads. A request with defaults for all of them is not admitted to it."""
 
     @property
     def fields(self) -> tuple[str, ...]: ...
 
 
 class Stage(Part, Protocol):
-    """`apply` may change `logits` [N, V] float32 in place and returns them; it is called only when `active` says so."""
+    """`apply` may change `logits` [N, V] float32 in place and returns them; it is called only if `active`."""
 
     def active(self, rows: Rows) -> bool: ...
 
@@ -71,10 +71,10 @@ class Stage(Part, Protocol):
 
 
 class Extra(Part, Protocol):
-    """Something beside filters and the draw."""
+    """A part that is neither a filter nor the draw."""
 
     def wants(self, admission: Admission) -> bool:
-        """Whether it may ever be active for this tenant."""
+        """Return whether it may ever be active for this request."""
         ...
 
 
@@ -82,8 +82,7 @@ class Edit(Stage, Extra, Protocol): ...
 
 
 class Filter(Edit, Protocol):
-    """An edit for rows that draw at random: it sees what the temperature made of the logits, puts -inf where a token is dropped
-    and leaves at least one."""
+    """An edit of rows with a temperature: it sees the scaled logits, sets dropped tokens to -inf, and keeps at least one."""
 
     def __init__(self, columns: "Columns", vocabulary: int) -> None: ...
 
@@ -96,8 +95,8 @@ def concerns(part: Part, params: SamplingParams) -> bool:
 
 
 class Columns:
-    """Numbers of every slot, in one piece of memory: one delivery brings the device up to date, and what is on the device stays
-    where it is, so that recorded launches may read it. On a CPU both sides are the same memory."""
+    """Parameters of every slot in one buffer: one copy updates the device, at fixed addresses that CUDA graphs read. On a CPU
+    both sides are the same memory."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.device = device
@@ -118,14 +117,14 @@ class Columns:
         return Column(self, host, there, neutral)
 
     def refresh(self, updates: DeviceUpdates) -> None:
-        """What was set since the last time goes to the device."""
+        """Queue changed values for the device."""
         if self.stale and self.device.type != "cpu":
             updates.write(self._there, 0, self._words[: self._made].view(np.int32).reshape(-1))
         self.stale = False
 
 
 class Column:
-    """One number per slot, written by the host and read by the device (after a refresh)."""
+    """One value per slot, written by the host and read by the device after a refresh."""
 
     def __init__(self, columns: Columns, host: npt.NDArray[Any], there: Tensor, neutral: float) -> None:
         self.host = host  # [S]
@@ -144,17 +143,17 @@ class Column:
         self[slot] = self._neutral
 
     def used(self, slots: Longs) -> npt.NDArray[np.bool_]:
-        """[N] which of these slots differ from the neutral value."""
+        """Return [N] which of these slots differ from the neutral value."""
         used: npt.NDArray[np.bool_] = self.host[slots] != self._neutral
         return used
 
     def at(self, slot: Tensor) -> Tensor:
-        """[N] the values of these slots."""
+        """Return [N] the values of these slots."""
         return self.there[slot]
 
 
 class Lists:
-    """A list of token ids per slot, and a number with each id."""
+    """A list of token ids per slot, with a value for each id."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -168,13 +167,13 @@ class Lists:
         self._lists.pop(slot, None)
 
     def holders(self, slots: Longs) -> Longs:
-        """Which of these rows have a list."""
+        """Return the rows that have a list."""
         if not self._lists:
             return np.empty(0, np.int64)
         return np.array([row for row, slot in enumerate(slots.tolist()) if slot in self._lists], np.int64)
 
     def gather(self, slots: Longs, rows: Longs) -> tuple[Tensor, Tensor, Tensor]:
-        """The lists of `rows` end to end: row, id and number of every entry."""
+        """Return row, id and value of every entry of the lists of `rows`."""
         lists = [self._lists[slot] for slot in slots[rows].tolist()]
         row = np.repeat(rows, [len(ids) for ids, _ in lists])
         return upload(row, self._device), torch.cat([ids for ids, _ in lists]), torch.cat([values for _, values in lists])
