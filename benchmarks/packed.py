@@ -13,9 +13,9 @@ import torch
 from linear import COLD_BYTES, SHAPES, time
 
 from quire.ops.copies import can_be_copied, copied
-from quire.ops.forms import Activation, Float4, Float8, Int8, PackedInts
 from quire.ops.linear import gated_linear, linear
 from quire.ops.packed import pack
+from quire.ops.quantized_layouts import Activation, Float4, Float8, Int8, PackedInts
 
 
 def some(outputs: int, size: int) -> torch.Tensor:

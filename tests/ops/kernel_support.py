@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.ops.qkv import kv_scales, round_kv
+from quire.ops.kv import kv_scales, round_kv
 
 # what the interpreter can do, and what only a GPU shows
 DTYPES = [torch.float32, *(pytest.param(kind, marks=pytest.mark.gpu) for kind in (torch.float16, torch.bfloat16))]

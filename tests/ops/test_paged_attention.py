@@ -7,7 +7,7 @@ import torch
 
 from quire.attn.backend import AttentionSpec, choose_backend
 from quire.attn.batch import Batch, GroupView
-from quire.ops.qkv import kv_gather, kv_lines, kv_write
+from quire.ops.kv import kv_gather, kv_lines, kv_write
 from quire.types.errors import ConfigError
 
 PAGE = 4

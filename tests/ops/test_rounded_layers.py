@@ -12,8 +12,8 @@ from quire.layers.norm import RMSNorm
 from quire.layers.parameter import Method
 from quire.layers.quant.stored import FormProduct
 from quire.layers.sparse_mlp import SparseGatedMLP
-from quire.ops.forms import Activation, Float8, Int8, RoundedRows
 from quire.ops.packed import pack
+from quire.ops.quantized_layouts import Activation, Float8, Int8, RoundedRows
 
 pytest.importorskip("triton")
 from quire.ops.kernels import norm as kernels

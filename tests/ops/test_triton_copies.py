@@ -20,8 +20,8 @@ from quire.models.registry import build_model
 from quire.ops import copies
 from quire.ops.activation import reference_gated
 from quire.ops.copies import COPIED, can_be_copied, copied, rows_from
-from quire.ops.forms import Activation
 from quire.ops.packed import PackedMatrix, pack
+from quire.ops.quantized_layouts import Activation
 from quire.types.errors import ConfigError
 
 SHORT = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]

@@ -7,15 +7,25 @@ import torch
 from kernel_support import DTYPES
 
 from quire.ops.activation import reference_gated
-from quire.ops.forms import FLOAT8_MAX, INT8_MAX, Activation, Float4, Float8, Int8, PackedInts, Rounding, pack_nibbles
 from quire.ops.packed import choose_way, pack
+from quire.ops.quantized_layouts import (
+    FLOAT8_MAX,
+    INT8_MAX,
+    Activation,
+    Float4,
+    Float8,
+    Int8,
+    PackedInts,
+    Rounding,
+    pack_nibbles,
+)
 
 pytest.importorskip("triton")
+from quire.ops.kernels.bit_packing import dequantize
 from quire.ops.kernels.packed import Way, product
 from quire.ops.kernels.packed_blocks import Tile, library_product
 from quire.ops.kernels.packed_blocks import product as product_by_blocks
 from quire.ops.kernels.rounding import rescale, round_all, round_groups, round_rows
-from quire.ops.kernels.words import dequantize
 
 LOOSE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 

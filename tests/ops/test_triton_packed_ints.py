@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from quire.ops.activation import reference_gated
-from quire.ops.forms import INT8_MAX, Int8, Rounding
 from quire.ops.packed import choose_ints, pack
+from quire.ops.quantized_layouts import INT8_MAX, Int8, Rounding
 
 pytest.importorskip("triton")
 from quire.ops.kernels.packed_ints import IntTile, product

@@ -7,9 +7,9 @@ from test_triton_packed import FORMS, compare, some, there
 
 from quire.ops.activation import reference_gated
 from quire.ops.arguments import ClampedSwiglu, ExpertBiases
-from quire.ops.forms import Activation, Float4, Float8, PackedInts, pack_nibbles
 from quire.ops.moe import reference_experts_forward
 from quire.ops.packed import pack, packed_experts_forward
+from quire.ops.quantized_layouts import Activation, Float4, Float8, PackedInts, pack_nibbles
 
 pytest.importorskip("triton")
 from quire.ops.kernels.packed_rows import Program, linear

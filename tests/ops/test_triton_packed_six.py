@@ -9,12 +9,12 @@ from quire.files.gguf import GGML_TYPES
 from quire.ops.activation import reference_gated
 from quire.ops.blocks import QuantizedMatrix, form_of
 from quire.ops.blocks import dequantize as dequantize_blocks
-from quire.ops.forms import PackedInts
 from quire.ops.packed import choose_way, pack
+from quire.ops.quantized_layouts import PackedInts
 
 pytest.importorskip("triton")
 from quire.ops.kernels.packed import Way
-from quire.ops.kernels.packed_six import Six, dequantize, product
+from quire.ops.kernels.packed_6bit import Six, dequantize, product
 
 
 def six(outputs, inputs, group, zeros=False, seed=0, size=0.1):

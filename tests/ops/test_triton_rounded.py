@@ -4,9 +4,9 @@ import pytest
 import torch
 from kernel_support import DTYPES, numbers
 
-from quire.ops.forms import Activation, Float8, Int8, RoundedRows, Rounding
 from quire.ops.packed import pack
 from quire.ops.quantized import rounding_for
+from quire.ops.quantized_layouts import Activation, Float8, Int8, RoundedRows, Rounding
 
 pytest.importorskip("triton")
 from quire.ops.kernels import norm

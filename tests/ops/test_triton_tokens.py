@@ -6,8 +6,9 @@ from kernel_support import DTYPES, close, float8_cache, numbers, pairwise
 
 from quire.ops.activation import ACTIVATIONS, reference_gated
 from quire.ops.arguments import HeadNorms, Rotation
+from quire.ops.kv import kv_gather, kv_scales
 from quire.ops.norm import reference_rms_norm
-from quire.ops.qkv import kv_gather, kv_scales, reference_place_heads
+from quire.ops.qkv import reference_place_heads
 
 pytest.importorskip("triton")
 from quire.ops.kernels import activation, norm, qkv

@@ -21,8 +21,9 @@ from quire.attn.backend import NO_LATENTS, AttentionBackend, AttentionSpec, Head
 from quire.attn.batch import Batch
 from quire.ops import paged_attention
 from quire.ops.attention import attend
+from quire.ops.kv import kv_gather, kv_lines
 from quire.ops.native import run_decoders
-from quire.ops.qkv import Lanes, kv_gather, kv_lines
+from quire.ops.qkv import Lanes
 
 QUERIES_PER_PIECE = 256  # behind a mask
 KEPT_ELEMENTS = 1 << 16  # of a projection whose views are kept for the next step

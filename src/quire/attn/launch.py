@@ -19,7 +19,7 @@ from torch import Tensor
 from quire.attn import work_split
 from quire.attn.backend import AttentionSpec, slopes_of
 from quire.attn.batch import Batch
-from quire.ops.qkv import MANTISSA_BITS, kv_scales, lies_by_page
+from quire.ops.kv import MANTISSA_BITS, kv_scales, lies_by_page
 
 MERGED_AT_ONCE = 16
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.attn.backend import NO_LATENTS, AttentionBackend, AttentionSpec, slopes_of
 from quire.attn.batch import Batch
 from quire.ops.attention import attend
-from quire.ops.qkv import kv_gather
+from quire.ops.kv import kv_gather
 
 QUERIES_PER_TILE = 256
 # of all rows of a tile together: on a CPU the gathered keys should stay in its cache, on a GPU launches count

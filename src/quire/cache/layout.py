@@ -1,11 +1,4 @@
-"""Layer specs → cache groups.
-
-All groups have the same number of buffers, so one page (one id in all buffers) serves any group and all come from one pool:
-
-    10 full layers, 52 windowed ones  →  1 full group and 6 window groups over 10 buffers
-
-It does not know how many pages there will be; that is `capacity`.
-"""
+"""Derive the layout of the KV cache from the model, its capacity in tokens, and the share of each pipeline stage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

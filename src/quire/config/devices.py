@@ -6,8 +6,8 @@ from quire.types.errors import ConfigError
 
 AUTO, OURS = "auto", ("cpu", "cuda")
 GROUP = "quire.devices"
-# forms of few bits (`ops/forms.py`) that ours multiply by as they are, a CPU where it has kernels; experts become floats.
-# "blocks": those of GGUF files stay as they are, too
+# quantized layouts (`ops/quantized_layouts.py`) that our devices multiply by without dequantizing; a CPU where it has kernels.
+# Experts are dequantized. "blocks": GGUF blocks are kept, too.
 KEEPS = {
     "cpu": frozenset({"blocks", "int4", "int8", "w8a8"}),
     "cuda": frozenset({"int4", "int8", "w8a8", "fp8", "fp4", "experts"}),

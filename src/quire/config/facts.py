@@ -92,7 +92,7 @@ class DeviceFacts:
     times_steps: bool = True  # how long steps take while people wait is measured; otherwise it is known from sizes
     dtype: str | None = "float32"  # the default; None: the checkpoint's, if it has 16 bits
     page_size: int = 16  # tokens
-    # forms (`ops/forms.py`) that it multiplies by as they are; "experts": theirs, too; "blocks": those of GGUF files
+    # quantized layouts (`ops/quantized_layouts.py`) it multiplies by; "experts": those of experts, too; "blocks": GGUF blocks
     keeps: frozenset[str] = frozenset()
     always_keeps: bool = False  # whatever type is asked for: that is the activations'
     quantized_page_size: int = 16  # where they do

@@ -24,7 +24,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "modelopt": ("modelopt_fp4", "modelopt_fp8", "modelopt_mixed", "modelopt_mxfp8"),
     "mxfp4": ("gpt_oss_mxfp4",),
 }
-# method -> kinds of forms (`ops/forms.py`) that its matrices become
+# method -> kinds of forms (`ops/quantized_layouts.py`) that its matrices become
 FORMS: dict[str, tuple[str, ...]] = {
     "awq": ("int4",),
     "bitsandbytes": ("fp4", "w8a8"),

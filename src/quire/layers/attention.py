@@ -19,8 +19,9 @@ from quire.layers.parameter import parameter
 from quire.layers.role import Role
 from quire.layers.rope import Rope
 from quire.ops.arguments import HeadNorms
+from quire.ops.kv import kv_write
 from quire.ops.norm import rms_norm
-from quire.ops.qkv import kv_write, turn
+from quire.ops.qkv import turn
 from quire.types.cache import LayerCache
 from quire.types.errors import EngineError
 

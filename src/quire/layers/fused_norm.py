@@ -9,7 +9,7 @@ from quire.layers.attention import SelfAttention
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import Norm, RMSNorm
-from quire.ops.forms import Rows
+from quire.ops.quantized_layouts import Rows
 
 # layers whose input is read by one linear layer alone, and its name; not their subclasses, which may read it twice
 FIRST: Mapping[type[nn.Module], str] = MappingProxyType({SelfAttention: "qkv", GatedMLP: "gate_up"})

@@ -19,8 +19,8 @@ from quire.layers.lora import LinearBank
 from quire.layers.parameter import Method, MethodLayer, parameter
 from quire.layers.role import Role
 from quire.ops.adapters import linear_tiled
-from quire.ops.forms import Rounding, Rows
 from quire.ops.linear import gated_linear, linear
+from quire.ops.quantized_layouts import Rounding, Rows
 
 
 class LinearMethod(Protocol):

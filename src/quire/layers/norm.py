@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from quire.files.reading import shown
 from quire.layers.parameter import parameter
-from quire.ops.forms import RoundedRows, Rounding
 from quire.ops.norm import add_rms_norm, rms_norm, rounded_norm
+from quire.ops.quantized_layouts import RoundedRows, Rounding
 from quire.types.errors import ModelError
 
 

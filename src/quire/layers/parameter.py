@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quire.ops.forms import Rounding, Rows
+from quire.ops.quantized_layouts import Rounding, Rows
 
 
 def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.load.source import Source, TensorSlice, cut
 from quire.ops.blocks import QuantizedMatrix
-from quire.ops.forms import Float4
+from quire.ops.quantized_layouts import Float4
 from quire.types.errors import ModelError
 
 BLOCKS, SCALES, GROUP = "_blocks", "_scales", 32

@@ -18,7 +18,7 @@ from quire.load.source import Source
 from quire.models.fallback import Fallback
 from quire.models.fallback_checks import DIGITS, RADIX
 from quire.models.fallback_interface import find_class
-from quire.ops.qkv import kv_write
+from quire.ops.kv import kv_write
 from quire.types.errors import ModelError
 
 if TYPE_CHECKING:

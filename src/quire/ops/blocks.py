@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.files.gguf import FLOATS, GGML_TYPES, READABLE_TYPES, WHOLE_NUMBERS
-from quire.ops.forms import Float4, PackedInts, pack_nibbles
+from quire.ops.quantized_layouts import Float4, PackedInts, pack_nibbles
 from quire.types.errors import ModelError
 
 HALVES = ("Q4_0", "Q4_1", "Q5_0", "Q8_0")  # types whose scales and offsets are in half precision, one to a group of 32

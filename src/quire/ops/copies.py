@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from quire.ops.forms import Activation
 from quire.ops.linear import SHORT
 from quire.ops.packed import NEAR, PackedMatrix
+from quire.ops.quantized_layouts import Activation
 
 # form: rows from which on a copy is faster, of matrices of at most NEAR numbers, of at most twice as many, and of larger ones
 COPIED = {

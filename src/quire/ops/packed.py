@@ -1,7 +1,7 @@
 """Matrices of 4, 6 and 8 bits on a GPU: repacked once, when all is loaded, for kernels that read them as they lie.
 
     one row     the packed matrix streams past it, and is multiplied in float32 (`kernels/packed_rows.py`): of 8 bits, or small
-    some rows   it streams past them, multiplied by matrix units (`kernels/packed.py`, `kernels/packed_six.py`): no number of a
+    some rows   it streams past them, multiplied by matrix units (`kernels/packed.py`, `kernels/packed_6bit.py`): no number of a
                 row is rounded
     many rows   in 8 bits, where the scheme rounds rows; else a library multiplies by the matrix in the model's type: by a copy
                 that is there beside the packed one (`copies.py`), or dequantized each time
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from quire.ops.activation import gated
 from quire.ops.arguments import ClampedSwiglu, ExpertBiases
-from quire.ops.forms import (
+from quire.ops.linear import SHORT, gated_linear, linear
+from quire.ops.quantized_layouts import (
     Activation,
     Float4,
     Float8,
@@ -31,7 +32,6 @@ from quire.ops.forms import (
     powers_of_two,
     unpack_nibbles,
 )
-from quire.ops.linear import SHORT, gated_linear, linear
 
 FILLING = 264  # programs that keep an H200 busy
 # of whole numbers of 8 bits, tiles as rows, outputs, warps and stages: the smallest of which there is a processor for each;
@@ -93,8 +93,8 @@ def choose_shares(wanted: float, most: int) -> int:
 
 def choose_expert_way(packed: Any, rows: float) -> Any:
     """For so many rows an expert on average."""
+    from quire.ops.kernels.bit_packing import NUMBERS
     from quire.ops.kernels.packed import Way
-    from quire.ops.kernels.words import NUMBERS
 
     block, high = (16, 128) if rows <= 8 else (32, 128 if NUMBERS[packed.form] == 4 else 64) if rows <= 40 else (64, 128)
     return Way(block, high, 1, 4, 3 if block == 64 else 4)
@@ -118,7 +118,7 @@ INT_ROWS = 2048  # of whole numbers of 8 bits: up to so many our kernel multipli
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A form (`forms.py`) of the GPU's own."""
+    """A form (`quantized_layouts.py`) of the GPU's own."""
 
     kind: str
     inputs: int
@@ -175,10 +175,10 @@ class PackedMatrix:
 
         rows, packed = len(x), self.packed
         if packed.form == "int6":
-            from quire.ops.kernels import packed_six
+            from quire.ops.kernels import packed_6bit
 
             if self._streams(x):
-                return packed_six.product(x, packed, bias, activation, choose_way(packed, rows))
+                return packed_6bit.product(x, packed, bias, activation, choose_way(packed, rows))
         elif (rows == 1 and not self._by_units(x)) or rows * packed.words.nbytes <= MOST_READ:
             return one_by_one(x, packed, bias, activation, choose_program(packed))
         if self._streams(x):
@@ -188,10 +188,10 @@ class PackedMatrix:
     def dequantize(self, like: Tensor) -> Tensor:
         """[outputs, inputs] of the type of `like` [..., inputs], with the inputs in the packed order."""
         if self.packed.form == "int6":
-            from quire.ops.kernels.packed_six import dequantize as dequantize_six
+            from quire.ops.kernels.packed_6bit import dequantize as dequantize_six
 
             return dequantize_six(self.packed, like)
-        from quire.ops.kernels.words import dequantize
+        from quire.ops.kernels.bit_packing import dequantize
 
         return dequantize(self.packed, like)
 
@@ -324,7 +324,7 @@ def pack(form: Any) -> PackedMatrix | None:
 
 
 def _pack_six(form: PackedInts) -> Any:
-    from quire.ops.kernels.packed_six import pack_six
+    from quire.ops.kernels.packed_6bit import pack_six
 
     return pack_six(form, gcd(TILE, form.outputs))
 
@@ -346,7 +346,7 @@ def _pack(
     factor: Tensor | None = None, tiled: bool = True,
 ) -> Any:  # fmt: skip
     """numbers [..., outputs, inputs] uint8, one to a byte."""
-    from quire.ops.kernels.words import ANY_ZEROS, NO_ZEROS, NUMBERS, WHOLE_ZEROS, Packed
+    from quire.ops.kernels.bit_packing import ANY_ZEROS, NO_ZEROS, NUMBERS, WHOLE_ZEROS, Packed
 
     inputs, per = numbers.shape[-1], NUMBERS[name]
     groups = scale.shape[-1]
@@ -408,9 +408,9 @@ def packed_experts_forward(
 ) -> Tensor:
     """As `moe.experts_forward`."""
     from quire.ops.kernels import moe_many, packed_rows
+    from quire.ops.kernels.bit_packing import dequantize
     from quire.ops.kernels.moe import FEW_SLOTS
     from quire.ops.kernels.packed import Slots, product
-    from quire.ops.kernels.words import dequantize
 
     tokens, top_k = experts.shape
     if not tokens:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from quire.ops.activation import gated, reference_gated
 from quire.ops.arguments import ExpertBiases, Gated
-from quire.ops.forms import FLOAT8_MAX, Activation, Float8, Int8, PackedInts, Rounding, Rows, in_groups
 from quire.ops.linear import linear_float
 from quire.ops.moe import experts_forward, sum_experts
 from quire.ops.packed import PackedMatrix, pack, packed_experts_forward
+from quire.ops.quantized_layouts import FLOAT8_MAX, Activation, Float8, Int8, PackedInts, Rounding, Rows, in_groups
 
 GROUP = 128  # numbers of a row that are rounded together
 

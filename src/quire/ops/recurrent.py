@@ -1,4 +1,4 @@
-"""Convolutions of each channel with its own last inputs, which are kept between steps."""
+"""Operations of recurrent layers: causal convolution, delta rule, gated norm, selective scan and SSD."""
 
 import torch
 import torch.nn.functional as F

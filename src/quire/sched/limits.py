@@ -1,7 +1,4 @@
-"""What one request may be: its length limit, the longest row, and the refusal of what could never run, even alone.
-
-Clients hear of prompts beyond the context from `text/prompts.py`; here the engine does not rely on that.
-"""
+"""Limits of requests: admission by length, stop conditions, and the budget of reasoning tokens."""
 
 import sys
 from array import array

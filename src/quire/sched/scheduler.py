@@ -231,8 +231,8 @@ class Scheduler:
     def schedule(self, now: float) -> Scheduled | None:
         """The next step, or None if there is nothing to run now."""
         self.publish()
-        if (last := self._last_of_all()) is not None and self.speculation is not None:
-            scheduled = self._again(last, self.speculation)
+        if (last := self._repeatable_step()) is not None and self.speculation is not None:
+            scheduled = self._reschedule(last, self.speculation)
             if scheduled is not None:
                 return scheduled
         if self._snapshots is not None:
@@ -265,7 +265,7 @@ class Scheduler:
         speculation.grant(self._running, None if self._turns == 1 else list(self._whose_turn()))
         self._granted = speculation.granted
 
-    def _last_of_all(self) -> Scheduled | None:
+    def _repeatable_step(self) -> Scheduled | None:
         """The latest step, if it had drafts of the host, and a row of each request that there is: then the device waits."""
         last, roster = self._last, self._roster
         if last is None or not len(last.plan.draft_token) or len(last.requests) != len(self._live) or self._turns > 1:
@@ -274,7 +274,7 @@ class Scheduler:
             return None
         return last if all(request.slot >= 0 for request in last.requests) else None
 
-    def _again(self, last: Scheduled, speculation: Speculation) -> Scheduled | None:
+    def _reschedule(self, last: Scheduled, speculation: Speculation) -> Scheduled | None:
         """The latest step once more, if that is what planning would come to."""
         self._grant(speculation)
         scheduled = steady_decode(last, self._step, speculation)

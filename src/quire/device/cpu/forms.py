@@ -12,7 +12,7 @@ from quire.layers.linear import Linear, Plain
 from quire.layers.quant.gguf import GGUFHead, GGUFMethod
 from quire.layers.quant.stored import StoredHead, StoredLinear
 from quire.ops.blocks import GROUP, IntegerMatrix
-from quire.ops.forms import Int8, PackedInts
+from quire.ops.quantized_layouts import Int8, PackedInts
 
 logger = logging.getLogger(__name__)
 

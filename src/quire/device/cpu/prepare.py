@@ -32,7 +32,7 @@ from quire.layers.quant.gguf import GGUFHead, GGUFMethod, GGUFRows
 from quire.load.load import Filling, find_rows
 from quire.models.decoder import Decoder
 from quire.ops.activation import gated
-from quire.ops.forms import Rounding
+from quire.ops.quantized_layouts import Rounding
 from quire.types.cache import KVLayout, can_divide
 
 

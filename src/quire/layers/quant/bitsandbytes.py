@@ -10,7 +10,7 @@ from quire.layers.quant.ints import Int8Layout
 from quire.layers.quant.layout import Dim, Layout, Raw
 from quire.layers.quant.scheme import DTYPES, MATRIX, CheckpointScheme, Inventory, contains, get_bool, get_names, get_text
 from quire.layers.quant.stored import Target
-from quire.ops.forms import Activation
+from quire.ops.quantized_layouts import Activation
 from quire.types.errors import ModelError
 
 BLOCK = 64  # numbers

@@ -25,7 +25,7 @@ from quire.layers.quant.scheme import (
     get_text,
 )
 from quire.layers.quant.stored import Target
-from quire.ops.forms import Activation
+from quire.ops.quantized_layouts import Activation
 from quire.types.errors import ModelError
 
 CLASS = "Linear"  # of every matrix here, as targets name it

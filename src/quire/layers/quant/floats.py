@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.files.reading import shown, told
 from quire.layers.quant.layout import LARGEST, Raw, check_numbers, check_sign
-from quire.ops.forms import TABLES, Activation, Code, Float4, Float8, pack_nibbles, powers_of_two
+from quire.ops.quantized_layouts import TABLES, Activation, Code, Float4, Float8, pack_nibbles, powers_of_two
 from quire.types.errors import ModelError
 from quire.types.json_text import read_json
 

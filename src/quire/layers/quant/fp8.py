@@ -15,13 +15,13 @@ from quire.layers.quant.floats import Float8Layout
 from quire.layers.quant.layout import Dim
 from quire.layers.quant.scheme import MATRIX, ROUTERS, CheckpointScheme, Inventory, get_names, get_text
 from quire.layers.quant.stored import FormProduct, Target
-from quire.ops.forms import Activation
 from quire.ops.quantized import (
     dequantized,
     quantize_float8,
     quantized_experts_forward,
     settled,
 )
+from quire.ops.quantized_layouts import Activation
 from quire.types.errors import ModelError
 
 ACTIVATIONS = ("dynamic", "static")

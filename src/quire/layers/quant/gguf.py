@@ -19,7 +19,7 @@ from quire.layers.parameter import Method
 from quire.ops.activation import gated
 from quire.ops.blocks import GROUP, BlockMatrix, QuantizedMatrix, dequantize
 from quire.ops.dequantized_linear import dequantized_linear, dequantizes_quickly
-from quire.ops.forms import Rounding
+from quire.ops.quantized_layouts import Rounding
 
 MANY_IDS = 64
 

@@ -12,7 +12,7 @@ from quire.layers.parameter import Method
 from quire.layers.quant.gguf import GGUFScheme
 from quire.layers.quant.stored import HeldExperts, HeldHead, HeldLinear, Target
 from quire.ops.blocks import QuantizedMatrix, form_of, has_form, stack_forms
-from quire.ops.forms import Float4, PackedInts
+from quire.ops.quantized_layouts import Float4, PackedInts
 from quire.types.errors import ModelError
 
 

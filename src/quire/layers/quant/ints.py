@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.layers.quant.layout import UNDIVIDED, Raw, check_sign
-from quire.ops.forms import Activation, Int8, PackedInts, in_groups, pack_nibbles, unpack_nibbles
+from quire.ops.quantized_layouts import Activation, Int8, PackedInts, in_groups, pack_nibbles, unpack_nibbles
 from quire.types.errors import ModelError
 
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of 8 neighbours in a word

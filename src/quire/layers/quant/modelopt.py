@@ -11,7 +11,7 @@ from quire.layers.quant.fp8 import float8_layout
 from quire.layers.quant.layout import Dim, Layout, check_group
 from quire.layers.quant.scheme import CheckpointScheme, Inventory, as_object, contains, get_names, get_object, get_text
 from quire.layers.quant.stored import Target
-from quire.ops.forms import Activation
+from quire.ops.quantized_layouts import Activation
 from quire.types.errors import ModelError
 
 # algorithm -> outputs and inputs that share a scale (0 = all), and how activations are rounded

@@ -16,8 +16,8 @@ from quire.layers.parameter import Method
 from quire.layers.quant.layout import check_group, check_scale
 from quire.layers.quant.scheme import Inventory
 from quire.layers.quant.stored import Target
-from quire.ops.forms import Float4
 from quire.ops.quantized import quantized_experts_forward, settled
+from quire.ops.quantized_layouts import Float4
 from quire.types.errors import ModelError
 
 GROUP, BYTES = 32, 16  # numbers that share a scale, and what they take

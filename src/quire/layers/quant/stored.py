@@ -1,5 +1,5 @@
-"""Layers whose matrices are of few bits: loaded as the checkpoint has them (`layout`), turned into a form (`ops/forms.py`) when
-all is there, and multiplied by so; or, if the device does not keep that form, dequantized to the model's type."""
+"""Quantized linear layers: loaded as the checkpoint stores them (`layout`), then converted to a quantized layout
+(`ops/quantized_layouts.py`), or dequantized to the model's dtype if the device does not keep that layout."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,6 @@ from quire.layers.linear import Linear, Plain
 from quire.layers.moe import Experts, PlainExperts, UngatedExperts
 from quire.layers.parameter import Method
 from quire.layers.quant.layout import UNDIVIDED, Layout, Raw, check_scales
-from quire.ops.forms import Rounding, Rows, merge
 from quire.ops.quantized import (
     dequantized,
     quantized_experts_forward,
@@ -25,6 +24,7 @@ from quire.ops.quantized import (
     rounding_for,
     settled,
 )
+from quire.ops.quantized_layouts import Rounding, Rows, merge
 from quire.types.errors import ModelError
 
 ACT_ORDER = {"g_idx": "desc_act", "weight_g_idx": "weight_g_idx"}  # tensors that name each input's group -> who says so

@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 from torch import Tensor, empty_like
 
-from quire.ops.forms import RoundedRows, Rounding
 from quire.ops.kernels.launcher import launched, let_next_start, overlapping, power_of_two, wait_for_previous
 from quire.ops.kernels.rounding import constants_of, write_rounded
+from quire.ops.quantized_layouts import RoundedRows, Rounding
 
 
 @triton.jit

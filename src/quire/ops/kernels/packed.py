@@ -1,5 +1,5 @@
-"""A matrix of 4- or 8-bit numbers (`words.py`) times rows: read once as it is stored, unpacked in registers, multiplied by
-matrix units. The same for experts, whose rows are sorted (`moe_many.py`).
+"""GEMM with a 4- or 8-bit weight matrix (`bit_packing.py`): read once as stored, unpacked in registers, multiplied by tensor
+cores. The same for experts, whose rows are sorted (`moe_many.py`).
 
 A program multiplies BLOCK_N rows of the matrix by ROWS rows, in a share of the columns. Of a gated matrix half of its rows are
 gates, and the others what they gate.
@@ -14,9 +14,7 @@ from torch import Tensor
 
 from quire.ops.arguments import ClampedSwiglu
 from quire.ops.kernels.activation import constants_of
-from quire.ops.kernels.launcher import ask_for, cdiv, launched, let_next_start, overlapping, power_of_two, wait_for_previous
-from quire.ops.kernels.tiles import add_shares, find_tile, put_outputs, turns_of
-from quire.ops.kernels.words import (
+from quire.ops.kernels.bit_packing import (
     Packed,
     factor_of,
     no_offset,
@@ -28,6 +26,8 @@ from quire.ops.kernels.words import (
     zero_in,
     zero_of,
 )
+from quire.ops.kernels.launcher import ask_for, cdiv, launched, let_next_start, overlapping, power_of_two, wait_for_previous
+from quire.ops.kernels.tiles import add_shares, find_tile, put_outputs, turns_of
 
 AHEAD = 2  # blocks
 

@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.forms import RoundedRows
+from quire.ops.kernels.bit_packing import Packed
 from quire.ops.kernels.launcher import cdiv, launched, let_next_start, overlapping, wait_for_previous
 from quire.ops.kernels.tiles import add_shares, turns_of
-from quire.ops.kernels.words import Packed
+from quire.ops.quantized_layouts import RoundedRows
 
 GROUP = 128  # columns
 

@@ -1,4 +1,4 @@
-"""Matrices of 4- and 8-bit numbers (`words.py`) times one row, as fast as they can be read: `linear.py` for few bits, and
+"""Matrices of 4- and 8-bit numbers (`bit_packing.py`) times one row, as fast as they can be read: `linear.py` for few bits, and
 `moe_few.py` for experts of few bits. A program takes some rows of a matrix, whole, and multiplies in float32."""
 
 from typing import NamedTuple
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from quire.ops.arguments import ClampedSwiglu, ExpertBiases
 from quire.ops.kernels.activation import constants_of
+from quire.ops.kernels.bit_packing import Packed, column_of, factor_of, no_offset, place_of, scale_of, unpack, zero_of
 from quire.ops.kernels.launcher import cdiv, launched, let_next_start, overlapping, power_of_two, wait_for_previous
 from quire.ops.kernels.linear import pair_rows, pair_values
-from quire.ops.kernels.words import Packed, column_of, factor_of, no_offset, place_of, scale_of, unpack, zero_of
 
 
 class Program(NamedTuple):

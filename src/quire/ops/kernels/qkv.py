@@ -13,7 +13,7 @@ from torch import Tensor, finfo, uint8
 from quire.ops.arguments import HeadNorms, Rotation
 from quire.ops.kernels.float8 import narrow_float8
 from quire.ops.kernels.launcher import cdiv, launched, let_next_start, overlapping, power_of_two, wait_for_previous
-from quire.ops.qkv import LEAST_SCALE, MANTISSA_BITS, kv_scales, lies_by_page
+from quire.ops.kv import LEAST_SCALE, MANTISSA_BITS, kv_scales, lies_by_page
 
 HEADS_PER_PROGRAM = 8
 

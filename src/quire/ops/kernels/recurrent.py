@@ -1,7 +1,4 @@
-"""Convolutions of channels with their own last inputs: one program for a token and a block of channels.
-
-Rows of several tokens read their first taps from the state, which a second launch then moves on; rows of one token do both.
-"""
+"""Triton kernels of recurrent layers: causal convolution, gated delta rule, gated norm and SSD."""
 
 import torch
 import triton

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor, dtype
 
-from quire.ops.forms import RoundedRows, Rounding
 from quire.ops.kernels.activation import KINDS, activate
 from quire.ops.kernels.launcher import cdiv, launched, let_next_start, overlapping, power_of_two, wait_for_previous
+from quire.ops.quantized_layouts import RoundedRows, Rounding
 
 
 def constants_of(rounding: Rounding) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""The seam: whoever can guess from a text how it goes on is a host drafter. One file each; `make` knows them by name.
-
-A package brings its own under the entry point group `quire.drafters`, or is named by `custom_class`.
-"""
+"""Drafters on the host: n-gram, suffix, synthetic, and a class of the user's; `make_drafter` chooses one."""
 
 import importlib
 import logging

@@ -22,12 +22,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.forms import PackedInts
 from quire.ops.kernels.activation import constants_of
+from quire.ops.kernels.bit_packing import LARGE, assembles
 from quire.ops.kernels.launcher import ask_for, cdiv, launched, let_next_start, overlapping, power_of_two, wait_for_previous
 from quire.ops.kernels.packed import AHEAD, Way, behind, scaled
 from quire.ops.kernels.tiles import add_shares, put_outputs, turns_of
-from quire.ops.kernels.words import LARGE, assembles
+from quire.ops.quantized_layouts import PackedInts
 
 PLACE, PLACES, PLANES = 16, 8, 3
 BLOCK = PLACE * PLACES  # columns
