@@ -15,6 +15,7 @@ from quire.engine.layouts import whole_layout
 from quire.engine.memory import _NoGroup, feature_memory, rank_sizes
 from quire.features.experts.balancer import Balancer
 from quire.features.experts.host import EplbConfig
+from quire.features.host import Feature
 from quire.features.lora.packing import adapt
 from quire.models.registry import build_model
 from quire.prepare.shard import shard
@@ -121,3 +122,11 @@ def test_features_that_are_off_take_nothing(llama):
         not each.weights + each.reserved + each.per_page for each in feature_memory(config, rank_sizes(config)[0]).values()
     )
     assert len({feature.name for feature in FEATURES}) == len(FEATURES)
+
+
+def test_a_feature_must_state_its_memory_and_cache_salt():
+    class Forgetful(Feature):
+        name = "forgetful"
+
+    with pytest.raises(TypeError, match=r"cache_salt.*memory"):
+        Forgetful()
