@@ -188,7 +188,7 @@ def print_steps(running: int, length: int, steps: int = 2000) -> None:
         traces.see(seen.requests)
         pages_seen.see(seen)
         events = [("requests", views.requests(traces.take(), None)), ("step", views.step(seen, llm, traces, None))]
-        events.append(("pages", pages_seen.told(None, seen.t, seen.first, seen.cells)))
+        events.append(("pages", pages_seen.as_event(None, seen.t, seen.first, seen.cells)))
         return sum(len(encode(kind, event)) for kind, event in events if event is not None)
 
     hear, size = timed("heard", read), 0

@@ -4,7 +4,7 @@
 
 With data_parallel_size there are several such processes, behind an `EngineRouter`.
 
-An engine that dies is restarted, and its requests go on where they were; whoever listens sees a pause. All state belongs to one
+An engine that dies is restarted, and its requests go on where they were; clients see a pause. All state belongs to one
 event loop, the one in use; work on texts leaves it for threads and processes (`text/offload.py`). Does not import torch.
 """
 
@@ -57,7 +57,7 @@ class AsyncLLM(EngineView, AsyncLLMNotBuilt):
     """Construction starts the engine process and returns; `wait_ready` waits until it takes requests.
 
     `config` is complete when the engine is ready: until then, what depends on the device is a guess.
-    `connect`: instead of starting engines, the way to some that are elsewhere; `name` is then what our requests begin with.
+    `connect`: connects to engines of another process instead of starting them; `name` is then the prefix of request ids.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class AsyncLLM(EngineView, AsyncLLMNotBuilt):
 
     @property
     def engines(self) -> Sequence[OneEngine]:
-        """One by one; what is told of the engine elsewhere is told of all of them together."""
+        """Each engine; the other properties are of all engines together."""
         return self._client.engines
 
     @property
@@ -299,7 +299,7 @@ class AsyncLLM(EngineView, AsyncLLMNotBuilt):
             self.on_deltas([TokenDelta(engine_id, [], "stop")], answer.engine)
 
     def watch(self, viewer: Callable[[EngineSnapshot], None] | None) -> None:
-        """`viewer` is told what the engine sees of itself. Without one the engine does not collect it."""
+        """Pass snapshots of the engine to `viewer`. Without a viewer the engine makes none."""
         self._viewer = viewer
         self._client.watch(viewer is not None)
 
@@ -336,7 +336,7 @@ class AsyncLLM(EngineView, AsyncLLMNotBuilt):
         return self.adapters.keys
 
     async def pin_lora(self, lora_id: int) -> bool:
-        """Keeps an adapter on the device, whoever else is asked for. False if there is none."""
+        """Keep an adapter on the device. False if there is none."""
         self._attend()
         return await self._adapters.pin(lora_id)
 

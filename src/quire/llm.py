@@ -191,7 +191,7 @@ class LLM(LLMNotBuilt):
         return self.llm_engine.default_params()
 
     def get_metrics(self) -> "list[Metric]":
-        """What the server tells Prometheus, as objects with vLLM's names. Counted only with disable_log_stats=False."""
+        """Return the server's Prometheus metrics as objects with vLLM's names. Counted only with disable_log_stats=False."""
         if self._metrics is None:
             raise NotSupported("nothing was counted: make the engine with LLM(..., disable_log_stats=False)", "get_metrics")
         return self._metrics.read()

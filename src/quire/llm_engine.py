@@ -94,7 +94,7 @@ class LLMEngine(LLMEngineNotBuilt):
         priority: int = 0,
     ) -> None:
         """Checks and queues one request; a RequestError leaves the engine as it was. Inside it has a number behind its id: that
-        may be used again while the core still has to tell the end of its last bearer."""
+        may be used again while the core still has to report the end of its previous request."""
         extras, inside = self.extras_of(lora_request), f"{request_id}-{next(self._serials)}"
         self.submit(self.prepare(request_id, prompt, params, arrival_time, priority, extras=extras, engine_id=inside))
 
@@ -121,8 +121,8 @@ class LLMEngine(LLMEngineNotBuilt):
     def _check_grammar(self, params: StructuredOutputsParams) -> None:
         self.core.constraints.check(params)
         if keywords := unenforced(params):
-            told = ", ".join(keywords)
-            warnings.warn(f"the answer is not held to everything that its JSON schema says, not to {told}", stacklevel=3)
+            listed = ", ".join(keywords)
+            warnings.warn(f"the answer is not held to everything that its JSON schema says, not to {listed}", stacklevel=3)
 
     def submit(self, prepared: PreparedRequest) -> None:
         self._check_open()
@@ -183,7 +183,7 @@ class LLMEngine(LLMEngineNotBuilt):
         return self.adapters.keys
 
     def pin_lora(self, lora_id: int) -> bool:
-        """Keeps an adapter on the device, whoever else is asked for. False if there is none."""
+        """Keep an adapter on the device. False if there is none."""
         self._check_open()
         adapter = self.adapters.of_key(lora_id)
         if adapter is not None:

@@ -87,7 +87,7 @@ def test_an_engine_knows_where_its_start_went(shared_llm):
 def test_a_server_tells_where_its_start_went(caplog):
     timeline = Timeline([("load", 2.0)], 2.0, 3.0)
     with caplog.at_level(logging.DEBUG):
-        launch.tell_ready("m", "http://x", time.monotonic() - 9.0, "http://x/", timeline)
+        launch.log_ready("m", "http://x", time.monotonic() - 9.0, "http://x/", timeline)
     assert re.search(r"ready: serving m on http://x after 9\.\d s", caplog.text)
     assert "open the API" in caplog.text
     [line] = [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]

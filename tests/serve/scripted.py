@@ -25,7 +25,7 @@ from quire.text.inputs import InputProcessor
 from quire.text.outputs import OutputProcessor
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_files import read_tokenizer
-from quire.text.tool_prompt import render_told
+from quire.text.tool_prompt import render_described
 from quire.text.workers.wire import Cut, Parse
 from quire.types.outputs import RequestOutput, TokenDelta
 from quire.types.plan import TopLogprobs
@@ -87,12 +87,12 @@ class ScriptedAside:
         return self._tokenizer.decode(ids, skip_special_tokens)
 
     async def render(
-        self, messages: Any, *, add_special_tokens: bool, cut: Cut, most: int, tell_tools: Any, **options: Any
+        self, messages: Any, *, add_special_tokens: bool, cut: Cut, most: int, describe_tools: Any, **options: Any
     ) -> tuple[str, int, list[int] | None]:
         options |= options.pop("variables", {})
-        if tell_tools:
+        if describe_tools:
             tools = options.pop("tools")
-            text = render_told(
+            text = render_described(
                 lambda told: self._tokenizer.apply_chat_template(told, tokenize=False, **options), messages, tools
             )
         else:

@@ -161,7 +161,7 @@ def test_templates_of_requests_are_not_trusted(http, server):
 
 
 def test_a_templates_variables_may_have_any_other_name(http):
-    chat(http, chat_template_kwargs=dict.fromkeys(("cut", "most", "tell_tools", "variables", "job", "kwargs"), 1))
+    chat(http, chat_template_kwargs=dict.fromkeys(("cut", "most", "describe_tools", "variables", "job", "kwargs"), 1))
 
 
 @pytest.mark.parametrize(

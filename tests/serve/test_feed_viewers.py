@@ -161,7 +161,7 @@ def answer(key):
 
 
 def check(trace, wall, **expected):
-    told = trace.told()
+    told = trace.as_event()
     assert told["state"] == "finished" and told["wall"] == wall and told["id"] == "cmpl-x" and told["index"] == 0
     assert told["parts"] == pytest.approx(expected) and sum(told["parts"].values()) == pytest.approx(wall)
 
@@ -186,7 +186,7 @@ def test_a_request_survives_engines_in_the_ledger():
     traces = RequestTraces(answer)
     traces.see([seen("1", "decode", 11.0, parts(queue=1.0))])
     traces.lose(12.0)
-    assert traces.take()[-1].told()["state"] == "restart"
+    assert traces.take()[-1].as_event()["state"] == "restart"
     traces.regain(14.5)
     traces.see([seen("1", "prompt", 15.0, seen=15.0)])
     traces.end(over("1", 17.0))

@@ -131,7 +131,7 @@ def test_an_unknown_argument_is_named_with_the_nearest():
     [
         ("guided_json", r"structured_outputs=StructuredOutputsParams\(json=...\)"),
         ("guided_decoding", r"structured_outputs=StructuredOutputsParams\(...\)"),
-        ("best_of", "all n choices are told"),
+        ("best_of", "all n choices are returned"),
         ("logits_processors", "not available yet"),
         ("truncate_prompt_tokens", "tokenization_kwargs"),
     ],

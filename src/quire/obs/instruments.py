@@ -146,7 +146,7 @@ class Board:
 
 class Boards:
     """Boards with the same instruments and other labels, as one collector: a metric is one family. Those of `whole` have
-    instruments that nobody divides, under the labels that all boards agree about."""
+    instruments that are not divided, under the labels that all boards agree about."""
 
     def __init__(self, boards: Sequence[Board], whole: Iterable[Instrument] = ()) -> None:
         self._boards, self._whole = boards, {instrument.name: instrument for instrument in whole}

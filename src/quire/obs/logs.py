@@ -50,7 +50,7 @@ def set_http_levels(level: str, access: bool, quiet_paths: Collection[str] = ())
     """What uvicorn says: from which level on, whether each request gets a line, and the paths that get none."""
     number = TRACE if level == "trace" else logging.getLevelName(level.upper())
     logging.getLogger("uvicorn").setLevel(number)
-    logging.getLogger("uvicorn.error").setLevel(max(number, logging.WARNING))  # starting and stopping is told by the launcher
+    logging.getLogger("uvicorn.error").setLevel(max(number, logging.WARNING))  # the launcher logs start and stop
     logger = logging.getLogger("uvicorn.access")
     logger.setLevel(logging.NOTSET)
     logger.disabled = not access
@@ -83,7 +83,7 @@ _Text = TypeVar("_Text", str, Sequence[int])
 
 
 class RequestLog:
-    """An observer. Prompts are told at debug level only; `most` characters, or token ids, of a text."""
+    """An observer. Prompts are logged at debug level only; `most` characters, or token ids, of a text."""
 
     def __init__(self, outputs: bool, most: int | None) -> None:
         self._outputs, self._most = outputs, most
@@ -122,12 +122,12 @@ def log_piece(name: str, choice: int, text: str, finish_reason: str | None, most
 # ---- statistics, at regular intervals
 
 INTERVAL_VARIABLES = ("QUIRE_LOG_STATS_INTERVAL", "VLLM_LOG_STATS_INTERVAL")
-RECENT_REQUESTS = 1000  # over which the hit rate of the prefix cache is told
+RECENT_REQUESTS = 1000  # over which the hit rate of the prefix cache is computed
 
 
 class StatsLog:
     """An observer that adds up between two lines. `engine`: whose numbers, of several; `of`: what the line begins with;
-    `drafts`: what was drafted is told, which engines count for all API processes together."""
+    `drafts`: log draft statistics, which engines count for all API processes together."""
 
     def __init__(self, now: float, device: str = "cuda", engine: int = 0, of: str = "", drafts: bool = True) -> None:
         self._since, self._engine, self._of, self._tells_drafts = now, engine, of, drafts
@@ -148,7 +148,7 @@ class StatsLog:
         self._stats, self._drafts = stats, stats.drafts
 
     def on_arrival(self, request: Arrived) -> None:
-        """Told by its tokens."""
+        """Whether tokens were generated."""
 
     def on_outputs(self, news: OutputNews) -> None:
         if news.engine != self._engine:
@@ -185,7 +185,7 @@ class StatsLog:
         self._prompt_tokens = self._generated = self._preemptions = 0
 
     def _log_drafts(self, seconds: float) -> None:
-        """Told only if there were any."""
+        """Logged only if there were any."""
         before, now = self._drafts_told, self._drafts
         rows, tokens, accepted = now.rows - before.rows, now.tokens - before.tokens, now.accepted - before.accepted
         self._drafts_told = now

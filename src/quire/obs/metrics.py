@@ -1,7 +1,7 @@
 """The metrics of the engine and its requests, with vLLM's names, types, labels and buckets.
 
-An observer: the engine's numbers come with every step, the requests' times with every batch of outputs. What only matters when
-somebody looks (gauges) is read from the engine at that moment. Each server has its own registry; nothing is global.
+An observer: the engine's numbers come with every step, the requests' times with every batch of outputs. Gauges are
+read from the engine on a scrape. Each server has its own registry; nothing is global.
 """
 
 import time
@@ -32,7 +32,7 @@ WHOLE_REQUEST = (
 )  # fmt: skip
 STEP_TOKENS = tuple(float(n) for n in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
 BY_ADAPTER = ("lora_name",)
-MOST_ADAPTERS = 1000  # whose numbers are kept though nobody looks
+MOST_ADAPTERS = 1000  # whose values are kept between scrapes
 CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
@@ -78,7 +78,7 @@ class Metrics:
         self.parts = [Metrics(prefix, model_name, max_model_len, each, (), i) for i, each in enumerate(engines)]
         self._cache_info = {name: str(value) for name, value in cache_info.items()}
         self._last: dict[int, Stats] = {}  # by engine
-        self.adapters: Callable[[], AdaptersInUse] | None = None  # asked when somebody looks
+        self.adapters: Callable[[], AdaptersInUse] | None = None  # called on a scrape
         self._room = MOST_ADAPTERS
         self.adapter_names: Callable[[], Iterable[str]] | None = None  # those that can be asked for
         self._add_state(board)
@@ -264,12 +264,12 @@ class Metrics:
             if max(request.generated) > 1:
                 self.tpot.observe(decode / (max(request.generated) - 1))
 
-    def _forget_adapters(self, boards: Iterable[Board], elsewhere: OpenAdapters = NONE_OPEN) -> None:
+    def _forget_adapters(self, boards: Iterable[Board], others: OpenAdapters = NONE_OPEN) -> None:
         """Numbers of adapters that were unloaded go when the last of their requests has ended: names may be without end."""
         if self.adapters is None or self.adapter_names is None:
             return
         _, waiting, running = self.adapters()
-        there = {*self.adapter_names(), *waiting, *running, *elsewhere[0], *elsewhere[1]}
+        there = {*self.adapter_names(), *waiting, *running, *others[0], *others[1]}
         for counter in (one for board in boards for one in board.instruments if one.labels == BY_ADAPTER):
             assert isinstance(counter, Counter)
             for labels in [labels for labels in counter.values if labels[0] not in there]:
@@ -293,7 +293,7 @@ class Metrics:
         accept: str = "",
         adapters: OpenAdapters = NONE_OPEN,
     ) -> tuple[bytes, str]:
-        """The same of several API processes: these numbers and those of others, told by `take`. `adapters`: of the others'
+        """The same of several API processes: these values and those of others, from `take`. `adapters`: of the others'
         requests that wait, and that run."""
         from prometheus_client import CollectorRegistry, PlatformCollector
         from prometheus_client.exposition import choose_encoder
@@ -314,7 +314,7 @@ class Metrics:
         return [one for one in board.instruments if one.name in names]
 
     def look(self, engine: Engine, adapters: OpenAdapters = NONE_OPEN) -> None:
-        """Reads what only matters when somebody looks. `adapters`: of other API processes' requests."""
+        """Read the gauges. `adapters`: of other API processes' requests."""
         stats = engine.stats or NOTHING
         self.running.set(stats.running)
         self.waiting.set(stats.waiting)

@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: one span per request, beneath the span of whoever sent it. Only when asked for: the extra is `otel`."""
+"""OpenTelemetry traces: one span per request, beneath the span of its client. Optional: the extra is `otel`."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""What a server tells about itself: to whoever opens its address, and to developers its whole configuration."""
+"""The server's description: a page at its address, and for developers its whole configuration."""
 
 import dataclasses
 import json
@@ -109,10 +109,10 @@ def _plain(value: Any) -> Any:
 
 
 def _system() -> dict[str, str]:
-    told = {"quire": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    facts = {"quire": __version__, "python": platform.python_version(), "platform": platform.platform()}
     for name in _PACKAGES:
         try:
-            told[name] = version(name)
+            facts[name] = version(name)
         except PackageNotFoundError:
             continue
-    return told
+    return facts

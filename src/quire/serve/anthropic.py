@@ -78,10 +78,10 @@ def in_anthropics_words(error: PromptTooLong) -> PromptTooLong:
         return PromptTooLong(f"prompt is too long: {error}", error.parameter)
     longest, asked, prompt = map(int, found.groups())
     if prompt < longest:
-        told = f"input length and `max_tokens` exceed context limit: {prompt} + {asked} > {longest}, decrease one of them"
+        message = f"input length and `max_tokens` exceed context limit: {prompt} + {asked} > {longest}, decrease one of them"
     else:
-        told = f"prompt is too long: {prompt} tokens > {longest} maximum"
-    return PromptTooLong(told, None)
+        message = f"prompt is too long: {prompt} tokens > {longest} maximum"
+    return PromptTooLong(message, None)
 
 
 def block_of(item: Item) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def _assistant(message: InputMessage, where: str) -> dict[str, Any]:
             case "thinking":
                 thoughts.append(str(block.get("thinking", "")))
             case "redacted_thinking":
-                pass  # nobody here can read it
+                pass  # no chat template reads it
             case "tool_use":
                 if not isinstance(block.get("name"), str) or not isinstance(block.get("input", {}), dict):
                     raise InvalidParameter(f"{where}: a tool_use needs a name and an input, which is an object", where)
@@ -349,8 +349,8 @@ class _MessageReply:
 
     def _usage(self, step: TurnDelta, tokens: int) -> dict[str, int]:
         """Prompt tokens from the cache, and those that it has now, are counted apart from the others."""
-        cached = self._server.told_cached(step.output.num_cached_tokens) or 0
-        created = self._server.told_cached(step.output.num_cache_creation_tokens) or 0
+        cached = self._server.reported_cached(step.output.num_cached_tokens) or 0
+        created = self._server.reported_cached(step.output.num_cache_creation_tokens) or 0
         return {
             "input_tokens": self._turn.job.prompt_tokens - cached - created,
             "cache_creation_input_tokens": created,

@@ -56,19 +56,19 @@ def choose_id(scope: Scope) -> str:
 class RequestIds:
     """Around everything, so that refusals have one as well."""
 
-    def __init__(self, app: ASGIApp, told: bool) -> None:
-        self._app, self._told = app, told
+    def __init__(self, app: ASGIApp, send_header: bool) -> None:
+        self._app, self._send_header = app, send_header
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = choose_id(scope)
         scope.setdefault("state", {})["request_id"] = request_id
 
-        async def tell(message: Message) -> None:
+        async def send_start(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
-        await self._app(scope, receive, tell if self._told else send)
+        await self._app(scope, receive, send_start if self._send_header else send)
 
 
 access_logger = logging.getLogger("uvicorn.access")
@@ -103,18 +103,18 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class AccessLog:
-    """uvicorn's line for every response, written when the event loop has done what it has to do now: nobody waits for it."""
+    """uvicorn's line for every response, written after the current turn of the event loop, so that no response waits for it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def tell(message: Message) -> None:
+        async def send_start(message: Message) -> None:
             if message["type"] == "http.response.start":
                 asyncio.get_running_loop().call_soon(_log_access, scope, message["status"])
             await send(message)
 
-        await self._app(scope, receive, tell)
+        await self._app(scope, receive, send_start)
 
 
 def _log_access(scope: Any, status: int) -> None:
@@ -228,7 +228,7 @@ def build_app(llm: AsyncLLM, settings: ServerArgs, limits: ServerLimits = LIMITS
         title="Quire",
         version=quire.__version__,
         description="An OpenAI-compatible server with vLLM's extensions.",
-        docs_url=None,  # FastAPI's pages load their scripts from elsewhere; ours is in `about`
+        docs_url=None,  # FastAPI's pages load their scripts from other hosts; ours is in `about`
         redoc_url=None,
         openapi_url=None if settings.disable_fastapi_docs else "/openapi.json",
     )
@@ -284,21 +284,21 @@ class Boundary:
             state["request_id"] = choose_id(scope)
         started = False
 
-        async def tell(message: Message) -> None:
+        async def send_start(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message["headers"], *state.get("told", ())]
+                message["headers"] = [*message["headers"], *state.get("response_headers", ())]
             await send(message)
 
         try:
             if sum(len(name) + len(value) for name, value in scope["headers"]) > self._limits.header_bytes:
                 raise HttpError(431, f"the headers may have at most {self._limits.header_bytes} bytes")
-            await self._app(scope, receive, tell)
+            await self._app(scope, receive, send_start)
         except ClientGone:
-            if not started:  # nobody reads it, but it is counted
-                await Response(status_code=CLIENT_GONE)(scope, receive, tell)
+            if not started:  # it is counted, though the client is gone
+                await Response(status_code=CLIENT_GONE)(scope, receive, send_start)
         except Exception as error:
             if started:
                 raise  # half an answer is out: the connection must break
-            await error_response(error, scope)(scope, receive, tell)
+            await error_response(error, scope)(scope, receive, send_start)

@@ -38,7 +38,7 @@ def check_exposure(settings: ServerArgs, reachable: bool, keys: Sequence[str]) -
     if reachable and settings.auth and not keys:
         raise ConfigError(
             f"{settings.host} can be reached from other machines, and there is no API key: give --api-key (or QUIRE_API_KEY), "
-            "say --no-auth to serve whoever comes, or leave --host out to listen on loopback"
+            "use --no-auth to serve all clients, or leave --host out to listen on loopback"
         )
 
 
@@ -65,7 +65,7 @@ class Keys:
 
 
 def glance(routes: Sequence[Route]) -> Callable[[Scope], bool]:
-    """Tells whether a request may be for one of these routes, whatever a proxy put before its path: most are not.
+    """Return a quick check whether a request may be for one of these routes, whatever a proxy put before its path.
 
     A route's own pattern overlooks a line end behind the path; this does not.
     """

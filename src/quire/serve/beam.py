@@ -47,9 +47,9 @@ async def search_beams(server: Server, job: GenerationJob, request: GenerationFi
         prompts = [replace(job.prompts[0], text=None, ids=[*one.prompt, *beam.tokens]) for one in running for beam in one.beams]
         outputs = await collect(server, replace(job, prompts=prompts, params=[step] * len(prompts)))
         cached = cached or [output.num_cached_tokens for output in outputs]  # the first round is of the prompts
-        told = iter(outputs)
+        results = iter(outputs)
         for search in running:
-            search.advance([_chances(output) for output in islice(told, len(search.beams))])
+            search.advance([_chances(output) for output in islice(results, len(search.beams))])
     return [_output(server, job, request, i, search, cached[i]) for i, search in enumerate(searches)]
 
 

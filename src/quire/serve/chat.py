@@ -56,7 +56,7 @@ class _ChatReply:
         generated = sum(len(choice.token_ids) for choice in output.outputs)
         reasoned = await self._reasoning_tokens(said, [choice.thought for choice in step.choices])
         asked = self._request.prompt_logprobs is not None
-        cached = self._server.told_cached(output.num_cached_tokens)
+        cached = self._server.reported_cached(output.num_cached_tokens)
         return {
             **self._head("chat.completion"),
             "choices": few(
@@ -103,10 +103,10 @@ class _ChatReply:
                     thought[index] = choice.thought
                     tokens[index] += len(choice.part.token_ids)
                     for chunk in self._chunks(choice):
-                        told: dict[str, Any] = {**head, "choices": [chunk]}
+                        event: dict[str, Any] = {**head, "choices": [chunk]}
                         if len(choice.part.token_ids) > FEW:  # its logprobs are made when they are written
-                            told = Large(told)
-                        yield usage.mark(told, 0, tokens[index], chunk["finish_reason"] is not None)
+                            event = Large(event)
+                        yield usage.mark(event, 0, tokens[index], chunk["finish_reason"] is not None)
         if usage.wanted:
             yield {**head, "choices": [], **usage.final(sum(tokens), await self._reasoning_tokens(said, thought))}
 
@@ -122,7 +122,7 @@ class _ChatReply:
         ]
 
     def _chunks(self, choice: ChoiceDelta) -> list[ChatChunkChoice]:
-        """One chunk per event. The last one carries what belongs to the tokens, even if there is nothing else to tell yet."""
+        """One chunk per event. The last one carries what belongs to the tokens, even if its delta is empty."""
         part = choice.part
         deltas = [delta for event in choice.events if (delta := _delta(event)) is not None]
         if not deltas and self._turn.reading.form is None:
@@ -162,7 +162,7 @@ class _ChatReply:
         return message
 
     async def _reasoning_tokens(self, said: Sequence[Message], thought: Sequence[int | None]) -> int | None:
-        """Not told where no reasoning is parsed."""
+        """Count reasoning tokens; None where no reasoning is parsed."""
         if self._server.formats.reasoning is None:
             return None
         answers = zip(said, thought, strict=True)
@@ -175,14 +175,14 @@ class _ChatReply:
         return chat_logprobs(choice.token_ids, choice.logprobs, self._names, top)
 
     def _prompt(self) -> dict[str, Any]:
-        """What the answer tells of the prompt, if asked to."""
+        """Return the prompt's ids and text, as far as the request asks for them."""
         prompt = self._job.prompts[0]
-        told: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self._request.return_token_ids:
-            told["prompt_token_ids"] = prompt.ids
+            fields["prompt_token_ids"] = prompt.ids
         if self._request.return_prompt_text:
-            told["prompt_text"] = prompt.text
-        return told
+            fields["prompt_text"] = prompt.text
+        return fields
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._job.id, "object": kind, "created": self._job.created, "model": self._job.model}
@@ -199,4 +199,4 @@ def _delta(event: Event) -> Delta | None:
             return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
         case ToolArguments(index, piece):
             return {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
-    return None  # OpenAI's chunks do not tell where a call ends
+    return None  # OpenAI's chunks do not mark the end of a call

@@ -19,7 +19,7 @@ from quire.serve.generation import GenerationJob, collect, log_delta, make_job, 
 from quire.serve.limits import check_work
 from quire.serve.prompts import render_messages
 from quire.serve.protocol import ChatRequest
-from quire.serve.sampling import check_request, from_response_format, tell_unenforced
+from quire.serve.sampling import check_request, from_response_format, report_unenforced
 from quire.serve.server import Server
 from quire.serve.tools import ToolUse, read_tool_use
 from quire.text.parse.events import Event
@@ -86,7 +86,7 @@ async def _render(server: Server, request: ChatRequest, terms: Terms) -> Rendere
     _check_tools(request, use)
     check_work(1, 1 if request.n is None else request.n, server.limits)
     shown = request.tools
-    described = server.formats.tell_tools and request.chat_template is None
+    described = server.formats.describe_tools and request.chat_template is None
     if use.mode == "none" and (described or server.settings.exclude_tools_when_tool_choice_none):
         shown = None  # who must not call is not asked to in words
     prompt = await render_messages(server, request, request.messages, request.documents, shown, _effort(request))
@@ -108,7 +108,7 @@ async def prepare_turn(
         job = make_job(server, raw, request, prefix, rendered.model, [rendered.prompt])
         reading = _reading(server.formats, request, rendered.use, rendered.inside)
         _set_up(server, job, rendered, reading)
-        await tell_unenforced(raw, job.params[0].structured_outputs, rendered.use)
+        await report_unenforced(raw, job.params[0].structured_outputs, rendered.use)
     except RequestError as error:
         raise rendered.field_names.of(error) from error
     return Turn(
@@ -274,7 +274,7 @@ def _effort(request: ChatRequest) -> dict[str, Any]:
 
 
 def _budget(server: Server, request: ChatRequest) -> int | None:
-    """After so many tokens of reasoning its end is forced."""
+    """Return the number of reasoning tokens after which the end of the reasoning is forced."""
     budget = request.thinking_token_budget
     if budget is None or budget == -1:
         return None

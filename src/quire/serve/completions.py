@@ -15,7 +15,7 @@ from quire.serve.generation import GenerationJob, collect, log_delta, make_job, 
 from quire.serve.logprobs import FEW, Joined, TextOffsets, TokenNames, completion_logprobs, few, prompt_logprobs
 from quire.serve.prompts import read_prompts
 from quire.serve.protocol import ChatRequest, Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
-from quire.serve.sampling import check_request, only_echoes, tell_unenforced
+from quire.serve.sampling import check_request, only_echoes, report_unenforced
 from quire.serve.server import Server, server_of
 from quire.serve.sse import Events, EventStream, Large
 from quire.serve.usage import StreamUsage, timing_of, usage_of
@@ -39,7 +39,7 @@ async def _prepare(server: Server, raw: Request, request: CompletionRequest) -> 
     model = await server.check(request)
     check_request(request)
     job = make_job(server, raw, request, "cmpl", model, await read_prompts(server, request))
-    await tell_unenforced(raw, job.params[0].structured_outputs)
+    await report_unenforced(raw, job.params[0].structured_outputs)
     return job
 
 
@@ -47,7 +47,7 @@ class _CompletionChoice:
     """One choice on its way to the client: what of it was shown, and where its text is."""
 
     def __init__(self, server: Server, job: GenerationJob, request: CompletionRequest, prompt: int, echoed: str) -> None:
-        """`echoed`: the prompt's text, if that is to be told."""
+        """`echoed`: the prompt's text, if it is echoed."""
         self._request = request
         self._echoed = echoed
         self._prompt = job.prompts[prompt]
@@ -100,7 +100,7 @@ class _CompletionChoice:
 
 
 async def _echoes(server: Server, job: GenerationJob, request: CompletionRequest) -> list[str]:
-    """The texts of the prompts, if they are to be told."""
+    """The texts of the prompts, if they are echoed."""
     out: list[str] = []
     for prompt in job.prompts if request.echo else ():
         text = prompt.text
@@ -118,11 +118,11 @@ def _answer(
 
     def show(index: int) -> CompletionChoice:
         i, part = parts[index]
-        told = _CompletionChoice(server, job, request, i, echoes[i]).show(index, part, outputs[i])
-        told.setdefault("token_ids", None)
-        told.setdefault("prompt_token_ids", None)
-        told["prompt_logprobs"] = prompt_logprobs(outputs[i].prompt_logprobs) if scored else None
-        return told
+        shown = _CompletionChoice(server, job, request, i, echoes[i]).show(index, part, outputs[i])
+        shown.setdefault("token_ids", None)
+        shown.setdefault("prompt_token_ids", None)
+        shown["prompt_logprobs"] = prompt_logprobs(outputs[i].prompt_logprobs) if scored else None
+        return shown
 
     generated = 0 if only_echoes(request) else sum(len(part.token_ids) for _, part in parts)
     cached = sum(output.num_cached_tokens for output in outputs)
@@ -132,7 +132,7 @@ def _answer(
         "choices": few(map(show, range(len(parts))), generated + len(parts)),
         "service_tier": None,
         "system_fingerprint": server.fingerprint,
-        "usage": usage_of(job.prompt_tokens, generated, server.told_cached(cached)),
+        "usage": usage_of(job.prompt_tokens, generated, server.reported_cached(cached)),
         "metrics": timing_of(outputs[0].metrics, server.speculates) if job.timed and single else None,
     }
 

@@ -1,10 +1,10 @@
-"""One HTTP connection, within bounds: every byte is counted before it is parsed, and nobody may be slow for ever.
+"""One HTTP connection, within limits: every byte is counted before it is parsed, and each step of the client has a deadline.
 
 uvicorn's protocol does the work. It has no bounds of its own: an endless header is kept and copied again with every packet,
-what follows a request is parsed and queued without end, and whoever is silent stays.
+what follows a request is parsed and queued without end, and silent clients stay connected.
 
     idle ──► head ──► body ──► answer ──► idle ...        in each, `tick` counts the seconds that the client has to do its part
-                └───────┴────────► over                   refused: what still comes is thrown away until the client has heard
+                └───────┴────────► over                   refused: what still comes is thrown away until the client has read it
 
 What comes at once in large amounts is parsed a piece at a time, and the event loop turns in between.
 """
@@ -81,14 +81,14 @@ class ClientConnection(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         connection_limits: ConnectionLimits,
-        tells_ids: bool = True,
+        send_ids: bool = True,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.access_log = False  # `AccessLog` writes it
         self.body_size = self.body_age = 0
         self._connection_limits, self._limits = connection_limits, connection_limits.limits
-        self.arrived: Callable[[], None] | None = None  # told when the connection is made, before it counts
-        self._tells_ids = tells_ids  # refusals have one, as all answers then
+        self.arrived: Callable[[], None] | None = None  # called when the connection is made, before it counts
+        self._tells_ids = send_ids  # refusals have one, as all answers then
         self._flow: _Flow | None = None
         self._rest = b""  # read, and not parsed yet
         self._over = False  # what comes is thrown away
@@ -97,7 +97,7 @@ class ClientConnection(HttpToolsProtocol):
         self._head = 0  # bytes of the head so far
         self._fields = self._field_bytes = 0  # headers so far
         self._framing = 0  # bytes since the body's latest
-        self._thrown = 0  # bytes that came for nobody
+        self._thrown = 0  # bytes received after the refusal
         self._due: bytes | None = None  # a refusal that follows the answers to what came before
         self._age = 0  # seconds
         self._progress = 0  # bytes of the body in that time
@@ -326,7 +326,7 @@ class ClientConnection(HttpToolsProtocol):
             self._flow.resume_reading()
 
     def _end_after_answer(self) -> None:
-        """Nothing more is heard. The answer that is due is given."""
+        """Stop reading. The answer that is due is sent."""
         self.pipeline.clear()
         self._hear_nothing()
         if self._answered is None:

@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 LONGEST_MESSAGE = 2000
 MOST_ERRORS_SHOWN = 5
 RETRY_AFTER = 5  # seconds; when to come back, to this server or to another one
-CLIENT_GONE = 499  # nobody reads it; access logs do
+CLIENT_GONE = 499  # for access logs and metrics only
 
 _TYPES = {
     400: "BadRequestError",
@@ -91,7 +91,7 @@ _ADDRESSES = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 
 class HttpError(HTTPException):
     """An answer other than 200, decided by the server itself. `own`: a path that the client named, as the message has it, and
-    as the client wrote it; it may be told again, and what lies right in it."""
+    as the client wrote it; it may appear in the message, with files directly in it."""
 
     def __init__(self, status: int, message: str, parameter: str | None = None, own: tuple[str, str] | None = None) -> None:
         super().__init__(status_code=status, detail=message)
@@ -123,7 +123,7 @@ def describe(error: BaseException, request_id: str) -> ErrorBody:
     if isinstance(error, GenerationFailed):
         logger.error("request %s failed in the engine: %s", request_id, error)
         return error_body(500, f"the engine could not finish this request: {error} (request id {request_id})")
-    trace = None if isinstance(error, EngineDead) else error  # the end of an engine was told before, or was asked for
+    trace = None if isinstance(error, EngineDead) else error  # the loss of an engine is logged already
     logger.error("request %s failed: %s", request_id, error, exc_info=trace)
     what = "the engine is not available" if isinstance(error, EngineError) else "internal error"
     return error_body(500, f"{what} (request id {request_id}; the server's log has the reason)")
@@ -143,9 +143,9 @@ def shaped(body: ErrorBody, scope: Any) -> ErrorBody | AnthropicErrorBody:
 def anthropic_error(body: ErrorBody, request_id: str) -> AnthropicErrorBody:
     status, message, parameter = body["error"]["code"], body["error"]["message"], body["error"]["param"]
     kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    told = message if parameter is None or parameter in message else f"{parameter}: {message}"
-    told = _FIELDS_OF_A_BODY.sub(r"\1", _COUNT_OF_ERRORS.sub("", told))  # fields as the client wrote them: max_tokens: ...
-    return {"type": "error", "error": {"type": kind, "message": told}, "request_id": request_id}
+    text = message if parameter is None or parameter in message else f"{parameter}: {message}"
+    text = _FIELDS_OF_A_BODY.sub(r"\1", _COUNT_OF_ERRORS.sub("", text))  # fields as the client wrote them: max_tokens: ...
+    return {"type": "error", "error": {"type": kind, "message": text}, "request_id": request_id}
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -83,15 +83,15 @@ class Reading:
     tools: Tools | None = None
     inside: bool | None = None  # do they begin in the reasoning? None: the format says
     noise: frozenset[str] = frozenset()
-    parallel: bool = True  # false: the first call is the only one that is told
+    parallel: bool = True  # false: only the first call is reported
     with_reasoning: bool = True
     calls_finish: bool = True  # an answer with calls ends for that reason
-    only_calls: bool = False  # the grammar allows nothing else, so what is not one was cut off before it could be told
+    only_calls: bool = False  # the grammar allows nothing else, so anything else is a call that was cut off
     one_of_a_kind: bool = False  # a call that repeats the one before it is dropped, and ends the answer
     id_prefix: str = "chatcmpl-tool-"  # of calls
     begin_ids: tuple[int, ...] = ()  # of the mark that begins the reasoning
     end_id: int | None = None  # the token that ends it, where it is one
-    on_call: Callable[[Outcome], None] | None = None  # told of every call, and of what was none
+    on_call: Callable[[Outcome], None] | None = None  # called for every call, and for text that was mistaken for one
 
     def reader(self) -> "AnswerReader":
         return AnswerReader(self)

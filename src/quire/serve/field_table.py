@@ -83,7 +83,7 @@ REFUSED = {
     "guided_decoding_backend": "grammars are followed by llguidance",
     "functions": "its name is now tools",
     "function_call": "its name is now tool_choice",
-    "best_of": "all n choices are told",
+    "best_of": "all n choices are returned",
     "suffix": "the model cannot fill in the middle",
     "prompt_embeds": "prompts are text or token ids",
     "media_io_kwargs": _TEXT_ONLY,
@@ -170,7 +170,7 @@ INSTEAD: dict[type[RequestBody], dict[str, str]] = {
 
 
 def check_fields(request: RequestBody) -> list[str]:
-    """Refuses what is not supported. Returns what nobody knows."""
+    """Refuses what is not supported. Returns the names of unknown fields."""
     if not request.model_extra:
         return []
     unknown = []
@@ -242,7 +242,7 @@ def _asks_for_nothing(name: str, value: Any) -> bool:
 
 
 _INNER_HINTS = [
-    "| `reasoning.summary` in /v1/responses | there are no summaries: the reasoning is told whole |",
+    "| `reasoning.summary` in /v1/responses | there are no summaries: the reasoning is returned whole |",
     "| `text.verbosity` in /v1/responses | models here do not know it |",
     "| `cache_control` of blocks and tools in /v1/messages | prompts are cached by their content, always |",
     "| `eager_input_streaming` of tools in /v1/messages | arguments are streamed as they come |",
@@ -272,7 +272,7 @@ class UnknownFields:
     def __init__(self) -> None:
         self._told: set[str] = set()
 
-    def tell(self, body: BaseModel, names: Iterable[str]) -> None:
+    def log(self, body: BaseModel, names: Iterable[str]) -> None:
         for name in names:
             name = name[:LONGEST_NAME]
             if name in self._told or len(self._told) == MOST_NAMES:
@@ -280,6 +280,6 @@ class UnknownFields:
             self._told.add(name)
             near = difflib.get_close_matches(name, type(body).model_fields, n=1)
             hint = f"; did its client mean {near[0]!r}?" if near else ""
-            logger.warning("a request has the field %s, which is unknown and ignored%s (told once)", ascii(name), hint)
+            logger.warning("a request has the field %s, which is unknown and ignored%s (logged once)", ascii(name), hint)
             if len(self._told) == MOST_NAMES:
                 logger.warning("%d unknown fields have been named; others are ignored without a word", MOST_NAMES)

@@ -29,7 +29,7 @@ class ModelFormats:
     end_id: int | None = None  # of the one that ends it; None: it is not a single token, or there is none
     opening: str = ""  # text that opens the reasoning; "": its mark
     forced_ids: tuple[int, ...] = ()  # end the reasoning when its budget is spent; none: end_id
-    tell_tools: bool = False  # the template says nothing of tools: the prompt describes them
+    describe_tools: bool = False  # the template says nothing of tools: the prompt describes them
 
     @property
     def thinking(self) -> Thinking | None:
@@ -37,7 +37,7 @@ class ModelFormats:
 
 
 def check_parsers(settings: ServerArgs) -> None:
-    """Raises ConfigError for a plugin that fails or a name nobody knows; before anything is loaded."""
+    """Raises ConfigError for a plugin that fails or an unknown name, before anything is loaded."""
     load_plugins(name for name in (settings.tool_parser_plugin, settings.reasoning_parser_plugin) if name)
     for name, use in _asked(settings):
         if name != AUTO:
@@ -47,20 +47,20 @@ def check_parsers(settings: ServerArgs) -> None:
 def choose_formats(settings: ServerArgs, tokenizer: Tokenizer | None) -> ModelFormats:
     template = None if tokenizer is None else tokenizer.chat_template
     chosen: dict[Use, Format] = {}
-    tell_tools = False
+    describe_tools = False
     for name, use in _asked(settings):
         found = detect(template, use) if name == AUTO else name
         if use == "tool calls" and found in (None, GENERIC):
             found = GENERIC
-            tell_tools = ignores_tools(template)
+            describe_tools = ignores_tools(template)
         if found is None:
             logger.warning("the chat template shows no known way to write %s: nothing of it is parsed", use)
             continue
         how = "" if name != AUTO else " (the chat template shows no other)" if found == GENERIC else " (by the chat template)"
-        told = "; tools are described in the prompt" if tell_tools and use == "tool calls" else ""
-        logger.info("%s: parsed as %s%s%s", use, found, how, told)
+        note = "; tools are described in the prompt" if describe_tools and use == "tool calls" else ""
+        logger.info("%s: parsed as %s%s%s", use, found, how, note)
         chosen[use] = find_format(found, use, _suffix(tokenizer))
-    formats = ModelFormats(chosen.get("tool calls"), chosen.get("reasoning"), tell_tools=tell_tools)
+    formats = ModelFormats(chosen.get("tool calls"), chosen.get("reasoning"), describe_tools=describe_tools)
     if tokenizer is None:
         return formats
     formats = replace(formats, specials=frozenset(tokenizer.all_special_tokens))
@@ -105,7 +105,7 @@ def _asked(settings: ServerArgs) -> list[tuple[str, Use]]:
 
 @lru_cache(maxsize=256)
 def special_marks(form: Format, specials: frozenset[str]) -> tuple[bool, frozenset[str]]:
-    """Are some of the markers special tokens? And the other special tokens: nobody wants to see those."""
+    """Are some of the markers special tokens? And the other special tokens, which are left out of answers."""
     marks = form.marks
     used = frozenset(special for special in specials if special and any(special in mark for mark in marks))
     return bool(used), frozenset(special for special in specials - used if special)

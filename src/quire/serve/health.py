@@ -134,7 +134,7 @@ class Health:
         if llm.state == "dead":
             return "the engine is dead"
         if llm.state == "ready" and llm.heartbeat_age > STALE_AFTER:
-            return f"the engine has not been heard of for {llm.heartbeat_age:.1f} s"
+            return f"no heartbeat of the engine for {llm.heartbeat_age:.1f} s"
         return None
 
     def not_ready(self) -> str | None:
@@ -157,5 +157,5 @@ class Health:
 def _verdict(reason: str | None, request: Request) -> Response:
     if reason is None:
         return json_response({"status": "ok"})
-    told = {"reason": reason} if request.state.trusted else {}
-    return json_response({"status": "unavailable", **told}, 503)
+    detail = {"reason": reason} if request.state.trusted else {}
+    return json_response({"status": "unavailable", **detail}, 503)

@@ -148,7 +148,7 @@ def _config(settings: ServerArgs, app: ASGIApp, connection_limits: ConnectionLim
     config = uvicorn.Config(
         app,
         log_config=None,
-        http=partial(ClientConnection, connection_limits=connection_limits, tells_ids=settings.enable_request_id_headers),  # type: ignore[arg-type]
+        http=partial(ClientConnection, connection_limits=connection_limits, send_ids=settings.enable_request_id_headers),  # type: ignore[arg-type]
         lifespan="off",
         ws="none",
         server_header=False,

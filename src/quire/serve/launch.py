@@ -29,7 +29,7 @@ from quire.obs.metrics import HttpMetrics, Metrics
 from quire.obs.tracing import Tracing, make_exporter
 from quire.serve.adapters import check_adapters, load_modules
 from quire.serve.api_workers.client import ApiWorker
-from quire.serve.api_workers.launch import ApiWorkersLaunch, tell_ready
+from quire.serve.api_workers.launch import ApiWorkersLaunch, log_ready
 from quire.serve.app import build_app, build_middleware
 from quire.serve.auth import Keys, check_exposure, find_keys
 from quire.serve.formats import check_parsers
@@ -50,7 +50,7 @@ ENGINE_FAREWELL = 5.0  # seconds for the engine to end by itself
 
 
 def run_server(engine_args: EngineArgs, settings: ServerArgs, started: float, spare: Child | None = None) -> int:
-    """Serves until told to stop; returns the exit code. What is wrong with the settings is raised before anything is loaded.
+    """Serve until a signal, and return the exit code. Bad settings are raised before anything is loaded.
 
     `started` is when the user asked, in seconds of time.monotonic(); `spare` an engine process that was started meanwhile.
     """
@@ -159,7 +159,7 @@ class ServerLaunch:
             self._state.closing = True
             self._llm.shutdown(ENGINE_FAREWELL if kindly else 0.0)
         if not kindly:
-            await self._state.wait_idle(GLANCE)  # whoever reads may still learn that it is over
+            await self._state.wait_idle(GLANCE)  # clients that still read get the end of their stream
             logging.getLogger("uvicorn.error").disabled = True  # responses that are cut off here are no mistakes
         for task in self._tasks:
             task.cancel()
@@ -184,10 +184,10 @@ class ServerLaunch:
         self._state.service = Service(llm, app, metrics, http_metrics, None if self._worker is None else self._worker.router)
         gc.collect()
         if self._worker is None:
-            tell_ready(llm.config.served_names[0], url, started, page_of(self._settings, self._sockets), llm.timeline)
+            log_ready(llm.config.served_names[0], url, started, page_of(self._settings, self._sockets), llm.timeline)
         else:
             self._start(
-                self._worker.tell_counts(lambda: self._state.open, [*metrics.boards, http_metrics.board], metrics.adapters)
+                self._worker.send_counts(lambda: self._state.open, [*metrics.boards, http_metrics.board], metrics.adapters)
             )
         gc.freeze()  # what lives now lives to the end: a search through it would make every stream wait
         self._start(self._greet(llm, page_of(self._settings, self._sockets)))
@@ -213,11 +213,11 @@ class ServerLaunch:
         return task.done()
 
     async def _load(self) -> AsyncLLM:
-        """In a thread that nobody waits for: finding a model may mean fetching it, and that cannot be interrupted."""
+        """In a daemon thread: finding a model may download it, and that cannot be interrupted."""
         loop = asyncio.get_running_loop()
         made: asyncio.Future[AsyncLLM] = loop.create_future()
 
-        def tell(llm: AsyncLLM | None, error: Exception | None) -> None:
+        def deliver(llm: AsyncLLM | None, error: Exception | None) -> None:
             if llm is not None and made.cancelled():
                 llm.shutdown(0.0)
             elif llm is not None:
@@ -236,7 +236,7 @@ class ServerLaunch:
             except Exception as error:
                 failure = error
             with contextlib.suppress(RuntimeError):  # the event loop is gone, and so will we be
-                loop.call_soon_threadsafe(tell, llm, failure)
+                loop.call_soon_threadsafe(deliver, llm, failure)
             if llm is not None:
                 files_digest(llm.config.facts.files)
 
@@ -270,7 +270,7 @@ class ServerLaunch:
     # ---- its end ---------------------------------------------------------------------------------------------------------
 
     async def _drain(self, llm: AsyncLLM) -> None:
-        """Requests that are open may finish, until the deadline. Then they are ended, and their clients are told."""
+        """Requests that are open may finish, until the deadline. Then they are aborted, and their clients get an error."""
         state, seconds = self._state, self._settings.shutdown_timeout
         logger.info("shutting down: %d open requests have %.0f s to finish; a second signal does not wait", state.open, seconds)
         if await state.wait_idle(seconds):

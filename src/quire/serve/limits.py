@@ -118,7 +118,7 @@ def check_limits(request: Any, limits: ServerLimits = LIMITS) -> None:
             refuse_more(name, len(value), getattr(limits, name), "entries")
     for name, limit in _MEASURED.items():
         value = getattr(request, name) if name in given else None
-        # what is not of this type is refused elsewhere
+        # other types are refused by the protocol's model
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str):
                 refuse_more(name, len(text), getattr(limits, limit), "characters")

@@ -73,10 +73,10 @@ class TextOffsets:
 
     def next(self, token: int) -> int:
         offset = self._length
-        told = self._echo if self._read < self._echoed else self._rest
+        detokenizer = self._echo if self._read < self._echoed else self._rest
         self._read += 1
-        if told is not None:
-            self._length += len(told.feed([token]))
+        if detokenizer is not None:
+            self._length += len(detokenizer.feed([token]))
         return offset
 
 

@@ -13,7 +13,7 @@ from quire.serve.errors import HttpError, error_response
 from quire.serve.server import server_of
 
 THERE = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages and /tokenize"
-# paths that a server has only if it was told so
+# paths that a server has only with a flag
 OFF = {
     "/load": "--enable-server-load-tracking",
     "/tokenizer_info": "--enable-tokenizer-info-endpoint",

@@ -90,7 +90,7 @@ async def render_messages(
     prompts, extras = await server.prompts(request.model)
     prompt = await prompts.render(
         [_completed(message) for message in messages],
-        tell_tools=server.formats.tell_tools and request.chat_template is None,
+        describe_tools=server.formats.describe_tools and request.chat_template is None,
         tools=tools,
         cut=cut,
         add_generation_prompt=request.add_generation_prompt,

@@ -430,7 +430,9 @@ class ReasoningConfig(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="there are no summaries: all is told")
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
+        None, description="there are no summaries: the reasoning is returned whole"
+    )
 
 
 class TextConfig(BaseModel):

@@ -134,10 +134,10 @@ def output_item(item: Item, item_id: str, status: Status, logprobs: Sequence[Cha
 
 
 def part_of(item: Item, text: str | None = None, logprobs: Sequence[ChatToken] = ()) -> dict[str, Any]:
-    told = item.text if text is None else text
+    content = item.text if text is None else text
     if item.kind == "reasoning":
-        return {"type": "reasoning_text", "text": told}
-    return {"type": "output_text", "text": told, "annotations": [], "logprobs": list(logprobs)}
+        return {"type": "reasoning_text", "text": content}
+    return {"type": "output_text", "text": content, "annotations": [], "logprobs": list(logprobs)}
 
 
 def event_logprobs(tokens: Sequence[ChatToken]) -> list[dict[str, Any]]:
@@ -184,8 +184,8 @@ def _message(item: dict[str, Any], where: str) -> MessageDict:
             role = item.get("role")
             if not isinstance(role, str) or role not in ("user", "assistant", "system", "developer"):
                 raise InvalidParameter(f"{where}.role must be user, assistant, system or developer, got {role!r:.80}", "input")
-            told = "system" if role == "developer" else role
-            return {"role": told, "content": _text(item.get("content"), f"{where}.content")}
+            known = "system" if role == "developer" else role
+            return {"role": known, "content": _text(item.get("content"), f"{where}.content")}
         case "function_call":
             for name in ("call_id", "name", "arguments"):
                 if not isinstance(item.get(name), str):

@@ -1,6 +1,6 @@
 """/v1/responses: create, retrieve, list the input, cancel, delete.
 
-The stream tells items and parts as they open, grow and close.
+The stream sends items and parts as they open, grow and close.
 """
 
 import asyncio
@@ -226,8 +226,8 @@ class _ResponseReply:
         try:
             await self.answer()
         except Exception as error:
-            told = describe(error, request_id)["error"]
-            self._response |= {"status": "failed", "error": {"code": "server_error", "message": told["message"]}}
+            failure = describe(error, request_id)["error"]
+            self._response |= {"status": "failed", "error": {"code": "server_error", "message": failure["message"]}}
         self._kept.work = None
         self._server.responses.put(self._kept)
 
@@ -251,8 +251,8 @@ class _ResponseReply:
     async def _complete(self, step: TurnDelta, choice: ChoiceDelta) -> None:
         cut = choice.finish_reason == "length"
         reasoned = await reasoning_tokens(self._server, self._items.reasoning, choice.thought)
-        cached = self._server.told_cached(step.output.num_cached_tokens) or 0
-        created = self._server.told_cached(step.output.num_cache_creation_tokens) or 0
+        cached = self._server.reported_cached(step.output.num_cached_tokens) or 0
+        created = self._server.reported_cached(step.output.num_cache_creation_tokens) or 0
         self._response |= {
             "status": "incomplete" if cut else "completed",
             "completed_at": int(time.time()),

@@ -44,7 +44,7 @@ def structured_outputs(request: GenerationFields) -> StructuredOutputsParams | N
     return as_structured_outputs(request.structured_outputs)
 
 
-async def tell_unenforced(raw: Request, wanted: StructuredOutputsParams | None, use: ToolUse | None = None) -> None:
+async def report_unenforced(raw: Request, wanted: StructuredOutputsParams | None, use: ToolUse | None = None) -> None:
     """Puts into the answer's headers what the grammar does not hold to. Raises InvalidParameter for a strict tool's schema."""
     if wanted is None or wanted.size > MOST_GRAMMAR_BYTES:
         return
@@ -54,7 +54,7 @@ async def tell_unenforced(raw: Request, wanted: StructuredOutputsParams | None, 
     else:
         keywords = await asyncio.to_thread(_look_over, wanted, use, closed)
     if keywords:
-        raw.state.told = [(UNENFORCED, ", ".join(keywords).encode("ascii", "replace"))]
+        raw.state.response_headers = [(UNENFORCED, ", ".join(keywords).encode("ascii", "replace"))]
 
 
 def _look_over(wanted: StructuredOutputsParams, use: ToolUse | None, closed: bool) -> list[str]:

@@ -60,7 +60,7 @@ def system_fingerprint(config: Config) -> str:
     return f"quire-{__version__}-{hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()[:8]}"
 
 
-MOST_NAMES = 20  # that an error tells
+MOST_NAMES = 20  # in an error
 _PRINTABLE = re.compile(r"[\x21-\x7e]+")  # ids go into headers and logs
 
 
@@ -125,7 +125,7 @@ class Server:
         if self.metrics is not None:
             self.metrics.tool_calls.add(1, outcome)
 
-    def told_cached(self, tokens: int) -> int | None:
+    def reported_cached(self, tokens: int) -> int | None:
         return tokens if self.settings.enable_prompt_tokens_details else None
 
     @property
@@ -170,7 +170,7 @@ class Server:
         if not known and not self.settings.accept_any_model_name:
             raise self.no_such_model(str(body.model))
         if unknown := check_fields(body):
-            self.unknown_fields.tell(body, unknown)
+            self.unknown_fields.log(body, unknown)
         return body.model or self.names[0]
 
 

@@ -104,7 +104,7 @@ def _why(error: OSError, address: str, port: int) -> str:
 
 
 def _listen_unix(path: str) -> socket.socket:
-    """Who may connect is decided by the directory and the process's umask. A socket that nobody listens on is replaced."""
+    """The directory and the umask decide who may connect. A socket without a listener is replaced."""
     _remove_stale(path)
     opened = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -83,7 +83,7 @@ async def tokenizer_info(raw: Request) -> Response:
     tokenizer = server_of(raw).llm.tokenizer
     if tokenizer is None:
         raise HttpError(404, "there is no tokenizer: the server was started with skip_tokenizer_init")
-    told = {name: value for name, value in tokenizer.init_kwargs.items() if not name.endswith(("_file", "name_or_path"))}
-    told.setdefault("tokenizer_class", type(tokenizer).__name__)
+    info = {name: value for name, value in tokenizer.init_kwargs.items() if not name.endswith(("_file", "name_or_path"))}
+    info.setdefault("tokenizer_class", type(tokenizer).__name__)
     template = tokenizer.chat_template
-    return json_response(told | ({} if template is None else {"chat_template": template}))
+    return json_response(info | ({} if template is None else {"chat_template": template}))

@@ -11,7 +11,7 @@ from quire.types.outputs import RequestMetrics, RequestOutput
 def usage_of(
     prompt_tokens: int, completion_tokens: int, cached_tokens: int | None, reasoning_tokens: int | None = None
 ) -> Usage:
-    """None: not told."""
+    """None: left out."""
     usage: Usage = {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
@@ -76,7 +76,7 @@ class StreamUsage:
         self._last = output
 
     def mark(self, chunk: dict[str, Any], prompt: int, tokens: int, finished: bool) -> dict[str, Any]:
-        """A chunk of one choice, which has `tokens` so far, with what else it has to tell."""
+        """A chunk of one choice, which has `tokens` so far, with usage and timings as asked for."""
         if self._in_every_chunk:
             chunk["usage"] = usage_of(len(self._job.prompts[prompt].ids), tokens, None)
         if finished and not self.wanted:
@@ -87,8 +87,8 @@ class StreamUsage:
         return chunk
 
     def final(self, tokens: int, reasoning_tokens: int | None = None) -> dict[str, Any]:
-        """What the usage chunk tells."""
-        cached = self._server.told_cached(sum(self._cached))
+        """Return the content of the usage chunk."""
+        cached = self._server.reported_cached(sum(self._cached))
         usage = usage_of(self._job.prompt_tokens, tokens, cached, reasoning_tokens)
         return {"usage": usage, "system_fingerprint": self._server.fingerprint, **self._times()}
 

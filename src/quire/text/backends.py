@@ -167,7 +167,7 @@ def set_ends(tokenizer: tokenizers.Tokenizer, start: list[str], end: list[str]) 
     ids = [(token, tokenizer.token_to_id(token)) for token in {*start, *end}]
     missing = [token for token, token_id in ids if token_id is None]
     if missing:
-        raise ModelError(f"the tokenizer is told to add {missing} to every text, but its vocabulary has no such token")
+        raise ModelError(f"the tokenizer is configured to add {missing} to every text, but its vocabulary has no such token")
     tokenizer.post_processor = TemplateProcessing(
         single=[*start, "$A", *end], pair=[*start, "$A", "$B", *end], special_tokens=ids
     )
@@ -228,10 +228,10 @@ def _keeps_characters(stage: Mapping[str, Any]) -> bool:
 def _stages(part: Any, within: str) -> Iterable[Mapping[str, Any]]:
     if part is None:
         return
-    told = [json.loads(part.__getstate__())]
-    while told:
-        stage = told.pop(0)
+    stages = [json.loads(part.__getstate__())]
+    while stages:
+        stage = stages.pop(0)
         if stage["type"] == "Sequence":
-            told = [*stage[within], *told]
+            stages = [*stage[within], *stages]
         else:
             yield stage

@@ -1,4 +1,4 @@
-"""Beam search: which continuations of a prompt go on, as in vLLM. Whoever searches runs the rounds: this file knows no engine.
+"""Beam search: which continuations of a prompt go on, as in vLLM. The caller runs the rounds; the engine is not known here.
 
     search = BeamSearch(...)
     while search.open:

@@ -79,7 +79,7 @@ class _PieceStream:
 
 
 class _WindowStream:
-    """For decoders that look at neighbouring tokens: decodes the last few tokens again and tells what came to their text.
+    """For decoders that look at neighbouring tokens: decodes the last few tokens again and returns the growth of their text.
 
     Exact for decoders that look back less than `CONTEXT` tokens. Ids that decode leaves out are not among them.
     """
@@ -141,15 +141,15 @@ class _WindowStream:
 
 
 class _CleanedStream:
-    """A window's text, cleaned up. What is held back of the prompt's own text is told only if it came out otherwise."""
+    """A window's text, cleaned up. What is held back of the prompt's own text is returned only if it came out otherwise."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special: bool, spaces_between: bool) -> None:
         near = prompt[-_WindowStream.CONTEXT :]
         self._window = _WindowStream(tokenizer, near, skip_special, spaces_between)
         self._cleaner = CleanUpStream()
         raw = tokenizer.decode(near, skip_special, spaces_between, clean_up_tokenization_spaces=False)
-        told = self._cleaner.feed(raw)
-        self._prompt = clean_up(raw)[len(told) :]
+        cleaned = self._cleaner.feed(raw)
+        self._prompt = clean_up(raw)[len(cleaned) :]
 
     def feed(self, ids: Iterable[int]) -> str:
         return self._take(self._cleaner.feed(self._window.feed(ids)))

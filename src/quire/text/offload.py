@@ -39,7 +39,7 @@ class TextOffload:
         where = wire.TokenizerSource(str(config.facts.files.path.absolute()), args.tokenizer, args.tokenizer_revision)
         self._tokenizer, self._foreign = tokenizer, False
         if tokenizer is not None:
-            _ = tokenizer.characters_per_token  # it looks at the whole vocabulary once: now, while nobody waits
+            _ = tokenizer.characters_per_token  # reads the whole vocabulary once: before the first request
             if not tokenizer.short:
                 logger.info("tokenizer stages may take long for any text: texts are tokenized in separate processes")
         self._threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="quire-text")
@@ -109,12 +109,12 @@ class TextOffload:
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
-        tell_tools: bool = False,
+        describe_tools: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> tuple[str, int, list[int] | None]:
         """The prompt of a conversation, how many tokens it has, and those that are wanted (see `encode`)."""
         tokenizer = self._has_tokenizer()
-        template = tokenizer.choose_template(chat_template, bool(tools) and not tell_tools)
+        template = tokenizer.choose_template(chat_template, bool(tools) and not describe_tools)
         job = wire.Render(
             template,
             list(messages),
@@ -124,7 +124,7 @@ class TextOffload:
             continue_final_message,
             {**tokenizer.special_tokens_map, **(variables or {})},
             chat_template_content_format,
-            tell_tools,
+            describe_tools,
             add_special_tokens,
             most if self._foreign else tokenizer.short,
             most,

@@ -45,12 +45,12 @@ class Processed:
 
 @dataclass(frozen=True)
 class Absorbed:
-    due: "Iterable[RequestAnswer]"  # those that have something to tell
+    due: "Iterable[RequestAnswer]"  # answers with a new output
     aborts: list[str]  # as above
 
 
 class OutputProcessor:
-    """`observers` are told of every request and of every batch of deltas; the list may grow later."""
+    """`observers` are called for every request and every batch of deltas; the list may grow later."""
 
     def __init__(self, tokenizer: Tokenizer | None, observers: Sequence[OutputObserver] = (), page_size: int = 0) -> None:
         """`page_size`: tokens of a page of the prefix cache; 0 without one."""
@@ -125,8 +125,9 @@ class OutputProcessor:
         return Processed([answer.emit() for answer in absorbed.due], absorbed.aborts)
 
     def absorb(self, deltas: Iterable[TokenDelta], engine: int = 0) -> Absorbed:
-        """Takes the news in. Whoever calls this asks the answers for outputs when there is somebody to take them. `engine`:
-        who told them, of several."""
+        """Absorb deltas. The caller takes outputs from the answers when a client is ready for them.
+
+        engine: number of the engine that sent them."""
         news = OutputNews(now := time.monotonic(), engine=engine)
         due: dict[RequestAnswer, None] = {}
         aborts = []
@@ -187,7 +188,7 @@ class OutputProcessor:
 
 
 class RequestAnswer:
-    """One user request: its n choices and its times. What it has learnt and not told yet is in its next output."""
+    """One user request: its n choices and its times. Its next output has everything new since the last one."""
 
     def __init__(
         self, owner: OutputProcessor, prepared: PreparedRequest, trace_headers: Mapping[str, str] | None, arrived: float
@@ -199,7 +200,7 @@ class RequestAnswer:
         self.choices = [_GrowingChoice(i, prepared, tokenizer, self._texts) for i in range(len(prepared.requests))]
         self.metrics = RequestMetrics(arrival_time=prepared.requests[0].arrival, queued_ts=arrived)
         self.cached_tokens = 0
-        self.engine = 0  # who told of it last, of several
+        self.engine = 0  # the one that sent its latest delta
         self.unfinished = len(self.choices)
         self.due = False  # is there an output to emit?
         self.final_only = prepared.params.output_kind is RequestOutputKind.FINAL_ONLY
@@ -235,7 +236,7 @@ class RequestAnswer:
         news.tokens += count
 
     def _note_prompt(self, delta: TokenDelta) -> None:
-        """What is learnt with the prompt. The choices have it in common, and the first one tells it."""
+        """Record prompt results. The choices share them; the first one reports them."""
         metrics = self.metrics
         if delta.scheduled_at and not metrics.scheduled_ts:
             metrics.scheduled_ts = delta.scheduled_at
@@ -288,7 +289,7 @@ class RequestAnswer:
 
     @property
     def unread_bytes(self) -> int:
-        """Memory of what the next output will have, about: it grows as long as nobody takes an output."""
+        """Approximate memory of the next output; it grows until an output is taken."""
         return sum(choice.unread_bytes for choice in self.choices)
 
     @property
@@ -297,7 +298,7 @@ class RequestAnswer:
         return bool(self._unread)
 
     def catch_up(self, entries: int = 512) -> None:
-        """Reads about so many of them. A preempted request runs its prompt again: no position is told twice."""
+        """Read about this many of them. A preempted request runs its prompt again: no position is reported twice."""
         table = self._prompt_logprobs
         chunk, begin = self._unread.popleft()
         if table is None:
@@ -313,7 +314,7 @@ class RequestAnswer:
 
 @dataclass(slots=True)
 class _Sent:
-    """How far a stream has been told."""
+    """How far a stream has been sent."""
 
     tokens: int = 0
     text: int = 0
@@ -475,7 +476,7 @@ def read_logprobs(
 
 
 class Stream:
-    """What one request has to tell. An output is made when it is taken, of all there is: slow listeners lose nothing."""
+    """The outputs of one request. An output is made when it is taken, of everything new, so slow readers lose nothing."""
 
     __slots__ = ("_error", "_waiter", "answer")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_files import AdapterTokenizers
-from quire.text.tool_prompt import render_told, wants_words
+from quire.text.tool_prompt import render_described, wants_words
 from quire.text.workers.wire import MOST_RENDERED, Cut
 from quire.types.adapter import AdapterRef
 from quire.types.checks import shown
@@ -62,8 +62,8 @@ class Tokenization:
             ("truncation", _TRUNCATIONS), ("padding", _PADDINGS), ("truncation_side", (None, "left", "right")),
         ):  # fmt: skip
             if getattr(self, name) not in values:
-                told = ", ".join(map(repr, values))
-                raise InvalidParameter(f"{FIELD}.{name} must be one of {told}, got {getattr(self, name)!r}", FIELD)
+                allowed = ", ".join(map(repr, values))
+                raise InvalidParameter(f"{FIELD}.{name} must be one of {allowed}, got {getattr(self, name)!r}", FIELD)
         if self.max_length is not None and not self._truncates:
             raise InvalidParameter(f"{FIELD}.max_length needs truncation=True", FIELD)
 
@@ -191,8 +191,11 @@ class PromptReader:
             chat_template_content_format=options.chat_template_content_format,
             **(options.chat_template_kwargs or {}),
         )
-        told = options.chat_template is None and wants_words(self.tokenizer.chat_template)
-        texts = (render_told(render, one, options.tools) if told else render(one, tools=options.tools) for one in conversations)
+        described = options.chat_template is None and wants_words(self.tokenizer.chat_template)
+        texts = (
+            render_described(render, one, options.tools) if described else render(one, tools=options.tools)
+            for one in conversations
+        )
         return [self.read(text, how) for text in texts]
 
     async def encode(self, text: str, add_special_tokens: bool, cut: Cut, parameter: str) -> Prompt:
@@ -243,7 +246,7 @@ class PromptReader:
         return tuple(ids)
 
     def room(self, tokens: int, asked: int | None = None, parameter: str = "prompt", asked_by: str = "max_tokens") -> int:
-        """How many tokens an answer to a prompt of so many can have; at least one, and as many as are `asked` for.
+        """How many tokens an answer to a prompt of this length can have; at least one, and as many as are `asked` for.
 
         The parameters are those that errors name: of the prompt, and of the length of the answer.
         """

@@ -64,7 +64,7 @@ class Rewording:
         return None if self._beyond or max(ids, default=0) >= self._rows else self._settled + ids
 
     def _explodes(self, text: str) -> bool:
-        """Does its tokenizer write far more tokens than characters? Told by a few first, then by more, so that little is
+        """Does its tokenizer write far more tokens than characters? Estimated from a few first, then by more, so that little is
         written if so."""
         at = 0
         while at < len(text):

@@ -7,7 +7,7 @@ lose the space that SentencePiece put in front of it, and a character may be spr
     "▁Hello" "▁you" "<0xE2>" "<0x82>" "<0xAC>"   ->   b"Hello" b" you" b"\\xe2" b"\\x82" b"\\xac"   ->   "Hello you€"
 
 One deliberate difference from the `tokenizers` library: there, one bad byte turns a whole run of byte tokens into U+FFFD,
-so nothing of the run can be told before it ends; here only the bad bytes do.
+so nothing of the run can be returned before it ends; here only the bad bytes do.
 This file knows nothing of encoding or of special tokens: the caller says which ids to leave out.
 """
 

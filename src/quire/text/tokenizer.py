@@ -2,7 +2,7 @@
 
 The names and meanings are those of Hugging Face's fast tokenizers. Two choices are our own: `skip_special_tokens` is on by
 default, and `all_special_ids` are all the ids it leaves out. An id beyond the vocabulary decodes to nothing (models pad
-their vocabulary), a negative one is an error. How a tokenizer comes out of files is told in `tokenizer_files.py`.
+their vocabulary), a negative one is an error. `tokenizer_files.py` reads tokenizers from files.
 """
 
 import operator
@@ -27,7 +27,7 @@ def clean_up(text: str) -> str:
 
 
 class CleanUpStream:
-    """The parts told, joined, are the parts fed, joined and cleaned up.
+    """The returned parts, joined, are the fed parts, joined and cleaned up.
 
     Where a replacement falls can depend on a text's very first characters (of `' ' ' '` every second one is replaced), so each
     rule is followed from the beginning on, with its own rest held back: never more than one character less than its pattern.

@@ -39,35 +39,35 @@ def wants_words(template: str | Mapping[str, str] | None) -> bool:
     return detect(template, "tool calls") in (None, GENERIC) and ignores_tools(template)
 
 
-def tell_tools(messages: Messages, tools: Sequence[Mapping[str, Any]] | None, place: Place) -> list[dict[str, Any]]:
+def describe_tools(messages: Messages, tools: Sequence[Mapping[str, Any]] | None, place: Place) -> list[dict[str, Any]]:
     """The conversation with the tools described, and with calls and results as text."""
     validate(messages)
-    told: list[dict[str, Any]] = []
-    results = False  # did the last message that was told hold results of tools?
+    out: list[dict[str, Any]] = []
+    results = False  # did the last message hold results of tools?
     for message in parse_tool_arguments(messages):
         if message["role"] == "tool":
             response = {"role": "user", "content": f"<tool_response>\n{_text(message.get('content'))}\n</tool_response>"}
-            told[-1:] = [_joined(told[-1], response)] if results else [*told[-1:], response]
+            out[-1:] = [_joined(out[-1], response)] if results else [*out[-1:], response]
             results = True
         else:
             follows = results and message["role"] == "user"  # many templates want turns to alternate
-            told[-1:] = [_joined(told[-1], message)] if follows else [*told[-1:], _without_calls(message)]
+            out[-1:] = [_joined(out[-1], message)] if follows else [*out[-1:], _without_calls(message)]
             results = False
-    return _described(told, instructions(tools), place) if tools else told
+    return _described(out, instructions(tools), place) if tools else out
 
 
-def render_told(render: Callable[[Messages], str], messages: Messages, tools: Sequence[Mapping[str, Any]] | None) -> str:
+def render_described(render: Callable[[Messages], str], messages: Messages, tools: Sequence[Mapping[str, Any]] | None) -> str:
     """For templates that say nothing of tools. Those without a role for the system leave its words out, or raise: there the
     first question begins with them.
     """
     try:
-        text = render(tell_tools(messages, tools, "system"))
+        text = render(describe_tools(messages, tools, "system"))
         if not tools or instructions(tools) in text:
             return text
     except RequestError:
         if not tools:
             raise
-    return render(tell_tools(messages, tools, "user"))
+    return render(describe_tools(messages, tools, "user"))
 
 
 def instructions(tools: Sequence[Mapping[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""What an engine tells while somebody watches it: steps, requests that changed, pages. docs/events.md says what viewers get."""
+"""Snapshots that an engine sends while it has viewers: steps, changed requests, pages (docs/events.md)."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ from quire.types.request import FinishReason
 
 EVERY = 0.25  # seconds between two snapshots, at least
 MANY = 64  # running requests: with more, snapshots are half as frequent
-MOST_STEPS = 64  # told one by one
+MOST_STEPS = 64  # listed one by one
 CELLS = 4096  # of the map of pages, at most
 
 RequestState = Literal["grammar", "waiting", "prompt", "decode", "preempted", "restart", "finished"]

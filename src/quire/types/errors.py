@@ -1,7 +1,7 @@
 """Every error Quire raises on purpose.
 
 QuireError
-├── RequestError(ValueError)        the client's request is wrong; nobody else notices            (HTTP 400)
+├── RequestError(ValueError)        the client's request is wrong; other requests go on           (HTTP 400)
 │   ├── InvalidParameter            one parameter has a bad value; `.parameter` names it
 │   │   └── UnknownParameter        (TypeError) there is none of that name
 │   ├── AdapterError                a LoRA adapter's files are missing, broken, or do not suit the model

@@ -233,5 +233,5 @@ TOKEN_BUCKETS = (16, 32, *range(64, 1024, 64), *range(1024, MOST_TOKENS + 1, 256
 
 
 def recorded_width(tokens: int) -> int:
-    """Tokens that are run for so many."""
+    """Return the recorded size that runs this many tokens."""
     return next((width for width in TOKEN_BUCKETS if width >= tokens), tokens)

@@ -65,7 +65,7 @@ _GONE = {
     **{f"guided_{kind}": f"{_NOW}({kind}=...)" for kind in (
         "json", "regex", "choice", "grammar", "json_object", "whitespace_pattern")},
     "guided_decoding": f"{_NOW}(...)",
-    "best_of": "all n choices are told",
+    "best_of": "all n choices are returned",
     "logits_processors": "custom logits processors are not available yet",
     "truncate_prompt_tokens": 'it is in tokenization_kwargs={"truncate_prompt_tokens": ...} of generate() and chat()',
 }  # fmt: skip

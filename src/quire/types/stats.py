@@ -104,7 +104,7 @@ NOTHING = Stats(0, 0, 0, 0, 0, 0, 0)
 
 
 def together(engines: Sequence[Stats]) -> Stats:
-    """Of several engines. What their devices had to prepare, each tells by itself."""
+    """Of several engines. Device preparation is reported by each by itself."""
     counted = ("running", "waiting", "pages", "free_pages", "queries", "hits", "preemptions", "grammar_losses")
     return Stats(**{name: sum(getattr(each, name) for each in engines) for name in counted})
 

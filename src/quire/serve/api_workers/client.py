@@ -65,7 +65,7 @@ class EngineMirror(EngineView):
 
 
 class SharedNames:
-    """All API processes know the same names: whoever changes one asks the router first, and waits until the others know."""
+    """Adapter names, the same in all API processes: a change is granted by the router, and done when all processes have it."""
 
     def __init__(self, router: "RouterClient") -> None:
         self._router = router
@@ -86,13 +86,13 @@ class SharedNames:
 
 
 class RouterClient(EngineGroup):
-    """`counted` tells what this process has counted, and how many requests are open."""
+    """`counted` returns this process's metrics and its number of open requests."""
 
     def __init__(self, channel: wire.WorkerChannel, engines: int, listener: EngineListener) -> None:
         self._channel, self._listener = channel, listener
         self.engines: list[EngineMirror] = [EngineMirror(self, number) for number in range(engines)]
         self.counted: Callable[[], wire.Counts] = lambda: wire.Counts(0, [])
-        self.names: AdapterNames | None = None  # whoever knows them here
+        self.names: AdapterNames | None = None  # of this process
         self._open: set[str] = set()
         self._calls = PendingCalls()
         self._ready = asyncio.Event()
@@ -139,7 +139,7 @@ class RouterClient(EngineGroup):
         await self.ask(lambda number: wire.LoadOn(number, engine, ref, pinned))
 
     def tell(self, engine: int, method: str, *args: Any) -> None:
-        self._channel.post(wire.TellEngine(engine, method, list(args)))
+        self._channel.post(wire.Notify(engine, method, list(args)))
 
     def say(self, frame: Any) -> None:
         self._channel.post(frame)
@@ -150,11 +150,11 @@ class RouterClient(EngineGroup):
         assert isinstance(found, wire.Gathered)
         return found
 
-    def tell_open(self) -> None:
+    def send_open(self) -> None:
         """This process takes requests."""
         self._channel.post(wire.Open())
 
-    def tell_counts(self, asked: int = -1) -> None:
+    def send_counts(self, asked: int = -1) -> None:
         counts = self.counted()
         counts.id = asked
         self._channel.post(counts)
@@ -170,7 +170,7 @@ class RouterClient(EngineGroup):
     def stop(self, timeout: float) -> None:  # noqa: ARG002
         """Open requests end with `abort`. The engines are the router's."""
         if not self._gone:
-            self.tell_counts()
+            self.send_counts()
         self._end("abort", None)
         self._channel.close()
 
@@ -207,8 +207,8 @@ class RouterClient(EngineGroup):
                 if self.names is not None:
                     self.names.hear(name, adapter)
                 self._channel.post(wire.Noted(number))
-            case wire.TellCounts(number):
-                self.tell_counts(number)
+            case wire.SendCounts(number):
+                self.send_counts(number)
             case wire.Begin():
                 raise RuntimeError("an API process is started only once")
 
@@ -247,7 +247,7 @@ class ApiWorker:
         self.router.names = names
         return SharedNames(self.router)
 
-    async def tell_counts(
+    async def send_counts(
         self, open_requests: Callable[[], int], boards: Sequence[Board], adapters: Callable[[], AdaptersInUse] | None
     ) -> None:
         """From when requests are taken on."""
@@ -259,11 +259,11 @@ class ApiWorker:
             return wire.Counts(open_requests(), [take(board) for board in boards], (waiting, running))
 
         router.counted = count
-        router.tell_open()
+        router.send_open()
         with contextlib.suppress(EngineDead):
             while True:
                 await asyncio.sleep(TELL_EVERY)
-                router.tell_counts()
+                router.send_counts()
 
     def _connect(self, listener: EngineListener) -> RouterClient:
         self.router = RouterClient(self._channel, self.begin.args.data_parallel_size, listener)

@@ -41,7 +41,7 @@ ENGINE_STOP_S = 5.0  # for engines to end by themselves
 SILENCE_S = 10.0  # an API process that serves sends a message every second
 
 
-def tell_ready(name: str, url: str, started: float, page: str | None, timeline: Timeline | None) -> None:
+def log_ready(name: str, url: str, started: float, page: str | None, timeline: Timeline | None) -> None:
     now = time.monotonic()
     where = "" if page is None else f"; open {page} in a browser to try it"
     logger.info("ready: serving %s on %s after %.1f s%s", name, url, now - started, where)
@@ -148,17 +148,17 @@ class ApiWorkersLaunch:
             logger.info("stopped before the model was loaded")
             return 0
         ready.result()
-        tell_ready(config.served_names[0], url, started, page_of(self._settings, self._sockets), None)
+        log_ready(config.served_names[0], url, started, page_of(self._settings, self._sockets), None)
         if await self._unless_asked(self._start(self._watch())):
             return await self._mourn()
         return await self._drain()
 
     async def _resolve(self) -> Config:
-        """In a thread that nobody waits for: finding a model may mean fetching it, and that cannot be interrupted."""
+        """In a daemon thread: finding a model may download it, and that cannot be interrupted."""
         loop = asyncio.get_running_loop()
         made: asyncio.Future[Config] = loop.create_future()
 
-        def tell(config: Config | None, error: Exception | None) -> None:
+        def deliver(config: Config | None, error: Exception | None) -> None:
             if made.cancelled():
                 return
             if config is not None:
@@ -173,7 +173,7 @@ class ApiWorkersLaunch:
             except Exception as error:
                 failure = error
             with contextlib.suppress(RuntimeError):  # the event loop is gone
-                loop.call_soon_threadsafe(tell, config, failure)
+                loop.call_soon_threadsafe(deliver, config, failure)
 
         threading.Thread(target=find, name="quire-resolve", daemon=True).start()
         return await made
@@ -249,7 +249,7 @@ class ApiWorkersLaunch:
         return FAILED if dead or any(code and had for code, had in zip(codes, served, strict=True)) else 0
 
     async def _mourn(self) -> int:
-        """The engines are given up, or nobody answers any more. API processes tell their clients, and end."""
+        """The engines, or all API processes, are lost. Let API processes answer their clients with errors, and end."""
         logger.critical("the server ends")
         if self._router.engines is not None and self._router.engines.state != "dead":
             for worker in self._workers:

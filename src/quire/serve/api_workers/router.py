@@ -149,7 +149,7 @@ class Router:
             case wire.LoadOn(number, engine, ref, pinned):
                 self._start(self._call(worker, number, engines.engines[engine].load_adapter(ref, pinned)))
                 await asyncio.sleep(0)
-            case wire.TellEngine(engine, method, args):
+            case wire.Notify(engine, method, args):
                 engines.engines[engine].tell(method, *args)
             case wire.Claim(number, name):
                 waiting = self._claims.setdefault(name, [])
@@ -194,7 +194,7 @@ class Router:
 
     async def _gather(self, asking: WorkerConnection, number: int) -> None:
         others = [worker for worker in self.workers if worker is not asking and worker.serving]
-        await self._ask(others, wire.TellCounts)
+        await self._ask(others, wire.SendCounts)
         boards = [worker.counts.boards for worker in others if worker.name in self._workers and worker.counts.boards]
         if self._gone:
             boards.append(self._gone)

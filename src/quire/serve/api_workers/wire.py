@@ -20,8 +20,8 @@ from quire.types.outputs import TokenDelta
 
 
 class Begin(WireMessage):
-    """The first frame. `name`: what the ids of this process's requests begin with. `first`: of several processes one is, the
-    one that tells what all know."""
+    """The first frame. `name`: what the ids of this process's requests begin with. `first`: this process logs what all
+    processes know."""
 
     args: EngineArgs
     settings: ServerArgs
@@ -46,13 +46,13 @@ class Deltas(WireMessage):
 
 
 class Shown(WireMessage):
-    """For those who look at an engine."""
+    """A snapshot, for processes with viewers."""
 
     engine: int
     snapshot: EngineSnapshot
 
 
-class TellCounts(WireMessage):
+class SendCounts(WireMessage):
     """The answer is Counts, with this number."""
 
     id: int
@@ -68,7 +68,7 @@ class Gathered(WireMessage):
 
 
 class Named(WireMessage):
-    """What a name of adapters means from now on; None = nothing. The answer is Noted."""
+    """An adapter name has this meaning; None: it is removed. The answer is Noted."""
 
     id: int
     name: str
@@ -79,12 +79,11 @@ class Named(WireMessage):
 
 
 class Open(WireMessage):
-    """It takes requests."""
+    """The process takes requests."""
 
 
 class Counts(WireMessage):
-    """What it has counted so far, how many requests are open, and their adapters. Told now and then, lest it be lost with the
-    process."""
+    """Metrics of the process, its open requests, and their adapters. Sent regularly, so that a crash loses little."""
 
     open: int
     boards: list[BoardState]
@@ -97,20 +96,20 @@ class Gather(WireMessage):
 
 
 class Claim(WireMessage):
-    """It wants to change what a name means. The Reply comes when nobody else is about to, and Named before it."""
+    """Ask to change an adapter name. The Reply comes when no other process changes it, after the latest Named."""
 
     id: int
     name: str
 
 
 class Yield(WireMessage):
-    """It has changed it, or not."""
+    """Release a claim."""
 
     name: str
 
 
 class Name(WireMessage):
-    """What it means now. The Reply comes when all others have Noted it."""
+    """Publish an adapter name. The Reply comes when all others have Noted it."""
 
     id: int
     name: str
@@ -128,17 +127,17 @@ class LoadOn(WireMessage):
     pinned: bool
 
 
-class TellEngine(WireMessage):
-    """One of an engine core's public methods, by name; nobody waits for an answer."""
+class Notify(WireMessage):
+    """Call a public method of the engine core, without a reply."""
 
     engine: int
     method: str
     args: list[Any]
 
 
-Down = Begin | EnginesSeen | EngineReady | Deltas | Shown | Named | TellCounts | Gathered | ipc.Refused | ipc.Reply
+Down = Begin | EnginesSeen | EngineReady | Deltas | Shown | Named | SendCounts | Gathered | ipc.Refused | ipc.Reply
 Up = (
-    Open | Counts | Gather | Claim | Yield | Name | Noted | LoadOn | TellEngine
+    Open | Counts | Gather | Claim | Yield | Name | Noted | LoadOn | Notify
     | ipc.Add | ipc.Abort | ipc.CallMethod | ipc.Watch
 )  # fmt: skip
 

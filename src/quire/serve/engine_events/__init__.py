@@ -1,1 +1,1 @@
-"""`GET /engine/events`: what the engine is doing, told to whoever watches (docs/events.md). Never a tenant's text."""
+"""`GET /engine/events`: live events of the engine (docs/events.md). They never contain text of requests."""

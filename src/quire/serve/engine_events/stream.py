@@ -65,7 +65,7 @@ class Viewer:
         self._news.set()
 
     def end(self, last: bytes) -> None:
-        """After what waits, the viewer is told this and no more."""
+        """Send `last` after the waiting events, then end the stream."""
         if not self._over:
             self._over, self._last = True, last
             self._news.set()
@@ -195,7 +195,7 @@ class _Watching:
         everywhere = [key for each in self._latest.values() for key in each.keys]
         return views.step(seen, self._llm, self._traces, tenant, everywhere)
 
-    # ---- what is heard ---------------------------------------------------------------------------------------------------
+    # ---- events ----------------------------------------------------------------------------------------------------------
 
     def _see(self, seen: EngineSnapshot) -> None:
         self._latest[seen.engine] = seen
@@ -206,23 +206,23 @@ class _Watching:
             events = [("requests", views.requests(changed_traces, tenant))]
             if seen.steps or not seen.keys:
                 events.append(("step", self._step(seen, tenant)))
-            events.append(("pages", self._pages.told(tenant, seen)))
+            events.append(("pages", self._pages.as_event(tenant, seen)))
             _push(viewers, *(encode(kind, event) for kind, event in events if event is not None))
 
     def on_arrival(self, request: Arrived) -> None:
-        """The engine will tell."""
+        """The engine reports it."""
 
     def on_outputs(self, news: OutputNews) -> None:
         for request in news.finished:
             self._traces.end(request)
 
     def on_step(self, stats: Stats, tokens_in_step: int, now: float) -> None:
-        """The engine tells more, and less often."""
+        """Unused: snapshots have more, and are less frequent."""
 
     # ---- what is looked at -----------------------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
-        """What nobody says by itself: that the engine was lost, is back, that the server ends; and the numbers."""
+        """Poll what has no event of its own: engine states, the end of the server, statistics."""
         due = time.monotonic()
         while True:
             await asyncio.sleep(EVERY)
@@ -243,7 +243,7 @@ class _Watching:
         facts = self._engine_facts()
         if facts == self._told_engine:
             return
-        now, told = time.monotonic(), []
+        now, events = time.monotonic(), []
         for number, (old, new) in enumerate(zip(self._told_engine, facts, strict=True)):
             (_, was, before), (_, state, restarts) = old, new
             if was == "ready" and (state != "ready" or restarts != before):
@@ -253,12 +253,12 @@ class _Watching:
                 self._pages.begin(number, self._llm.engines[number].pages)
                 self._latest.pop(number, None)
             if old != new:
-                told.append(encode("engine", self._engine(number)))
+                events.append(encode("engine", self._engine(number)))
         self._told_engine = facts
         changed_traces = self._traces.take()
         for tenant, viewers in self._by_tenant():
             changed = views.requests(changed_traces, tenant)
-            _push(viewers, *told, *([] if changed is None else [encode("requests", changed)]))
+            _push(viewers, *events, *([] if changed is None else [encode("requests", changed)]))
 
     def _tell_stats(self) -> None:
         stats = self._stats_now(measure=True)
@@ -268,7 +268,7 @@ class _Watching:
 
     def _stats_now(self, measure: bool) -> views.Event:
         compiling = sum(seen.compiling for seen in self._latest.values())
-        return self._stats.told(self._llm, compiling, len(self._viewers), measure)
+        return self._stats.as_event(self._llm, compiling, len(self._viewers), measure)
 
     def _engine_facts(self) -> list[tuple[bool, str, int]]:
         return [(self._state.draining, each.state, each.restarts) for each in self._llm.engines]

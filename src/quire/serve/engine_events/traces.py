@@ -1,7 +1,7 @@
 """What viewers may know of single requests: what engines saw of them, joined with what the server knows.
 
 An engine knows when a request was added and what became of its time since. The server knows when it arrived, when its answer
-was told the end, and when an engine was lost. Together that is all of a request's life.
+received the end, and when an engine was lost. Together that is all of a request's life.
 """
 
 import math
@@ -21,7 +21,7 @@ from quire.types.stats import Finished
 
 MOST_ENDED = 4096  # answers that ended, and whose engine has not said so yet
 KEPT = 256  # finished requests, for those who come to look later
-PATIENCE = 60.0  # seconds for an engine to tell the end of a request that is over: a step may be long
+PATIENCE = 60.0  # seconds for an engine to report the end of a finished request: a step may be long
 # states -> what the time is that an engine lost in them
 _LOST = {
     "grammar": snapshots.GRAMMAR,
@@ -30,7 +30,7 @@ _LOST = {
     "decode": snapshots.DECODE,
     "preempted": snapshots.PREEMPTED,
 }
-# what is taken back first where the engine heard of the end later than the client
+# what is taken back first where the engine was notified of the end later than the client
 _TAKEN_BACK = (
     snapshots.DECODE, snapshots.OTHERS, snapshots.MASKS, snapshots.PREEMPTED, snapshots.PROMPT, snapshots.QUEUE,
     snapshots.GRAMMAR, snapshots.RESTART, snapshots.UNSEEN, snapshots.PREPARE,
@@ -61,12 +61,12 @@ class RequestTrace:
     end: _Ended | None = None
     end_at: float = 0.0  # of the finished
 
-    def told(self) -> dict[str, Any]:
+    def as_event(self) -> dict[str, Any]:
         """As docs/events.md has it."""
         seen = self.seen
         answer, index = answer_of(self.name)
         parts = zip(PARTS, self.before, seen.parts, strict=True)
-        told = {
+        event = {
             "key": seen.key, "id": answer, "index": index, "choice": self.choice, "engine": self.engine, "state": seen.state,
             "since": seen.since, "arrived": self.arrived, "prompt": seen.prompt, "cached": seen.cached,
             "drawn": seen.drawn, "drafted": seen.drafted, "accepted": seen.accepted, "max_tokens": seen.max_tokens,
@@ -74,10 +74,10 @@ class RequestTrace:
             "parts": {name: before + now for name, before, now in parts if before or now},
         }  # fmt: skip
         if seen.state == "finished":
-            told["wall"] = self.end_at - self.arrived
-            told["ttft"] = None if self.end is None else self.end.ttft
-            told["reason"] = seen.reason if self.end is None else self.end.reason
-        return told
+            event["wall"] = self.end_at - self.arrived
+            event["ttft"] = None if self.end is None else self.end.ttft
+            event["reason"] = seen.reason if self.end is None else self.end.reason
+        return event
 
 
 class RequestTraces:
@@ -94,7 +94,7 @@ class RequestTraces:
         changed, self.changed = self.changed, []
         return changed
 
-    # ---- what is heard ---------------------------------------------------------------------------------------------------
+    # ---- events ----------------------------------------------------------------------------------------------------------
 
     def see(self, requests: Iterable[RequestSnapshot], engine: int = 0) -> None:
         for seen in requests:
@@ -112,7 +112,7 @@ class RequestTraces:
                 self.changed.append(trace)
 
     def end(self, request: Finished) -> None:
-        """An answer is over. Its engine will tell so, unless it is lost."""
+        """An answer has finished. Its engine will report that, unless it is lost."""
         metrics = request.metrics
         ttft = metrics.first_token_latency if metrics.first_token_ts else None
         for choice, key in enumerate(request.engine_ids):
@@ -182,7 +182,7 @@ class RequestTraces:
         elif ended is not None:
             trace = RequestTrace(seen, ended.name, ended.choice, ended.arrived, engine)
         else:
-            return None  # over before anybody could tell whose it was
+            return None  # finished before its tenant was known
         lost, back = self._down.get(engine, (0.0, 0.0))
         if not seen.fresh or trace.arrived >= back or seen.seen < lost:
             trace.before[snapshots.PREPARE if seen.fresh else snapshots.UNSEEN] = max(0.0, seen.seen - trace.arrived)

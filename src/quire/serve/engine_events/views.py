@@ -1,4 +1,4 @@
-"""What one tenant's viewers are told, as plain objects: the events of docs/events.md. `tenant` None sees everything."""
+"""The events of docs/events.md as plain objects, for the viewers of one tenant. `tenant` None: all tenants."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -25,7 +25,7 @@ Event = dict[str, Any]
 
 
 def cells_of(pages: int) -> int:
-    """Of the map of so many."""
+    """Cells of the map of this number of pages."""
     each = snapshots.pages_per_cell(pages)
     return -(-pages // each) if each else 0
 
@@ -79,9 +79,9 @@ def requests(changed_traces: list[RequestTrace], tenant: str | None) -> Event | 
     mine = [trace for trace in changed_traces if tenant is None or trace.seen.tenant == tenant]
     if not mine:
         return None
-    told = list({trace.seen.key: trace for trace in mine}.values())  # each once, as it is now
-    kept = [trace.told() for trace in told[-MOST_REQUESTS:]]
-    return {"t": moment(time.monotonic()), "requests": kept, "more": len(told) - len(kept)}
+    events = list({trace.seen.key: trace for trace in mine}.values())  # each once, as it is now
+    kept = [trace.as_event() for trace in events[-MOST_REQUESTS:]]
+    return {"t": moment(time.monotonic()), "requests": kept, "more": len(events) - len(kept)}
 
 
 def step(seen: EngineSnapshot, llm: AsyncLLM, traces: RequestTraces, tenant: str | None, everywhere: Iterable[str]) -> Event:
@@ -156,7 +156,7 @@ class PoolView:
     def see(self, seen: EngineSnapshot) -> None:
         self._maps[seen.engine].see(seen)
 
-    def told(self, tenant: str | None, seen: EngineSnapshot) -> Event:
+    def as_event(self, tenant: str | None, seen: EngineSnapshot) -> Event:
         before = sum(len(each.cells) for each in self._maps[: seen.engine])
         letters = self._maps[seen.engine].letters(tenant, seen.cells)
         return self._event(seen.t, before + seen.first, letters)
@@ -179,7 +179,7 @@ class StatsView:
         self._before: tuple[float, tuple[float, ...]] | None = None
         self._rates = (0.0, 0.0, 0.0)
 
-    def told(self, llm: AsyncLLM, compiling: int, viewers: int, measure: bool) -> Event:
+    def as_event(self, llm: AsyncLLM, compiling: int, viewers: int, measure: bool) -> Event:
         """`measure`: the rates are those since the latest time that they were measured; else they are as they were."""
         metrics, stats, now = self._metrics, llm.stats, time.monotonic()
         finished = {labels[0]: int(count) for labels, count in metrics.success.values.items() if count}
@@ -214,8 +214,8 @@ class StatsView:
 
 
 def snapshot(traces: RequestTraces, tenant: str | None, latest: Event | None, others: Event) -> Event:
-    """`others`: what comes from elsewhere: engines, pages, stats."""
+    """`others`: the states of engines, pages and statistics."""
     mine = list(islice(traces.of(tenant), MOST_OPEN + 1))
     more = 0 if len(mine) <= MOST_OPEN else sum(1 for _ in traces.of(tenant)) - MOST_OPEN
-    told = [trace.told() for trace in [*traces.finished_of(tenant, MOST_FINISHED), *mine[:MOST_OPEN]]]
-    return {"t": moment(time.monotonic()), "requests": told, "more": more, "step": latest, **others}
+    events = [trace.as_event() for trace in [*traces.finished_of(tenant, MOST_FINISHED), *mine[:MOST_OPEN]]]
+    return {"t": moment(time.monotonic()), "requests": events, "more": more, "step": latest, **others}

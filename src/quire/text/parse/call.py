@@ -1,4 +1,4 @@
-"""One tool call as it is read: its name, its id, its arguments. It is told as soon as its arguments begin."""
+"""One tool call as it is read: its name, its id, its arguments. It is emitted as soon as its arguments begin."""
 
 import json
 import re
@@ -22,20 +22,20 @@ Tools = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of the parameters
 class CallWriter:
     """`only_known`: a name that is none of the tools' makes this no call at all.
 
-    `told` is called whenever something has been told: what was read up to there cannot become text any more.
+    `emitted` is called after every event: the text read so far cannot become plain text any more.
     """
 
     def __init__(
-        self, index: int, tell: Callable[[Event], None], tools: Tools, only_known: bool, told: Callable[[], None]
+        self, index: int, emit: Callable[[Event], None], tools: Tools, only_known: bool, emitted: Callable[[], None]
     ) -> None:
         self._index = index
-        self._tell = tell
-        self._told = told
+        self._emit = emit
+        self._emitted = emitted
         self._tools = tools
         self._only_known = only_known
         self._name: str | None = None
         self._id: str | None = None
-        self._pieces: list[str] = []  # the arguments; what came before the name has not been told
+        self._pieces: list[str] = []  # the arguments; what came before the name is not emitted yet
         self.started = False
 
     def name_it(self, name: str, own_id: str | None = None) -> None:
@@ -59,10 +59,10 @@ class CallWriter:
         if self._name is None:
             return
         if self.started:
-            self._tell(ToolArguments(self._index, piece))
+            self._emit(ToolArguments(self._index, piece))
         else:
             self._start()
-        self._told()
+        self._emitted()
 
     @property
     def named(self) -> bool:
@@ -99,16 +99,16 @@ class CallWriter:
         self._start()
 
     def end(self, complete: bool) -> None:
-        self._tell(ToolEnd(self._index, complete))
-        self._told()
+        self._emit(ToolEnd(self._index, complete))
+        self._emitted()
 
     def _start(self) -> None:
         if self.started:
             return
         assert self._name is not None
         self.started = True
-        self._tell(ToolStart(self._index, self._name, self._id))
-        self._tell(ToolArguments(self._index, "".join(self._pieces)))
+        self._emit(ToolStart(self._index, self._name, self._id))
+        self._emit(ToolArguments(self._index, "".join(self._pieces)))
 
 
 def is_object(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""What the parser tells. The events of an answer, in order, are all of it; nothing is told twice or taken back."""
+"""Events of the parser. Together, in order, they are the whole answer; none is repeated or taken back."""
 
 import msgspec
 
@@ -25,7 +25,7 @@ class ToolArguments(msgspec.Struct, frozen=True):
 
 
 class ToolEnd(msgspec.Struct, frozen=True):
-    """`complete` false: the text ended or went astray inside of the arguments, which are told as far as they came."""
+    """`complete` false: the text ended or left the format inside the arguments, which are emitted as far as they came."""
 
     index: int
     complete: bool = True

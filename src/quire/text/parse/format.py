@@ -14,7 +14,7 @@ class Calls:
 
         begin opening call between call ... end closing          and after that, text again
 
-    Spaces between these mean nothing. Several `Calls` of a format may share a `begin`: `opening` tells them apart.
+    Spaces between these mean nothing. Several `Calls` of a format may share a `begin`: `opening` distinguishes them.
     """
 
     begin: tuple[str, ...]  # any of these

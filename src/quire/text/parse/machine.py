@@ -28,7 +28,7 @@ LONGEST_SPAN = 128
 _HEADER_WORD = re.compile(r"[\w.-]*", re.ASCII)
 
 _Prose = type[Text] | type[Reasoning]
-_Outcome = Literal["whole", "broken", "none"]  # of a call; none: it was none, and nothing has been told of it
+_Outcome = Literal["whole", "broken", "none"]  # of a call; none: it was none, and nothing of it was emitted
 
 
 class AnswerParser:
@@ -76,7 +76,7 @@ class AnswerParser:
         source = self._source
         if text:
             source.add(text)
-        for complete in (False, True)[: 1 + last]:  # that it is all is told when what there was has been read
+        for complete in (False, True)[: 1 + last]:  # that it is all is emitted when what there was has been read
             source.complete |= complete
             while not self._over and (source.show() or complete):
                 self._resume()
@@ -195,7 +195,7 @@ class AnswerParser:
                 self._unmark(mark, Reasoning)
 
     def _never_ends(self, mark: str, tables: list[Calls], thinking: Thinking) -> Pull[bool]:
-        """A call in the middle of reasoning: does the reasoning never end, so that it is one? Nothing is told of it here."""
+        """A call in the middle of reasoning: does the reasoning never end, so that it is one? Nothing of it is emitted here."""
         source = self._source
         back = 0 if tables[0].begin_is_read else len(mark)
         source.at -= back
@@ -218,7 +218,7 @@ class AnswerParser:
         return never
 
     def _read_prose(self, kind: _Prose, marks: Marks) -> Pull[str]:
-        """Tells text up to the next marker, which is taken and returned; nothing at the end."""
+        """Emit text up to the next marker, which is taken and returned; nothing at the end."""
         source = self._source
         while True:
             found = marks.find(source.text, source.at)
@@ -306,18 +306,18 @@ class AnswerParser:
         return None
 
     def _read_section(self, shape: Calls) -> Pull[bool]:
-        """Calls up to their end, or until the text leaves the format. False: there was none, and nothing has been told."""
+        """Calls up to their end, or until the text leaves the format. False: there was none, and nothing has been emitted."""
         source = self._source
-        told = False
+        emitted = False
         while True:
             if shape.noisy:
-                yield from self._skip_noise(shape, told)
+                yield from self._skip_noise(shape, emitted)
             place = source.place()
             outcome = yield from self._read_call(shape.call, shape.markerless)
-            told |= outcome != "none"
+            emitted |= outcome != "none"
             over = outcome == "broken"
             if outcome == "none" and (shape.markerless or not shape.between or not (yield from self._skip(place))):
-                if not told:
+                if not emitted:
                     return False
                 self.mistaken += not shape.markerless
                 source.rewind()
@@ -325,12 +325,12 @@ class AnswerParser:
             self._left = shape if over else None
             if over or not (yield from self._goes_on(shape)):
                 break
-        if told:
+        if emitted:
             self._flush()
-        return told
+        return emitted
 
     def _read_call(self, parts: tuple[Part, ...], only_known: bool) -> Pull[_Outcome]:
-        call = CallWriter(self._count, self._tell, self._tools or {}, only_known, self._source.keep)
+        call = CallWriter(self._count, self._emit, self._tools or {}, only_known, self._source.keep)
         outcome = yield from self._try(parts, call)
         if outcome != "none":
             call.end(complete=outcome == "whole")
@@ -366,8 +366,8 @@ class AnswerParser:
         self._skipped += source.since(begin)
         return True
 
-    def _skip_noise(self, shape: Calls, told: bool) -> Pull[None]:
-        """Leaves out text in front of a call and, behind a call that was `told`, in front of the end."""
+    def _skip_noise(self, shape: Calls, emitted: bool) -> Pull[None]:
+        """Leaves out text in front of a call and, behind a call that was `emitted`, in front of the end."""
         source = self._source
         place = source.place()
         try:
@@ -375,7 +375,7 @@ class AnswerParser:
         except Malformed:
             source.go_to(place)
             return
-        if told:
+        if emitted:
             source.keep()
 
     def _goes_on(self, shape: Calls) -> Pull[bool]:
@@ -392,7 +392,7 @@ class AnswerParser:
         self._left = shape
         return False
 
-    def _tell(self, event: Event) -> None:
+    def _emit(self, event: Event) -> None:
         self._flush()
         self._events.append(event)
 

@@ -1,6 +1,6 @@
 """What a tool call may be made of. A format lists the parts of its calls in order; space between parts means nothing.
 
-Each part is a table row that can read itself: `read(source, call)` takes its text and tells the call what it says.
+Each part is a table row that can read itself: `read(source, call)` reads its text and passes the content to the call.
 """
 
 import json
@@ -86,7 +86,7 @@ class Name:
 
 @dataclass(frozen=True)
 class Known:
-    """The tool's name is known from elsewhere; nothing of it stands here."""
+    """The tool's name is known already; it is not in the text."""
 
     name: str
 
@@ -180,7 +180,7 @@ class Keyed:
 class Envelope:
     """The whole call as one JSON object with name and arguments (or parameters), in any order.
 
-    Of arguments that are there twice the first count: they may have been told. `strict`: without arguments it is none, and a
+    Of arguments that are there twice the first count: they may have been emitted. `strict`: without arguments it is none, and a
     key that no call has makes it none at once, so that other objects are not held back to their end.
     """
 
@@ -326,7 +326,7 @@ class Parameters:
             raise Malformed("the parameters do not end")
 
     def _read_text(self, source: AnswerText, call: CallWriter, types: set[str]) -> Pull[None]:
-        """A string is told as it comes; anything else when it is complete."""
+        """A string is emitted as it arrives; any other value when it is complete."""
         ends = marks_of(frozenset({self.value[1], *self.stops}))
         if self.lines:
             yield from source.literal("\n")

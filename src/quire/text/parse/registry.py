@@ -72,8 +72,8 @@ def detect(template: str | Mapping[str, str] | None, use: Use) -> str | None:
     """The name of the format whose markers the chat template has."""
     text = "\n".join(template.values()) if isinstance(template, Mapping) else template or ""
     for name, form in _formats.items():
-        told = form.in_template if use == "tool calls" else _reasoning_marks(form)
-        if _fits(form, use) and told and all(mark in text for mark in told):
+        marks = form.in_template if use == "tool calls" else _reasoning_marks(form)
+        if _fits(form, use) and marks and all(mark in text for mark in marks):
             return name
     return None
 
@@ -83,7 +83,7 @@ def _fits(form: Format, use: Use) -> bool:
 
 
 def _reasoning_marks(form: Format) -> tuple[str, ...]:
-    """Families with reasoning of their own are told by their tools' markers too."""
+    """Families with reasoning of their own are recognized by their tools' markers too."""
     if form.channels is not None:
         return form.in_template
     return () if form.thinking is None or not form.in_template else (*form.in_template, form.thinking.end[0])

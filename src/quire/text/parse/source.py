@@ -161,7 +161,7 @@ class AnswerText:
             raise Malformed(f"expected {text!r}")
 
     def until(self, marks: "Marks", most: int) -> Pull[str]:
-        """The text before the next of the marks, which is not taken; at most so many characters."""
+        """The text before the next of the marks, which is not taken; at most this many characters."""
         most += marks.longest
         while True:
             found = marks.find(self.text, self.at, self.at + most)

@@ -1,8 +1,8 @@
 """Text processes as an event loop uses them: a job goes to one that is free, and if none becomes free soon there will be one
-more. No job holds up the loop. Whoever waits is handed a process in turn, tenant by tenant.
+more. No job blocks the loop. Waiting jobs get processes in turn, tenant by tenant.
 
 A process that is lost, or that stands still, is replaced, and its job is done once more by another one; a job that loses two is
-refused. A job that is given up by whoever asked for it may end by itself for a moment; then its process is killed.
+refused. A job whose caller is gone may finish within ABANDONED_JOB_S; then its process is killed.
 """
 
 import asyncio
@@ -130,7 +130,7 @@ def _end(child: ChildProcess, connection: socket.socket) -> None:
 
 
 class ProcessPool:
-    """At most so many processes, started when they are needed."""
+    """Up to `most` processes, started when they are needed."""
 
     def __init__(self, source: wire.TokenizerSource, most: int, threads: ThreadPoolExecutor) -> None:
         self._source = msgspec.json.encode(source).decode()
@@ -142,7 +142,7 @@ class ProcessPool:
         self._closed = False
 
     def start(self) -> None:
-        """Starts the first process now. It takes a while to be ready; nobody waits for it."""
+        """Start the first process, without waiting until it is ready."""
         if not self._workers and not self._closed:
             self._free.append(self._add())
 
@@ -223,7 +223,7 @@ class ProcessPool:
         try:
             try:
                 worker = await self._started()
-            except Lost:  # somebody may have killed it: that is held against processes only when it happens twice
+            except Lost:  # it may have been killed from outside: only a second loss is an error
                 worker = await self._started()
         except EngineDead:
             return
@@ -280,7 +280,7 @@ class ProcessPool:
         self._grow()
 
     def _leave(self, worker: WorkerHandle) -> None:
-        """Nobody waits for its answer any more."""
+        """The caller is gone: wait a moment for the answer, so that the process can be used again."""
         if not worker.asked or self._closed:
             self._drop(worker)
             return
@@ -315,7 +315,7 @@ _kept: set["asyncio.Task[None]"] = set()
 
 
 def _keep(work: Coroutine[Any, Any, None]) -> None:
-    """Goes on with work that nobody waits for."""
+    """Run work in the background."""
     _kept.add(task := asyncio.get_running_loop().create_task(work))
     task.add_done_callback(_kept.discard)
 

@@ -20,7 +20,7 @@ FINAL = (*LAST, *LAST.values())
 LONG_TEXT = 1 << 14  # characters
 LONG_INTS = 16
 INTS_PIECE = 1 << 15
-_PLACE, _BIG = 1, 2  # kinds of msgpack extensions: a string or list that was told in pieces, an integer beyond 64 bits
+_PLACE, _BIG = 1, 2  # kinds of msgpack extensions: a string or list that was sent in pieces, an integer beyond 64 bits
 
 
 LONGEST_REFUSAL = 4096  # characters
@@ -52,7 +52,7 @@ class Render(_Job):
     continue_final_message: bool
     variables: dict[str, Any]
     content_format: str
-    tell_tools: bool  # tools are described in words, for the template says nothing of them
+    describe_tools: bool  # tools are described in words, for the template says nothing of them
     add_special_tokens: bool
     short: int
     most: int  # characters, beyond which it is refused

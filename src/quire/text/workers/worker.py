@@ -22,7 +22,7 @@ import msgspec
 from quire.proc.channel import Frames
 from quire.proc.spawn import set_up
 from quire.text.chat import ChatTemplates
-from quire.text.tool_prompt import render_told
+from quire.text.tool_prompt import render_described
 from quire.text.workers import wire
 from quire.types.errors import InvalidParameter, PromptTooLong, RequestError
 
@@ -90,18 +90,18 @@ class TextWorker:
     def _answer(self, job: wire.Job, blob: bytes) -> list[bytes]:
         match job:
             case wire.Render():
-                return _told(self._render(job))
+                return _frames_of(self._render(job))
             case wire.Encode(special, cut):
-                return _told(self._encode(str(blob, "utf-8", "surrogatepass"), special, cut))
+                return _frames_of(self._encode(str(blob, "utf-8", "surrogatepass"), special, cut))
             case wire.Decode(skip):
                 numbers = array("q")
                 numbers.frombytes(blob)
                 tokenizer = self._tokenizer
                 with Bounded(wire.Decode):
-                    return _told(tokenizer.decode(numbers.tolist(), skip))
+                    return _frames_of(tokenizer.decode(numbers.tolist(), skip))
             case wire.Parse(depth, containers, values, integers):
                 with Bounded(wire.Parse):
-                    return _told(_parse(blob), wire.FrameWriter(depth, containers, values, integers))
+                    return _frames_of(_parse(blob), wire.FrameWriter(depth, containers, values, integers))
 
     def _render(self, job: wire.Render) -> tuple[str, Any]:
         """The text, and its tokens if it is long."""
@@ -114,7 +114,11 @@ class TextWorker:
             content_format=job.content_format,
         )
         with Bounded(wire.Render):
-            text = render_told(render, job.messages, job.tools) if job.tell_tools else render(job.messages, tools=job.tools)
+            text = (
+                render_described(render, job.messages, job.tools)
+                if job.describe_tools
+                else render(job.messages, tools=job.tools)
+            )
         if not _is_text(text):
             raise InvalidParameter(f"{wire.TEMPLATE} wrote halves of characters (surrogates)", "messages")
         if len(text) > job.most:
@@ -127,7 +131,7 @@ class TextWorker:
             return cut.of(tokenizer.encode(text, add_special_tokens))
 
 
-def _told(value: Any, writer: wire.FrameWriter | None = None) -> list[bytes]:
+def _frames_of(value: Any, writer: wire.FrameWriter | None = None) -> list[bytes]:
     return list((writer or wire.FrameWriter()).frames(value))
 
 
@@ -182,11 +186,11 @@ class Bounded:
             case Overdue():
                 raise InvalidParameter(wire.too_slow(bounds.what, bounds.seconds), bounds.parameter) from None
             case MemoryError():
-                told = f"{bounds.what} needs too much memory: more than {bounds.memory // MB} MB"
-                raise InvalidParameter(told, bounds.parameter) from None
+                reason = f"{bounds.what} needs too much memory: more than {bounds.memory // MB} MB"
+                raise InvalidParameter(reason, bounds.parameter) from None
             case RecursionError():
-                told = f"{bounds.what} goes too deep: too many values inside of others"
-                raise InvalidParameter(told, bounds.parameter) from None
+                reason = f"{bounds.what} goes too deep: too many values inside of others"
+                raise InvalidParameter(reason, bounds.parameter) from None
 
 
 def _peak() -> int:
@@ -210,7 +214,7 @@ def _limit_memory(most: int | None) -> None:
 
 
 def _space() -> int | None:
-    """Bytes of this process's address space, where the system tells."""
+    """Bytes of this process's address space, if the system reports it."""
     try:
         return int(Path("/proc/self/statm").read_text().split(maxsplit=1)[0]) * resource.getpagesize()
     except OSError:
