@@ -226,11 +226,11 @@ def test_fields_that_nobody_knows_are_ignored_as_in_vllm(server, model):
 def test_fields_that_nobody_knows_are_named_once_in_the_log(caplog):
     fields, body = UnknownFields(), CompletionRequest(prompt="a")
     for _ in range(2):
-        fields.tell(body, ["max_tokns", "line\nend", "x" * 10_000])
+        fields.log(body, ["max_tokns", "line\nend", "x" * 10_000])
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == 3 and "'max_tokns'" in said[0] and "did its client mean 'max_tokens'?" in said[0]
     assert "'line\\nend'" in said[1] and "\n" not in said[1] and len(said[2]) < 200
-    fields.tell(body, [f"field_{i}_of_many" for i in range(200)])
+    fields.log(body, [f"field_{i}_of_many" for i in range(200)])
     assert len(caplog.records) == MOST_NAMES + 1, "and one that says so"
 
 

@@ -103,7 +103,7 @@ class Handshakes:
             self._connection_limits.leave(handshake)
 
 
-LAST_WORDS = 5.0  # seconds for responses to be written after their requests were ended
+RESPONSE_GRACE_S = 5.0  # for responses to be written after their requests were ended
 TICKS = 10  # of uvicorn in a second
 
 
@@ -154,7 +154,7 @@ def _config(settings: ServerArgs, app: ASGIApp, connection_limits: ConnectionLim
         server_header=False,
         backlog=BACKLOG,
         timeout_keep_alive=settings.timeout_keep_alive,
-        timeout_graceful_shutdown=int(LAST_WORDS),
+        timeout_graceful_shutdown=int(RESPONSE_GRACE_S),
         ssl_keyfile=settings.ssl_keyfile,
         ssl_certfile=settings.ssl_certfile,
         ssl_ca_certs=settings.ssl_ca_certs,

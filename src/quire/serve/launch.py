@@ -9,14 +9,12 @@ import contextlib
 import gc
 import logging
 import os
-import signal
 import socket
 import threading
 import time
 import webbrowser
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
 
 import uvloop
 
@@ -29,12 +27,12 @@ from quire.obs.metrics import HttpMetrics, Metrics
 from quire.obs.tracing import Tracing, make_exporter
 from quire.serve.adapters import check_adapters, load_modules
 from quire.serve.api_workers.client import ApiWorker
-from quire.serve.api_workers.launch import ApiWorkersLaunch, log_ready
+from quire.serve.api_workers.launch import FAILED, SIGNALLED, ApiWorkersLaunch, Launch, in_daemon_thread, log_ready
 from quire.serve.app import build_app, build_middleware
 from quire.serve.auth import Keys, check_exposure, find_keys
 from quire.serve.formats import check_parsers
 from quire.serve.health import ServerState, Service
-from quire.serve.http import LAST_WORDS, HttpServer
+from quire.serve.http import RESPONSE_GRACE_S, HttpServer
 from quire.serve.server import files_digest
 from quire.serve.sockets import find_addresses, listen, on_loopback, page_of, reachable, url_of
 from quire.types.errors import EngineError, QuireError, RequestError
@@ -43,10 +41,8 @@ from quire.types.sampling import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-FAILED, SIGNALLED = 1, 128
-GLANCE = 0.1  # seconds between looks at the engine
-ENGINE_FAREWELL = 5.0  # seconds for the engine to end by itself
+POLL_S = 0.1  # between two looks at the engine
+ENGINE_STOP_S = 5.0  # for the engine to end by itself
 
 
 def run_server(engine_args: EngineArgs, settings: ServerArgs, started: float, spare: Child | None = None) -> int:
@@ -97,7 +93,7 @@ def _listening(settings: ServerArgs, addresses: list[tuple[socket.AddressFamily,
             Path(settings.uds).unlink(missing_ok=True)
 
 
-class ServerLaunch:
+class ServerLaunch(Launch):
     def __init__(
         self,
         engine_args: EngineArgs,
@@ -110,23 +106,19 @@ class ServerLaunch:
         worker: ApiWorker | None = None,
     ) -> None:
         """`worker`: this is one of several API processes, and the engines are the router's."""
+        super().__init__()
         self._spare, self._worker = spare, worker
         self._engine_args, self._settings, self._sockets, self._tracing = engine_args, settings, sockets, tracing
         self._stats_interval = stats_interval
         self._state = ServerState(settings)
         self._http = HttpServer(settings, build_middleware(self._state, keys, on_loopback(sockets)))
-        self._asked, self._asked_again = asyncio.Event(), asyncio.Event()
-        self._signal = 0
         self._llm: AsyncLLM | None = None
-        self._tasks: list[asyncio.Task[Any]] = []
 
     async def run(self, started: float) -> int:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number)
+        self._handle_signals()
         serving = self._start(self._http.serve(sockets=self._sockets))
         life = self._start(self._live(started))
-        at_once = self._start(self._asked_again.wait())
+        at_once = self._start(self._stop_now.wait())
         try:
             await asyncio.wait({serving, life, at_once}, return_when=asyncio.FIRST_COMPLETED)
             if at_once.done():
@@ -140,31 +132,23 @@ class ServerLaunch:
             if not at_once.done():
                 self._http.should_exit = True
                 await asyncio.wait({serving, at_once}, return_when=asyncio.FIRST_COMPLETED)
-            await self._end(kindly=not at_once.done())
+            await self._end(graceful=not at_once.done())
 
     def _on_signal(self, number: int) -> None:
-        if self._asked.is_set():
-            self._asked_again.set()
-        self._signal = number
         self._state.draining = True
-        self._asked.set()
+        super()._on_signal(number)
 
-    def _start(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        task = asyncio.create_task(work)
-        self._tasks.append(task)
-        return task
-
-    async def _end(self, kindly: bool) -> None:
+    async def _end(self, graceful: bool) -> None:
         if self._llm is not None:
             self._state.closing = True
-            self._llm.shutdown(ENGINE_FAREWELL if kindly else 0.0)
-        if not kindly:
-            await self._state.wait_idle(GLANCE)  # clients that still read get the end of their stream
+            self._llm.shutdown(ENGINE_STOP_S if graceful else 0.0)
+        if not graceful:
+            await self._state.wait_idle(POLL_S)  # clients that still read get the end of their stream
             logging.getLogger("uvicorn.error").disabled = True  # responses that are cut off here are no mistakes
         for task in self._tasks:
             task.cancel()
-        if self._tracing is not None and kindly:
-            self._tracing.close(LAST_WORDS)
+        if self._tracing is not None and graceful:
+            self._tracing.close(RESPONSE_GRACE_S)
 
     # ---- the life of a server --------------------------------------------------------------------------------------------
 
@@ -173,7 +157,7 @@ class ServerLaunch:
         if self._worker is None:
             logger.info("listening on %s, loading %s", url, self._engine_args.model)
         loading = self._start(self._load())
-        if not await self._unless_asked(loading):
+        if not await self._before_signal(loading):
             logger.info("stopped before the model was loaded")
             return 0
         llm = loading.result()
@@ -191,8 +175,8 @@ class ServerLaunch:
             )
         gc.freeze()  # what lives now lives to the end: a search through it would make every stream wait
         self._start(self._greet(llm, page_of(self._settings, self._sockets)))
-        if await self._unless_asked(self._start(_death(llm))):
-            return await self._mourn()
+        if await self._before_signal(self._start(_death(llm))):
+            return await self._end_after_loss()
         await self._drain(llm)
         return FAILED if llm.state == "dead" and not self._state.closing else 0
 
@@ -206,45 +190,20 @@ class ServerLaunch:
             if page is not None:
                 print(f"\nOpen {page} in a browser.", flush=True)
 
-    async def _unless_asked(self, task: "asyncio.Task[Any]") -> bool:
-        """Waits for the task, and for a signal: True if it was the task that came first."""
-        asked = self._start(self._asked.wait())
-        await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
-        return task.done()
-
     async def _load(self) -> AsyncLLM:
-        """In a daemon thread: finding a model may download it, and that cannot be interrupted."""
-        loop = asyncio.get_running_loop()
-        made: asyncio.Future[AsyncLLM] = loop.create_future()
+        def make() -> AsyncLLM:
+            if self._worker is not None:
+                llm = self._worker.make()
+            else:
+                llm = AsyncLLM.from_engine_args(self._engine_args, spare=self._spare)
+            llm.offload.start()
+            return llm
 
-        def deliver(llm: AsyncLLM | None, error: Exception | None) -> None:
-            if llm is not None and made.cancelled():
-                llm.shutdown(0.0)
-            elif llm is not None:
-                made.set_result(llm)
-            elif error is not None and not made.cancelled():
-                made.set_exception(error)
-
-        def make() -> None:
-            llm, failure = None, None
-            try:
-                if self._worker is not None:
-                    llm = self._worker.make()
-                else:
-                    llm = AsyncLLM.from_engine_args(self._engine_args, spare=self._spare)
-                llm.offload.start()
-            except Exception as error:
-                failure = error
-            with contextlib.suppress(RuntimeError):  # the event loop is gone, and so will we be
-                loop.call_soon_threadsafe(deliver, llm, failure)
-            if llm is not None:
-                files_digest(llm.config.facts.files)
-
-        threading.Thread(target=make, name="quire-load", daemon=True).start()
-        self._llm = await made
-        await self._llm.wait_ready()
-        await load_modules(self._llm, self._settings)
-        return self._llm
+        self._llm = llm = await in_daemon_thread(make, discard=lambda late: late.shutdown(0.0))
+        threading.Thread(target=files_digest, args=[llm.config.facts.files], name="quire-digest", daemon=True).start()
+        await llm.wait_ready()
+        await load_modules(llm, self._settings)
+        return llm
 
     def _observe(self, llm: AsyncLLM) -> Metrics:
         settings, args = self._settings, self._engine_args
@@ -279,21 +238,21 @@ class ServerLaunch:
         logger.warning("shutting down: %d requests are ended after %.0f s", state.open, seconds)
         state.closing = True
         llm.shutdown(0.0)
-        if not await state.wait_idle(LAST_WORDS):
+        if not await state.wait_idle(RESPONSE_GRACE_S):
             logger.error("shutting down: %d responses could not be written", state.open)
 
-    async def _mourn(self) -> int:
+    async def _end_after_loss(self) -> int:
         """The engine is given up. Its requests have got their errors; their clients have to read them."""
         logger.critical("the engine is dead: the server ends")
         self._state.draining = True
-        if not await self._state.wait_idle(LAST_WORDS):
+        if not await self._state.wait_idle(RESPONSE_GRACE_S):
             logger.error("%d responses could not be written", self._state.open)
         return FAILED
 
 
 async def _death(llm: AsyncLLM) -> None:
     while llm.state != "dead":
-        await asyncio.sleep(GLANCE)
+        await asyncio.sleep(POLL_S)
 
 
 def _cache_info(llm: AsyncLLM, pages: int) -> dict[str, object]:

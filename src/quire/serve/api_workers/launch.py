@@ -12,9 +12,9 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.config.args import EngineArgs
 from quire.config.config import Config
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 WORKER_COMMAND = command_of("quire.serve.api_workers.process")
 FAILED, SIGNALLED = 1, 128
+T = TypeVar("T")
 POLL_S = 0.1  # between two looks at the processes
 EXIT_GRACE_S = 10.0  # for an API process, beyond its own deadline
 ENGINE_STOP_S = 5.0  # for engines to end by themselves
@@ -83,25 +84,84 @@ class WorkerProcess:
         return code
 
 
-class ApiWorkersLaunch:
-    def __init__(
-        self, engine_args: EngineArgs, settings: ServerArgs, sockets: list[socket.socket], spare: Child | None
-    ) -> None:
-        self._engine_args, self._settings, self._sockets, self._spare = engine_args, settings, sockets, spare
-        self._router = Router()
-        self._workers: list[WorkerProcess] = []
-        self._asked, self._asked_again, self._lost = asyncio.Event(), asyncio.Event(), asyncio.Event()
+class Launch:
+    """A server's tasks, the first signal (drain and end) and the second (end at once)."""
+
+    def __init__(self) -> None:
+        self._stop_asked, self._stop_now = asyncio.Event(), asyncio.Event()
         self._signal = 0
-        # as many restarts for each API process as for an engine
-        most = engine_args.max_engine_restarts * settings.api_server_count
-        self._restarts = RestartLimit(most, engine_args.engine_restart_window)
         self._tasks: list[asyncio.Task[Any]] = []
 
-    async def run(self, started: float) -> int:
+    def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        life, at_once = self._start(self._live(started)), self._start(self._asked_again.wait())
+
+    def _on_signal(self, number: int) -> None:
+        if self._stop_asked.is_set():
+            self._stop_now.set()
+        self._signal = number
+        self._stop_asked.set()
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        task = asyncio.create_task(work)
+        self._tasks.append(task)
+        return task
+
+    async def _before_signal(self, task: "asyncio.Task[Any]") -> bool:
+        """Wait for the task or a signal; True if the task came first."""
+        asked = self._start(self._stop_asked.wait())
+        await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+        return task.done()
+
+
+async def in_daemon_thread(work: Callable[[], T], discard: Callable[[T], None] = lambda _: None) -> T:
+    """Run work that cannot be interrupted, such as a download, without delaying the end of the process.
+
+    discard: called with a result that arrives after the caller was cancelled.
+    """
+    loop = asyncio.get_running_loop()
+    made: asyncio.Future[T] = loop.create_future()
+
+    def deliver(results: list[T], error: Exception | None) -> None:
+        if made.cancelled():
+            for result in results:
+                discard(result)
+        elif error is not None:
+            made.set_exception(error)
+        else:
+            made.set_result(results[0])
+
+    def run() -> None:
+        results: list[T] = []
+        failure: Exception | None = None
+        try:
+            results.append(work())
+        except Exception as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            loop.call_soon_threadsafe(deliver, results, failure)
+
+    threading.Thread(target=run, name="quire-load", daemon=True).start()
+    return await made
+
+
+class ApiWorkersLaunch(Launch):
+    def __init__(
+        self, engine_args: EngineArgs, settings: ServerArgs, sockets: list[socket.socket], spare: Child | None
+    ) -> None:
+        super().__init__()
+        self._engine_args, self._settings, self._sockets, self._spare = engine_args, settings, sockets, spare
+        self._router = Router()
+        self._workers: list[WorkerProcess] = []
+        self._lost = asyncio.Event()  # API processes were lost too often
+        # as many restarts for each API process as for an engine
+        most = engine_args.max_engine_restarts * settings.api_server_count
+        self._restarts = RestartLimit(most, engine_args.engine_restart_window)
+
+    async def run(self, started: float) -> int:
+        self._handle_signals()
+        life, at_once = self._start(self._live(started)), self._start(self._stop_now.wait())
         try:
             await asyncio.wait({life, at_once}, return_when=asyncio.FIRST_COMPLETED)
             if life.done():
@@ -109,16 +169,10 @@ class ApiWorkersLaunch:
             logger.warning("stopping at once")
             return SIGNALLED + self._signal
         finally:
-            self._end(kindly=not at_once.done())
+            self._end(graceful=not at_once.done())
 
-    def _on_signal(self, number: int) -> None:
-        if self._asked.is_set():
-            self._asked_again.set()
-        self._signal = number
-        self._asked.set()
-
-    def _end(self, kindly: bool) -> None:
-        self._asked.set()  # no process is replaced after this
+    def _end(self, graceful: bool) -> None:
+        self._stop_asked.set()  # no process is replaced after this
         for task in self._tasks:
             task.cancel()
         for worker in self._workers:
@@ -126,7 +180,7 @@ class ApiWorkersLaunch:
             worker.process.kill()
             worker.process.wait()
         if self._router.engines is not None:
-            self._router.engines.stop(ENGINE_STOP_S if kindly else 0.0)
+            self._router.engines.stop(ENGINE_STOP_S if graceful else 0.0)
 
     # ---- the life of the router ---------------------------------------------------------------------------------------------
 
@@ -135,7 +189,7 @@ class ApiWorkersLaunch:
         logger.info("listening on %s with %d API processes, loading %s", url, count, self._engine_args.model)
         self._workers = [WorkerProcess(self._sockets) for _ in range(count)]
         resolving = self._start(self._resolve())
-        if not await self._unless_asked(resolving):
+        if not await self._before_signal(resolving):
             return 0
         config = resolving.result()
         self._router.engines = engines = start_engines(config, self._router, COMMAND, self._spare)
@@ -144,39 +198,17 @@ class ApiWorkersLaunch:
         self._start(engines.run())
         self._start(self._router.report_states())
         ready = self._start(self._wait_ready())
-        if not await self._unless_asked(ready):
+        if not await self._before_signal(ready):
             logger.info("stopped before the model was loaded")
             return 0
         ready.result()
         log_ready(config.served_names[0], url, started, page_of(self._settings, self._sockets), None)
-        if await self._unless_asked(self._start(self._watch())):
-            return await self._mourn()
+        if await self._before_signal(self._start(self._watch())):
+            return await self._end_after_loss()
         return await self._drain()
 
     async def _resolve(self) -> Config:
-        """In a daemon thread: finding a model may download it, and that cannot be interrupted."""
-        loop = asyncio.get_running_loop()
-        made: asyncio.Future[Config] = loop.create_future()
-
-        def deliver(config: Config | None, error: Exception | None) -> None:
-            if made.cancelled():
-                return
-            if config is not None:
-                made.set_result(config)
-            elif error is not None:
-                made.set_exception(error)
-
-        def find() -> None:
-            config, failure = None, None
-            try:
-                config = resolve(self._engine_args, lambda: "cpu", describe_unseen)
-            except Exception as error:
-                failure = error
-            with contextlib.suppress(RuntimeError):  # the event loop is gone
-                loop.call_soon_threadsafe(deliver, config, failure)
-
-        threading.Thread(target=find, name="quire-resolve", daemon=True).start()
-        return await made
+        return await in_daemon_thread(lambda: resolve(self._engine_args, lambda: "cpu", describe_unseen))
 
     async def _wait_ready(self) -> None:
         assert self._router.engines is not None
@@ -220,10 +252,10 @@ class ApiWorkersLaunch:
             await worker.channel.listen(on_frame)
         finally:
             self._router.leave(connection)
-        if self._asked.is_set():
+        if self._stop_asked.is_set():
             return
         code = await worker.wait(EXIT_GRACE_S)
-        if self._asked.is_set() or self._router.engines is None or self._router.engines.state == "dead":
+        if self._stop_asked.is_set() or self._router.engines is None or self._router.engines.state == "dead":
             return
         logger.error("API process %d ended with %s", worker.process.pid, exit_reason(code))
         if self._restarts.allow():
@@ -248,7 +280,7 @@ class ApiWorkersLaunch:
         dead = self._router.engines is not None and self._router.engines.state == "dead"
         return FAILED if dead or any(code and had for code, had in zip(codes, served, strict=True)) else 0
 
-    async def _mourn(self) -> int:
+    async def _end_after_loss(self) -> int:
         """The engines, or all API processes, are lost. Let API processes answer their clients with errors, and end."""
         logger.critical("the server ends")
         if self._router.engines is not None and self._router.engines.state != "dead":
@@ -256,14 +288,3 @@ class ApiWorkersLaunch:
                 worker.process.terminate()
         await asyncio.gather(*(worker.wait(EXIT_GRACE_S) for worker in self._workers))
         return FAILED
-
-    async def _unless_asked(self, task: "asyncio.Task[Any]") -> bool:
-        """Waits for the task, and for a signal: True if it was the task that came first."""
-        asked = self._start(self._asked.wait())
-        await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
-        return task.done()
-
-    def _start(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        task = asyncio.create_task(work)
-        self._tasks.append(task)
-        return task
