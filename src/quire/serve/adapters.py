@@ -156,7 +156,7 @@ async def load_modules(llm: AsyncLLM, settings: ServerArgs) -> None:
 @router.post("/v1/load_lora_adapter", responses={400: {"model": ErrorBody}})
 async def load_adapter(request: LoadAdapterRequest, raw: Request) -> Response:
     adapters: ServedAdapters = raw.app.state.server.adapters
-    raw.app.state.server.unknown_fields.tell(request, request.model_extra or ())
+    raw.app.state.server.unknown_fields.log(request, request.model_extra or ())
     with _logged(f"adapter {shown(request.lora_name)} from {shown(request.lora_path)} was not loaded"):
         await adapters.load_from_client(request.lora_name, request.lora_path, request.load_inplace)
     logger.info("loaded adapter %s from %s", request.lora_name, request.lora_path)
@@ -166,7 +166,7 @@ async def load_adapter(request: LoadAdapterRequest, raw: Request) -> Response:
 @router.post("/v1/unload_lora_adapter", responses={404: {"model": ErrorBody}})
 async def unload_adapter(request: UnloadAdapterRequest, raw: Request) -> Response:
     adapters: ServedAdapters = raw.app.state.server.adapters
-    raw.app.state.server.unknown_fields.tell(request, request.model_extra or ())
+    raw.app.state.server.unknown_fields.log(request, request.model_extra or ())
     with _logged(f"adapter {shown(request.lora_name)} was not unloaded"):
         await adapters.unload(request.lora_name)
     logger.info("unloaded adapter %s", request.lora_name)
