@@ -39,7 +39,7 @@ class Bounded:
 
     def second(self) -> None:
         async def look() -> None:
-            self.connection_limits.look()
+            self.connection_limits.tick()
 
         self._running.call(look())
 
@@ -126,7 +126,7 @@ class Waiting:
     def __init__(self, unread: int, stalled: int) -> None:
         self.unread, self.stalled, self.closed = unread, stalled, False
 
-    def look(self) -> None: ...
+    def tick(self) -> None: ...
     def make_room(self) -> None: ...
     def give_up_body(self) -> None: ...
     def close_unread(self) -> None:
@@ -138,5 +138,5 @@ def test_who_has_read_nothing_for_longest_is_closed_first() -> None:
     reads, stalls, small = Waiting(600, 0), Waiting(250, 30), Waiting(10, 30)
     for member in (reads, stalls, small):
         connection_limits.enter(member)
-    connection_limits.look()
+    connection_limits.tick()
     assert stalls.closed and not reads.closed and not small.closed
