@@ -36,9 +36,9 @@ Tell = Callable[[RequestError | None], None]  # why it could not be loaded, or N
 
 @dataclass(eq=False, slots=True)
 class AdapterState:
-    """An adapter that somebody holds, waits for or has asked to be loaded, or that is still there."""
+    """Where one adapter is, and which requests hold it or wait for it."""
 
-    ref: AdapterRef  # of whoever asked first; if its files cannot be read, of whoever's could
+    ref: AdapterRef  # of the first request; if its files cannot be read, of one whose files can
     facts: AdapterFacts | None = None  # in the host's memory, then
     reading: bool = False
     place: int = 0
@@ -76,8 +76,12 @@ logger = logging.getLogger(__name__)
 
 
 class LoRAManager:
-    """`places` on the device and room for `host` adapters in memory, those on the device among them. `refuse` ends a request
-    that cannot have its adapter."""
+    """Assigns adapter slots to requests.
+
+    places: adapter slots on the device (max_loras).
+    host: adapters in host memory, including those on the device (max_cpu_loras).
+    refuse: ends a request whose adapter cannot be loaded.
+    """
 
     def __init__(
         self, roster: Roster, executor: "Executor", places: int, host: int, refuse: Callable[[str, RequestError], None]
@@ -105,7 +109,7 @@ class LoRAManager:
             raise NotSupported("lora_request cannot be used: this engine was started without enable_lora", "lora_request")
 
     def open(self, spec: EngineRequest) -> None:
-        """A request that the scheduler has. If it has an adapter, it runs when that has a place."""
+        """Take in a scheduled request; with an adapter, it starts when the adapter has a slot."""
         ref = spec.extras.lora
         if ref is None:
             return
@@ -118,7 +122,7 @@ class LoRAManager:
         self._wait_for(kept)
 
     def _left(self, request: Request) -> None:
-        """A request has ended."""
+        """Release the slot of a request that has ended."""
         ref = request.spec.extras.lora
         kept = None if ref is None else self._kept.get(ref.version)
         if kept is None:
@@ -143,8 +147,8 @@ class LoRAManager:
     # ---- loading without a request ---------------------------------------------------------------------------------------
 
     def load(self, ref: AdapterRef, pinned: bool, tell: Tell) -> None:
-        """Reads an adapter, and puts it on the device if there is a place for it; a pinned one stays there. `tell` hears of
-        it once, perhaps at once."""
+        """Read an adapter, and put it on the device if a slot is free; a pinned one stays there. `tell` is called once with the
+        outcome, perhaps before this returns."""
         try:
             self.supported()
         except NotSupported as error:
@@ -164,12 +168,12 @@ class LoRAManager:
         self._wait_for(kept)
 
     def expect(self, path: str, stamp: str) -> None:
-        """Somebody makes out the version of these files, and will then ask for it: they may be read meanwhile."""
+        """Read files ahead while the API process computes their version."""
         if self.places:
             self._reader.ask_ahead(AdapterRef(0, "", path, stamp=stamp))
 
     def load_now(self, ref: AdapterRef, pinned: bool) -> None:
-        """Where nobody else turns the loop: returns when it is read. Raises what is wrong with it."""
+        """Load an adapter and wait for it, running `turn` here. Raise its error."""
         told: list[RequestError | None] = []
         self.load(ref, pinned, told.append)
         while not told:
@@ -179,7 +183,7 @@ class LoRAManager:
             raise told[0]
 
     def retire(self, version: str) -> None:
-        """Nobody will ask for this version any more: it goes when the last that holds it has ended."""
+        """Drop a version that no name has any more, when its last request has ended."""
         kept = self._kept.get(version)
         if kept is not None:
             kept.retired, kept.pinned = True, False
@@ -192,7 +196,7 @@ class LoRAManager:
 
     @property
     def busy(self) -> bool:
-        """Is there something to be done though no request may want it?"""
+        """Return whether there is work, even without requests."""
         return self._reader.pending > 0 or (self._news and bool(self._line))
 
     @property
@@ -203,7 +207,7 @@ class LoRAManager:
         self._reader.wait(WAIT)
 
     def turn(self) -> None:
-        """Between two steps: takes in what was read, fills places, and says what to read next."""
+        """Between two steps: take in adapters that were read, fill slots, and start the next reads."""
         if self._reader.pending:
             for ref, outcome in self._reader.take():
                 self._came(ref, outcome)
@@ -223,7 +227,7 @@ class LoRAManager:
         self._reader.stop()
 
     def check(self) -> None:
-        """Raises EngineError unless everything is where it is said to be, and nobody holds what no request has. For tests."""
+        """Raise EngineError if the bookkeeping is inconsistent. For tests."""
         held = [r.spec.extras.lora.version for r in self._roster.live.values() if r.place and r.spec.extras.lora]
         for version, kept in self._kept.items():
             if kept.holders != held.count(version):
@@ -270,14 +274,14 @@ class LoRAManager:
         self._settle(kept)
 
     def _refs(self, kept: AdapterState) -> list[AdapterRef]:
-        """Of all who want it."""
+        """Return the references of all requests and loads that wait for it."""
         return [*(self._ref(name) or kept.ref for name in kept.waiting), *(ref for ref, _ in kept.told)]
 
     def _ref(self, name: str) -> AdapterRef | None:
         return self._roster.live[name].spec.extras.lora
 
     def _fill(self) -> None:
-        """Places for those who wait, in order."""
+        """Give slots to waiting adapters, in order."""
         for kept in self._in_order():
             if kept.facts is None:
                 self._short = self._short or (bool(kept.waiting) and not kept.reading)  # there is no room to read it
@@ -297,7 +301,7 @@ class LoRAManager:
             kept.tell(None)
 
     def _fetch(self) -> None:
-        """Asks for what those in line need, as far as there is room for it."""
+        """Start reading waiting adapters, as far as host memory allows."""
         room = True
         for kept in self._in_order():
             if kept.facts is not None or kept.reading:
@@ -312,7 +316,7 @@ class LoRAManager:
         return iter(sorted(self._line.values(), key=lambda kept: kept.rank) if self._line else ())
 
     def _seat(self, kept: AdapterState) -> bool:
-        """Puts it on the device, in the place of one that nobody holds if need be. False if there is none, or it cannot be."""
+        """Put the adapter in a slot, evicting an idle one if needed. Return False if no slot can be freed or it failed."""
         while self._free or self._evict():
             try:
                 self._executor.put_adapter(kept.ref, self._free[-1])
@@ -336,7 +340,7 @@ class LoRAManager:
         return False
 
     def _evict(self) -> bool:
-        """Frees the place of whoever was not held for the longest time."""
+        """Free the slot of the least recently used idle adapter."""
         victim = min((kept for kept in self._seated.values() if kept.idle), key=lambda kept: kept.used, default=None)
         if victim is not None:
             self._unseat(victim)
@@ -349,7 +353,7 @@ class LoRAManager:
         kept.place = 0
 
     def _make_room(self, wanted: AdapterState) -> bool:
-        """Room in memory for one more."""
+        """Make room in host memory for one more adapter."""
         while len(self._in_memory) >= self._host:
             if self._forget_idle():
                 continue
@@ -365,7 +369,7 @@ class LoRAManager:
             pass
 
     def _forget_idle(self) -> bool:
-        """Gives back the memory of whoever was not held for the longest time, and that nobody waits for."""
+        """Free the host memory of the least recently used adapter that no request holds or waits for."""
         idle = (kept for kept in self._in_memory.values() if kept.idle and not kept.wanted and not kept.reading)
         victim = min(idle, key=lambda kept: kept.used, default=None)
         if victim is not None:

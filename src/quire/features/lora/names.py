@@ -1,11 +1,11 @@
-"""The adapters that can be asked for: names and numbers → versions. It lives where requests are made, not in the engine, so an
-engine that is restarted has nothing to remember: every request brings the version it wants along.
+"""Names and lora_int_ids of the loaded LoRA adapters, and the version of each. Lives in the API process, not in the engine:
+every request carries its adapter's version, so a restarted engine has nothing to remember.
 
-    load     a name gets a version; under a name that is there only with load_inplace
-    use      what a request with a name runs with: the version that the name has now, until the request ends
-    remove   the name is gone; requests that have begun go on
+    load     give a name a version; an existing name needs load_inplace
+    use      a request runs with the version that its name has when it arrives, until it ends
+    remove   delete the name; running requests continue
 
-Nothing is read here but digests, and not by itself (`look`): who waits for files decides where.
+Only digests of files are read here, in a thread that the caller chooses (`look`).
 """
 
 import time
@@ -41,8 +41,11 @@ class AdapterNames:
         open_tokenizer: Callable[[AdapterRef], object] | None = None,
         bounds: AdapterBounds | None = None,
     ) -> None:
-        """`vocabulary`: tokens of the model; None = adapters add none. `open_tokenizer`: of one that does; raises what is wrong
-        with it, before anybody asks for the adapter."""
+        """Make an empty table.
+
+        vocabulary: size of the model's vocabulary; None: adapters cannot add tokens.
+        open_tokenizer: opens the tokenizer of an adapter that adds tokens; raises what is wrong with it at load time.
+        """
         self.enabled, self._vocabulary, self._open_tokenizer = enabled, vocabulary, open_tokenizer
         self._bounds = bounds or AdapterBounds()
         self._named: dict[str, NamedAdapter] = {}
@@ -50,11 +53,11 @@ class AdapterNames:
         self._fresh_keys = count(1)
 
     def number(self, first: int, step: int) -> None:
-        """Fresh keys are these from now on: other processes have others."""
+        """Draw new keys from this sequence, so that API processes draw different ones."""
         self._fresh_keys = count(first, step)
 
     def hear(self, name: str, adapter: NamedAdapter | None) -> None:
-        """What another process has put or removed."""
+        """Apply a change by another API process; None: the name was removed."""
         old = self._named.pop(name, None)
         if old is not None:
             self._keys.pop(old.ref.key, None)
@@ -89,7 +92,7 @@ class AdapterNames:
     # ---- loading ---------------------------------------------------------------------------------------------------------
 
     def check(self, lora: object) -> LoRARequest:
-        """Raises what can be known to be wrong without a look at the files."""
+        """Raise errors that can be found without reading the files."""
         if not isinstance(lora, LoRARequest):
             raise InvalidParameter(f"lora_request must be a LoRARequest, got {type(lora).__name__}", "lora_request")
         if not self.enabled:
@@ -109,7 +112,7 @@ class AdapterNames:
         return lora
 
     def check_new(self, lora: LoRARequest) -> None:
-        """For whoever does not ask for what is there, but for a load."""
+        """Refuse to load a name that exists, unless load_inplace is set."""
         if lora.lora_name in self._named and not lora.load_inplace:
             raise InvalidParameter(
                 f"The lora adapter '{lora.lora_name}' has already been loaded. If you want to load the adapter in place, set "
@@ -118,7 +121,7 @@ class AdapterNames:
             )
 
     def known(self, lora: LoRARequest) -> NamedAdapter | None:
-        """What its name means, unless it is new or to be loaded again. After `check`."""
+        """Return the loaded adapter of this name; None: it must be loaded first. Call `check` before."""
         return None if lora.load_inplace else self._named.get(lora.lora_name)
 
     def look(
@@ -141,7 +144,7 @@ class AdapterNames:
         return NamedAdapter(lora.lora_name, ref, lora.base_model_name, there is not None and there.pinned)
 
     def put(self, adapter: NamedAdapter) -> str | None:
-        """From now on the name means this. Returns the version that nobody can ask for any more, if there is one."""
+        """Set the adapter of its name. Return the replaced version if no other name has it."""
         old = self._named.get(adapter.name)
         if old is None and self._keys.get(adapter.ref.key, adapter.name) != adapter.name:
             raise AdapterError(f"lora_int_id {adapter.ref.key} was taken by another adapter meanwhile", "lora_request")
@@ -164,7 +167,7 @@ class AdapterNames:
         return [adapter.ref for adapter in self._named.values() if adapter.pinned]
 
     def unnamed(self, version: str) -> str | None:
-        """The same, unless a name means it."""
+        """Return `version` if no name has it."""
         return None if any(adapter.ref.version == version for adapter in self._named.values()) else version
 
 

@@ -1,4 +1,4 @@
-"""A thread that reads adapters while steps run: asked for one after the other, it tells what became of each."""
+"""A thread that reads LoRA adapters, one after the other, while steps run."""
 
 import threading
 from collections.abc import Callable
@@ -10,14 +10,14 @@ from quire.types.adapter import AdapterFacts, AdapterRef
 from quire.types.errors import AdapterChanged, AdapterError, RequestError
 
 Outcome = AdapterFacts | RequestError
-FAREWELL = 5.0  # seconds for what is being read when it is stopped
+STOP_TIMEOUT_S = 5.0  # for the file being read when the thread is stopped
 
 
 class AdapterReader:
-    """The thread is started by the first that is asked for."""
+    """Starts its thread with the first request."""
 
     def __init__(self, read: Callable[[AdapterRef], AdapterFacts], read_ahead: Callable[[AdapterRef], None]) -> None:
-        """`read_ahead`: of files whose version is not known yet."""
+        """read_ahead: reads files whose version (digest) is not known yet."""
         self._read, self._read_ahead = read, read_ahead
         self._asked: SimpleQueue[AdapterRef | None] = SimpleQueue()
         self._done: SimpleQueue[tuple[AdapterRef, Outcome]] = SimpleQueue()
@@ -31,7 +31,7 @@ class AdapterReader:
         self._put(ref)
 
     def ask_ahead(self, ref: AdapterRef) -> None:
-        """Without a version: nothing is told of it, and it is left aside if others are asked for."""
+        """Read files without a version if nothing else is requested; there is no outcome."""
         self._put(ref)
 
     def _put(self, ref: AdapterRef) -> None:
@@ -41,7 +41,7 @@ class AdapterReader:
         self._asked.put(ref)
 
     def take(self) -> list[tuple[AdapterRef, Outcome]]:
-        """What has become of those that were asked for, as far as it is known."""
+        """Return the outcomes since the last call."""
         taken, self._seen = self._seen, []
         while True:
             try:
@@ -51,7 +51,7 @@ class AdapterReader:
                 return taken
 
     def wait(self, seconds: float) -> None:
-        """Until there is something to take, or for so long."""
+        """Wait until there is an outcome to take, at most `seconds`."""
         if self.pending and not self._seen:
             try:
                 self._seen.append(self._done.get(timeout=seconds))
@@ -62,13 +62,13 @@ class AdapterReader:
         self._stopped.set()
         if self._thread is not None:
             self._asked.put(None)
-            self._thread.join(FAREWELL)
+            self._thread.join(STOP_TIMEOUT_S)
 
     def _run(self) -> None:
         while (ref := self._asked.get()) is not None:
             if not ref.version:
                 if self._asked.empty():
-                    with suppress(Exception):  # who asks for it will hear
+                    with suppress(Exception):  # the request for the version reports it
                         self._read_ahead(ref)
                 continue
             try:
@@ -83,8 +83,10 @@ class AdapterReader:
 def read_unchanged(
     ref: AdapterRef, read: Callable[[AdapterRef], AdapterFacts], gone: Callable[[], bool] = bool
 ) -> AdapterFacts:
-    """Reads the version that is asked for, or nothing: files may have been replaced since their digest was taken, and may be
-    while they are read. Of files that are too new only another digest tells."""
+    """Read exactly the requested version: files may have been replaced since their digest was taken, or while being read.
+
+    For files changed so recently that their stamp proves nothing, the digest is computed again.
+    """
     before, settled = look_at(ref.path)
     if not (settled and before == ref.stamp) and digest(ref.path, gone) != ref.version:
         raise _changed(ref)
