@@ -51,7 +51,7 @@ def kept_weight_bytes(tensors: Iterable[GGUFTensor]) -> int:
 
 
 def form_weight_bytes(tensors: Iterable[GGUFTensor], element: int, experts: bool) -> int:
-    """What a GGUF file's tensors take where matrices become forms (`ops/block_forms.py`), factors in half precision; those that
+    """What a GGUF file's tensors take where matrices become forms (`ops/blocks.py`), factors in half precision; those that
     6 bits hold are packed so (`ops/kernels/packed_6bit.py`), but of experts. The embedding, types without a form and experts
     that are not kept take `element` bytes a number."""
     total = 0

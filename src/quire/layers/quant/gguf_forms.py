@@ -1,4 +1,4 @@
-"""Matrices of a GGUF file that become forms (`ops/block_forms.py`) when all is loaded, for devices that multiply by those."""
+"""Matrices of a GGUF file that become forms (`ops/blocks.py`) when all is loaded, for devices that multiply by those."""
 
 from collections.abc import Mapping, Sequence
 
