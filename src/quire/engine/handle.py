@@ -2,7 +2,7 @@
 
     EngineClient    one engine process of this machine or of another node, restarted when it is lost
     EngineRouter    several of them
-    HubClient       those of the main process, from an API process (`serve/fronts`)
+    RouterClient    those of the main process, from an API process (`serve/api_workers`)
 
 An engine's state is one struct, `EngineStatus`. What engines produce is pushed to one `EngineListener`.
 """
