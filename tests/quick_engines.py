@@ -1,6 +1,6 @@
 """Engine processes that start in a blink: a fork server (quire/proc/fork_server.py) forks them, whoever starts them.
 
-    with quick_engines(): AsyncLLM(...)      python quick_engines.py PARENT SOCKET MODULE,... [with-thread]
+    with quick_engines(): AsyncLLM(...)      python quick_engines.py PARENT SOCKET [with-thread]
 
 A forked engine is what a started one is, but for the imports it finds done: a process with its own number, with the environment
 and the directory of who starts it. Tests of starting itself start real ones.

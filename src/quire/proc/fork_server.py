@@ -4,7 +4,7 @@
     a forked engine     ── fork: module, argv, descriptors ──► fork server ── fork ──► its ranks
     `Forked` in either  ◄── exit code ──────────────────────── fork server             closing that connection kills the process
 
-`python -P -m quire.proc.fork_server PARENT SOCKET MODULE,... [with-thread]`. The server has one thread and runs nothing but
+`python -P -m quire.proc.fork_server PARENT SOCKET [with-thread]`. The server has one thread and runs nothing but
 imports, so forks of it are as good as new processes. Its forks end with it, and the ranks of an engine with that engine.
 
 The standard library's fork server (`multiprocessing.forkserver`) does not fit: it unpickles what it is sent, and its children
@@ -132,7 +132,8 @@ class ForkServerProcess(ForkServer):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
-                self._process = spawn(COMMAND, [PARENT, "{0}", ",".join(modules)], [theirs.fileno()], with_thread=True)
+                self._process = spawn(COMMAND, [PARENT, "{0}"], [theirs.fileno()], with_thread=True)
+                ours.send(json.dumps(list(modules)).encode())  # not in argv, where `ps` would take it for an engine
             except BaseException:
                 ours.close()
                 raise
@@ -301,16 +302,19 @@ class _Server:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parent, number, modules, *options = sys.argv[1:] if argv is None else argv
+    parent, number, *options = sys.argv[1:] if argv is None else argv
     if not set_up("fork-server", options, parent, [number]):
         return 1
+    connection = socket.socket(fileno=int(number))
+    modules = connection.recv(MAX_REQUEST_BYTES)
+    if not modules:  # the parent is gone
+        return 1
     wait_politely()
-    for module in modules.split(","):
+    for module in json.loads(modules):
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # forks neither search it for garbage nor copy its pages for that
     name_process("fork-server")  # importing may have changed it
-    connection = socket.socket(fileno=int(number))
     connection.send(READY)
     _Server(connection).run()
     return 0
