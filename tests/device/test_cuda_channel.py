@@ -40,7 +40,7 @@ class Circle:
         self.ends = [
             CardEnds(SHAPE, self._neighbours(rank, size, ends[rank], memory), Watch(), cards[rank]) for rank in range(size)
         ]
-        threads = [threading.Thread(target=end.meet) for end in self.ends]
+        threads = [threading.Thread(target=end.barrier) for end in self.ends]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from quire.engine import ipc
-from quire.engine.process import IDLE_WAIT, LULL, EngineLoop
+from quire.engine.process import IDLE_POLL_MS, IDLE_WORK_AFTER_MS, EngineLoop
 
 
 class Core:
@@ -54,6 +54,6 @@ def test_idle_time_is_used_until_nothing_is_left_to_prepare():
     link.engine = EngineLoop(core, link, pulse)
     link.engine.run()
     # a lull, two chores and the answer that there is none; a real wait, in which work comes; then again
-    assert link.waits == [LULL, 0, 0, IDLE_WAIT, IDLE_WAIT, LULL, 0, IDLE_WAIT]
+    assert link.waits == [IDLE_WORK_AFTER_MS, 0, 0, IDLE_POLL_MS, IDLE_POLL_MS, IDLE_WORK_AFTER_MS, 0, IDLE_POLL_MS]
     assert core.steps == 1 and core.checks == 7
     assert pulse.busy_since == 0.0
