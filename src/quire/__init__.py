@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from quire.types.adapter import LoRARequest as LoRARequest
     from quire.types.outputs import CompletionOutput as CompletionOutput
     from quire.types.outputs import RequestOutput as RequestOutput
+    from quire.types.pooling import ClassificationOutput as ClassificationOutput
+    from quire.types.pooling import ClassificationRequestOutput as ClassificationRequestOutput
+    from quire.types.pooling import EmbeddingOutput as EmbeddingOutput
+    from quire.types.pooling import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from quire.types.pooling import PoolingOutput as PoolingOutput
+    from quire.types.pooling import PoolingParams as PoolingParams
+    from quire.types.pooling import PoolingRequestOutput as PoolingRequestOutput
+    from quire.types.pooling import ScoringOutput as ScoringOutput
+    from quire.types.pooling import ScoringRequestOutput as ScoringRequestOutput
     from quire.types.prompts import PromptType as PromptType
     from quire.types.prompts import TextPrompt as TextPrompt
     from quire.types.prompts import TokensPrompt as TokensPrompt
@@ -41,6 +50,15 @@ _HOMES = {
     "RequestOutput": "quire.types.outputs",
     "CompletionOutput": "quire.types.outputs",
     "LoRARequest": "quire.types.adapter",
+    "ClassificationOutput": "quire.types.pooling",
+    "ClassificationRequestOutput": "quire.types.pooling",
+    "EmbeddingOutput": "quire.types.pooling",
+    "EmbeddingRequestOutput": "quire.types.pooling",
+    "PoolingOutput": "quire.types.pooling",
+    "PoolingParams": "quire.types.pooling",
+    "PoolingRequestOutput": "quire.types.pooling",
+    "ScoringOutput": "quire.types.pooling",
+    "ScoringRequestOutput": "quire.types.pooling",
     "PromptType": "quire.types.prompts",
     "TextPrompt": "quire.types.prompts",
     "TokensPrompt": "quire.types.prompts",

@@ -29,8 +29,9 @@ IMPORTS = {
     "inputs": ["TextPrompt"],
     "logger": ["init_logger"],
     "lora.request": ["LoRARequest"],
-    "outputs": ["CompletionOutput", "RequestOutput"],
+    "outputs": ["CompletionOutput", "EmbeddingRequestOutput", "PoolingRequestOutput", "RequestOutput"],
     "platforms": ["current_platform"],
+    "pooling_params": ["PoolingParams"],
     "sampling_params": ["BeamSearchParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"],
     "usage.usage_lib": ["UsageContext"],
     "utils": ["FlexibleArgumentParser", "random_uuid"],
@@ -41,7 +42,7 @@ IMPORTS = {
     "v1.metrics.reader": ["Counter", "Gauge", "Histogram", "Vector"],
 }
 NOT_THERE = [
-    ("", "PoolingParams", "pooling"),
+    ("entrypoints.pooling", "PoolingBasicRequestMixin", "quire serve"),
     ("assets.image", "ImageAsset", "images, audio and video"),
     ("config", "KVTransferConfig", "KV cache transfer"),
     ("distributed.weight_transfer", "ModuleSource", "weight transfer"),
@@ -85,9 +86,9 @@ def test_what_is_not_built_says_which_feature_it_is(vllm, path, name, feature):
         imported("vllm", "outputs", "Nothing")
     with pytest.raises(ImportError, match=r"vllm\.nothing is not built in Quire"):
         importlib.import_module("vllm.nothing.below")
-    with pytest.raises(AttributeError, match="PoolingParams is not built in Quire: pooling"):
-        _ = vllm.PoolingParams
-    assert not hasattr(vllm, "PoolingParams") and not hasattr(vllm, "nothing")
+    with pytest.raises(AttributeError, match="ModelRegistry is not built in Quire: models"):
+        _ = vllm.ModelRegistry
+    assert not hasattr(vllm, "ModelRegistry") and not hasattr(vllm, "nothing")
     with pytest.raises(ImportError, match="No module named"):
         importlib.import_module("quire.nothing")
 

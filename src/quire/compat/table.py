@@ -13,6 +13,11 @@ _LOGPROBS = {
 }
 _NETWORK = {"get_ip": "quire.compat.utils:get_ip", "get_open_port": "quire.compat.utils:get_open_port"}
 _PARSER = {"FlexibleArgumentParser": "quire.compat.parser:FlexibleArgumentParser"}
+_POOLED = {
+    f"{kind}{end}": f"quire.types.pooling:{kind}{end}"
+    for kind in ("Pooling", "Embedding", "Classification", "Scoring")
+    for end in ("Output", "RequestOutput")
+}
 _PROMPTS = {
     "PromptType": "quire.types.prompts:PromptType",
     "SingletonPrompt": "quire.types.prompts:PromptType",
@@ -60,8 +65,10 @@ MODULES: dict[str, dict[str, str]] = {
     "outputs": {
         "CompletionOutput": "quire.types.outputs:CompletionOutput",
         "RequestOutput": "quire.types.outputs:RequestOutput",
+        **_POOLED,
     },
     "platforms": {"current_platform": "quire.compat.platforms:current_platform"},
+    "pooling_params": {"PoolingParams": "quire.types.pooling:PoolingParams"},
     "renderers.hf": {"resolve_chat_template": "quire.compat.tokenizers:resolve_chat_template"},
     "sampling_params": {
         "BeamSearchParams": "quire.types.sampling:BeamSearchParams",
@@ -96,7 +103,7 @@ _INTERNALS = "the inside of the engine is another one; only vLLM's public API is
 _LOADERS = "vLLM's model classes, layers and loaders are not there; models are loaded by Quire's own"
 _LOGITS_PROCESSORS = "custom logits processors are not built"
 _MEDIA = "images, audio and video are not built"
-_POOLING = "pooling, embeddings, classification and scoring are not built"
+_POOLING = "the modules of its pooling endpoints are not public; run `quire serve`"
 _PROFILER = "profiling is not built; profile the process itself, for instance with torch.profiler"
 _REGISTRY = "models cannot be registered; see docs/models.md for those that are built"
 _SERVER_PARTS = "the parts of the HTTP server are not public; run `quire serve`"
@@ -120,7 +127,6 @@ NOT_BUILT_MODULES = {
     "model_executor": _LOADERS,
     "multimodal": _MEDIA,
     "plugins": "plug-ins of vLLM are not loaded",
-    "pooling_params": _POOLING,
     "utils.print_utils": _POOLING,
     "utils.serial_utils": _POOLING,
     "v1.core": _INTERNALS,
@@ -133,17 +139,14 @@ NOT_BUILT_MODULES = {
     "worker": _INTERNALS,
 }
 
-_OUTPUTS = ("Pooling", "Embedding", "Classification", "Scoring")
 NOT_BUILT_NAMES = {
-    **{f"{kind}{end}": _POOLING for kind in _OUTPUTS for end in ("Output", "RequestOutput")},
     "CompilationConfig": "pass compilation_config as a dict; it is a hint",
     "EmbedsPrompt": "prompt embeddings are not built",
     "GuidedDecodingParams": "its name is now StructuredOutputsParams",
     "KVTransferConfig": _CONNECTORS,
     "ModelRegistry": _REGISTRY,
     "MultiModalDataDict": _MEDIA,
-    "PoolerConfig": _POOLING,
-    "PoolingParams": _POOLING,
+    "PoolerConfig": "pass pooler_config as a dict",
     "ProfilerConfig": _PROFILER,
     "WeightTransferConfig": _WEIGHT_TRANSFER,
     "initialize_ray_cluster": "Quire starts Ray nodes itself with distributed_executor_backend='ray'",
