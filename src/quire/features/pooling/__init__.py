@@ -1,0 +1,1 @@
+"""Pooling models: vectors, classes and scores of prompts instead of generated tokens."""
