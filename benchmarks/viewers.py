@@ -39,10 +39,9 @@ from quire.cache.layout import make_layout
 from quire.engine import ipc
 from quire.engine.watch import Watch
 from quire.sched.scheduler import Scheduler
-from quire.serve.engine_events import views
-from quire.serve.engine_events.stream import encode
-from quire.serve.engine_events.traces import RequestTraces
-from quire.serve.engine_events.views import PageView
+from quire.serve import engine_views as views
+from quire.serve.engine_events import encode
+from quire.serve.engine_views import PageView, RequestTraces
 from quire.types.cache import LayerCache
 from quire.types.plan import StepResult
 

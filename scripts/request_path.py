@@ -96,7 +96,7 @@ def trace_chat(model: str) -> set[tuple[str, int]]:
         (folder / "sitecustomize.py").write_text(RECORDER)
         paths = [name, str(Path(HERE).parent), os.environ.get("PYTHONPATH", "")]
         recorded = {"REQUEST_PATH": name, "REQUEST_PATH_OF": HERE, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        flags = ["--device", "cpu", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(4 << 20), "--uds", str(socket)]
+        flags = ["--device", "cpu", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(32 << 20), "--uds", str(socket)]
         server = subprocess.Popen([sys.executable, "-m", "quire", "serve", model, *flags], env=os.environ | recorded)
         try:
             with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), base_url="http://quire", timeout=600) as client:

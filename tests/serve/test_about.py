@@ -10,7 +10,7 @@ import pytest
 from front_desk import Desk
 
 from quire.config.server_args import ServerArgs
-from quire.serve.page import MOST_BYTES
+from quire.serve.about import MOST_BYTES
 
 BROWSER = {"Accept": "text/html,application/xhtml+xml"}
 ROUTES = ["/", "/livez", "/readyz", "/health", "/ping", "/version", "/metrics", "/v1/whoami", "/nothing", "/livez%0a"]

@@ -5,7 +5,7 @@ from front_desk import Desk
 
 from quire.config.server_args import ServerArgs
 from quire.serve.auth import Keys, check_exposure, find_keys
-from quire.serve.sockets import find_addresses, reachable
+from quire.serve.http import find_addresses, reachable
 from quire.types.errors import ConfigError
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from quire.config.server_args import ServerArgs
 from quire.obs.metrics import HttpMetrics, Metrics
-from quire.serve.engine_events.stream import MOST_BYTES, MOST_WAITING, EngineEvents, Viewer, ViewerStream, encode
-from quire.serve.engine_events.traces import PATIENCE, RequestTraces
+from quire.serve.engine_events import MOST_BYTES, MOST_WAITING, EngineEvents, Viewer, ViewerStream, encode
+from quire.serve.engine_views import PATIENCE, RequestTraces
 from quire.serve.health import ServerState, Service
 from quire.serve.limits import ServerLimits
 from quire.types.engine_snapshot import PARTS, RequestSnapshot

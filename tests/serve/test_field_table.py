@@ -4,11 +4,12 @@ import json
 import re
 
 import pytest
+from fields_page import all_names, handling
 from pydantic import ValidationError
 from scripted import Scripted, byte_tokenizer
 
 from quire.serve import field_table
-from quire.serve.field_table import GENERATING, HINTS, MOST_NAMES, PATHS, UnknownFields, all_names, handling
+from quire.serve.field_table import GENERATING, HINTS, MOST_NAMES, PATHS, UnknownFields
 from quire.serve.protocol import (
     ChatRequest,
     CompletionRequest,

@@ -4,9 +4,9 @@ import pytest
 from starlette.requests import Request
 
 from quire.config.server_args import ServerArgs
+from quire.serve.generation import timing_of
 from quire.serve.protocol import CompletionRequest
 from quire.serve.server import priority_of
-from quire.serve.usage import timing_of
 from quire.types.errors import InvalidParameter
 from quire.types.outputs import RequestMetrics
 from serving import Running, error_of

@@ -274,7 +274,7 @@ def test_special_tokens_are_not_shown(tokenizer):
 
 def test_auto_is_told_in_the_log(tmp_path, caplog):
     template = "{{ messages[0].content }}{% if false %}[TOOL_CALLS][THINK][/THINK]{% endif %}"
-    with caplog.at_level("INFO", "quire.serve.formats"):
+    with caplog.at_level("INFO", "quire.serve.tools"):
         server = Scripted(
             byte_tokenizer(tmp_path, template), enable_auto_tool_choice=True, tool_call_parser="auto", reasoning_parser="auto"
         )
@@ -283,7 +283,7 @@ def test_auto_is_told_in_the_log(tmp_path, caplog):
     assert choice["message"]["reasoning"] == "hm" and choice["message"]["tool_calls"][0]["function"]["name"] == "add"
     budget = ask(server.say("hm[/THINK]a"), thinking_token_budget=5, tools=None)["choices"][0]["message"]
     assert budget["reasoning"] == "hm" and server.llm.seen[-1][0].endswith("[THINK]\n")
-    with caplog.at_level("INFO", "quire.serve.formats"):
+    with caplog.at_level("INFO", "quire.serve.tools"):
         Scripted(byte_tokenizer(tmp_path, "{{ messages }}"), reasoning_parser="auto")
     assert "no known way to write reasoning" in caplog.text
     assert "tool calls: parsed as generic (the chat template shows no other); tools are described" in caplog.text

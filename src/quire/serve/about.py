@@ -1,10 +1,21 @@
-"""The server's description: a page at its address, and for developers its whole configuration."""
+"""The page at `/`, the API reference at `/docs`, and the server's configuration for developers (/server_info).
 
+A page consists of small files in `page/` and is sent as one. Its content security policy names every script and style sheet
+by hash, forbids HTML made from text, and allows requests to this server only. Pages contain no secret and nothing about the
+model: they request all of that, with the API key if there is one.
+"""
+
+import base64
 import dataclasses
+import hashlib
 import json
 import os
 import platform
+import re
+import urllib.parse
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
 from typing import Any
 
 from starlette.requests import Request
@@ -13,10 +24,9 @@ from starlette.routing import Route
 
 from quire import __version__
 from quire.serve.auth import KEY_VARIABLES, unauthorized
-from quire.serve.developer import developing
 from quire.serve.errors import error_body, json_response
 from quire.serve.health import ServerState
-from quire.serve.page import docs_page, favicon, page
+from quire.serve.vllm_routes import developing
 
 _PREFIXES = ("QUIRE_", "VLLM_")
 _SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
@@ -116,3 +126,68 @@ def _system() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return facts
+
+
+# ---- pages
+
+MOST_BYTES = 110_000  # of a page, as it is sent
+
+_SCRIPT = re.compile(r'<script src="([\w.]+)"></script>')
+_STYLE = re.compile(r'<link rel="stylesheet" href="([\w.]+)">')
+_ICON = re.compile(r'<link rel="icon" href="([\w.]+)">')
+_COMMENT = re.compile(r"^ *(?://.*|/\*\*? .*\*/)$| +// .*$", re.MULTILINE)
+_SPACE = re.compile(r"^\s+", re.MULTILINE)
+_CSS_SPACE = re.compile(r"(?<=[:;,{}])[ \n]|[ \n](?=[{}])|;(?=\s*})")
+_JS_LINES = re.compile(r"(?<={)\n|\n(?=})")  # no text of ours has lines of its own
+_POLICY = (
+    "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
+)
+
+
+def page() -> Response:
+    return _response("index.html")
+
+
+def docs_page() -> Response:
+    """Return the API reference. It reads openapi.json of this server and nothing from elsewhere."""
+    return _response("docs.html")
+
+
+def favicon() -> Response:
+    return Response(_read("favicon.svg"), media_type="image/svg+xml", headers={"Cache-Control": "max-age=86400"})
+
+
+def _response(name: str) -> Response:
+    html, headers = _assembled(name)
+    return Response(html, media_type="text/html", headers=headers)
+
+
+@cache
+def _assembled(name: str) -> tuple[bytes, dict[str, str]]:
+    html = _read(name)
+    hashes: dict[str, list[str]] = {"script": [], "style": []}
+
+    def inline(kind: str, found: re.Match[str]) -> str:
+        text = _SPACE.sub("", _COMMENT.sub("", _read(found[1])))
+        text = (_CSS_SPACE if kind == "style" else _JS_LINES).sub("", text)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        hashes[kind].append(f"'sha256-{digest}'")
+        return f"<{kind}>{text}</{kind}>"
+
+    html = _ICON.sub(lambda found: f'<link rel="icon" href="data:image/svg+xml,{urllib.parse.quote(_read(found[1]))}">', html)
+    html = _STYLE.sub(lambda found: inline("style", found), html)
+    html = _SCRIPT.sub(lambda found: inline("script", found), html)
+    allowed = "".join(f"; {kind}-src {' '.join(named)}" for kind, named in hashes.items())
+    headers = {
+        "Content-Security-Policy": _POLICY + allowed,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+        "Vary": "Accept",
+    }
+    return html.encode(), headers
+
+
+def _read(name: str) -> str:
+    return (files("quire.serve") / "page" / name).read_text(encoding="utf-8")

@@ -1,15 +1,21 @@
-"""Adapters that a server has: from its start (--lora-modules), through /v1/load_lora_adapter, or found by a resolver.
+"""Adapters of a server: loaded at its start (--lora-modules), through /v1/load_lora_adapter, or found by a resolver.
 
-Their names are models' names; a request with one runs with the version that the name has when it comes.
+An adapter's name is a model name. A request runs with the version that the name has when the request arrives.
+
+A resolver is asked when a request names a model that the server does not have. It is a class with
+`async def resolve_lora(self, base_model_name, lora_name)`, which returns a LoRARequest or None. Packages offer resolvers under
+the entry point group `quire.lora_resolvers`; --lora-resolver chooses them. The resolver for a folder is built in.
 """
 
 import asyncio
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from itertools import chain
 from pathlib import Path
+from typing import Protocol
 
 from fastapi import APIRouter, Request, Response
 from starlette.responses import PlainTextResponse
@@ -20,11 +26,10 @@ from quire.config.resolve import choose_names
 from quire.config.server_args import ServerArgs
 from quire.features.lora.host import LoRAModule, read_modules
 from quire.features.lora.names import NamedAdapter, absolute
-from quire.files.adapter import AdapterBounds, check_header
+from quire.files.adapter import CONFIG, AdapterBounds, check_header
 from quire.files.reading import shown
 from quire.serve.body import JSONRoute
 from quire.serve.errors import ErrorBody, HttpError
-from quire.serve.lora_resolvers import LoRAResolver, make_resolvers
 from quire.serve.protocol import LoadAdapterRequest, UnloadAdapterRequest
 from quire.types.adapter import LoRARequest
 from quire.types.errors import AdapterError, ConfigError, InvalidParameter, RequestError
@@ -203,3 +208,55 @@ def _inside(path: str, folder: str) -> bool:
         return all(found.resolve().is_relative_to(root) for found in chain(folders, links))
     except (OSError, RuntimeError, ValueError):  # RuntimeError: links lead in a circle; ValueError: a null character
         return False
+
+
+# ---- resolvers
+
+GROUP = "quire.lora_resolvers"
+LONGEST_NAME = 255
+
+
+class LoRAResolver(Protocol):
+    async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None: ...
+
+
+class FolderResolver:
+    """DIRECTORY/NAME is the adapter NAME. Names that lead elsewhere are nobody's."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = Path(directory).expanduser().absolute()
+        if not self._directory.is_dir():
+            raise ConfigError(f"lora_resolver_dir {directory!r} is not a directory")
+
+    async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:  # noqa: ARG002
+        if not lora_name or len(lora_name) > LONGEST_NAME or "\0" in lora_name or ".." in Path(lora_name).parts:
+            return None
+        found = await asyncio.to_thread(self._find, lora_name)
+        return None if found is None else LoRARequest(lora_name, 1, str(found))
+
+    def _find(self, name: str) -> Path | None:
+        path = self._directory / name
+        try:
+            inside = path.resolve().is_relative_to(self._directory.resolve()) and path.resolve() != self._directory.resolve()
+            return path if inside and (path / CONFIG).is_file() else None
+        except (OSError, RuntimeError):  # RuntimeError: links lead in a circle
+            return None
+
+
+def make_resolvers(names: Sequence[str], directory: str | None) -> list[LoRAResolver]:
+    found: list[LoRAResolver] = [] if directory is None else [FolderResolver(directory)]
+    brought = {point.name: point for point in entry_points(group=GROUP)}
+    for name in names:
+        if name not in brought:
+            there = ", ".join(sorted(brought)) or "none"
+            raise ConfigError(
+                f"lora_resolver: no installed package brings {name!r} (entry point group {GROUP}); there is {there}"
+            )
+        try:
+            resolver = brought[name].load()()
+        except Exception as error:
+            raise ConfigError(f"lora_resolver {name!r} cannot be used: {type(error).__name__}: {error}") from error
+        if not callable(getattr(resolver, "resolve_lora", None)):
+            raise ConfigError(f"lora_resolver {name!r} cannot be used: it has no resolve_lora")
+        found.append(resolver)
+    return found

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from quire.serve.body import JSONRoute
 from quire.serve.chat_stream import Turn, TurnDelta, prepare_turn, render_turn, run_turn, stream_turn
 from quire.serve.errors import AnthropicErrorBody, Terms, json_response
-from quire.serve.items import Change, Item, ItemClosed, ItemGrown, ItemOpened, Items
+from quire.serve.events import Change, Item, ItemClosed, ItemGrown, ItemOpened, Items
 from quire.serve.protocol import (
     ChatRequest,
     CountTokensRequest,

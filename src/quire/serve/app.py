@@ -25,11 +25,11 @@ import quire
 from quire.async_llm import AsyncLLM
 from quire.config.server_args import ServerArgs
 from quire.obs.metrics import Metrics
-from quire.serve import adapters, anthropic, chat, completions, developer, models, responses, tokenize
+from quire.serve import adapters, anthropic, chat, completions, models, responses
 from quire.serve.about import About
 from quire.serve.auth import EVERY_HOST, Guard, HostCheck, Keys, glance
 from quire.serve.body import ClientGone, JSONRoute
-from quire.serve.engine_events.stream import EngineEvents
+from quire.serve.engine_events import EngineEvents
 from quire.serve.errors import (
     CLIENT_GONE,
     RETRY_AFTER,
@@ -42,8 +42,8 @@ from quire.serve.errors import (
 )
 from quire.serve.health import Health, ServerState
 from quire.serve.limits import LIMITS, ServerLimits
-from quire.serve.no_route import absent_router, install_no_route_handlers, no_route
 from quire.serve.server import Server
+from quire.serve.vllm_routes import absent_router, developer_router, developing, install_no_route_handlers, no_route
 
 _SANE = re.compile(rb"[\x21-\x7e]{1,%d}" % LIMITS.identifier_characters)  # ids go into headers and logs
 
@@ -235,13 +235,13 @@ def build_app(llm: AsyncLLM, settings: ServerArgs, limits: ServerLimits = LIMITS
     app.state.server = server = Server(llm, settings, limits, metrics)
     _ = server.formats  # chosen, and logged, now
     bounded = partial(Boundary, limits=limits)
-    routers = [protocol.router for protocol in (completions, chat, responses, anthropic, models, tokenize)]
-    routers += [completions.invocations_router, responses.stored_router, absent_router]
+    routers = [protocol.router for protocol in (completions, chat, responses, anthropic, models)]
+    routers += [models.tokens_router, completions.invocations_router, responses.stored_router, absent_router]
     routers.append(adapters.router if llm.adapters.enabled and adapters.updates_allowed(settings) else adapters.closed_router)
-    if developer.developing():
-        routers.append(developer.router)
+    if developing():
+        routers.append(developer_router)
     if settings.enable_tokenizer_info_endpoint:
-        routers.append(tokenize.info_router)
+        routers.append(models.info_router)
     routes = [*app.routes, *(route for router in routers for route in router.routes)]
     for router in routers:
         app.include_router(router)

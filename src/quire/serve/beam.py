@@ -9,8 +9,8 @@ from typing import Any
 
 from quire.serve.errors import GenerationFailed
 from quire.serve.generation import GenerationJob, collect
+from quire.serve.inputs import SAME, beam_params, wanted_logprobs
 from quire.serve.protocol import GenerationFields
-from quire.serve.sampling import SAME, beam_params, wanted_logprobs
 from quire.serve.server import Server
 from quire.text.beam_search import Beam, BeamSearch
 from quire.text.detokenizer import Detokenizer

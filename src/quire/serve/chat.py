@@ -10,12 +10,12 @@ from quire.serve.body import JSONRoute
 from quire.serve.chat_stream import ChoiceDelta, Turn, prepare_turn, reasoning_tokens, run_turn, stream_turn
 from quire.serve.errors import ErrorBody, json_response
 from quire.serve.events import Message
+from quire.serve.generation import StreamUsage, timing_of, usage_of
+from quire.serve.inputs import text_of
 from quire.serve.logprobs import FEW, TokenNames, chat_logprobs, few, prompt_logprobs
-from quire.serve.prompts import text_of
 from quire.serve.protocol import ChatChunkChoice, ChatCompletion, ChatLogprobs, ChatMessage, ChatRequest, Delta
 from quire.serve.server import Server, server_of
 from quire.serve.sse import Events, EventStream, Large
-from quire.serve.usage import StreamUsage, timing_of, usage_of
 from quire.text.parse.events import Event, Reasoning, Text, ToolArguments, ToolStart
 from quire.types.outputs import CompletionOutput
 

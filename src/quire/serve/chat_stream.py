@@ -14,14 +14,12 @@ from quire.paced import Pace
 from quire.serve.beam import search_beams
 from quire.serve.errors import FieldNames, Terms, field_names_of
 from quire.serve.events import AnswerReader, Reading
-from quire.serve.formats import ModelFormats, special_marks
 from quire.serve.generation import GenerationJob, collect, log_delta, make_job, raise_failure, run
+from quire.serve.inputs import check_request, from_response_format, render_messages, report_unenforced
 from quire.serve.limits import check_work
-from quire.serve.prompts import render_messages
 from quire.serve.protocol import ChatRequest
-from quire.serve.sampling import check_request, from_response_format, report_unenforced
 from quire.serve.server import Server
-from quire.serve.tools import ToolUse, read_tool_use
+from quire.serve.tools import ModelFormats, ToolUse, read_tool_use, special_marks
 from quire.text.parse.events import Event
 from quire.text.parse.format import Format, combine
 from quire.text.parse.formats import REQUIRED, named

@@ -11,14 +11,22 @@ from quire.serve.beam import search_beams
 from quire.serve.body import JSONRoute
 from quire.serve.chat import create_chat_completion
 from quire.serve.errors import ErrorBody, HttpError, json_response
-from quire.serve.generation import GenerationJob, collect, log_delta, make_job, raise_failure, run
+from quire.serve.generation import (
+    GenerationJob,
+    StreamUsage,
+    collect,
+    log_delta,
+    make_job,
+    raise_failure,
+    run,
+    timing_of,
+    usage_of,
+)
+from quire.serve.inputs import check_request, only_echoes, read_prompts, report_unenforced
 from quire.serve.logprobs import FEW, Joined, TextOffsets, TokenNames, completion_logprobs, few, prompt_logprobs
-from quire.serve.prompts import read_prompts
 from quire.serve.protocol import ChatRequest, Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
-from quire.serve.sampling import check_request, only_echoes, report_unenforced
 from quire.serve.server import Server, server_of
 from quire.serve.sse import Events, EventStream, Large
-from quire.serve.usage import StreamUsage, timing_of, usage_of
 from quire.types.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 
 router = APIRouter(route_class=JSONRoute, tags=["OpenAI"])

@@ -5,7 +5,7 @@
     refused   in REFUSED, or in the model of another protocol: an error, unless the value asks for nothing
     unknown   no protocol here has it: ignored, as in vLLM, with a warning in the log (serve/field_table.py)
 
-`python -m quire.serve.field_table` writes docs/fields.md.
+`python scripts/fields_page.py` writes docs/fields.md.
 """
 
 import difflib
@@ -27,6 +27,8 @@ from quire.serve.protocol import (
     TokenizeTextRequest,
 )
 from quire.types.errors import InvalidParameter, NotSupported
+
+logger = logging.getLogger(__name__)
 
 PATHS: dict[type[RequestBody], str] = {
     CompletionRequest: "/v1/completions",
@@ -68,10 +70,6 @@ HINTS = {
     "verbosity": "models here do not know it",
     "include": "it names parts of the items of /v1/responses",
 }
-# answers repeat them, or they do more
-WORK_SOMEWHERE: dict[type[RequestBody], tuple[str, ...]] = {ResponsesRequest: ("metadata", "store", "user", "include")}
-HINTS_OF: dict[type[RequestBody], dict[str, str]] = {ResponsesRequest: {"stream_options": "events are never padded"}}
-
 _TEXT_ONLY = "this server takes text only"
 _NO_TRANSFER = "this engine transfers no cache to others"
 _NO_TOOLS = "the server calls no tools by itself"
@@ -178,7 +176,7 @@ def check_fields(request: RequestBody) -> list[str]:
         reason = refusal(type(request), name)
         if reason is not None and not _asks_for_nothing(name, value):
             raise (NotSupported if name in REFUSED else InvalidParameter)(f"{name} cannot be used: {reason}", name)
-        if reason is None and name not in HINTS and not _known(name):
+        if reason is None and name not in HINTS and not is_known(name):
             unknown.append(name)
     return unknown
 
@@ -197,37 +195,7 @@ def refusal(model: type[RequestBody], name: str) -> str | None:
     return f"it belongs to {' and '.join(homes)}"
 
 
-def handling(model: type[RequestBody], name: str) -> str:
-    """works, hint, refused, or nothing where it would mean nothing."""
-    if (name in HINTS and name not in WORK_SOMEWHERE.get(model, ())) or name in HINTS_OF.get(model, {}):
-        return "hint"
-    if name in model.model_fields:
-        return "works"
-    if refusal(model, name) is not None:
-        return "refused"
-    return "hint" if _known(name) else ""
-
-
-def all_names() -> list[str]:
-    models = dict.fromkeys(name for model in PATHS for name in model.model_fields)
-    return sorted({*models, *HINTS, *REFUSED, *(name for names in INSTEAD.values() for name in names)})
-
-
-def table() -> str:
-    lines = [_HEAD, f"| field | {' | '.join(PATHS.values())} |", f"|---|{'---|' * len(PATHS)}"]
-    for name in all_names():
-        lines.append(f"| `{name}` | {' | '.join(handling(model, name) for model in PATHS)} |")
-    lines += ["", "## Why hints change nothing", "", "| field | why |", "|---|---|"]
-    lines += [f"| `{name}` | {why} |" for name, why in HINTS.items()]
-    lines += [f"| `{name}` in {PATHS[model]} | {why} |" for model, names in HINTS_OF.items() for name, why in names.items()]
-    lines += _INNER_HINTS
-    lines += ["", "## Why fields are refused", "", "| field | why |", "|---|---|"]
-    lines += [f"| `{name}` | {why} |" for name, why in REFUSED.items()]
-    lines += [f"| `{name}` in {PATHS[model]} | {why} |" for model, names in INSTEAD.items() for name, why in names.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _known(name: str) -> bool:
+def is_known(name: str) -> bool:
     return any(name in model.model_fields for model in PATHS)
 
 
@@ -240,30 +208,6 @@ def _asks_for_nothing(name: str, value: Any) -> bool:
     default = None if home is None else home.model_fields[name].default
     return (value == default and type(value) is type(default)) or (not value and default is not True)
 
-
-_INNER_HINTS = [
-    "| `reasoning.summary` in /v1/responses | there are no summaries: the reasoning is returned whole |",
-    "| `text.verbosity` in /v1/responses | models here do not know it |",
-    "| `cache_control` of blocks and tools in /v1/messages | prompts are cached by their content, always |",
-    "| `eager_input_streaming` of tools in /v1/messages | arguments are streamed as they come |",
-    "| `thinking.budget_tokens` in /v1/messages, where no reasoning is parsed | there is nothing to bound |",
-]
-
-_HEAD = """# Fields of requests
-
-Every field of every protocol, made from `src/quire/serve/field_table.py`: it works, it is a hint that changes no answer, or
-it is refused by name with what to send instead. A refused field may be sent with a value that asks for nothing: null, false, 0,
-something empty, or its default; of those that begin with `guided_`, null or false. Fields that no protocol has
-(`max_tokns`) are ignored, as in vLLM; the server's log warns of each name once, of 64 names at most, with the nearest field.
-vLLM's sampling fields (`seed`, `min_p`, `structured_outputs` ...) mean the same in all four protocols that generate.
-"""
-
-
-if __name__ == "__main__":
-    print(table(), end="")
-
-
-logger = logging.getLogger(__name__)
 
 MOST_NAMES, LONGEST_NAME = 64, 64  # clients choose them
 

@@ -30,11 +30,10 @@ from quire.serve.api_workers.client import ApiWorker
 from quire.serve.api_workers.launch import FAILED, SIGNALLED, ApiWorkersLaunch, Launch, in_daemon_thread, log_ready
 from quire.serve.app import build_app, build_middleware
 from quire.serve.auth import Keys, check_exposure, find_keys
-from quire.serve.formats import check_parsers
 from quire.serve.health import ServerState, Service
-from quire.serve.http import RESPONSE_GRACE_S, HttpServer
+from quire.serve.http import RESPONSE_GRACE_S, HttpServer, find_addresses, listen, on_loopback, page_of, reachable, url_of
 from quire.serve.server import files_digest
-from quire.serve.sockets import find_addresses, listen, on_loopback, page_of, reachable, url_of
+from quire.serve.tools import check_parsers
 from quire.types.errors import EngineError, QuireError, RequestError
 from quire.types.prompts import PromptType
 from quire.types.sampling import RequestOutputKind, SamplingParams

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from quire.serve.body import stop
 from quire.serve.errors import Terms
-from quire.serve.items import Item
+from quire.serve.events import Item
 from quire.serve.protocol import ChatRequest, ChatToken, ResponsesRequest, SamplingFields, TokenChance, chat_request, given
 from quire.types.errors import InvalidParameter, NotSupported
 

@@ -17,7 +17,7 @@ from quire.paced import Pace
 from quire.serve.body import JSONRoute
 from quire.serve.chat_stream import ChoiceDelta, Turn, TurnDelta, prepare_turn, reasoning_tokens, run_turn, stream_turn
 from quire.serve.errors import ErrorBody, HttpError, describe, json_response, request_id_of
-from quire.serve.items import Change, Item, ItemClosed, ItemGrown, ItemOpened, Items, TextLogprobs
+from quire.serve.events import Change, Item, ItemClosed, ItemGrown, ItemOpened, Items, TextLogprobs
 from quire.serve.logprobs import TokenNames
 from quire.serve.protocol import ChatRequest, ChatToken, ResponsesRequest
 from quire.serve.response_objects import (

@@ -24,10 +24,10 @@ from quire.serve.adapters import ServedAdapters
 from quire.serve.body import Unparsed
 from quire.serve.errors import HttpError, request_id_of
 from quire.serve.field_table import UnknownFields, check_fields
-from quire.serve.formats import ModelFormats, choose_formats
 from quire.serve.limits import LIMITS, ServerLimits, check_limits
 from quire.serve.protocol import GenerationFields, RequestBody, ResponsesRequest
 from quire.serve.response_objects import ResponseStore
+from quire.serve.tools import ModelFormats, choose_formats
 from quire.text.prompts import PromptReader
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidParameter, ModelError

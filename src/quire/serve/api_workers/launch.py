@@ -28,7 +28,7 @@ from quire.proc.liveness import RestartLimit, Silence
 from quire.proc.spawn import PARENT, command_of, exit_reason, spawn
 from quire.serve.api_workers import wire
 from quire.serve.api_workers.router import Router, WorkerConnection
-from quire.serve.sockets import page_of, url_of
+from quire.serve.http import page_of, url_of
 from quire.types.errors import EngineError
 
 logger = logging.getLogger(__name__)

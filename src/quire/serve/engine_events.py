@@ -1,5 +1,7 @@
-"""Who watches, and what they are told when. The engine collects nothing until the first viewer comes, nor after the last has
-left; every event is encoded once for all viewers of a tenant."""
+"""`GET /engine/events`: live events of the engine (docs/events.md), without text of requests.
+
+The engine collects events only while there are viewers. Each event is encoded once for all viewers of a tenant.
+"""
 
 import asyncio
 import logging
@@ -15,9 +17,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from quire.serve import engine_views as views
 from quire.serve.body import ClientGone, UnlessGone
-from quire.serve.engine_events import views
-from quire.serve.engine_events.traces import RequestTraces
+from quire.serve.engine_views import RequestTraces
 from quire.serve.errors import RETRY_AFTER, error_body, json_response
 from quire.serve.health import ServerState, Service
 from quire.serve.limits import LIMITS, ServerLimits

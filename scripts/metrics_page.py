@@ -1,4 +1,7 @@
-"""docs/metrics.md: every metric of `/metrics`. `python -m quire.obs.reference` writes it."""
+"""Write docs/metrics.md: every metric of `/metrics`.
+
+python scripts/metrics_page.py > docs/metrics.md
+"""
 
 from collections.abc import Iterable
 

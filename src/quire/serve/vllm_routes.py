@@ -1,0 +1,138 @@
+"""vLLM's routes outside of the protocols: those for developers, and the errors for those that this server does not have."""
+
+import os
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn
+
+from fastapi import APIRouter, Body, FastAPI, Request, Response
+from starlette.routing import BaseRoute, Match
+from starlette.types import Scope
+
+from quire.serve.errors import HttpError, error_response, json_response
+from quire.serve.server import server_of
+
+DEVELOPER_VARIABLES = ("QUIRE_SERVER_DEV_MODE", "VLLM_SERVER_DEV_MODE")
+SWITCH = f"{DEVELOPER_VARIABLES[0]}=1 in its environment"
+BUILT = ("/server_info", "/reset_prefix_cache", "/collective_rpc", "/get_world_size")  # the first is in `about`
+
+_SLEEP = "weights and cache stay on the device while the server runs"
+_PAUSE = "generation cannot be paused; end single requests by closing their connection"
+_WEIGHTS = "weights are read at the start only; start a new server, or load a LoRA adapter"
+_MEDIA = "only text is served, so there is no such cache"
+_PROFILE = "there is no profiler; see docs/performance.md and --otlp-traces-endpoint"
+_SCALE = "the number of engines is fixed at the start (--data-parallel-size)"
+_TOKENS = "send token ids as the prompt of /v1/completions, and ask for return_token_ids"
+_RENDER = "POST /tokenize renders and tokenizes messages"
+NOT_BUILT = {
+    **dict.fromkeys(("/sleep", "/wake_up", "/is_sleeping"), _SLEEP),
+    **dict.fromkeys(("/pause", "/resume", "/is_paused", "/abort_requests"), _PAUSE),
+    **dict.fromkeys(("/init_weight_transfer_engine", "/start_weight_update", "/start_draft_weight_update", "/update_weights",
+                     "/finish_weight_update", "/update_weight_version", "/weight_info"), _WEIGHTS),
+    **dict.fromkeys(("/reset_mm_cache", "/reset_encoder_cache"), _MEDIA),
+    **dict.fromkeys(("/start_profile", "/stop_profile"), _PROFILE),
+    **dict.fromkeys(("/scale_elastic_ep", "/is_scaling_elastic_ep"), _SCALE),
+    **dict.fromkeys(("/fault_tolerance/apply", "/fault_tolerance/status"), "lost engines are restarted without being asked"),
+    **dict.fromkeys(("/inference/v1/generate",), _TOKENS),
+    **dict.fromkeys(("/v1/completions/render", "/v1/chat/completions/render"), _RENDER),
+    **dict.fromkeys(("/v1/completions/derender", "/v1/chat/completions/derender"), "POST /detokenize returns text"),
+    "/v1/chat/completions/batch": "send one request per conversation; the server batches them",
+    "/generative_scoring": "ask /v1/completions for the logprobs of the labels",
+    "/cohere/v2/chat": "use /v1/chat/completions",
+    "/v1/realtime": "audio is not supported",
+}  # fmt: skip
+
+GENERATING_PATHS = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages and /tokenize"
+# paths that a server has only with a flag
+OFF = {
+    "/load": "--enable-server-load-tracking",
+    "/tokenizer_info": "--enable-tokenizer-info-endpoint",
+    **dict.fromkeys(BUILT, SWITCH),
+}
+_UNLISTED_METHODS = {"HEAD", "OPTIONS"}
+
+
+def install_no_route_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    async def answer(request: Request, error: Exception) -> Response:
+        if not isinstance(error, HttpError):  # the framework's own
+            error = no_route(request.scope, routes)
+        return error_response(error, request.scope)
+
+    for status in (404, 405):
+        app.add_exception_handler(status, answer)
+
+
+def no_route(scope: Scope, routes: Sequence[BaseRoute]) -> HttpError:
+    """Why none of these is for this request: another path, or another method."""
+    near = [route for route in routes if route.matches(scope)[0] is Match.PARTIAL]
+    methods = sorted({method for route in near for method in getattr(route, "methods", None) or ()} - _UNLISTED_METHODS)
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    if not methods and path in NOT_BUILT:
+        return HttpError(404, f"{path} is not available here: {NOT_BUILT[path]}", own=(path, path))
+    if not methods and path in OFF:
+        return HttpError(404, f"{path} is switched off here: start the server with {OFF[path]}")
+    if not methods:
+        return HttpError(404, f"there is no such path here. There are {GENERATING_PATHS}")
+    error = HttpError(405, f"{scope['method']} is not a method of this path; there is {' and '.join(methods)}")
+    error.headers = {"Allow": ", ".join(methods)}
+    return error
+
+
+# ---- endpoints of vLLM for models of another kind
+
+absent_router = APIRouter(include_in_schema=False)
+
+_EMBEDS = "does not make embeddings"
+_SCORES = "does not score or classify texts"
+_LISTENS = "does not take audio"
+ABSENT = {
+    "/v1/embeddings": _EMBEDS, "/v2/embed": _EMBEDS, "/pooling": _EMBEDS,
+    "/score": _SCORES, "/v1/score": _SCORES, "/rerank": _SCORES, "/v1/rerank": _SCORES, "/v2/rerank": _SCORES,
+    "/classify": _SCORES,
+    "/v1/audio/transcriptions": _LISTENS, "/v1/audio/translations": _LISTENS, "/v1/audio/speech": "does not speak",
+}  # fmt: skip
+
+
+async def refuse(request: Request) -> NoReturn:
+    path = request.scope["route"].path
+    name = server_of(request).names[0]
+    why = f"the model `{name}` generates text and {ABSENT[path]}"
+    raise HttpError(404, f"there is no {path} here: {why}. There are {GENERATING_PATHS}", own=(path, path))
+
+
+for _path in ABSENT:
+    absent_router.add_api_route(_path, refuse, methods=["POST"], response_model=None)
+
+
+# ---- routes for developers
+
+developer_router = APIRouter(include_in_schema=False)
+
+
+def developing() -> bool:
+    return any(os.environ.get(name, "") not in ("", "0") for name in DEVELOPER_VARIABLES)
+
+
+@developer_router.post("/reset_prefix_cache")
+async def reset_prefix_cache(raw: Request, reset_running_requests: bool = False, reset_external: bool = False) -> Response:
+    done = await server_of(raw).llm.reset_prefix_cache(reset_running_requests, reset_external)
+    return json_response({"success": done})
+
+
+@developer_router.post("/collective_rpc")
+async def collective_rpc(
+    raw: Request,
+    method: Annotated[str, Body()],
+    args: Annotated[list[Any] | None, Body()] = None,
+    kwargs: Annotated[dict[str, Any] | None, Body()] = None,
+    timeout: Annotated[float | None, Body(gt=0)] = None,
+) -> Response:
+    try:
+        results = await server_of(raw).llm.collective_rpc(method, timeout, args or (), kwargs)
+    except TimeoutError:
+        raise HttpError(408, f"the ranks did not answer within {timeout} s; raise timeout", "timeout") from None
+    return json_response({"results": results})
+
+
+@developer_router.get("/get_world_size")
+async def get_world_size(raw: Request) -> Response:
+    return json_response({"world_size": server_of(raw).llm.config.world})
