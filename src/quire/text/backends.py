@@ -15,6 +15,7 @@ from tokenizers import models
 from tokenizers.processors import TemplateProcessing
 
 from quire.files.reading import told
+from quire.text.partial import stages, tokenizes_words_apart
 from quire.text.regex_cost import growth_of, is_cheap, patterns_of
 from quire.text.token_pieces import TokenBytes, read_form
 from quire.types.errors import ModelError, RequestError
@@ -34,7 +35,10 @@ class TokenizerBackend(Protocol):
     def short(self) -> int: ...  # characters that are tokenized in less than a tenth of a second; 0: any text may take long
     @property
     def characters_per_token(self) -> int | None: ...  # at most; None: it cannot be said
+    @property
+    def words_apart(self) -> bool: ...  # words with a space between them are tokenized independently of each other
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]: ...  # token ids, segment ids
     def decode(self, ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str: ...
     def token(self, token_id: int) -> str | None: ...
     def id(self, token: str) -> int | None: ...
@@ -60,6 +64,14 @@ class LibraryBackend:
     @cached_property
     def characters_per_token(self) -> int | None:
         return most_characters(self._tokenizer)
+
+    @cached_property
+    def words_apart(self) -> bool:
+        return tokenizes_words_apart(self._tokenizer)
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        encoded = self._tokenizer.encode(first, second)
+        return encoded.ids, encoded.type_ids
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
@@ -119,6 +131,7 @@ class TransformersBackend:
     short = 1 << 11
     pieces = None
     characters_per_token = None
+    words_apart = False
     may_clean_up = False  # it cleans up by itself
 
     def __init__(self, tokenizer: Any) -> None:
@@ -126,6 +139,10 @@ class TransformersBackend:
         self._size = len(tokenizer)
         added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special_ids = frozenset(added | set(tokenizer.all_special_ids))
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        encoded = self._tokenizer(first, second, return_token_type_ids=True)
+        return list(encoded["input_ids"]), list(encoded["token_type_ids"])
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
@@ -190,8 +207,8 @@ _PRE_TOKENIZERS = {"ByteLevel", "Digits", "FixedLength", "Metaspace", "UnicodeSc
 
 def most_characters(tokenizer: tokenizers.Tokenizer) -> int | None:
     """Of one token. None: there may be tokens for any number of them, or text without tokens."""
-    before = list(_stages(tokenizer.pre_tokenizer, "pretokenizers"))
-    first = list(_stages(tokenizer.normalizer, "normalizers"))
+    before = list(stages(tokenizer.pre_tokenizer, "pretokenizers"))
+    first = list(stages(tokenizer.normalizer, "normalizers"))
     if not _spells_all(tokenizer, {stage["type"] for stage in (*first, *before)}):
         return None
     if any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values()):
@@ -223,15 +240,3 @@ def _keeps_characters(stage: Mapping[str, Any]) -> bool:
         old = stage["pattern"].get("String")
         return old is not None and len(stage["content"]) >= len(old)
     return stage["type"] in _NORMALIZERS or stage["type"] in ("NFC", "NFKC")
-
-
-def _stages(part: Any, within: str) -> Iterable[Mapping[str, Any]]:
-    if part is None:
-        return
-    stages = [json.loads(part.__getstate__())]
-    while stages:
-        stage = stages.pop(0)
-        if stage["type"] == "Sequence":
-            stages = [*stage[within], *stages]
-        else:
-            yield stage

@@ -18,6 +18,7 @@ import msgspec
 from quire.config.config import Config
 from quire.paced import PIECE, Pace, json_pieces
 from quire.text.backends import unencodable
+from quire.text.partial import LONG_CHARACTERS, parts
 from quire.text.tokenizer import Tokenizer
 from quire.text.workers import wire
 from quire.text.workers.pool import ProcessPool
@@ -75,8 +76,30 @@ class TextOffload:
         return await future
 
     async def encode(self, text: str, add_special_tokens: bool, cut: wire.Cut = ALL) -> tuple[int, list[int] | None]:
-        """How many tokens the text has, and those of them that are wanted; None if they are more than that."""
+        """How many tokens the text has, and those of them that are wanted; None if they are more than that.
+
+        Of a long text that is cut, no more is tokenized than the cut leaves; its tokens are counted as one more than these.
+        """
         tokenizer = self._has_tokenizer()
+        if cut.keep is not None and len(text) > LONG_CHARACTERS and await self.thread(lambda: tokenizer.words_apart):
+            kept = await self._encode_end(text, add_special_tokens, cut)
+            if kept is not None:
+                return cut.keep + 1, kept
+        return await self._encode_whole(tokenizer, text, add_special_tokens, cut)
+
+    async def _encode_end(self, text: str, add_special_tokens: bool, cut: wire.Cut) -> list[int] | None:
+        """Return the tokens that the cut leaves, from one end of the text; None if its end does not tell them."""
+        assert cut.keep is not None
+        for part in parts(text, cut):
+            lead = 0 if not part.lead else len(await self._encode_short(self._has_tokenizer(), part.lead, False))
+            _, ids = await self._encode_whole(self._has_tokenizer(), part.text, add_special_tokens, ALL)
+            if ids is not None and len(ids) >= cut.keep + lead:
+                return cut.of(ids)[1]
+        return None
+
+    async def _encode_whole(
+        self, tokenizer: Tokenizer, text: str, add_special_tokens: bool, cut: wire.Cut
+    ) -> tuple[int, list[int] | None]:
         if self._foreign or len(text) <= tokenizer.short:
             return cut.of(await self._encode_short(tokenizer, text, add_special_tokens))
         job = wire.Encode(add_special_tokens, cut)

@@ -7,10 +7,12 @@ their vocabulary), a negative one is an error. `tokenizer_files.py` reads tokeni
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal, overload
 
 from quire.text.backends import TokenizerBackend, unencodable
 from quire.text.chat import ChatTemplates
+from quire.text.partial import SpecialTokens
 from quire.text.token_pieces import TokenBytes
 from quire.types.errors import NotSupported, RequestError
 
@@ -158,6 +160,16 @@ class Tokenizer:
     def characters_per_token(self) -> int | None:
         """At most; None: it cannot be said."""
         return self._backend.characters_per_token
+
+    @property
+    def words_apart(self) -> bool:
+        """Whether words with a space between them are tokenized independently of each other."""
+        return self._backend.words_apart
+
+    @cached_property
+    def template(self) -> SpecialTokens:
+        """The special tokens of a text and of a pair of texts."""
+        return SpecialTokens.of(self._backend)
 
     def get_vocab(self) -> dict[str, int]:
         return self._backend.vocab()

@@ -29,6 +29,7 @@ class Extras:
     pool: bool = False  # the hidden state of the prompt's last token is wanted: the delta with the first token has it
     lora: AdapterRef | None = None  # the adapter itself; its place is known when it is on the device
     lora_name: str = ""  # as users call it
+    segment: int = 0  # of a pair of texts: position of the first token with segment id 1; 0 = all tokens have segment id 0
 
     @property
     def features(self) -> tuple[str, ...]:

@@ -65,13 +65,25 @@ class Cut(msgspec.Struct, array_like=True):
     most: int
     keep: int | None = None
     right: bool = False  # the end is cut off
+    before: int = 0  # special tokens in front of the text, which stay
+    after: int = 0  # special tokens at the end of the text, which stay
 
     def of(self, ids: list[int]) -> tuple[int, list[int] | None]:
         """How many there are, and those that are wanted."""
         count = len(ids)
-        if self.keep is not None and count > self.keep:
-            return count, ids[: self.keep] if self.right else ids[count - self.keep :]
-        return count, ids if self.keep is not None or count <= self.most else None
+        if self.keep is None:
+            return count, ids if count <= self.most else None
+        if count <= self.keep:
+            return count, ids
+        end = count - self.after
+        start = self.before if self.right else max(self.before, end - self.room)
+        return count, [*ids[: self.before], *ids[start : min(end, start + self.room)], *ids[end:]]
+
+    @property
+    def room(self) -> int:
+        """Tokens of the text itself that are kept."""
+        assert self.keep is not None
+        return max(0, self.keep - self.before - self.after)
 
 
 class Encode(_Job):
