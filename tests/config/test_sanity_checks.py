@@ -12,9 +12,8 @@ from quire.config.facts import ModelFacts, read_facts
 from quire.config.sanity_checks import implausible
 from quire.files.resolve import resolve_model
 from quire.layers.mlp import GatedMLP
-from quire.layers.moe import MoE
+from quire.layers.moe import MoE, RoutedMoE
 from quire.layers.rope import Rope, rope_parameters
-from quire.layers.routed_moe import RoutedMoE
 from quire.types.errors import ModelError
 
 CONFIG: dict[str, Any] = {

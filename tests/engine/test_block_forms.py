@@ -16,7 +16,7 @@ from quire.files.resolve import resolve_model
 from quire.layers.embedding import PlainHead
 from quire.layers.linear import Linear
 from quire.layers.moe import Experts
-from quire.layers.quant.gguf_forms import BlocksExperts, BlocksHead, BlocksLinear
+from quire.layers.quant.gguf import BlocksExperts, BlocksHead, BlocksLinear
 from quire.load.load import load_weights
 from quire.models.registry import build_model
 from quire.ops.blocks import QuantizedMatrix, dequantize, form_of, has_form

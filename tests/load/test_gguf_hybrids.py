@@ -19,7 +19,7 @@ from quire.config.devices import KEEPS
 from quire.config.facts import read_facts
 from quire.files.resolve import resolve_model
 from quire.layers.moe import Experts
-from quire.layers.quant.gguf_forms import BlocksExperts
+from quire.layers.quant.gguf import BlocksExperts
 from quire.load.load import load_weights
 from quire.models.registry import build_model
 from quire.types.errors import ModelError

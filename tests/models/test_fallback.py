@@ -205,7 +205,7 @@ def test_without_transformers_the_message_says_what_to_install(tmp_path, monkeyp
 def test_masks_are_described_by_what_they_hide():
     from transformers.masking_utils import chunked_causal_mask_function, sliding_window_causal_mask_function
 
-    from quire.models.fallback_interface import Mask, _describe_mask
+    from quire.models.fallback_checks import Mask, _describe_mask
 
     window = sliding_window_causal_mask_function(300)
     assert _describe_mask(mask_function=window, local_size=300) == Mask(300)

@@ -4,14 +4,13 @@ import pytest
 import torch
 
 from quire.attn.batch import PLAIN
-from quire.layers.fused_norm import fused_norm
 from quire.layers.linear import Linear
 from quire.layers.lora import LinearBank
-from quire.layers.mlp import GatedMLP
+from quire.layers.mlp import GatedMLP, SparseGatedMLP
 from quire.layers.norm import RMSNorm
 from quire.layers.parameter import Method
 from quire.layers.quant.stored import FormProduct
-from quire.layers.sparse_mlp import SparseGatedMLP
+from quire.models.blocks import fused_norm
 from quire.ops.packed import pack
 from quire.ops.quantized_layouts import Activation, Float8, Int8, RoundedRows
 

@@ -30,7 +30,7 @@ from quire.types.cache import DTYPE_BYTES, CacheLayout
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from quire.layers.claims import Claims
+    from quire.layers.parameter import Claims
 
 SCALE_BYTES = 4  # one for each output of a matrix that becomes fp8 while it is loaded
 

@@ -1,22 +1,20 @@
-"""Self-attention: projections, optional norms and rotation around a core that owns the way to the cache."""
+"""Self-attention over the paged KV cache."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from quire.attn.backend import AttentionBackend, AttentionSpec, Heads, choose_backend
-from quire.attn.batch import Batch, Tokens
+from quire.attn.batch import Batch, GroupView, Tokens
 from quire.dist.mesh import HeadDivision
-from quire.layers.claims import Claims, rows_of
-from quire.layers.head_norms import HeadLayerNorm, WidthNorms
 from quire.layers.linear import HeadsLinear, Linear, MergedLinear
-from quire.layers.norm import RMSNorm
-from quire.layers.parameter import parameter
-from quire.layers.role import Role
+from quire.layers.norm import HeadLayerNorm, RMSNorm, WidthNorms
+from quire.layers.parameter import Claims, Role, parameter, rows_of
 from quire.layers.rope import Rope
 from quire.ops.arguments import HeadNorms
 from quire.ops.kv import kv_write
@@ -219,3 +217,78 @@ def keep(x: Tensor, batch: Batch) -> Tensor:
     if has_torch_function_unary(x):
         return handle_torch_function(keep, (x,), x, batch)
     return batch.keep(x)
+
+
+class SharedAttention(SelfAttention):
+    """`source` wrote the keys and values. Behind the last layer that writes some only those tokens go on that the batch keeps,
+    and this is behind it."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        cache: LayerCache,
+        rope: Rope | None,
+        *,
+        source: SelfAttention,
+        norm: RMSNorm | None = None,
+        bias: bool = False,
+        **more: Any,
+    ) -> None:
+        super().__init__(hidden_size, heads, cache, rope, bias=bias, **more)
+        queries = {"q_proj": heads * cache.head_dim}
+        self.qkv = MergedLinear(hidden_size, queries, bias=bias, role=Role.COLUMN, cuts=(self.division.cut_queries,))
+        self.q_norm = norm
+        self.core = source.core
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """x [K, H] -> [K, H]."""
+        final, spec = batch.final, self.core.spec
+        query = self.qkv(x, final.tokens).view(len(x), spec.heads, spec.head_dim)
+        if isinstance(self.q_norm, RMSNorm):
+            query = self.q_norm(query)
+        if self.rope is not None:
+            table = self.rope.table
+            turn(query, *table.rows(final.positions), table.interleaved)
+        out: Tensor = self.o_proj(self.core.attend(query, final, None), final.tokens)
+        return out
+
+    def tokens_after(self, batch: Batch) -> Any:
+        return batch.final.tokens
+
+    def select_residual(self, residual: Tensor, batch: Batch) -> Tensor:  # noqa: ARG002
+        return residual
+
+
+def cut_rows(batch: Batch, group: int, chunk: int, page_size: int) -> Batch:
+    """The same tokens, all of them final, in rows that end where chunks do. Of the groups only `group` may be attended to.
+    Made once for each batch."""
+    key = "chunks", group, chunk
+    if key in batch.plans:
+        found: Batch = batch.plans[key]
+        return found
+    source, first, rows = list[int](), list[int](), list[tuple[int, int, int]]()
+    for row, (start, count, length) in enumerate(batch.rows):
+        at, end = length - count, length
+        while at < end:
+            stop = min(end, at // chunk * chunk + chunk)
+            source.append(row)
+            first.append(at // chunk * chunk // page_size)
+            rows.append((start + at - (length - count), stop - at, stop - at // chunk * chunk))
+            at = stop
+    tables, device = batch.groups[group].tables, batch.ids.device
+    width = min(tables.shape[1], chunk // page_size)
+    columns = torch.tensor(first, device=device)[:, None] + torch.arange(width, device=device)
+    part = tables[torch.tensor(source, device=device)[:, None], columns.clamp_(max=tables.shape[1] - 1)].contiguous()
+    views = [GroupView(part, view.write) if i == group else view for i, view in enumerate(batch.groups)]
+    cut = replace(
+        batch,
+        row_starts=torch.tensor([0, *np.cumsum([count for _, count, _ in rows])], dtype=torch.int32, device=device),
+        kv_lengths=torch.tensor([length for _, _, length in rows], dtype=torch.int32, device=device),
+        rows=tuple(rows),
+        groups=tuple(views),
+        plans={},
+        kept=None,
+    )
+    batch.plans[key] = cut
+    return cut

@@ -9,10 +9,8 @@ from torch import Tensor, nn
 
 from quire.attn.batch import LoRATokens, Tokens
 from quire.dist.collectives import Group
-from quire.layers.claims import Claims, rows_of
 from quire.layers.lora import EmbeddingBank, HeadBank
-from quire.layers.parameter import Method, MethodLayer, parameter
-from quire.layers.role import Role
+from quire.layers.parameter import Claims, Method, MethodLayer, Role, parameter, rows_of
 from quire.ops.linear import linear_float
 
 

@@ -12,10 +12,9 @@ from quire.attn.backend import AttentionSpec, Latents
 from quire.attn.batch import Batch, Tokens, take_rows
 from quire.dist.mesh import HeadDivision, Position
 from quire.layers.attention import Attention, keep
-from quire.layers.claims import Claim, Claims, Take
 from quire.layers.linear import Linear, MergedLinear
 from quire.layers.norm import RMSNorm
-from quire.layers.role import Role
+from quire.layers.parameter import Claim, Claims, Role, Take
 from quire.layers.rope import Rope
 from quire.ops.arguments import AdapterTable
 from quire.types.cache import LayerCache

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from quire.attn.batch import Tokens
 from quire.dist.collectives import Group, add_parts, join_parts
 from quire.dist.mesh import Cut, HeadDivision, evenly
-from quire.layers.claims import Claim, Claims, Take, rows_of
 from quire.layers.lora import LinearBank
-from quire.layers.parameter import Method, MethodLayer, parameter
-from quire.layers.role import Role
+from quire.layers.parameter import Claim, Claims, Method, MethodLayer, Role, Take, parameter, rows_of
 from quire.ops.adapters import linear_tiled
 from quire.ops.linear import gated_linear, linear
 from quire.ops.quantized_layouts import Rounding, Rows

@@ -1,4 +1,4 @@
-"""Normalization. `add` folds the residual connection before the norm into it."""
+"""Norms: RMSNorm, LayerNorm, and norms of the queries and keys of all heads."""
 
 from typing import Protocol
 
@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.dist.collectives import Group
+from quire.dist.mesh import HeadDivision
 from quire.files.reading import shown
-from quire.layers.parameter import parameter
+from quire.layers.parameter import Claims, parameter, rows_of
 from quire.ops.norm import add_rms_norm, rms_norm, rounded_norm
 from quire.ops.quantized_layouts import RoundedRows, Rounding
 from quire.types.errors import ModelError
@@ -79,3 +81,79 @@ class NoNorm(nn.Module):
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         total = x if residual is None else x + residual
         return total, total
+
+
+class WidthNorms(nn.Module):
+    """Root-mean-square norms of all queries and of all keys of a token: at `a.width_norms` they take `a.q_norm.weight` and
+    `a.k_norm.weight`. Ranks that have some heads each add up their squares."""
+
+    group: Group | None = None  # of those ranks
+    holders = 1  # ranks that have the same key heads
+
+    def __init__(self, division: HeadDivision, eps: float) -> None:
+        super().__init__()
+        self.division, self.eps = division, check_epsilon(eps)
+        self.keep_heads(range(division.queries), range(division.keys))
+
+    def keep_heads(self, queries: range, keys: range) -> None:
+        """Before anything is loaded."""
+        self.kept = queries, keys
+        self.query = parameter(len(queries) * self.division.size)
+        self.key = parameter(len(keys) * self.division.size)
+
+    def claims(self, path: str) -> Claims:
+        taken: Claims = {}
+        above = path.rpartition(".")[0]
+        whole = self.division.queries, self.division.keys
+        for name, weight, heads, some in zip("qk", (self.query, self.key), whole, self.kept, strict=True):
+            rows = range(some.start * self.division.size, some.stop * self.division.size)
+            taken[f"{above}.{name}_norm.weight"] = rows_of((heads * self.division.size,), [(weight.data, rows)])
+        return taken
+
+    def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """query [T, heads * head_dim] and key [T, kv_heads * head_dim] of this rank -> the same, normed."""
+        if self.group is None:
+            return rms_norm(query, self.query, self.eps), rms_norm(key, self.key, self.eps)
+        wide = query.float(), key.float()
+        shares = self.division.queries, self.division.keys * self.holders
+        parts = [x.square().sum(-1) / (heads * self.division.size) for x, heads in zip(wide, shares, strict=True)]
+        mean = self.group.add(torch.stack(parts, dim=-1))  # [T, 2]
+        factors = (mean + self.eps).rsqrt().unsqueeze(-1).unbind(1)  # each [T, 1]
+        normed = [x * factor * weight.float() for x, factor, weight in zip(wide, factors, (self.query, self.key), strict=True)]
+        return normed[0].to(query.dtype), normed[1].to(key.dtype)
+
+
+class HeadLayerNorm(nn.Module):
+    """The layer norm of each head. `own`: each head has a weight of its own; `apart`: in a tensor of its own, too."""
+
+    def __init__(
+        self, heads: int, size: int, eps: float, *, own: bool = False, apart: bool = False, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.heads, self.size, self.eps, self.own, self.apart = heads, size, check_epsilon(eps), own, apart
+        self.bias = parameter(size) if bias else None
+        self.keep_heads(range(heads))
+
+    def keep_heads(self, heads: range) -> None:
+        """Before anything is loaded."""
+        self.kept = heads
+        self.weight = parameter(len(heads), self.size) if self.own else parameter(self.size)
+
+    def claims(self, path: str) -> Claims:
+        if not self.own:
+            shared = {"weight": self.weight, "bias": self.bias}
+            return {
+                f"{path}.{n}": rows_of((self.size,), [(p.data, range(self.size))]) for n, p in shared.items() if p is not None
+            }
+        if not self.apart:
+            return {f"{path}.weight": rows_of((self.heads, self.size), [(self.weight.data, self.kept)])}
+        taken: Claims = {f"{path}.norms.{head}.weight": None for head in range(self.heads)}
+        for row, head in zip(self.weight.data, self.kept, strict=True):
+            taken[f"{path}.norms.{head}.weight"] = rows_of((self.size,), [(row, range(self.size))])
+        return taken
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, heads, size]."""
+        if self.own:
+            return F.layer_norm(x, (self.size,), None, None, self.eps) * self.weight
+        return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)

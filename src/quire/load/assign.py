@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from quire.layers.claims import Claim, Claims, whole
+from quire.layers.parameter import Claim, Claims, whole
 from quire.load.finite import NOT_FINITE, is_broken
 from quire.load.place import Mover
 from quire.load.source import Source, TensorSlice

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from quire.layers.claims import Claim
+from quire.layers.parameter import Claim
 from quire.load.source import TensorSlice, cut
 
 SPREAD = 0.02

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.config.families import find_gguf
 from quire.config.gguf import join_headers
 from quire.files.gguf import GGML_TYPES, GGUFTensor, read_gguf_shards
-from quire.layers.claims import Ranges
+from quire.layers.parameter import Ranges
 from quire.load.gguf_names import Name, hf_names
 from quire.load.source import TensorSlice, cut, map_file
 from quire.ops.blocks import QuantizedMatrix, dequantize

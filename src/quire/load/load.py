@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from quire.files.reading import reading
-from quire.layers.claims import Claims
+from quire.layers.parameter import Claims
 from quire.layers.quant.scheme import take_inventory
 from quire.layers.quant.stored import Target
 from quire.load.assign import Renames, assign, claims_of, match, rename

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.files.gguf import GGML_TYPES
 from quire.files.safetensors import TensorInfo, read_header, read_index
-from quire.layers.claims import Ranges
+from quire.layers.parameter import Ranges
 from quire.load.source import TensorSlice, cut, map_file
 from quire.ops.blocks import QuantizedMatrix
 from quire.types.errors import ModelError

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from quire.files.reading import open_regular
-from quire.layers.claims import Ranges
+from quire.layers.parameter import Ranges
 from quire.ops.blocks import QuantizedMatrix
 from quire.types.errors import ModelError
 

@@ -9,7 +9,7 @@ from quire.attn.batch import Batch
 from quire.layers.attention import SelfAttention, attend_heads
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
-from quire.layers.role import Role
+from quire.layers.parameter import Role
 from quire.layers.rope import Rope
 from quire.models.blocks import SandwichBlock
 from quire.models.mixtures import Glm4MoE

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from quire.attn.batch import Tokens
 from quire.layers.linear import Linear
 from quire.layers.mlp import MLP
-from quire.layers.parameter import parameter
-from quire.layers.role import Role
+from quire.layers.parameter import Role, parameter
 from quire.models.llama import Qwen3
 
 if TYPE_CHECKING:

@@ -1,16 +1,53 @@
-"""Decoder blocks whose norms and residual additions are placed differently from Llama's.
+"""Transformer blocks: norms, attention and feed-forward in the arrangements that several families share."""
 
-x [T, H] is not yet added to the residual stream [T, H]; the same holds for the returned x. The last block returns the final
-tokens only.
-"""
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from torch import Tensor, nn
 
 from quire.attn.batch import Batch
 from quire.layers.attention import SelfAttention
-from quire.layers.fused_norm import fused_norm
-from quire.layers.norm import Norm
-from quire.models.decoder import Block
+from quire.layers.linear import Linear
+from quire.layers.mlp import GatedMLP
+from quire.layers.norm import Norm, RMSNorm
+from quire.ops.quantized_layouts import Rows
+
+# layers whose input is read by one linear layer alone, and its name; not their subclasses, which may read it twice
+FIRST: Mapping[type[nn.Module], str] = MappingProxyType({SelfAttention: "qkv", GatedMLP: "gate_up"})
+
+
+def fused_norm(reader: nn.Module, norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Rows, Tensor]:
+    """Return norm.add(x [T, H], residual), quantized if the first linear layer of `reader`, the only reader, would do it."""
+    first = FIRST.get(type(reader))
+    if first is not None and type(norm) is RMSNorm:
+        linear = getattr(reader, first)
+        assert isinstance(linear, Linear)
+        rounding = linear.rounding(x)
+        if rounding is not None:
+            return norm.add_rounded(x, residual, rounding)
+    return norm.add(x, residual)
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward. The residual stream is kept apart from x; each norm adds x to it."""
+
+    def __init__(self, input_layernorm: Norm, self_attn: SelfAttention, post_attention_layernorm: Norm, mlp: nn.Module) -> None:
+        super().__init__()
+        self.input_layernorm = input_layernorm
+        self.self_attn = self_attn
+        self.post_attention_layernorm = post_attention_layernorm
+        self.mlp = mlp
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Run x [T, H], which is not yet added to the residual stream [T, H]; the same holds for the returned x.
+
+        The last block returns the final tokens only.
+        """
+        rows, residual = fused_norm(self.self_attn, self.input_layernorm, x, residual)
+        x = self.self_attn(rows, batch)
+        residual = self.self_attn.select_residual(residual, batch)
+        rows, residual = fused_norm(self.mlp, self.post_attention_layernorm, x, residual)
+        return self.mlp(rows, self.self_attn.tokens_after(batch)), residual
 
 
 class SandwichBlock(nn.Module):

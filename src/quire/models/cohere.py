@@ -9,8 +9,7 @@ from torch import nn
 
 from quire.layers.attention import SelfAttention
 from quire.layers.embedding import Head
-from quire.layers.head_norms import HeadLayerNorm
-from quire.layers.norm import LayerNorm, Norm
+from quire.layers.norm import HeadLayerNorm, LayerNorm, Norm
 from quire.models.blocks import ParallelBlock
 from quire.models.decoder import Decoder
 

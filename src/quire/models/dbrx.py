@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from quire.layers.attention import SelfAttention
-from quire.layers.claims import Claim, Claims, Take
 from quire.layers.moe import Experts, MoE, PlainExperts
 from quire.layers.norm import LayerNorm, Norm
+from quire.layers.parameter import Claim, Claims, Take
 from quire.models.decoder import Decoder
 from quire.types.errors import ModelError
 

@@ -12,38 +12,16 @@ from torch import Tensor, nn
 from quire.attn.batch import Batch, Tokens
 from quire.layers.attention import Attention, SelfAttention
 from quire.layers.embedding import Embedding, Head
-from quire.layers.fused_norm import fused_norm
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import Norm, RMSNorm
 from quire.layers.recurrent import Recurrence
 from quire.layers.rope import Rope, rope_parameters
+from quire.models.blocks import Block
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
 
 Body = Callable[[Tensor, Batch], Tensor]  # embedded tokens [T, H] -> hidden states [K, H] of the final ones
-
-
-class Block(nn.Module):
-    """Pre-norm attention and feed-forward. The residual stream is kept apart from x; each norm adds x to it."""
-
-    def __init__(self, input_layernorm: Norm, self_attn: SelfAttention, post_attention_layernorm: Norm, mlp: nn.Module) -> None:
-        super().__init__()
-        self.input_layernorm = input_layernorm
-        self.self_attn = self_attn
-        self.post_attention_layernorm = post_attention_layernorm
-        self.mlp = mlp
-
-    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Run x [T, H], which is not yet added to the residual stream [T, H]; the same holds for the returned x.
-
-        The last block returns the final tokens only.
-        """
-        rows, residual = fused_norm(self.self_attn, self.input_layernorm, x, residual)
-        x = self.self_attn(rows, batch)
-        residual = self.self_attn.select_residual(residual, batch)
-        rows, residual = fused_norm(self.mlp, self.post_attention_layernorm, x, residual)
-        return self.mlp(rows, self.self_attn.tokens_after(batch)), residual
 
 
 class Decoder(nn.Module):

@@ -9,9 +9,9 @@ from torch import nn
 from quire.files.reading import shown
 from quire.layers.latent import LatentAttention
 from quire.layers.mlp import GatedMLP
+from quire.layers.moe import RoutedMoE
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rope, rope_parameters
-from quire.layers.routed_moe import RoutedMoE
 from quire.models.decoder import Decoder
 from quire.models.granite import Granite
 from quire.types.errors import ModelError

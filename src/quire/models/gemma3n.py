@@ -8,13 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from quire.attn.batch import Batch, Tokens
-from quire.layers.attention import SelfAttention, keep
+from quire.layers.attention import SelfAttention, SharedAttention, keep
 from quire.layers.linear import Linear
-from quire.layers.mlp import GatedMLP
+from quire.layers.mlp import GatedMLP, SparseGatedMLP
 from quire.layers.norm import Norm
 from quire.layers.parameter import parameter
-from quire.layers.shared_keys import SharedAttention
-from quire.layers.sparse_mlp import SparseGatedMLP
 from quire.models.gemma import Gemma2
 from quire.models.gemma4 import GATE_RENAMES, INPUT_RENAMES, Gate, LayerInputs, SharingGemma
 

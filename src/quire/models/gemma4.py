@@ -9,15 +9,13 @@ from torch import Tensor, nn
 
 from quire.attn.batch import Batch, Tokens
 from quire.config.uneven_layers import key_owners
-from quire.layers.attention import SelfAttention, attend_heads, keep, prepare_heads
+from quire.layers.attention import SelfAttention, SharedAttention, attend_heads, keep, prepare_heads
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear, MergedLinear
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import Experts
 from quire.layers.norm import Norm, RMSNorm
-from quire.layers.parameter import parameter
-from quire.layers.role import Role
-from quire.layers.shared_keys import SharedAttention
+from quire.layers.parameter import Role, parameter
 from quire.models.gemma import Gemma2
 from quire.ops.activation import activate
 from quire.ops.moe import route

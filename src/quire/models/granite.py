@@ -9,10 +9,10 @@ from torch import nn
 from quire.layers.attention import SelfAttention
 from quire.layers.embedding import Embedding, Head
 from quire.layers.mlp import GatedMLP
-from quire.layers.routed_moe import RoutedMoE
+from quire.layers.moe import RoutedMoE
 from quire.models.blocks import SandwichBlock, ScaledBlock
 from quire.models.decoder import Decoder
-from quire.models.mixtral import local_experts
+from quire.models.llama import local_experts
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts

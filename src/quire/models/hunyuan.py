@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from quire.layers.attention import SelfAttention
-from quire.layers.routed_moe import RoutedMoE
+from quire.layers.moe import RoutedMoE
 from quire.models.decoder import Decoder
 
 if TYPE_CHECKING:

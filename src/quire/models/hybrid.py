@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from quire.attn.batch import Batch
 from quire.config.recurrent import mamba2_sizes
 from quire.layers.attention import SelfAttention, keep
-from quire.layers.mamba2 import Mamba2, Mamba2Shape
+from quire.layers.mamba import Mamba2, Mamba2Shape
 from quire.layers.norm import Norm
 from quire.layers.recurrent import GatedNorm
 from quire.models.decoder import Decoder

@@ -1,4 +1,4 @@
-"""More decoders of Mamba and attention: Granite 4, Falcon-H1, Jamba."""
+"""Decoders of Mamba and attention: Bamba, Granite 4, Falcon-H1, Jamba."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,20 +9,39 @@ from quire.attn.batch import Batch, Tokens
 from quire.config.recurrent import mamba2_sizes, mamba_sizes
 from quire.layers.attention import SelfAttention, attend_heads
 from quire.layers.embedding import Embedding, Head
-from quire.layers.mamba import Mamba, MambaShape
-from quire.layers.mamba2 import Mamba2, Mamba2Shape
+from quire.layers.mamba import Mamba, Mamba2, Mamba2Shape, MambaShape
 from quire.layers.mlp import GatedMLP
-from quire.layers.moe import MoE
+from quire.layers.moe import MoE, RoutedMoE
 from quire.layers.norm import Norm, RMSNorm
 from quire.layers.recurrent import GatedNorm
-from quire.layers.routed_moe import RoutedMoE
-from quire.models.bamba import Bamba
 from quire.models.granite import Granite, GraniteMoE
-from quire.models.hybrid import HybridDecoder, MixerBlock
+from quire.models.hybrid import HybridDecoder, MixerBlock, make_mamba2
 from quire.types.errors import ModelError
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
+if TYPE_CHECKING:
+    from quire.config.facts import ModelFacts
+
+
+class Bamba(HybridDecoder):
+    renames = (
+        *HybridDecoder.renames,
+        (r"^final_layernorm\.", "norm."),
+        (r"\.(mamba|self_attn)\.", ".mixer."),
+        (r"\.input_layernorm\.", ".norm."),
+        (r"\.pre_ff_layernorm\.", ".feed_norm."),
+    )
+
+    def make_mixer(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
+        hf = facts.hf
+        return make_mamba2(
+            facts,
+            hf.get("rms_norm_eps", 1e-5),
+            bias=bool(hf.get("mamba_proj_bias")),
+            conv_bias=bool(hf.get("mamba_conv_bias", True)),
+            limits=hf.get("time_step_limit") or (0.0, float("inf")),
+        )
 
 
 class GraniteHybrid(Bamba):

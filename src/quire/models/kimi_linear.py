@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from quire.config.recurrent import kimi_sizes
-from quire.layers.delta_net import DeltaShape
-from quire.layers.kimi_delta import KimiDelta
+from quire.layers.delta_net import DeltaShape, KimiDelta
 from quire.layers.latent import LatentAttention
 from quire.layers.rope import Rope
 from quire.models.deepseek import DeepseekV3, SparseDecoder

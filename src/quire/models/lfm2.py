@@ -6,9 +6,9 @@ from torch import nn
 
 from quire.layers.attention import SelfAttention
 from quire.layers.mlp import GatedMLP
+from quire.layers.moe import RoutedMoE
 from quire.layers.norm import Norm, RMSNorm
-from quire.layers.routed_moe import RoutedMoE
-from quire.layers.short_conv import ShortConv
+from quire.layers.recurrent import ShortConv
 from quire.models.hybrid import HybridDecoder
 
 if TYPE_CHECKING:

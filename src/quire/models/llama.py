@@ -1,14 +1,24 @@
-"""Llama and the families that differ from it by a bias, a norm or a merged matrix."""
+"""Llama and the families that differ from it by a bias, a norm, a merged matrix or experts in every block."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from quire.attn.batch import Batch
+from quire.files.reading import shown
 from quire.layers.attention import SelfAttention
 from quire.layers.mlp import MLP, GatedMLP
+from quire.layers.moe import MoE
 from quire.layers.norm import LayerNorm, Norm
 from quire.models.decoder import Decoder
+from quire.types.errors import ModelError
 
+if TYPE_CHECKING:
+    from quire.config.facts import ModelFacts
+if TYPE_CHECKING:
+    from quire.config.facts import ModelFacts
+if TYPE_CHECKING:
+    from quire.config.facts import ModelFacts
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
 
@@ -108,3 +118,71 @@ class SmolLM3(Decoder):
         bias, turned = bool(hf.get("attention_bias")), hf.get("no_rope_layers")
         turns = turned[index] if turned else (index + 1) % hf.get("no_rope_layer_interval", 4)
         return self.attention(facts, index, bias=bias, out_bias=bias, **({} if turns else {"rope": None}))
+
+
+class Solar(Llama):
+    """What goes into the layers of `bskcn_1` and `bskcn_2` is kept; into those of `bskcn_3` and `bskcn_4` goes a mixture with
+    what was kept last of the one and the other, whose share is the second of `bskcn_tv` (the first is for training)."""
+
+    def __init__(self, facts: "ModelFacts") -> None:
+        super().__init__(facts)
+        places = [facts.hf[f"bskcn_{number}"] for number in (1, 2, 3, 4)]
+        for number, layers in enumerate(places, 1):
+            if not isinstance(layers, list) or not all(layer in range(len(facts.layers)) for layer in layers):
+                raise ModelError(f"bskcn_{number} must be a list of layers, got {shown(layers)}")
+        for kept, mixed in ((0, 2), (1, 3)):
+            if places[mixed] and (not places[kept] or min(places[kept]) > min(places[mixed])):
+                raise ModelError(f"bskcn_{mixed + 1} has a layer before the first of bskcn_{kept + 1}, whose input it needs")
+        self.skips = tuple((frozenset(places[kept]), frozenset(places[mixed])) for kept, mixed in ((0, 2), (1, 3)))
+        self.share = float(facts.hf["bskcn_tv"][1])
+
+    def run_blocks(self, x: Tensor, batch: Batch) -> Tensor:
+        residual: Tensor | None = None
+        kept: list[Tensor] = [x, x]
+        for index, block in enumerate(self.layers):
+            for number, (keeping, _) in enumerate(self.skips):
+                if index in keeping:
+                    kept[number] = x if residual is None else x + residual
+            for number, (_, mixing) in enumerate(self.skips):
+                if index in mixing:
+                    now = x if residual is None else x + residual
+                    x, residual = kept[number] * self.share + now * (1.0 - self.share), None
+            x, residual = block(x, residual, batch)
+        return self.norm.add(x, residual)[0]
+
+
+def local_experts(kind: type[nn.Module], facts: "ModelFacts", **more: Any) -> nn.Module:
+    """Experts as Mixtral's configuration describes them, and with what a family has `more`."""
+    hf = facts.hf
+    sizes = {"experts": hf["num_local_experts"], "top_k": hf["num_experts_per_tok"]}
+    return kind(facts.hidden_size, hf["intermediate_size"], hf["hidden_act"], **sizes, **more)
+
+
+class Mixtral(Decoder):
+    renames = (
+        *Decoder.renames,
+        (r"\.block_sparse_moe\.", ".mlp."),
+        (r"\.w1\.", ".gate_proj."),
+        (r"\.w2\.", ".down_proj."),
+        (r"\.w3\.", ".up_proj."),
+    )
+
+    def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
+        return local_experts(MoE, facts, renormalize=True)
+
+
+class Qwen3MoE(Qwen3):
+    def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:
+        hf = facts.hf
+        experts = hf["num_local_experts"] if "num_local_experts" in hf else hf["num_experts"]
+        every = hf.get("decoder_sparse_step", 1)
+        if index in (hf.get("mlp_only_layers") or ()) or not experts or (index + 1) % every:
+            return super().make_mlp(facts, index)
+        return MoE(
+            facts.hidden_size,
+            hf["moe_intermediate_size"],
+            hf["hidden_act"],
+            experts=experts,
+            top_k=hf["num_experts_per_tok"],
+            renormalize=bool(hf.get("norm_topk_prob")),
+        )

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from quire.attn.batch import Batch, Tokens
-from quire.layers.attention import SelfAttention
-from quire.layers.chunked import cut_rows
+from quire.layers.attention import SelfAttention, cut_rows
 from quire.layers.mlp import GatedMLP
 from quire.layers.moe import MoE
 from quire.layers.rope import Rope

@@ -11,8 +11,8 @@ from quire.attn.batch import Batch, Tokens
 from quire.layers.latent import EPS, LatentAttention
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
+from quire.layers.moe import RoutedMoE
 from quire.layers.norm import Norm, RMSNorm
-from quire.layers.routed_moe import RoutedMoE
 from quire.models.deepseek import Latent
 from quire.types.errors import ModelError
 

@@ -10,7 +10,7 @@ from quire.attn.batch import Batch
 from quire.dist.mesh import HeadDivision
 from quire.layers.attention import SelfAttention, attend_heads
 from quire.layers.linear import Linear, MergedLinear
-from quire.layers.role import Role
+from quire.layers.parameter import Role
 from quire.layers.rope import Rope
 from quire.models.mixtures import Glm4MoE
 from quire.types.cache import LayerCache

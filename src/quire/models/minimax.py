@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from quire.attn.batch import Batch
-from quire.layers.lightning import LightningAttention
 from quire.layers.moe import MoE
 from quire.layers.norm import Norm, RMSNorm
+from quire.layers.recurrent import LightningAttention
 from quire.models.hybrid import HybridDecoder
-from quire.models.mixtral import Mixtral, local_experts
+from quire.models.llama import Mixtral, local_experts
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts

@@ -9,14 +9,12 @@ from quire.files.reading import shown
 from quire.layers.attention import SelfAttention
 from quire.layers.embedding import Head
 from quire.layers.mlp import GatedMLP
-from quire.layers.moe import MoE
+from quire.layers.moe import MoE, RoutedMoE
 from quire.layers.norm import LayerNorm, Norm
-from quire.layers.routed_moe import RoutedMoE
 from quire.models.decoder import Decoder
 from quire.models.deepseek import SparseDecoder
 from quire.models.exaone import Exaone4
-from quire.models.llama import Ernie45, Llama, Qwen2, Qwen3
-from quire.models.mixtral import Mixtral, local_experts
+from quire.models.llama import Ernie45, Llama, Mixtral, Qwen2, Qwen3, local_experts
 from quire.models.olmo import Olmo2
 from quire.types.errors import ModelError
 

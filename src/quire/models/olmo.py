@@ -4,13 +4,19 @@ attention and feed-forward give, not what they are given. OLMo 3 stretches the r
 
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from quire.attn.batch import Batch
+from quire.config.recurrent import delta_sizes
 from quire.layers.attention import SelfAttention
+from quire.layers.delta_net import DeltaNet, DeltaShape
 from quire.layers.norm import LayerNorm, Norm
 from quire.models.blocks import PostNormBlock
 from quire.models.decoder import Decoder
+from quire.models.hybrid import HybridDecoder
 
+if TYPE_CHECKING:
+    from quire.config.facts import ModelFacts
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
 
@@ -41,3 +47,48 @@ class Olmo3(Olmo2):
     def differences(self, facts: "ModelFacts", index: int) -> dict[str, Any]:
         kind = "full_attention" if facts.layers[index].window is None else "sliding_attention"
         return super().differences(facts, index) | {"rope": self.rope(facts, index, kind)}
+
+
+NORM_EPS = 1e-5  # of what delta networks give, whatever the other norms have
+
+
+class NormedBehind(nn.Module):
+    """What attention and feed-forward give is normed, what they are given is not."""
+
+    def __init__(self, mixer: nn.Module, feed_norm: Norm, feed_forward: nn.Module, last_norm: Norm) -> None:
+        super().__init__()
+        self.mixer, self.feed_norm, self.feed_forward, self.last_norm = mixer, feed_norm, feed_forward, last_norm
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
+        total = total + self.feed_norm(self.mixer(total, batch))
+        return self.last_norm(self.feed_forward(total, batch.tokens)), total
+
+
+class OlmoHybrid(HybridDecoder):
+    renames = (
+        *HybridDecoder.renames,
+        (r"\.linear_attn\.([qkvab])_proj\.", r".mixer.in_proj_\1."),
+        (r"\.linear_attn\.g_proj\.", ".mixer.in_proj_z."),
+        (r"\.linear_attn\.o_(proj|norm)\.", r".mixer.out_\1."),
+        (r"\.mixer\.out_norm\.", ".mixer.norm."),
+        (r"\.(linear_attn|self_attn)\.", ".mixer."),
+        (r"\.(input_layernorm|attention_layer_norm)\.", ".norm."),
+        (r"\.(post_attention_layernorm|feedforward_layer_norm)\.", ".feed_norm."),
+        (r"\.post_feedforward_layernorm\.", ".last_norm."),
+        (r"\.mlp\.", ".feed_forward."),
+    )
+
+    def make_block(self, facts: "ModelFacts", index: int) -> nn.Module:
+        if facts.kinds[index] != "attention":
+            return super().make_block(facts, index)
+        hf = facts.hf
+        bias, turns = bool(hf.get("attention_bias")), (hf.get("rope_parameters") or {}).get("rope_theta") is not None
+        eps = hf.get("rms_norm_eps", 1e-6)
+        still: dict[str, Any] = {} if turns else {"rope": None}
+        attention = self.attend(facts, index, bias=bias, out_bias=bias, width_norm=eps, **still)
+        return NormedBehind(attention, self.make_norm(facts), self.make_mlp(facts, index), self.make_norm(facts))
+
+    def make_mixer(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
+        reach = 2.0 if facts.hf.get("linear_allow_neg_eigval", True) else 1.0
+        return DeltaNet(facts.hidden_size, DeltaShape(*delta_sizes(facts.hf)), NORM_EPS, stored="apart", reach=reach)

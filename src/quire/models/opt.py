@@ -10,7 +10,8 @@ from quire.layers.embedding import Embedding, Head, PositionEmbedding
 from quire.layers.linear import Linear
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm, NoNorm, Norm
-from quire.models.decoder import Block, Decoder
+from quire.models.blocks import Block
+from quire.models.decoder import Decoder
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts

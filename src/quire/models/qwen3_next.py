@@ -12,7 +12,7 @@ from quire.layers.attention import SelfAttention, attend_heads
 from quire.layers.delta_net import DeltaNet, DeltaShape, Stored
 from quire.layers.linear import MergedLinear
 from quire.layers.norm import Norm, RMSNorm
-from quire.layers.role import Role
+from quire.layers.parameter import Role
 from quire.models.hybrid import HybridDecoder
 from quire.models.mixtures import is_dense, with_shared_expert
 from quire.types.cache import LayerCache

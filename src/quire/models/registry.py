@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from quire.models.decoder import Decoder
 
 FALLBACK = "fallback:Fallback"
-RECOMPUTED = "recomputed:Recomputed"
+RECOMPUTED = "fallback:Recomputed"
 
 
 def find_family(facts: "ModelFacts") -> Card | None:

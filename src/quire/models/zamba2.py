@@ -11,7 +11,7 @@ from quire.layers.attention import SelfAttention, attend_heads, keep
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import Norm
-from quire.layers.role import Role
+from quire.layers.parameter import Role
 from quire.models.hybrid import HybridDecoder, OneMixerBlock, make_mamba2
 from quire.ops.activation import gated
 

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 # how checkpoints are quantized -> who knows the methods; imported when one is
 SCHEMES: Mapping[str, str] = MappingProxyType(
     {
-        "awq": "quire.layers.quant.awq:AWQScheme",
+        "awq": "quire.layers.quant.gptq:AWQScheme",
         "bitsandbytes": "quire.layers.quant.bitsandbytes:BitsAndBytesScheme",
         "compressed-tensors": "quire.layers.quant.compressed_tensors:CompressedTensorsScheme",
         "fp8": "quire.layers.quant.fp8:Float8Scheme",
         "fp8 online": "quire.layers.quant.fp8:OnlineFloat8Scheme",
         "gguf": "quire.layers.quant.gguf:GGUFScheme",
-        "gguf forms": "quire.layers.quant.gguf_forms:GGUFFormsScheme",
+        "gguf forms": "quire.layers.quant.gguf:GGUFFormsScheme",
         "gptq": "quire.layers.quant.gptq:GPTQScheme",
         "modelopt": "quire.layers.quant.modelopt:ModelOptScheme",
         "mxfp4": "quire.layers.quant.mxfp4:MXFP4Scheme",

@@ -9,12 +9,12 @@ from quire.dist.collectives import Exchange, Group
 from quire.dist.mesh import Position, divide, evenly
 from quire.layers.attention import SelfAttention
 from quire.layers.embedding import Embedding, Head
-from quire.layers.head_norms import WidthNorms
 from quire.layers.latent import LatentAttention
 from quire.layers.linear import Linear
+from quire.layers.mlp import Cutoff
 from quire.layers.moe import Experts
-from quire.layers.role import Role
-from quire.layers.sparse_mlp import Cutoff
+from quire.layers.norm import WidthNorms
+from quire.layers.parameter import Role
 from quire.types.errors import ConfigError
 
 

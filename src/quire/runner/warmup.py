@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from quire.attn.batch import PLAIN, Batch
 from quire.dist.collectives import Group
 from quire.layers.attention import SelfAttention
-from quire.layers.fused_norm import fused_norm
 from quire.layers.latent import LatentAttention
 from quire.layers.linear import Linear
+from quire.models.blocks import fused_norm
 from quire.models.decoder import Decoder
 from quire.runner.batch import build_batch
 from quire.runner.profile_run import GREEDY, MadeUpRequest, make_step

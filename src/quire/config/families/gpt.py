@@ -78,10 +78,10 @@ CARDS = (
             ),
         ),
     ),
-    Card(_GPT2, "dense", "starcoder:GPTBigCode", ("GPTBigCodeForCausalLM",), {"gpt_bigcode": {"multi_query": True, **_TIED}},
+    Card(_GPT2, "dense", "gpt2:GPTBigCode", ("GPTBigCodeForCausalLM",), {"gpt_bigcode": {"multi_query": True, **_TIED}},
          derive=_gpt_bigcode),
     Card(
-        "StarCoder 2", "dense", "starcoder:StarCoder2", ("Starcoder2ForCausalLM",), {"starcoder2": ROPE},
+        "StarCoder 2", "dense", "gpt2:StarCoder2", ("Starcoder2ForCausalLM",), {"starcoder2": ROPE},
         gguf=(
             GGUF(
                 "starcoder2", {"hidden_act": "gelu_pytorch_tanh"}, FIELDS | {"attention.layer_norm_epsilon": "norm_epsilon"},
@@ -89,8 +89,8 @@ CARDS = (
             ),
         ),
     ),
-    Card(_GPTJ, "dense", "gptj:CodeGen", ("CodeGenForCausalLM",), {"codegen": {**ROPE, "rotary_dim": 64}}, derive=_gptj),
-    Card(_GPTJ, "dense", "gptj:GPTJ", ("GPTJForCausalLM",), {"gptj": {**ROPE, "rotary_dim": 64}}, derive=_gptj),
+    Card(_GPTJ, "dense", "gpt_neox:CodeGen", ("CodeGenForCausalLM",), {"codegen": {**ROPE, "rotary_dim": 64}}, derive=_gptj),
+    Card(_GPTJ, "dense", "gpt_neox:GPTJ", ("GPTJForCausalLM",), {"gptj": {**ROPE, "rotary_dim": 64}}, derive=_gptj),
     Card(
         "GPT-NeoX (Pythia)", "dense", "gpt_neox:GPTNeoX", ("GPTNeoXForCausalLM",),
         {"gpt_neox": {**ROPE, "partial_rotary_factor": 0.25}},
@@ -123,7 +123,7 @@ CARDS = (
     Card("Bloom", "dense", "alibi:Bloom", ("BloomForCausalLM",), {"bloom": {"seq_length": 2048, **_TIED}}),
     Card("MPT", "dense", "alibi:MPT", ("MptForCausalLM", "MPTForCausalLM"), {"mpt": _TIED}),
     Card("OPT", "dense", "opt:OPT", ("OPTForCausalLM",), {"opt": _TIED}, text=("opt",)),
-    Card("Phi 1 to 3", "dense", "phi:Phi", ("PhiForCausalLM",), {"phi": _HALF_ROPE}),
+    Card("Phi 1 to 3", "dense", "gpt_neox:Phi", ("PhiForCausalLM",), {"phi": _HALF_ROPE}),
     Card("Nemotron", "dense", "nemotron:Nemotron", ("NemotronForCausalLM",), {"nemotron": _HALF_ROPE}),
     Card(
         "Command R (Cohere 1 and 2)", "dense", "cohere:Cohere", ("CohereForCausalLM",), {"cohere": {"rope_theta": 5e5}},

@@ -109,7 +109,7 @@ CARDS = (
         text=("ministral3",),
     ),
     Card(
-        "Mixtral", "MoE", "mixtral:Mixtral", ("MixtralForCausalLM",),
+        "Mixtral", "MoE", "llama:Mixtral", ("MixtralForCausalLM",),
         {"mixtral": {"rope_theta": 1e6, "sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2}},
         text=("mixtral",),
         gguf=(
@@ -160,6 +160,6 @@ CARDS = (
         {"smollm3": {"rope_theta": 2e6, "use_sliding_window": False}},
         gguf=(GGUF("smollm3", {**SILU, **_NO_BIAS, "no_rope_layer_interval": 4}, rotary_pairs=True),),
     ),
-    Card("Solar Pro", "dense", "solar:Solar", ("SolarForCausalLM",), {"solar": ROPE}, derive=_solar),
+    Card("Solar Pro", "dense", "llama:Solar", ("SolarForCausalLM",), {"solar": ROPE}, derive=_solar),
     Card("XVERSE", "dense", _LLAMA, ("XverseForCausalLM",), {"xverse": ROPE}),
 )  # fmt: skip

@@ -64,7 +64,7 @@ CARDS = (
         ),
     ),
     Card(
-        _MOE, "MoE", "qwen3_moe:Qwen3MoE", ("Qwen3MoeForCausalLM",),
+        _MOE, "MoE", "llama:Qwen3MoE", ("Qwen3MoeForCausalLM",),
         {"qwen3_moe": _MOE_WINDOWS,
          "qwen3_vl_moe_text": {"rope_theta": 5e5, "max_position_embeddings": 128000, "norm_topk_prob": True}},
         text=("qwen3_moe", "qwen3_vl_moe_text"),

@@ -232,7 +232,7 @@ CARDS = (
     Card(_MAMBA, "recurrent", "mamba:FalconMamba", ("FalconMambaForCausalLM",), {"falcon_mamba": _UNBOUNDED},
          layers=_mamba_layers),
     Card(
-        "Bamba", "hybrid", "bamba:Bamba", ("BambaForCausalLM",),
+        "Bamba", "hybrid", "hybrids:Bamba", ("BambaForCausalLM",),
         {"bamba": {**ROPE, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "mamba_d_state": 256}}, layers=_bamba_layers,
     ),
     Card(
@@ -290,14 +290,14 @@ CARDS = (
         layers=_minimax_layers,
     ),
     Card(
-        "Nemotron-H", "hybrid", "nemotron_h:NemotronH", ("NemotronHForCausalLM",),
+        "Nemotron-H", "hybrid", "nemotron:NemotronH", ("NemotronHForCausalLM",),
         {"nemotron_h": {"head_dim": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "n_routed_experts": 8,
                         "num_experts_per_tok": 2, "moe_intermediate_size": 7688,
                         "moe_shared_expert_intermediate_size": 7688}},
         layers=_nemotron_h_layers,
     ),
     Card(
-        "OLMo Hybrid", "hybrid", "olmo_hybrid:OlmoHybrid", ("OlmoHybridForCausalLM",),
+        "OLMo Hybrid", "hybrid", "olmo:OlmoHybrid", ("OlmoHybridForCausalLM",),
         {"olmo_hybrid": {"rms_norm_eps": 1e-6, **SILU}}, derive=_olmo_hybrid, layers=_olmo_hybrid_layers,
     ),
     Card(

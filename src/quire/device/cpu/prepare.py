@@ -23,11 +23,10 @@ from quire.device.cpu.product import Product, repack
 from quire.device.cpu.resident import give_back_memory
 from quire.device.cpu.segments import Segments
 from quire.device.cpu.session import KEPT_OF_PRODUCT
-from quire.layers.claims import Claims
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear, Plain
 from quire.layers.lora import LinearBank
-from quire.layers.parameter import Method
+from quire.layers.parameter import Claims, Method
 from quire.layers.quant.gguf import GGUFHead, GGUFMethod, GGUFRows
 from quire.load.load import Filling, find_rows
 from quire.models.decoder import Decoder

@@ -21,7 +21,7 @@ from quire.files.threads import in_threads
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
 from quire.layers.moe import Experts
-from quire.layers.role import Role
+from quire.layers.parameter import Role
 from quire.ops.adapters import ENTRY
 from quire.types.errors import ConfigError
 

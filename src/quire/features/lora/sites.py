@@ -23,7 +23,7 @@ from quire.layers.lora import (
     OtherRows,
 )
 from quire.layers.moe import Experts
-from quire.layers.role import Role
+from quire.layers.parameter import Role
 from quire.ops.adapters import make_table
 from quire.types.errors import AdapterError
 

@@ -5,9 +5,7 @@ from typing import Any
 
 import torch
 
-from quire.layers.quant.floats import BlockwiseLayout
-from quire.layers.quant.ints import Int8Layout
-from quire.layers.quant.layout import Dim, Layout, Raw
+from quire.layers.quant.layout import BlockwiseLayout, Dim, Int8Layout, Layout, Raw
 from quire.layers.quant.scheme import DTYPES, MATRIX, CheckpointScheme, Inventory, contains, get_bool, get_names, get_text
 from quire.layers.quant.stored import Target
 from quire.ops.quantized_layouts import Activation

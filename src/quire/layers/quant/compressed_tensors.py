@@ -8,10 +8,8 @@ from typing import Any
 import torch
 
 from quire.files.reading import shown
-from quire.layers.quant.floats import Float4Layout
 from quire.layers.quant.fp8 import float8_layout, read_block
-from quire.layers.quant.ints import Int8Layout, PackedLayout
-from quire.layers.quant.layout import Dim, Layout, check_group
+from quire.layers.quant.layout import Dim, Float4Layout, Int8Layout, Layout, PackedLayout, check_group
 from quire.layers.quant.patterns import Paths
 from quire.layers.quant.scheme import (
     MATRIX,

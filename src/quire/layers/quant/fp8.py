@@ -11,8 +11,7 @@ from quire.files.reading import shown
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear, Plain
 from quire.layers.moe import Experts, PlainExperts
-from quire.layers.quant.floats import Float8Layout
-from quire.layers.quant.layout import Dim
+from quire.layers.quant.layout import Dim, Float8Layout
 from quire.layers.quant.scheme import MATRIX, ROUTERS, CheckpointScheme, Inventory, get_names, get_text
 from quire.layers.quant.stored import FormProduct, Target
 from quire.ops.quantized import (

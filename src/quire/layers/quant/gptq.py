@@ -1,4 +1,4 @@
-"""GPTQ: 4 or 8 bits in groups, which may be of inputs that are not neighbours (act-order)."""
+"""GPTQ (4 or 8 bits, act-order) and AWQ (4 bits): integers in groups."""
 
 from collections.abc import Mapping
 from math import lcm
@@ -7,10 +7,19 @@ from typing import Any
 import torch
 
 from quire.files.reading import shown
-from quire.layers.quant.ints import GPTQLayout
-from quire.layers.quant.layout import Dim, check_group
+from quire.layers.quant.layout import AWQLayout, Dim, GPTQLayout, check_group
 from quire.layers.quant.patterns import Patterns
-from quire.layers.quant.scheme import CheckpointScheme, Inventory, as_object, contains, get_bool, get_int, get_object, get_text
+from quire.layers.quant.scheme import (
+    CheckpointScheme,
+    Inventory,
+    as_object,
+    contains,
+    get_bool,
+    get_int,
+    get_names,
+    get_object,
+    get_text,
+)
 from quire.layers.quant.stored import Target
 from quire.types.errors import ModelError
 
@@ -90,3 +99,37 @@ def read_inside(found: Any) -> list[str]:
     if not isinstance(given, list) or not all(isinstance(name, str) for name in each):
         raise ModelError(f"quantization_config: modules_in_block_to_quantize must be a list of names, got {shown(found)}")
     return each
+
+
+class AWQScheme(CheckpointScheme):
+    def __init__(self, config: Mapping[str, Any], inventory: Inventory | None, target: Target) -> None:
+        super().__init__(config, inventory, target)
+        bits = get_int(config, "bits", "w_bit")
+        if bits != 4:
+            raise ModelError(f"AWQ with {bits} bits is not known; 4 are")
+        self._group = get_int(config, "group_size", "q_group_size", default=-1)
+        version = (get_text(config, "version") or "gemm").lower()
+        if version != "gemm":
+            raise ModelError(f"AWQ's layout {version!r} is not read; gemm is")
+        self._not = get_names(config, "modules_to_not_convert")
+        self._head = get_bool(config, "lm_head")
+
+    @property
+    def grain(self) -> int:
+        return lcm(8, max(1, self._group))
+
+    def layout(self, name: str, outputs: int, inputs: int) -> AWQLayout | None:
+        if contains(self._not, self.checkpoint_name(name)) or (name == "lm_head" and not self._head):
+            return None
+        group, sizes = inputs if self._group == -1 else self._group, (outputs, inputs)
+        check_group(inputs, group, name)
+        if outputs % 8:
+            raise ModelError(f"{name}: AWQ packs outputs by eights, and it has {outputs}")
+        eights, groups = Dim("outputs", 8), Dim("inputs", group)
+        raw = {
+            "qweight": self.raw(name, "qweight", (Dim("inputs"), eights), sizes, torch.int32),
+            "scales": self.raw(name, "scales", (groups, Dim("outputs")), sizes),
+        }
+        if get_bool(self.config, "zero_point", True) or self.has(name, "qzeros"):
+            raw["qzeros"] = self.raw(name, "qzeros", (groups, eights), sizes, torch.int32)
+        return AWQLayout(raw, group)

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from quire.layers.quant.floats import Float4Layout
 from quire.layers.quant.fp8 import float8_layout
-from quire.layers.quant.layout import Dim, Layout, check_group
+from quire.layers.quant.layout import Dim, Float4Layout, Layout, check_group
 from quire.layers.quant.scheme import CheckpointScheme, Inventory, as_object, contains, get_names, get_object, get_text
 from quire.layers.quant.stored import Target
 from quire.ops.quantized_layouts import Activation

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.layers.claims import Claim, Claims, Take
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
 from quire.layers.moe import Experts, PlainExperts, pairs_of, part_pairs
-from quire.layers.parameter import Method
+from quire.layers.parameter import Claim, Claims, Method, Take
 from quire.layers.quant.layout import check_group, check_scale
 from quire.layers.quant.scheme import Inventory
 from quire.layers.quant.stored import Target

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.layers.claims import Claim, Claims, Take
 from quire.layers.embedding import Head, PlainHead
 from quire.layers.linear import Linear, Plain
 from quire.layers.moe import Experts, PlainExperts, UngatedExperts
-from quire.layers.parameter import Method
+from quire.layers.parameter import Claim, Claims, Method, Take
 from quire.layers.quant.layout import UNDIVIDED, Layout, Raw, check_scales
 from quire.ops.quantized import (
     dequantized,

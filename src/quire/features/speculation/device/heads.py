@@ -29,11 +29,11 @@ from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
 from quire.layers.norm import NoNorm
-from quire.layers.parameter import parameter
-from quire.layers.role import Role
+from quire.layers.parameter import Role, parameter
 from quire.load.assign import Renames
 from quire.load.load import load_weights
-from quire.models.decoder import Block, Decoder
+from quire.models.blocks import Block
+from quire.models.decoder import Decoder
 from quire.models.llama import Llama, Qwen2, Qwen3
 from quire.models.registry import build_model
 from quire.runner.kv import KVBuffers
