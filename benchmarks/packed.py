@@ -12,9 +12,9 @@ import argparse
 import torch
 from linear import COLD_BYTES, SHAPES, time
 
-from quire.ops.copies import can_be_copied, copied
 from quire.ops.linear import gated_linear, linear
 from quire.ops.packed import pack
+from quire.ops.quantized import can_be_copied, copied
 from quire.ops.quantized_layouts import Activation, Float4, Float8, Int8, PackedInts
 
 

@@ -11,7 +11,7 @@ from quire.files.resolve import resolve_model
 from quire.files.safetensors import read_header
 from quire.load.load import load_weights
 from quire.models.registry import build_model
-from quire.prepare.copies import count_copied
+from quire.prepare.quantize import count_copied
 
 GIB = 1 << 30
 MATRICES = 245_760  # numbers of the tiny Llama's, which most schemes quantize

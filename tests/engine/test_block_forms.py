@@ -21,7 +21,7 @@ from quire.load.load import load_weights
 from quire.models.registry import build_model
 from quire.ops.blocks import QuantizedMatrix, dequantize, form_of, has_form
 from quire.ops.packed import pack
-from quire.prepare.copies import count_copied
+from quire.prepare.quantize import count_copied
 from quire.types.errors import ModelError
 
 NUMBER = {name: number for number, (name, _, _) in GGML_TYPES.items()}

@@ -9,7 +9,7 @@ from tiny import make_model, open_model
 from quire import SamplingParams
 from quire.attn import work_split
 from quire.attn.backend import Room
-from quire.attn.shared_prefix import NOTHING_SHARED
+from quire.attn.work_split import NOTHING_SHARED
 from quire.runner.buckets import Bucket
 from quire.runner.graph_capture import StepRecorder
 from quire.runner.prefixes import Prefixes

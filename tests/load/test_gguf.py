@@ -12,8 +12,7 @@ from quire.config.families import gguf_rows
 from quire.config.families.card import GGUF
 from quire.files.gguf import GGML_TYPES, READABLE_TYPES
 from quire.files.resolve import resolve_model
-from quire.load.gguf import GGUFSource
-from quire.load.gguf_names import split_pairs
+from quire.load.gguf import GGUFSource, split_pairs
 from quire.load.source import TensorSlice, cut, read_whole
 from quire.ops.blocks import DEQUANTIZE, dequantize
 from quire.types.errors import ModelError

@@ -13,8 +13,7 @@ from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear, MergedLinear
 from quire.layers.moe import MoE
 from quire.layers.norm import RMSNorm
-from quire.load.assign import claims_of, rename
-from quire.load.finite import broken_parameters
+from quire.load.assign import broken_parameters, claims_of, rename
 from quire.load.load import load_weights, refuse_broken
 from quire.load.safetensors import SafetensorsSource
 from quire.types.errors import ModelError

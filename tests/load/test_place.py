@@ -6,9 +6,9 @@ import struct
 import pytest
 import torch
 
-from quire.load import place as module
+from quire.load import assign as module
 from quire.load import safetensors as files
-from quire.load.place import Mover, cut
+from quire.load.assign import Mover, cut
 from quire.load.safetensors import SafetensorsSource
 from quire.load.source import TensorSlice, read_whole
 from quire.progress import doing

@@ -11,7 +11,7 @@ from quire.attn.backend import AttentionSpec
 from quire.attn.cpu import CPUAttention
 from quire.ops import paged_attention
 from quire.ops.arguments import HeadNorms, Rotation
-from quire.ops.attention import attend
+from quire.ops.kv import attend
 from quire.ops.native import kernels
 from quire.ops.paged_attention import PagedAttention, Rows, suits
 from quire.ops.qkv import reference_place_heads

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from quire.attn import work_split
-from quire.attn.shared_prefix import FEWEST, NOTHING_SHARED, SharedPrefix, find_alike
-from quire.attn.work_split import cut_rows
+from quire.attn.work_split import FEWEST, NOTHING_SHARED, SharedPrefix, cut_rows, find_alike
 
 PAGE, KEYS = 4, 8
 

@@ -5,8 +5,7 @@ import pytest
 import torch
 from kernel_support import DTYPES, numbers
 
-from quire.ops.adapter_moves import Moves
-from quire.ops.adapters import find_largest, pack
+from quire.ops.adapters import Moves, find_largest, pack
 
 pytest.importorskip("triton")
 from quire.ops.kernels import adapters as kernels

@@ -8,10 +8,10 @@ import torch
 from kernel_support import DTYPES, float8_cache
 from test_paged_attention import make_batch
 
-from quire.attn import launch, work_split
+from quire.attn import work_split
 from quire.attn.backend import AttentionSpec, Room, choose_backend
 from quire.attn.reference import ReferenceAttention
-from quire.attn.shared_prefix import NOTHING_SHARED, find_alike, nothing_shared
+from quire.attn.work_split import NOTHING_SHARED, find_alike, nothing_shared
 from quire.types.errors import ConfigError
 
 pytest.importorskip("triton")
@@ -40,7 +40,7 @@ LARGE = {
 @pytest.fixture
 def small_splits(monkeypatch):
     monkeypatch.setattr(work_split, "SPLIT", 32)
-    monkeypatch.setattr(launch, "MERGED_AT_ONCE", 2)
+    monkeypatch.setattr(backend, "MERGED_AT_ONCE", 2)
 
 
 def inputs(spec, rows, page_size, dtype, device, prefixes=()):
@@ -200,7 +200,7 @@ def test_long_rows_with_a_window(name, window, device, monkeypatch):
 
 
 def test_few_tokens_behind_many_keys_join_the_long_rows_where_they_are_few():
-    shape = launch.geometry(4, 128, torch.bfloat16)
+    shape = backend.geometry(4, 128, torch.bfloat16)
 
     def long_rows(rows):
         (plan,) = backend.cut(make_batch(rows, 16)[0], None, NOTHING_SHARED, shape, 4, True)

@@ -17,10 +17,10 @@ from quire.files.resolve import resolve_model
 from quire.layers.quant.stored import HeldHead, HeldLinear
 from quire.load.load import load_weights
 from quire.models.registry import build_model
-from quire.ops import copies
+from quire.ops import quantized
 from quire.ops.activation import reference_gated
-from quire.ops.copies import COPIED, can_be_copied, copied, rows_from
 from quire.ops.packed import PackedMatrix, pack
+from quire.ops.quantized import COPIED, can_be_copied, copied, rows_from
 from quire.ops.quantized_layouts import Activation
 from quire.types.errors import ConfigError
 
@@ -76,7 +76,7 @@ def test_from_how_many_rows_on(monkeypatch):
     for name, kind in names.items():
         matrix = pack(NOT_ROUNDED[name])
         for place, near in enumerate((1.0, 0.5, 0.49)):
-            monkeypatch.setattr(copies, "NEAR", near * matrix.outputs * matrix.inputs)
+            monkeypatch.setattr(quantized, "NEAR", near * matrix.outputs * matrix.inputs)
             assert rows_from(matrix) == COPIED[kind][place]
         monkeypatch.undo()
 

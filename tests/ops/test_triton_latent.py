@@ -10,7 +10,7 @@ from test_paged_attention import make_batch
 
 from quire.attn.backend import AttentionSpec, Latents
 from quire.attn.batch import LoRATokens, Tokens, keep_last
-from quire.attn.latent import LatentAttention
+from quire.attn.reference import LatentAttention
 from quire.ops.adapters import make_table, tile
 from quire.ops.arguments import Rotation
 

@@ -22,7 +22,6 @@ from quire.ops.linear import (
 
 pytest.importorskip("triton")
 from quire.ops.kernels import linear as kernels
-from quire.ops.kernels import linear_rows
 
 SHAPES = [((1, 64), 10), ((3, 40), 7), ((2, 2, 37), 5), ((1, 1100), 3), ((1, 2500), 5), ((2, 4096), 4)]
 
@@ -81,11 +80,11 @@ def test_a_product_of_another_type(device):
 def test_gated_rows(rows, outputs, inner, biased, dtype, device):
     x, weight = numbers(rows, inner, dtype=dtype, device=device), matrix(2 * outputs, inner, dtype, device)
     bias = numbers(2 * outputs, dtype=dtype, device=device, seed=2) if biased else None
-    close(linear_rows.gated_linear(x, weight, bias, "silu"), reference_gated(F.linear(x, weight, bias), "silu"))
+    close(kernels.gated_linear(x, weight, bias, "silu"), reference_gated(F.linear(x, weight, bias), "silu"))
 
 
 def test_every_number_of_gated_rows_has_a_tile():
-    assert max(tile.rows + tile.more for tile in linear_rows.TILES) == GATED_ROWS[-1]
+    assert max(tile.rows + tile.more for tile in kernels.TILES) == GATED_ROWS[-1]
 
 
 def test_programs_fill_the_rounds_they_take():

@@ -9,8 +9,8 @@ from quire.ops.activation import ACTIVATIONS, reference_gated
 from quire.ops.linear import FEW_ROWS, choose_few, few_way, gated_linear, linear, linear_float
 
 pytest.importorskip("triton")
-from quire.ops.kernels import linear_few
-from quire.ops.kernels.linear_few import Way
+from quire.ops.kernels import linear as kernels
+from quire.ops.kernels.linear import Way
 
 H200 = 132  # processors
 # rows, inner, outputs
@@ -25,7 +25,7 @@ WAYS = [Way(64, 3, 1), Way(64, 3, 4), Way(128, 2, 2)]  # of float32, for which s
 def test_linear(rows, inner, outputs, biased, way, dtype, device):
     x, weight = numbers(rows, inner, dtype=dtype, device=device), matrix(outputs, inner, dtype, device)
     bias = numbers(outputs, dtype=dtype, device=device, seed=2) if biased else None
-    close(linear_few.linear(x, weight, bias, way), F.linear(x, weight, bias))
+    close(kernels.few_rows_linear(x, weight, bias, way), F.linear(x, weight, bias))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -35,20 +35,20 @@ def test_linear(rows, inner, outputs, biased, way, dtype, device):
 def test_gated_linear(rows, inner, outputs, biased, way, dtype, device):
     x, weight = numbers(rows, inner, dtype=dtype, device=device), matrix(2 * outputs, inner, dtype, device)
     bias = numbers(2 * outputs, dtype=dtype, device=device, seed=2) if biased else None
-    close(linear_few.linear(x, weight, bias, way, "silu"), reference_gated(F.linear(x, weight, bias), "silu"))
+    close(kernels.few_rows_linear(x, weight, bias, way, "silu"), reference_gated(F.linear(x, weight, bias), "silu"))
 
 
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
 def test_activations(name, device):
     x, weight = numbers(2, 24, dtype=torch.float32, device=device), matrix(12, 24, torch.float32, device)
-    close(linear_few.linear(x, weight, None, WAYS[0], name), reference_gated(F.linear(x, weight), name))
+    close(kernels.few_rows_linear(x, weight, None, WAYS[0], name), reference_gated(F.linear(x, weight), name))
 
 
 @pytest.mark.parametrize("way", [*WAYS, Way(128, 6, 2), Way(256, 3, 1)])
 def test_a_product_of_another_type(way, device):
     """What was summed in float32 need not be rounded to the type of the matrix."""
     x, weight = numbers(7, 528, dtype=torch.float16, device=device), matrix(100, 528, torch.float16, device)
-    got = linear_few.linear(x, weight, None, way, kind=torch.float32)
+    got = kernels.few_rows_linear(x, weight, None, way, kind=torch.float32)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, F.linear(x.float(), weight.float()), atol=1e-5, rtol=1e-5)
 
@@ -56,15 +56,15 @@ def test_a_product_of_another_type(way, device):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_row_does_not_see_the_others(way, device):
     x, weight = numbers(16, 300, dtype=torch.float32, device=device), matrix(66, 300, torch.float32, device)
-    together = linear_few.linear(x, weight, None, way)
+    together = kernels.few_rows_linear(x, weight, None, way)
     for rows in (2, 5, 15):
-        assert torch.equal(linear_few.linear(x[:rows], weight, None, way), together[:rows])
-        assert torch.equal(linear_few.linear(x[16 - rows :], weight, None, way), together[16 - rows :])
+        assert torch.equal(kernels.few_rows_linear(x[:rows], weight, None, way), together[:rows])
+        assert torch.equal(kernels.few_rows_linear(x[16 - rows :], weight, None, way), together[16 - rows :])
 
 
 def test_rows_that_do_not_lie_one_after_the_other(device):
     x, weight = numbers(4, 6, 32, dtype=torch.float32, device=device)[:, 1:3], matrix(5, 32, torch.float32, device)
-    close(linear_few.linear(x, weight, None, WAYS[0]), F.linear(x, weight))
+    close(kernels.few_rows_linear(x, weight, None, WAYS[0]), F.linear(x, weight))
 
 
 def test_ways_that_were_measured():
@@ -85,7 +85,7 @@ def test_programs_of_one_round_fit_on_the_processors():
         for inner in (64, 512, 2048, 16384):
             way = choose_few(outputs, inner, H200)
             if way is not None and way.shares > 1:
-                assert way.shares * -(-outputs // linear_few.HIGH) <= H200 and inner >= 256 * way.shares
+                assert way.shares * -(-outputs // kernels.HIGH) <= H200 and inner >= 256 * way.shares
 
 
 def test_a_cpu_uses_torch():

@@ -9,9 +9,10 @@ from quire.ops.arguments import ClampedSwiglu, ExpertBiases, Ungated
 from quire.ops.moe import reference_experts_forward, reference_route, reference_route_by_scores
 
 pytest.importorskip("triton")
-from quire.ops.kernels import moe, moe_few, moe_many, routing
+from quire.ops.kernels import experts as kernels
+from quire.ops.kernels import moe
 
-WAYS = pytest.mark.parametrize("way", [moe_few, moe_many], ids=["few", "many"])
+WAYS = pytest.mark.parametrize("way", [kernels.few_slots_forward, kernels.sorted_forward], ids=["few", "many"])
 
 
 def problem(tokens, experts, top_k, hidden, inner, dtype, device):
@@ -58,7 +59,7 @@ def test_routing_by_scores(experts, top_k, groups, settings, corrected, device):
     logits = numbers(5, experts, dtype=torch.float32, device=device)
     correction = numbers(experts, dtype=torch.float32, device=device, seed=1) if corrected else None
     more = settings | {"correction": correction, "groups": groups[0], "top_groups": groups[1], "group_best": groups[2]}
-    weights, chosen = routing.route_by_scores(logits, top_k, **more)
+    weights, chosen = moe.route_by_scores(logits, top_k, **more)
     expected_weights, expected = reference_route_by_scores(logits, top_k, **more)
     assert torch.equal(chosen, expected)
     close(weights, expected_weights)
@@ -67,7 +68,7 @@ def test_routing_by_scores(experts, top_k, groups, settings, corrected, device):
 @pytest.mark.parametrize(("slots", "experts"), [(1, 4), (100, 3), (300, 128), (33, 60), (1111, 5), (2049, 7), (9000, 20)])
 def test_sorting(slots, experts, device):
     chosen = torch.randint(experts, (slots,), generator=torch.Generator().manual_seed(1)).to(device)
-    order, ends = moe_many.sort_slots(chosen, experts)
+    order, ends = kernels.sort_slots(chosen, experts)
     assert torch.equal(order, chosen.argsort(stable=True))
     assert torch.equal(ends, torch.bincount(chosen, minlength=experts).cumsum(0).int())
 
@@ -78,11 +79,11 @@ def test_sorting(slots, experts, device):
     [
         # a program for every number of every slot: the interpreter takes them one after the other
         *(
-            (moe_few, *shape)
+            (kernels.few_slots_forward, *shape)
             for shape in ((1, 8, 2, 12, 7), (5, 3, 2, 10, 6), (18, 2, 1, 4, 3), (2, 6, 6, 8, 5), (2, 4, 3, 7, 3))
         ),
         *(
-            (moe_many, *shape)
+            (kernels.sorted_forward, *shape)
             for shape in ((1, 8, 2, 48, 24), (5, 3, 2, 40, 30), (18, 2, 1, 8, 16), (2, 6, 6, 32, 20), (2, 4, 3, 37, 11))
         ),
     ],
@@ -90,7 +91,7 @@ def test_sorting(slots, experts, device):
 def test_experts(way, tokens, experts, top_k, hidden, inner, dtype, device):
     x, weights, chosen, up, down = problem(tokens, experts, top_k, hidden, inner, dtype, device)
     expected = reference_experts_forward(x, weights, chosen, up, down, "silu")
-    close(way.experts_forward(x, weights, chosen, up, down, "silu"), expected)
+    close(way(x, weights, chosen, up, down, "silu"), expected)
 
 
 @WAYS
@@ -98,7 +99,7 @@ def test_experts(way, tokens, experts, top_k, hidden, inner, dtype, device):
 def test_activations_of_experts(way, name, device):
     x, weights, chosen, up, down = problem(1, 4, 2, 7, 4, torch.float32, device)
     expected = reference_experts_forward(x, weights, chosen, up, down, name)
-    close(way.experts_forward(x, weights, chosen, up, down, name), expected)
+    close(way(x, weights, chosen, up, down, name), expected)
 
 
 def test_experts_without_gates(device):
@@ -116,10 +117,10 @@ def test_biases_and_clamps(way, behind, dtype, device):
     x, weights, chosen, up, down = problem(4, 5, 3, 10, 6, dtype, device)
     first, second = (numbers(5, size, dtype=dtype, device=device, seed=size) for size in (12, 10))
     biases, gating = ExpertBiases(first, second if behind else None), ClampedSwiglu(1.702, 0.5)
-    got = way.experts_forward(x, weights, chosen, up, down, gating, biases)
+    got = way(x, weights, chosen, up, down, gating, biases)
     close(got, reference_experts_forward(x, weights, chosen, up, down, gating, biases))
     x[1, 0] = torch.nan
-    broken = way.experts_forward(x, weights, chosen, up, down, gating, biases)
+    broken = way(x, weights, chosen, up, down, gating, biases)
     assert broken[1].isnan().all() and torch.equal(broken[0], got[0])
 
 

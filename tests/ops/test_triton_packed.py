@@ -23,8 +23,7 @@ from quire.ops.quantized_layouts import (
 pytest.importorskip("triton")
 from quire.ops.kernels.bit_packing import dequantize
 from quire.ops.kernels.packed import Way, product
-from quire.ops.kernels.packed_blocks import Tile, library_product
-from quire.ops.kernels.packed_blocks import product as product_by_blocks
+from quire.ops.kernels.packed_8bit import Tile, blocks_product, library_product
 from quire.ops.kernels.rounding import rescale, round_all, round_groups, round_rows
 
 LOOSE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -210,7 +209,7 @@ def test_rows_and_matrix_by_blocks(device):
     assert (values[:, :300] - x[:, :300]).abs().max() < 0.15 * x.abs().max() and not values[:, 300:].any()
     expected = x @ form.dequantize().T
     rows = round_groups(x, Rounding(torch.float8_e4m3fn, 384, 64, 128))
-    found = product_by_blocks(rows, pack(form).packed, None, Tile(16, 64, 4, 3, 2))
+    found = blocks_product(rows, pack(form).packed, None, Tile(16, 64, 4, 3, 2))
     assert (found - expected).abs().max() < 0.1 * expected.abs().max()
 
 

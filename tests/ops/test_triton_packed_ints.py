@@ -8,7 +8,7 @@ from quire.ops.packed import choose_ints, pack
 from quire.ops.quantized_layouts import INT8_MAX, Int8, Rounding
 
 pytest.importorskip("triton")
-from quire.ops.kernels.packed_ints import IntTile, product
+from quire.ops.kernels.packed_8bit import IntTile, ints_product
 from quire.ops.kernels.rounding import rescale, round_rows
 
 TILES = [IntTile(16, 32, 4, 2), IntTile(32, 16, 4, 2, 3), IntTile(64, 64, 4, 2, 2, 256)]
@@ -32,10 +32,10 @@ def test_products(tile, rows, outputs, columns, device):
     bias = torch.randn(outputs, generator=torch.Generator().manual_seed(3)).to(device)
     sums = (x.double() @ matrix.double().t()).float()
     expected = sums * (by_row[:, None] * by_output)
-    assert torch.equal(product(x, by_row, matrix, by_output, None, "", tile, torch.float32), expected)
-    got = product(x, by_row, matrix, by_output, bias, "", tile, torch.float32)
+    assert torch.equal(ints_product(x, by_row, matrix, by_output, None, "", tile, torch.float32), expected)
+    got = ints_product(x, by_row, matrix, by_output, bias, "", tile, torch.float32)
     torch.testing.assert_close(got, expected + bias, rtol=1e-6, atol=1e-6)
-    assert torch.equal(got, product(x, by_row, matrix, by_output, bias, "", tile._replace(shares=1), torch.float32))
+    assert torch.equal(got, ints_product(x, by_row, matrix, by_output, bias, "", tile._replace(shares=1), torch.float32))
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -45,7 +45,7 @@ def test_gates(tile, device):
     by_row, by_output = scales(rows, device), scales(2 * outputs, device, 2)
     bias = torch.randn(2 * outputs, generator=torch.Generator().manual_seed(3)).to(device)
     whole = (x.double() @ matrix.double().t()).float() * (by_row[:, None] * by_output) + bias
-    got = product(x, by_row, matrix, by_output, bias, "silu", tile, torch.float32)
+    got = ints_product(x, by_row, matrix, by_output, bias, "silu", tile, torch.float32)
     torch.testing.assert_close(got, reference_gated(whole, "silu"), rtol=1e-5, atol=1e-5)
 
 
@@ -53,7 +53,7 @@ def test_the_largest_sums_are_exact(device):
     x, matrix = torch.full((2, 1024), -128, dtype=torch.int8), torch.full((16, 1024), 127, dtype=torch.int8)
     one = torch.ones(16, device=device)
     for other in (matrix, -matrix):
-        got = product(x.to(device), one[:2], other.to(device), one, None, "", TILES[1], torch.float32)
+        got = ints_product(x.to(device), one[:2], other.to(device), one, None, "", TILES[1], torch.float32)
         assert torch.equal(got.cpu(), x.float() @ other.float().t())
 
 
@@ -69,7 +69,7 @@ def test_the_same_as_by_the_library(device):
         sums = (numbers.double() @ words.double().t()).to(torch.int32)
         for activation in ("", "silu"):
             tile = choose_ints(rows, 96, packed.columns)
-            got = product(numbers, by_row, words, scale, None, activation, tile, x.dtype)
+            got = ints_product(numbers, by_row, words, scale, None, activation, tile, x.dtype)
             assert torch.equal(got, rescale(sums, by_row, scale, None, activation, x.dtype))
 
 
@@ -84,7 +84,7 @@ def test_on_a_gpu(rows, outputs, columns, device):
     sums = exact.to(torch.int32) if outputs % 16 else torch._int_mm(x, matrix.t())
     for activation in ("", "silu") if outputs % 2 == 0 else ("",):
         tile = choose_ints(rows, outputs, columns)
-        got = product(x, by_row, matrix, by_output, None, activation, tile, torch.bfloat16)
+        got = ints_product(x, by_row, matrix, by_output, None, activation, tile, torch.bfloat16)
         assert torch.equal(got, rescale(sums, by_row, by_output, None, activation, torch.bfloat16))
 
 

@@ -5,9 +5,8 @@ import pytest
 from runner_support import ints
 
 from quire.attn.backend import Room
-from quire.attn.shared_prefix import SharedPrefix, nothing_shared
 from quire.attn.triton import FixedCuts
-from quire.attn.work_split import SPLIT
+from quire.attn.work_split import SPLIT, SharedPrefix, nothing_shared
 from quire.device.cuda.capture import LARGEST_GRAPH, taken_between
 from quire.runner.buckets import (
     MOST_ROOM,

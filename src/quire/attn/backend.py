@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.attn.batch import Batch
-from quire.attn.shared_prefix import FindSharedPrefix, Ints
+from quire.attn.work_split import FindSharedPrefix, Ints
 from quire.ops.arguments import AdapterTable, HeadNorms, Rotation
 from quire.ops.qkv import place_heads
 from quire.types.errors import ConfigError
@@ -165,7 +165,7 @@ BACKENDS: Mapping[str, str] = MappingProxyType(
         "cpu": "quire.attn.cpu:CPUAttention",
         "reference": "quire.attn.reference:ReferenceAttention",
         "latent triton": "quire.attn.latent_triton:LatentTriton",
-        "latent": "quire.attn.latent:LatentAttention",
+        "latent": "quire.attn.reference:LatentAttention",
     }
 )
 

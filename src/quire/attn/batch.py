@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.attn.shared_prefix import FindSharedPrefix, SharedPrefix, nothing_shared
+from quire.attn.work_split import FindSharedPrefix, SharedPrefix, nothing_shared
 from quire.ops.adapters import tile
 from quire.ops.arguments import AdapterTiles
 from quire.types.plan import spans

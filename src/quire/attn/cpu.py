@@ -20,8 +20,7 @@ from torch import Tensor
 from quire.attn.backend import NO_LATENTS, AttentionBackend, AttentionSpec, Heads, slopes_of
 from quire.attn.batch import Batch
 from quire.ops import paged_attention
-from quire.ops.attention import attend
-from quire.ops.kv import kv_gather, kv_lines
+from quire.ops.kv import attend, kv_gather, kv_lines
 from quire.ops.native import run_decoders
 from quire.ops.qkv import Lanes
 

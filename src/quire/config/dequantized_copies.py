@@ -1,4 +1,4 @@
-"""The rule that decides whether dequantized copies of quantized matrices (`ops/copies.py`) fit.
+"""The rule that decides whether dequantized copies of quantized matrices (`ops/quantized.py`) fit.
 
 The engine applies it to what it measures, `quire plan` to what file headers say.
 """

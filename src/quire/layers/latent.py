@@ -1,5 +1,5 @@
 """Latent attention: what a token leaves in the cache is one row of few numbers, of which the keys and values of all heads are
-made. `attn/latent.py` says how."""
+made. `attn/reference.py` says how."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -11,12 +11,10 @@ from quire.files.reading import reading
 from quire.layers.parameter import Claims
 from quire.layers.quant.scheme import take_inventory
 from quire.layers.quant.stored import Target
-from quire.load.assign import Renames, assign, claims_of, match, rename
+from quire.load.assign import NOT_FINITE, Renames, assign, broken_parameters, broken_tensor, claims_of, match, rename
 from quire.load.cache_scales import KV_SCALES, has_cache_scales, take_cache_scales
-from quire.load.dummy import DummySource
-from quire.load.finite import NOT_FINITE, broken_parameters, broken_tensor
 from quire.load.safetensors import SafetensorsSource
-from quire.load.source import Source
+from quire.load.source import DummySource, Source
 from quire.ops.blocks import QuantizedMatrix
 from quire.prepare.quantize import SCHEMES, find_scheme, quantize
 from quire.types.errors import ModelError
@@ -98,7 +96,7 @@ def _load(
     if isinstance(model, Filling):
         source = None if load_format == "dummy" else open_source(facts, load_format)
         if source is not None and quantization is not None and quantization.method == "mxfp4":
-            from quire.load.mxfp4 import MXFP4Source
+            from quire.load.safetensors import MXFP4Source
 
             source = MXFP4Source(source, kind)
         elif quantization is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from quire.load.gguf_names import split_pairs
+from quire.load.gguf import split_pairs
 from quire.load.safetensors import SafetensorsSource
 from quire.load.source import TensorSlice, cut
 from quire.ops.blocks import QuantizedMatrix

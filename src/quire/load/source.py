@@ -1,15 +1,18 @@
 """What every source of weights offers, and how files are mapped."""
 
+import hashlib
 import mmap
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from quire.files.reading import open_regular
-from quire.layers.parameter import Ranges
+from quire.layers.parameter import Claim, Ranges
 from quire.ops.blocks import QuantizedMatrix
 from quire.types.errors import ModelError
 
@@ -57,3 +60,50 @@ def map_file(path: Path, *, ahead: bool = True) -> mmap.mmap:
     if ahead:
         data.madvise(mmap.MADV_WILLNEED)
     return data
+
+
+SPREAD = 0.02
+SCALES = re.compile(r"(scales?|scale_inv|scale_2|absmax|SCB)$")  # which none may be below 0
+
+
+class DummySource:
+    """Makes what is claimed, on the device where it is wanted; a slice has the values it has in the whole."""
+
+    def __init__(self, table: Mapping[str, Claim | None], seed: int) -> None:
+        self.claims = {name: claim for name, claim in table.items() if claim is not None}
+        self.seed = seed
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: claim.shape for name, claim in self.claims.items()}
+
+    def read(self, slices: Collection[TensorSlice]) -> Iterator[tuple[TensorSlice, Tensor]]:
+        generators: dict[torch.device, torch.Generator] = {}
+        for part in slices:
+            claim = self.claims[part.name]
+            view = claim.takes[0].view
+            generator = generators.setdefault(view.device, torch.Generator(view.device))
+            generator.manual_seed(int.from_bytes(hashlib.sha256(f"{self.seed}/{part.name}".encode()).digest()[:7], "little"))
+            values = _values(claim.shape, view, generator)
+            if part.name.endswith("_scales") and values.dtype == torch.uint8:  # exponents: of numbers as small as weights are
+                values = values % 8 + 116
+            if SCALES.search(part.name) and values.is_floating_point():
+                values = values.float().abs().to(values.dtype)
+            if part.name.endswith("quant_map"):  # what 8 bits stand for
+                values = torch.linspace(-1, 1, len(values), dtype=values.dtype, device=values.device)
+            yield part, cut(values, part.ranges)
+
+    def find_rows(self, name: str) -> None:  # noqa: ARG002
+        return None
+
+
+def _values(shape: tuple[int, ...], view: Tensor, generator: torch.Generator) -> Tensor:
+    """Of few bits: any; scales among floats are as good as weights are."""
+    kind = view.dtype
+    if not kind.is_floating_point:
+        whole = torch.empty(shape, dtype=kind, device=view.device)
+        bounds = torch.iinfo(kind)
+        return whole.random_(bounds.min, bounds.max, generator=generator)
+    values = torch.empty(shape, dtype=kind if kind.itemsize > 1 else torch.float32, device=view.device)
+    values.normal_(0.0, SPREAD, generator=generator)
+    return values.masked_fill_(values == 0, SPREAD).to(kind)  # a scale of 0 would be refused

@@ -1,16 +1,7 @@
-"""Writing keys and values into their pages, and reading pages back.
-
-One layer's cache is `[pages, 2, kv_heads, page_size, head_dim]`: keys at [:, 0], values at [:, 1], a page's tokens
-contiguous per head. In memory it lies page by page, where a page's stride may be larger than its content (a view into a
-larger page), or line by line: all pages of one head behind each other.
-
-In a cache of 8 bits every token's key, and its value, has a scale for each head: that of its own largest number, or what a
-checkpoint says. They lie behind the numbers of their page, and whoever has the numbers finds them there (`kv_scales`).
-
-    a page   [ keys of head 0, head 1 ..., values of head 0 ... | scales of the keys of head 0, head 1 ..., of the values ... ]
-"""
+"""KV cache pages: write and read them; reference attention over contiguous keys and values."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 SCALE = torch.float32
@@ -113,3 +104,48 @@ def kv_gather(kv: Tensor, pages: Tensor) -> Tensor:
         taken = kv.index_select(0, pages.flatten()).view(sequences, length, 2, heads, page_size, head_dim)
         gathered = taken.permute(2, 0, 3, 1, 4, 5)
     return gathered.reshape(2, sequences, heads, length * page_size, head_dim)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    back: Tensor | None = None,
+) -> Tensor:
+    """query [B, N, heads, head_dim], key and value [B, kv_heads, S, head_dim], visible [B, N, S] bool -> like query.
+
+    The query heads that share a KV head are folded into the rows of one matrix, so keys are never repeated.
+    `sinks` [heads]: a logit per head that takes part in the softmax and brings no value. `slopes` [heads]: what is taken from a
+    key's logit, times `back` [B, N, S], how many positions it lies behind the query.
+    """
+    batch, count, heads, head_dim = query.shape
+    kv_heads = key.shape[1]
+    share = heads // kv_heads
+    folded = query.view(batch, count, kv_heads, share, head_dim).permute(0, 2, 3, 1, 4)
+    folded = folded.reshape(batch, kv_heads, share * count, head_dim)
+    mask = None if visible is None else visible[:, None].repeat(1, 1, share, 1)  # [B, 1, share * N, S]
+    if soft_cap is None and sinks is None and slopes is None:
+        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
+    else:
+        logits = (folded.float() @ key.float().transpose(-1, -2)) * scale
+        if soft_cap is not None:
+            logits = torch.tanh(logits / soft_cap) * soft_cap
+        if slopes is not None:
+            assert back is not None
+            lost = slopes.float().view(1, kv_heads, share, 1, 1) * back[:, None, None].float()  # [B, kv_heads, share, N, S]
+            logits = logits - lost.flatten(2, 3)
+        if mask is not None:
+            logits = logits.masked_fill(~mask, float("-inf"))
+        if sinks is not None:
+            extra = sinks.float().view(kv_heads, share, 1).expand(-1, -1, count).reshape(1, kv_heads, share * count, 1)
+            logits = torch.cat((logits, extra.expand(batch, -1, -1, -1)), dim=-1)
+        weights = torch.softmax(logits, dim=-1)[..., : key.shape[2]]
+        out = (weights @ value.float()).to(query.dtype)
+    out = out.view(batch, kv_heads, share, count, head_dim).permute(0, 3, 1, 2, 4)
+    return out.reshape(batch, count, heads, head_dim)

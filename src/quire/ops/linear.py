@@ -27,9 +27,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if has_torch_function_unary(x):
         return handle_torch_function(linear, (x,), x, weight, bias)
     if (way := few_way(x, weight)) is not None:
-        from quire.ops.kernels import linear_few
+        from quire.ops.kernels.linear import few_rows_linear
 
-        return linear_few.linear(x, weight, bias, way)
+        return few_rows_linear(x, weight, bias, way)
     if streams(x, weight):
         from quire.ops.kernels import linear as kernels
 
@@ -42,9 +42,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def linear_float(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As `linear`, x [rows, inner], -> [rows, outputs] float32. On a GPU what was summed is not rounded on the way."""
     if (way := few_way(x, weight)) is not None:
-        from quire.ops.kernels import linear_few
+        from quire.ops.kernels.linear import few_rows_linear
 
-        return linear_few.linear(x, weight, bias, way, kind=torch.float32)
+        return few_rows_linear(x, weight, bias, way, kind=torch.float32)
     if streams(x, weight):
         from quire.ops.kernels import linear as kernels
 
@@ -60,17 +60,17 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
     if has_torch_function_unary(x):
         return gated(linear(x, weight, bias), activation)
     if (way := few_way(x, weight)) is not None:
-        from quire.ops.kernels import linear_few
+        from quire.ops.kernels.linear import few_rows_linear
 
-        return linear_few.linear(x, weight, bias, way, activation)
+        return few_rows_linear(x, weight, bias, way, activation)
     if streams(x, weight):
         from quire.ops.kernels import linear as kernels
 
         return kernels.linear(x, weight, bias, activation)
     if gates_rows(x, weight):
-        from quire.ops.kernels import linear_rows
+        from quire.ops.kernels import linear as kernels
 
-        return linear_rows.gated_linear(x, weight, bias, activation)
+        return kernels.gated_linear(x, weight, bias, activation)
     return gated(F.linear(x, weight, bias), activation)
 
 
@@ -92,7 +92,7 @@ def _few_way_on(outputs: int, inner: int, device: torch.device) -> Any:
 
 def choose_few(outputs: int, inner: int, processors: int) -> Any:
     """One program to a processor, which reads far ahead, or two where there are more; None = too many idle."""
-    from quire.ops.kernels.linear_few import HIGH, Way
+    from quire.ops.kernels.linear import HIGH, Way
 
     tiles = -(-outputs // HIGH)
     if tiles > processors:
@@ -130,7 +130,7 @@ def is_deep(x: Tensor, weight: Tensor) -> bool:
 
 @cache
 def _fills(outputs: int, device: torch.device) -> bool:
-    from quire.ops.kernels.linear_rows import AT_ONCE, OUTPUTS
+    from quire.ops.kernels.linear import AT_ONCE, OUTPUTS
 
     there = torch.cuda.get_device_properties(device)
     if there.major < 9:  # no copy engine

@@ -28,9 +28,9 @@ def route_by_scores(
     are chosen from: those whose `group_best` best experts are best together.
     """
     if logits.is_cuda:
-        from quire.ops.kernels import routing
+        from quire.ops.kernels import moe
 
-        route = routing.route_by_scores
+        route = moe.route_by_scores
     else:
         route = reference_route_by_scores
     return route(

@@ -4,7 +4,7 @@
     some rows   it streams past them, multiplied by matrix units (`kernels/packed.py`, `kernels/packed_6bit.py`): no number of a
                 row is rounded
     many rows   in 8 bits, where the scheme rounds rows; else a library multiplies by the matrix in the model's type: by a copy
-                that is there beside the packed one (`copies.py`), or dequantized each time
+                that is there beside the packed one (`quantized.py`), or dequantized each time
 
 What goes where was measured on an H200.
 """
@@ -67,7 +67,7 @@ def choose_way(packed: Any, rows: int) -> Any:
 
 def choose_tile(packed: Any, rows: int) -> Any:
     """Of the kernel for scales by block."""
-    from quire.ops.kernels.packed_blocks import Tile
+    from quire.ops.kernels.packed_8bit import Tile
 
     block, high = 64 if rows <= 64 else 128, 64
     tiles = -(-packed.outputs // high) * -(-rows // block)
@@ -77,7 +77,7 @@ def choose_tile(packed: Any, rows: int) -> Any:
 
 def choose_ints(rows: int, outputs: int, columns: int) -> Any:
     """Of the kernel for whole numbers of 8 bits."""
-    from quire.ops.kernels.packed_ints import IntTile
+    from quire.ops.kernels.packed_8bit import IntTile
 
     for block, high, warps, stages in INT_TILES:
         tiles = -(-outputs // high) * -(-rows // block)
@@ -234,13 +234,13 @@ class PackedMatrix:
         return len(x) >= least and (torch.version.cuda or "") >= BLOCKS_SINCE
 
     def _multiply_blocks(self, x: RoundedRows, bias: Tensor | None, activation: str, after: Rounding | None) -> Rows:
-        from quire.ops.kernels.packed_blocks import library_product, product
+        from quire.ops.kernels.packed_8bit import blocks_product, library_product
 
         out = None
         if self.block_scales is not None and self._in_library(x):
             out = library_product(x, self.packed, self.block_scales, bias)
         if out is None:
-            out = product(x, self.packed, bias, choose_tile(self.packed, len(x)))
+            out = blocks_product(x, self.packed, bias, choose_tile(self.packed, len(x)))
         if after is not None and after.group:
             from quire.ops.kernels.rounding import gate_rounded
 
@@ -255,10 +255,10 @@ class PackedMatrix:
         if len(scale) < self.outputs:
             scale = scale.repeat_interleave(self.outputs // len(scale))
         if self._in_whole_numbers(x):
-            from quire.ops.kernels.packed_ints import product
+            from quire.ops.kernels.packed_8bit import ints_product
 
             tile = choose_ints(len(x), self.outputs, packed.columns)
-            return product(x.numbers, x.scales, packed.words.view(torch.int8), scale, bias, activation, tile, x.dtype)
+            return ints_product(x.numbers, x.scales, packed.words.view(torch.int8), scale, bias, activation, tile, x.dtype)
         if packed.form == "int8":
             sums = torch._int_mm(x.numbers, packed.words.view(torch.int8).t())
         else:
@@ -407,7 +407,8 @@ def packed_experts_forward(
     biases: ExpertBiases | None = None,
 ) -> Tensor:
     """As `moe.experts_forward`."""
-    from quire.ops.kernels import moe_many, packed_rows
+    from quire.ops.kernels import experts as sorted_experts
+    from quire.ops.kernels import packed_rows
     from quire.ops.kernels.bit_packing import dequantize
     from quire.ops.kernels.moe import FEW_SLOTS
     from quire.ops.kernels.packed import Slots, product
@@ -421,16 +422,16 @@ def packed_experts_forward(
         programs = packed_rows.Program(outputs, 256, 1), packed_rows.Program(outputs, 128, 1)
         return packed_rows.experts_forward(x, weights, experts, up.packed, down.packed, activation, biases, programs)
     before, behind = biases or (None, None)
-    order, ends = moe_many.sort_slots(experts.flatten(), len(up.packed.words))
+    order, ends = sorted_experts.sort_slots(experts.flatten(), len(up.packed.words))
     each = experts.numel() / len(up.packed.words)
     all_numbers = up.packed.outputs * up.inputs * len(up.packed.words)
     if each >= DEQUANTIZED.get(up.packed.form, 1024) and x.dtype in SHORT and all_numbers <= MOST_DEQUANTIZED:
-        block = moe_many.blocks(each, x.dtype)
-        inner = moe_many.product(x, dequantize(up.packed, x), before, order, ends, block, top_k, activation)
-        y = moe_many.product(inner, dequantize(down.packed, inner), behind, order, ends, block, 1)
-        return moe_many.weighted_sum(y, weights, torch.empty_like(x))
+        block = sorted_experts.blocks(each, x.dtype)
+        inner = sorted_experts.product(x, dequantize(up.packed, x), before, order, ends, block, top_k, activation)
+        y = sorted_experts.product(inner, dequantize(down.packed, inner), behind, order, ends, block, 1)
+        return sorted_experts.weighted_sum(y, weights, torch.empty_like(x))
     slots = Slots(order, ends, top_k)
     inner = product(x, up.packed, before, activation, choose_expert_way(up.packed, each), slots)
     slots = slots._replace(sharing=1)
     y = product(inner, down.packed, behind, "", choose_expert_way(down.packed, each), slots)
-    return moe_many.weighted_sum(y, weights, torch.empty_like(x))
+    return sorted_experts.weighted_sum(y, weights, torch.empty_like(x))

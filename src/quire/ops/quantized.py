@@ -1,8 +1,6 @@
-"""Products with matrices of few bits (`forms`): references dequantize and multiply; a GPU has its own form (`packed`).
+"""GEMM with quantized weights: the reference dequantizes, a GPU uses packed weights (`packed.py`) or a 16-bit copy."""
 
-Where a form rounds the rows of a product to 8 bits, a reference on a GPU does so as well; on a CPU it has them as they are.
-"""
-
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,9 +9,9 @@ from torch import Tensor
 
 from quire.ops.activation import gated, reference_gated
 from quire.ops.arguments import ExpertBiases, Gated
-from quire.ops.linear import linear_float
+from quire.ops.linear import SHORT, linear_float
 from quire.ops.moe import experts_forward, sum_experts
-from quire.ops.packed import PackedMatrix, pack, packed_experts_forward
+from quire.ops.packed import NEAR, PackedMatrix, pack, packed_experts_forward
 from quire.ops.quantized_layouts import FLOAT8_MAX, Activation, Float8, Int8, PackedInts, Rounding, Rows, in_groups
 
 GROUP = 128  # numbers of a row that are rounded together
@@ -128,3 +126,41 @@ def quantize_float8(weight: Tensor) -> Float8:
     scale = weight.float().abs().amax(-1, keepdim=True).clamp(min=1e-10) / FLOAT8_MAX
     numbers = (weight.float() / scale).to(torch.float8_e4m3fn)
     return Float8(1, weight.shape[-1], numbers, scale, Activation.TOKEN)
+
+
+# form: rows from which on a copy is faster, of matrices of at most NEAR numbers, of at most twice as many, and of larger ones
+COPIED = {
+    "int4": (65, 65, 65),
+    "int4 in small groups": (33, 65, 65),  # GGUF's, whose scales are of 32 columns
+    "int8": (33, 65, 65),
+    "float8": (33, 65, 65),
+    "float4": (33, 65, 65),
+    "float4, scales of 8 bits": (33, 17, 65),  # nvfp4
+    "int6": (1, 1, 65),
+}
+SMALL_GROUP = 32  # columns
+
+
+def can_be_copied(matrix: Any) -> bool:
+    """Not where rows are rounded, for the product in 8 bits is faster; nor of experts, of which there are too many."""
+    if not isinstance(matrix, PackedMatrix) or matrix.activation is not Activation.NONE:
+        return False
+    words: torch.Tensor = matrix.packed.words
+    return words.dim() == 2
+
+
+def copied(matrix: PackedMatrix, dtype: torch.dtype) -> PackedMatrix:
+    """The matrix with a copy."""
+    assert dtype in SHORT
+    like = torch.empty(matrix.inputs, dtype=dtype, device=matrix.packed.words.device)
+    return replace(matrix, copy=matrix.dequantize(like), copied_from=rows_from(matrix))
+
+
+def rows_from(matrix: PackedMatrix) -> int:
+    packed, numbers = matrix.packed, matrix.outputs * matrix.inputs
+    kind = packed.form
+    if kind == "int4" and packed.group <= SMALL_GROUP:
+        kind = "int4 in small groups"
+    elif kind == "float4" and packed.scaled == "e4m3":
+        kind = "float4, scales of 8 bits"
+    return COPIED[kind][0 if numbers <= NEAR else 1 if numbers <= 2 * NEAR else 2]

@@ -1,7 +1,7 @@
 """Layers that keep their numbers as a checkpoint has them, in few bits."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,7 +11,9 @@ from torch import nn
 from quire.layers.embedding import Embedding, EmbeddingMethod, Head, HeadMethod
 from quire.layers.linear import Linear, LinearMethod
 from quire.layers.moe import Experts, ExpertsMethod
-from quire.layers.quant.stored import Target
+from quire.layers.quant.stored import HeldHead, HeldLinear, Target
+from quire.ops.linear import SHORT
+from quire.ops.quantized import can_be_copied, copied
 from quire.types.errors import ModelError
 
 if TYPE_CHECKING:
@@ -84,3 +86,20 @@ def quantize(model: nn.Module, scheme: Scheme) -> None:
 def _use(layer: Any, method: Any) -> None:
     if method is not None:
         layer.use(method)
+
+
+def count_copied(model: nn.Module, dtype: torch.dtype) -> int:
+    """Numbers in matrices that can have a copy."""
+    return sum(method.matrix.outputs * method.matrix.inputs for method in _methods(model)) if dtype in SHORT else 0
+
+
+def make_copies(model: nn.Module, dtype: torch.dtype) -> None:
+    for method in _methods(model):
+        method.matrix = copied(method.matrix, dtype)
+
+
+def _methods(model: nn.Module) -> Iterator[HeldLinear | HeldHead]:
+    for module in model.modules():
+        method = getattr(module, "method", None)
+        if isinstance(method, HeldLinear | HeldHead) and can_be_copied(method.matrix):
+            yield method

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from quire.attn.backend import Room
-from quire.attn.shared_prefix import FEWEST
+from quire.attn.work_split import FEWEST
 from quire.types.plan import MOST_ROWS as MOST_ROWS
 from quire.types.plan import MOST_TOKENS as MOST_TOKENS
 from quire.types.plan import TOKEN_BUCKETS

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.attn.backend import FixedPlans, Room
 from quire.attn.batch import Batch, GroupView, LogitTokens
-from quire.attn.shared_prefix import nothing_shared
+from quire.attn.work_split import nothing_shared
 from quire.features.base import StepPart
 from quire.ops.arguments import RowInputs
 from quire.runner.buckets import MOST_ROOM, MOST_TOKENS, Bucket, final_room

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from quire.attn.shared_prefix import FindSharedPrefix, SharedPrefix, find_alike, nothing_shared
+from quire.attn.work_split import FindSharedPrefix, SharedPrefix, find_alike, nothing_shared
 from quire.types.plan import Ints
 
 

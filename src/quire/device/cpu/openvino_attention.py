@@ -20,7 +20,7 @@ from quire.attn.batch import Batch, GroupView
 from quire.device.cpu.graph import OWN, Graph, Runtime, Value
 from quire.device.cpu.openvino import PAGE, PAGED, Network
 from quire.ops.arguments import HeadNorms, Rotation
-from quire.ops.attention import attend
+from quire.ops.kv import attend
 from quire.ops.qkv import reference_place_heads
 
 logger = logging.getLogger(__name__)

@@ -94,7 +94,7 @@ class StagingBuffer:
         self._word += len(words)
 
     def send(self, stream: torch.cuda.Stream | None) -> None:
-        from quire.ops.kernels.deliver import deliver
+        from quire.ops.kernels.rows import deliver
 
         deliver(self._runs_there, self._words_there, self._run, MOST)
         self._event.record(stream)

@@ -1,4 +1,4 @@
-"""The device half of quantization: dequantized copies of weights for large batches (`ops/copies.py`), if memory is left."""
+"""The device half of quantization: dequantized copies of weights for large batches (`ops/quantized.py`), if memory is left."""
 
 import logging
 from collections.abc import Callable, Hashable
@@ -11,7 +11,7 @@ from quire.config.dequantized_copies import NOTHING, DequantizedCopies
 from quire.device.base import Device
 from quire.features.base import StepPart
 from quire.models.decoder import Decoder
-from quire.prepare.copies import count_copied, make_copies
+from quire.prepare.quantize import count_copied, make_copies
 from quire.types.errors import ConfigError
 from quire.types.plan import StepRows
 

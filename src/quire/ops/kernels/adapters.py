@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.adapter_moves import COLUMNS, ROWS, SPAN, Moves
+from quire.ops.adapters import COLUMNS, ROWS, SPAN, Moves
 from quire.ops.arguments import ADAPTER_BLOCK, AdapterTable, AdapterTiles
 from quire.ops.kernels.activation import KINDS, gate_by
 from quire.ops.kernels.launcher import cdiv, launched, let_next_start, overlapping, power_of_two, wait_for_previous

@@ -1,18 +1,16 @@
-"""A matrix times one row, as fast as the matrix can be read: for the steps of a few rows.
+"""GEMM with unquantized weights for few tokens: one token, 2 to 16 tokens, and gated layers with some dozens."""
 
-A program takes some rows of the matrix, whole, so nothing is left to be summed across programs, and a row's result is the same
-however many rows there are. The next tile is on its way while one is multiplied; the first is asked for before the kernel that
-makes x has ended.
+from typing import NamedTuple
 
-    gated: the matrix holds gate rows above up rows. A program reads g0 u0 g1 u1 ..., so that both halves of a pair meet in it.
-"""
-
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor, dtype
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.ops.kernels.activation import KINDS, gate_by
-from quire.ops.kernels.launcher import cdiv, launched, let_next_start, overlapping, wait_for_previous
+from quire.ops.kernels.activation import KINDS, activate, constants_of, gate_by
+from quire.ops.kernels.launcher import ask_for, cdiv, launched, let_next_start, overlapping, wait_for_previous
+from quire.ops.kernels.tiles import add_shares, put_outputs, turns_of
 
 
 @triton.jit
@@ -114,5 +112,191 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "",
     _linear[(x.numel() // inner * cdiv(outputs, block),)](
         x, weight, weight if bias is None else bias, out, outputs, INNER=inner, BIAS=bias is not None,
         KIND=KINDS[activation] if activation else "", BLOCK_N=block, BLOCK_K=256 * warps, num_warps=warps, **overlapping(),
+    )  # fmt: skip
+    return out
+
+
+ROWS = 16  # at most
+HIGH = 64  # rows of the matrix that a program takes
+FEW_WARPS = 4
+LINE = 64  # numbers that are asked for at once
+AHEAD = 2  # lines; more of them get in the way of what the kernel before still reads
+
+
+@launched
+@triton.jit(do_not_specialize=["rows"])
+def _few(
+    x,  # [rows, inner]
+    matrix,  # [outputs, inner]; gated: [2 * outputs, inner]
+    bias,  # as many as the matrix has rows
+    out,  # [rows, outputs]
+    sums,  # float32: of each share of each program's tile
+    turns,  # [tiles] zeros: how many shares are there
+    rows,
+    outputs,
+    inner,
+    PADDED: tl.constexpr,  # the last block has more columns than there are
+    BIAS: tl.constexpr,
+    KIND: tl.constexpr,  # an activation: the matrix is gated. "": it is plain
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHARES: tl.constexpr,
+    LINE: tl.constexpr,
+    AHEAD: tl.constexpr,  # lines of each row that are asked for before x is there
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    let_next_start(EARLY)
+    GATED: tl.constexpr = KIND != ""
+    OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    tile = tl.program_id(0)
+    begins = tile * OUTPUTS
+    at = tl.arange(0, BLOCK_N)
+    read = tl.minimum(begins + at % OUTPUTS, outputs - 1) + at // OUTPUTS * outputs
+    each = tl.cdiv(tl.cdiv(inner, BLOCK_K), SHARES) * BLOCK_K
+    begin = tl.program_id(1) * each
+    end = tl.minimum(begin + each, inner)
+    matrix += read.to(tl.int64)[:, None] * inner
+    if EARLY:
+        ask_for(matrix, begin // LINE, tl.maximum(end // LINE, 1), LINE, AHEAD)
+        wait_for_previous(EARLY)
+    k = tl.arange(0, BLOCK_K)
+    r = tl.arange(0, ROWS)
+    there = r < rows
+    columns = x + r[:, None] * inner + k[None, :]
+    numbers = matrix + k[None, :]
+    acc = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    for from_here in tl.range(begin, end, BLOCK_K):
+        if PADDED:
+            inside = (k < inner - from_here)[None, :]
+            block = tl.load(numbers + from_here, mask=inside, other=0.0)
+            part = tl.load(columns + from_here, mask=there[:, None] & inside, other=0.0)
+        else:
+            block = tl.load(numbers + from_here)
+            part = tl.load(columns + from_here, mask=there[:, None], other=0.0)
+        acc = tl.dot(block, tl.trans(part), acc, input_precision="ieee")
+    if SHARES > 1:
+        acc, last = add_shares(acc, sums, turns, tile, SHARES)
+        if not last:
+            return
+    put_outputs(acc, bias, out, read, begins, r, there, outputs, BIAS, KIND, ALPHA, LIMIT)
+
+
+class Way(NamedTuple):
+    """How a matrix is read."""
+
+    columns: int  # at a time
+    stages: int
+    shares: int  # of the columns
+
+
+def few_rows_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, way: Way, activation: str = "", kind: torch.dtype | None = None
+) -> Tensor:
+    """x [..., inner], at most ROWS of them, weight [outputs, inner] -> [..., outputs] of x's type or `kind`; with an
+    activation: of [2 * outputs, inner], gated."""
+    x = x.contiguous()
+    inner = x.shape[-1]
+    outputs = len(weight) // 2 if activation else len(weight)
+    out = x.new_empty(*x.shape[:-1], outputs, dtype=kind)
+    tiles = cdiv(outputs, HIGH // 2 if activation else HIGH)
+    size = tiles * way.shares * ROWS * HIGH if way.shares > 1 else 1
+    _few[(tiles, way.shares)](
+        x, weight, weight if bias is None else bias, out, x.new_empty(size, dtype=torch.float32), turns_of(x.device),
+        x.numel() // inner, outputs, inner, PADDED=inner % way.columns > 0, BIAS=bias is not None, **constants_of(activation),
+        SHARES=way.shares, LINE=LINE, AHEAD=AHEAD, ROWS=ROWS, BLOCK_N=HIGH, BLOCK_K=way.columns,
+        num_warps=FEW_WARPS, num_stages=way.stages, **overlapping(),
+    )  # fmt: skip
+    return out
+
+
+OUTPUTS = 64  # of a program
+BLOCK_K = 64  # numbers of a row at a time: 128 bytes, the widest the copy engine takes
+AT_ONCE = 2  # programs on a processor
+GATED_WARPS = 4
+
+
+class Tile(NamedTuple):
+    rows: int
+    more: int
+    stages: int  # as many as leave shared memory for a second program
+
+
+TILES = (Tile(32, 0, 5), Tile(64, 0, 4), Tile(64, 32, 3), Tile(128, 0, 3))
+
+
+@triton.jit
+def _put(gate, up, bias, out, n, r, rows, outputs, BIAS: tl.constexpr, KIND: tl.constexpr):
+    """gate, up [n, r] float32 -> out [r, n], each step rounded as the separate operators would."""
+    kind: tl.constexpr = out.dtype.element_ty
+    if BIAS:
+        gate += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[:, None]
+        up += tl.load(bias + outputs + n, mask=n < outputs, other=0.0).to(tl.float32)[:, None]
+    active = activate(gate.to(kind).to(tl.float32), KIND).to(kind).to(tl.float32)
+    value = (active * up.to(kind).to(tl.float32)).to(kind)
+    tl.store(out + r[None, :] * outputs + n[:, None], value, mask=(n < outputs)[:, None] & (r < rows)[None, :])
+
+
+@launched
+@triton.jit(do_not_specialize=["rows"])
+def _gated_rows(
+    bias,  # [2 * outputs]
+    out,  # [rows, outputs]
+    rows,
+    outputs,
+    inner,
+    x,  # descriptor of [rows, inner], ROWS at a time
+    x_more,  # the same, MORE at a time
+    matrix,  # descriptor of [2 * outputs, inner], gate above up
+    BIAS: tl.constexpr,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    MORE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    let_next_start(EARLY)
+    first = tl.program_id(0) * BLOCK_N
+    n = first + tl.arange(0, BLOCK_N)
+    wait_for_previous(EARLY)
+    gate = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    up = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    if MORE:
+        gate_more = tl.zeros((BLOCK_N, MORE), tl.float32)
+        up_more = tl.zeros((BLOCK_N, MORE), tl.float32)
+    for k in tl.range(0, inner, BLOCK_K):
+        gates = matrix.load([first, k])
+        ups = matrix.load([first + outputs, k])
+        columns = tl.trans(x.load([0, k]))
+        gate = tl.dot(gates, columns, gate, input_precision="ieee")
+        up = tl.dot(ups, columns, up, input_precision="ieee")
+        if MORE:
+            columns = tl.trans(x_more.load([ROWS, k]))
+            gate_more = tl.dot(gates, columns, gate_more, input_precision="ieee")
+            up_more = tl.dot(ups, columns, up_more, input_precision="ieee")
+    _put(gate, up, bias, out, n, tl.arange(0, ROWS), rows, outputs, BIAS, KIND)
+    if MORE:
+        _put(gate_more, up_more, bias, out, n, ROWS + tl.arange(0, MORE), rows, outputs, BIAS, KIND)
+
+
+def _blocks(matrix: Tensor, rows: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(matrix, [rows, BLOCK_K])
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """x [rows, inner], weight [2n, inner] = gate above up -> activation(gate) * up [rows, n]. A tile takes all rows."""
+    x = x.contiguous()
+    rows, inner = x.shape
+    outputs = len(weight) // 2
+    out = x.new_empty(rows, outputs)
+    tile = next(tile for tile in TILES if tile.rows + tile.more >= rows)
+    _gated_rows[(cdiv(outputs, OUTPUTS),)](
+        weight if bias is None else bias, out, rows, outputs, inner,
+        _blocks(x, tile.rows), _blocks(x, tile.more or tile.rows), _blocks(weight, OUTPUTS),
+        BIAS=bias is not None, KIND=KINDS[activation], ROWS=tile.rows, MORE=tile.more, BLOCK_N=OUTPUTS, BLOCK_K=BLOCK_K,
+        num_warps=GATED_WARPS, num_stages=tile.stages, **overlapping(),
     )  # fmt: skip
     return out

@@ -1,5 +1,5 @@
 """GEMM with a 4- or 8-bit weight matrix (`bit_packing.py`): read once as stored, unpacked in registers, multiplied by tensor
-cores. The same for experts, whose rows are sorted (`moe_many.py`).
+cores. The same for experts, whose rows are sorted (`experts.py`).
 
 A program multiplies BLOCK_N rows of the matrix by ROWS rows, in a share of the columns. Of a gated matrix half of its rows are
 gates, and the others what they gate.
@@ -259,7 +259,7 @@ class Way(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Whose rows are whose: slots sorted by expert (`moe_many.sort_slots`), and how many of them read the same row of x."""
+    """Whose rows are whose: slots sorted by expert (`experts.sort_slots`), and how many of them read the same row of x."""
 
     order: Tensor
     ends: Tensor

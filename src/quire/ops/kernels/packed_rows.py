@@ -1,5 +1,5 @@
 """Matrices of 4- and 8-bit numbers (`bit_packing.py`) times one row, as fast as they can be read: `linear.py` for few bits, and
-`moe_few.py` for experts of few bits. A program takes some rows of a matrix, whole, and multiplies in float32."""
+`experts.py` for experts of few bits. A program takes some rows of a matrix, whole, and multiplies in float32."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""The inputs of rows in one launch: a program takes one row of one cache group."""
+"""Small copies of a step: the inputs of rows, gathered by slot, and words scattered over device memory."""
 
 import triton
 import triton.language as tl
@@ -77,3 +77,24 @@ def fill_rows(
         tokens.stride(0), tables.stride(0), tables.stride(1), out.tables.stride(0), out.tables.stride(1), out.write.stride(0),
         PAGE_SIZE=page_size, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
+
+
+@launched
+@triton.jit
+def _deliver(
+    runs,  # [runs, 4] int64: address, place of the first word, how many there are, and how many are written
+    words,  # [.] int32
+    BLOCK: tl.constexpr,
+):
+    run = runs + tl.program_id(0).to(tl.int64) * 4
+    target = tl.load(run).to(tl.pointer_type(tl.int32))
+    source = words + tl.load(run + 1)
+    at = tl.arange(0, BLOCK)
+    word = tl.load(source + at, mask=at < tl.load(run + 2), other=0)
+    tl.store(target + at, word, mask=at < tl.load(run + 3))
+
+
+def deliver(runs: Tensor, words: Tensor, count: int, most: int) -> None:
+    """The first `count` of `runs`, none of which writes more than `most` words, a power of two, and no two to the same place.
+    Where more words are written than there are, the others are 0."""
+    _deliver[(count,)](runs, words, BLOCK=most, num_warps=8)
