@@ -162,15 +162,15 @@ def test_frequencies_that_are_none() -> None:
 
 def test_weights_of_experts_times_nothing() -> None:
     for field, name in (("scale", "routed_scaling_factor"), ("tolerance", "router_jitter_noise")):
-        with pytest.raises(ModelError, match=f"{name} must be a number, got None"):
+        with pytest.raises(ModelError, match=f"{name} must be a number; got None"):
             RoutedMoE(8, 8, "silu", experts=4, top_k=2, renormalize=True, **{field: None})  # type: ignore[arg-type]
 
 
 def test_experts_that_are_not_there() -> None:
-    with pytest.raises(ModelError, match="num_experts_per_tok must be between 1 and 4, the experts of a layer, got 5"):
+    with pytest.raises(ModelError, match="num_experts_per_tok must be between 1 and the 4 experts of a layer; got 5"):
         MoE(8, 8, "silu", experts=4, top_k=5, renormalize=True)
 
 
 def test_a_width_of_nothing() -> None:
-    with pytest.raises(ModelError, match="intermediate_size must be a positive integer, got None"):
+    with pytest.raises(ModelError, match="intermediate_size must be a positive integer; got None"):
         GatedMLP(8, None, "silu")  # type: ignore[arg-type]

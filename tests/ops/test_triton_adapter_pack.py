@@ -5,7 +5,8 @@ import pytest
 import torch
 from kernel_support import DTYPES, numbers
 
-from quire.ops.adapters import Moves, find_largest, pack
+from quire.ops.adapters import find_largest, pack
+from quire.ops.arguments import Moves
 
 pytest.importorskip("triton")
 from quire.ops.kernels import adapters as kernels

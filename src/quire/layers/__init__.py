@@ -1,10 +1,11 @@
 """Building blocks of models.
 
-A layer owns its parameters and says which checkpoint tensors fill them (`claims`). It does not know the family it serves,
-where tensors come from, or how the cache is shared out.
+A layer owns its parameters and names the checkpoint tensors that fill them (`weight_slices`). It does not know its model
+family,
+where tensors come from, or how the KV cache is allocated.
 
-What the loader looks for on a module, besides its parameters:
-    claims(path) -> {checkpoint name: which slices of it go where (`claims.py`), or None = may be there and is not read}
-                    without it, a module at `path` takes `path.<parameter name>` for each of its own parameters
-    finish(device)  called once when every tensor is in place
+What the loader calls on a module:
+    weight_slices(path) -> the slices of each checkpoint tensor, by its name (`parameter.py`); None: optional and not read.
+                           Without it, a module at `path` reads `path.<parameter name>` for each of its own parameters
+    finish(device)         called once after all tensors are loaded
 """

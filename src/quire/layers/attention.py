@@ -25,22 +25,26 @@ from quire.types.errors import EngineError
 
 
 class Attention(nn.Module):
-    """Writes a step's keys and values to their pages, then attends over what the pages hold."""
+    """Write a step's keys and values to their pages, then attend over the pages."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
         self.spec = spec
         self.kv: Tensor | None = None  # [pages, 2 (latents: 1), kv_heads, page_size, head_dim]
-        self.dtype = torch.float32  # of queries
+        self.dtype = torch.float32  # dtype of queries
         self.group = -1
         self.backend: AttentionBackend | None = None
 
     def bind(self, kv: Tensor, group: int, backend: str = "auto", dtype: torch.dtype | None = None) -> None:
-        """Gives the layer its cache, and the index of the cache group whose tables lead to it. dtype: of queries, if it is not
-        the cache's."""
+        """Bind the layer to its KV cache and cache group.
+
+        kv: [pages, 2 (latent: 1), kv_heads, page_size, head_dim]
+        group: index of the cache group whose page tables address kv
+        dtype: dtype of queries; None: that of kv
+        """
         expected = (2 if self.spec.latent is None else 1, self.spec.kv_heads, self.spec.head_dim)
         if kv.ndim != 5 or (kv.shape[1], kv.shape[2], kv.shape[4]) != expected:
-            raise EngineError(f"a cache of shape {list(kv.shape)} does not suit a layer of {self.spec}")
+            raise EngineError(f"the KV cache must fit {self.spec}; got shape {list(kv.shape)}")
         self.kv, self.group, self.dtype = kv, group, dtype or kv.dtype
         self.backend = choose_backend(self.spec, kv.device, self.dtype, backend)
 
@@ -117,10 +121,10 @@ class SelfAttention(nn.Module):
         self.q_norm, self.k_norm, self.norm_last, self.clip = q_norm, k_norm, norm_last, clip
         self.query_scale, self.value_norm = query_scale, value_norm
         self.width_norms = None if width_norm is None else WidthNorms(self.division, width_norm)
-        apart = (clip, query_scale, value_norm, width_norm)
-        self.prepares = norm_last or any(each is not None for each in apart) or isinstance(q_norm, HeadLayerNorm)
+        unfused = (clip, query_scale, value_norm, width_norm)
+        self.prepares = norm_last or any(each is not None for each in unfused) or isinstance(q_norm, HeadLayerNorm)
         self.norms: HeadNorms | None = None
-        self.cache_scales: Tensor | None = None  # [2, kv_heads] float32 of a checkpoint, for a cache of 8 bits
+        self.cache_scales: Tensor | None = None  # [2, kv_heads] float32 from the checkpoint, for an 8-bit KV cache
         self.rope = rope
         self.last = last
         scale = head_dim**-0.5 if scale is None else scale
@@ -129,7 +133,7 @@ class SelfAttention(nn.Module):
         self.keep_heads(range(heads), range(kv_heads))
 
     def keep_heads(self, queries: range, keys: range) -> None:
-        """Before anything is loaded: attends with these; what makes them is its linear layers' business."""
+        """Attend with these heads only; the linear layers are sharded separately. Before loading."""
         self.kept_heads, self.kept_keys = queries, keys
         slopes = None if self.slopes is None else tuple(self.slopes[queries.start : queries.stop])
         self.core.spec = replace(self.core.spec, heads=len(queries), kv_heads=len(keys), slopes=slopes)
@@ -149,12 +153,12 @@ class SelfAttention(nn.Module):
 
     @property
     def heads(self) -> Heads:
-        """What `prepare_heads` leaves to do."""
+        """Return what the attention kernels apply after `prepare_heads`."""
         rotation = None if self.rope is None or self.norm_last else self.rope.table
         return Heads(rotation, self.norms, self.sinks, self.cache_scales)
 
     def forward(self, x: Any, batch: Batch) -> Tensor:
-        """x: Rows [T, H] -> [T, H], or less if it is the last."""
+        """Return the output [T, H] of Rows x [T, H]; only the batch's final tokens if this is the last attention layer."""
         qkv = self.qkv(x, batch.tokens)
         if self.prepares:
             qkv = prepare_heads(self, qkv, batch)
@@ -162,16 +166,18 @@ class SelfAttention(nn.Module):
         return out
 
     def tokens_after(self, batch: Batch) -> Tokens:
-        """Of the tokens that come out of it."""
+        """Return the tokens of this layer's output."""
         return batch.final.tokens if self.last else batch.tokens
 
     def select_residual(self, residual: Tensor, batch: Batch) -> Tensor:
-        """What goes past it [T, H] -> the part that belongs to what comes out of it."""
+        """Return the rows of residual [T, H] that belong to this layer's output."""
         return keep(residual, batch) if self.last else residual
 
 
 def prepare_heads(attention: SelfAttention, qkv: Tensor, batch: Batch) -> Tensor:
-    """What kernels do not do to heads. qkv [T, (heads + 2 * kv_heads) * head_dim] is overwritten. It can be overridden."""
+    """Apply the head norms, clipping and scaling that attention kernels do not fuse. Overwrites qkv
+    [T, (heads + 2 * kv_heads) * head_dim]. Overridable by __torch_function__.
+    """
     if has_torch_function_unary(qkv):
         return handle_torch_function(prepare_heads, (qkv,), attention, qkv, batch)
     spec, rope = attention.core.spec, attention.rope
@@ -203,8 +209,9 @@ def prepare_heads(attention: SelfAttention, qkv: Tensor, batch: Batch) -> Tensor
 
 
 def attend_heads(attention: SelfAttention, qkv: Tensor, batch: Batch) -> Tensor:
-    """qkv [T, (heads + 2 * kv_heads) * head_dim], which it may overwrite -> [T, heads * head_dim], or less behind
-    the last attention. It can be overridden."""
+    """Return attention's output [T, heads * head_dim]; only final tokens after the last attention layer. May overwrite qkv
+    [T, (heads + 2 * kv_heads) * head_dim]. Overridable by __torch_function__.
+    """
     if has_torch_function_unary(qkv):
         return handle_torch_function(attend_heads, (qkv,), attention, qkv, batch)
     core, backend = attention.core, attention.core.backend
@@ -213,15 +220,17 @@ def attend_heads(attention: SelfAttention, qkv: Tensor, batch: Batch) -> Tensor:
 
 
 def keep(x: Tensor, batch: Batch) -> Tensor:
-    """x [T, ...] of all tokens -> of those that are kept. It can be overridden."""
+    """Return the rows of x [T, ...] that belong to the batch's final tokens. Overridable by __torch_function__."""
     if has_torch_function_unary(x):
         return handle_torch_function(keep, (x,), x, batch)
     return batch.keep(x)
 
 
 class SharedAttention(SelfAttention):
-    """`source` wrote the keys and values. Behind the last layer that writes some only those tokens go on that the batch keeps,
-    and this is behind it."""
+    """Attention over the keys and values that layer `source` wrote (Gemma 3n and 4).
+
+    It comes after the last layer that writes keys and values, so it only sees the batch's final tokens.
+    """
 
     def __init__(
         self,
@@ -261,8 +270,10 @@ class SharedAttention(SelfAttention):
 
 
 def cut_rows(batch: Batch, group: int, chunk: int, page_size: int) -> Batch:
-    """The same tokens, all of them final, in rows that end where chunks do. Of the groups only `group` may be attended to.
-    Made once for each batch."""
+    """Return the same tokens, all of them final, in rows that end at chunk boundaries (chunked attention). Cached per batch.
+
+    Only the cache group `group` may be attended to.
+    """
     key = "chunks", group, chunk
     if key in batch.plans:
         found: Batch = batch.plans[key]

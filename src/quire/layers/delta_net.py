@@ -21,7 +21,7 @@ class DeltaShape:
     heads: int
     key_dim: int
     value_dim: int
-    width: int  # of the convolution
+    width: int  # kernel width of the convolution
 
     @property
     def keys(self) -> int:
@@ -36,13 +36,17 @@ class DeltaShape:
         return StateCache((2 * self.keys + self.values, self.width - 1), (self.heads, self.key_dim, self.value_dim))
 
 
-Stored = Literal["by head", "merged", "apart"]
+Stored = Literal["by head", "merged", "separate"]
 
 
 class DeltaNet(nn.Module):
-    """`stored`: the checkpoint has q, k, v and z as one matrix, for one key head after the other, and so b and a ("by head");
-    or q, k and v one behind the other, and the rest by themselves ("merged"); or all by themselves, their convolutions too
-    ("apart"). `reach`: what a correction is multiplied by."""
+    """Gated DeltaNet.
+
+    stored: how the checkpoint stores the projections: "by head" (q, k, v and z in one matrix, grouped by key head, and b and a
+    in
+        another), "merged" (q, k and v concatenated, the rest separate) or "separate" (all separate, the convolutions too).
+    reach: factor of the delta rule's correction.
+    """
 
     fixed = frozenset({"A_log", "dt_bias"})
 
@@ -55,7 +59,7 @@ class DeltaNet(nn.Module):
             self.in_proj_ba = Linear(hidden_size, 2 * shape.heads)
         else:
             three = {"in_proj_qkv": 2 * shape.keys + shape.values}
-            if stored == "apart":
+            if stored == "separate":
                 three = {"in_proj_q": shape.keys, "in_proj_k": shape.keys, "in_proj_v": shape.values}
                 kernels = {"q_conv1d": shape.keys, "k_conv1d": shape.keys, "v_conv1d": shape.values}
             parts = {**three, "in_proj_z": shape.values, "in_proj_b": shape.heads, "in_proj_a": shape.heads}
@@ -88,7 +92,7 @@ class DeltaNet(nn.Module):
         return final
 
     def _project(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """-> q, k and v; z; b; a."""
+        """Return q, k and v concatenated; z; b; a."""
         shape = self.shape
         if not self.by_head:
             sizes = [2 * shape.keys + shape.values, shape.values, shape.heads, shape.heads]
@@ -104,7 +108,7 @@ class DeltaNet(nn.Module):
 
 
 class KimiDelta(nn.Module):
-    """What a state decays by, and what comes out is gated by, are made of a few numbers of a token each."""
+    """Kimi Delta Attention: the decay per key dimension and the output gate come from low-rank projections."""
 
     fixed = frozenset({"A_log", "dt_bias"})
 

@@ -1,4 +1,4 @@
-"""Tokens in, logits out. As in a linear layer, how rows are stored, looked up and multiplied by is a method."""
+"""Token embedding and LM head. As in a linear layer, a method stores the weight, looks rows up and multiplies."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
@@ -16,11 +16,11 @@ from quire.ops.linear import linear_float
 
 class EmbeddingMethod(Protocol):
     def shapes(self, count: int, size: int) -> Mapping[str, tuple[int, ...]]:
-        """The parameters by the name the checkpoint gives them after the layer's path."""
+        """Return the shapes of the parameters by their names in the checkpoint, relative to the layer's path."""
         ...
 
     def look_up(self, layer: "Embedding", ids: Tensor) -> Tensor:
-        """ids [T] -> [T, size]."""
+        """Return the embeddings [T, size] of ids [T]."""
         ...
 
 
@@ -34,12 +34,12 @@ class PlainEmbedding:
 
 
 class Embedding(MethodLayer):
-    """`scale` multiplies the looked-up vectors, rounded to the weights' type first (as such models were trained)."""
+    """Token embedding. `scale` multiplies the embeddings; it is rounded to the weight's dtype first, as in training."""
 
     role = Role.VOCABULARY
     weight: nn.Parameter | None
-    group: Group | None = None  # of the ranks that have the other rows
-    bank: EmbeddingBank | None = None  # of the adapters that rows may ask for
+    group: Group | None = None  # ranks that hold the other rows
+    bank: EmbeddingBank | None = None  # this layer's share of every loaded LoRA adapter
 
     def __init__(self, count: int, size: int, scale: float = 1.0) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Embedding(MethodLayer):
         self.keep(range(count))
 
     def keep(self, rows: range) -> None:
-        """Before anything is loaded: these rows."""
+        """Hold only these rows. Before loading."""
         self.kept = rows
         self.use(self.method)
 
@@ -75,7 +75,7 @@ class Embedding(MethodLayer):
         return x if self.scale == 1.0 else x * self.scale
 
     def _look_up_all(self, ids: Tensor, lora: LoRATokens | None) -> Tensor:
-        """With what adapters add, and what other ranks have."""
+        """Look ids up with LoRA and all ranks' rows."""
         bank = None if lora is None else self.bank
         known = ids.clamp(max=self.total - 1) if bank is not None and bank.more else ids
         if self.group is not None:
@@ -87,7 +87,7 @@ class Embedding(MethodLayer):
         return bank.add_more(x, ids, lora, self.total) if bank is not None and bank.more else x
 
     def _look_up_own(self, ids: Tensor, lora: LoRATokens | None) -> Tensor:
-        """Zeros for ids that are another rank's."""
+        """Return the embeddings of this rank's ids; zeros for the others."""
         own = ids - self.kept.start
         theirs = (own < 0) | (own >= len(self.kept))
         own = own.masked_fill(theirs, 0)
@@ -96,7 +96,7 @@ class Embedding(MethodLayer):
 
 
 class PositionEmbedding(Embedding):
-    """Of few rows, which every rank has."""
+    """Position embedding: small, so every rank holds all of it."""
 
     role = Role.REPLICATED
 
@@ -106,7 +106,7 @@ class HeadMethod(Protocol):
     def dtypes(self) -> Mapping[str, torch.dtype]: ...
 
     def shapes(self, vocab_size: int, hidden_size: int) -> Mapping[str, tuple[int, ...]]:
-        """The parameters, by names of the method's own; a tied head has none."""
+        """Return the shapes of the parameters by the method's own names; a tied head has none."""
         ...
 
     def claims(self, layer: "Head", path: str) -> Claims: ...
@@ -114,7 +114,7 @@ class HeadMethod(Protocol):
     def finish(self, layer: "Head") -> None: ...
 
     def apply(self, layer: "Head", hidden: Tensor) -> Tensor:
-        """hidden [P, H] -> [P, V] float32, neither scaled nor capped."""
+        """Return the logits [P, V] float32 of hidden [P, H], neither scaled nor capped."""
         ...
 
 
@@ -130,12 +130,12 @@ class PlainHead(Method):
 
 
 class Head(MethodLayer):
-    """Hidden states to float32 logits, with a matrix of its own or the embedding's (`tied`)."""
+    """LM head: hidden states to float32 logits, with its own matrix or the embedding's (`tied`)."""
 
     role = Role.VOCABULARY
     weight: nn.Parameter | None
-    group: Group | None = None  # of the ranks that have the other tokens
-    bank: HeadBank | None = None  # of the adapters that rows may ask for
+    group: Group | None = None  # ranks that hold the other tokens
+    bank: HeadBank | None = None  # this layer's share of every loaded LoRA adapter
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class Head(MethodLayer):
         self.keep(range(vocab_size))
 
     def keep(self, tokens: range) -> None:
-        """Before anything is loaded: the logits of these tokens."""
+        """Compute only the logits of these tokens. Before loading."""
         self.kept = tokens
         self.bias = parameter(len(tokens)) if self.biased else None
         self.use(self.method)
@@ -165,7 +165,7 @@ class Head(MethodLayer):
         self.declare({} if self.tied is not None else method.shapes(len(self.kept), self.hidden_size), method.dtypes)
 
     def claims(self, path: str) -> Claims:
-        """A checkpoint may store a tied matrix a second time."""
+        """Return the slices of the checkpoint; a checkpoint may also store a tied matrix."""
         taken = self.method.claims(self, path)
         if self.bias is not None:
             taken[f"{path}.bias"] = rows_of((self.total,), [(self.bias.data, self.kept)])
@@ -204,5 +204,5 @@ class Head(MethodLayer):
 
 
 def claim_rows(layer: Embedding | Head, path: str, shapes: Mapping[str, tuple[int, ...]]) -> Claims:
-    """Of tensors of these shapes in the checkpoint, a layer's rows."""
+    """Return the layer's rows of checkpoint tensors of these shapes."""
     return {f"{path}.{name}": rows_of(shapes[name], [(layer.get_parameter(name).data, layer.kept)]) for name in layer.stored}

@@ -1,5 +1,6 @@
-"""Latent attention: what a token leaves in the cache is one row of few numbers, of which the keys and values of all heads are
-made. `attn/reference.py` says how."""
+"""Multi-head latent attention (MLA): the cache holds one latent vector per token, from which the keys and values of all heads
+are computed (`attn/reference.py`).
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,14 +21,16 @@ from quire.ops.arguments import AdapterTable
 from quire.types.cache import LayerCache
 from quire.types.errors import ModelError
 
-EPS = 1e-6  # of its own norms, whatever those of the model have
+EPS = 1e-6  # epsilon of its own norms, independent of the model's
 
 
 class UpProjection(Linear):
-    """What keys and values are made by: of each head `nope` rows for its keys above those for its values. Other files have
-    both apart, beside `path`: k_b_proj [heads, rank, nope] and v_b_proj [heads, values, rank]."""
+    """The projection from latents to keys and values: of each head `nope` rows for keys, then `values` rows for values.
 
-    apart = False
+    Some checkpoints store both separately next to `path`: k_b_proj [heads, rank, nope] and v_b_proj [heads, values, rank].
+    """
+
+    separate = False
 
     def __init__(self, rank: int, heads: int, nope: int, values: int) -> None:
         cut = HeadDivision(heads, heads, nope + values).cut_queries
@@ -35,14 +38,14 @@ class UpProjection(Linear):
         self.heads, self.nope, self.values = heads, nope, values
 
     def by_head(self, changed: Tensor | None = None) -> Tensor:
-        """[heads that are kept, nope + values, rank]. `changed`: what an adapter made of the matrix."""
+        """Return the matrix [heads of this rank, nope + values, rank]; `changed`: the matrix with a LoRA adapter applied."""
         return (self.weight if changed is None else changed).view(-1, self.nope + self.values, self.inputs)
 
     def arrange(self, path: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.apart = f"{path.removesuffix('kv_b_proj')}k_b_proj.weight" in shapes
+        self.separate = f"{path.removesuffix('kv_b_proj')}k_b_proj.weight" in shapes
 
     def claims(self, path: str) -> Claims:
-        if not self.apart:
+        if not self.separate:
             return super().claims(path)
         [some], size, rank = self.kept_outputs, self.nope + self.values, self.inputs
         heads = some.start // size, some.stop // size
@@ -50,17 +53,21 @@ class UpProjection(Linear):
         keys, values = whole[:, : self.nope], whole[:, self.nope :]
         of_keys = Take(keys.transpose(1, 2), (heads, (0, rank), (0, self.nope)))
         of_values = Take(values, (heads, (0, self.values), (0, rank)))
-        beside = path.removesuffix("kv_b_proj")
+        parent = path.removesuffix("kv_b_proj")
         return {
-            f"{path}.weight": None,  # some have it too
-            f"{beside}k_b_proj.weight": Claim((self.heads, rank, self.nope), (of_keys,)).simple,
-            f"{beside}v_b_proj.weight": Claim((self.heads, self.values, rank), (of_values,)).simple,
+            f"{path}.weight": None,  # some files have it too
+            f"{parent}k_b_proj.weight": Claim((self.heads, rank, self.nope), (of_keys,)).simple,
+            f"{parent}v_b_proj.weight": Claim((self.heads, self.values, rank), (of_values,)).simple,
         }
 
 
 class LatentAttention(nn.Module):
-    """Heads of `nope` numbers that do not turn and `rotary` ones that do; `values`: of a head's value. `query_rank`: queries
-    are made of a row of so many numbers, too. Ranks share the heads; the row in the cache is every rank's."""
+    """Latent attention with its projections. Ranks divide the heads; every rank caches the whole latent row.
+
+    nope, rotary: head dimensions without and with RoPE
+    values: head dimension of values
+    query_rank: rank of the query projection; None: full rank
+    """
 
     def __init__(
         self,
@@ -79,14 +86,14 @@ class LatentAttention(nn.Module):
     ) -> None:
         super().__init__()
         if cache.latent is None:
-            raise ModelError("latent attention needs a kv_lora_rank, and there is none")
+            raise ModelError("latent attention requires kv_lora_rank; the configuration has none")
         rank = cache.latent
         self.division = HeadDivision(heads, heads, nope + rotary)
         cut, cut_back = self.division.cut_queries, HeadDivision(heads, heads, values).cut_queries
         row = {"kv_a_proj_with_mqa": rank + rotary}
         if query_rank is None:
             if bias:
-                raise ModelError("attention_bias goes with a q_lora_rank in latent attention, and there is none")
+                raise ModelError("attention_bias in latent attention requires q_lora_rank; the configuration has none")
             parts = {"q_proj": heads * (nope + rotary)} | row
             self.down = MergedLinear(hidden_size, parts, role=Role.COLUMN, cuts=(cut, lambda _: range(rank + rotary)))
             self.q_a_layernorm: RMSNorm | None = None
@@ -102,7 +109,7 @@ class LatentAttention(nn.Module):
         self.core = Attention(AttentionSpec(heads, 1, rank + rotary, scale, latent=rank))
 
     def keep_heads(self, position: Position) -> None:
-        """Before anything is loaded: attends with those of a rank; what makes them is its linear layers' business."""
+        """Attend with this rank's heads only; the linear layers are sharded separately. Before loading."""
         self.core.spec = replace(self.core.spec, heads=len(self.division.share(position)[0]))
 
     def latents(self, changed: Tensor | None = None, table: AdapterTable | None = None) -> Latents:
@@ -110,18 +117,18 @@ class LatentAttention(nn.Module):
         return Latents(norm.weight, norm.eps, self.rope.table, self.kv_b_proj.by_head(changed), self.nope, table)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """x [T, H] -> [T, H], or less if it is the last."""
+        """Return the output [T, H] of x [T, H]; only the batch's final tokens if this is the last attention layer."""
         core, made = self.core, self.down(x, batch.tokens)
         query, rows = made.split((made.shape[1] - self.row, self.row), dim=1)  # type: ignore[no-untyped-call]
-        query, behind = self.select_residual(query, batch), self.tokens_after(batch)
+        query, after = self.select_residual(query, batch), self.tokens_after(batch)
         if self.q_a_layernorm is not None and self.q_b_proj is not None:
-            query = self.q_b_proj(self.q_a_layernorm(query), behind)
+            query = self.q_b_proj(self.q_a_layernorm(query), after)
         out = self._attend(query.unflatten(1, (core.spec.heads, -1)), rows, batch)  # type: ignore[no-untyped-call]
-        back: Tensor = self.o_proj(out, behind)
+        back: Tensor = self.o_proj(out, after)
         return back
 
     def _attend(self, query: Tensor, rows: Tensor, batch: Batch) -> Tensor:
-        """query [Q, heads, nope + rotary] of the tokens that come out of it, rows [T, row] of all."""
+        """Attend. query [Q, heads, nope + rotary] of the output's tokens, rows [T, rank + rotary] of all tokens."""
         bank = self.kv_b_proj.bank
         lora = batch.tokens.lora
         if bank is None or lora is None:
@@ -130,14 +137,14 @@ class LatentAttention(nn.Module):
             return self._run(query, rows, batch, self.latents(table=bank.table))
         if not any(place in bank.places for place, _ in lora.groups):
             return self._run(query, rows, batch, self.latents())
-        places = lora.places[[start for start, _, _ in batch.rows]]  # a row's keys and values are its adapter's
+        places = lora.places[[start for start, _, _ in batch.rows]]  # the keys and values of a row depend on its adapter
         shape, out = len(query), query.new_zeros(0)
         for place in np.unique(np.where(np.isin(places, [*bank.places]), places, 0)).tolist():
             some = np.flatnonzero(places == place if place else ~np.isin(places, [*bank.places])).tolist()
             part = take_rows(batch, some)
             index = part.final if self.last else part.tokens
             asked = query[index]
-            if self.last and len(part.batch.final.ids) > len(asked):  # a token that nobody wants, and that has no query
+            if self.last and len(part.batch.final.ids) > len(asked):  # a token without a query: it is not final
                 asked = torch.cat((asked, asked.new_zeros(1, *asked.shape[1:])))
             numbers = bank.places.get(place)
             found = self._run(asked, rows[part.tokens], part.batch, self.latents(None if numbers is None else numbers.whole))
@@ -151,9 +158,9 @@ class LatentAttention(nn.Module):
         return core.backend.run_latent(core.spec, latents, query, rows, core.bound(), batch, core.group, self.last)
 
     def tokens_after(self, batch: Batch) -> Tokens:
-        """Of the tokens that come out of it."""
+        """Return the tokens of this layer's output."""
         return batch.final.tokens if self.last else batch.tokens
 
     def select_residual(self, residual: Tensor, batch: Batch) -> Tensor:
-        """What goes past it [T, H] -> the part that belongs to what comes out of it."""
+        """Return the rows of residual [T, H] that belong to this layer's output."""
         return keep(residual, batch) if self.last else residual

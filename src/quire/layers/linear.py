@@ -243,9 +243,9 @@ class BlockedLinear(Linear):
 
     def parts(self, path: str) -> Mapping[str, Part]:
         size, kept, at = self.division.size, list[tuple[int, range]](), 0
-        for some, place in zip(self.kept_outputs, (0, 2, 1), strict=True):
+        for some, position in zip(self.kept_outputs, (0, 2, 1), strict=True):
             for head in range(some.start // size, some.stop // size):
-                row = ((head // self.each * 3 + place) * self.each + head % self.each) * size
+                row = ((head // self.each * 3 + position) * self.each + head % self.each) * size
                 kept.append((at, range(row, row + size)))
                 at += size
         return {path: Part(sum(self.sections), tuple(kept))}
@@ -276,10 +276,10 @@ class MergedLinear(Linear):
 class FusedLinear(MergedLinear):
     """The parts are one checkpoint tensor at the layer's own path; some files store them as siblings instead."""
 
-    apart = False
+    separate = False
 
     def arrange(self, path: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.apart = f"{path}.weight" not in shapes and f"{next(iter(super().tensors(path)))}.weight" in shapes
+        self.separate = f"{path}.weight" not in shapes and f"{next(iter(super().tensors(path)))}.weight" in shapes
 
     def tensors(self, path: str) -> Mapping[str, slice]:
-        return super().tensors(path) if self.apart else {path: slice(None)}
+        return super().tensors(path) if self.separate else {path: slice(None)}

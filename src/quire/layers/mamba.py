@@ -22,8 +22,8 @@ from quire.types.cache import StateCache
 class MambaShape:
     inner: int
     state: int
-    rank: int  # of the time steps
-    width: int  # of the convolution
+    rank: int  # of the time steps' projection
+    width: int  # kernel width of the convolution
 
     @property
     def cache(self) -> StateCache:
@@ -31,7 +31,7 @@ class MambaShape:
 
 
 class Mamba(nn.Module):
-    """`norms`: of the time steps, keys and queries before they are used, with weights or without, and their epsilon."""
+    """Mamba 1 mixer. `norms`: RMSNorm of time steps, B and C, with or without weights; eps: its epsilon."""
 
     fixed = frozenset({"A_log", "D"})
 
@@ -90,7 +90,7 @@ class Mamba2Shape:
     head_dim: int
     groups: int
     state: int
-    width: int  # of the convolution
+    width: int  # kernel width of the convolution
 
     @property
     def inner(self) -> int:
@@ -106,8 +106,12 @@ class Mamba2Shape:
 
 
 class Mamba2(nn.Module):
-    """`norm`: of what comes out, beside its gate; None = the gate alone. `limits`: of the time steps. `multipliers`: of the
-    projection's parts z, x, B, C and dt."""
+    """Mamba 2 mixer.
+
+    norm: gated norm of the output; None: the gate alone
+    limits: bounds of the time steps
+    multipliers: factors of the projection's parts z, x, B, C and dt
+    """
 
     fixed = frozenset({"A_log", "dt_bias", "D"})
 

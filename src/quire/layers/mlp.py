@@ -17,26 +17,26 @@ from quire.types.errors import ModelError
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)). `fused`: the checkpoint stores gate and up as one matrix at `<path>.gate_up`."""
+    """Gated feed-forward: down(activation(gate(x)) * up(x)). `fused`: the checkpoint stores gate and up at `<path>.gate_up`."""
 
     def __init__(self, hidden_size: int, inner_size: int, activation: str, *, bias: bool = False, fused: bool = False) -> None:
         super().__init__()
-        if type(inner_size) is not int:  # null, or one of every layer: some families have that
-            raise ModelError(f"intermediate_size must be a positive integer, got {shown(inner_size)}")
+        if type(inner_size) is not int:  # null, or a list with one size per layer: some families have that
+            raise ModelError(f"intermediate_size must be a positive integer; got {shown(inner_size)}")
         self.activation = check_activation(activation)
         parts = {"gate_proj": inner_size, "up_proj": inner_size}
         self.gate_up = (FusedLinear if fused else MergedLinear)(hidden_size, parts, bias=bias, role=Role.COLUMN)
         self.down_proj = Linear(inner_size, hidden_size, bias=bias, role=Role.ROW)
 
     def forward(self, x: Any, tokens: Tokens) -> Tensor:
-        """x: Rows [..., hidden_size]."""
+        """Return the output [..., hidden_size] of Rows x [..., hidden_size]."""
         inner = self.gate_up.gated(x, self.activation, tokens, reader=self.down_proj)
         out: Tensor = self.down_proj(inner, tokens)
         return out
 
 
 class MLP(nn.Module):
-    """down(activation(up(x)))."""
+    """Feed-forward without a gate: down(activation(up(x)))."""
 
     def __init__(
         self, hidden_size: int, inner_size: int, activation: str, *, bias: bool = True, transposed: bool = False
@@ -52,10 +52,12 @@ class MLP(nn.Module):
 
 
 class Cutoff(nn.Module):
-    """Of each token's gates the part that would lie highest if they were normally distributed: what they have above the cutoff.
-    Ranks that have some gates each add up their sums."""
+    """Zero the gates below a cutoff: mean + z * standard deviation, where a share of a normal distribution lies below.
 
-    group: Group | None = None  # of those ranks
+    Ranks that each hold some gates all-reduce their sums.
+    """
+
+    group: Group | None = None  # ranks that hold the other gates
 
     def __init__(self, total: int, share: float) -> None:
         super().__init__()
@@ -73,7 +75,7 @@ class Cutoff(nn.Module):
 
 
 class SparseGatedMLP(GatedMLP):
-    """`share`: of the gates, that are closed."""
+    """Gated feed-forward with sparse gates; `share`: fraction of the gates that are zeroed."""
 
     def __init__(self, hidden_size: int, inner_size: int, activation: str, share: float) -> None:
         super().__init__(hidden_size, inner_size, activation)

@@ -57,7 +57,7 @@ class ExpertsMethod(Protocol):
     def dtypes(self) -> Mapping[str, torch.dtype]: ...
 
     def shapes(self, count: int, hidden_size: int, inner_size: int) -> Mapping[str, tuple[int, ...]]:
-        """The parameters by names of the method's own."""
+        """Return the shapes of the parameters by the method's own names."""
         ...
 
     def claims(self, layer: "Experts", path: str) -> Claims: ...
@@ -68,10 +68,10 @@ class ExpertsMethod(Protocol):
 
 
 class PlainExperts(Method):
-    """Two stacks of matrices of the model's type."""
+    """Two stacks of matrices in the model's dtype."""
 
     def shapes(self, count: int, hidden_size: int, inner_size: int) -> Mapping[str, tuple[int, ...]]:
-        return {"up": (count, 2 * inner_size, hidden_size), "down": (count, hidden_size, inner_size)}  # gate above up
+        return {"up": (count, 2 * inner_size, hidden_size), "down": (count, hidden_size, inner_size)}  # gate rows first
 
     def claims(self, layer: "Experts", path: str) -> Claims:
         kept, rows, inner, width = layer.kept, layer.kept_inner, layer.total_inner, layer.hidden_size
@@ -112,8 +112,11 @@ class PlainExperts(Method):
 
 
 class UngatedExperts(PlainExperts):
-    """Two stacks of matrices, and an activation between them: at `path` they are `path.<e>.up_proj.weight` and
-    `path.<e>.down_proj.weight`, or all at once `path.up_proj` [E, inner, hidden] and `path.down_proj` [E, hidden, inner]."""
+    """Two stacks of matrices with an activation between them.
+
+    The checkpoint has `path.<e>.up_proj.weight` and `path.<e>.down_proj.weight`, or all experts in `path.up_proj`
+    [E, inner, hidden] and `path.down_proj` [E, hidden, inner].
+    """
 
     def shapes(self, count: int, hidden_size: int, inner_size: int) -> Mapping[str, tuple[int, ...]]:
         return {"up": (count, inner_size, hidden_size), "down": (count, hidden_size, inner_size)}
@@ -136,23 +139,24 @@ class UngatedExperts(PlainExperts):
 
 
 class Experts(MethodLayer):
-    """At `path` it takes `path.<e>.gate_proj.weight`, `path.<e>.up_proj.weight` and `path.<e>.down_proj.weight`, or all experts
-    at once: `path.gate_up_proj` [E, 2 * inner, hidden] and `path.down_proj` [E, hidden, inner], or both the other way round.
+    """The experts of a layer.
 
-    `paired`: all at once and the other way round, where a gate and its up are neighbours; and there are biases of both,
-    `path.gate_up_proj_bias` [E, 2 * inner] and `path.down_proj_bias` [E, hidden]. Other files have even these one by one, with
-    biases such as `path.<e>.gate_proj.bias`.
+    The checkpoint has `path.<e>.gate_proj.weight`, `path.<e>.up_proj.weight` and `path.<e>.down_proj.weight`, or all experts in
+    `path.gate_up_proj` [E, 2 * inner, hidden] and `path.down_proj` [E, hidden, inner], or both of these transposed.
+
+    paired: gpt-oss: stacked and transposed, gate and up rows interleaved, with biases `path.gate_up_proj_bias` [E, 2 * inner]
+        and `path.down_proj_bias` [E, hidden]; some files store these per expert, too (`path.<e>.gate_proj.bias`).
     """
 
     up: nn.Parameter
     down: nn.Parameter
 
     role = Role.EXPERT
-    group: Group | None = None  # of the ranks whose outputs are to be added
-    exchange: Exchange | None = None  # where the experts are those of several engines
-    number = 0  # of this layer, there
-    bank: ExpertsBank | None = None  # of the adapters that rows may ask for
-    balance: Balance | None = None  # where experts have several copies: then `kept` and `total` count places
+    group: Group | None = None  # ranks whose outputs are all-reduced
+    exchange: Exchange | None = None  # set if several engines share the experts
+    number = 0  # index of this layer in the exchange
+    bank: ExpertsBank | None = None  # this layer's share of every loaded LoRA adapter
+    balance: Balance | None = None  # set if experts have copies: then `local` and `total` count expert slots
 
     def __init__(self, count: int, hidden_size: int, inner_size: int, activation: Inner, *, paired: bool = False) -> None:
         super().__init__()
@@ -160,16 +164,16 @@ class Experts(MethodLayer):
             check_activation(activation if isinstance(activation, str) else activation.name)
         self.activation, self.gated = activation, not isinstance(activation, Ungated)
         self.total, self.hidden_size, self.total_inner = count, hidden_size, inner_size
-        self.in_pairs = paired  # in the family's own files, with biases
-        self.paired = self.fused = self.transposed = paired  # how the checkpoint has them
+        self.in_pairs = paired  # with biases and, in the family's own files, interleaved
+        self.paired = self.fused = self.transposed = paired  # how the checkpoint stores them
         self.method: ExpertsMethod = PlainExperts() if self.gated else UngatedExperts()
         self.keep(range(count), range(inner_size))
 
     def keep(self, experts: range, inner: range) -> None:
-        """Before anything is loaded: these experts, and these of what is between their matrices."""
+        """Hold only these experts, and these of their inner dimension. Before loading."""
         self.kept, self.kept_inner = experts, inner
         self.up_bias = parameter(len(experts), 2 * len(inner)) if self.in_pairs else None
-        # of the ranks that have a part of each expert, the first adds it
+        # of the ranks that share each expert, the first adds the bias
         self.down_bias = parameter(len(experts), self.hidden_size) if self.in_pairs and inner.start == 0 else None
         self.use(self.method)
 
@@ -179,7 +183,7 @@ class Experts(MethodLayer):
 
     @property
     def gating(self) -> Gated:
-        """What goes with its gates, which it has."""
+        """Return the activation of gated experts."""
         assert not isinstance(self.activation, Ungated)
         return self.activation
 
@@ -203,14 +207,14 @@ class Experts(MethodLayer):
         return taken
 
     def _claim_pairs(self, path: str, up_bias: Tensor) -> Claims:
-        few, across = (self.kept.start, self.kept.stop), (0, self.hidden_size)
-        pairs = Take(up_bias, (few, pairs_of(self.kept_inner)))
-        behind = None  # another rank adds it
+        some, across = (self.kept.start, self.kept.stop), (0, self.hidden_size)
+        pairs = Take(up_bias, (some, pairs_of(self.kept_inner)))
+        down = None  # another rank adds it
         if self.down_bias is not None:
-            behind = Claim((self.total, self.hidden_size), (Take(self.down_bias.data, (few, across)),)).simple
+            down = Claim((self.total, self.hidden_size), (Take(self.down_bias.data, (some, across)),)).simple
         return {
             f"{path}.gate_up_proj_bias": Claim((self.total, 2 * self.total_inner), (pairs,)).simple,
-            f"{path}.down_proj_bias": behind,
+            f"{path}.down_proj_bias": down,
         }
 
     def _claim_each(self, path: str, up_bias: Tensor) -> Claims:
@@ -240,19 +244,19 @@ class Experts(MethodLayer):
             return self._run(x, weights, experts, tokens)
         if self.balance is not None:
             experts = self.balance.choose(x, experts)
-        if len(self.kept) < self.total:  # an expert of another rank counts for nothing
+        if len(self.kept) < self.total:  # another rank's experts add nothing
             experts = experts - self.kept.start
             theirs = (experts < 0) | (experts >= len(self.kept))
             weights, experts = weights.masked_fill(theirs, 0.0), experts.masked_fill(theirs, 0)
         return add_parts(self._run(x, weights, experts, tokens), self.group)
 
     def _run_everywhere(self, exchange: Exchange, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """An engine's first rank brings its rows, and tells the others what came of them."""
+        """Run on all engines' experts; an engine's first rank sends its tokens and all-reduces the result to the others."""
         out = exchange.run(self.number, x, weights, experts) if exchange.leads else torch.zeros_like(x)
         return out if self.group is None else add_parts(out, self.group)
 
     def run_own(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """What those that are here add to rows, of any engine."""
+        """Return what this rank's experts add to x [T, H] of any engine."""
         if self.balance is not None:
             experts = self.balance.choose(x, experts)
         experts = experts - self.kept.start
@@ -269,19 +273,24 @@ class Experts(MethodLayer):
 
 
 def pairs_of(rows: range) -> tuple[int, int]:
-    """Where the gates and ups of these are, if they are neighbours."""
+    """Return the range of interleaved gate and up rows."""
     return 2 * rows.start, 2 * rows.stop
 
 
 def part_pairs(stack: Tensor) -> None:
-    """[E, 2n, ...] with gate and up in turn: in place, and an expert at a time, to gates above ups."""
+    """Turn interleaved gate and up rows of stack [E, 2n, ...] into gate rows, then up rows, in place. One expert at a time:
+    each
+    needs a copy.
+    """
     for one in stack:
         one.copy_(torch.cat((one[0::2], one[1::2])))
 
 
 class MoE(nn.Module):
-    """Each token goes to its `top_k` experts. `renormalize`: their weights are made to add up to one. `biased`: the router has
-    a bias. `paired`: see `Experts`."""
+    """Mixture of experts with a softmax router. `renormalize`: the weights of the chosen experts sum to one. `biased`: the
+    router
+    has a bias. `paired`: see `Experts`.
+    """
 
     def __init__(
         self,
@@ -297,7 +306,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         if not 1 <= top_k <= experts:
-            raise ModelError(f"num_experts_per_tok must be between 1 and {experts}, the experts of a layer, got {top_k}")
+            raise ModelError(f"num_experts_per_tok must be between 1 and the {experts} experts of a layer; got {top_k}")
         self.top_k, self.renormalize = top_k, renormalize
         self.gate = Linear(hidden_size, experts, bias=biased)
         self.experts = Experts(experts, hidden_size, inner_size, activation, paired=paired)
@@ -309,11 +318,15 @@ class MoE(nn.Module):
 
 
 class RoutedMoE(MoE):
-    """`scoring` turns a router's logits into scores; `correction`: the shape of what is added to them for the choice alone.
+    """Mixture of experts with other routers, shared experts and a norm.
 
-    `groups`: of experts, how many of these are chosen from, and how many of its best a group is judged by. `scale`: of the
-    chosen ones' weights. `tolerance`: of Phi's choice. `shared`: what every token goes through besides; `shared_gated`: as
-    far as a gate lets it. `norm`: of what comes out.
+    scoring: function from router logits to scores
+    correction: shape of the bias that is added to scores for the choice only
+    groups: (expert groups, groups chosen, best experts that score a group)
+    scale: factor of the chosen experts' weights
+    tolerance: of Phi's sparse mixer
+    shared: expert for every token; `shared_gated`: with a sigmoid gate
+    norm: of the output
     """
 
     fixed = frozenset({"e_score_correction_bias"})
@@ -338,8 +351,8 @@ class RoutedMoE(MoE):
     ) -> None:
         super().__init__(hidden_size, inner_size, activation, experts=experts, top_k=top_k, renormalize=renormalize)
         for name, value in (("routed_scaling_factor", scale), ("router_jitter_noise", tolerance)):
-            if not isinstance(value, int | float):  # null, which a configuration may say
-                raise ModelError(f"{name} must be a number, got {value!r}")
+            if not isinstance(value, int | float):  # a configuration may have null
+                raise ModelError(f"{name} must be a number; got {value!r}")
         self.scoring, self.groups, self.scale, self.tolerance = scoring, groups, scale, tolerance
         self.e_score_correction_bias = None if correction is None else parameter(*correction, dtype=torch.float32)
         self.shared_expert = shared
@@ -350,10 +363,10 @@ class RoutedMoE(MoE):
         out = self.run_experts(x, *self.choose(x, tokens), tokens)
         if self.shared_expert is None:
             return self.normed(out)
-        beside: Tensor = self.shared_expert(x, tokens)
+        shared: Tensor = self.shared_expert(x, tokens)
         if self.shared_expert_gate is not None:
-            beside = torch.sigmoid(self.shared_expert_gate(x, tokens)) * beside
-        return self.normed(out + beside)
+            shared = torch.sigmoid(self.shared_expert_gate(x, tokens)) * shared
+        return self.normed(out + shared)
 
     def run_experts(self, x: Tensor, weights: Tensor, chosen: Tensor, tokens: Tokens) -> Tensor:
         out: Tensor = self.experts(x, weights, chosen, tokens)
@@ -363,7 +376,7 @@ class RoutedMoE(MoE):
         return out if self.post_mlp_layernorm is None else self.post_mlp_layernorm(out)
 
     def choose(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """x [T, H] -> weights [T, top_k] float32 and experts [T, top_k]."""
+        """Return weights [T, top_k] float32 and experts [T, top_k] for x [T, H]."""
         correction = self.e_score_correction_bias
         if self.scoring == "softmax" and correction is None and self.groups[0] == 1 and self.scale == 1.0:
             return route(self.gate(x, tokens), self.top_k, self.renormalize)
@@ -385,7 +398,7 @@ class RoutedMoE(MoE):
 
 
 class NarrowMoE(RoutedMoE):
-    """Experts see `width` numbers of a token, which are made of it, and what they give is made its size again."""
+    """Experts over a projection of the hidden state to `width`, projected back to the hidden size."""
 
     def __init__(self, hidden_size: int, inner_size: int, activation: Inner, *, width: int, bias: bool, **more: Any) -> None:
         super().__init__(hidden_size, inner_size, activation, **more)

@@ -19,19 +19,19 @@ class Norm(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and that sum. No residual = x begins the stream."""
+        """Return the norm of x + residual, and that sum; residual None: x is the sum."""
         ...
 
 
 def check_epsilon(value: float) -> float:
-    """As a configuration has it."""
+    """Return a norm's epsilon from the configuration, or raise ModelError."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        raise ModelError(f"the epsilon of its norms must be a small number, got {shown(value)}")
+        raise ModelError(f"the epsilon of norms must be at least 0 and below 1; got {shown(value)}")
     return float(value)
 
 
 class RMSNorm(nn.Module):
-    """`offset` is added to the stored weight."""
+    """RMSNorm. `offset` is added to the stored weight."""
 
     def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
@@ -47,12 +47,12 @@ class RMSNorm(nn.Module):
         return add_rms_norm(x, residual, self.weight, self.eps, self.offset)
 
     def add_rounded(self, x: Tensor, residual: Tensor | None, rounding: Rounding) -> tuple[RoundedRows, Tensor]:
-        """As `add`, rounded as who reads it would."""
+        """Return the same as `add`, with the norm quantized as its only reader would do it."""
         return rounded_norm(x, residual, self.weight, self.eps, self.offset, rounding)
 
 
 class LayerNorm(nn.Module):
-    """`offset` is added to the stored weight when it is loaded."""
+    """LayerNorm. `offset` is added to the weight at load."""
 
     def __init__(self, size: int, eps: float, bias: bool = True, weight: bool = True, offset: float = 0.0) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class LayerNorm(nn.Module):
 
 
 class NoNorm(nn.Module):
-    """Where a model has no norm, the residual connection is still made."""
+    """No norm; the residual connection remains."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x
@@ -84,11 +84,14 @@ class NoNorm(nn.Module):
 
 
 class WidthNorms(nn.Module):
-    """Root-mean-square norms of all queries and of all keys of a token: at `a.width_norms` they take `a.q_norm.weight` and
-    `a.k_norm.weight`. Ranks that have some heads each add up their squares."""
+    """RMSNorms over all queries and over all keys of a token. At `a.width_norms` they load `a.q_norm.weight` and
+    `a.k_norm.weight`.
 
-    group: Group | None = None  # of those ranks
-    holders = 1  # ranks that have the same key heads
+    Ranks that each hold some heads all-reduce their sums of squares.
+    """
+
+    group: Group | None = None  # ranks that hold the other heads
+    holders = 1  # ranks that hold the same key heads
 
     def __init__(self, division: HeadDivision, eps: float) -> None:
         super().__init__()
@@ -96,7 +99,7 @@ class WidthNorms(nn.Module):
         self.keep_heads(range(division.queries), range(division.keys))
 
     def keep_heads(self, queries: range, keys: range) -> None:
-        """Before anything is loaded."""
+        """Hold only these heads. Before loading."""
         self.kept = queries, keys
         self.query = parameter(len(queries) * self.division.size)
         self.key = parameter(len(keys) * self.division.size)
@@ -111,7 +114,7 @@ class WidthNorms(nn.Module):
         return taken
 
     def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """query [T, heads * head_dim] and key [T, kv_heads * head_dim] of this rank -> the same, normed."""
+        """Return normalized query [T, heads * head_dim] and key [T, kv_heads * head_dim] of this rank."""
         if self.group is None:
             return rms_norm(query, self.query, self.eps), rms_norm(key, self.key, self.eps)
         wide = query.float(), key.float()
@@ -124,18 +127,18 @@ class WidthNorms(nn.Module):
 
 
 class HeadLayerNorm(nn.Module):
-    """The layer norm of each head. `own`: each head has a weight of its own; `apart`: in a tensor of its own, too."""
+    """LayerNorm of each head. `own`: each head has its own weight; `separate`: each weight is its own checkpoint tensor."""
 
     def __init__(
-        self, heads: int, size: int, eps: float, *, own: bool = False, apart: bool = False, bias: bool = False
+        self, heads: int, size: int, eps: float, *, own: bool = False, separate: bool = False, bias: bool = False
     ) -> None:
         super().__init__()
-        self.heads, self.size, self.eps, self.own, self.apart = heads, size, check_epsilon(eps), own, apart
+        self.heads, self.size, self.eps, self.own, self.separate = heads, size, check_epsilon(eps), own, separate
         self.bias = parameter(size) if bias else None
         self.keep_heads(range(heads))
 
     def keep_heads(self, heads: range) -> None:
-        """Before anything is loaded."""
+        """Hold only these heads. Before loading."""
         self.kept = heads
         self.weight = parameter(len(heads), self.size) if self.own else parameter(self.size)
 
@@ -145,7 +148,7 @@ class HeadLayerNorm(nn.Module):
             return {
                 f"{path}.{n}": rows_of((self.size,), [(p.data, range(self.size))]) for n, p in shared.items() if p is not None
             }
-        if not self.apart:
+        if not self.separate:
             return {f"{path}.weight": rows_of((self.heads, self.size), [(self.weight.data, self.kept)])}
         taken: Claims = {f"{path}.norms.{head}.weight": None for head in range(self.heads)}
         for row, head in zip(self.weight.data, self.kept, strict=True):
@@ -153,7 +156,7 @@ class HeadLayerNorm(nn.Module):
         return taken
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [T, heads, size]."""
+        """Return the normalized heads x [T, heads, size]."""
         if self.own:
             return F.layer_norm(x, (self.size,), None, None, self.eps) * self.weight
         return F.layer_norm(x, (self.size,), self.weight, self.bias, self.eps)

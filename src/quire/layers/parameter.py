@@ -13,16 +13,16 @@ from quire.ops.quantized_layouts import Rounding, Rows
 
 
 class Role(Enum):
-    """`prepare/shard.py` does what it says. A merged layer has its role in each of its parts."""
+    """How ranks divide a layer (`prepare/shard.py`). A merged layer has its role in each of its parts."""
 
-    REPLICATED = "every rank has all of it"
-    COLUMN = "a rank has some outputs"
-    ROW = "a rank has some inputs, and what it makes of them is added to what the others do"
-    VOCABULARY = "a rank has some tokens"
-    EXPERT = "a rank has some experts, or a part of each"
+    REPLICATED = "every rank holds all of it"
+    COLUMN = "a rank holds some outputs"
+    ROW = "a rank holds some inputs; the outputs are all-reduced"
+    VOCABULARY = "a rank holds some tokens"
+    EXPERT = "a rank holds some experts, or a part of each"
 
 
-Ranges = tuple[tuple[int, int], ...]  # start and end along each dimension; () = all of it
+Ranges = tuple[tuple[int, int], ...]  # start and end along each dimension; (): all of it
 
 
 @dataclass(frozen=True)
@@ -33,25 +33,25 @@ class Take:
 
 @dataclass(frozen=True)
 class Claim:
-    """A tensor of `shape` in the checkpoint, and who takes what of it."""
+    """A checkpoint tensor, and which of its slices are copied where."""
 
     shape: tuple[int, ...]
     takes: tuple[Take, ...]
-    otherwise: "Claim | None" = None  # if the tensor has another shape, which some files save it in
+    otherwise: "Claim | None" = None  # the same for files that store the tensor in another shape
 
     @property
     def transposed(self) -> "Claim":
-        """Of a checkpoint that has the last two dimensions the other way round."""
+        """Return the same for a checkpoint with the last two dimensions swapped."""
         return Claim(_swapped(self.shape), tuple(Take(take.view.mT, _swapped(take.ranges)) for take in self.takes))
 
     @property
     def simple(self) -> "Claim":
-        """The same, without ranges of what takes all of it."""
+        """Return the same with () for ranges of the whole tensor."""
         full = tuple((0, size) for size in self.shape)
         return Claim(self.shape, tuple(Take(take.view) if take.ranges == full else take for take in self.takes))
 
 
-Claims = dict[str, Claim | None]  # by the name in the checkpoint; None = may be there and is not read
+Claims = dict[str, Claim | None]  # by the name in the checkpoint; None: optional and not read
 
 
 def whole(view: Tensor) -> Claim:
@@ -59,7 +59,7 @@ def whole(view: Tensor) -> Claim:
 
 
 def rows_of(shape: tuple[int, ...], takes: Iterable[tuple[Tensor, range]]) -> Claim:
-    """Of a tensor of that shape, who takes which of its rows."""
+    """Return the rows of a checkpoint tensor of this shape that fill each view."""
     rest = tuple((0, size) for size in shape[1:])
     return Claim(shape, tuple(Take(view, ((rows.start, rows.stop), *rest)) for view, rows in takes)).simple
 
@@ -69,35 +69,35 @@ def _swapped(items: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """Uninitialized: the loader fills it. `dtype` fixes the type; without it the parameter takes the model's."""
+    """Return an uninitialized parameter, which the loader fills. dtype: fixed dtype; None: the model's."""
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
 class Method:
-    """What most methods leave as it is."""
+    """Defaults of methods."""
 
-    dtypes: Mapping[str, torch.dtype] = MappingProxyType({})  # of parameters whose type is not the model's
+    dtypes: Mapping[str, torch.dtype] = MappingProxyType({})  # of parameters whose dtype is not the model's
 
     def finish(self, layer: Any) -> None:
-        """When all is loaded."""
+        """Repack the parameters after loading."""
 
     def rounding(self, x: Rows) -> Rounding | None:  # noqa: ARG002
-        """As `layers.linear.LinearMethod` has it."""
+        """Return None: activations are not quantized (`layers.linear.LinearMethod`)."""
         return None
 
 
 class MethodLayer(nn.Module):
-    """How its numbers are stored and used is a *method*: an object that names the parameters and does the arithmetic.
+    """A layer whose weights belong to a *method*: an object that names the parameters and does the arithmetic.
 
-    A method is exchanged by `use`, before anything is loaded or, by whoever has taken the numbers over, after it.
+    `use` exchanges the method before loading; `hold` does it afterwards.
     """
 
-    stored: tuple[str, ...] = ()  # the names of the method's parameters
-    fixed: frozenset[str] = frozenset()  # those whose type is not the model's
+    stored: tuple[str, ...] = ()  # names of the method's parameters
+    fixed: frozenset[str] = frozenset()  # names of parameters whose dtype is not the model's
     method: Any
 
     def declare(self, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype] | None = None) -> None:
-        """From now on these are the method's parameters; those it had are None. dtypes: of those that have one of their own."""
+        """Replace the method's parameters by these; dtypes: of those whose dtype is not the model's."""
         for name in self.stored:
             self._parameters[name] = None
         dtypes = dtypes or {}
@@ -106,7 +106,7 @@ class MethodLayer(nn.Module):
             self.register_parameter(name, parameter(*shape, dtype=dtypes.get(name)))
 
     def hold(self, method: Any, **numbers: torch.Tensor) -> None:
-        """When all is loaded: another method, and its parameters."""
+        """Replace the method and its parameters after loading."""
         self.declare({})
         self.method, self.stored = method, tuple(numbers)
         for name, values in numbers.items():

@@ -91,4 +91,4 @@ class OlmoHybrid(HybridDecoder):
 
     def make_mixer(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
         reach = 2.0 if facts.hf.get("linear_allow_neg_eigval", True) else 1.0
-        return DeltaNet(facts.hidden_size, DeltaShape(*delta_sizes(facts.hf)), NORM_EPS, stored="apart", reach=reach)
+        return DeltaNet(facts.hidden_size, DeltaShape(*delta_sizes(facts.hf)), NORM_EPS, stored="separate", reach=reach)

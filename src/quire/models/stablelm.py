@@ -25,7 +25,7 @@ class StableLM(Decoder):
         hf, cache, norms = facts.hf, facts.layers[index], dict[str, HeadLayerNorm]()
         if hf.get("qk_layernorm"):
             for name, heads in (("q_norm", hf["num_attention_heads"]), ("k_norm", cache.kv_heads)):
-                norms[name] = HeadLayerNorm(heads, cache.head_dim, hf.get("layer_norm_eps", 1e-5), own=True, apart=True)
+                norms[name] = HeadLayerNorm(heads, cache.head_dim, hf.get("layer_norm_eps", 1e-5), own=True, separate=True)
         return self.attention(facts, index, bias=bool(hf.get("use_qkv_bias")), **norms)
 
     def make_norm(self, facts: "ModelFacts", size: int | None = None) -> Norm:

@@ -1,8 +1,11 @@
-"""What operators are given beside tensors: known to those who call them, to the references and to the kernels."""
+"""Arguments of operators other than tensors, shared by callers, references and kernels."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -168,3 +171,53 @@ class Factors(NamedTuple):
     repetition: Tensor  # [S] float32, of whatever is in the prompt or the output
     frequency: Tensor  # [S] float32, of the output, for each time
     presence: Tensor  # [S] float32, of the output
+
+
+MOVED_ROWS, MOVED_COLUMNS = 16, 256  # of a matrix, per program that copies an uploaded adapter
+SCANNED_VALUES = 8192  # per program that scans an uploaded adapter
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What of an uploaded LoRA adapter is scanned and copied where, by the programs of one launch each.
+
+    spans: [S, 2] first value and number of values of each tensor in the file
+    copies: [C, 6] of each matrix: first value, rows and columns in the flat destination; first value, row stride and column
+        stride in the file
+    """
+
+    spans: Integers
+    copies: Integers
+    device: torch.device
+
+    @cached_property
+    def looked(self) -> Tensor:
+        """Return [n, 3] int64 of each scanning program: span, first value, number of values."""
+        programs = -(-self.spans[:, 1] // SCANNED_VALUES)
+        owner = np.repeat(np.arange(len(self.spans)), programs)
+        within = SCANNED_VALUES * _counted(programs)
+        first, count = self.spans[owner].T
+        return self._on_device(np.stack([owner, first + within, np.minimum(count - within, SCANNED_VALUES)], 1))
+
+    @cached_property
+    def moved(self) -> Tensor:
+        """Return [n, 3] int64 of each copying program: copy, first row, first column."""
+        down, across = -(-self.copies[:, 1] // MOVED_ROWS), -(-self.copies[:, 2] // MOVED_COLUMNS)
+        owner = np.repeat(np.arange(len(self.copies)), down * across)
+        row, column = np.divmod(_counted(down * across), across[owner])
+        return self._on_device(np.stack([owner, row * MOVED_ROWS, column * MOVED_COLUMNS], 1))
+
+    @cached_property
+    def table(self) -> Tensor:
+        return self._on_device(self.copies)
+
+    def _on_device(self, values: Integers) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(self.device)
+
+
+def _counted(sizes: Integers) -> Integers:
+    """Return 0, 1, ..., size - 1 for each of the sizes."""
+    ends = np.cumsum(sizes)
+    counted: Integers = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - sizes, sizes)
+    return counted

@@ -37,7 +37,8 @@ from quire.files.safetensors import TensorInfo, parse_header, read_header_text
 from quire.files.threads import in_threads
 from quire.load.assign import rename
 from quire.load.safetensors import DTYPES
-from quire.ops.adapters import Moves, find_largest, pack
+from quire.ops.adapters import find_largest, pack
+from quire.ops.arguments import Moves
 from quire.types.errors import AdapterError, ModelError
 
 KINDS = (torch.bfloat16, torch.float16, torch.float32)  # of numbers in files

@@ -1,1 +1,1 @@
-"""Linear methods for weights that stay quantized: one file per scheme."""
+"""Schemes of quantized checkpoints, and linear methods for quantized weights."""

@@ -11,9 +11,9 @@ from quire.layers.quant.stored import Target
 from quire.ops.quantized_layouts import Activation
 from quire.types.errors import ModelError
 
-BLOCK = 64  # numbers
-NESTED = 256  # blocks
-CODED = 16  # numbers of 4 bits
+BLOCK = 64  # values per scale
+NESTED = 256  # scales per second-level scale
+CODED = 16  # codes of 4 bits
 CODES = ("nf4", "fp4")
 
 
@@ -59,7 +59,7 @@ class BitsAndBytesScheme(CheckpointScheme):
         if self._nested:
             raw["weight.nested_absmax"] = Raw((Dim("all", BLOCK * NESTED),), torch.float32)
             raw["weight.nested_quant_map"] = Raw((Dim("neither", 256),), torch.float32)
-        told = self.info(name, state)
-        if told is not None or (self._nested and self.inventory is not None):
-            raw[state] = Raw((Dim("neither", 1 if told is None else told.elements),), torch.uint8)
+        state_info = self.info(name, state)
+        if state_info is not None or (self._nested and self.inventory is not None):
+            raw[state] = Raw((Dim("neither", 1 if state_info is None else state_info.elements),), torch.uint8)
         return BlockwiseLayout(raw, self._code, outputs, inputs, BLOCK, NESTED if self._nested else 0, state)

@@ -1,4 +1,4 @@
-"""compressed-tensors: groups of modules, each with its own way of storing weights and of rounding activations."""
+"""compressed-tensors: groups of modules, each with its own weight format and activation quantization."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from quire.layers.quant.stored import Target
 from quire.ops.quantized_layouts import Activation
 from quire.types.errors import ModelError
 
-CLASS = "Linear"  # of every matrix here, as targets name it
+CLASS = "Linear"  # module class that targets name
 PACKED, PLAIN_INTS = "pack-quantized", ("int-quantized", "naive-quantized")
 PLAIN_FLOATS = ("float-quantized", "naive-quantized")
 STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
@@ -34,7 +34,7 @@ STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 
 @dataclass(frozen=True)
 class Weights:
-    """One group's `weights` and `input_activations`, with what they leave open filled in."""
+    """One group's `weights` and `input_activations`, with defaults filled in."""
 
     format: str
     bits: int
@@ -47,7 +47,7 @@ class Weights:
 
     @property
     def grain(self) -> int:
-        """As `CheckpointScheme.grain`."""
+        """Return the same as `CheckpointScheme.grain`."""
         words = 8 if self.format == PACKED else 1
         group = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32, "mxfp8-quantized": 32}.get(self.format, self.group)
         return lcm(words, group or 1, *(self.block or ()))
@@ -63,7 +63,7 @@ class CompressedTensorsScheme(CheckpointScheme):
         self._ignore = Paths("ignore", get_names(config, "ignore"))
         groups = get_object(config, "config_groups")
         if not groups:
-            raise ModelError("quantization_config lacks config_groups, which say how modules are quantized")
+            raise ModelError("quantization_config lacks config_groups")
         self._groups = [
             (Paths(f"{name}: targets", get_names(as_object(name, group), "targets")), read_group(name, group, config))
             for name, group in groups.items()
@@ -81,7 +81,8 @@ class CompressedTensorsScheme(CheckpointScheme):
         return None if weights is None else self._layout(weights, name, (outputs, inputs))
 
     def _of(self, names: tuple[str, ...]) -> Weights | None:
-        """Targets that name a module come before those that name all of a class."""
+        """Return the weights of the first matching group; targets that name a module take precedence over those that name a
+        class."""
         for targets, weights in self._groups:
             if targets.match(names):
                 return weights
@@ -99,18 +100,16 @@ class CompressedTensorsScheme(CheckpointScheme):
                 return float8_layout(self, name, sizes, "weight_scale", (1, 32), weights.activation, powers=True)
             case "float", 4, "nvfp4-pack-quantized" | "mxfp4-pack-quantized":
                 return self._float4(weights, name, sizes)
-        raise ModelError(f"{name}: {weights.type} of {weights.bits} bits in the format {weights.format!r} is not read")
+        raise ModelError(f"{name}: {weights.type} of {weights.bits} bits in the format {weights.format!r} is not supported")
 
     def _packed(self, weights: Weights, name: str, sizes: tuple[int, int]) -> PackedLayout:
         outputs, inputs = sizes
         group, per = weights.group or inputs, 32 // weights.bits
         check_group(inputs, group, name)
         if weights.strategy not in ("group", "channel"):
-            raise ModelError(
-                f"{name}: packed numbers with the strategy {weights.strategy!r} are not read; group and channel are"
-            )
+            raise ModelError(f"{name}: packed integers support the strategies group and channel; got {weights.strategy!r}")
         if inputs % per or (not weights.symmetric and outputs % per):
-            raise ModelError(f"{name}: {per} numbers to a word do not divide its {outputs} outputs and {inputs} inputs")
+            raise ModelError(f"{name}: {outputs} outputs and {inputs} inputs are not divisible by {per} values per word")
         groups = Dim("inputs", group)
         raw = {
             "weight_packed": self.raw(name, "weight_packed", (Dim("outputs"), Dim("inputs", per)), sizes, torch.int32),
@@ -128,7 +127,7 @@ class CompressedTensorsScheme(CheckpointScheme):
             check_group(sizes[1], weights.group, name)
         dims = {"tensor": (), "channel": (Dim("outputs"),), "group": (Dim("outputs"), Dim("inputs", weights.group or 1))}
         if weights.strategy not in dims:
-            raise ModelError(f"{name}: the strategy {weights.strategy!r} is not known for whole numbers")
+            raise ModelError(f"{name}: the strategy {weights.strategy!r} is not supported for integers")
         scale = dims[weights.strategy]
         raw = {
             "weight": self.raw(name, "weight", MATRIX, sizes, torch.int8),
@@ -144,14 +143,14 @@ class CompressedTensorsScheme(CheckpointScheme):
         blocks = {"tensor": (0, 0), "channel": (1, 0), "group": (1, weights.group), "block": weights.block}
         block = blocks.get(weights.strategy)
         if block is None:
-            raise ModelError(f"{name}: the strategy {weights.strategy!r} is not known for floats of 8 bits")
+            raise ModelError(f"{name}: the strategy {weights.strategy!r} is not supported for 8-bit floats")
         return float8_layout(self, name, sizes, "weight_scale", block, weights.activation)
 
     def _float4(self, weights: Weights, name: str, sizes: tuple[int, int]) -> Float4Layout:
         nvidia = weights.format.startswith("nvfp4")
         group = 16 if nvidia else 32
         if weights.group not in (0, group):
-            raise ModelError(f"{name}: {weights.format} has groups of {group}, not of {weights.group}")
+            raise ModelError(f"{name}: {weights.format} requires groups of {group}; got {weights.group}")
         check_group(sizes[1], group, name)
         kind = torch.float8_e4m3fn if nvidia else torch.uint8
         raw = {
@@ -170,7 +169,7 @@ class CompressedTensorsScheme(CheckpointScheme):
 
 
 def read_group(name: str, group: Mapping[str, Any], config: Mapping[str, Any]) -> Weights | None:
-    """None = the modules are not quantized."""
+    """Return a config group's weights; None: the modules are not quantized."""
     weights = get_object(group, "weights")
     if weights is None:
         return None
@@ -193,8 +192,10 @@ def read_group(name: str, group: Mapping[str, Any], config: Mapping[str, Any]) -
 
 
 def read_activation(name: str, given: Mapping[str, Any] | None) -> Activation:
-    """Those of 4 bits are not rounded: that needs other hardware, and is only more exact. A scale made for a whole tensor as it
-    comes is made for each of its rows here."""
+    """Return how activations are quantized. 4-bit activations stay unquantized, which is more exact.
+
+    A dynamic scale per tensor becomes one per token.
+    """
     if given is None or get_int(given, "num_bits", default=8) != 8:
         return Activation.NONE
     strategy = get_text(given, "strategy") or "tensor"

@@ -1,4 +1,4 @@
-"""FP8 with a scale for each matrix, each output, or blocks of 128 x 128; and made of floats as they are loaded."""
+"""FP8 with a scale per matrix, output or block of 128 x 128, and FP8 quantization at load (quantization="fp8")."""
 
 from collections.abc import Mapping
 from math import lcm
@@ -35,7 +35,7 @@ class Float8Scheme(CheckpointScheme):
             raise ModelError(f"quantization_config: activation_scheme must be dynamic or static, got {self._activation!r}")
         self._not = get_names(config, "ignored_layers", "modules_to_not_convert")
         if self._block is not None and self._activation == "static":
-            raise ModelError("quantization_config: blocks (weight_block_size) go with dynamic activations only")
+            raise ModelError("quantization_config: weight_block_size requires the activation_scheme dynamic; got static")
 
     @property
     def grain(self) -> int:
@@ -54,12 +54,12 @@ class Float8Scheme(CheckpointScheme):
 
 
 def read_block(value: Any) -> tuple[int, int] | None:
-    """weight_block_size, block_structure: [128, 128] or "128x128"."""
+    """Return the block size of weight_block_size or block_structure: [128, 128] or "128x128"."""
     if value is None:
         return None
     parts = value.split("x") if isinstance(value, str) else value
     if not isinstance(parts, list) or len(parts) != 2 or not all(map(_is_size, parts)):
-        raise ModelError(f"quantization_config: a block must be two numbers such as [128, 128], got {shown(value)}")
+        raise ModelError(f"quantization_config: a block must be two positive integers such as [128, 128]; got {shown(value)}")
     return int(parts[0]), int(parts[1])
 
 
@@ -77,7 +77,11 @@ def float8_layout(
     activation: Activation,
     powers: bool = False,
 ) -> Float8Layout:
-    """block: outputs and inputs that share a scale; 0 = all. powers: bytes are scales, too, as exponents."""
+    """Return the layout of FP8 weights.
+
+    block: outputs and inputs that share a scale; 0: all
+    powers: bytes are scales, too: exponents of 2
+    """
     rows, columns = block
     dims = [Dim("outputs", rows)] if rows else []
     dims += [Dim("inputs", columns)] if columns else []
@@ -94,11 +98,11 @@ def float8_layout(
     return Float8Layout(raw | unused, scale, rows, columns, activation, skipped=("input_scale",), scales=(scale, *unused))
 
 
-# ---- made of floats ---------------------------------------------------------------------------------------------------------
+# ---- quantized at load ------------------------------------------------------------------------------------------------------
 
 
 class OnlineLinear(FormProduct, Plain):
-    matrix = None  # until all is loaded
+    matrix = None  # until the weights are loaded
 
     def finish(self, layer: Linear) -> None:
         form = quantize_float8(layer.weight.data)
@@ -115,7 +119,7 @@ class OnlineExperts(PlainExperts):
     def finish(self, layer: Experts) -> None:
         super().finish(layer)
         up, down = (settled(quantize_float8(stack.data)) for stack in (layer.up, layer.down))
-        assert up is not None and down is not None  # by channel there is a kernel for any size
+        assert up is not None and down is not None  # kernels for scales per channel take any size
         self.matrices = up, down
         layer.hold(self)
 
@@ -124,7 +128,7 @@ class OnlineExperts(PlainExperts):
 
 
 class RoundedLinear(Plain):
-    """Where the device does not keep the form: the same values as floats."""
+    """Quantize and dequantize, for devices without fp8 GEMMs."""
 
     def finish(self, layer: Linear) -> None:
         layer.hold(Plain(), weight=dequantized(quantize_float8(layer.weight.data), layer.weight.dtype))

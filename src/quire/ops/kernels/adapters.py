@@ -20,8 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.adapters import COLUMNS, ROWS, SPAN, Moves
-from quire.ops.arguments import ADAPTER_BLOCK, AdapterTable, AdapterTiles
+from quire.ops.arguments import ADAPTER_BLOCK, MOVED_COLUMNS, MOVED_ROWS, SCANNED_VALUES, AdapterTable, AdapterTiles, Moves
 from quire.ops.kernels.activation import KINDS, gate_by
 from quire.ops.kernels.launcher import cdiv, launched, let_next_start, overlapping, power_of_two, wait_for_previous
 from quire.ops.kernels.linear import stream, stream_from
@@ -520,9 +519,9 @@ def _pack(
 
 def find_largest(raw: Tensor, moves: Moves) -> Tensor:
     found = torch.zeros(len(moves.spans), dtype=torch.int32, device=raw.device)
-    _find_largest[(len(moves.looked),)](raw, moves.looked, found, SPAN=SPAN, num_warps=8)
+    _find_largest[(len(moves.looked),)](raw, moves.looked, found, SPAN=SCANNED_VALUES, num_warps=8)
     return found.view(torch.float32)
 
 
 def pack(raw: Tensor, flat: Tensor, moves: Moves, scales: Tensor) -> None:
-    _pack[(len(moves.moved),)](raw, flat, moves.table, moves.moved, scales, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=8)
+    _pack[(len(moves.moved),)](raw, flat, moves.table, moves.moved, scales, ROWS=MOVED_ROWS, COLUMNS=MOVED_COLUMNS, num_warps=8)
