@@ -1,6 +1,5 @@
 """What requests bring beside tokens and parameters, from the prompt to the batch and back."""
 
-import numpy as np
 import pytest
 import torch
 from tiny import open_model
@@ -10,6 +9,7 @@ from adapters import write_adapter
 from quire import SamplingParams
 from quire.files.adapter import digest
 from quire.types.adapter import AdapterRef
+from quire.types.pooling import Pooling
 from quire.types.prompts import Extras, Prompt
 
 IDS = [5 + i * 7 % 300 for i in range(21)]
@@ -66,17 +66,6 @@ def test_an_adapter_without_room_is_not_passed_over(tiny_model):
     llm = open_model(tiny_model)
     [output] = llm.generate(prompts(Extras(adapter=1)), GREEDY, use_tqdm=False)
     assert output.outputs[0].finish_reason == "error" and "started without" in output.outputs[0].error
+    [output] = llm.generate(prompts(Extras(pooling=Pooling("embed", "LAST"))), GREEDY, use_tqdm=False)
+    assert "uses pooling, which this engine was started without" in output.outputs[0].error
     assert llm.generate(prompts(Extras()), GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected(tiny_model, 0)
-
-
-@pytest.mark.parametrize(("device", "depth"), [("cpu", 0), ("cpu", 1), pytest.param("cuda", 1, marks=pytest.mark.gpu)])
-def test_hidden_states_come_back_to_those_who_asked(tiny_model, device, depth):
-    llm = open_model(tiny_model, dtype="float32", device=device, max_num_batched_tokens=8)
-    llm.llm_engine.core.depth = depth
-    model = LlamaForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    with torch.inference_mode():
-        state = model.model(torch.tensor([IDS])).last_hidden_state[0, -1].numpy()
-    for _ in range(2):  # also when most of the prompt is cached
-        asking, plain = llm.generate(prompts(Extras(pool=True), Extras()), GREEDY, use_tqdm=False)
-        np.testing.assert_allclose(asking.pooled, state, atol=1e-4, rtol=1e-4)
-        assert plain.pooled is None and plain.outputs[0].token_ids == asking.outputs[0].token_ids

@@ -18,6 +18,7 @@ from quire.engine.timeline import Timeline
 from quire.types import errors
 from quire.types.outputs import TokenDelta
 from quire.types.plan import TopLogprobs
+from quire.types.pooling import Pooling
 from quire.types.prompts import Extras
 from quire.types.request import EngineRequest
 from quire.types.sampling import RepetitionDetectionParams, RequestOutputKind
@@ -41,7 +42,7 @@ REQUEST = EngineRequest(
     salt=("tenant=ü", "owner=b"),
     fork_of="a#0",
     hold=True,
-    extras=Extras(adapter=3, pool=True),
+    extras=Extras(adapter=3, pooling=Pooling("token_classify", "STEP", returned_token_ids=(3, 1))),
     resumed=(4, 3),
     scored=2,
 )  # fmt: skip

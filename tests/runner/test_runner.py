@@ -13,6 +13,7 @@ from quire.attn.batch import PLAIN
 from quire.config.facts import ModelFacts
 from quire.device.registry import open_device
 from quire.engine.executor.local import LocalExecutor
+from quire.features.base import Pooled, StepPart
 from quire.files.resolve import ModelFiles
 from quire.load.load import load_weights
 from quire.runner.settings import RunnerSettings, WeightSettings
@@ -320,7 +321,20 @@ def test_traffic_finds_its_kernels_compiled():
     assert after.replays > 0
 
 
+class Handing(StepPart):
+    """Hands hidden states to the host as they are."""
+
+    name = "handing"
+
+    def graph_key(self, rows):
+        return False
+
+    def pool(self, rows, hidden, index):
+        return [Pooled({0: len(index)}, hidden[torch.from_numpy(index)])]
+
+
 def test_hidden_states_are_handed_out(runner):
+    runner._parts = (*runner._parts, Handing())
     a = admission(1, PROMPT, temperature=0)
     driver = Driver(runner)
     result = driver.launch((1, 23), pool=[20, 22], **driver.admit(a, 24)).result()

@@ -27,8 +27,9 @@ def check_against_oracle(work: Workload) -> None:
         whole = work.answer(spec)
         answer, unscored = whole[len(spec.resumed) :], list(spec.prompt[1 + spec.scored :])
         assert got.last is not None
-        pooled = [len(spec.prompt) - 1] if spec.extras.pool and got.tokens and not spec.resumed else []
-        assert got.pooled == pooled
+        pooling, places = spec.extras.pooling, list(range(len(spec.prompt)))
+        pooled = [] if pooling is None else places if pooling.reads_all else places[-1:]
+        assert got.pooled == (pooled if got.last.finish_reason not in ("abort", "error") else [])
         if got.last.finish_reason in ("abort", "error"):
             assert got.last.finish_reason == "error" or visit.aborted is not None
             assert got.last.error is None or "on order" in got.last.error
@@ -36,7 +37,9 @@ def check_against_oracle(work: Workload) -> None:
             assert got.scores == unscored[: len(got.scores)]
             continue
         assert got.tokens == answer
-        assert got.last.finish_reason == ("stop" if whole[-1] == EOS and len(whole) > spec.params.min_tokens else "length")
+        assert got.last.finish_reason == (
+            "stop" if not spec.draws or (whole[-1] == EOS and len(whole) > spec.params.min_tokens) else "length"
+        )
         assert got.scores == ([] if spec.params.prompt_logprobs is None else unscored)
         assert got.last.cached_tokens < len(spec.prompt)
         assert got.last.cached_tokens == 0 or spec.params.reads_prefix_cache

@@ -17,6 +17,7 @@ from quire.types.cache import CacheLayout, LayerCache
 from quire.types.errors import EngineError
 from quire.types.outputs import TokenDelta
 from quire.types.plan import Admission
+from quire.types.pooling import Pooling, PoolingType
 from quire.types.prompts import Extras
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
@@ -112,6 +113,8 @@ class Oracle:
 
 
 def whole_answer(model: FakeModel, spec: EngineRequest) -> list[int]:
+    if not spec.draws:
+        return []
     most = min(spec.params.max_tokens, MAX_MODEL_LEN - len(spec.prompt))
     return model.generate(
         spec.prompt, seed=spec.seed, max_tokens=most, stop_ids=spec.stop_ids, min_tokens=spec.params.min_tokens
@@ -157,9 +160,15 @@ def requests(draw, model: FakeModel, earlier: list[EngineRequest]) -> EngineRequ
         salt=salt,
         fork_of=fork_of,
         hold=draw(st.booleans()),
-        extras=Extras(pool=draw(st.sampled_from((False, False, True)))),
     )
+    if draw(st.sampled_from((False, False, False, True))):
+        return pooled(spec, draw(st.sampled_from(("LAST", "MEAN", "ALL"))))
     return draw(resumptions(model, spec)) if draw(st.sampled_from((False, False, False, True))) else spec
+
+
+def pooled(spec: EngineRequest, how: PoolingType) -> EngineRequest:
+    params = SamplingParams(max_tokens=1, skip_reading_prefix_cache=how != "LAST")
+    return replace(spec, params=params, extras=Extras(pooling=Pooling("embed", how)))
 
 
 @st.composite
@@ -287,7 +296,7 @@ def listen(heard: Heard, delta: TokenDelta) -> None:
     for top in delta.prompt_logprobs:
         heard.scores += top.ids[:, 0].tolist()
     if delta.pooled is not None:
-        assert len(heard.tokens) == len(delta.token_ids), "it comes with the first tokens"
-        heard.pooled += delta.pooled.tolist()
+        assert delta.finish_reason == "stop" and not delta.token_ids, "it comes with the end"
+        heard.pooled += delta.pooled[:, 0].tolist()
     if delta.finish_reason is not None:
         heard.last = delta

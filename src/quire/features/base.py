@@ -46,6 +46,14 @@ class FinishedStep:
     drawn_from: "Tensor | None"  # [draws, hidden_size]; None: a CUDA graph was replayed
 
 
+@dataclass(frozen=True)
+class Pooled:
+    """Values that were pooled of a step's rows."""
+
+    counts: dict[int, int]  # row -> its rows in `values`, in their order
+    values: "Tensor"  # [sum of counts, size] float32
+
+
 class Follower(Protocol):
     """Work that goes on when the tokens of a step have reached the host."""
 
@@ -121,6 +129,13 @@ class StepPart(ABC):
 
         False: these rows do not use the feature. None: no graph can run them, so the step is run eagerly.
         """
+
+    def pool(self, rows: StepRows, hidden: "Tensor", index: Longs) -> Sequence[Pooled] | None:
+        """Pool the hidden states of `rows.outputs.pool`. None: this is another part's task.
+
+        hidden: [kept tokens, hidden_size]. index: [pool] where in it the states of these tokens are.
+        """
+        return None
 
     def finish(self, step: FinishedStep) -> Follower | None:
         """Read what the step left. Return a Follower if work goes on when its tokens have reached the host."""

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from quire.features.base import Follower
+from quire.features.base import Follower, Pooled
 from quire.ops.arguments import GOOD
 from quire.runner.sampler.edits import Masks
 from quire.runner.sampler.logprobs import Report, to_top_logprobs
@@ -16,6 +16,7 @@ from quire.types.errors import EngineError
 from quire.types.plan import NOTHING, Bools, Floats, Ints, StepPlan, StepResult, TopLogprobs, Words, spans
 
 Array = npt.NDArray[np.generic]
+BROKEN_POOLED = "the pooled values contain NaN or infinity"
 BROKEN_PROMPT = "the model's logits are broken at a prompt position: they contain NaN or +inf"
 
 
@@ -30,12 +31,12 @@ class StepFlight:
         plan: StepPlan,
         prompts: list[tuple[int, Report]],
         draw: Drawn | Callable[[Masks | None], Drawn] | None,
-        pooled: Tensor | None = None,
+        pooled: Sequence[Pooled] = (),
         follower: Follower | None = None,
     ) -> None:
         """prompts: (row, report) pieces in the order of positions.
         draw: what was drawn, or makes the step's draws, in order.
-        pooled: [pool, H].
+        pooled: what was pooled of rows.
         follower: goes on when the tokens have reached the host.
         """
         self._plan = plan
@@ -59,7 +60,7 @@ class StepFlight:
         drawn = self._drawn = self._draw(masks) if callable(self._draw) else self._draw
         self._draw = None
         tensors: list[Tensor] = [] if drawn is None else [drawn.result]
-        tensors += [] if self._pooled is None else [self._pooled]
+        tensors += [pooled.values for pooled in self._pooled]
         for report in [*([drawn.report] if drawn and drawn.report else []), *(report for _, report in self._prompts)]:
             tensors += report.tensors
         self._download = Download(tensors)
@@ -88,16 +89,17 @@ class StepFlight:
         lengths, ids, fault = plan.sample.astype(np.int32), NOTHING, NOTHING
         if drawn is not None:
             ids, fault = next(arrays)[:, slice(len(plan.draw_row)) if drawn.places is None else drawn.places]
-        pooled = {} if self._pooled is None else _split_pooled(plan, next(arrays))
+        pooled = self._read_pooled(arrays)
         kept: Ints | slice = slice(None)  # the draws that count
         drafts: dict[int, Ints] = {}
         if drawn is not None and plan.shapes.drafted:
             tokens = plan.draft_token if self._follower is None else self._follower.drafts_of(plan)
             lengths[plan.sample] = accept(plan, ids, fault, tokens)
             kept = slice(lengths.item(0)) if len(lengths) == 1 else spans(plan.shapes.first_draw, lengths)
-        failed: dict[int, str] = {}
+        failed = {row: BROKEN_POOLED for row, values in pooled.items() if not np.isfinite(values).all()}
         if np.count_nonzero(fault) and np.count_nonzero(fault[kept]):
-            failed, kept, lengths = _leave_out(plan, fault, kept)
+            faults, kept, lengths = _leave_out(plan, fault, kept)
+            failed |= faults
         logprobs: dict[int, TopLogprobs] = {}
         if drawn is not None and drawn.report is not None:
             top = to_top_logprobs(next(arrays), next(arrays), next(arrays))
@@ -117,6 +119,16 @@ class StepFlight:
         follower.follow(plan, lengths)
         masked = np.unique(plan.draw_row[plan.masked]).tolist() if plan.ahead else ()
         return {row: follower.expects(int(plan.slot[row]), int(plan.guesses[row])) for row in masked}
+
+    def _read_pooled(self, arrays: Iterator[Array]) -> dict[int, Floats]:
+        """Return pooled values by row."""
+        found: dict[int, Floats] = {}
+        for pooled in self._pooled:
+            values, at = next(arrays).astype(np.float32, copy=False), 0
+            for row, count in pooled.counts.items():
+                found[row] = values[at : at + count]
+                at += count
+        return found
 
     def _read_prompts(self, arrays: Iterator[Array], failed: dict[int, str]) -> dict[int, TopLogprobs]:
         """Return prompt logprobs by row; add rows with broken logits to `failed` instead."""
@@ -156,11 +168,6 @@ def accept(plan: StepPlan, ids: Ints, fault: Ints, drafts: Ints) -> Longs:
         at += 1 + count
         first += count
     return np.array(lengths, np.int64)
-
-
-def _split_pooled(plan: StepPlan, pooled: Array) -> dict[int, Floats]:
-    states, owner = pooled.astype(np.float32), plan.shapes.rows_of(plan.outputs.pool)
-    return {each: states[owner == each] for each in owner.tolist()}
 
 
 def _leave_out(plan: StepPlan, fault: Ints, kept: Ints | slice) -> tuple[dict[int, str], Ints, Ints]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.attn.batch import Batch
-from quire.features.base import FinishedStep, Follower
+from quire.features.base import FinishedStep, Follower, Pooled
 from quire.models.decoder import Decoder
 from quire.runner.batch import Built, build_batch, compute_logits
 from quire.runner.core import RunnerCore, SlotState
@@ -35,7 +35,7 @@ Draw = Drawn | Callable[[Masks | None], Drawn] | None  # what a step drew, or ho
 class StepOutputs(NamedTuple):
     draw: Draw
     prompts: Sequence[tuple[int, Report]] = ()  # (row, prompt logprobs), in the order of positions
-    pooled: Tensor | None = None  # [pool, H]
+    pooled: Sequence[Pooled] = ()
     hidden: Tensor | None = None  # [kept tokens, H]; None: a CUDA graph was replayed
     drawn_from: Tensor | None = None  # [draws, H]
 
@@ -133,13 +133,18 @@ class Runner(RunnerCore):
     def _take_out(self, rows: StepRows, built: Built, hidden: Tensor) -> StepOutputs:
         """hidden [K, H] of the tokens that the batch keeps."""
         assert self._state is not None
-        (slots, _, sampler), model, outputs, pooled = self._state, self._loaded(), rows.outputs, None
+        (slots, _, sampler), model, outputs = self._state, self._loaded(), rows.outputs
         prompts = report_prompts(rows, built, hidden, model, slots, sampler) if len(outputs.prompt_logprobs) else []
-        if len(outputs.pool):
-            pooled = hidden[upload(final_states(outputs.pool, rows, built), hidden.device)].float()
+        pooled = self._pool(rows, hidden, final_states(outputs.pool, rows, built)) if len(outputs.pool) else ()
         drawn_from = hidden[built.batch.logit_index] if len(outputs.draw) else hidden[:0]
         draw = self._prepare_draw(drawn_from, built.rows, built.batch, outputs.draw)
         return StepOutputs(draw, prompts, pooled, hidden, drawn_from)
+
+    def _pool(self, rows: StepRows, hidden: Tensor, index: Longs) -> Sequence[Pooled]:
+        for part in self._parts:
+            if (pooled := part.pool(rows, hidden, index)) is not None:
+                return pooled
+        raise EngineError("a step has hidden states to pool, but the engine was started without pooling")
 
     def _prepare_draw(self, hidden: Tensor, rows: Rows, batch: Batch, tokens: Ints | None) -> Draw:
         """hidden [N, H] of the draws, tokens [N] their indices in the batch (None: all)."""

@@ -42,8 +42,11 @@ class RequestLimits:
         length, most = len(spec.prompt), spec.params.max_tokens
         if not length:
             raise RequestError("the prompt is empty; it must have at least one token", "prompt")
-        limit = self._max_model_len if most is None else min(length + most, self._max_model_len)
+        longest = self._max_model_len + (not spec.draws)
+        limit = longest if most is None else min(length + most, longest)
         begun = length + len(spec.resumed)
+        if begun >= limit and not spec.draws:
+            raise PromptTooLong(f"the prompt has {length} tokens; the longest context is {self._max_model_len}", "prompt")
         if begun >= limit:
             raise PromptTooLong(f"the request has {begun} tokens and may have {limit}: none is left to be drawn", "prompt")
         stored = limit - 1  # the last sampled token is never run

@@ -29,7 +29,7 @@ class Odd(NamedTuple):
     tokens: int
     draws: int
     scores: range  # the prompt positions of the row that logprobs are wanted behind
-    pool: bool  # the hidden state of its last token is wanted
+    pool: int  # the hidden states of so many tokens at its end are pooled
 
 
 class PlanBuilder:
@@ -107,7 +107,9 @@ class PlanBuilder:
         scores, spec = range(0), request.spec
         if spec.params.prompt_logprobs is not None:
             scores = range(max(end - count, request.scored), min(end, len(spec.prompt) - 1))
-        pool = spec.extras.pool and end == len(spec.prompt) == len(request.tokens)
+        pool = 0
+        if (pooling := spec.extras.pooling) is not None:
+            pool = count if pooling.reads_all else int(end == len(spec.prompt))
         if masked:
             self._masked.append(len(self.requests))
         if count != 1 or draws != 1 or scores or pool:
@@ -191,7 +193,8 @@ def _shapes(rows: int, odd: tuple[tuple[int, Odd], ...]) -> RowShapes:
         count[i], draws[i] = row.tokens, row.draws
     outputs = Outputs.last(count, draws)
     if pooling := [i for i, row in odd if row.pool]:
-        outputs = replace(outputs, pool=(np.cumsum(count)[pooling] - 1).astype(np.int32))
+        pooled = _ints([row.pool for _, row in odd if row.pool])
+        outputs = replace(outputs, pool=spans(np.cumsum(count)[pooling] - pooled, pooled))
     return RowShapes(count, np.maximum(draws - 1, 0), outputs)
 
 

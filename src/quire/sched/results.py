@@ -7,10 +7,13 @@ from collections.abc import Iterable
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+
 from quire.cache.tables import Tables
 from quire.sched.limits import finish, next_check
 from quire.sched.plan_builder import Scheduled
 from quire.sched.roster import Roster
+from quire.types.errors import EngineError
 from quire.types.outputs import TokenDelta
 from quire.types.plan import Floats, StepResult, TopLogprobs
 from quire.types.request import FinishReason, Request
@@ -22,7 +25,7 @@ class Brought(NamedTuple):
 
     logprobs: tuple[TopLogprobs, ...] = ()
     prompt_logprobs: tuple[TopLogprobs, ...] = ()
-    pooled: Floats | None = None
+    pooled: Floats | None = None  # [1, size], or [tokens, size]
 
 
 NOTHING = Brought()
@@ -90,14 +93,28 @@ class Results:
                 break
         if sample:
             request.land(drafts, len(taken))
-        pooled = result.pooled[i][0] if i in result.pooled and taken else None
-        brought = Brought(_each_token(result.logprobs.get(i), len(taken)), scores, pooled)
+        brought = Brought(_each_token(result.logprobs.get(i), len(taken)), scores)
         if i in result.failed and ending is None:
             self._roster.leave(request, "error")
             return [delta(request, taken, error=result.failed[i], brought=brought)]
+        if not request.spec.draws:
+            return self._pool(request, int(plan.end[i]), int(plan.count[i]), result.pooled.get(i))
         if not sample:
             return [delta(request, [], brought=brought)] if scores else []
         return [self._consider(request, taken, ending, brought)]
+
+    def _pool(self, request: Request, end: int, count: int, pooled: Floats | None) -> list[TokenDelta]:
+        """Keep what a row of a request that draws nothing brought. The row of the last prompt token ends the request."""
+        if pooled is not None:  # of a preempted request, rows may come a second time
+            request.pooled = [*((at, each) for at, each in request.pooled if at < end - count), (end - count, pooled)]
+        if end < len(request.spec.prompt):
+            return []
+        parts = [each for _, each in request.pooled]
+        request.pooled = []
+        if not parts:
+            raise EngineError(f"nothing was pooled of request {request.spec.id!r}")
+        self._roster.leave(request, "stop")
+        return [delta(request, [], brought=Brought(pooled=parts[0] if len(parts) == 1 else np.concatenate(parts)))]
 
     def _count(self, request: Request, drafts: int, accepted: int) -> None:
         drafting = request.drafting

@@ -157,8 +157,6 @@ class Scheduler:
             return []
         if request.spec.params.prompt_logprobs is not None and request.scored < len(request.spec.prompt) - 1:
             return []
-        if request.spec.extras.pool and request.computed < len(request.spec.prompt):
-            return []
         if request.rows:
             self._paused.add(request)
             return []
@@ -390,7 +388,7 @@ class Scheduler:
         request.known -= count - drafts
         if self._snapshots is not None and not drafts and (entry := self._snapshots.save(request)) is not None:
             plan.save(request.slot, entry)
-        sample = not request.known
+        sample = not request.known and request.spec.draws
         masked = sample and request.spec.params.needs_masks and (request.constrained or left_to_think(request) <= 0)
         request.drew = sample
         if sample:

@@ -222,7 +222,7 @@ class RequestAnswer:
             metrics.num_preemptions = delta.preemptions
         if delta.drafts is not None:
             choice.count_drafts(delta.drafts, metrics)
-        if not count:
+        if not count and delta.pooled is None:
             return
         if not metrics.first_token_ts:
             metrics.first_token_ts = now

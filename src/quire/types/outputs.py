@@ -24,7 +24,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     error: str | None = None  # set exactly when finish_reason is "error"
     logprobs: tuple[TopLogprobs, ...] = ()  # one per token id, when asked for
     prompt_logprobs: tuple[TopLogprobs, ...] = ()  # chunks in order, when asked for
-    pooled: Floats | None = None  # [H] with the first token, when asked for
+    pooled: Floats | None = None  # of a pooling request, with its end: [1, size], or [tokens, size] if each token has values
     # need not be in every delta:
     cached_tokens: int = 0
     scheduled_at: float = 0.0
@@ -155,7 +155,7 @@ class RequestOutput:
     lora_request: Any = None
     num_cached_tokens: int = 0
     num_cache_creation_tokens: int = 0
-    pooled: Floats | None = None  # [H] the hidden state of the prompt's last token, where it was asked for
+    pooled: Floats | None = None  # of a pooling request: [1, size], or [tokens, size] if each token has values
 
 
 @dataclass

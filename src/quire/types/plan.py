@@ -59,7 +59,7 @@ class Outputs:
 
     draw: Ints  # [draws] the next token is drawn; of a row with drafts, behind its last known token and behind each draft
     prompt_logprobs: Ints = field(default_factory=_none)  # logprobs of the prompt token that follows
-    pool: Ints = field(default_factory=_none)  # the hidden state itself
+    pool: Ints = field(default_factory=_none)  # the hidden state itself, for pooling
 
     @classmethod
     def last(cls, count: npt.NDArray[np.integer], draws: npt.NDArray[np.integer]) -> "Outputs":
@@ -222,7 +222,7 @@ class StepResult(msgspec.Struct, frozen=True, eq=False):
     ids: Ints  # [sum of lengths] row by row
     logprobs: dict[int, TopLogprobs] = {}  # row -> of its tokens
     prompt_logprobs: dict[int, TopLogprobs] = {}  # row -> of the prompt tokens that were asked for
-    pooled: dict[int, Floats] = {}  # row -> [pool, H] of its tokens that were asked for
+    pooled: dict[int, Floats] = {}  # row -> [n, size] what was pooled of its tokens, if that is complete
     drafts: dict[int, Ints] = {}  # row with masked draws -> what the device expects behind its tokens
     failed: dict[int, str] = {}  # row -> why, behind the tokens it brought; the other rows are good
 

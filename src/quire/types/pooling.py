@@ -6,11 +6,14 @@ A pooling request returns vectors instead of tokens: an embedding, class probabi
 from dataclasses import dataclass, field, fields
 from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
+import numpy as np
+import numpy.typing as npt
+
 from quire.types.adapter import LoRARequest
 from quire.types.checks import check_flag, check_ids, check_int
 from quire.types.errors import EngineError, InvalidParameter, RequestError
-from quire.types.plan import Floats
 
+Floats = npt.NDArray[np.float32]
 PoolingTask = Literal["embed", "classify", "score", "token_embed", "token_classify"]
 POOLING_TASKS: tuple[PoolingTask, ...] = get_args(PoolingTask)
 PoolingType = Literal["LAST", "CLS", "MEAN", "ALL", "STEP"]

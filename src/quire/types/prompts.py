@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
 from quire.types.adapter import AdapterRef
+from quire.types.pooling import Pooling
 
 
 class TextPrompt(TypedDict):
@@ -26,7 +27,7 @@ class Extras:
     device: `Prompt`, `EngineRequest` and `Admission` carry it as a whole, so that a field here travels by itself."""
 
     adapter: int = 0  # on the device: the place of the adapter that its tokens run with; 0 = none
-    pool: bool = False  # the hidden state of the prompt's last token is wanted: the delta with the first token has it
+    pooling: Pooling | None = None  # its prompt's hidden states are pooled, and no token is drawn
     lora: AdapterRef | None = None  # the adapter itself; its place is known when it is on the device
     lora_name: str = ""  # as users call it
     segment: int = 0  # of a pair of texts: position of the first token with segment id 1; 0 = all tokens have segment id 0
@@ -34,7 +35,7 @@ class Extras:
     @property
     def features(self) -> tuple[str, ...]:
         """Names of the features without whose device half the request must not run."""
-        return ("lora",) if self.adapter else ()
+        return (*(("lora",) if self.adapter else ()), *(("pooling",) if self.pooling is not None else ()))
 
 
 NO_EXTRAS = Extras()

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from quire.types.plan import Floats
 from quire.types.prompts import NO_EXTRAS, Extras
 from quire.types.sampling import SamplingParams
 
@@ -49,6 +50,11 @@ class EngineRequest:
     # of a request that another engine had begun:
     resumed: tuple[int, ...] = ()  # the tokens it had sampled: known, but not part of the prompt
     scored: int = 0  # the last prompt position whose logprobs were handed out
+
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn. A request that draws none ends with the row of its last prompt token."""
+        return self.extras.pooling is None
 
     @property
     def forbids(self) -> bool:
@@ -108,6 +114,7 @@ class Request:
     branch: int = 0  # positions of its tokens that others had before, as far as the latest look for a prefix found
     wanted: list[int] = field(default_factory=list)  # positions where its state is to be saved, rising
     restored: int = -1  # the snapshot that it begins from; -1 = it begins with nothing
+    pooled: list[tuple[int, Floats]] = field(default_factory=list)  # position and pooled states of rows that came back
     rolling: bytes | None = None  # content key of the latest snapshot among its sampled tokens
 
     def __post_init__(self) -> None:

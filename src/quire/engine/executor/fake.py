@@ -243,10 +243,8 @@ class FakeExecutor:
         masked = np.unique(plan.draw_row[plan.masked]).tolist()
         drafts = {row: self._drafts(int(slots[row])) for row in masked if self._guess is not None}
         pool = plan.outputs.pool
-        pooled = {
-            row: places[[at]].astype(np.float32)[:, None]
-            for row, at in zip(plan.shapes.rows_of(pool).tolist(), pool, strict=True)
-        }
+        owner = plan.shapes.rows_of(pool)
+        pooled = {row: places[pool[owner == row]].astype(np.float32)[:, None] for row in np.unique(owner).tolist()}
         return StepResult(plan.step, lengths, ids, logprobs, scores, pooled, drafts, failed)
 
     def _check_rows(self, plan: StepPlan, slots: Longs, end: Longs, count: Longs) -> None:
@@ -262,7 +260,8 @@ class FakeExecutor:
             if self._flavour(self.tenants[slot]) != int(self.flavours[slot]):
                 raise EngineError(f"the adapter of slot {slot} was changed under its tenant")
         known = self.known[slots] + plan.drafts
-        if (end > known).any() or (plan.sample != (end == known)).any():
+        draws = np.array([self.tenants[slot].extras.pooling is None for slot in slots.tolist()], np.bool_)
+        if (end > known).any() or (plan.sample != ((end == known) & draws)).any():
             raise EngineError("a row ends after its last token, or samples before it")
 
     def _move_states(self, states: dict[int, bytes], plan: StepPlan, end: Longs, lost: bool) -> None:
