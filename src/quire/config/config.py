@@ -1,6 +1,7 @@
 """The configuration of an engine, resolved: what `resolve.py` makes and `conflicts.py` checks."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quire.config.args import EngineArgs, local_engines, shares_experts, split_layers
@@ -47,6 +48,7 @@ class Config:
     draft_head: DraftHead | None = None  # of a head that drafts from the model's states
     max_loras: int = 0  # adapters on the device; 0: none can be asked for
     max_cpu_loras: int = 0  # in the host's memory, those among them
+    features: Mapping[str, Any] = field(default_factory=dict)  # by name: what `Feature.resolve` returned
 
     @property
     def adapter_bounds(self) -> AdapterBounds:

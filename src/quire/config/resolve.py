@@ -14,6 +14,7 @@ from quire.config.config import Config, Policy
 from quire.config.conflicts import refuse_conflicts
 from quire.config.facts import DeviceFacts, ModelFacts, count_experts, read_facts
 from quire.config.families import overflows_in_float16
+from quire.config.features import FEATURES
 from quire.config.fields import FLOAT_NAMES
 from quire.config.hf import read_json
 from quire.config.quantization import Quantization, choose_quantization
@@ -94,6 +95,7 @@ def resolve(
         draft_facts=drafting.facts,
         text_drafter=drafting.by_text,
         draft_head=drafting.head,
+        features={each.name: found for each in FEATURES if (found := each.resolve(args, facts)) is not None},
     )
     warn_without_adapters(args)
     refuse_conflicts(config)

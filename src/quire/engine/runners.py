@@ -1,11 +1,13 @@
 """Make the runner of an engine, or of a rank, from its configuration. Importing this file does not import torch."""
 
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from quire.cache.layout import make_layout
 from quire.config.config import Config
 from quire.config.facts import ModelFacts
+from quire.config.features import FEATURES
 from quire.config.host import threads_wanted, wait_politely
 from quire.device.base import Device
 from quire.device.registry import open_device
@@ -13,7 +15,6 @@ from quire.dist.mesh import ALONE, Position, share_layers
 from quire.engine.layouts import draft_forms, draft_layout, whole_layout
 from quire.features.base import StepPart
 from quire.features.experts.host import read_eplb
-from quire.features.quantization.host import may_copy
 from quire.progress import doing
 
 if TYPE_CHECKING:
@@ -88,18 +89,10 @@ def make_parts(
 
         eplb = read_eplb(args.eplb_config, args.num_redundant_experts) if args.enable_eplb else None
         parts.append(ExpertsPart(position, group, eplb, exchange))
-    if may_copy(config):
-        from quire.features.quantization.device import QuantizationPart
-
-        parts.append(QuantizationPart(device, dtype))
-    if config.max_loras:
-        from quire.features.lora.device import LoRAPart
-
-        parts.append(LoRAPart(device, dtype, config.max_loras, args.max_lora_rank, config.more_tokens))
-    if config.facts.states:
-        from quire.features.recurrent.device import RecurrentPart
-
-        parts.append(RecurrentPart(device, dtype, drafts=config.speculation is not None))
+    for feature in FEATURES:
+        if (options := feature.part_options(config)) is not None:
+            module, name = feature.part.split(":")
+            parts.append(getattr(import_module(module), name)(device, dtype, **options))
     if config.speculation is not None:
         from quire.features.speculation.device.part import SpeculationPart
 

@@ -12,6 +12,7 @@ from quire.types.prompts import Extras
 
 if TYPE_CHECKING:
     from quire.config.config import Config
+    from quire.config.facts import ModelFacts
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,18 @@ NO_MEMORY = Memory()
 class Feature(ABC):
     name: ClassVar[str]
     conflicts: Sequence[Conflict] = ()
+    part: ClassVar[str] = ""  # "module:class" of the device half, imported where torch is; "": the engine makes it, or none
 
     def check(self, args: Any) -> None:  # noqa: B027
         """Raise ConfigError if the feature's arguments contradict each other. args: EngineArgs, changed in place."""
+
+    def resolve(self, args: Any, facts: "ModelFacts") -> Any:  # noqa: ARG002
+        """Return what the feature makes of arguments and model, for `Config.features`; None: it is off or has no such value."""
+        return None
+
+    def part_options(self, config: "Config") -> dict[str, Any] | None:  # noqa: ARG002
+        """Return the arguments of `part` after the device and the dtype; None: the feature is off."""
+        return None
 
     @abstractmethod
     def memory(self, config: "Config", sizes: Sizes) -> Memory:

@@ -148,6 +148,7 @@ CONFLICTS: tuple[Conflict, ...] = (
 class LoRA(Feature):
     name = "lora"
     conflicts = CONFLICTS
+    part = "quire.features.lora.device:LoRAPart"
 
     def check(self, args: LoRAArgs) -> None:
         if args.enable_lora and args.max_cpu_loras is not None and args.max_cpu_loras < args.max_loras:
@@ -155,6 +156,13 @@ class LoRA(Feature):
                 f"max_cpu_loras {args.max_cpu_loras} is less than max_loras {args.max_loras}, and those on the device are in "
                 "the host's memory, too. Raise it, or leave it out"
             )
+
+    def part_options(self, config: "Config") -> dict[str, Any] | None:
+        if not config.max_loras:
+            return None
+        return {
+            "max_loras": config.max_loras, "max_rank": config.args.max_lora_rank, "added_tokens": config.more_tokens,
+        }  # fmt: skip
 
     def memory(self, config: "Config", sizes: Sizes) -> Memory:
         if not config.max_loras:

@@ -1,7 +1,7 @@
 """Quantized weights: memory of their dequantized copies."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.config.fields import FLAG, TEXT, setting
 from quire.features.host import NO_MEMORY, Conflict, Feature, Memory, Sizes
@@ -64,6 +64,10 @@ CONFLICTS: tuple[Conflict, ...] = (
 class QuantizedWeights(Feature):
     name = "quantization"
     conflicts = CONFLICTS
+    part = "quire.features.quantization.device:QuantizationPart"
+
+    def part_options(self, config: "Config") -> dict[str, Any] | None:
+        return {} if may_copy(config) else None
 
     def memory(self, config: "Config", sizes: Sizes) -> Memory:
         return Memory(optional=sizes.copied_values * DTYPE_BYTES[config.dtype]) if may_copy(config) else NO_MEMORY

@@ -1,6 +1,6 @@
 """Recurrent layers: memory of their states."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.features.host import Conflict, Feature, Memory, Sizes
 from quire.types.prompts import Extras
@@ -26,6 +26,10 @@ CONFLICTS: tuple[Conflict, ...] = (
 class Recurrent(Feature):
     name = "recurrent"
     conflicts = CONFLICTS
+    part = "quire.features.recurrent.device:RecurrentPart"
+
+    def part_options(self, config: "Config") -> dict[str, Any] | None:
+        return {"drafts": config.speculation is not None} if config.facts.states else None
 
     def memory(self, config: "Config", sizes: Sizes) -> Memory:  # noqa: ARG002
         """With drafts, each request has a second state to return to when drafts are rejected."""
