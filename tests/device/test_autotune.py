@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from quire.device.cpu import autotune as choice
-from quire.device.cpu import libraries, openvino
+from quire.device.cpu import device, openvino
 from quire.device.cpu.autotune import INPUTS, NEVER, OUTPUTS, Choice
 from quire.device.cpu.graph import Runtime
 from quire.files import kept
 
-with_openvino = pytest.mark.skipif(not libraries.has_openvino(), reason="OpenVINO is for x86 CPUs, and is not installed here")
+with_openvino = pytest.mark.skipif(not device.has_openvino(), reason="OpenVINO is for x86 CPUs, and is not installed here")
 
 
 def make(**different) -> Choice:
@@ -163,7 +163,7 @@ def test_dequantizing_pays_from_the_rows_on_where_it_is_faster(monkeypatch):
 def test_openvino_is_used_where_it_agrees(monkeypatch):
     """And keeps 4-bit numbers, which it does on every CPU that this test has met."""
     assert choice.agrees()
-    monkeypatch.setattr(openvino.Network, "keeps_numbers", lambda self: False)
+    monkeypatch.setattr(openvino.Network, "keeps_quantized", lambda self: False)
     assert not choice.agrees()
 
 
@@ -171,7 +171,7 @@ def test_openvino_is_used_where_it_agrees(monkeypatch):
 def test_openvino_is_not_used_where_it_reads_what_it_gave_up(monkeypatch):
     """As it would on a machine where it has no copy of its own: here it is made to forget before its first run."""
     run = openvino.Network.run
-    monkeypatch.setattr(openvino.Network, "run", lambda self: (self.settle(), run(self)))
+    monkeypatch.setattr(openvino.Network, "run", lambda self: (self.release_weights(), run(self)))
     assert not choice.agrees()
 
 
@@ -189,8 +189,8 @@ def test_a_package_of_another_name_is_not_taken_for_openvino(monkeypatch):
     def missing(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(libraries, "version", missing)
-    assert not libraries.has_openvino.__wrapped__()
+    monkeypatch.setattr(device, "version", missing)
+    assert not device.has_openvino.__wrapped__()
 
 
 @pytest.mark.parametrize(
@@ -227,4 +227,4 @@ def test_what_was_found_with_our_kernels_is_not_for_an_installation_without(monk
 
 def test_a_measurement_is_short_and_possible():
     found = choice.measure()
-    assert {found.dequantize_from, found.dequantize_others_from} <= {*choice.ROWS, NEVER}
+    assert {found.dequantize_from, found.dequantize_others_from} <= {*choice.TOKEN_COUNTS, NEVER}

@@ -7,13 +7,13 @@ import threading
 import pytest
 import torch
 
-from quire.device.cuda.channel import LANDINGS, CardEnds, CardInlet, CardOutlet, FromHost, ToHost
+from quire.device.cuda.channel import RECEIVE_BUFFERS, CUDAEnds, CUDAInlet, CUDAOutlet, FromHost, ToHost
 from quire.device.cuda.shared_bytes import view_bytes
 from quire.dist.channel import Neighbours, Shape
 from quire.proc.spawn import anonymous_memory
 from thread_ranks import Cards
 
-SHAPE = Shape(places=3, rows=5, columns=4, dtype=torch.bfloat16)
+SHAPE = Shape(slots=3, rows=5, columns=4, dtype=torch.bfloat16)
 
 
 class Told(Exception):
@@ -38,7 +38,7 @@ class Circle:
             ends[first][second], ends[second][first] = socket.socketpair()
         self.sockets = [end for each in ends for end in each.values()]
         self.ends = [
-            CardEnds(SHAPE, self._neighbours(rank, size, ends[rank], memory), Watch(), cards[rank]) for rank in range(size)
+            CUDAEnds(SHAPE, self._neighbours(rank, size, ends[rank], memory), Watch(), cards[rank]) for rank in range(size)
         ]
         threads = [threading.Thread(target=end.barrier) for end in self.ends]
         for thread in threads:
@@ -70,9 +70,9 @@ def circle():
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_is_sent_comes(circle, how, size):
     ring = circle(size, **how)
-    kinds = (CardInlet, CardOutlet) if not how else (FromHost, ToHost)
+    kinds = (CUDAInlet, CUDAOutlet) if not how else (FromHost, ToHost)
     assert all((type(end.inlet), type(end.outlet)) == kinds for end in ring.ends)
-    for turn in range(2 * SHAPE.places):
+    for turn in range(2 * SHAPE.slots):
         sent = torch.randn(turn % 5 + 1, 4).bfloat16()
         for rank, end in enumerate(ring.ends):
             end.outlet.send(sent + rank)
@@ -84,8 +84,8 @@ def test_a_place_is_used_again_when_it_was_read(circle):
     """Numbers are of events, in the order in which a card made them."""
     first, second = (ring := circle(2)).cards
     out, into = ring.ends[0].outlet, ring.ends[1].inlet
-    laid, read = [event.name for event in out._laid], [event.name for event in into._read]
-    assert [event.name for event in out._read] == read and [event.name for event in into._laid] == laid == [0, 1, 2]
+    written, read = [event.name for event in out._written], [event.name for event in into._read]
+    assert [event.name for event in out._read] == read and [event.name for event in into._written] == written == [0, 1, 2]
     seen = []
     for _ in range(4):
         out.send(torch.ones(2, 4))
@@ -95,18 +95,18 @@ def test_a_place_is_used_again_when_it_was_read(circle):
         second.log.clear()
     used, arrived = [event.name for event in into._used], into._arrived.name
     for turn, (sender, receiver) in enumerate(seen):
-        place = turn % SHAPE.places
-        again = [("wait", read[place], "main")] if turn >= SHAPE.places else []
-        assert sender == [*again, ("record", laid[place], "main")]
-        before = [("record", used[(turn - 1) % LANDINGS], "main")] if turn else []
-        free = [("wait", used[turn % LANDINGS], "side")] if turn >= LANDINGS else []
+        place = turn % SHAPE.slots
+        again = [("wait", read[place], "main")] if turn >= SHAPE.slots else []
+        assert sender == [*again, ("record", written[place], "main")]
+        before = [("record", used[(turn - 1) % RECEIVE_BUFFERS], "main")] if turn else []
+        free = [("wait", used[turn % RECEIVE_BUFFERS], "side")] if turn >= RECEIVE_BUFFERS else []
         assert receiver == [
-            *before, *free, ("wait", laid[place], "side"), ("record", read[place], "side"), ("record", arrived, "side"),
+            *before, *free, ("wait", written[place], "side"), ("record", read[place], "side"), ("record", arrived, "side"),
             ("wait", arrived, "main"),
         ]  # fmt: skip
 
 
-def test_whoever_is_gone_is_told(circle):
+def test_whoever_is_gone_is_copied_inputs(circle):
     ring = circle(2)
     for end in ring.sockets[1:]:
         end.close()
@@ -122,7 +122,7 @@ def test_other_nodes_are_reached_through_the_host():
         theirs, _ = listener.accept()
     with ours, theirs:
         ends = [
-            CardEnds(SHAPE, Neighbours(rank, 1 - rank, 1 - rank, {}, {1 - rank: end}, -1, lambda _: 0), Watch(), Cards())
+            CUDAEnds(SHAPE, Neighbours(rank, 1 - rank, 1 - rank, {}, {1 - rank: end}, -1, lambda _: 0), Watch(), Cards())
             for rank, end in enumerate((ours, theirs))
         ]
         for end in ends:

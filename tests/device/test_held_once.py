@@ -11,9 +11,8 @@ from gguf_files import LLAMA, llama_tensors, tiny_llama
 from oracle import Sequences, open_checkpoint
 from quire.attn.batch import PLAIN
 from quire.config.facts import read_facts
-from quire.device.cpu.device import CPUDevice
+from quire.device.cpu.device import CPUDevice, has_openvino
 from quire.device.cpu.graph import Runtime
-from quire.device.cpu.libraries import has_openvino
 from quire.files.resolve import resolve_model
 from quire.load.load import load_weights
 from quire.models.registry import build_model
@@ -28,8 +27,7 @@ IDS = [3, 17, 42, 8, 30, 11, 25]
 
 @pytest.fixture(params=RUNTIMES, autouse=True)
 def runtime(request, monkeypatch):
-    for module in ("prepare", "compiled"):
-        monkeypatch.setattr(f"quire.device.cpu.{module}.runtime_for_floats", lambda: request.param)
+    monkeypatch.setattr("quire.device.cpu.prepare.runtime_for_floats", lambda: request.param)
 
 
 def run_by_runtime(facts):

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.device.cpu import huge_pages
-from quire.device.cpu.huge_pages import HUGE, PAGE, find_filled, gather, gather_in_background
+from quire.device.cpu import process_memory
+from quire.device.cpu.process_memory import HUGE, PAGE, find_filled, gather, gather_in_background
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or mmap.PAGESIZE != PAGE, reason="pages of other sizes are left alone, and other systems"
@@ -57,8 +57,8 @@ def test_when_it_is_done(nbytes, setting, size, started, tmp_path, monkeypatch):
     (tmp_path / "enabled").write_text(setting)
     (tmp_path / "hpage_pmd_size").write_text(f"{size}\n")
     calls = []
-    monkeypatch.setattr(huge_pages.Thread, "start", lambda thread: calls.append(thread.name))
+    monkeypatch.setattr(process_memory.Thread, "start", lambda thread: calls.append(thread.name))
     for settings in (tmp_path, tmp_path / "none"):
-        monkeypatch.setattr(huge_pages, "SETTINGS", settings)
+        monkeypatch.setattr(process_memory, "SETTINGS", settings)
         gather_in_background(nbytes)
     assert len(calls) == started

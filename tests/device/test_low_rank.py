@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quire.device.cpu.graph import Graph, Runtime
-from quire.device.cpu.low_rank import LowRankTables
+from quire.device.cpu.program import LowRankTables
 from quire.device.cpu.session import Session
 from quire.layers.lora import LinearBank, LinearLoRA, LowRank
 from quire.ops.native import adapts
@@ -28,12 +28,12 @@ def numbers(ranks, inputs, seed):
 def test_any_rank_and_parts(inputs):
     bank, tables = LinearBank(), LowRankTables()
     table = tables.of(bank, inputs)
-    tables.listen()
+    tables.subscribe()
     given = {1: (3, 8, 16), 2: (0, 17, 0), 3: (40, 1, 33), 7: (16, 16, 16)}
     for place, ranks in given.items():
         bank.put(place, numbers(ranks, inputs, place))
     bank.put(4, LinearLoRA(gain=torch.ones(106)))
-    assert tables.have([1, 2, 3, 4, 7, 9]) == [1, 2, 3, 7, 9]
+    assert tables.supported([1, 2, 3, 4, 7, 9]) == [1, 2, 3, 7, 9]
     graph, columns = Graph(Runtime.OWN), 106
     [sum_of] = graph.add("Add", ["base", "more"])
     [out] = graph.add("LowRank", [sum_of, "x", "places"], table=table.address)

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from quire.device.cpu.device import has_openvino
 from quire.device.cpu.graph import Runtime
-from quire.device.cpu.libraries import has_openvino
-from quire.device.cpu.nbits import pack
-from quire.device.cpu.product import Product, repack
-from quire.device.cpu.tiles import lay_out
+from quire.device.cpu.repack import lay_out, pack, repack
+from quire.device.cpu.session import packed_product
 from quire.files.gguf import GGML_TYPES
 from quire.ops.blocks import QuantizedMatrix, dequantize, take_apart
 from quire.ops.dequantized_linear import dequantized_linear, round_up
@@ -73,7 +72,7 @@ def test_products(kind, count, runtime):
     matrix, bias = stored(kind), torch.randn(48)
     x = torch.randn(count, 512)
     expected = x @ dequantized(matrix).t() + bias
-    found = Product(repack([matrix], bias, runtime), runtime)(x)
+    found = packed_product(repack([matrix], bias, runtime), runtime)(x)
     assert (found - expected).norm() <= ROUNDING * (expected - bias).norm()
 
 
@@ -85,12 +84,12 @@ def test_folded_offsets_are_in_the_numbers(runtime):
     assert packed.offset is None and packed.zeros.shape == (48, 18) and packed.scale.shape == (48, 35)
     x = torch.randn(3, 1056) + 0.5
     expected = x @ dequantized(matrix).t()
-    assert (Product(packed, runtime)(x) - expected).norm() <= ROUNDING * expected.norm()
+    assert (packed_product(packed, runtime)(x) - expected).norm() <= ROUNDING * expected.norm()
     halves = matrix.rows.view(-1, 20)[:, :4].view(torch.float16)
     halves[::5, 1] += 40 * halves[::5, 0]
     packed, expected = pack([matrix], None), x @ dequantized(matrix).t()
     assert packed.offset is not None and packed.zeros is None
-    assert (Product(packed, runtime)(x) - expected).norm() <= ROUNDING * expected.norm()
+    assert (packed_product(packed, runtime)(x) - expected).norm() <= ROUNDING * expected.norm()
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
@@ -100,7 +99,7 @@ def test_parts_of_different_types_become_one_matrix(runtime):
     x = torch.randn(5, 512)
     expected = torch.cat([x @ dequantized(part).t() for part in parts], dim=1)
     packed = repack(parts, None, runtime)
-    assert (Product(packed, runtime)(x) - expected).norm() <= ROUNDING * expected.norm()
+    assert (packed_product(packed, runtime)(x) - expected).norm() <= ROUNDING * expected.norm()
 
 
 @pytest.mark.parametrize("kinds", [("Q4_0", "Q4_1", "Q4_1"), (*EXACT, "Q6_K")], ids=["by torch's operator", "of all kinds"])
@@ -127,7 +126,7 @@ def test_few_numbers_of_rows_are_multiplied():
 def test_what_was_given_is_not_kept(runtime):
     """The runtime has its own copy of numbers, scales and offsets, and reads no others."""
     packed = pack([stored("Q4_1", rows=2048)], None)
-    product, x = Product(packed, runtime), torch.randn(3, 512)
+    product, x = packed_product(packed, runtime), torch.randn(3, 512)
     expected = x @ dequantized(stored("Q4_1", rows=2048)).t()
     assert (product(x) - expected).norm() <= ROUNDING * expected.norm()
     if sys.platform == "linux":
@@ -145,7 +144,7 @@ def test_dequantizing_changes_no_other_products():
 @pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
 def test_a_row_does_not_see_the_others(kind, runtime):
-    product = Product(repack([stored(kind)], None, runtime), runtime)
+    product = packed_product(repack([stored(kind)], None, runtime), runtime)
     x = torch.randn(40, 512)
     together = product(x).clone()
     assert all(torch.equal(product(x[i : i + 1])[0], together[i]) for i in range(40))
@@ -155,7 +154,7 @@ def test_a_row_does_not_see_the_others(kind, runtime):
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
 def test_openvino_reads_what_it_was_given_once(kind):
     """Whatever it was given is zeros by now, and numbers of rows that are new to it make no difference."""
-    product, x = Product(pack([stored(kind, rows=2048)], None), Runtime.OPENVINO), torch.randn(40, 512)
+    product, x = packed_product(pack([stored(kind, rows=2048)], None), Runtime.OPENVINO), torch.randn(40, 512)
     expected = x @ dequantized(stored(kind, rows=2048)).t()
     for count in (40, 3, 17):
         assert (product(x[:count]) - expected[:count]).norm() <= ROUNDING * expected[:count].norm()
@@ -171,7 +170,7 @@ def test_a_large_activation_spoils_its_own_group_only(kind, runtime):
     matrix.rows.view(48, 16, -1)[:, 0] = 0  # numbers, scale and offset of the first group
     if kind == "Q4_0":
         matrix.rows.view(48, 16, -1)[:, 0, 2:] = 0x88
-    found, expected = Product(repack([matrix], None, runtime), runtime)(x), x @ weight
+    found, expected = packed_product(repack([matrix], None, runtime), runtime)(x), x @ weight
     assert (found - expected).norm() < 2 * ROUNDING * expected.norm()
 
 
@@ -181,7 +180,7 @@ def test_a_large_activation_spoils_its_own_group_only(kind, runtime):
 def test_tiles_that_are_not_whole(kind, rows):
     """By kernels of our own, for one row up to more than are multiplied together."""
     matrix, bias, x = stored(kind, rows=rows), torch.randn(rows), torch.randn(11, 512)
-    product = Product(lay_out([matrix], bias), Runtime.OWN)
+    product = packed_product(lay_out([matrix], bias), Runtime.OWN)
     expected = x @ dequantized(matrix).t()
     for count in range(1, 12):
         assert (product(x[:count]) - bias - expected[:count]).norm() <= ROUNDING * expected[:count].norm()

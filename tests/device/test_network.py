@@ -16,27 +16,24 @@ from oracle import Sequences
 from patience import PATIENCE
 from quire import LLM, SamplingParams
 from quire.config.facts import read_facts
-from quire.device.cpu.libraries import has_openvino
+from quire.device.cpu.device import has_openvino
 from quire.files.resolve import resolve_model
 
 if not has_openvino():
     pytest.skip("OpenVINO is for x86 CPUs, and is not installed here", allow_module_level=True)
 
-from quire.device.cpu import compiled, openvino
-from quire.device.cpu import openvino_attention as paged
+from quire.device.cpu import network, openvino, prepare
 from quire.device.cpu.autotune import Choice
-from quire.device.cpu.compiled import compile_body
 from quire.device.cpu.graph import Graph, Runtime
-from quire.device.cpu.network import DecoderNetwork, find_forms
-from quire.device.cpu.openvino_attention import Form
-from quire.device.cpu.prepare import CompiledBody
+from quire.device.cpu.network import AttentionShape, DecoderNetwork, find_attention_shapes
+from quire.device.cpu.prepare import CompiledBody, compile_body
 from quire.device.cpu.segments import Segments
 from quire.device.cpu.session import Session
-from quire.device.cpu.trace import write_down
+from quire.device.cpu.trace import trace_body
 from quire.ops.linear import linear
 from quire.ops.norm import add_rms_norm, rms_norm
 
-if not paged.agrees(Form(4, 2, 16, 0.25, 16, None)):
+if not network.agrees(AttentionShape(4, 2, 16, 0.25, 16, None)):
     pytest.skip("OpenVINO cannot attend over pages here", allow_module_level=True)
 
 IDS = [3, 17, 42, 8, 30, 11, 25]
@@ -65,9 +62,9 @@ def facts(tmp_path_factory):
 
 def networked(facts):
     model = loaded(facts)
-    trace = write_down(model.run_blocks, facts.hidden_size)
+    trace = trace_body(model.run_blocks, facts.hidden_size)
     blocks = lambda x, batch: pytest.fail("the network was not asked")  # noqa: E731
-    model.body = CompiledBody(blocks, DecoderNetwork(trace, find_forms(trace)))
+    model.body = CompiledBody(blocks, DecoderNetwork(trace, find_attention_shapes(trace)))
     return model
 
 
@@ -122,7 +119,7 @@ def test_a_row_does_not_see_the_others(facts):
 
 
 def test_a_long_row_alone_is_divided(facts, by_openvino, monkeypatch):
-    monkeypatch.setattr(paged, "DIVIDED_FROM", 40)
+    monkeypatch.setattr(network, "SPLIT_FROM", 40)
     model, by_layer = networked(facts), layered(facts)
     found, expected = Apart(model, 1, 60), Sequences(by_layer, 1, 60)
     for tokens in (IDS * 6, [3], [17]):
@@ -130,19 +127,22 @@ def test_a_long_row_alone_is_divided(facts, by_openvino, monkeypatch):
         assert (ours - theirs).norm() < 0.02 * theirs.norm()
 
 
-@pytest.mark.parametrize("form", [Form(4, 2, 16, 0.25, 8, None), Form(4, 4, 32, 0.3, 32, 1e-5), Form(6, 1, 80, 0.1, 0, None)])
+@pytest.mark.parametrize(
+    "form",
+    [AttentionShape(4, 2, 16, 0.25, 8, None), AttentionShape(4, 4, 32, 0.3, 32, 1e-5), AttentionShape(6, 1, 80, 0.1, 0, None)],
+)
 def test_forms_of_attention(form):
     """Heads of which a part turns, heads that are normed, no rotation, and sizes that are no power of two."""
-    assert paged.agrees(form)
+    assert network.agrees(form)
 
 
 def test_rows_of_one_token_are_run_apart_from_prompts(facts):
     """Their numbers are those of a step of their own; what the decoder runs are the prompts alone, in their places."""
     model, asked = loaded(facts), []
     blocks = model.run_blocks
-    trace = write_down(blocks, facts.hidden_size)
+    trace = trace_body(blocks, facts.hidden_size)
     model.body = CompiledBody(
-        lambda x, batch: asked.append(len(x)) or blocks(x, batch), DecoderNetwork(trace, find_forms(trace))
+        lambda x, batch: asked.append(len(x)) or blocks(x, batch), DecoderNetwork(trace, find_attention_shapes(trace))
     )
 
     def stepped(rows, kept=None):
@@ -199,7 +199,7 @@ def choice(openvino):
     "paged_cache, faster, kind", [(True, True, DecoderNetwork), (False, True, Segments), (True, False, Segments)]
 )
 def test_a_network_only_where_it_is_faster_and_can_be(facts, monkeypatch, paged_cache, faster, kind):
-    monkeypatch.setattr(compiled, "choose", choice(faster))
+    monkeypatch.setattr(prepare, "choose", choice(faster))
     model = loaded(facts)
     assert type(compile_body(model.run_blocks, facts.hidden_size, whole=False, paged=paged_cache)) is kind
 
@@ -210,7 +210,7 @@ def test_a_network_only_where_it_is_faster_and_can_be(facts, monkeypatch, paged_
     ids=["many", "other pages", "one"],
 )
 def test_which_engines_get_a_network(facts, monkeypatch, most, block_size, kind):
-    monkeypatch.setattr(compiled, "choose", choice(True))
+    monkeypatch.setattr(prepare, "choose", choice(True))
     llm = LLM(
         str(facts.files.path), device="cpu", max_num_seqs=most, block_size=block_size, kv_cache_memory_bytes=1 << 20,
         skip_tokenizer_init=True,
@@ -226,8 +226,8 @@ def test_a_network_that_cannot_be_made_is_pieces_instead(facts, monkeypatch, cap
     def refuse(*given):
         raise RuntimeError("no such operator")
 
-    monkeypatch.setattr(compiled, "choose", choice(True))
-    monkeypatch.setattr(compiled, "DecoderNetwork", refuse)
+    monkeypatch.setattr(prepare, "choose", choice(True))
+    monkeypatch.setattr(prepare, "DecoderNetwork", refuse)
     model = loaded(facts)
     model.body = CompiledBody(model.run_blocks, compile_body(model.run_blocks, facts.hidden_size, whole=False, paged=True))
     assert type(model.body.compiled) is Segments and "no such operator" in caplog.text
@@ -250,17 +250,17 @@ def test_a_network_that_cannot_be_made_is_pieces_instead(facts, monkeypatch, cap
 )
 def test_operators_of_decoders(body):
     weight, x = torch.linspace(-1, 1, 32), torch.randn(5, 32)
-    trace, graph = write_down(lambda symbol, batch: body(symbol, weight), 32), Graph(Runtime.OPENVINO)
+    trace, graph = trace_body(lambda symbol, batch: body(symbol, weight), 32), Graph(Runtime.OPENVINO)
     names = {trace.first: "x"}
-    for step in trace.pieces[0].steps:
+    for step in trace.segments[0].steps:
         names.update(zip(step.outputs, step.emit(graph, [names[symbol] for symbol in step.inputs]), strict=True))
     session = Session(graph, [("x", 32)], [(names[trace.last], trace.last.columns)])
     torch.testing.assert_close(session.run(x)[0], body(x.clone(), weight), atol=1e-4, rtol=1e-4)
 
 
 def test_a_plugin_that_cannot_attend_is_not_used(facts, monkeypatch):
-    monkeypatch.setattr(compiled, "choose", choice(True))
-    monkeypatch.setattr(paged, "agrees", lambda form: False)
+    monkeypatch.setattr(prepare, "choose", choice(True))
+    monkeypatch.setattr(network, "agrees", lambda form: False)
     model = loaded(facts)
     assert type(compile_body(model.run_blocks, facts.hidden_size, whole=False, paged=True)) is Segments
 
@@ -270,6 +270,6 @@ def test_another_arity_of_the_operator_is_no_error(monkeypatch):
     monkeypatch.setattr("quire.device.cpu.openvino._convert_paged", lambda node: 1 / 0)
     openvino._core.cache_clear()
     try:
-        assert not paged.agrees.__wrapped__(Form(4, 2, 16, 0.25, 16, None))
+        assert not network.agrees.__wrapped__(AttentionShape(4, 2, 16, 0.25, 16, None))
     finally:
         openvino._core.cache_clear()

@@ -124,7 +124,7 @@ def test_the_documentation_has_every_fact():
     ("name", "why"),
     [
         ("wrong", "toy_device:not_a_device, cannot be used: it is not a subclass of quire.device.base.Device"),
-        ("vague", r"Vague, cannot be used: its facts\(\) gave None, not DeviceFacts"),
+        ("vague", r"Vague, cannot be used: facts\(\) must return DeviceFacts; got None"),
         ("broken", "toy_device:Broken, cannot be used: KeyError: 'toys'"),
         ("absent", "toy_device:Absent, cannot be used: AttributeError: "),
         ("quits", "toy_that_quits:Toy, cannot be used: SystemExit: 3"),

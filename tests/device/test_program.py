@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quire.device.cpu import program, tiles
+from quire.device.cpu import program, repack
 from quire.device.cpu.graph import CONTRIB, Graph, Runtime
 from quire.device.cpu.session import Session
 from quire.ops import native
@@ -84,11 +84,11 @@ def gated(weights: list[torch.Tensor]):
     """A feed-forward layer, which also gives away its gate."""
 
     def emit(graph, names):
-        both = tiles.emit(graph, names[0], tiles.lay_out_floats(weights[0], None))
+        both = repack.emit_tiles(graph, names[0], repack.lay_out_floats(weights[0], None))
         gate, up = graph.add("Split", [both], outputs=2, axis=1, num_outputs=2)
         [opened] = graph.add("QuickGelu", [gate], domain=CONTRIB, alpha=1.0)
         [passed] = graph.add("Mul", [opened, up])
-        down = tiles.emit(graph, passed, tiles.lay_out_floats(weights[1], None))
+        down = repack.emit_tiles(graph, passed, repack.lay_out_floats(weights[1], None))
         return *graph.add("Add", [down, names[0]]), gate
 
     return emit

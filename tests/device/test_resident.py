@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from quire.device.cpu import resident
+from quire.device.cpu import process_memory
 
 MAPPED = """\
 00400000-00452000 r-xp 00001000 08:02 173521      /usr/lib/libplain.so
@@ -24,21 +24,21 @@ Anonymous:             0 kB
 IN_ANOTHER_PROCESS = """
 import torch
 from pathlib import Path
-from quire.device.cpu.resident import let_go_of_code
+from quire.device.cpu.process_memory import release_code
 
 def mapped():
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssFile")]
     return int(line.split()[1]) / 1024
 
 before = mapped()
-let_go_of_code()
+release_code()
 left = mapped()
 print(before, left, torch.ones(3).sum().item())
 """
 
 
 def test_only_code_as_the_file_has_it_is_let_go_of():
-    assert list(resident.find_code(MAPPED)) == [(0x400000, 0x452000), (0x800000, 0x902000)]
+    assert list(process_memory.find_code(MAPPED)) == [(0x400000, 0x452000), (0x800000, 0x902000)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say where code lies")
@@ -51,8 +51,8 @@ def test_the_process_goes_on_without_the_code_of_its_start():
 
 def test_memory_goes_back_when_steps_become_small(monkeypatch):
     times = []
-    monkeypatch.setattr(resident, "_trim", lambda: times.append(tide))
-    tide = resident.AllocatorTrim()
+    monkeypatch.setattr(process_memory, "_trim", lambda: times.append(tide))
+    tide = process_memory.AllocatorTrim()
     steps = [
         (1024, 0),
         (1024, 0),

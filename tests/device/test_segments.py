@@ -12,14 +12,12 @@ from gguf_files import LLAMA, llama_tensors, tiny_llama
 from oracle import Sequences
 from quire.attn.batch import PLAIN
 from quire.config.facts import read_facts
-from quire.device.cpu import bound_segments as track
-from quire.device.cpu import compiled, prepare
-from quire.device.cpu.compiled import compile_body
+from quire.device.cpu import prepare, segments
+from quire.device.cpu.device import has_openvino
 from quire.device.cpu.graph import Graph, Runtime
-from quire.device.cpu.libraries import has_openvino
-from quire.device.cpu.prepare import CompiledBody, PackedHead, pack_blocks
+from quire.device.cpu.prepare import CompiledBody, PackedFloats, compile_body, pack_blocks
 from quire.device.cpu.segments import Segments
-from quire.device.cpu.trace import write_down
+from quire.device.cpu.trace import trace_body
 from quire.files.resolve import resolve_model
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
@@ -82,7 +80,7 @@ class Lined(Sequences):
 def test_pieces_are_the_layers_in_fewer_calls(facts, runtime):
     by_layer, compiled = layered(facts), loaded(facts, True)
     compiled.body = CompiledBody(
-        compiled.run_blocks, Segments(write_down(compiled.run_blocks, facts.hidden_size), runtime, whole=False)
+        compiled.run_blocks, Segments(trace_body(compiled.run_blocks, facts.hidden_size), runtime, whole=False)
     )
     assert len(compiled.body.compiled._stages) == len(facts.layers) + 1
     expected = Sequences(by_layer, 1, len(IDS)).step([(0, IDS)])[0]
@@ -107,7 +105,7 @@ def test_floats_are_the_same_floats_in_pieces(facts, runtime, monkeypatch):
         Graph, "place", lambda self, operator, *args, **more: operators.append(operator) or place(self, operator, *args, **more)
     )
     compiled.body = CompiledBody(
-        compiled.run_blocks, Segments(write_down(compiled.run_blocks, facts.hidden_size), runtime, whole=True)
+        compiled.run_blocks, Segments(trace_body(compiled.run_blocks, facts.hidden_size), runtime, whole=True)
     )
     if runtime is Runtime.OPENVINO:
         assert operators.count("Gemm") == 5 * len(facts.layers) and "Split" not in operators  # gate and up are made apart
@@ -131,7 +129,7 @@ def test_a_packed_head_gives_the_same_logits(tied, bias, runtime):
         head.bias = torch.nn.Parameter(torch.randn(96), requires_grad=False)
     some = [torch.randn(rows, 32) for rows in (1, 5, 70)]
     expected = [head(hidden, PLAIN) for hidden in some]
-    head.use(PackedHead(head, runtime))
+    head.use(PackedFloats(head.matrix(), head.bias, runtime))
     for hidden, logits in zip(some, expected, strict=True):
         torch.testing.assert_close(head(hidden, PLAIN), logits, atol=1e-5, rtol=1e-5)
     assert embedding(torch.tensor([5]), PLAIN).shape == (1, 32)  # what is looked up stays
@@ -147,7 +145,7 @@ def test_many_rows_go_layer_by_layer(facts, least, runtime, monkeypatch):
     """The same numbers, for every row of the step or for none: all that is lost is lost by rounding factors to bfloat16."""
     exact, model = loaded(facts, False), loaded(facts, True)
     expected = Sequences(exact, 1, len(IDS)).step([(0, IDS)])[0]
-    model.body = CompiledBody(model.run_blocks, Segments(write_down(model.run_blocks, facts.hidden_size), runtime, whole=False))
+    model.body = CompiledBody(model.run_blocks, Segments(trace_body(model.run_blocks, facts.hidden_size), runtime, whole=False))
     model.body.compiled.too_many = least
     model.lm_head = exact.lm_head  # its own rounds inputs to 8 bits, however many rows there are
     found = Sequences(model, 1, len(IDS)).step([(0, IDS)])[0]
@@ -159,7 +157,7 @@ def test_many_rows_go_layer_by_layer(facts, least, runtime, monkeypatch):
 
 def test_single_tokens_go_by_pieces_however_many(facts, runtime):
     model = loaded(facts, True)
-    asked, segments = [], Segments(write_down(model.run_blocks, facts.hidden_size), runtime, whole=False)
+    asked, segments = [], Segments(trace_body(model.run_blocks, facts.hidden_size), runtime, whole=False)
     segments.too_many = 2
     model.body = CompiledBody(lambda x, batch: asked.append(len(x)) or model.run_blocks(x, batch), segments)
     sequences = Sequences(model, 3, 8)
@@ -185,12 +183,12 @@ def test_few_tokens_on_a_track(wider, scattered, by_kernel, runtime, monkeypatch
     write their keys before they attend."""
     by_layer, compiled = layered(wider), loaded(wider, True)
     compiled.body = CompiledBody(
-        compiled.run_blocks, Segments(write_down(compiled.run_blocks, wider.hidden_size), runtime, whole=False)
+        compiled.run_blocks, Segments(trace_body(compiled.run_blocks, wider.hidden_size), runtime, whole=False)
     )
-    calls, by_torch, attend_heads = [], [], track.attend_heads
+    calls, by_torch, attend_heads = [], [], segments.attend_heads
     monkeypatch.setattr(paged_attention, "suits", lambda kv, suits=paged_attention.suits: by_kernel and suits(kv))
     monkeypatch.setattr(PagedAttention, "run", lambda self, rows, run=PagedAttention.run: calls.append(self) or run(self, rows))
-    monkeypatch.setattr(track, "attend_heads", lambda *args: by_torch.append(args) or attend_heads(*args))
+    monkeypatch.setattr(segments, "attend_heads", lambda *args: by_torch.append(args) or attend_heads(*args))
     for _ in range(2):  # with another cache the second time
         expected, found = Lined(by_layer, 3, 20), Lined(compiled, 3, 20, scattered)
         for rows in STEPS:
@@ -218,10 +216,10 @@ def grow(sequences):
 def test_scattered_rows_get_the_same_bits(wider, keep_quantized, scattered, runtime, monkeypatch):
     if kernels() is None:
         pytest.skip("no C compiler was there when Quire was installed")
-    monkeypatch.delattr("quire.device.cpu.bound_segments.attend_heads")
+    monkeypatch.delattr("quire.device.cpu.segments.attend_heads")
     model = loaded(wider, keep_quantized)
     model.body = CompiledBody(
-        model.run_blocks, Segments(write_down(model.run_blocks, wider.hidden_size), runtime, whole=not keep_quantized)
+        model.run_blocks, Segments(trace_body(model.run_blocks, wider.hidden_size), runtime, whole=not keep_quantized)
     )
     expected, found = grow(Lined(model, 4, 48)), grow(Lined(model, 4, 48, scattered))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
@@ -233,10 +231,10 @@ def test_by_kernels_of_our_own_a_row_gets_the_same_bits_in_any_company(wider, ke
     monkeypatch.setattr(prepare, "runtime_for_blocks", lambda: Runtime.OWN)
     model = loaded(wider, keep_quantized)
     model.body = CompiledBody(
-        model.run_blocks, Segments(write_down(model.run_blocks, wider.hidden_size), Runtime.OWN, whole=not keep_quantized)
+        model.run_blocks, Segments(trace_body(model.run_blocks, wider.hidden_size), Runtime.OWN, whole=not keep_quantized)
     )
     head = model.lm_head
-    pack_blocks(head) if keep_quantized else head.use(PackedHead(head, Runtime.OWN))
+    pack_blocks(head) if keep_quantized else head.use(PackedFloats(head.matrix(), head.bias, Runtime.OWN))
     alone = [Lined(model, 4, 48) for _ in range(4)]
     together = Lined(model, 4, 48)
     for step in range(12):
@@ -262,6 +260,6 @@ def test_by_kernels_of_our_own_a_row_gets_the_same_bits_in_any_company(wider, ke
     ],
 )
 def test_who_runs_the_pieces(blocks, floats, best, expected, monkeypatch):
-    monkeypatch.setattr(compiled, "runtime_for_blocks", lambda: best[0])
-    monkeypatch.setattr(compiled, "runtime_for_floats", lambda: best[1])
-    assert compiled._runtime(blocks=blocks, floats=floats) == expected
+    monkeypatch.setattr(prepare, "runtime_for_blocks", lambda: best[0])
+    monkeypatch.setattr(prepare, "runtime_for_floats", lambda: best[1])
+    assert prepare._runtime(blocks=blocks, floats=floats) == expected

@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-from quire.device.cuda.updates import MOST, RUNS, WORDS, CUDAUpdates, StagingBuffer
+from quire.device.cuda.updates import MAX_RUN_WORDS, RUNS, WORDS, CUDAUpdates, StagingBuffer
 from quire.device.updates import DeviceUpdates
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -60,21 +60,21 @@ def test_a_buffer_does_the_same():
 def test_updates_of_a_device():
     """Long arrays, many words, several deliveries behind a busy device, and buffers that are full."""
     generator = np.random.default_rng(0)
-    target = torch.zeros(40, 3 * MOST, dtype=torch.int32, device=DEVICE)
+    target = torch.zeros(40, 3 * MAX_RUN_WORDS, dtype=torch.int32, device=DEVICE)
     expected = np.zeros(target.shape, np.int32)
     updates, busy = CUDAUpdates(DEVICE), torch.zeros(1 << 28, dtype=torch.uint8, device=DEVICE)
     for _ in range(6):
         for _ in range(10):
             busy.add_(1)
         for row in generator.permutation(39).tolist():
-            words = generator.integers(-(2**31), 2**31, generator.integers(0, 3 * MOST - 9), np.int32)
+            words = generator.integers(-(2**31), 2**31, generator.integers(0, 3 * MAX_RUN_WORDS - 9), np.int32)
             length = len(words) + int(generator.integers(0, 9))
-            updates.write(target, row * 3 * MOST + 1, words, length)
+            updates.write(target, row * 3 * MAX_RUN_WORDS + 1, words, length)
             expected[row, 1 : len(words) + 1] = words
             expected[row, len(words) + 1 : length + 1] = 0
-        index = generator.choice(3 * MOST, 2 * RUNS + 5, replace=False)
+        index = generator.choice(3 * MAX_RUN_WORDS, 2 * RUNS + 5, replace=False)
         words = generator.integers(0, 2**31, len(index), np.int32)
-        updates.scatter(target, 39 * 3 * MOST + index, words)
+        updates.scatter(target, 39 * 3 * MAX_RUN_WORDS + index, words)
         expected[39, index] = words
         updates.deliver()
     updates.deliver()  # there is nothing

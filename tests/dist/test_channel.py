@@ -11,7 +11,7 @@ from quire.dist import channel
 from quire.dist.channel import Inlet, Outlet, Shape
 from quire.proc.spawn import anonymous_memory
 
-SHAPE = Shape(places=3, rows=5, columns=4, dtype=torch.bfloat16)
+SHAPE = Shape(slots=3, rows=5, columns=4, dtype=torch.bfloat16)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_places_are_used_in_turn(ends):
 
 def test_whoever_is_late_or_gone_is_told(ends, monkeypatch):
     outlet, inlet, theirs = ends
-    monkeypatch.setattr(channel, "LOOK", 0.01)
+    monkeypatch.setattr(channel, "POLL_S", 0.01)
     with pytest.raises(Told, match=r"late \[0, 2\]"):
         inlet.receive([0, 2])
     theirs.close()

@@ -28,7 +28,7 @@ class Watch:
 
 
 class Small(ExpertsGroup):
-    piece = 1 << 12
+    chunk_bytes = 1 << 12
 
 
 def scale(layer, expert):

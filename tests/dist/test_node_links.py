@@ -72,7 +72,7 @@ def together(made, work):
 
 @pytest.mark.parametrize("places", [(0, 1), (0, 0, 1), (0, 1, 1, 2)])
 def test_sums_and_joins(monkeypatch, places):
-    monkeypatch.setattr(shared_memory, "PIECE", 1 << 16)  # several pieces, and more than the connections hold at once
+    monkeypatch.setattr(shared_memory, "CHUNK_BYTES", 1 << 16)  # several pieces, and more than the connections hold at once
     size = len(places)
     shares = [evenly(65)(Position(rank, size)) for rank in range(size)]
     with groups(places) as made:

@@ -59,10 +59,10 @@ class Ranks:
 def test_what_ranks_say():
     ranks = Ranks(3)
     try:
-        heard = list(ranks.pool.map(lambda rank: ranks.groups[rank].swap(b"x" * rank * 300), range(3)))
+        heard = list(ranks.pool.map(lambda rank: ranks.groups[rank].all_gather_bytes(b"x" * rank * 300), range(3)))
         assert heard == [[b"", b"x" * 300, b"x" * 600]] * 3
-        with pytest.raises(ValueError, match="1021 bytes are more than"):
-            ranks.groups[0].swap(b"x" * 1021)
+        with pytest.raises(ValueError, match="1021 bytes exceed the limit"):
+            ranks.groups[0].all_gather_bytes(b"x" * 1021)
     finally:
         ranks.close()
 
@@ -74,11 +74,11 @@ def ranks(request):
     made.close()
 
 
-@pytest.mark.parametrize("piece", [64, shared_memory.PIECE])
+@pytest.mark.parametrize("piece", [64, shared_memory.CHUNK_BYTES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_are_in_the_order_of_ranks_and_joined_parts_beside_each_other(ranks, piece, dtype, monkeypatch):
     """In one piece and in many, turn after turn."""
-    monkeypatch.setattr(shared_memory, "PIECE", piece)
+    monkeypatch.setattr(shared_memory, "CHUNK_BYTES", piece)
     made = Ranks(ranks.size)
     for turn in range(6):
         generator = torch.Generator().manual_seed(turn)
@@ -96,7 +96,7 @@ def test_sums_are_in_the_order_of_ranks_and_joined_parts_beside_each_other(ranks
 
 
 def test_a_rank_that_goes_or_is_late_is_told(monkeypatch):
-    monkeypatch.setattr(shared_memory, "LOOK", 0.01)
+    monkeypatch.setattr(shared_memory, "POLL_S", 0.01)
     made = Ranks(3)
     with made.pool:
         waiting = [made.pool.submit(made.groups[rank].add, torch.ones(2)) for rank in (0, 1)]

@@ -11,8 +11,8 @@ import time
 import torch
 from cuda_sums import Watch
 
-from quire.device.cuda.channel import CardEnds, CardInlet, FromHost
-from quire.device.cuda.links import CUDALinks
+from quire.device.cuda.channel import CUDAEnds, CUDAInlet, FromHost
+from quire.device.cuda.shared_bytes import CUDALinks
 from quire.dist.channel import Neighbours, Shape
 from quire.proc.spawn import anonymous_memory
 
@@ -32,7 +32,7 @@ def busy(weight: torch.Tensor) -> None:
         weight @ weight
 
 
-def check(rank: int, ends: CardEnds) -> None:
+def check(rank: int, ends: CUDAEnds) -> None:
     """The first keeps as many on their way as a pipeline does; the second gives back twice what it gets."""
     weight = torch.ones(4096 if DEVICE.type == "cuda" else 64, 4096 if DEVICE.type == "cuda" else 64, device=DEVICE)
     sent = [states_of(turn) for turn in range(TURNS)]
@@ -55,7 +55,7 @@ def check(rank: int, ends: CardEnds) -> None:
     assert int(wrong) == 0, f"{int(wrong)} numbers are not those that were sent"
 
 
-def measure(rank: int, ends: CardEnds) -> None:
+def measure(rank: int, ends: CUDAEnds) -> None:
     for rows in (1, 64, 2048):
         x, times = torch.ones(rows, COLUMNS * 8, dtype=torch.bfloat16, device=DEVICE), 300
         for turn in range(times + 50):
@@ -85,9 +85,9 @@ def run(rank: int, memory: int, end: socket.socket) -> None:
     links = CUDALinks(DEVICE)
     if "host" in sys.argv:
         links.open = _refuse
-    ends = CardEnds(shape, neighbours, Watch(), links)
+    ends = CUDAEnds(shape, neighbours, Watch(), links)
     ends.barrier()
-    assert type(ends.inlet) is (FromHost if "host" in sys.argv else CardInlet)
+    assert type(ends.inlet) is (FromHost if "host" in sys.argv else CUDAInlet)
     with torch.inference_mode():
         (measure if timed else check)(rank, ends)
 

@@ -9,7 +9,7 @@ from oracle import TINY
 from quire import LLM, SamplingParams
 from quire.device.base import Device
 from quire.device.cpu.device import CPUDevice
-from quire.device.cuda.channel import CardEnds, CardInlet, FromHost
+from quire.device.cuda.channel import CUDAEnds, CUDAInlet, FromHost
 from quire.engine.executor import workers
 from quire.runner import warmup
 from quire.runner.stage import StageRunner
@@ -53,7 +53,7 @@ def rooms(monkeypatch, recording):  # noqa: F811
 
     def channel(_, shape, neighbours, watch):
         rooms.cards.append(Cards(**rooms.reach))
-        return CardEnds(shape, neighbours, watch, rooms.cards[-1])
+        return CUDAEnds(shape, neighbours, watch, rooms.cards[-1])
 
     def start(*args):
         rooms.cards = []
@@ -106,7 +106,7 @@ def test_recorded_stages_give_the_tokens_of_one_process(checkpoint, rooms, name,
     assert len(ranks) == len(rooms.cards) == stages
     assert {(card.freed, card.closed) for card in rooms.cards} <= {(0, 0), (1, 1)} and any(card.freed for card in rooms.cards)
     for graphs, inlet in ranks:
-        assert graphs.replays > 20 and graphs.captures > 1 and isinstance(inlet, CardInlet)
+        assert graphs.replays > 20 and graphs.captures > 1 and isinstance(inlet, CUDAInlet)
 
 
 @pytest.mark.parametrize("reach", [{"reach": False}, {"shares": False}])

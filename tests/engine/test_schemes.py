@@ -12,8 +12,7 @@ from quire import LLM, SamplingParams
 from quire.config.devices import KEEPS as KEPT
 from quire.config.facts import read_facts
 from quire.config.quantization import Quantization
-from quire.device.cpu.forms import adopt_forms
-from quire.device.cpu.prepare import multiply_by_layer
+from quire.device.cpu.prepare import convert_quantized_layers, multiply_by_layer
 from quire.dist.mesh import Position
 from quire.files.resolve import resolve_model
 from quire.layers.embedding import PlainHead
@@ -87,7 +86,7 @@ def test_forms_give_the_numbers_of_the_model_they_stand_for(checkpoint, scheme):
 def test_a_cpu_multiplies_by_whole_numbers_as_they_are(checkpoint, scheme):
     directory = checkpoint(scheme)
     model = load(directory, KEPT["cpu"])
-    adopt_forms(model)
+    convert_quantized_layers(model)
     layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
     assert all(isinstance(layer.method, GGUFMethod) for layer in layers)
     multiply_by_layer(model)

@@ -29,7 +29,7 @@ if sys.argv[2] == "alone":
     metadata.version = without_openvino
 
 from quire import LLM, SamplingParams
-from quire.device.cpu.libraries import has_openvino
+from quire.device.cpu.device import has_openvino
 from quire.ops.native import kernels
 
 assert kernels() is None and not (sys.argv[2] == "alone" and has_openvino())

@@ -13,8 +13,7 @@ from gguf_files import LLAMA, llama_tensors, tiny_llama
 from more_families import MORE
 from oracle import FAMILIES, Sequences, in_pieces, make_checkpoint, open_checkpoint
 from quire.config.facts import read_facts
-from quire.device.cpu.compiled import compile_body
-from quire.device.cpu.prepare import CompiledBody
+from quire.device.cpu.prepare import CompiledBody, compile_body
 from quire.dist.mesh import HeadDivision, Position, evenly
 from quire.files.resolve import resolve_model
 from quire.layers.embedding import Head

@@ -73,8 +73,15 @@ def test_models_of_transformers_have_no_stages(checkpoint):
 
 
 def test_who_hands_on_to_whom():
-    seats = [PipelineRank.of(rank, split_layers(7, 3), 2) for rank in range(6)]
-    assert [seat.rank for seat in seats] == list(range(6))
-    assert [seat.behind for seat in seats] == [2, 3, 4, 5, 0, 1] and [seat.before for seat in seats] == [4, 5, 0, 1, 2, 3]
-    assert [list(seat.stage_ranks) for seat in seats[::2]] == [[0, 1], [2, 3], [4, 5]]
-    assert [seat.stage.own for seat in seats[::2]] == [range(2), range(2, 4), range(4, 7)]
+    ranks = [PipelineRank.of(rank, split_layers(7, 3), 2) for rank in range(6)]
+    assert [rank.rank for rank in ranks] == list(range(6))
+    assert [rank.next_rank for rank in ranks] == [2, 3, 4, 5, 0, 1] and [rank.previous_rank for rank in ranks] == [
+        4,
+        5,
+        0,
+        1,
+        2,
+        3,
+    ]
+    assert [list(rank.stage_ranks) for rank in ranks[::2]] == [[0, 1], [2, 3], [4, 5]]
+    assert [rank.stage.own for rank in ranks[::2]] == [range(2), range(2, 4), range(4, 7)]

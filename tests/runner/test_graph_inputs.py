@@ -7,7 +7,7 @@ from runner_support import ints
 from quire.attn.backend import Room
 from quire.attn.triton import FixedCuts
 from quire.attn.work_split import SPLIT, SharedPrefix, nothing_shared
-from quire.device.cuda.capture import LARGEST_GRAPH, taken_between
+from quire.device.cuda.capture import MAX_GRAPH_BYTES, taken_between
 from quire.runner.buckets import (
     MOST_ROOM,
     MOST_ROWS,
@@ -74,7 +74,7 @@ def test_what_a_graph_takes_is_not_what_others_do():
     grown = 3 << 20
     assert taken_between((0, 100 << 20), (grown, 95 << 20)) == 5 << 20
     assert taken_between((0, 100 << 20), (grown, 100 << 20)) == grown  # somebody went meanwhile
-    assert taken_between((0, 100 << 30), (grown, 20 << 30)) == grown + LARGEST_GRAPH  # somebody came
+    assert taken_between((0, 100 << 30), (grown, 20 << 30)) == grown + MAX_GRAPH_BYTES  # somebody came
     assert taken_between((grown, 100 << 20), (0, 100 << 20)) == 0
 
 

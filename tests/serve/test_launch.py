@@ -66,7 +66,7 @@ def test_start_up_errors_are_one_line(
 
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"device=cuda was asked for, but torch .* sees no CUDA device"):
+    with pytest.raises(ConfigError, match=r"device=cuda requires a CUDA device; torch .* sees none"):
         describe("cuda")
 
 

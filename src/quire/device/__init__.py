@@ -1,4 +1,4 @@
-"""What the engine runs on: one folder for each device, behind one seam (`base.py`).
+"""Devices that the engine runs on: one folder per device, all with the interface in `base.py`.
 
-Nobody outside names a runtime, and nothing here knows requests, slots or plans.
+No other package imports a device runtime. Devices do not know requests, slots or step plans.
 """

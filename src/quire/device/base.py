@@ -1,7 +1,6 @@
-"""The seam between the engine and what it runs on. A device is a subclass of `Device`; `docs/devices.md` says how another
-package brings one.
+"""Define the interface between the engine and a device: subclass `Device`. `docs/devices.md` explains how a package adds one.
 
-Importing this file, or a device's own, imports no torch: facts are asked for by processes that never run a step.
+Importing this file, or the module of a device, must not import torch: processes that never run a step read device facts.
 """
 
 from collections.abc import Callable
@@ -32,85 +31,100 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class PlannedBudget:
-    """Bytes."""
+    """Device memory as planned, in bytes."""
 
-    usable: int  # of all there are
-    reserved: int  # for the device's own programs
-    cache: int  # for pages; below 0: so much is missing
+    usable: int  # share of the device's memory that the engine may use
+    reserved: int  # for the device's runtime
+    cache: int  # for KV cache pages; negative if memory is missing
 
 
 class Body(Protocol):
-    """A decoder's way from embedded tokens to the hidden states of the final ones."""
+    """The part of a decoder from embedded tokens to the hidden states of the final tokens."""
 
     def __call__(self, x: "Tensor", batch: "Batch") -> "Tensor":
-        """x [T, H] -> [K, H] of the tokens that the batch keeps; it may be overwritten by the next call."""
+        """Return hidden states [K, H] of the tokens that the batch keeps; x is [T, H]. The next call may overwrite the
+        result.
+        """
         ...
 
 
 class Recording(Protocol):
-    """A step that was recorded."""
+    """A recorded step."""
 
     def replay(self) -> "Tensor":
-        """Runs it again, and returns what it made the first time, which has other values now."""
+        """Run the step again. Return the tensor of the recording, which now has new values."""
         ...
 
 
 class Recorder(Protocol):
+    """Record steps, so that they can be replayed with one launch."""
+
     def capture(self, run: Callable[[], "Tensor"]) -> Recording:
-        """Records what `run` launches, without running it. What it returns (float32, contiguous) is good until the next
-        replay of any recording. RuntimeError = it cannot be recorded, or not before it was run once."""
+        """Record what `run` launches, without running it.
+
+        The result (float32, contiguous) is valid until the next replay of any recording. Raises RuntimeError if `run` cannot
+        be
+        recorded, or must run once before it can be recorded.
+        """
         ...
 
     def taken_bytes(self) -> int:
-        """Of the device's memory, by all recordings."""
+        """Return the device memory that all recordings use, in bytes."""
         ...
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a device made of a model."""
+    """A model, prepared for its device."""
 
     body: Body
-    kv_layout: KVLayout = KVLayout.PAGES  # how the body wants the cache to lie
+    kv_layout: KVLayout = KVLayout.PAGES  # the cache layout that the body requires
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is settled when a model is prepared."""
+    """What `Device.prepare` gets in addition to the model."""
 
     facts: "ModelFacts"
     dtype: "torch.dtype"
     layout: CacheLayout
     load_format: str
-    tapped: bool = False  # somebody listens between the layers, which have to be run one by one
+    tapped: bool = False  # hidden states between layers are read, so layers must run one by one
 
 
 class Device:
-    """Life: `facts` decide the configuration, `start` comes before the model is built, `prepare` after its weights are there,
-    `budget` before the cache is allocated, `note` before every step, `close` at the end.
+    """One device. The order of calls: `facts` (before the configuration is resolved), `start` (before the model is built),
+    `prepare` (after its weights are loaded), `budget` (before the cache is allocated), `note` (before every step), `close`.
 
-    What is here suits any device that torch can name: the model runs layer by layer, as torch has it.
+    The defaults suit any device that torch knows: the model runs layer by layer in torch.
     """
 
-    name = ""  # as users say it
-    records = False  # can it record a step and replay it? Then it has a `recorder`
-    draws_alike = False  # of several ranks each draws for itself? To be told, the first one's host would wait for its device
-    compiles = False  # are kernels compiled when they are first run? Then steps are run before the first request comes
+    name = ""  # the value of the argument `device`
+    records = False  # a step can be recorded and replayed: requires `recorder`
+    draws_alike = False  # every rank samples by itself; else rank 0 sends its tokens, and its host waits for the device
+    compiles = False  # kernels are compiled at their first run, so the engine runs warm-up steps at start
 
     def facts(self, memory: int | None = None) -> "DeviceFacts":
-        """What suits it. Raises ConfigError where it is not there. `memory`: bytes, where somebody only supposes that it is
-        there: nothing is asked then, and torch not imported."""
+        """Return the facts that decide the configuration. Raises ConfigError if there is no such device.
+
+        memory: bytes of a device that is only assumed, e.g. by `quire plan`. The device is then not queried and torch not
+        imported.
+        """
         raise NotImplementedError
 
     def take_part(self, engine: int, engines: int, sharing: bool = False, ranks: int = 1) -> None:  # noqa: ARG002
-        """This process runs one of several engines on this machine: its part of the device, or those of several devices that
-        are its own, is taken before anything else is asked. Raises ConfigError where there are not so many. `sharing`: it was
-        said how much memory each takes, so that several may have one device. `ranks`: of each engine."""
+        """Select this process's share of the device for one of several engines on this machine. Called before anything else.
+
+        engine, engines: index and number of the engines.
+        sharing: several engines may use one device, because the memory of each is configured.
+        ranks: ranks per engine, each with a device of its own.
+        Raises ConfigError if there are not enough devices.
+        """
         raise ConfigError(f"data_parallel_size={engines} is not supported with device {self.name}, which is not divided; use 1")
 
     @property
     def torch_device(self) -> "torch.device":
-        """Where tensors live: where torch has a device of this name, there, and otherwise on the host."""
+        """The torch device of all tensors: the one named like this device, or the CPU if torch does not know the name."""
         import torch
 
         try:
@@ -119,57 +133,63 @@ class Device:
             return torch.device("cpu")
 
     def start(self) -> None:
-        """In the process that will run steps, after torch was imported."""
+        """Set up the process that runs steps. Called after torch was imported."""
 
     def take_rank(self, rank: int) -> None:
-        """This process is a rank of an engine, of those on this machine; several may share the device, or each have one of
-        several. Once, before anything else is asked."""
+        """Select the device of a rank. Called once, before anything else; ranks of this machine may share a device or have
+        one each.
+        """
 
     def sharers(self, ranks: int) -> int:
-        """How many ranks of a machine have one memory."""
+        """Return how many of a machine's ranks share one memory."""
         return ranks
 
     def group(
         self, position: "Position", memory: int, peers: "Mapping[int, socket.socket]", watch: "Watch", offset: int = 0
     ) -> "SharedMemoryGroup":
-        """How ranks of one machine meet."""
+        """Return the group by which ranks of one machine communicate."""
         from quire.dist.shared_memory import SharedMemoryGroup
 
         return SharedMemoryGroup(position, memory, peers, watch, offset)
 
     def channel(self, shape: "Shape", neighbours: "Neighbours", watch: "Watch") -> "Ends":
-        """How stages of a pipeline hand on hidden states."""
+        """Return the channel by which pipeline stages send hidden states."""
         from quire.dist.channel import open_ends
 
         return open_ends(shape, neighbours, watch)
 
     def prepare(self, model: "Decoder", setting: Setting) -> Prepared:  # noqa: ARG002
-        """A model whose weights are loaded -> what runs it from now on. It may repack weights and give memory back."""
+        """Return what runs a loaded model from now on. It may repack weights and free their memory."""
         return Prepared(model.run_blocks)
 
     def allocate(self, pages: int, page_bytes: int) -> "Tensor":
-        """Raw memory of a cache [pages, page_bytes] uint8, all zero."""
+        """Return the raw memory of a cache, [pages, page_bytes] uint8, all zero."""
         import torch
 
         return torch.zeros(pages, page_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def budget(self, utilization: float, profile_run: Callable[[], None], reserve: int) -> int:
-        """Bytes for the cache; ConfigError = there are none. `utilization`: the share of its memory that the engine may have;
-        `profile_run`: runs the largest step; `reserve`: bytes that are taken later, for recorded steps."""
+        """Return the bytes for the KV cache. Raises ConfigError if none are left.
+
+        utilization: share of the device's memory that the engine may use.
+        profile_run: runs the largest step.
+        reserve: bytes that recorded steps will need later.
+        """
         raise NotImplementedError
 
     def held(self, utilization: float) -> tuple[int, int]:  # noqa: ARG002
-        """Bytes that the engine may have, and those in use by it and by others; 0 = it is not said."""
+        """Return the bytes that the engine may use, and the bytes in use by any process; (0, 0) if unknown."""
         return 0, 0
 
     def plan_budget(self, total: int, utilization: float, used: int) -> PlannedBudget:
-        """What `budget` will come to on a device with `total` bytes, which need not be there, where a model and its largest
-        step take `used` of them."""
+        """Predict `budget` for a device with `total` bytes, which need not exist. The model and its largest step use `used`
+        bytes.
+        """
         usable = int(total * utilization)
         return PlannedBudget(usable, 0, usable - used)
 
     def updates(self) -> "DeviceUpdates":
-        """How small changes of arrays reach it."""
+        """Return the writer of small array changes on the device."""
         from quire.device.updates import DeviceUpdates
 
         return DeviceUpdates()
@@ -178,18 +198,19 @@ class Device:
         raise NotImplementedError
 
     def note(self, tokens: int) -> None:
-        """A step of so many tokens is next."""
+        """Note that a step of `tokens` tokens is next."""
 
     def counts(self) -> DeviceCounts:
-        """Of what was prepared since the process began."""
+        """Return what was compiled and loaded since the process started."""
         return DeviceCounts()
 
     def synchronize(self) -> None:
-        """Waits until whatever was launched is done."""
+        """Wait until all launched work is done."""
 
     def close(self) -> None:
-        """The model is gone: memory may go back."""
+        """Release memory. The model is already gone."""
 
 
 def no_memory(reason: str) -> ConfigError:
+    """Return the error for a KV cache without memory."""
     return ConfigError(f"no memory is left for the KV cache: {reason}")

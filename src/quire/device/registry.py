@@ -1,24 +1,43 @@
-"""Devices by their names: our own, and those that other packages bring under the entry point group `quire.devices`. An entry
-point's name is the device's, and it leads to a subclass of `Device`. Nothing is imported before it is asked for.
+"""Open devices by name: `cpu`, `cuda`, and those of other packages, from the entry point group `quire.devices`.
+
+An entry point's name is the device's name, its value a subclass of `Device`. Nothing is imported before it is opened.
 """
 
 import importlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from quire.config.devices import brought_devices, check_device
 from quire.device.base import Device
-from quire.device.visible import named_gpus
 from quire.types.errors import ConfigError, QuireError
 
 if TYPE_CHECKING:
     from quire.config.facts import DeviceFacts
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # environment
 DEVICES = {"cpu": "quire.device.cpu.device:CPUDevice", "cuda": "quire.device.cuda.device:CUDADevice"}
 
 
+def named_gpus() -> list[str]:
+    """Return the GPUs named in CUDA_VISIBLE_DEVICES; none if it is not set. Does not query a GPU or import torch.
+
+    Raises ConfigError if a GPU is named twice: CUDA would then see no GPU at all, and `auto` would choose the CPU.
+    """
+    names = [name.strip() for name in os.environ.get(VISIBLE, "").split(",")]
+    named = list(takewhile(lambda name: name and not name.startswith("-"), names))  # CUDA ignores the rest
+    if len(set(named)) < len(named):
+        raise ConfigError(
+            f"{VISIBLE}={','.join(names)} names a GPU twice, so CUDA sees no GPU. Name each GPU once. Engines of "
+            "data_parallel_size share GPUs if kv_cache_memory_bytes is set"
+        )
+    return named
+
+
 def open_device(name: str) -> Device:
+    """Return the device of this name. Raises ConfigError if there is none or if its package fails."""
     if name in DEVICES:
         module, attribute = DEVICES[name].split(":")
         device: Device = getattr(importlib.import_module(module), attribute)()
@@ -29,14 +48,14 @@ def open_device(name: str) -> Device:
         kind = point.load()
         if not (isinstance(kind, type) and issubclass(kind, Device)):
             raise ConfigError("it is not a subclass of quire.device.base.Device")
-        brought = kind()
-    brought.name = name
-    return brought
+        custom = kind()
+    custom.name = name
+    return custom
 
 
 @contextmanager
 def _blamed(name: str, where: str) -> Iterator[None]:
-    """Whatever another package's device does wrong is an error that names it."""
+    """Turn any exception of another package's device into a ConfigError that names the device."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -45,8 +64,10 @@ def _blamed(name: str, where: str) -> Iterator[None]:
 
 
 def find_device(engine: int = 0, engines: int = 1, sharing: bool = False, ranks: int = 1) -> str:
-    """The one that `auto` is. Imports torch. Of several engines each takes its own GPUs, one for each of its ranks, before CUDA
-    is asked anything, or some that it shares."""
+    """Return the device that `auto` stands for. Imports torch.
+
+    Each of several engines selects its GPUs, one per rank, before CUDA is initialized.
+    """
     import torch
 
     named_gpus()
@@ -56,12 +77,12 @@ def find_device(engine: int = 0, engines: int = 1, sharing: bool = False, ranks:
 
 
 def describe(name: str) -> "DeviceFacts":
-    """A device that this process will use."""
+    """Return the facts of a device that this process will use."""
     return _facts(name)
 
 
 def describe_unseen(name: str) -> "DeviceFacts":
-    """A device that another process will use: it is not asked."""
+    """Return the facts of a device that another process will use, without querying it."""
     return _facts(name, memory=0)
 
 
@@ -74,5 +95,5 @@ def _facts(name: str, **known: int) -> "DeviceFacts":
     with _blamed(name, type(device).__qualname__):
         facts = device.facts(**known)
         if not isinstance(facts, DeviceFacts):
-            raise ConfigError(f"its facts() gave {facts!r}, not DeviceFacts")
+            raise ConfigError(f"facts() must return DeviceFacts; got {facts!r}")
     return facts

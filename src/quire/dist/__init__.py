@@ -1,1 +1,1 @@
-"""Several ranks that run one model together: where each stands, and what they say to each other. Knows tensors, no layers."""
+"""The ranks that run one model: their shares of it, and their communication. Knows tensors, not layers."""

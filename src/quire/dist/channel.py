@@ -1,13 +1,14 @@
-"""From one stage of a pipeline to the next: hidden states, in memory that both processes have mapped.
+"""Send hidden states from one pipeline stage to the next, through memory that both processes have mapped.
 
-    memory    places x [ hidden states of a step ]       used in turn
-    a step    lay them down ─► a message: how many rows ─► read them where they lie
+    memory    slots x [ hidden states of a step ]       used in turn
+    a step    write to a slot ─► message: number of rows ─► the receiver reads the slot in place
 
-There are more places than steps in flight, so that nobody waits for one to be free. Whoever waits for a message sleeps, and the
-end of a process closes its socket. The memory has no name: nothing is left of it.
+There are more slots than steps in flight, so a sender never waits for a free one. A receiver sleeps until a message arrives;
+a
+dead peer's closed socket wakes it. The memory is anonymous and freed with its processes.
 
-To a stage on another node the hidden states follow the message, over TCP (`Remote...`). Devices may hand on in ways of their
-own (`Device.channel`).
+Between nodes, hidden states follow the message over TCP (`Remote...`). A device may have a channel of its own
+(`Device.channel`).
 """
 
 import mmap
@@ -24,54 +25,54 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.dist.shared_memory import LOOK, Watch
+from quire.dist.shared_memory import POLL_S, Watch
 
 ROWS = struct.Struct("<q")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of what goes through a channel."""
+    """The shape of a channel's memory."""
 
-    places: int
-    rows: int  # at most
+    slots: int
+    rows: int  # at most, per step
     columns: int
     dtype: torch.dtype
 
     @property
     def size(self) -> int:
-        """Bytes of the memory, of which only what is used becomes real."""
-        whole = self.places * self.rows * self.columns * self.dtype.itemsize
+        """Return the bytes of the memory. Unused pages are never allocated."""
+        whole = self.slots * self.rows * self.columns * self.dtype.itemsize
         return -(-whole // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
 
 class Source(Protocol):
-    """Where hidden states come from."""
+    """The receiving end of a channel."""
 
     def receive(self, waited_for: Collection[int]) -> Tensor:
-        """[rows, columns], good until as many more have come as there are places. waited_for: the ranks that work on it."""
+        """Return [rows, columns], valid until the slot is used again. waited_for: the ranks that still work on it."""
         ...
 
 
 class Sink(Protocol):
-    """Where they go."""
+    """The sending end of a channel."""
 
     def send(self, hidden: Tensor) -> None:
-        """hidden [rows, columns]."""
+        """Send hidden states [rows, columns]."""
         ...
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The ranks from which and to which a rank hands on, and what joins it to them."""
+    """The previous and the next rank of the pipeline, and the connections to them."""
 
-    rank: int  # who has them
-    before: int
-    behind: int
-    peers: Mapping[int, socket.socket]  # by rank, where they are on this node
-    remote: Mapping[int, socket.socket]  # and where they are not
-    memory: int  # a file that all of this node have
-    place: Callable[[int], int]  # rank -> where in it the hidden states are that come from there
+    rank: int
+    previous_rank: int
+    next_rank: int
+    peers: Mapping[int, socket.socket]  # by rank: connections to ranks of this node
+    remote: Mapping[int, socket.socket]  # by rank: connections to ranks of other nodes
+    memory: int  # descriptor of the memory that all ranks of this node share
+    offset_of: Callable[[int], int]  # rank -> offset of the hidden states that it sends
 
 
 class Ends(Protocol):
@@ -82,11 +83,11 @@ class Ends(Protocol):
     def outlet(self) -> Sink: ...
 
     def barrier(self) -> None:
-        """Before the first step. Every rank does, and waits for its neighbours."""
+        """Meet the neighbours before the first step. Every rank calls it."""
         ...
 
     def close(self) -> None:
-        """Give back memory shared with the neighbours, which must have ended."""
+        """Unmap memory shared with the neighbours, whose processes must have ended."""
         ...
 
 
@@ -103,38 +104,38 @@ class HostEnds:
 
 
 def open_ends(shape: Shape, neighbours: Neighbours, watch: Watch) -> HostEnds:
-    """Through memory of the host, or over TCP."""
+    """Open both ends, through the host's memory or over TCP."""
     return HostEnds(open_inlet(shape, neighbours, watch), open_outlet(shape, neighbours, watch))
 
 
 def open_inlet(shape: Shape, neighbours: Neighbours, watch: Watch) -> Source:
-    before = neighbours.before
-    if before in neighbours.remote:
-        return RemoteInlet(shape, before, neighbours.remote[before], watch)
-    return Inlet(shape, neighbours.memory, neighbours.place(before), before, neighbours.peers[before], watch)
+    previous = neighbours.previous_rank
+    if previous in neighbours.remote:
+        return RemoteInlet(shape, previous, neighbours.remote[previous], watch)
+    return Inlet(shape, neighbours.memory, neighbours.offset_of(previous), previous, neighbours.peers[previous], watch)
 
 
 def open_outlet(shape: Shape, neighbours: Neighbours, watch: Watch) -> Sink:
-    behind = neighbours.behind
-    if behind in neighbours.remote:
-        return RemoteOutlet(behind, neighbours.remote[behind], watch)
-    return Outlet(shape, neighbours.memory, neighbours.place(neighbours.rank), behind, neighbours.peers[behind], watch)
+    following = neighbours.next_rank
+    if following in neighbours.remote:
+        return RemoteOutlet(following, neighbours.remote[following], watch)
+    return Outlet(shape, neighbours.memory, neighbours.offset_of(neighbours.rank), following, neighbours.peers[following], watch)
 
 
 class _End:
     def __init__(self, shape: Shape, memory: int, offset: int, rank: int, peer: socket.socket, watch: Watch) -> None:
-        """rank: who is at the other end, and `peer` the connection to it."""
+        """rank, peer: the rank at the other end, and the connection to it."""
         self._rank, self._peer, self._watch = rank, peer, watch
         mapped = mmap.mmap(memory, shape.size, offset=offset)
-        count = shape.places * shape.rows * shape.columns
-        self._places = torch.frombuffer(mapped, dtype=shape.dtype, count=count).view(shape.places, shape.rows, shape.columns)
+        count = shape.slots * shape.rows * shape.columns
+        self._slots = torch.frombuffer(mapped, dtype=shape.dtype, count=count).view(shape.slots, shape.rows, shape.columns)
         self._turn = 0
         peer.setblocking(False)
 
     def _next(self, rows: int) -> Tensor:
-        place = self._places[self._turn % len(self._places)]
+        slot = self._slots[self._turn % len(self._slots)]
         self._turn += 1
-        return place[:rows]
+        return slot[:rows]
 
 
 class Outlet(_End):
@@ -148,13 +149,13 @@ class Outlet(_End):
 
 class Inlet(_End):
     def receive(self, waited_for: Collection[int]) -> Tensor:
-        heard = bytearray(ROWS.size)
-        take(self._peer, memoryview(heard), self._rank, self._watch, waited_for)
-        return self._next(*ROWS.unpack(heard))
+        header = bytearray(ROWS.size)
+        take(self._peer, memoryview(header), self._rank, self._watch, waited_for)
+        return self._next(*ROWS.unpack(header))
 
 
 class RemoteOutlet:
-    """A thread sends, so that no stage waits for the next one to read: all of them could, in a ring."""
+    """Send over TCP in a thread: if stages waited for each other to read, all stages of the ring could block."""
 
     def __init__(self, rank: int, peer: socket.socket, watch: Watch) -> None:
         self._rank, self._peer, self._watch = rank, peer, watch
@@ -179,8 +180,8 @@ class RemoteOutlet:
                 except BlockingIOError:
                     waiting = select.poll()
                     waiting.register(self._peer, select.POLLOUT)
-                    waiting.poll(1000 * LOOK)
-                except (OSError, ValueError):  # ValueError: it was closed here
+                    waiting.poll(1000 * POLL_S)
+                except (OSError, ValueError):  # ValueError: this process closed it
                     self._lost.set()
                     return
 
@@ -191,10 +192,10 @@ class RemoteInlet:
         peer.setblocking(False)
 
     def receive(self, waited_for: Collection[int]) -> Tensor:
-        heard = bytearray(ROWS.size)
-        take(self._peer, memoryview(heard), self._rank, self._watch, waited_for)
-        [rows] = ROWS.unpack(heard)
-        if not 0 <= rows <= self._shape.rows:  # no stage says that
+        header = bytearray(ROWS.size)
+        take(self._peer, memoryview(header), self._rank, self._watch, waited_for)
+        [rows] = ROWS.unpack(header)
+        if not 0 <= rows <= self._shape.rows:  # corrupt message
             self._watch.lost(self._rank)
         hidden = torch.empty(rows, self._shape.columns, dtype=self._shape.dtype)
         take(self._peer, _bytes(hidden), self._rank, self._watch, waited_for)
@@ -202,7 +203,7 @@ class RemoteInlet:
 
 
 def take(peer: socket.socket, left: memoryview, rank: int, watch: Watch, waited_for: Collection[int]) -> None:
-    """All of these bytes."""
+    """Fill `left` from the connection. Raises through `watch` if the peer is gone or late."""
     began = time.monotonic()
     while len(left):
         try:
@@ -210,7 +211,7 @@ def take(peer: socket.socket, left: memoryview, rank: int, watch: Watch, waited_
         except BlockingIOError:
             waiting = select.poll()
             waiting.register(peer, select.POLLIN)
-            if not waiting.poll(1000 * LOOK):
+            if not waiting.poll(1000 * POLL_S):
                 watch.late(list(waited_for), time.monotonic() - began)
             continue
         except OSError:

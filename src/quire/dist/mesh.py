@@ -1,4 +1,4 @@
-"""Where a rank stands among those that share a model's matrices."""
+"""The share of a rank in a model's matrices and attention heads."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -7,37 +7,42 @@ from math import lcm
 from quire.types.cache import LayerCache
 from quire.types.errors import ConfigError
 
-GRAINS = (256, 32, 8)  # numbers that had better stay together: blocks of quantized matrices, and what processors load at once
-UNEVEN = 8  # so many grains for each rank, and it does not matter that some ranks have one more
+GRAINS = (256, 32, 8)  # preferred units of a share: blocks of quantized matrices, and vector widths
+MIN_UNEVEN_GRAINS = 8  # per rank; from there on, one grain more on some ranks does not matter
 
 
 @dataclass(frozen=True)
 class Position:
+    """The place of a rank in its group."""
     rank: int
-    size: int  # ranks that there are
-    expert_parallel: bool = False  # each rank has whole experts; otherwise each has a part of every expert
-    grain: int = 1  # numbers that cannot be parted, where there are enough for all ranks: groups of a quantized matrix
+    size: int  # number of ranks
+    expert_parallel: bool = False  # each rank has whole experts; else a part of every expert
+    grain: int = 1  # smallest unit of a share if there are enough for all ranks, e.g. quantization groups
 
 
 ALONE = Position(0, 1)
-Cut = Callable[[Position], range]  # which numbers along a dimension are a rank's
+Cut = Callable[[Position], range]  # the indices of a dimension that a rank has
 
 
 def divide(count: int, position: Position) -> range:
-    """As evenly as can be."""
+    """Divide `count` as evenly as possible."""
     if count < position.size:
         raise ConfigError(f"{count} cannot be divided among {position.size} ranks")
     return range(count * position.rank // position.size, count * (position.rank + 1) // position.size)
 
 
 def evenly(count: int) -> Cut:
-    """Between grains, where they are many or go up; the position's own also where they are few. The last of those may be less."""
+    """Return a cut of `count` indices at multiples of a grain, if that is about even; the position's own grain is always
+    respected.
+
+    The last unit may be smaller.
+    """
 
     def cut(position: Position) -> range:
         least = position.grain if count > position.grain * (position.size - 1) else 1
         for grain in (lcm(each, least) for each in GRAINS):
             grains, rest = divmod(count, grain)
-            if not rest and (grains % position.size == 0 or grains >= UNEVEN * position.size):
+            if not rest and (grains % position.size == 0 or grains >= MIN_UNEVEN_GRAINS * position.size):
                 return _times(divide(grains, position), grain)
         share = _times(divide(-(-count // least), position), least)
         return range(share.start, min(share.stop, count))
@@ -47,32 +52,33 @@ def evenly(count: int) -> Cut:
 
 @dataclass(frozen=True)
 class HeadDivision:
-    """Of an attention: each key head serves equally many query heads, on every rank.
+    """How attention heads are divided: on every rank each KV head serves the same number of query heads.
 
-    Ranks that are no more than key heads have some of these with all their query heads. If there are more, several ranks have
-    the same key head, and each some of its query heads.
+    With at most as many ranks as KV heads, each rank has some KV heads with all their query heads. With more, several ranks
+    have
+    the same KV head, and each has some of its query heads.
     """
 
     queries: int
     keys: int
-    size: int  # numbers of a head
+    size: int  # head_dim
 
     def share(self, position: Position) -> tuple[range, range]:
-        """Query heads and key heads."""
+        """Return the query heads and KV heads of a rank."""
         if self.queries < position.size:
             raise ConfigError(f"{self.queries} attention heads cannot be divided among {position.size} ranks")
         group = self.queries // self.keys
         if position.size <= self.keys:
             keys = share_keys(self.keys, position)
             return _times(keys, group), keys
-        ranks = [rank * self.keys // position.size for rank in range(position.size)]  # the key head of each
+        ranks = [rank * self.keys // position.size for rank in range(position.size)]  # the KV head of each
         keys = share_keys(self.keys, position)
         first = ranks.index(keys.start)
         own = divide(group, Position(position.rank - first, ranks.count(keys.start)))
         return range(keys.start * group + own.start, keys.start * group + own.stop), keys
 
     def holders(self, position: Position) -> int:
-        """How many ranks have the key heads of this one."""
+        """Return how many ranks have the KV heads of this one."""
         ranks = [rank * self.keys // position.size for rank in range(position.size)]
         return ranks.count(ranks[position.rank]) if position.size > self.keys else 1
 
@@ -84,7 +90,7 @@ class HeadDivision:
 
 
 def share_keys(count: int, position: Position) -> range:
-    """A rank's of so many key heads: some, or one that others have as well."""
+    """Return a rank's KV heads: some, or one that other ranks have too."""
     if position.size <= count:
         return divide(count, position)
     key = position.rank * count // position.size
@@ -92,14 +98,14 @@ def share_keys(count: int, position: Position) -> range:
 
 
 def share_layers(layers: Sequence[LayerCache], position: Position) -> tuple[LayerCache, ...]:
-    """What a rank's cache holds of each."""
+    """Return what the KV cache of a rank holds of each layer."""
     if position.size == 1:
         return tuple(layers)
     return tuple(replace(layer, kv_heads=len(share_keys(layer.kv_heads, position))) for layer in layers)
 
 
 def largest_share(layers: Sequence[LayerCache], size: int) -> tuple[LayerCache, ...]:
-    """What the cache of the rank holds that has most of them: pages are counted by it."""
+    """Return what the KV cache of the rank with most KV heads holds; pages are sized by it."""
     if size == 1:
         return tuple(layers)
     return tuple(replace(layer, kv_heads=-(-layer.kv_heads // size)) for layer in layers)

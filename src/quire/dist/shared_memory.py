@@ -22,10 +22,10 @@ from torch import Tensor
 
 from quire.dist.mesh import Position, evenly
 
-PIECE = 1 << 22  # bytes of a part that are published at a time
-LOOK = 0.5  # seconds between looks at those who are waited for
+CHUNK_BYTES = 1 << 22  # of a part, published at a time
+POLL_S = 0.5  # interval of reports about late ranks
 READY = b"\1"
-SAID = 1020  # bytes that a rank says at most
+MAX_MESSAGE_BYTES = 1020  # of a rank in `all_gather_bytes`
 
 
 class Watch(Protocol):
@@ -40,25 +40,29 @@ class Watch(Protocol):
         ...
 
 
-def exchange_bytes(ranks: int, piece: int = PIECE) -> int:
-    """Bytes of the shared memory of a group; pages that are not used take none."""
-    return 2 * ranks * piece
+def group_bytes(ranks: int, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """Return the bytes of a group's shared memory. Unused pages are never allocated."""
+    return 2 * ranks * chunk_bytes
 
 
 class SharedMemoryGroup:
-    piece = PIECE
+    """Collectives of ranks on one machine."""
+    chunk_bytes = CHUNK_BYTES
 
     def __init__(
         self, position: Position, memory: int, peers: Mapping[int, socket.socket], watch: Watch, offset: int = 0
     ) -> None:
-        """memory: a file of any size, of which the part from `offset` on is for them. peers: a connection to every other rank,
-        under the names that `watch` knows."""
+        """Join a group.
+
+        memory: descriptor of a file of any size; the group uses it from `offset` on.
+        peers: a connection to every other rank, by the rank numbers that `watch` knows.
+        """
         self._rank, self._size, self._peers, self._watch = position.rank, position.size, dict(peers), watch
-        size = exchange_bytes(position.size, self.piece)
+        size = group_bytes(position.size, self.chunk_bytes)
         if os.fstat(memory).st_size < offset + size:
-            os.ftruncate(memory, offset + size)  # by the rank that comes first
+            os.ftruncate(memory, offset + size)  # by the first rank
         mapped = mmap.mmap(memory, size, offset=offset)
-        self._turns = torch.frombuffer(mapped, dtype=torch.uint8).view(2, position.size, self.piece)
+        self._turns = torch.frombuffer(mapped, dtype=torch.uint8).view(2, position.size, self.chunk_bytes)
         self._turn = 0
         for peer in self._peers.values():
             peer.setblocking(False)
@@ -66,10 +70,10 @@ class SharedMemoryGroup:
     def add(self, part: Tensor) -> Tensor:
         flat = part.reshape(-1)
         total = torch.empty_like(flat)
-        step = PIECE // flat.element_size()
+        step = CHUNK_BYTES // flat.element_size()
         for first in range(0, len(flat), step):
-            piece = flat[first : first + step]
-            parts = self._exchange(piece, [len(piece)] * self._size)
+            chunk = flat[first : first + step]
+            parts = self._exchange(chunk, [len(chunk)] * self._size)
             out = torch.add(parts[0], parts[1], out=total[first : first + step])
             for other in parts[2:]:
                 out += other
@@ -77,7 +81,7 @@ class SharedMemoryGroup:
 
     def join(self, part: Tensor, total: int) -> Tensor:
         flat = part.reshape(-1)
-        rows, step = part.numel() // part.shape[-1], PIECE // flat.element_size()
+        rows, step = part.numel() // part.shape[-1], CHUNK_BYTES // flat.element_size()
         if not rows:
             return part.new_empty(*part.shape[:-1], total)
         lengths = [rows * len(evenly(total)(Position(rank, self._size))) for rank in range(self._size)]
@@ -87,50 +91,50 @@ class SharedMemoryGroup:
             whole = [flat.new_empty(length) for length in lengths]
             for first in range(0, max(lengths), step):
                 few = [max(0, min(step, length - first)) for length in lengths]
-                for place, there in zip(whole, self._exchange(flat[first : first + step], few), strict=True):
-                    place[first : first + len(there)] = there
-        return torch.cat([piece.view(*part.shape[:-1], -1) for piece in whole], -1)
+                for target, source in zip(whole, self._exchange(flat[first : first + step], few), strict=True):
+                    target[first : first + len(source)] = source
+        return torch.cat([chunk.view(*part.shape[:-1], -1) for chunk in whole], -1)
 
-    def swap(self, said: bytes) -> list[bytes]:
-        """What every rank says, in the order of ranks: a few bytes, of any kind."""
-        if len(said) > SAID:
-            raise ValueError(f"{len(said)} bytes are more than the {SAID} that ranks say to each other")
-        framed = len(said).to_bytes(4, "little") + said
-        piece = torch.frombuffer(bytearray(framed.ljust(4 + SAID, b"\0")), dtype=torch.uint8)
-        heard = [part.numpy().tobytes() for part in SharedMemoryGroup._exchange(self, piece, [len(piece)] * self._size)]
-        return [frame[4 : 4 + int.from_bytes(frame[:4], "little")] for frame in heard]
+    def all_gather_bytes(self, message: bytes) -> list[bytes]:
+        """Return the short messages of all ranks, in the order of ranks."""
+        if len(message) > MAX_MESSAGE_BYTES:
+            raise ValueError(f"{len(message)} bytes exceed the limit of {MAX_MESSAGE_BYTES} bytes for a message between ranks")
+        framed = len(message).to_bytes(4, "little") + message
+        chunk = torch.frombuffer(bytearray(framed.ljust(4 + MAX_MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
+        frames = [part.numpy().tobytes() for part in SharedMemoryGroup._exchange(self, chunk, [len(chunk)] * self._size)]
+        return [frame[4 : 4 + int.from_bytes(frame[:4], "little")] for frame in frames]
 
     def close(self) -> None:
-        """The memory is unmapped with this object."""
+        """Do nothing: the memory is unmapped with this object."""
 
-    def _exchange(self, piece: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-        """All ranks' pieces of these lengths, where they lie: good until the next turn but one."""
+    def _exchange(self, chunk: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        """Return all ranks' chunks of these lengths in place, valid until the next turn but one."""
         slots = self._turns[self._turn]
         self._turn = 1 - self._turn
-        size = piece.element_size()
-        parts = [slot[: length * size].view(piece.dtype) for slot, length in zip(slots, lengths, strict=True)]
-        parts[self._rank].copy_(piece)
-        self._meet()
+        size = chunk.element_size()
+        parts = [slot[: length * size].view(chunk.dtype) for slot, length in zip(slots, lengths, strict=True)]
+        parts[self._rank].copy_(chunk)
+        self._barrier()
         return parts
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         for rank, peer in self._peers.items():
             try:
                 peer.send(READY)
             except OSError:
                 self._watch.lost(rank)
-        late = [rank for rank in self._peers if not self._heard(rank)]
+        late = [rank for rank in self._peers if not self._take_ready(rank)]
         began = time.monotonic() if late else 0.0
         while late:
             waiting = select.poll()
             for rank in late:
                 waiting.register(self._peers[rank], select.POLLIN)
-            if not waiting.poll(1000 * LOOK):
+            if not waiting.poll(1000 * POLL_S):
                 self._watch.late(late, time.monotonic() - began)
-            late = [rank for rank in late if not self._heard(rank)]
+            late = [rank for rank in late if not self._take_ready(rank)]
 
-    def _heard(self, rank: int) -> bool:
-        """Takes the byte of this turn, if it is there."""
+    def _take_ready(self, rank: int) -> bool:
+        """Take a rank's byte of this turn, if it has arrived."""
         try:
             byte = self._peers[rank].recv(1)
         except BlockingIOError:
@@ -143,6 +147,7 @@ class SharedMemoryGroup:
 
 
 class NodesGroup(SharedMemoryGroup):
+    """Collectives of ranks on several nodes."""
     def __init__(
         self,
         position: Position,
@@ -153,36 +158,40 @@ class NodesGroup(SharedMemoryGroup):
         offset: int = 0,
         first: int = 0,
     ) -> None:
-        """peers: of this node. remote: a TCP connection to every rank of other nodes. first: what `watch` calls the rank at
-        position 0."""
+        """Join a group.
+
+        peers: connections to ranks of this node.
+        remote: TCP connections to ranks of other nodes.
+        first: the number that `watch` knows for position 0.
+        """
         super().__init__(position, memory, peers, watch, offset)
         self._remote, self._first = dict(remote), first
         for other in self._remote.values():
             other.setblocking(False)
             other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def _exchange(self, piece: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-        elsewhere = {rank: piece.new_empty(lengths[rank - self._first]) for rank in self._remote}
-        self._trade(piece.contiguous(), elsewhere)
-        parts = super()._exchange(piece, lengths)
-        for rank, part in elsewhere.items():
+    def _exchange(self, chunk: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        received = {rank: chunk.new_empty(lengths[rank - self._first]) for rank in self._remote}
+        self._send_and_receive(chunk.contiguous(), received)
+        parts = super()._exchange(chunk, lengths)
+        for rank, part in received.items():
             parts[rank - self._first] = part
         return parts
 
-    def _trade(self, piece: Tensor, elsewhere: Mapping[int, Tensor]) -> None:
-        """Sends and receives as either is possible: two that only sent would wait for each other."""
-        out = _bytes(piece)
-        sending = dict.fromkeys(elsewhere, out) if len(out) else {}
-        receiving = {rank: _bytes(part) for rank, part in elsewhere.items() if len(part)}
-        ranks = {self._remote[rank].fileno(): rank for rank in elsewhere}
+    def _send_and_receive(self, chunk: Tensor, received: Mapping[int, Tensor]) -> None:
+        """Send and receive as the sockets allow: two ranks that only sent would block each other."""
+        out = _bytes(chunk)
+        sending = dict.fromkeys(received, out) if len(out) else {}
+        receiving = {rank: _bytes(part) for rank, part in received.items() if len(part)}
+        ranks = {self._remote[rank].fileno(): rank for rank in received}
         began = time.monotonic()
         while sending or receiving:
             waiting = select.poll()
             for descriptor, rank in ranks.items():
-                wanted = (select.POLLIN if rank in receiving else 0) | (select.POLLOUT if rank in sending else 0)
-                if wanted:
-                    waiting.register(descriptor, wanted)
-            events = waiting.poll(1000 * LOOK)
+                events_of = (select.POLLIN if rank in receiving else 0) | (select.POLLOUT if rank in sending else 0)
+                if events_of:
+                    waiting.register(descriptor, events_of)
+            events = waiting.poll(1000 * POLL_S)
             if not events:
                 self._watch.late(list({*receiving, *sending}), time.monotonic() - began)
             for descriptor, event in events:

@@ -1,13 +1,13 @@
-"""A pipeline: each stage has some of the model's layers, and hands hidden states on to the next stage.
+"""The ranks of a pipeline: each stage has some of the model's layers and sends hidden states to the next stage.
 
     ranks of tensor_parallel_size=2, pipeline_parallel_size=3
 
-    stage 0    0    1          every stage is divided among two ranks,
+    stage 0    0    1          every stage has two ranks,
     stage 1    2    3          and each sends its hidden states to the rank
     stage 2    4    5          at the same position of the next stage
 
-The point-to-point ring is closed: the last stage sends to the first, which has the embedding and the head. Within a stage,
-ranks exchange parts of sums.
+The ring is closed: the last stage sends to the first, which has the embedding and the LM head. Ranks of a stage add their
+partial sums.
 
     shared memory of a node    [ stage 0's sums | stage 1's | ... | rank 0's hidden states | rank 1's | ... ]
 """
@@ -21,11 +21,12 @@ from typing import Protocol
 from quire.dist.channel import Ends, Neighbours, Shape
 from quire.dist.collectives import Group
 from quire.dist.mesh import Position
-from quire.dist.shared_memory import NodesGroup, SharedMemoryGroup, Watch, exchange_bytes
+from quire.dist.shared_memory import NodesGroup, SharedMemoryGroup, Watch, group_bytes
 
 
 @dataclass(frozen=True)
 class Stage:
+    """A stage of the pipeline."""
     index: int
     layers: tuple[range, ...]  # of every stage
 
@@ -51,9 +52,9 @@ class PipelineRank:
 
     @classmethod
     def of(cls, rank: int, layers: tuple[range, ...], size: int, expert_parallel: bool = False) -> "PipelineRank":
-        """layers: of every stage. size: ranks of each stage."""
-        stage, place = divmod(rank, size)
-        return cls(Stage(stage, layers), Position(place, size, expert_parallel))
+        """Return the rank with this number. layers: of every stage; size: ranks per stage."""
+        stage, rank_of_stage = divmod(rank, size)
+        return cls(Stage(stage, layers), Position(rank_of_stage, size, expert_parallel))
 
     @property
     def rank(self) -> int:
@@ -61,40 +62,40 @@ class PipelineRank:
 
     @property
     def world(self) -> int:
-        """Number of ranks of all stages."""
+        """Return the number of ranks of all stages."""
         return len(self.stage.layers) * self.position.size
 
     @property
     def stage_ranks(self) -> range:
-        """The ranks of its stage."""
+        """Return the ranks of its stage."""
         return range(self.rank - self.position.rank, self.rank - self.position.rank + self.position.size)
 
     @property
-    def before(self) -> int:
-        """The rank that sends it hidden states."""
-        return self._beside(-1)
+    def previous_rank(self) -> int:
+        """Return the rank that sends it hidden states."""
+        return self._neighbour(-1)
 
     @property
-    def behind(self) -> int:
-        """The rank to which it sends hidden states."""
-        return self._beside(1)
+    def next_rank(self) -> int:
+        """Return the rank to which it sends hidden states."""
+        return self._neighbour(1)
 
-    def _beside(self, step: int) -> int:
+    def _neighbour(self, step: int) -> int:
         return (self.stage.index + step) % len(self.stage.layers) * self.position.size + self.position.rank
 
 
 @dataclass(frozen=True)
 class Ring:
-    """One rank's connections of the ring."""
+    """The connections of one rank."""
 
     own: PipelineRank
-    group: Group | None  # None = its stage has one rank
+    group: Group | None  # None: its stage has one rank
     ends: Ends
     others: Sequence[int]  # ranks of other stages
 
 
 class Joints(Protocol):
-    """What a device provides to join ranks of one node."""
+    """What a device provides to connect ranks of one node."""
 
     def group(
         self, position: Position, memory: int, peers: Mapping[int, socket.socket], watch: Watch, offset: int = 0
@@ -112,10 +113,14 @@ def join_ring(
     watch: Watch,
     remote: Mapping[int, socket.socket],
 ) -> Ring:
-    """memory: a file of any size. peers: a connection to every other rank of this node; remote: of other nodes."""
+    """Connect a rank to its group and its neighbours.
+
+    memory: descriptor of a file of any size.
+    peers, remote: a connection to every other rank of this node, and of other nodes.
+    """
     size, stages = own.position.size, len(own.stage.layers)
-    exchange = exchange_bytes(size) if size > 1 else 0
-    os.ftruncate(memory, stages * exchange + own.world * shape.size)  # by the rank that comes first
+    exchange = group_bytes(size) if size > 1 else 0
+    os.ftruncate(memory, stages * exchange + own.world * shape.size)  # by the first rank
     group: Group | None = None
     if size > 1:
         mates = {rank: peers[rank] for rank in own.stage_ranks if rank in peers}
@@ -126,9 +131,9 @@ def join_ring(
         else:
             group = device.group(own.position, memory, mates, watch, offset)
 
-    def place(sender: int) -> int:
+    def offset_of(sender: int) -> int:
         return stages * exchange + sender * shape.size
 
-    neighbours = Neighbours(own.rank, own.before, own.behind, peers, remote, memory, place)
+    neighbours = Neighbours(own.rank, own.previous_rank, own.next_rank, peers, remote, memory, offset_of)
     ends = device.channel(shape, neighbours, watch)
     return Ring(own, group, ends, [rank for rank in range(own.world) if rank not in own.stage_ranks])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quire.config.args import EngineArgs, local_engines
 from quire.config.host import usable_cores
-from quire.device.visible import named_gpus
+from quire.device.registry import named_gpus
 from quire.types.errors import ConfigError
 
 _THREADS = "OMP_NUM_THREADS"

@@ -10,7 +10,7 @@ from quire.config.args import connect_timeout, step_timeout
 from quire.config.config import Config
 from quire.config.facts import ModelFacts
 from quire.device.base import Device
-from quire.device.visible import named_gpus
+from quire.device.registry import named_gpus
 from quire.dist.mesh import Position
 from quire.engine.executor.base import Executor
 from quire.engine.layouts import even_out, fit_or_warn, model_share, share_memory

@@ -3,8 +3,8 @@
     spawn        start a process (directly or by a fork server), set it up, let it end with its parent, collect its log
     fork_server  a process with all imports done, which forks others in milliseconds
     channel      length-prefixed frames over a stream socket: `Frames` (blocking), `Channel` (never blocks), `AsyncChannel`
-    messages     msgspec structs as frames: one encoder, one decoder for each direction, numpy arrays of listed dtypes
-    call         requests over a channel whose replies arrive later, as futures
+    messages     msgspec structs as frames: one encoder, one decoder for each direction, numpy arrays of listed dtypes;
+                 calls whose replies arrive later, as futures
     liveness     heartbeats, the silence of a process, and how often it may be restarted
 
 A kind of process is described in about 30 lines. Its messages:

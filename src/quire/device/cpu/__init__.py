@@ -1,2 +1,3 @@
-"""A CPU: kernels of our own in C (`program.py`, `tiles.py`) and libraries that are tried before they are used
-(`autotune.py`), by which a decoder's body is compiled (`compiled.py`), and the process's memory."""
+"""The CPU device: own kernels in C (`program.py`, `repack.py`), OpenVINO where a test run shows that it is faster
+(`autotune.py`), decoder bodies compiled for either (`prepare.py`), and the memory of the process (`process_memory.py`).
+"""

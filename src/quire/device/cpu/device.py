@@ -1,8 +1,11 @@
-"""The CPU this process runs on."""
+"""The CPU of this process."""
 
 import mmap
+import platform
 import warnings
 from collections.abc import Callable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from quire.config.devices import KEEPS
@@ -10,17 +13,37 @@ from quire.config.facts import DeviceFacts
 from quire.config.host import available_host_bytes, take_cores, threads_wanted
 from quire.config.memory import host_cache_bytes
 from quire.device.base import GIB, Device, PlannedBudget, Prepared, Setting, no_memory
-from quire.device.cpu import libraries
-from quire.ops.native import multiplies_floats
+from quire.ops.native import multiplies, multiplies_floats
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from quire.device.cpu.resident import AllocatorTrim
+    from quire.device.cpu.process_memory import AllocatorTrim
     from quire.models.decoder import Decoder
 
-PAGE, NETWORK_PAGE = 16, 32  # tokens; the second is what OpenVINO attends over
+ADVICE = (
+    "no kernels for quantized weights are installed, so weights are dequantized to float32, which takes more memory and "
+    "time. On x86 Linux run pip install 'quire[cpu]'; on ARM install Quire with a C compiler."
+)
+PAGE, NETWORK_PAGE = 16, 32  # tokens; OpenVINO attention requires the second
+
+
+@cache
+def has_openvino() -> bool:
+    """Return whether OpenVINO is installed. Only on x86 does it keep weights quantized."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return False
+    try:
+        version("openvino")
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def multiply_quantized() -> bool:
+    """Return whether any kernel multiplies by quantized weights."""
+    return has_openvino() or multiplies()
 
 
 class CPUDevice(Device):
@@ -31,7 +54,7 @@ class CPUDevice(Device):
 
     def facts(self, memory: int | None = None) -> DeviceFacts:
         available = available_host_bytes() if memory is None else memory
-        able = libraries.multiply_quantized()
+        able = multiply_quantized()
         return DeviceFacts(
             self.name,
             self.name,
@@ -40,7 +63,7 @@ class CPUDevice(Device):
             page_size=PAGE,
             keeps=KEEPS["cpu"] if able else frozenset(),
             quantized_page_size=NETWORK_PAGE,
-            advice="" if able else libraries.ADVICE,
+            advice="" if able else ADVICE,
             reads_in_place=True,
             one_memory=True,
             packs_floats=multiplies_floats(),
@@ -58,9 +81,9 @@ class CPUDevice(Device):
     def start(self) -> None:
         import torch
 
-        from quire.device.cpu.resident import AllocatorTrim
+        from quire.device.cpu.process_memory import AllocatorTrim
 
-        # bfloat16 on a CPU without: slow, and right
+        # bfloat16 on a CPU without support: slow but correct
         warnings.filterwarnings("ignore", "mkldnn_matmul failed, switching to BLAS gemm")
         torch.set_num_threads(threads_wanted())
         self._trim = AllocatorTrim()
@@ -71,8 +94,9 @@ class CPUDevice(Device):
         return prepare(model, setting)
 
     def allocate(self, pages: int, page_bytes: int) -> "Tensor":
-        """The system gives memory that becomes real, and zero, when it is first touched: in small pieces, for a huge one would
-        be taken whole for the few tokens of one head."""
+        """Return zeroed memory that is allocated at the first access. Huge pages are off: a few tokens of one head would
+        allocate 2 MiB.
+        """
         import torch
 
         memory = mmap.mmap(-1, pages * page_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -81,13 +105,13 @@ class CPUDevice(Device):
         return torch.frombuffer(memory, dtype=torch.uint8).view(pages, page_bytes)
 
     def budget(self, utilization: float, profile_run: Callable[[], None], reserve: int) -> int:  # noqa: ARG002
-        """A cautious share of what is free after the model was loaded."""
+        """Return a cautious share of the memory that is free after the model was loaded."""
         available = available_host_bytes()
         budget = host_cache_bytes(available)
         if budget <= 0:
             raise no_memory(
-                f"{available / GIB:.2f} GiB are free after loading the model; "
-                "use a smaller model or dtype, free some memory, or set kv_cache_memory_bytes"
+                f"{available / GIB:.2f} GiB are free after loading the model. "
+                "Use a smaller model or dtype, free some memory, or set kv_cache_memory_bytes."
             )
         return budget
 

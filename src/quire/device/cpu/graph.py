@@ -1,6 +1,6 @@
-"""Small ONNX graphs, written by hand. Knows operators, not layers.
+"""Write small ONNX graphs. Knows operators, not layers.
 
-Small constants travel inside the model; large matrices are lent to the runtime while it reads the model.
+Small constants are stored in the model; large matrices are borrowed by the runtime while it reads the model.
 """
 
 import ctypes
@@ -17,17 +17,18 @@ import numpy as np
 import numpy.typing as npt
 
 CONTRIB = "com.microsoft"
-OWN = "quire"  # operators that are explained to the runtime
+OWN = "quire"  # domain of custom operators
 OPSET, CONTRIB_OPSET, IR_VERSION = 21, 1, 10
-# numbers of the element types in ONNX's tensors
+# ONNX codes of element types
 ELEMENTS = {np.dtype(np.float32): 1, np.dtype(np.uint8): 2, np.dtype(np.int32): 6, np.dtype(np.int64): 7}
-LENT = "Lent"  # the operator that stands for what is lent
+FLOATS = 8  # the kind of float32 tiles in `native/product.c`
+BORROWED = "Borrowed"  # custom operator: a borrowed matrix
 
 Array = npt.NDArray[Any]
 
 
 class Runtime(StrEnum):
-    """Who runs a graph."""
+    """What runs a graph."""
 
     OPENVINO = "OpenVINO"
     OWN = "Quire"  # `program.py`
@@ -35,7 +36,7 @@ class Runtime(StrEnum):
 
 @dataclass(frozen=True)
 class Value:
-    """An input or output of a graph. A dimension with a name has any size."""
+    """An input or output of a graph. A named dimension has any size."""
 
     name: str
     shape: tuple[int | str, ...]
@@ -46,13 +47,13 @@ class Value:
 class Node:
     operator: str
     inputs: tuple[str, ...]  # "" = none
-    outputs: tuple[str, ...]  # "" = not wanted
+    outputs: tuple[str, ...]  # "" = unused
     domain: str = ""
     attributes: Mapping[str, float | int | str] = field(default_factory=dict)
 
 
 def give_back(array: Array) -> None:
-    """Its pages go back to the system; whoever reads it finds zeros."""
+    """Return an array's pages to the system. Reading it then gives zeros."""
     start, end = -(-array.ctypes.data // mmap.PAGESIZE), (array.ctypes.data + array.nbytes) // mmap.PAGESIZE
     if start < end and sys.platform == "linux":
         ctypes.CDLL(None).madvise(
@@ -62,11 +63,11 @@ def give_back(array: Array) -> None:
 
 class Graph:
     def __init__(self, runtime: Runtime) -> None:
-        """`runtime`: they know different operators for products."""
+        """Start a graph. Runtimes have different operators for products."""
         self.runtime = runtime
-        self.lent: dict[str, Array] = {}
-        self.given: list[str] = []  # of what is lent, that nobody else reads
-        self.nibbles: dict[str, tuple[int, ...]] = {}  # of what is lent, the shapes of 4-bit numbers
+        self.borrowed: dict[str, Array] = {}
+        self.adopted: list[str] = []  # borrowed matrices without other readers
+        self.nibbles: dict[str, tuple[int, ...]] = {}  # shapes of borrowed 4-bit matrices
         self.constants: dict[str, Array] = {}
         self.nodes: list[Node] = []
         self._shared: dict[tuple[tuple[int, ...], bytes], str] = {}
@@ -81,38 +82,40 @@ class Graph:
         return name
 
     def shared(self, values: Array) -> str:
-        """A constant that may be wanted again."""
+        """Add a constant, or return an equal one."""
         key = values.shape, values.tobytes()
         if key not in self._shared:
             self._shared[key] = self.constant(values)
         return self._shared[key]
 
-    def lend(self, matrix: Array) -> str:
+    def borrow(self, matrix: Array) -> str:
         name = self.name()
-        self.lent[name] = matrix
+        self.borrowed[name] = matrix
         return name
 
-    def give(self, matrix: Array, nibbles: tuple[int, ...] = ()) -> str:
-        """Lends what nobody else reads. `nibbles`: the shape of 4-bit numbers, two to a byte, the first in the low half."""
-        name = self.lend(matrix)
-        self.given.append(name)
+    def adopt(self, matrix: Array, nibbles: tuple[int, ...] = ()) -> str:
+        """Borrow a matrix without other readers. `nibbles`: its shape if it holds 4-bit values, two per byte, the first in
+        the low half.
+        """
+        name = self.borrow(matrix)
+        self.adopted.append(name)
         if nibbles:
             self.nibbles[name] = nibbles
         return name
 
     def add(self, operator: str, inputs: Sequence[str], outputs: int = 1, domain: str = "", **attributes: Any) -> list[str]:
-        """One node; the names of its outputs."""
+        """Add a node and return the names of its outputs."""
         names = [self.name() for _ in range(outputs)]
         self.place(operator, inputs, names, domain, **attributes)
         return names
 
     def place(self, operator: str, inputs: Sequence[str], outputs: Sequence[str], domain: str = "", **attributes: Any) -> None:
-        """One node whose outputs have the names given; "" = that output is not wanted."""
+        """Add a node whose outputs have these names; "" = that output is unused."""
         self.nodes.append(Node(operator, tuple(inputs), tuple(outputs), domain, attributes))
 
     def encode(self, inputs: Sequence[Value], outputs: Sequence[Value]) -> bytes:
-        """The graph as an ONNX file's bytes; what is lent is given by an operator of our own."""
-        nodes = [Node(LENT, (), (name,), OWN, {"name": name}) for name in self.lent] + self.nodes
+        """Return the graph as an ONNX file. Borrowed matrices are outputs of a custom operator."""
+        nodes = [Node(BORROWED, (), (name,), OWN, {"name": name}) for name in self.borrowed] + self.nodes
         parts = [*map(_node, nodes), _text(2, "graph")]
         parts += [_bytes(5, _tensor(*item) + _bytes(9, item[1].tobytes())) for item in self.constants.items()]
         parts += [_bytes(11, _described(value)) for value in inputs] + [_bytes(12, _described(value)) for value in outputs]
@@ -121,7 +124,7 @@ class Graph:
         return b"".join([_number(1, IR_VERSION), _bytes(7, b"".join(parts)), *versions])
 
 
-# ONNX files are protocol buffers: a message is a row of fields, each a number and a value. The numbers are those of onnx.proto.
+# ONNX files are protocol buffers: a message is a sequence of fields, each a field number (see onnx.proto) and a value
 
 
 def _varint(value: int) -> bytes:
@@ -168,7 +171,7 @@ def _tensor(name: str, array: Array) -> bytes:
 
 
 def _described(value: Value) -> bytes:
-    """A graph's input or output."""
+    """Encode a graph's input or output."""
     shape = [_bytes(1, _text(2, size) if isinstance(size, str) else _number(1, size)) for size in value.shape]
     tensor = _number(1, ELEMENTS[np.dtype(value.dtype)]) + _bytes(2, b"".join(shape))
     return _text(1, value.name) + _bytes(2, _bytes(1, tensor))

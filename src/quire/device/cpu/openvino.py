@@ -1,9 +1,9 @@
-"""ONNX graphs run by OpenVINO on torch's memory. It keeps matrices of 4-bit numbers as they are where the CPU has the
-instructions for them, and attends over pages.
+"""Run ONNX graphs with OpenVINO on torch's memory. It keeps 4-bit matrices packed where the CPU has the instructions, and has
+attention over pages.
 
-What a product is multiplied by is written as dequantized numbers, which it never makes; activations are rounded to 8 bits
-by groups of 32. Large matrices are lent by an operator of our own name (`LENT`). Attention is another (`PAGED`), for ONNX has
-none.
+A product's matrix is written as dequantized values, which OpenVINO never materializes. It quantizes activations to 8 bits per
+group of 32. Large matrices are borrowed through a custom operator (`BORROWED`); attention is another (`PAGED`), which ONNX
+lacks.
 """
 
 import importlib
@@ -17,74 +17,76 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.device.cpu.graph import LENT, OWN, Array, Graph, Value, give_back
+from quire.device.cpu.graph import BORROWED, OWN, Array, Graph, Value, give_back
 from quire.ops.blocks import GROUP
 
-MOST_THREADS = 16
-KEPT_SHAPES = 128  # what a network keeps for operators in shapes it has met: some ten for each number of rows
+MAX_THREADS = 16
+SHAPE_CACHE_CAPACITY = 128  # cached operator shapes of a network: about ten for each number of tokens
 PAGED = "PagedAttention"
-PAGE = 32  # tokens; the plugin knows no other
+PAGE = 32  # tokens; the CPU plugin supports no other
 
 
 class Network:
-    """A compiled graph."""
+    """A compiled graph and its infer request."""
 
     def __init__(self, graph: Graph, inputs: Sequence[Value], outputs: Sequence[Value]) -> None:
         core = _core()
         settings = {
-            "INFERENCE_NUM_THREADS": min(torch.get_num_threads(), MOST_THREADS),
+            "INFERENCE_NUM_THREADS": min(torch.get_num_threads(), MAX_THREADS),
             "NUM_STREAMS": 1,
             "ENABLE_CPU_PINNING": False,
             "INFERENCE_PRECISION_HINT": "f32",
             "KV_CACHE_PRECISION": "f32",
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": GROUP,
-            "CPU_RUNTIME_CACHE_CAPACITY": KEPT_SHAPES,
+            "CPU_RUNTIME_CACHE_CAPACITY": SHAPE_CACHE_CAPACITY,
         }
         with _reading:
-            _lending[:] = [graph]
+            _encoding[:] = [graph]
             model = core.read_model(graph.encode(inputs, outputs))
         self._compiled = core.compile_model(model, "CPU", settings)
-        self._graph = graph  # with what is lent
+        self._graph = graph  # holds the borrowed matrices
         self._request = self._compiled.create_infer_request()
         self._names = {name for port in self._compiled.inputs for name in port.get_names()}
-        self._told: dict[str, Array] = {}
-        self._bound: dict[str, Tensor] = {}  # it works on their memory, which has to stay
-        self.latest: object = None  # who has bound its memory last
+        self._copied_inputs: dict[str, Array] = {}
+        self._bound: dict[str, Tensor] = {}  # keeps the memory alive
+        self.latest: object = None  # the last binding
 
     def bind(self, name: str, tensor: Tensor) -> None:
-        """An input or output. Contiguous."""
+        """Use the memory of a contiguous tensor for an input or output."""
         self._bound[name] = tensor
         self._request.set_tensor(name, _openvino().Tensor(tensor.numpy(), shared_memory=True))
 
-    def tell(self, numbers: Mapping[str, Array]) -> None:
-        """Small inputs, contiguous, which it copies. Those that nothing in the graph reads are left out."""
-        for name, array in numbers.items():
-            there = self._told.get(name)
-            if there is not None and there.shape == array.shape:
-                there[...] = array
+    def set_inputs(self, inputs: Mapping[str, Array]) -> None:
+        """Copy small contiguous inputs. Those that the graph does not read are ignored."""
+        for name, array in inputs.items():
+            copied = self._copied_inputs.get(name)
+            if copied is not None and copied.shape == array.shape:
+                copied[...] = array
             elif name in self._names:
                 tensor = _openvino().Tensor(array, shared_memory=False)
                 self._request.set_tensor(name, tensor)
-                self._told[name] = tensor.data
+                self._copied_inputs[name] = tensor.data
 
     def run(self) -> None:
-        self._request.infer(share_outputs=True)  # else it copies them
+        self._request.infer(share_outputs=True)  # otherwise it copies them
 
-    def settle(self) -> None:
-        """After a first run: it has copies of what it was given, in an order of its own, and reads no others. (Float matrices
-        that it was lent, it may read again for a number of rows that it has not met.)"""
-        for name in self._graph.given:
-            give_back(self._graph.lent[name])
+    def release_weights(self) -> None:
+        """Free repacked matrices after the first run, which copied them.
 
-    def keeps_numbers(self) -> bool:
-        """Does it multiply by 4-bit numbers as they are? It tells what it made of the graph."""
+        Borrowed float matrices stay: they may be read again for a new number of tokens.
+        """
+        for name in self._graph.adopted:
+            give_back(self._graph.borrowed[name])
+
+    def keeps_quantized(self) -> bool:
+        """Return whether 4-bit matrices stay packed, according to the compiled graph."""
         nodes = [node.get_rt_info() for node in self._compiled.get_runtime_model().get_ops()]
         kinds = {node["runtimePrecision"].value for node in nodes if node["layerType"].value == "FullyConnected"}
-        return "u4" in kinds  # beside floats, by which sums are made
+        return "u4" in kinds  # there are also float products, for sums
 
 
 class Binding:
-    """One of the memories a network works on by turns."""
+    """One of several sets of memory that a network works on in turn."""
 
     def __init__(self, network: Network, tensors: Sequence[tuple[str, Tensor]]) -> None:
         self._network, self._tensors = network, tuple(tensors)
@@ -99,11 +101,11 @@ class Binding:
 
 @cache
 def _openvino() -> Any:
-    """The package. Imported, it reports to its makers, through another package that it can do without."""
+    """Import the package without its telemetry."""
     reporter = "openvino_telemetry"
     missing = reporter not in sys.modules
     if missing:
-        sys.modules[reporter] = None  # type: ignore[assignment]  # not to be found
+        sys.modules[reporter] = None  # type: ignore[assignment]  # makes the import fail
     try:
         return importlib.import_module("openvino")
     finally:
@@ -115,16 +117,16 @@ def _openvino() -> Any:
 def _core() -> Any:
     core = _openvino().Core()
     extension = importlib.import_module("openvino.frontend.onnx").ConversionExtension
-    core.add_extension([extension(PAGED, OWN, _convert_paged), extension(LENT, OWN, _convert_lent)])
+    core.add_extension([extension(PAGED, OWN, _convert_paged), extension(BORROWED, OWN, _convert_borrowed)])
     return core
 
 
-_reading, _lending = Lock(), list[Graph]()  # one graph is read at a time, and lends
+_reading, _encoding = Lock(), list[Graph]()  # one graph is read at a time
 
 
-def _convert_lent(node: Any) -> list[Any]:
-    openvino, graph, name = _openvino(), _lending[0], node.get_attribute("name")
-    array, shape = graph.lent[name], graph.nibbles.get(name)
+def _convert_borrowed(node: Any) -> list[Any]:
+    openvino, graph, name = _openvino(), _encoding[0], node.get_attribute("name")
+    array, shape = graph.borrowed[name], graph.nibbles.get(name)
     tensor = openvino.Tensor(array, shared_memory=True)
     if shape is not None:
         tensor = openvino.Tensor(array.reshape(-1), openvino.Shape(shape), openvino.Type.u4)
@@ -133,8 +135,12 @@ def _convert_lent(node: Any) -> list[Any]:
 
 
 def _convert_paged(node: Any) -> list[Any]:
-    """Inputs: query, key, value [T, columns]; keys and values in their pages [P, kv_heads, PAGE, head_dim]; cached tokens [R],
-    where each row's tokens start [R + 1], pages of all rows, where each row's start [R + 1]; the longest row []."""
+    """Convert the attention operator.
+
+    Inputs: query, key, value [T, columns]; keys and values in pages [P, kv_heads, PAGE, head_dim]; cached tokens [R]; first
+    token of each
+    row [R + 1]; pages of all rows; first page of each row [R + 1]; length of the longest row [].
+    """
     operators = importlib.import_module("openvino.op")
     constant = importlib.import_module("openvino.opset13").constant
 
@@ -148,15 +154,15 @@ def _convert_paged(node: Any) -> list[Any]:
     others = [
         number(node.get_attribute("scale"), np.float32),
         number(0),  # sliding window
-        nothing(np.float32),  # slopes of linear biases
+        nothing(np.float32),  # ALiBi slopes
         longest,
-        nothing(),  # scores that are wanted
-        *(nothing(), nothing(dimensions=2), nothing(np.float32, 2)),  # pages to be turned again
+        nothing(),  # score outputs
+        *(nothing(), nothing(dimensions=2), nothing(np.float32, 2)),  # cache rotation
         *(nothing(np.float32), number(0), number(0)),  # sparse attention
         nothing(np.float32, 4),  # sinks
-        *(number(0), nothing(), nothing(), nothing()),  # pages to be dropped
-        nothing(),  # types of tokens
-        *(nothing(np.uint8), nothing()),  # tokens that do not see each other
+        *(number(0), nothing(), nothing(), nothing()),  # adaptive eviction
+        nothing(),  # token types
+        *(nothing(np.uint8), nothing()),  # attention masks
     ]
     paged = operators._PagedAttentionExtension([*first, *others])
     notes = paged.get_rt_info()

@@ -1,32 +1,41 @@
-"""Graphs run by Quire's own kernels (`native/program.c`): products with matrices in tiles (`tiles.py`), and what is between
-them. One call runs a whole graph; operators on rows follow each other without anybody waiting, four rows at a time.
+"""Run graphs on Quire's own kernels (`native/program.c`): products with matrices in tiles (`repack.py`) and what is between
+them.
+
+One call runs a whole graph. Element-wise operators follow each other without a barrier between threads, four tokens at a
+time.
+
+Products may add LoRA: a table of addresses per layer, which the kernels read.
+
+inputs, parts, address of the entries ─► per adapter slot: address and rank of A; per part: address of B, rank, first, count
 """
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.device.cpu.graph import Graph, Node, Value
-from quire.device.cpu.tiles import FLOATS
+from quire.device.cpu.graph import FLOATS, Graph, Node, Value
+from quire.layers.lora import LinearBank, LinearLoRA
 from quire.ops.blocks import GROUP
 from quire.ops.native import kernels, workers
 
-OP = struct.Struct("2q 2q 2q 3q 2q d")  # as in C: kind columns, inputs, strides, weight out total, taken matrix, eps
+OP = struct.Struct("2q 2q 2q 3q 2q d")  # as in C: kind columns, inputs, strides, weight out total, prepared matrix, eps
 NORM, ADD_NORM, ADD, MULTIPLY, SILU, GELU, GELU_TANH, COPY, ROUND, GATHER, PRODUCT, LOW_RANK = range(12)
-TOTAL = 3  # of the outputs of a norm that adds first: the sum
+TOTAL = 3  # output index of the sum in an add-norm
 OPERATORS = {"Add": ADD, "Mul": MULTIPLY, "QuickGelu": SILU}
-ROWS_OF_BLOCK = 4  # that a product takes together
-BLOCK_BYTES = 160  # of 32 numbers of as many rows, rounded
+ROWS_OF_BLOCK = 4  # tokens per block of a product
+BLOCK_BYTES = 160  # of 32 quantized activations of ROWS_OF_BLOCK tokens
 ALIGNED = 64  # bytes
 
-Place = tuple[int, int]  # where a matrix begins, and by how many numbers its rows are apart
+Location = tuple[int, int]  # address of a matrix, and the stride of its rows in elements
+MAX_PARTS = 4
 
 
 class Scratch:
-    """Memory between operators. Programs that are never run at the same time may have it together."""
+    """Memory for intermediate results. Programs that never run at the same time may share it."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -38,12 +47,12 @@ class Scratch:
 
 
 class Program:
-    """A compiled graph, which is kept with all that it was lent."""
+    """A compiled graph, with all memory that it borrows."""
 
     def __init__(self, graph: Graph, inputs: Sequence[Value], scratch: Scratch) -> None:
         self.scratch, self.nodes, self._graph = scratch, graph.nodes, graph
         self.columns = {value.name: int(value.shape[1]) for value in inputs}
-        self.matrices: dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}  # by output, as C has them
+        self.matrices: dict[str, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}  # by output, the struct of C
         for node in graph.nodes:
             self._read(node)
 
@@ -54,7 +63,7 @@ class Program:
         width = self.columns[node.inputs[0]]
         if node.operator == "Tiles":
             width = int(node.attributes["columns"])
-            memory, kind = self._graph.lent[node.inputs[1]], int(node.attributes["kind"])
+            memory, kind = self._graph.borrowed[node.inputs[1]], int(node.attributes["kind"])
             bias = self.address(node.inputs[2]) if len(node.inputs) > 2 else 0
             self.matrices[node.outputs[0]] = np.array(
                 [memory.ctypes.data, bias, kind, self.columns[node.inputs[0]], width, memory[0].nbytes], np.int64
@@ -65,12 +74,12 @@ class Program:
 
 
 class Binding:
-    """A program and the memory it works on, each [T, columns] float32 and contiguous, which has to stay where it is."""
+    """A program and the memory it works on: each [T, columns], float32, contiguous and at a fixed address."""
 
     def __init__(self, program: Program, bound: Mapping[str, Tensor]) -> None:
         self._program, self._bound = program, bound
         self._rows = len(next(iter(bound.values())))
-        self._places: dict[str, Place] = {name: (tensor.data_ptr(), tensor.shape[1]) for name, tensor in bound.items()}
+        self._locations: dict[str, Location] = {name: (tensor.data_ptr(), tensor.shape[1]) for name, tensor in bound.items()}
         self._lay()
         self._ops = b"".join(op for node in program.nodes for op in self._compile(node))
         self._workers = workers()
@@ -79,22 +88,22 @@ class Binding:
         kernels().run(self._ops, self._rows, self._workers)
 
     def _lay(self) -> None:
-        """Places for what nobody gave one."""
+        """Assign locations to intermediate results."""
         columns, rows = self._program.columns, self._rows
         made = [name for node in self._program.nodes if node.operator != "Split" for name in node.outputs if name]
         changed = {node.inputs[0]: node.outputs[0] for node in self._program.nodes if node.operator == "LowRank"}
-        inner = [name for name in made if name not in self._places and name not in changed]
-        taken = [self._taken_bytes(node) for node in self._program.nodes if node.operator == "Tiles"]
-        sizes = [4 * rows * columns[name] for name in inner] + [max(taken, default=0)]
+        inner = [name for name in made if name not in self._locations and name not in changed]
+        prepared = [self._prepared_bytes(node) for node in self._program.nodes if node.operator == "Tiles"]
+        sizes = [4 * rows * columns[name] for name in inner] + [max(prepared, default=0)]
         starts = np.cumsum([0, *(-(-size // ALIGNED) * ALIGNED for size in sizes)]).tolist()
         self._memory = self._program.scratch.take(starts[-1])
         at = [self._memory.data_ptr() + start for start in starts]
-        self._places |= {name: (address, columns[name]) for name, address in zip(inner, at, strict=False)}
-        self._places |= {name: self._places[target] for name, target in changed.items()}  # they are added to where they are
-        self._taken = at[-2]
+        self._locations |= {name: (address, columns[name]) for name, address in zip(inner, at, strict=False)}
+        self._locations |= {name: self._locations[target] for name, target in changed.items()}  # LoRA adds in place
+        self._prepared = at[-2]
 
-    def _taken_bytes(self, node: Node) -> int:
-        """Of the rows that a product takes, as it wants them."""
+    def _prepared_bytes(self, node: Node) -> int:
+        """Return the size of the prepared input of a product."""
         columns = self._program.columns[node.inputs[0]]
         each = 4 * ROWS_OF_BLOCK * columns if node.attributes["kind"] == FLOATS else BLOCK_BYTES * columns // GROUP
         return -(-self._rows // ROWS_OF_BLOCK) * each
@@ -104,12 +113,12 @@ class Binding:
         if node.operator == "Tiles":
             matrix = program.matrices[node.outputs[0]]
             prepare = GATHER if node.attributes["kind"] == FLOATS else ROUND
-            prepared = self._op(prepare, node, columns=program.columns[source], taken=self._taken)
-            return [prepared, self._op(PRODUCT, node, taken=self._taken, matrix=matrix.ctypes.data)]
+            prepared = self._op(prepare, node, columns=program.columns[source], prepared=self._prepared)
+            return [prepared, self._op(PRODUCT, node, prepared=self._prepared, matrix=matrix.ctypes.data)]
         if node.operator == "Split":
             return self._split(node)
         if node.operator == "LowRank":
-            (out, _), (a, a_stride), (b, b_stride) = (self._places[name] for name in node.inputs)
+            (out, _), (a, a_stride), (b, b_stride) = (self._locations[name] for name in node.inputs)
             table = int(node.attributes["table"])
             return [OP.pack(LOW_RANK, program.columns[source], a, b, a_stride, b_stride, table, out, 0, 0, 0, 0.0)]
         if node.operator == "SkipSimplifiedLayerNormalization":
@@ -121,26 +130,105 @@ class Binding:
         return [self._op(OPERATORS[node.operator], node)]
 
     def _split(self, node: Node) -> list[bytes]:
-        """Parts are read where they are; only what leaves the program is copied."""
-        (address, stride), width, copies = self._places[node.inputs[0]], self._program.columns[node.outputs[0]], []
+        """Return copies for parts that leave the program; other parts are read in place."""
+        (address, stride), width, copies = self._locations[node.inputs[0]], self._program.columns[node.outputs[0]], []
         for number, name in enumerate(node.outputs):
             part = address + 4 * number * width, stride
-            if name in self._places:
-                target = self._places[name][0]
+            if name in self._locations:
+                target = self._locations[name][0]
                 copies.append(OP.pack(COPY, width, part[0], 0, stride, 0, 0, target, 0, 0, 0, 0.0))
             else:
-                self._places[name] = part
+                self._locations[name] = part
         return copies
 
     def _op(
-        self, kind: int, node: Node, *, columns: int | None = None, weight: str | None = None, taken: int = 0, matrix: int = 0
+        self,
+        kind: int,
+        node: Node,
+        *,
+        columns: int | None = None,
+        weight: str | None = None,
+        prepared: int = 0,
+        matrix: int = 0,
     ) -> bytes:
-        sources = [self._places[name] for name in node.inputs[:2] if name in self._places]  # others are constants
+        sources = [self._locations[name] for name in node.inputs[:2] if name in self._locations]  # the rest are constants
         (a, a_stride), (b, b_stride) = [*sources, (0, 0)][:2]
         return OP.pack(
             *(kind, self._program.columns[node.outputs[0]] if columns is None else columns),
             *(a, b, a_stride, b_stride),
-            *(0 if weight is None else self._program.address(weight), self._places[node.outputs[0]][0]),
-            self._places[node.outputs[TOTAL]][0] if kind == ADD_NORM else 0,
-            *(taken, matrix, float(node.attributes.get("epsilon", 0.0))),
+            *(0 if weight is None else self._program.address(weight), self._locations[node.outputs[0]][0]),
+            self._locations[node.outputs[TOTAL]][0] if kind == ADD_NORM else 0,
+            *(prepared, matrix, float(node.attributes.get("epsilon", 0.0))),
         )
+
+
+class LowRankTable:
+    """The table of one LoRA bank. The address of its header is fixed; the entries grow with the number of adapter slots."""
+
+    def __init__(self, inputs: int) -> None:
+        self._entries: npt.NDArray[np.int64] = np.zeros((2, 2 + 4 * MAX_PARTS), np.int64)
+        self._header = np.array([inputs, MAX_PARTS, self._entries.ctypes.data], np.int64)
+        self._tensors: dict[int, list[Tensor]] = {}
+
+    @property
+    def address(self) -> int:
+        return int(self._header.ctypes.data)
+
+    def grow(self, place: int) -> None:
+        """Make room for an entry of this adapter slot."""
+        if place >= len(self._entries):
+            more = np.zeros((2 * place, self._entries.shape[1]), np.int64)
+            more[: len(self._entries)] = self._entries
+            self._entries, self._header[2] = more, more.ctypes.data
+
+    def write(self, place: int, numbers: LinearLoRA | None) -> None:
+        self.grow(place)
+        self._tensors.pop(place, None)
+        self._entries[place] = 0
+        if numbers is None:
+            return
+        down, ups = numbers.narrow, [part.up.float().contiguous() for part in numbers.parts]
+        self._tensors[place] = [down, *ups]
+        entry = [down.data_ptr(), down.shape[1]]
+        for part, up in zip(numbers.parts, ups, strict=True):
+            entry += [up.data_ptr(), len(up), part.start, up.shape[1]]
+        self._entries[place, : len(entry)] = entry
+
+
+class LowRankTables:
+    """The tables of all layers of a model."""
+
+    def __init__(self) -> None:
+        self._tables: dict[LinearBank, LowRankTable] = {}
+        self._unusual: dict[int, set[LinearBank]] = {}  # by adapter slot: banks whose values the kernels do not support
+        self._largest = 0
+
+    @property
+    def banks(self) -> set[LinearBank]:
+        return {*self._tables}
+
+    def of(self, bank: LinearBank, inputs: int) -> LowRankTable:
+        if bank not in self._tables:
+            self._tables[bank] = LowRankTable(inputs)
+        return self._tables[bank]
+
+    def subscribe(self) -> None:
+        """Write current and future values of all banks to the tables."""
+        for bank in self._tables:
+            bank.on_change = lambda place, numbers, bank=bank: self._update(bank, place, numbers)
+            for place, numbers in bank.places.items():
+                self._update(bank, place, numbers)
+
+    def supported(self, places: Iterable[int]) -> list[int]:
+        """Return the adapter slots that the kernels support completely, and make room for all of them."""
+        asked = list(places)
+        if max(asked, default=0) > self._largest:
+            self._largest = max(asked)
+            for table in self._tables.values():
+                table.grow(self._largest)
+        return [place for place in asked if not self._unusual.get(place)]
+
+    def _update(self, bank: LinearBank, place: int, numbers: LinearLoRA | None) -> None:
+        simple = numbers is None or (numbers.simple and len(numbers.parts) <= MAX_PARTS)
+        (self._unusual.setdefault(place, set()).discard if simple else self._unusual.setdefault(place, set()).add)(bank)
+        self._tables[bank].write(place, numbers if simple else None)

@@ -1,9 +1,13 @@
-"""A decoder of float32 numbers on a CPU, compiled in pieces: what is between two attentions or sums over ranks (`trace.py`) is
-one call, of Quire's own kernels or of OpenVINO. Steps in which every row is one token, or one and its drafts, run on memory
-that stays (`bound_segments.py`).
+"""A decoder compiled in segments for a CPU. A segment is what lies between two attentions or all-reduces (`trace.py`): one
+call
+of own kernels or of OpenVINO.
+
+Decode steps, with or without draft tokens, run on memory that is bound once: nothing is allocated, looked up or copied.
+There,
+attention is also a direct kernel call if `ops/paged_attention.py` supports the layer, and two if a row has several tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,81 +15,213 @@ import torch
 from torch import Tensor
 
 from quire.attn.batch import Batch, LoRATokens
+from quire.attn.cpu import batch_rows
 from quire.device.cpu.autotune import NEVER, dequantize_from
-from quire.device.cpu.bound_segments import BoundAttention, BoundSegments, BoundSum, Memory, room_for
 from quire.device.cpu.graph import Graph, Runtime
 from quire.device.cpu.program import Scratch
 from quire.device.cpu.session import Call, Session
-from quire.device.cpu.trace import Between, Piece, Symbol, Trace
+from quire.device.cpu.trace import Boundary, Segment, Symbol, Trace
+from quire.layers.attention import SelfAttention, attend_heads
+from quire.ops import paged_attention
 
-MOST_BOUND = 64  # tokens of a step whose rows have several, on memory that stays
+CAPACITY_STEP = 16  # the capacity of bound memory is a multiple of this, in tokens
+MAX_BOUND_SIZES = 16  # numbers of tokens whose calls are cached
+
+Bind = Callable[[int], Call]  # number of tokens -> call
+MAX_BOUND_TOKENS = 64  # tokens of a step on bound memory, if rows have several
+
+
+class BoundAttention:
+    """A layer's attention on bound memory, from `qkv` to `out`, each [C, columns]."""
+
+    def __init__(self, attention: SelfAttention, qkv: Tensor, out: Tensor) -> None:
+        core = attention.core
+        self._attention, self._qkv, self._out, self._kv, self._group = attention, qkv, out, core.bound(), core.group
+        self._calls: tuple[paged_attention.PagedAttention, ...] = ()  # for decode rows; else one writes keys and one attends
+        rotation = None if attention.rope is None else attention.rope.table
+        by_halves = rotation is None or not rotation.interleaved
+        plain = attention.sinks is None and core.spec.slopes is None
+        if plain and by_halves and paged_attention.suits(self._kv):
+            bind = partial(
+                paged_attention.PagedAttention, self._kv, scale=core.spec.scale, window=core.spec.window,
+                soft_cap=core.spec.soft_cap, rotation=rotation, norms=attention.norms,
+            )  # fmt: skip
+            queries = qkv[:, : core.spec.heads * core.spec.head_dim]
+            self._calls = bind(qkv, out), bind(qkv, None), bind(queries, out, placed=True)
+
+    @property
+    def stale(self) -> bool:
+        return self._attention.core.kv is not self._kv
+
+    def run(self, batch: Batch) -> None:
+        tokens = len(batch.ids)
+        for call in self._calls[:1] if tokens == len(batch.rows) else self._calls[1:]:
+            call.run(batch_rows(batch, self._group))
+        if not self._calls:
+            self._out[:tokens] = attend_heads(self._attention, self._qkv[:tokens], batch)
+
+
+class BoundSum:
+    """An all-reduce (`Boundary.add`) on bound memory, from `part` to `total`, each [C, columns]."""
+
+    stale = False
+
+    def __init__(self, add: Callable[[Tensor], Tensor], part: Tensor, total: Tensor) -> None:
+        self._add, self._part, self._total = add, part, total
+
+    def run(self, batch: Batch) -> None:
+        tokens = len(batch.ids)
+        self._total[:tokens] = self._add(self._part[:tokens])
+
+
+class Memory:
+    """Matrices of C rows that can be reused. It must outlive the calls bound to it."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self._all: list[Tensor] = []
+        self._free: dict[int, list[Tensor]] = {}
+
+    def take(self, columns: int) -> Tensor:
+        free = self._free.setdefault(columns, [])
+        if not free:
+            free.append(torch.empty(self.rows, columns))
+            self._all += free
+        return free.pop()
+
+    def give(self, matrix: Tensor) -> None:
+        self._free[matrix.shape[1]].append(matrix)
+
+
+class BoundSegments:
+    """Stages in order, each with the attention and all-reduces after it, for at most C tokens."""
+
+    def __init__(
+        self,
+        source: Tensor,
+        result: Tensor,
+        stages: Sequence[tuple[Bind, Sequence[BoundAttention | BoundSum]]],
+        memory: Memory,
+        places: Tensor | None = None,
+    ) -> None:
+        """Bind stages to memory.
+
+        source, result: [C, columns].
+        places: adapter slots of the tokens, [C, 1], zero at first.
+        """
+        self._places, self._adapted = places, False  # whether any is not zero
+        self._source, self._result, self._memory = source, result, memory  # [C, columns]
+        self._binds = [bind for bind, _ in stages]
+        self._boundaries = [following for _, following in stages]
+        self._calls: dict[int, list[Call]] = {}  # by number of tokens
+
+    def suits(self, tokens: int) -> bool:
+        return tokens <= self._memory.rows and not any(each.stale for each in self._boundaries[0])
+
+    def run(self, x: Tensor, batch: Batch) -> Tensor:
+        """Return hidden states of x [T, columns]. The next run overwrites them."""
+        tokens = len(x)
+        calls = self._calls.get(tokens) or self._bind(tokens)
+        self._source[:tokens] = x
+        if self._adapted or batch.tokens.lora is not None:
+            self._place(batch)
+        for call, following in zip(calls, self._boundaries, strict=True):
+            call.run()
+            for each in following:
+                each.run(batch)
+        return self._result[:tokens]
+
+    def _place(self, batch: Batch) -> None:
+        """Write the adapter slot of each token; reset those of the last step."""
+        if self._places is None:
+            return
+        lora = batch.tokens.lora
+        self._adapted = lora is not None
+        self._places.zero_()
+        if lora is not None:
+            self._places[: len(batch.ids), 0] = torch.from_numpy(lora.places)
+
+    def _bind(self, tokens: int) -> list[Call]:
+        if len(self._calls) >= MAX_BOUND_SIZES:
+            self._calls.clear()
+        self._calls[tokens] = [bind(tokens) for bind in self._binds]
+        return self._calls[tokens]
+
+
+def capacity_for(tokens: int) -> int:
+    """Return the capacity of bound memory for this number of tokens."""
+    return -(-tokens // CAPACITY_STEP) * CAPACITY_STEP
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A compiled piece, and what comes behind it."""
+    """A compiled segment and what follows it."""
 
     session: Session
     read: tuple[Symbol, ...]
     made: tuple[Symbol, ...]
-    behind: tuple[Between, ...]
-    dead: tuple[Symbol, ...]  # nobody reads them any more
+    boundaries: tuple[Boundary, ...]
+    dead: tuple[Symbol, ...]  # not read by later stages
 
 
 class Segments:
+    """A decoder in compiled segments."""
+
     def __init__(self, trace: Trace, runtime: Runtime, *, whole: bool, held: bool = False) -> None:
-        """`whole`: the decoder will not be run itself any more, and what it holds in matrices of floats is given back, unless
-        it is `held` nevertheless."""
-        pieces, self._first, self._last = trace.pieces, trace.first, trace.last
+        """Compile a trace.
+
+        whole: the decoder itself will not run again, so its float matrices are freed, unless `held`.
+        """
+        segments, self._first, self._last = trace.segments, trace.first, trace.last
         self._places, self._tables = trace.places, trace.tables
-        # tokens: from there on the decoder itself is faster
+        # tokens from which the decoder itself is faster
         self.too_many = NEVER if whole else dequantize_from(trace.quickly)
         scratch = Scratch()
-        sources = [{between.source for between in piece.behind} for piece in pieces]
-        wanted = [{*piece.read} | behind for piece, behind in zip(pieces, sources, strict=True)] + [{self._last}]
+        sources = [{boundary.source for boundary in segment.boundaries} for segment in segments]
+        needed = [{*segment.read} | following for segment, following in zip(segments, sources, strict=True)] + [{self._last}]
         self._stages = []
-        for i, piece in enumerate(pieces):
-            later = set().union(*wanted[i + 1 :])
-            made = [symbol for step in piece.steps for symbol in step.outputs]
-            kept = [symbol for symbol in made if symbol in later or symbol in sources[i]]
-            session = _compile(piece, kept, runtime, scratch)
+        for i, segment in enumerate(segments):
+            later = set().union(*needed[i + 1 :])
+            made = [symbol for step in segment.steps for symbol in step.outputs]
+            results = [symbol for symbol in made if symbol in later or symbol in sources[i]]
+            session = _compile(segment, results, runtime, scratch)
             if whole and not held:
-                _give_back(piece)
-            dead = {*wanted[i], *kept} - later
-            self._stages.append(Stage(session, tuple(piece.read), tuple(kept), tuple(piece.behind), tuple(dead)))
-            piece.steps.clear()  # they hold matrices, and symbols hold them
-        self._track: BoundSegments | None = None  # for steps of few tokens
+                _give_back(segment)
+            dead = {*needed[i], *results} - later
+            self._stages.append(Stage(session, tuple(segment.read), tuple(results), tuple(segment.boundaries), tuple(dead)))
+            segment.steps.clear()  # releases the matrices
+        self._bound: BoundSegments | None = None  # for steps of few tokens
 
     def suit(self, batch: Batch) -> bool:
-        """Are they faster than the body? With many rows of one token the body loses in attention what it gains in products."""
+        """Return whether it is faster than the decoder. With many decode rows, faster products outweigh slower attention."""
         return len(batch.ids) < self.too_many or _are_single(batch)
 
     def know(self, adapters: LoRATokens) -> list[int]:
-        """The places of those whose additions they make."""
-        return [] if self._tables is None else self._tables.have(place for place, _ in adapters.groups)
+        """Return the adapter slots whose LoRA it adds."""
+        return [] if self._tables is None else self._tables.supported(place for place, _ in adapters.groups)
 
     def find_rows(self, batch: Batch) -> list[int]:  # noqa: ARG002
-        """Of a batch that does not suit, none are worth a run of their own."""
+        """Return no rows: none of a batch that does not suit are worth a separate run."""
         return []
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        """x [T, columns] -> hidden states; they are overwritten by the next call."""
-        if _are_single(batch) or (batch.kept is None and len(x) <= MOST_BOUND):
-            if self._track is None or not self._track.suits(len(x)):
-                self._track = self._lay(len(x))
-            return self._track.run(x, batch)
+        """Return hidden states of x [T, columns]. The next call overwrites them."""
+        if _are_single(batch) or (batch.kept is None and len(x) <= MAX_BOUND_TOKENS):
+            if self._bound is None or not self._bound.suits(len(x)):
+                self._bound = self._lay(len(x))
+            return self._bound.run(x, batch)
         values = {self._first: x} if self._places is None else {self._first: x, self._places: _places_of(batch)}
         for stage in self._stages:
             results = stage.session.run(*[values[symbol] for symbol in stage.read])
             values.update(zip(stage.made, results, strict=True))
-            for between in stage.behind:
-                values[between.target] = between.do(values[between.source], batch)
+            for boundary in stage.boundaries:
+                values[boundary.target] = boundary.do(values[boundary.source], batch)
             for symbol in stage.dead:
                 del values[symbol]
         return values[self._last]
 
     def _lay(self, rows: int) -> BoundSegments:
-        memory = Memory(room_for(rows))
+        memory = Memory(capacity_for(rows))
         values = {self._first: memory.take(self._first.columns)}
         source, stages, places = values[self._first], [], None
         if self._places is not None:
@@ -93,17 +229,17 @@ class Segments:
         for stage in self._stages:
             values.update((symbol, memory.take(symbol.columns)) for symbol in stage.made)
             bind = partial(_bind, stage.session, [values[s] for s in stage.read], [values[s] for s in stage.made])
-            behind = list[BoundAttention | BoundSum]()
-            for between in stage.behind:
-                if between.group is not None:
-                    values[between.target] = memory.take(between.target.columns)
-                    behind.append(BoundSum(between.add, values[between.source], values[between.target]))
-                elif between.attention is None:  # all tokens are kept
-                    values[between.target] = values[between.source]
+            following = list[BoundAttention | BoundSum]()
+            for boundary in stage.boundaries:
+                if boundary.group is not None:
+                    values[boundary.target] = memory.take(boundary.target.columns)
+                    following.append(BoundSum(boundary.add, values[boundary.source], values[boundary.target]))
+                elif boundary.attention is None:  # all tokens stay
+                    values[boundary.target] = values[boundary.source]
                 else:
-                    values[between.target] = memory.take(between.target.columns)
-                    behind.append(BoundAttention(between.attention, values[between.source], values[between.target]))
-            stages.append((bind, behind))
+                    values[boundary.target] = memory.take(boundary.target.columns)
+                    following.append(BoundAttention(boundary.attention, values[boundary.source], values[boundary.target]))
+            stages.append((bind, following))
             for symbol in stage.dead:
                 matrix = values.pop(symbol)
                 if all(matrix is not other for other in values.values()):
@@ -112,12 +248,12 @@ class Segments:
 
 
 def _are_single(batch: Batch) -> bool:
-    """Are its rows of one token, and do all go on to the end?"""
+    """Return whether every row is one token and all are kept to the end."""
     return len(batch.ids) == len(batch.rows) and batch.kept is None
 
 
 def _places_of(batch: Batch) -> Tensor:
-    """[T, 1] float32: of each token's adapter."""
+    """Return the adapter slot of each token, [T, 1] float32."""
     lora = batch.tokens.lora
     if lora is None:
         return torch.zeros(len(batch.ids), 1)
@@ -125,21 +261,21 @@ def _places_of(batch: Batch) -> Tensor:
 
 
 def _bind(session: Session, inputs: Sequence[Tensor], outputs: Sequence[Tensor], rows: int) -> Call:
-    """The session at work on the first rows of these matrices."""
+    """Bind the session to the first rows of these matrices."""
     return session.bind([matrix[:rows] for matrix in inputs], [matrix[:rows] for matrix in outputs])
 
 
-def _give_back(piece: Piece) -> None:
-    for step in piece.steps:
+def _give_back(segment: Segment) -> None:
+    for step in segment.steps:
         if step.matrix is not None:
             step.matrix.give_back()
 
 
-def _compile(piece: Piece, outputs: Sequence[Symbol], runtime: Runtime, scratch: Scratch) -> Session:
+def _compile(segment: Segment, outputs: Sequence[Symbol], runtime: Runtime, scratch: Scratch) -> Session:
     graph = Graph(runtime)
-    names = {symbol: graph.name() for symbol in piece.read}
-    inputs = [(names[symbol], symbol.columns) for symbol in piece.read]
-    for step in piece.steps:
+    names = {symbol: graph.name() for symbol in segment.read}
+    inputs = [(names[symbol], symbol.columns) for symbol in segment.read]
+    for step in segment.steps:
         names.update(zip(step.outputs, step.emit(graph, [names[symbol] for symbol in step.inputs]), strict=True))
     results = [(names[symbol], symbol.columns) for symbol in outputs]
     return Session(graph, inputs, results, scratch=scratch)

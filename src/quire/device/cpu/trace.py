@@ -1,11 +1,12 @@
-"""A decoder's forward written down: it is run once with symbols in place of tensors. What happens to them is noted, operator
-by operator; an attention ends a piece, for it goes through the cache, and so does a sum over ranks. Behind the last attention,
-tokens may be left out.
+"""Trace a decoder's forward: run it once with symbols instead of tensors and record each operator.
+
+An attention ends a segment, because it needs the KV cache; so does an all-reduce. After the last attention, tokens may be
+dropped.
 
     embedding | norm qkv | attention | o_proj add norm gate_up silu mul down add norm qkv | attention | ... norm
-              '- piece -'             '---------------------- piece ---------------------'
+              '-segment--'             '--------------------- segment --------------------'
 
-A decoder that does anything else to its hidden states is `Untraceable`.
+A decoder that does anything else to its hidden states raises `Untraceable`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.attn.batch import Batch
-from quire.device.cpu import gemm
 from quire.device.cpu.graph import CONTRIB, Graph
-from quire.device.cpu.low_rank import LowRankTables
-from quire.device.cpu.product import emit, repack
+from quire.device.cpu.program import LowRankTables
+from quire.device.cpu.repack import emit, repack
+from quire.device.cpu.session import emit_floats
 from quire.dist.collectives import Group, add_parts, join_parts, spread
 from quire.layers.attention import SelfAttention, attend_heads, keep
 from quire.layers.linear import Linear
@@ -32,19 +33,19 @@ Emit = Callable[[Graph, Sequence[str]], Sequence[str]]  # names of inputs -> nam
 
 
 class Untraceable(Exception):
-    pass
+    """The decoder uses an operation that cannot be compiled."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Of floats, that the runtime repacks."""
+    """A float matrix, which the runtime repacks."""
 
     weight: Tensor  # [N, K]
     bias: Tensor | None  # [N]
 
     def multiply(self, parts: int = 1) -> Emit:
-        """The product in equal parts of its columns."""
-        return lambda graph, names: gemm.emit(graph, names[0], self.weight, self.bias, parts)
+        """Return the product in equal parts of its columns."""
+        return lambda graph, names: emit_floats(graph, names[0], self.weight, self.bias, parts)
 
     def give_back(self) -> None:
         self.weight.data = self.weight.new_empty(0)
@@ -52,19 +53,21 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Step:
-    """One operator of a piece."""
+    """One operator of a segment."""
 
     emit: Emit
     inputs: "tuple[Symbol, ...]"
     outputs: "tuple[Symbol, ...]"
-    matrix: Matrix | None = None  # by which it multiplies
-    quickly: bool = True  # dequantizes the body its matrix in blocks, if it has one
+    matrix: Matrix | None = None  # of a float product
+    quickly: bool = True  # whether the decoder dequantizes its GGUF matrix quickly
 
 
 @dataclass(frozen=True)
-class Between:
-    """What is done behind a piece: an attention, a sum over the ranks of a group, or the choice of the tokens that are kept.
-    `columns`: of the sum those that this rank has, if each rank has others."""
+class Boundary:
+    """What follows a segment: an attention, an all-reduce over a group, or the selection of the kept tokens.
+
+    columns: if ranks have different columns of the sum, those of this rank.
+    """
 
     attention: SelfAttention | None
     source: "Symbol"
@@ -83,9 +86,11 @@ class Between:
 
 
 @dataclass
-class Piece:
+class Segment:
+    """The operators up to a boundary."""
+
     steps: list[Step] = field(default_factory=list)
-    behind: list[Between] = field(default_factory=list)
+    boundaries: list[Boundary] = field(default_factory=list)
 
     @property
     def read(self) -> "list[Symbol]":
@@ -94,22 +99,22 @@ class Piece:
 
 
 class Symbol:
-    """Stands for hidden states [T, columns] while a forward is written down."""
+    """Stand for hidden states [T, columns] during tracing."""
 
     is_cuda = False
 
-    def __init__(self, pieces: list[Piece], columns: int) -> None:
-        self.pieces, self.columns = pieces, columns
+    def __init__(self, segments: list[Segment], columns: int) -> None:
+        self.segments, self.columns = segments, columns
 
     def then(
         self, emit: Emit, *others: "Symbol", columns: Sequence[int], matrix: Matrix | None = None, quickly: bool = True
     ) -> "list[Symbol]":
-        outputs = [Symbol(self.pieces, count) for count in columns]
-        self.pieces[-1].steps.append(Step(emit, (self, *others), tuple(outputs), matrix, quickly))
+        outputs = [Symbol(self.segments, count) for count in columns]
+        self.segments[-1].steps.append(Step(emit, (self, *others), tuple(outputs), matrix, quickly))
         return outputs
 
     def simple(self, operator: str, *others: "Symbol", domain: str = "", **attributes: Any) -> "Symbol":
-        """An operator that keeps the shape."""
+        """Add an operator that keeps the shape."""
         return self.then(
             lambda graph, names: graph.add(operator, names, domain=domain, **attributes), *others, columns=[self.columns]
         )[0]
@@ -131,9 +136,9 @@ class Symbol:
     def chunk(self, count: int, dim: int) -> "list[Symbol]":
         if dim != -1:
             raise Untraceable(f"a cut along dimension {dim}")
-        sizes, steps = [self.columns // count] * count, self.pieces[-1].steps
-        if steps and steps[-1].matrix is not None and steps[-1].outputs == (self,):  # nobody else has seen the whole
-            parts = [Symbol(self.pieces, size) for size in sizes]
+        sizes, steps = [self.columns // count] * count, self.segments[-1].steps
+        if steps and steps[-1].matrix is not None and steps[-1].outputs == (self,):  # the product has no other reader
+            parts = [Symbol(self.segments, size) for size in sizes]
             steps[-1] = replace(steps[-1], emit=steps[-1].matrix.multiply(count), outputs=tuple(parts))
             return parts
         return self.then(
@@ -199,60 +204,62 @@ def _gelu(x: Symbol, approximate: str = "none") -> Symbol:
     return x.simple("Gelu", approximate=approximate)
 
 
-def _attend(attention: SelfAttention, qkv: Symbol, batch: "AnyBatch") -> Symbol:
+def _attend(attention: SelfAttention, qkv: Symbol, batch: "TracedBatch") -> Symbol:
     spec = attention.core.spec
-    target = Symbol(qkv.pieces, spec.heads * spec.head_dim)
-    qkv.pieces[-1].behind.append(Between(attention, qkv, target))
+    target = Symbol(qkv.segments, spec.heads * spec.head_dim)
+    qkv.segments[-1].boundaries.append(Boundary(attention, qkv, target))
     lora, final = batch.tokens.lora, batch.final.tokens.lora
     if attention.last and lora is not None and final is not None:
         final.there = True
-        qkv.pieces[-1].behind.append(Between(None, lora.places, final.places))
-    qkv.pieces.append(Piece())
+        qkv.segments[-1].boundaries.append(Boundary(None, lora.places, final.places))
+    qkv.segments.append(Segment())
     return target
 
 
 def _add_parts(part: Symbol, group: Group) -> Symbol:
-    target = Symbol(part.pieces, part.columns)
-    part.pieces[-1].behind.append(Between(None, part, target, group))
-    part.pieces.append(Piece())
+    target = Symbol(part.segments, part.columns)
+    part.segments[-1].boundaries.append(Boundary(None, part, target, group))
+    part.segments.append(Segment())
     return target
 
 
 def _join_parts(part: Symbol, group: Group, kept: range, total: int) -> Symbol:
-    target, pieces = Symbol(part.pieces, total), part.pieces
-    if not pieces[-1].steps and len(pieces) > 1:  # right behind an attention
-        pieces[-2].behind.append(Between(None, part, target, group, kept))
+    target, segments = Symbol(part.segments, total), part.segments
+    if not segments[-1].steps and len(segments) > 1:  # right after an attention
+        segments[-2].boundaries.append(Boundary(None, part, target, group, kept))
     else:
-        pieces[-1].behind.append(Between(None, part, target, group, kept))
-        pieces.append(Piece())
+        segments[-1].boundaries.append(Boundary(None, part, target, group, kept))
+        segments.append(Segment())
     return target
 
 
 def _keep(x: Symbol, batch: Batch) -> Symbol:  # noqa: ARG001
-    """x went past the latest attention, and is thinned out beside it."""
+    """Drop tokens of x, which bypassed the latest attention (a residual), at that attention."""
     since, found = list[Symbol](), None
-    for piece in reversed(x.pieces):
-        if any(between.attention is not None for between in piece.behind):
-            found = piece
+    for segment in reversed(x.segments):
+        if any(boundary.attention is not None for boundary in segment.boundaries):
+            found = segment
             break
-        since += [symbol for step in piece.steps for symbol in step.outputs] + [between.target for between in piece.behind]
+        since += [symbol for step in segment.steps for symbol in step.outputs] + [
+            boundary.target for boundary in segment.boundaries
+        ]
     if found is None or x in since:
-        raise Untraceable("leaving out tokens anywhere else")
-    target = Symbol(x.pieces, x.columns)
-    found.behind.append(Between(None, x, target))
+        raise Untraceable("dropping tokens elsewhere")
+    target = Symbol(x.segments, x.columns)
+    found.boundaries.append(Boundary(None, x, target))
     return target
 
 
-def _adapted(bank: LinearBank, out: Symbol, x: Symbol, lora: "AnyLoRA", own: Tensor | None) -> Symbol:  # noqa: ARG001
+def _add_lora(bank: LinearBank, out: Symbol, x: Symbol, lora: "TracedLoRA", own: Tensor | None) -> Symbol:  # noqa: ARG001
     if not lora.there:
-        raise Untraceable("adapters of tokens that were not left out by an attention")
+        raise Untraceable("LoRA of tokens that no attention dropped")
     table = lora.tables.of(bank, x.columns)
     emit: Emit = lambda graph, names: graph.add("LowRank", names, table=table.address)  # noqa: E731
     return out.then(emit, x, lora.places, columns=[out.columns])[0]
 
 
 OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
-    LinearBank.add: _adapted,
+    LinearBank.add: _add_lora,
     GGUFMethod.apply: _linear,
     linear: _plain_linear,
     rms_norm: _rms_norm,
@@ -268,63 +275,65 @@ OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Trace:
-    """Of a way from embedded tokens to the last hidden states."""
+    """A recorded body, from embedded tokens to the last hidden states."""
 
-    pieces: list[Piece]
+    segments: list[Segment]
     first: Symbol
     last: Symbol
-    places: Symbol | None = None  # of the tokens' adapters, if they are run with what those add
+    places: Symbol | None = None  # adapter slots of the tokens, if LoRA is traced
     tables: LowRankTables | None = None
 
     @property
     def has_floats(self) -> bool:
-        """Is any of its matrices of floats?"""
-        return any(step.matrix is not None for piece in self.pieces for step in piece.steps)
+        """Return whether any matrix is float32."""
+        return any(step.matrix is not None for segment in self.segments for step in segment.steps)
 
     @property
     def divided(self) -> bool:
-        """Has each rank a share of it?"""
-        return any(between.group is not None for piece in self.pieces for between in piece.behind)
+        """Return whether the decoder is tensor parallel."""
+        return any(boundary.group is not None for segment in self.segments for boundary in segment.boundaries)
 
     @property
     def quickly(self) -> bool:
-        """Does the decoder itself dequantize all of its matrices in blocks quickly?"""
-        return all(step.quickly for piece in self.pieces for step in piece.steps)
+        """Return whether the decoder itself dequantizes all its GGUF matrices quickly."""
+        return all(step.quickly for segment in self.segments for step in segment.steps)
 
 
 @dataclass
-class AnyLoRA:
-    """Stands for the LoRA adapters of tokens (`LoRATokens`)."""
+class TracedLoRA:
+    """Stand for the LoRA adapters of tokens (`LoRATokens`)."""
 
     places: Symbol
     tables: LowRankTables
-    there: bool = True  # are their places known behind the latest piece?
+    there: bool = True  # whether the adapter slots are known after the latest segment
     tiles = None
 
 
 @dataclass(frozen=True)
-class AnyTokens:
-    lora: AnyLoRA | None = None
+class TracedTokens:
+    lora: TracedLoRA | None = None
 
 
-class AnyBatch:
-    """Stands for batches. Without `lora` none of their tokens has an adapter."""
+class TracedBatch:
+    """Stand for a batch. Without `lora` no token has an adapter."""
 
-    def __init__(self, lora: AnyLoRA | None = None, final: "AnyBatch | None" = None) -> None:
-        self.tokens, self._final = AnyTokens(lora), final
+    def __init__(self, lora: TracedLoRA | None = None, final: "TracedBatch | None" = None) -> None:
+        self.tokens, self._final = TracedTokens(lora), final
 
     @property
-    def final(self) -> "AnyBatch":
+    def final(self) -> "TracedBatch":
         return self if self._final is None else self._final
 
 
-def write_down(body: Callable[[Any, Any], Any], columns: int, tables: LowRankTables | None = None) -> Trace:
-    """`body` is a decoder's way from embedded tokens [T, columns] to its last hidden states. `tables`: of what adapters add, if
-    that is to be written down, too."""
-    pieces = [Piece()]
-    first = Symbol(pieces, columns)
+def trace_body(body: Callable[[Any, Any], Any], columns: int, tables: LowRankTables | None = None) -> Trace:
+    """Return the trace of a decoder body, from embedded tokens [T, columns] to its last hidden states.
+
+    tables: for LoRA, if it is to be traced too.
+    """
+    segments = [Segment()]
+    first = Symbol(segments, columns)
     if tables is None:
-        return Trace(pieces, first, body(first, AnyBatch()))
-    places = Symbol(pieces, 1)
-    final = AnyBatch(AnyLoRA(Symbol(pieces, 1), tables, there=False))
-    return Trace(pieces, first, body(first, AnyBatch(AnyLoRA(places, tables), final)), places, tables)
+        return Trace(segments, first, body(first, TracedBatch()))
+    places = Symbol(segments, 1)
+    final = TracedBatch(TracedLoRA(Symbol(segments, 1), tables, there=False))
+    return Trace(segments, first, body(first, TracedBatch(TracedLoRA(places, tables), final)), places, tables)

@@ -1,16 +1,21 @@
-"""CUDA graphs: what a function launches, recorded once and replayed over memory that stays."""
+"""CUDA graphs, and the GPU memory that is left for the KV cache."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-LARGEST_GRAPH = 16 << 20  # bytes, without the memory of its tensors
+from quire.device.base import GIB, no_memory
+
+MAX_GRAPH_BYTES = 16 << 20  # of the driver, without tensors
 
 
 @dataclass(frozen=True)
 class CUDAGraph:
+    """A recorded step and its result."""
+
     graph: torch.cuda.CUDAGraph
     result: Tensor
 
@@ -20,7 +25,7 @@ class CUDAGraph:
 
 
 class CUDAGraphs:
-    """The stream that graphs are recorded on, and the memory that they share."""
+    """Record CUDA graphs on one stream. All graphs share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -33,11 +38,11 @@ class CUDAGraphs:
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                place = Place(run())
+                view = ResultView(run())
             finally:
                 graph.capture_end()
         self._taken += taken_between(before, self._memory())
-        return CUDAGraph(graph, torch.as_tensor(place, device=self._device))
+        return CUDAGraph(graph, torch.as_tensor(view, device=self._device))
 
     def taken_bytes(self) -> int:
         return self._taken
@@ -50,14 +55,53 @@ def taken_between(before: tuple[int, int], after: tuple[int, int]) -> int:
     """Of two times the bytes that torch has, and those that are free on the device. What the driver takes for a graph is seen
     in the latter only, where other processes come and go as well: they count for no more than a graph can be."""
     grown = max(0, after[0] - before[0])
-    return min(max(before[1] - after[1], grown), grown + LARGEST_GRAPH)
+    return min(max(before[1] - after[1], grown), grown + MAX_GRAPH_BYTES)
 
 
-class Place:
-    """Where a recorded step leaves a tensor. It belongs to the pool that all graphs share, and is not held: the next graph may
-    be recorded over the same memory, because what one step leaves there is used before the next step runs."""
+class ResultView:
+    """Address of a recorded step's result.
+
+    The memory belongs to the pool of all graphs and is not held: the next graph may be recorded over it, because a step's
+    result is used before the next step runs.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         assert tensor.dtype == torch.float32 and tensor.is_contiguous()
         shape, data = tuple(tensor.shape), (tensor.data_ptr(), False)
         self.__cuda_array_interface__ = {"shape": shape, "typestr": "<f4", "data": data, "version": 2}
+
+
+def device_budget(device: torch.device, utilization: float, profile_run: Callable[[], None], reserve: int) -> int:
+    """Return the bytes for a cache on a GPU, measured with the largest step.
+
+    It is the engine's share of the GPU without memory of other processes, weights, the peak of the largest step and a reserve
+    for CUDA graphs, which are recorded later (`runner/graphs.py` limits them).
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    weights = torch.cuda.memory_allocated(device)
+    profile_run()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    outside = total - free - torch.cuda.memory_reserved(device)
+    budget = int(utilization * total) - outside - peak - reserve
+    if budget <= 0:
+        raise no_memory(
+            f"gpu_memory_utilization {utilization:g} of {total / GIB:.2f} GiB is "
+            f"{utilization * total / GIB:.2f} GiB, but {outside / GIB:.2f} GiB are in use outside this engine, the weights "
+            f"take {weights / GIB:.2f} GiB, the largest step {(peak - weights) / GIB:.2f} GiB and CUDA graphs "
+            f"{reserve / GIB:.2f} GiB; raise gpu_memory_utilization, or lower max_num_batched_tokens or max_num_seqs"
+        )
+    return budget
+
+
+def memory_held(device: torch.device, utilization: float) -> tuple[int, int]:
+    """Return the engine's share of a GPU, and the bytes in use by all processes."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return int(utilization * total), total - free

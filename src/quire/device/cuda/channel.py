@@ -1,16 +1,18 @@
-"""From a stage on a GPU to the next one, on the same card or on another that reaches it.
+"""Send hidden states from one pipeline stage to the next between GPUs: the same GPU, or another that can access it.
 
-    sender      copies to its place ─► records `laid` ─► a message: how many rows          nobody waits for a GPU
-    receiver    side stream: waits for `laid` ─► copies to its landing ─► records `read`   while the step before still runs
-                its own stream waits for that copy, and goes on
-    sender      before it uses the place again its stream waits for `read`
+    sender      copies to its slot ─► records `written` ─► message: number of rows         the host never waits for a GPU
+    receiver    side stream: waits for `written` ─► copies to a buffer ─► records `read`   while the previous step still runs
+                main stream: waits for that copy, and continues
+    sender      before it reuses a slot, its stream waits for `read`
 
-Places are memory of the sender's card, which both processes have mapped (CUDA's inter-process handles), as are the events. The
-message says that `laid` was recorded, not that it has happened. No kernel waits for another process, and whoever dies leaves at
-most an event that never comes: who waits for results looks after the others meanwhile.
+Slots are memory of the sender's GPU, which both processes have mapped (CUDA's inter-process handles), like the events. The
+message
+means that `written` was recorded, not that it has happened. No kernel waits for another process. A process that dies leaves
+at
+most an event that never happens; the process that waits for results watches for that.
 
-When they meet, the receiver reads something that the sender wrote. Where it cannot (cards that do not reach each other, systems
-without such handles), hidden states go through the host's memory as those of CPUs do; so they do to other nodes.
+At the start, the receiver reads a probe that the sender wrote. If it cannot (GPUs without peer access, systems without such
+handles), hidden states go through the host's memory, as on CPUs. They also do so between nodes.
 """
 
 import logging
@@ -29,29 +31,29 @@ from quire.dist.shared_memory import Watch
 logger = logging.getLogger(__name__)
 
 HANDLE = 64  # bytes, of memory or of an event
-LANDINGS = 2
-PROOF = 64  # bytes that are written and read when both meet
-PATIENCE = 10.0  # seconds for them to come
+RECEIVE_BUFFERS = 2
+PROBE_BYTES = 64  # written by the sender, checked by the receiver
+HANDSHAKE_TIMEOUT_S = 10.0  # for the probe
 YES, NO = b"\1", b"\0"
 
 
 class Links(Protocol):
-    """CUDA, as far as it is needed here."""
+    """The part of CUDA that the channel uses."""
 
     device: torch.device
 
     def share(self, size: int) -> tuple[Tensor, bytes]:
-        """Fresh memory [size] uint8, and the handle by which another process opens it."""
+        """Return new memory [size] uint8, and the handle by which another process opens it."""
         ...
 
     def open(self, handle: bytes, size: int) -> Tensor: ...
 
     def free(self, memory: Tensor) -> None:
-        """What was shared."""
+        """Free memory of `share`."""
         ...
 
     def close(self, memory: Tensor) -> None:
-        """What was opened."""
+        """Unmap memory of `open`."""
         ...
 
     def event(self, shared: bool = False) -> Any: ...
@@ -61,14 +63,14 @@ class Links(Protocol):
     def stream(self) -> Any: ...
 
     def current(self) -> Any:
-        """The stream of steps."""
+        """Return the stream of steps."""
         ...
 
     def on(self, stream: Any) -> AbstractContextManager[Any]: ...
 
 
-class CardEnds:
-    """A rank's ends; there are none before it has met its neighbours."""
+class CUDAEnds:
+    """The ends of a rank, usable after `barrier`."""
 
     inlet: Source
     outlet: Sink
@@ -81,14 +83,18 @@ class CardEnds:
             peer.setblocking(False)
 
     def barrier(self) -> None:
-        """Both ends of a rank may lead to the same one, over one connection: all say first what they send from, and then answer
-        whether they can read what they were told of."""
-        peers, before, behind = self._neighbours.peers, self._neighbours.before, self._neighbours.behind
-        sending = self._sending = _Sending(self._shape, self._links) if behind in peers else None
+        """Exchange handles with the neighbours.
+
+        Both ends of a rank may lead to the same neighbour, over one connection: every rank first sends the handle of its
+        slots, then
+        replies whether it can read those of the previous rank.
+        """
+        peers, previous, following = self._neighbours.peers, self._neighbours.previous_rank, self._neighbours.next_rank
+        sending = self._sending = _Sending(self._shape, self._links) if following in peers else None
         if sending is not None:
-            self._say(behind, sending.hello)
-        self.inlet = self._receive_from(before, peers[before]) if before in peers else self._by_host_in()
-        self.outlet = self._by_host_out() if sending is None else self._send_to(behind, peers[behind], sending)
+            self._send_bytes(following, sending.hello)
+        self.inlet = self._receive_from(previous, peers[previous]) if previous in peers else self._from_host()
+        self.outlet = self._to_host() if sending is None else self._send_to(following, peers[following], sending)
 
     def close(self) -> None:
         if self._receiving is not None:
@@ -97,61 +103,61 @@ class CardEnds:
             self._sending.free()
 
     def _receive_from(self, rank: int, peer: socket.socket) -> Source:
-        hello = self._hear(rank, peer, 1 + HANDLE * (1 + self._shape.places))
+        hello = self._receive_bytes(rank, peer, 1 + HANDLE * (1 + self._shape.slots))
         receiving = self._receiving = _Receiving(self._shape, self._links, hello)
-        self._say(rank, receiving.answer)
+        self._send_bytes(rank, receiving.answer)
         if not receiving.works:
-            logger.warning("this GPU cannot read that of rank %d: hidden states come through the host's memory", rank)
-            return self._by_host_in()
-        return CardInlet(receiving, rank, peer, self._watch)
+            logger.warning("this GPU cannot access the GPU of rank %d: hidden states go through host memory", rank)
+            return self._from_host()
+        return CUDAInlet(receiving, rank, peer, self._watch)
 
     def _send_to(self, rank: int, peer: socket.socket, sending: "_Sending") -> Sink:
-        answer = self._hear(rank, peer, 1 + HANDLE * self._shape.places)
+        answer = self._receive_bytes(rank, peer, 1 + HANDLE * self._shape.slots)
         if answer[:1] == NO:
             sending.free()
-            return self._by_host_out()
+            return self._to_host()
         read = [self._links.open_event(handle) for handle in _cut(answer[1:])]
-        return CardOutlet(sending, read, rank, peer, self._watch)
+        return CUDAOutlet(sending, read, rank, peer, self._watch)
 
-    def _by_host_in(self) -> Source:
+    def _from_host(self) -> Source:
         return FromHost(open_inlet(self._shape, self._neighbours, self._watch), self._links.device)
 
-    def _by_host_out(self) -> Sink:
+    def _to_host(self) -> Sink:
         return ToHost(open_outlet(self._shape, self._neighbours, self._watch))
 
-    def _say(self, rank: int, words: bytes) -> None:
+    def _send_bytes(self, rank: int, data: bytes) -> None:
         try:
-            self._neighbours.peers[rank].send(words)  # few: there is room for them
+            self._neighbours.peers[rank].send(data)  # short: the socket buffer has room
         except OSError:
             self._watch.lost(rank)
 
-    def _hear(self, rank: int, peer: socket.socket, count: int) -> bytes:
-        heard = bytearray(count)
-        take(peer, memoryview(heard), rank, self._watch, [rank])
-        return bytes(heard)
+    def _receive_bytes(self, rank: int, peer: socket.socket, count: int) -> bytes:
+        data = bytearray(count)
+        take(peer, memoryview(data), rank, self._watch, [rank])
+        return bytes(data)
 
 
 class _Sending:
-    """The places that a rank sends from; none where memory cannot be shared."""
+    """The slots that a rank sends from; none if its memory cannot be shared."""
 
     def __init__(self, shape: Shape, links: Links) -> None:
         self.shape, self.links = shape, links
         self._memory: Tensor | None = None
-        self.laid: list[Any] = []
+        self.written: list[Any] = []
         try:
             self._memory, handle = links.share(shape.size)
-            self._memory[:PROOF].copy_(_proof(links.device))
-            self.laid = [links.event(shared=True) for _ in range(shape.places)]
-            self.laid[0].record(links.current())
-            self.hello = YES + b"".join([handle, *(event.ipc_handle() for event in self.laid)])
+            self._memory[:PROBE_BYTES].copy_(_probe(links.device))
+            self.written = [links.event(shared=True) for _ in range(shape.slots)]
+            self.written[0].record(links.current())
+            self.hello = YES + b"".join([handle, *(event.ipc_handle() for event in self.written)])
         except RuntimeError as error:
-            logger.warning("memory of this GPU cannot be shared with other processes: %s", error)
-            self.hello = bytes(1 + HANDLE * (1 + shape.places))
+            logger.warning("GPU memory cannot be shared between processes: %s", error)
+            self.hello = bytes(1 + HANDLE * (1 + shape.slots))
 
     @property
-    def places(self) -> Tensor:
+    def slots(self) -> Tensor:
         assert self._memory is not None
-        return _places(self._memory, self.shape)
+        return _slots(self._memory, self.shape)
 
     def free(self) -> None:
         if self._memory is not None:
@@ -164,22 +170,22 @@ class _Receiving:
         self.shape, self.links, self.works = shape, links, False
         self.read: list[Any] = []
         self._memory: Tensor | None = None
-        self.answer = bytes(1 + HANDLE * shape.places)
+        self.answer = bytes(1 + HANDLE * shape.slots)
         if hello[:1] == NO:
             return
         try:
             memory = self._memory = links.open(hello[1 : 1 + HANDLE], shape.size)
-            self.laid = [links.open_event(handle) for handle in _cut(hello[1 + HANDLE :])]
+            self.written = [links.open_event(handle) for handle in _cut(hello[1 + HANDLE :])]
             self.side = links.stream()
             if not self._reads(memory):
                 return
-            self.read = [links.event(shared=True) for _ in range(shape.places)]
+            self.read = [links.event(shared=True) for _ in range(shape.slots)]
             self.answer = YES + b"".join(event.ipc_handle() for event in self.read)
         except RuntimeError as error:
-            logger.warning("memory of another GPU cannot be opened: %s", error)
+            logger.warning("memory of another GPU cannot be mapped: %s", error)
             return
-        self.places = _places(memory, shape)
-        self.landings = torch.zeros(LANDINGS, shape.rows, shape.columns, dtype=shape.dtype, device=links.device)
+        self.slots = _slots(memory, shape)
+        self.buffers = torch.zeros(RECEIVE_BUFFERS, shape.rows, shape.columns, dtype=shape.dtype, device=links.device)
         self.side.wait_stream(links.current())
         self.works = True
 
@@ -189,73 +195,75 @@ class _Receiving:
             self._memory = None
 
     def _reads(self, memory: Tensor) -> bool:
-        links, seen = self.links, torch.zeros(PROOF, dtype=torch.uint8, device=self.links.device)
+        links, seen = self.links, torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=self.links.device)
         self.side.wait_stream(links.current())
-        self.side.wait_event(self.laid[0])
+        self.side.wait_event(self.written[0])
         done = links.event()
         with links.on(self.side):
-            seen.copy_(memory[:PROOF])
+            seen.copy_(memory[:PROBE_BYTES])
         done.record(self.side)
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
         while not done.query():
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.001)
-        return bool(torch.equal(seen, _proof(links.device)))
+        return bool(torch.equal(seen, _probe(links.device)))
 
 
-class CardOutlet:
+class CUDAOutlet:
     def __init__(self, sending: _Sending, read: Sequence[Any], rank: int, peer: socket.socket, watch: Watch) -> None:
-        self._places, self._laid, self._read, self._links = sending.places, sending.laid, read, sending.links
+        self._slots, self._written, self._read, self._links = sending.slots, sending.written, read, sending.links
         self._rank, self._peer, self._watch = rank, peer, watch
         self._turn = 0
 
     def send(self, hidden: Tensor) -> None:
         turn, stream = self._turn, self._links.current()
-        place = turn % len(self._places)
+        slot = turn % len(self._slots)
         self._turn += 1
-        if turn >= len(self._places):
-            stream.wait_event(self._read[place])
-        self._places[place, : len(hidden)].copy_(hidden)
-        self._laid[place].record(stream)
+        if turn >= len(self._slots):
+            stream.wait_event(self._read[slot])
+        self._slots[slot, : len(hidden)].copy_(hidden)
+        self._written[slot].record(stream)
         try:
             self._peer.send(ROWS.pack(len(hidden)))
         except OSError:
             self._watch.lost(self._rank)
 
 
-class CardInlet:
-    """What it gives is good until the next but one has come."""
+class CUDAInlet:
+    """The receiving end. A result is valid until the next but one arrives."""
 
     def __init__(self, receiving: _Receiving, rank: int, peer: socket.socket, watch: Watch) -> None:
-        self._places, self._laid, self._read = receiving.places, receiving.laid, receiving.read
-        self._landings, self._side, self._links = receiving.landings, receiving.side, receiving.links
-        self._used = [self._links.event() for _ in range(LANDINGS)]
+        self._slots, self._written, self._read = receiving.slots, receiving.written, receiving.read
+        self._buffers, self._side, self._links = receiving.buffers, receiving.side, receiving.links
+        self._used = [self._links.event() for _ in range(RECEIVE_BUFFERS)]
         self._arrived = self._links.event()
         self._rank, self._peer, self._watch = rank, peer, watch
         self._turn = 0
 
     def receive(self, waited_for: Collection[int]) -> Tensor:
-        heard = bytearray(ROWS.size)
-        take(self._peer, memoryview(heard), self._rank, self._watch, waited_for)
-        [rows] = ROWS.unpack(heard)
+        header = bytearray(ROWS.size)
+        take(self._peer, memoryview(header), self._rank, self._watch, waited_for)
+        [rows] = ROWS.unpack(header)
         turn, stream, side = self._turn, self._links.current(), self._side
-        place, landing = turn % len(self._places), self._landings[turn % LANDINGS][:rows]
+        slot, buffer = turn % len(self._slots), self._buffers[turn % RECEIVE_BUFFERS][:rows]
         self._turn += 1
         if turn:
-            self._used[(turn - 1) % LANDINGS].record(stream)  # all that reads the last one was launched
-        if turn >= LANDINGS:
-            side.wait_event(self._used[turn % LANDINGS])
-        side.wait_event(self._laid[place])
+            self._used[(turn - 1) % RECEIVE_BUFFERS].record(stream)  # all readers of the previous buffer were launched
+        if turn >= RECEIVE_BUFFERS:
+            side.wait_event(self._used[turn % RECEIVE_BUFFERS])
+        side.wait_event(self._written[slot])
         with self._links.on(side):
-            landing.copy_(self._places[place, :rows])
-        self._read[place].record(side)
+            buffer.copy_(self._slots[slot, :rows])
+        self._read[slot].record(side)
         self._arrived.record(side)
         stream.wait_event(self._arrived)
-        return landing
+        return buffer
 
 
 class FromHost:
+    """Receive into host memory and copy to the GPU."""
+
     def __init__(self, source: Source, device: torch.device) -> None:
         self._source, self._device = source, device
 
@@ -264,7 +272,7 @@ class FromHost:
 
 
 class ToHost:
-    """Waits for the GPU."""
+    """Send from host memory. Waits for the GPU."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -273,14 +281,14 @@ class ToHost:
         self._sink.send(hidden.cpu())
 
 
-def _places(memory: Tensor, shape: Shape) -> Tensor:
-    count = shape.places * shape.rows * shape.columns
-    return memory[: count * shape.dtype.itemsize].view(shape.dtype).view(shape.places, shape.rows, shape.columns)
+def _slots(memory: Tensor, shape: Shape) -> Tensor:
+    count = shape.slots * shape.rows * shape.columns
+    return memory[: count * shape.dtype.itemsize].view(shape.dtype).view(shape.slots, shape.rows, shape.columns)
 
 
 def _cut(handles: bytes) -> list[bytes]:
     return [handles[first : first + HANDLE] for first in range(0, len(handles), HANDLE)]
 
 
-def _proof(device: torch.device) -> Tensor:
-    return torch.arange(1, PROOF + 1, dtype=torch.uint8, device=device)
+def _probe(device: torch.device) -> Tensor:
+    return torch.arange(1, PROBE_BYTES + 1, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""One CUDA GPU."""
+"""A CUDA GPU."""
 
 import importlib.util
 import os
@@ -9,7 +9,7 @@ from quire.config.devices import KEEPS
 from quire.config.facts import DeviceFacts
 from quire.config.memory import CUDA_CONTEXT_BYTES
 from quire.device.base import Device, PlannedBudget, Recorder
-from quire.device.visible import VISIBLE, named_gpus
+from quire.device.registry import VISIBLE, named_gpus
 from quire.types.errors import ConfigError
 from quire.types.stats import DeviceCounts
 
@@ -43,7 +43,7 @@ class CUDADevice(Device):
             named_gpus()
             if not torch.cuda.is_available():
                 raise ConfigError(
-                    f"device={self.name} was asked for, but torch {torch.__version__} sees no CUDA device; use device=cpu"
+                    f"device={self.name} requires a CUDA device; torch {torch.__version__} sees none. Use device=cpu."
                 )
             (free, total), name = torch.cuda.mem_get_info(self.name), torch.cuda.get_device_name(self.name)
             count = torch.cuda.device_count()
@@ -57,27 +57,28 @@ class CUDADevice(Device):
             times_steps=False,
             dtype=None,
             overlaps=True,
-            reads_in_place=True,  # its figures were taken so
+            reads_in_place=True,  # measured with contiguous pages
             keeps=KEEPS["cuda"],
             always_keeps=True,
             count=count,
         )
 
     def take_part(self, engine: int, engines: int, sharing: bool = False, ranks: int = 1) -> None:
-        """One GPU for each rank of it: this process sees no others then."""
+        """Show this process only the GPUs of its engine, one per rank."""
         visible = _visible()
         if not visible or (len(visible) < engines * ranks and not sharing):
             each = "a GPU" if ranks == 1 else f"{ranks} GPUs"
             raise ConfigError(
-                f"data_parallel_size={engines} needs {each} for each engine, and {len(visible)} can be seen here; use at most "
-                f"{max(1, len(visible) // ranks)}, or let engines share them: kv_cache_memory_bytes says how much of one each "
-                "takes"
+                f"data_parallel_size={engines} requires {each} for each engine; {len(visible)} are visible. Use at most "
+                f"{max(1, len(visible) // ranks)}, or set kv_cache_memory_bytes, so that engines can share GPUs."
             )
         own = [visible[(engine * ranks + rank) % len(visible)] for rank in range(ranks)]
         os.environ[VISIBLE] = ",".join(dict.fromkeys(own))
 
     def take_rank(self, rank: int) -> None:
-        """Its own GPU comes first, so that `cuda` is that one in all threads; it sees the others', whose memory it reads."""
+        """Put the rank's own GPU first, so that `cuda` is that GPU in all threads. The others stay visible: ranks read their
+        memory.
+        """
         visible = _visible()
         if visible and rank:
             first = rank % len(visible)
@@ -96,24 +97,24 @@ class CUDADevice(Device):
         return CUDAGroup(position, memory, peers, watch, self.torch_device, offset)
 
     def channel(self, shape: "Shape", neighbours: "Neighbours", watch: "Watch") -> "Ends":
-        from quire.device.cuda.channel import CardEnds
-        from quire.device.cuda.links import CUDALinks
+        from quire.device.cuda.channel import CUDAEnds
+        from quire.device.cuda.shared_bytes import CUDALinks
 
-        return CardEnds(shape, neighbours, watch, CUDALinks(self.torch_device))
+        return CUDAEnds(shape, neighbours, watch, CUDALinks(self.torch_device))
 
     def start(self) -> None:
         import torch
 
-        torch.cuda.empty_cache()  # kernels and graphs are not allocated by torch, and cannot use what it holds in reserve
+        torch.cuda.empty_cache()  # kernels and graphs are allocated outside torch, and cannot use its reserved memory
         self._kernels = watch_kernels()
 
     def budget(self, utilization: float, profile_run: Callable[[], None], reserve: int) -> int:
-        from quire.device.cuda.memory import device_budget
+        from quire.device.cuda.capture import device_budget
 
         return device_budget(self.torch_device, utilization, profile_run, reserve)
 
     def held(self, utilization: float) -> tuple[int, int]:
-        from quire.device.cuda.memory import memory_held
+        from quire.device.cuda.capture import memory_held
 
         return memory_held(self.torch_device, utilization)
 
@@ -153,7 +154,7 @@ def _visible() -> list[str]:
 
 
 def watch_kernels() -> "Variants | None":
-    """What counts compiled kernels; None where there is no compiler."""
+    """Return the counter of compiled kernels, or None without a compiler."""
     if importlib.util.find_spec("triton") is None:
         return None
     from quire.ops.kernels.launcher import VARIANTS

@@ -1,9 +1,11 @@
-"""Memory of a GPU that several processes have mapped: CUDA's inter-process handles, by the driver's own functions.
+"""GPU memory and events that several processes share, by CUDA's inter-process handles.
 
-torch can share tensors between processes, too, but keeps a file of counts in /dev/shm, which a killed process leaves behind.
+The driver is called directly: torch can share tensors too, but keeps reference counts in a file in /dev/shm, which stays
+after a process was killed.
 """
 
 import ctypes
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ from torch import Tensor
 
 HANDLE = 64  # bytes
 _LAZY_PEER_ACCESS = 1
+
+Event: Any = torch.cuda.Event  # torch has no types for it
 
 
 class _Handle(ctypes.Structure):
@@ -53,8 +57,11 @@ def _release(name: str, memory: Tensor) -> None:
 
 
 def view_bytes(address: int, size: int, device: torch.device) -> Tensor:
-    """[size] uint8 of memory that is there already. It counts as `device`'s even where another card has it: whatever finds out
-    whose it is (`__cuda_array_interface__` does) would make torch copy it."""
+    """Return [size] uint8 over memory that is already allocated.
+
+    It is labelled as memory of `device` even if another GPU has it. With an interface that looks up the owner, such as
+    `__cuda_array_interface__`, torch would copy it.
+    """
     storage = torch._C._construct_storage_from_data_pointer(address, device, size)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
@@ -63,3 +70,37 @@ def _ask(name: str, *arguments: Any) -> None:
     code = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
     if code:
         raise RuntimeError(f"{name} failed with CUDA error {code}")
+
+
+class CUDALinks:
+    """Memory, events and streams for the channel between pipeline stages on GPUs (`channel.py`)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.device(device.type, torch.cuda.current_device())
+
+    def share(self, size: int) -> tuple[Tensor, bytes]:
+        return share_bytes(size, self.device)
+
+    def open(self, handle: bytes, size: int) -> Tensor:
+        return open_bytes(handle, size, self.device)
+
+    def free(self, memory: Tensor) -> None:
+        free_bytes(memory)
+
+    def close(self, memory: Tensor) -> None:
+        close_bytes(memory)
+
+    def event(self, shared: bool = False) -> Any:
+        return Event(interprocess=shared)
+
+    def open_event(self, handle: bytes) -> Any:
+        return Event.from_ipc_handle(self.device, handle)
+
+    def stream(self) -> Any:
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def current(self) -> Any:
+        return torch.cuda.current_stream(self.device)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)

@@ -1,7 +1,7 @@
-"""Whatever a step changes on a GPU travels together, and is written by one launch.
+"""Write all array changes of a step to the GPU with one copy and one kernel launch.
 
-buffer  [ runs: address, place, words there are, words written | ... ]   pinned memory, which the device reads by itself
-        [ words ................................................... ]
+buffer  [ runs: address, offset of its words, number of words, number of words to write | ... ]   pinned, read by the kernel
+        [ words ............................................................................ ]
 """
 
 from collections import deque
@@ -14,25 +14,25 @@ from torch import Tensor
 from quire.device.updates import DeviceUpdates, Integers
 from quire.types.plan import Ints
 
-RUNS = 1024  # in a buffer
+RUNS = 1024  # per buffer
 WORDS = 1 << 16
-MOST = 4096  # words of a run
+MAX_RUN_WORDS = 4096  # words
 
 
 class CUDAUpdates(DeviceUpdates):
     def __init__(self, device: torch.device) -> None:
-        self._buffer: StagingBuffer | None = None  # the one that is written to
+        self._buffer: StagingBuffer | None = None  # the buffer being filled
         self._sent: deque[StagingBuffer] = deque()
         self._stream = torch.cuda.current_stream(device)
 
     def write(self, target: Tensor, start: int, words: Integers, length: int | None = None) -> None:
         length = len(words) if length is None else length
         address = target.data_ptr() + 4 * start
-        if length <= MOST:
+        if length <= MAX_RUN_WORDS:
             self._take().add(address, words, length)
             return
-        for first in range(0, length, MOST):
-            self._take().add(address + 4 * first, words[first : first + MOST], min(MOST, length - first))
+        for first in range(0, length, MAX_RUN_WORDS):
+            self._take().add(address + 4 * first, words[first : first + MAX_RUN_WORDS], min(MAX_RUN_WORDS, length - first))
 
     def scatter(self, target: Tensor, index: Integers, words: Ints) -> None:
         addresses = target.data_ptr() + 4 * index.astype(np.int64, copy=False)
@@ -47,7 +47,7 @@ class CUDAUpdates(DeviceUpdates):
             self._sent.append(buffer)
 
     def _take(self, runs: int = 1) -> "StagingBuffer":
-        """A buffer with room for so many runs, of one word each or one of MOST."""
+        """Return a buffer with room for `runs` runs of one word each, or for one run of MAX_RUN_WORDS."""
         if self._buffer is not None and not self._buffer.has_room(runs):
             self.deliver()
         if self._buffer is None:
@@ -62,18 +62,18 @@ def _new_buffer() -> "StagingBuffer":
 
 
 class StagingBuffer:
-    """Some pinned memory, and the event of its latest reading."""
+    """Pinned memory, and the event of its last read by the GPU."""
 
     def __init__(self, memory: Tensor, event: torch.cuda.Event) -> None:
         self._runs_there, self._words_there = memory[: 8 * RUNS].view(torch.int64), memory[8 * RUNS :]
         self._runs = self._runs_there.numpy().reshape(RUNS, 4)
-        self._run_words = self._runs.reshape(-1).data  # single numbers are set more quickly there
+        self._run_words = self._runs.reshape(-1).data  # faster for single elements
         self._words = self._words_there.numpy()
         self._event = event
-        self._run = self._word = 0  # how many there are
+        self._run = self._word = 0  # used entries
 
     def has_room(self, runs: int) -> bool:
-        return self._run + runs <= RUNS and self._word + MOST <= WORDS
+        return self._run + runs <= RUNS and self._word + MAX_RUN_WORDS <= WORDS
 
     def add(self, address: int, words: Integers, length: int) -> None:
         at = 4 * self._run
@@ -84,7 +84,7 @@ class StagingBuffer:
         self._word += len(words)
 
     def add_each(self, addresses: npt.NDArray[np.int64], words: Ints) -> None:
-        """A run for every word."""
+        """Add a run of one word for each address."""
         runs = self._runs[self._run : self._run + len(words)]
         runs[:, 0] = addresses
         runs[:, 1] = np.arange(self._word, self._word + len(words))
@@ -96,10 +96,10 @@ class StagingBuffer:
     def send(self, stream: torch.cuda.Stream | None) -> None:
         from quire.ops.kernels.rows import deliver
 
-        deliver(self._runs_there, self._words_there, self._run, MOST)
+        deliver(self._runs_there, self._words_there, self._run, MAX_RUN_WORDS)
         self._event.record(stream)
         self._run = self._word = 0
 
     def arrived(self) -> bool:
-        """Whether the device has read what was sent, so that the memory may be written again."""
+        """Return whether the device has read the buffer, so that it can be written again."""
         return bool(self._event.query())  # type: ignore[no-untyped-call]

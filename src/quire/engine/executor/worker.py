@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire.config.host import take_turns, wait_politely
-from quire.device.visible import VISIBLE
+from quire.device.registry import VISIBLE
 from quire.engine.agreement import refuse_other_draft
 from quire.engine.executor import wire
 from quire.engine.executor.nodes import REMOTE

@@ -44,7 +44,7 @@ class Rows:
 class ExpertsGroup(SharedMemoryGroup):
     """The ranks of all engines."""
 
-    piece = 1 << 25
+    chunk_bytes = 1 << 25
 
     def called(self, seconds: float | None = 0.0, wake: socket.socket | None = None) -> bool:
         """Has another rank begun a turn, or gone? None: waits until it has, or there is something to read in `wake`."""
@@ -63,7 +63,7 @@ class ExpertsGroup(SharedMemoryGroup):
             header[:3] = torch.tensor([rows.layer, len(rows.x), rows.experts.shape[1]])
             for place, part in zip(_places(slots[self._rank], rows.x), (rows.experts, rows.weights, rows.x), strict=True):
                 place.copy_(part)
-        self._meet()
+        self._barrier()
         return list(slots)
 
     def add_up(self, part: Tensor, own: slice) -> Tensor:
@@ -72,7 +72,7 @@ class ExpertsGroup(SharedMemoryGroup):
         flat = part.numel() * part.element_size()
         parts = [slot[:flat].view(part.dtype).view(part.shape) for slot in slots]
         parts[self._rank].copy_(part)
-        self._meet()
+        self._barrier()
         out: Tensor = parts[0][own].clone()
         for other in parts[1:]:
             out += other[own]
@@ -142,7 +142,7 @@ class SharedExperts:
         if not len(x):
             return out
         all_rows = Rows(layer, x, weights.float(), experts.to(torch.int64))
-        most = max(1, (self.group.piece - 16 * HEADER) // (self._engines * -(-all_rows.size // len(x))))
+        most = max(1, (self.group.chunk_bytes - 16 * HEADER) // (self._engines * -(-all_rows.size // len(x))))
         with self._lock:
             for first in range(0, len(x), most):
                 few = slice(first, first + most)

@@ -17,7 +17,7 @@ from quire.engine.handle import EngineGroup, EngineListener, EngineStatus, Engin
 from quire.features.lora.names import AdapterNames, NamedAdapter
 from quire.obs.instruments import Board, take
 from quire.obs.metrics import AdaptersInUse
-from quire.proc.call import PendingCalls
+from quire.proc.messages import PendingCalls
 from quire.serve.api_workers import wire
 from quire.types.adapter import AdapterRef
 from quire.types.errors import EngineDead
