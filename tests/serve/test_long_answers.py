@@ -7,8 +7,8 @@ import time
 import pytest
 
 from parse_samples import FAMILIES, Folded
-from quire.paced import Pace
 from quire.serve.events import Reading
+from quire.text.pacing import Pace
 from quire.text.parse.format import combine
 from quire.text.parse.formats import BUILT_IN
 from quire.types.outputs import CompletionOutput

@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 from tokenizers import Regex, pre_tokenizers
 
-from quire.text.gguf_tokenizer import BYTE, CONTROL, NORMAL, PRE_TOKENIZERS, UNKNOWN, UNUSED, USER_DEFINED, tokenizer_from_gguf
+from quire.text.other_tokenizers import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    PRE_TOKENIZERS,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    tokenizer_from_gguf,
+)
 from quire.types.errors import ModelError
 from text.tiny_tokenizers import byte_level, sentencepiece, sentencepiece_parts
 

@@ -1,6 +1,6 @@
 import pytest
 
-from quire.text.gguf_tokenizer import PRE_TOKENIZERS
+from quire.text.other_tokenizers import PRE_TOKENIZERS
 from quire.text.regex_cost import is_cheap
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from fastapi import Request
 
-from quire.paced import Pace
 from quire.serve.beam import search_beams
 from quire.serve.errors import FieldNames, Terms, field_names_of
 from quire.serve.events import AnswerReader, Reading
@@ -20,6 +19,7 @@ from quire.serve.limits import check_work
 from quire.serve.protocol import ChatRequest
 from quire.serve.server import Server
 from quire.serve.tools import ModelFormats, ToolUse, read_tool_use, special_marks
+from quire.text.pacing import Pace
 from quire.text.parse.events import Event
 from quire.text.parse.format import Format, combine
 from quire.text.parse.formats import REQUIRED, named

@@ -30,9 +30,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict
 
-from quire.paced import is_light, json_pieces
 from quire.serve.protocol import GenerationFields
 from quire.serve.tools import ToolUse
+from quire.text.pacing import is_light, json_chunks
 from quire.types.errors import EngineDead, EngineError, NotSupported, RequestError
 from quire.types.structured import FIELD
 
@@ -165,7 +165,7 @@ class JSONResponse(Response):
         if self._large is None:
             await super().__call__(scope, receive, send)
             return
-        pieces = await json_pieces(self._large)
+        pieces = await json_chunks(self._large)
         self.headers["content-length"] = str(sum(map(len, pieces)))
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for i, piece in enumerate(pieces, start=1):

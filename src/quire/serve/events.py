@@ -14,11 +14,10 @@ from typing import Literal
 
 import msgspec
 
-from quire.paced import Pace
 from quire.serve.logprobs import TokenNames, token_logprobs
 from quire.serve.protocol import ChatToken
-from quire.text.parse.call import Tools
-from quire.text.parse.events import Event, Reasoning, Text, ToolArguments, ToolEnd, ToolStart
+from quire.text.pacing import Pace
+from quire.text.parse.events import Event, Reasoning, Text, ToolArguments, ToolEnd, Tools, ToolStart
 from quire.text.parse.format import Format
 from quire.text.parse.machine import AnswerParser, joined
 from quire.text.parse.values import escape

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, TypeVar, cast, overload
 
-from quire.paced import Lazily
 from quire.serve.protocol import ChatLogprobs, ChatToken, CompletionLogprobs, TokenChance
 from quire.text.detokenizer import Detokenizer
+from quire.text.pacing import LazyList
 from quire.text.tokenizer import Tokenizer
 from quire.types.outputs import Logprob, TokenLogprobs
 from quire.types.sampling import SamplingParams
@@ -87,16 +87,16 @@ def completion_logprobs(
     if len(tokens) > FEW:
         assert len(tokens) == len(positions)
         late: Any = {
-            "text_offset": Lazily(map(offsets.next, tokens)),
-            "token_logprobs": Lazily(
+            "text_offset": LazyList(map(offsets.next, tokens)),
+            "token_logprobs": LazyList(
                 None if chances is None else _finite(chances[token].logprob)
                 for token, chances in zip(tokens, positions, strict=True)
             ),
-            "tokens": Lazily(
+            "tokens": LazyList(
                 names.name(token, None if chances is None else chances[token])
                 for token, chances in zip(tokens, positions, strict=True)
             ),
-            "top_logprobs": Lazily(None if chances is None else _by_name(chances, names) for chances in positions),
+            "top_logprobs": LazyList(None if chances is None else _by_name(chances, names) for chances in positions),
         }
         return cast(CompletionLogprobs, late)
     out: CompletionLogprobs = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
@@ -132,7 +132,7 @@ def prompt_logprobs(positions: Positions | None) -> list[dict[str, Any] | None] 
 
 def few(values: Iterable[T], count: int) -> list[T]:
     """A list of values that are costly to make; of many, one that is made when it is written."""
-    return list(values) if count <= FEW else cast(list[T], Lazily(values))
+    return list(values) if count <= FEW else cast(list[T], LazyList(values))
 
 
 class Joined(Sequence[TokenLogprobs | None]):

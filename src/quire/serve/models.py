@@ -7,7 +7,6 @@ from pydantic import Discriminator, Tag
 from typing_extensions import TypedDict
 
 from quire.features.lora.names import NamedAdapter
-from quire.paced import Lazily
 from quire.serve.body import JSONRoute
 from quire.serve.errors import ErrorBody, HttpError, json_response
 from quire.serve.inputs import render_messages
@@ -21,6 +20,7 @@ from quire.serve.protocol import (
 )
 from quire.serve.server import Server, server_of
 from quire.serve.tools import read_tool_use
+from quire.text.pacing import LazyList
 from quire.text.workers.wire import Cut
 from quire.types.errors import RequestError
 
@@ -141,7 +141,7 @@ async def tokenize(request: TokenizeRequest, raw: Request) -> Response:
         "count": len(ids),
         "max_model_len": server.llm.max_model_len,
         "tokens": ids,
-        "token_strs": Lazily(map(tokenizer.token, ids)) if request.return_token_strs and tokenizer is not None else None,
+        "token_strs": LazyList(map(tokenizer.token, ids)) if request.return_token_strs and tokenizer is not None else None,
     }
     return json_response(answer)
 

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 
-from quire.paced import Pace
 from quire.serve.body import JSONRoute
 from quire.serve.chat_stream import ChoiceDelta, Turn, TurnDelta, prepare_turn, reasoning_tokens, run_turn, stream_turn
 from quire.serve.errors import ErrorBody, HttpError, describe, json_response, request_id_of
@@ -38,6 +37,7 @@ from quire.serve.response_objects import (
 )
 from quire.serve.server import Server, server_of
 from quire.serve.sse import NAMED, Events, EventStream
+from quire.text.pacing import Pace
 from quire.types.errors import InvalidParameter, NotSupported
 
 router = APIRouter(route_class=JSONRoute, tags=["OpenAI"])

@@ -15,8 +15,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from quire.paced import json_pieces
 from quire.serve.errors import ErrorBody, anthropic_error, describe, request_id_of
+from quire.text.pacing import json_chunks
 
 HEADERS_TIMEOUT_S = 1.0  # a refusal takes milliseconds, a full queue may take minutes
 
@@ -47,7 +47,7 @@ class Large(dict[str, Any]):
 
 
 async def _large(event: Large) -> list[bytes]:
-    pieces = [_without_line_ends(piece) for piece in await json_pieces(dict(event))]
+    pieces = [_without_line_ends(piece) for piece in await json_chunks(dict(event))]
     return [b"data: " + pieces[0], *pieces[1:], b"\n\n"]
 
 

@@ -20,7 +20,7 @@ Bytes that are not part of a character have no text, as in vLLM.
 import codecs
 from collections.abc import Iterable, Sequence
 
-from quire.text.token_pieces import TokenBytes
+from quire.text.backends import TokenBytes
 from quire.text.tokenizer import CleanUpStream, Tokenizer, clean_up
 
 _UNREADABLE = "\ufffd"

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from quire.config.config import Config
-from quire.paced import PIECE, Pace, json_pieces
 from quire.text.backends import unencodable
+from quire.text.pacing import PIECE, Pace, json_chunks
 from quire.text.partial import LONG_CHARACTERS, parts
 from quire.text.tokenizer import Tokenizer
 from quire.text.workers import wire
@@ -173,7 +173,7 @@ class TextOffload:
 
     async def _ask(self, pool: ProcessPool, job: wire.Job, blob: Sequence[bytes], what: str, parameter: str) -> Any:
         try:
-            head = await json_pieces(_flat(job)) if isinstance(job, wire.Render) else [msgspec.json.encode(job)]
+            head = await json_chunks(_flat(job)) if isinstance(job, wire.Render) else [msgspec.json.encode(job)]
         except UnicodeEncodeError:
             raise unencodable("", parameter) from None
         except (TypeError, OverflowError, RecursionError) as error:

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from quire.paced import Pace
 from quire.text.detokenizer import CONTEXT, Detokenizer, StopStrings, TokenTexts
 from quire.text.inputs import PreparedRequest
+from quire.text.pacing import Pace
 from quire.text.tokenizer import Tokenizer
 from quire.types.outputs import (
     CompletionOutput,

@@ -10,10 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, overload
 
-from quire.text.backends import TokenizerBackend, unencodable
+from quire.text.backends import TokenBytes, TokenizerBackend, unencodable
 from quire.text.chat import ChatTemplates
 from quire.text.partial import SpecialTokens
-from quire.text.token_pieces import TokenBytes
 from quire.types.errors import NotSupported, RequestError
 
 _REPLACED = (

@@ -20,9 +20,8 @@ from quire.files.reading import check_regular_files, read_bytes, read_object, re
 from quire.files.resolve import TEKKEN, ModelFiles, resolve_model
 from quire.text.backends import LibraryBackend, TransformersBackend, is_panic, set_ends
 from quire.text.chat import compile_template, count_lexemes, read_template
-from quire.text.gguf_tokenizer import tokenizer_from_gguf
+from quire.text.other_tokenizers import read_tekken, tokenizer_from_gguf
 from quire.text.regex_cost import check_stages
-from quire.text.tekken import read_tekken
 from quire.text.tokenizer import Tokenizer
 from quire.types.adapter import AdapterRef
 from quire.types.errors import AdapterError, ModelError, RequestError

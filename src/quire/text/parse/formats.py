@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from quire.text.parse.elements import Elements
 from quire.text.parse.format import Calls, Channels, Format, Thinking
 from quire.text.parse.parts import (
+    Elements,
     Envelope,
     Id,
     Json,

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Literal
 
-from quire.text.parse.call import CallWriter, Tools
-from quire.text.parse.events import Event, Reasoning, Text, ToolArguments, ToolEnd, ToolStart
+from quire.text.parse.events import CallWriter, Event, Reasoning, Text, ToolArguments, ToolEnd, Tools, ToolStart
 from quire.text.parse.format import Calls, Channels, Format, Thinking
 from quire.text.parse.parts import Json, Known, Part
 from quire.text.parse.source import AnswerText, Malformed, Marks, Pull, marks_of

@@ -22,8 +22,8 @@ from typing import Any
 
 import msgspec
 
-from quire.paced import Pace
 from quire.proc.spawn import ChildProcess, command_of, processor_time, spawn, with_thread_option
+from quire.text.pacing import Pace
 from quire.text.workers import wire
 from quire.types.errors import EngineDead, EngineError, InvalidParameter
 

@@ -6,17 +6,17 @@ import json
 import time
 import weakref
 
-from quire.paced import PIECE, TURN, Lazily, Pace, json_pieces
+from quire.text.pacing import PIECE, TURN, LazyList, Pace, json_chunks
 
 
 def test_pieces_are_the_same_json():
     long = 'é\n☃"' * PIECE
     value = {"a": [long, {"b": long, "c": None}], "n": list(range(3 * PIECE)), "e": [], "few": [1, "x", {"y": 2.5}]}
-    lazy = {**value, "lazy": Lazily({"i": i} for i in range(1000)), "none": Lazily(())}
-    pieces = asyncio.run(json_pieces(lazy, 1 << 16))
+    lazy = {**value, "lazy": LazyList({"i": i} for i in range(1000)), "none": LazyList(())}
+    pieces = asyncio.run(json_chunks(lazy, 1 << 16))
     assert len(pieces) > 5
     assert json.loads(b"".join(pieces)) == {**value, "lazy": [{"i": i} for i in range(1000)], "none": []}
-    assert asyncio.run(json_pieces({"a": 1})) == [b'{"a":1}']
+    assert asyncio.run(json_chunks({"a": 1})) == [b'{"a":1}']
 
 
 def test_paced_work_has_a_turn_in_a_round_of_the_loop():
@@ -48,7 +48,7 @@ def test_paced_work_has_a_turn_in_a_round_of_the_loop():
 
 def test_no_loop_outlives_its_work():
     async def run() -> "weakref.ref[asyncio.AbstractEventLoop]":
-        await json_pieces(Lazily(range(10)))
+        await json_chunks(LazyList(range(10)))
         return weakref.ref(asyncio.get_running_loop())
 
     loop = asyncio.run(run())

@@ -1,6 +1,6 @@
 """Long work on an event loop, in turns with everybody else's: nothing here runs for longer than a few milliseconds at a time.
 
-JSON is written in pieces, and lists that are costly to make (`Lazily`) are made while they are written.
+JSON is written in pieces, and lists that are costly to make (`LazyList`) are made while they are written.
 """
 
 import asyncio
@@ -80,8 +80,8 @@ class Pace:
         self._since = time.perf_counter()
 
 
-class Lazily:
-    """A list in JSON whose values are made when they are written. It can be written once, by `json_pieces`."""
+class LazyList:
+    """A list in JSON whose values are made when they are written. It can be written once, by `json_chunks`."""
 
     __slots__ = ("values",)
 
@@ -89,7 +89,7 @@ class Lazily:
         self.values = iter(values)
 
 
-async def json_pieces(value: Any, end: int = 1 << 20) -> list[bytes]:
+async def json_chunks(value: Any, end: int = 1 << 20) -> list[bytes]:
     """The JSON of a value in pieces of about `end` bytes. Depth is not bounded here: what is deep must have been refused."""
     if is_light(value):
         return [_encode(value)]
@@ -117,7 +117,7 @@ def _weigh(value: Any, most: int) -> int:
     """Its values, and a part of its characters; `most` or more where that is reached before the end."""
     if isinstance(value, str):
         return 1 + len(value) // 8
-    if isinstance(value, Lazily):
+    if isinstance(value, LazyList):
         return most
     if not isinstance(value, dict | list | tuple):
         return 1
@@ -133,7 +133,7 @@ def _weigh(value: Any, most: int) -> int:
 
 def _parts(value: Any) -> Iterator[bytes]:
     """Each is written in a moment."""
-    if isinstance(value, Lazily):
+    if isinstance(value, LazyList):
         yield from _written(value.values, FEW)
     elif is_light(value):
         yield _encode(value)

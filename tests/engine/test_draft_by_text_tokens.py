@@ -4,8 +4,8 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from quire.engine.draft_by_text import KEPT, TRIED, Retokenizer
 from quire.text.backends import LibraryBackend
-from quire.text.retokenize import KEPT, TRIED, Rewording
 from quire.text.tokenizer import Tokenizer
 
 TEXTS = ["one two three four five", "the quick brown fox jumps over the lazy dog"]
@@ -34,11 +34,11 @@ def tokenizers():
 def test_a_text_is_read_as_it_grows(tokenizers):
     own, other, _ = tokenizers
     text = " ".join(TEXTS * 20)
-    tokens, rewording = own.encode("<s>" + text), Rewording(own, other)
+    tokens, retokenizer = own.encode("<s>" + text), Retokenizer(own, other)
     for end in (1, 2, 3, 50, 51, 400, len(tokens)):
-        ids = rewording.read(tokens[:end])
+        ids = retokenizer.read(tokens[:end])
         assert other.decode(ids) == own.decode(tokens[:end])
-    assert ids == other.encode(text) and len(rewording._tail) <= 2 * KEPT < len(text)
+    assert ids == other.encode(text) and len(retokenizer._tail) <= 2 * KEPT < len(text)
 
 
 @pytest.mark.parametrize("text", ["漢字，漢字☃é。" * 400, "漢" * 3000, "one two " + "a" * 3000])
@@ -49,23 +49,23 @@ def test_a_text_without_blanks_is_cut_elsewhere(tokenizers, text, kind):
     text = (
         text if kind == 1 else text.replace("漢", "a").replace("字", "n").replace("，", "\n").replace("☃", "").replace("。", "")
     )
-    tokens, rewording = own.encode(text), Rewording(own, other)
+    tokens, retokenizer = own.encode(text), Retokenizer(own, other)
     for end in (1000, 1003, 1200, 4000, 4003, len(tokens)):
-        ids = rewording.read(tokens[:end])
+        ids = retokenizer.read(tokens[:end])
         if ids is not None:
             assert other.decode(ids) == own.decode(tokens[:end])
-        assert len(rewording._tail) <= 4 * KEPT
+        assert len(retokenizer._tail) <= 4 * KEPT
     assert ids is not None and len(text) > 4 * KEPT
 
 
 def test_tokens_that_the_other_model_does_not_have(tokenizers):
     own, other, _ = tokenizers
-    rewording, last = Rewording(own, other, rows=len(other)), other.encode("one two", add_special_tokens=False)[-1]
+    retokenizer, last = Retokenizer(own, other, rows=len(other)), other.encode("one two", add_special_tokens=False)[-1]
     tokens = own.encode("one" * 600 + " two")
-    assert rewording.read(tokens) is not None
-    short = Rewording(own, other, rows=last)
+    assert retokenizer.read(tokens) is not None
+    short = Retokenizer(own, other, rows=last)
     assert [short.read(own.encode(text)) is None for text in ("one", "one two")] == [False, True]
-    assert Rewording(own, other, rows=5).read(tokens) is None  # of what is not encoded again, too
+    assert Retokenizer(own, other, rows=5).read(tokens) is None  # of what is not encoded again, too
 
 
 @pytest.mark.parametrize("text", ["one☃", "one two " * 900 + "☃" * 40 + " three" * 900])
@@ -74,10 +74,10 @@ def test_a_character_that_is_written_out_at_length(tokenizers, text):
     library = Library.from_str(tokenizers[1]._backend._tokenizer.to_str())
     library.normalizer, asked = normalizers.Replace("☃", "one two three " * 300), []
     other = Tokenizer(LibraryBackend(library), special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
-    rewording, tokens = Rewording(tokenizers[0], other), tokenizers[0].encode(text)
-    assert rewording.read(tokens) is None
+    retokenizer, tokens = Retokenizer(tokenizers[0], other), tokenizers[0].encode(text)
+    assert retokenizer.read(tokens) is None
     other.encode = asked.append
-    assert rewording.read([*tokens, tokens[0]]) is None and not asked
+    assert retokenizer.read([*tokens, tokens[0]]) is None and not asked
 
 
 @pytest.mark.parametrize("text", ["a" * 2000, "one two three" * 90 + "a" * 2000])
@@ -86,14 +86,14 @@ def test_little_is_written_before_it_is_given_up(tokenizers, text):
     library.normalizer, written = normalizers.Replace("a", "x" * 20_000), []
     other = Tokenizer(LibraryBackend(library))
     encode, other.encode = other.encode, lambda *asked, **options: written.append(encode(*asked, **options)) or written[-1]
-    assert Rewording(tokenizers[0], other).read(tokenizers[0].encode(text)) is None
+    assert Retokenizer(tokenizers[0], other).read(tokenizers[0].encode(text)) is None
     assert sum(map(len, written)) <= TRIED * 20_000 + len(text)
 
 
 def test_within_a_character_nothing_is_said(tokenizers):
     own, other, _ = tokenizers
-    tokens, rewording = own.encode("é☃"), Rewording(own, other)
-    assert [rewording.read(tokens[:end]) is None for end in range(1, len(tokens) + 1)] == [True, False, True, True, False]
+    tokens, retokenizer = own.encode("é☃"), Retokenizer(own, other)
+    assert [retokenizer.read(tokens[:end]) is None for end in range(1, len(tokens) + 1)] == [True, False, True, True, False]
 
 
 @pytest.mark.parametrize("own, other", [(0, 1), (1, 0), (0, 2), (2, 0)])
@@ -101,10 +101,10 @@ def test_what_comes_next_is_translated(tokenizers, own, other):
     """Behind a word, within one, and behind a blank line."""
     own, other = tokenizers[own], tokenizers[other]
     for text, more in (("the quick", " brown fox"), ("the qui", "ck brown"), ("one two", " three"), ("one two\n", "the")):
-        rewording, tokens = Rewording(own, other), own.encode(text)
-        ids = rewording.read(tokens)
+        retokenizer, tokens = Retokenizer(own, other), own.encode(text)
+        ids = retokenizer.read(tokens)
         whole = other.encode(text + more)
         if whole[: len(ids)] == ids:  # as the other would go on
-            drafts = rewording.translate(tokens, ids, whole[len(ids) :])
+            drafts = retokenizer.translate(tokens, ids, whole[len(ids) :])
             assert own.decode([*tokens, *drafts]) == text + more
-    assert rewording.translate(tokens, ids, []) == []
+    assert retokenizer.translate(tokens, ids, []) == []
