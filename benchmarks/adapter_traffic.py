@@ -24,7 +24,7 @@ from quire.config.features import cache_salt
 from quire.engine.core import EngineCore
 from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel
-from quire.features.lora.names import AdapterNames, NamedAdapter
+from quire.features.lora.client import AdapterNames, NamedAdapter
 from quire.sched.scheduler import Scheduler
 from quire.types.adapter import LoRARequest
 from quire.types.cache import LayerCache

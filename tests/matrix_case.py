@@ -21,7 +21,7 @@ from oracle import TINY, Checkpoint, make_checkpoint
 from quire import LLM
 from quire.config.facts import read_facts
 from quire.features.lora.packing import adapt
-from quire.features.lora.peft_experts import ONE
+from quire.features.lora.peft_vocab_experts import ONE
 from quire.files.resolve import resolve_model
 from quire.load.assign import rename
 from quire.models.fallback import Fallback

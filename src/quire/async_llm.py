@@ -29,8 +29,7 @@ from quire.engine.client import as_started
 from quire.engine.handle import EngineHandle, EngineListener, EngineStatus, EngineView, OneEngine, check_rank_call
 from quire.engine.router import start_engines
 from quire.engine.timeline import Timeline
-from quire.features.lora.client import AdapterClient, Sharing
-from quire.features.lora.names import AdapterNames
+from quire.features.lora.client import AdapterClient, AdapterNames, Sharing
 from quire.not_built import AsyncLLMNotBuilt, refuse_connector, refuse_stat_loggers
 from quire.text.inputs import InputProcessor, PreparedRequest, is_quick
 from quire.text.offload import TextOffload

@@ -25,7 +25,7 @@ from quire.engine.external import Follower, Leader, start_rank
 from quire.engine.handle import check_rank_call
 from quire.engine.replicas import Replicas
 from quire.engine.timeline import Stopwatch
-from quire.features.lora.names import AdapterNames, NamedAdapter
+from quire.features.lora.client import AdapterNames, NamedAdapter
 from quire.features.structured.grammar.schema import unenforced
 from quire.not_built import LLMEngineNotBuilt, refuse_connector, refuse_stat_loggers
 from quire.progress import doing

@@ -15,7 +15,7 @@ from pathlib import Path
 from quire.engine import assemble, process
 from quire.engine.executor.fake import FakeExecutor
 from quire.features.structured.grammar import client as grammar_client
-from quire.features.structured.grammar import process as grammar_process
+from quire.features.structured.grammar import wire as grammar_process
 from quire.sched.scheduler import Scheduler
 
 argument = ""

@@ -17,8 +17,8 @@ from quire.config.features import cache_salt
 from quire.engine.core import EngineCore
 from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel
+from quire.features.lora.client import AdapterNames
 from quire.features.lora.manager import PASSES
-from quire.features.lora.names import AdapterNames
 from quire.files.adapter import stamp
 from quire.sched.scheduler import Scheduler
 from quire.types.adapter import AdapterRef

@@ -7,7 +7,7 @@ from test_ranks import GREEDY, PROMPTS, SEEDED, family_engine, ids
 
 from forked import nursery
 from quire.engine.executor import workers
-from quire.features.experts.balancer import balance_of, settle, spread
+from quire.features.experts.device import balance_of, settle, spread
 from quire.layers.moe import NOBODY
 from quire.types.errors import ConfigError
 

@@ -11,7 +11,7 @@ from tiny import TEXT, open_model
 
 from patience import PATIENCE
 from quire import SamplingParams
-from quire.features.structured.grammar import client, process, wire
+from quire.features.structured.grammar import client, wire
 from quire.sampling_params import StructuredOutputsParams
 from quire.types.errors import EngineError, InvalidParameter
 
@@ -97,7 +97,7 @@ def shared_faulty(tiny_model):
 
 @pytest.fixture
 def faulty(shared_faulty, monkeypatch):
-    monkeypatch.setattr(process, "COMMAND", FAULTY)
+    monkeypatch.setattr(wire, "COMMAND", FAULTY)
     return shared_faulty
 
 
@@ -170,12 +170,12 @@ def test_who_cannot_be_blamed_is_not_tried_for_ever(faulty):
 
 def test_a_process_that_does_not_start_is_not_the_requests_fault(tiny_model, monkeypatch):
     engine = open_engine(tiny_model)
-    monkeypatch.setattr(process, "COMMAND", (sys.executable, "-c", "raise SystemExit(7)"))
+    monkeypatch.setattr(wire, "COMMAND", (sys.executable, "-c", "raise SystemExit(7)"))
     with pytest.raises(EngineError, match="does not start"):
         engine.add_request("a", TEXT[0], bound(1, regex="ab"))
     monkeypatch.undo()
     assert Run(engine, {"a": bound(1, regex="ab")}).finish()["a"][0].text == "ab", "the next one tries again"
-    monkeypatch.setattr(process, "COMMAND", (sys.executable, "-c", "raise SystemExit(7)"))
+    monkeypatch.setattr(wire, "COMMAND", (sys.executable, "-c", "raise SystemExit(7)"))
     run = Run(engine, {"b": bound(1, 200, regex="(a|b){190}")})
     while run.lengths.get("b", 0) < 5:
         run.turn()
@@ -245,7 +245,7 @@ def kill_first_starts(monkeypatch, counter: Path, count: int) -> None:
         "from quire.features.structured.grammar.worker import main\n"
         "sys.exit(main(sys.argv[1:]))"
     )
-    monkeypatch.setattr(process, "COMMAND", (sys.executable, "-P", "-c", script))
+    monkeypatch.setattr(wire, "COMMAND", (sys.executable, "-P", "-c", script))
     monkeypatch.setattr(client, "MAX_RESTART_PAUSE_S", 0.01)
 
 

@@ -13,7 +13,7 @@ from quire.device.registry import open_device
 from quire.dist.mesh import Position
 from quire.engine.layouts import whole_layout
 from quire.engine.memory import _NoGroup, feature_memory, rank_sizes
-from quire.features.experts.balancer import Balancer
+from quire.features.experts.device import Balancer
 from quire.features.experts.host import EplbConfig
 from quire.features.host import Feature
 from quire.features.lora.packing import adapt

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from patience import PATIENCE
-from quire.features.structured.grammar import client, process, vetting, wire
+from quire.features.structured.constraints import GrammarLanes
+from quire.features.structured.grammar import client, vetting, wire
 from quire.features.structured.grammar.client import Grammars
-from quire.features.structured.grammar.lanes import GrammarLanes
 from quire.text.tokenizer_files import read_tokenizer
 from quire.types.errors import InvalidParameter
 from quire.types.request import EngineRequest
@@ -228,7 +228,7 @@ def test_a_process_that_stays_silent_is_replaced(model, tokenizer, monkeypatch):
 
 
 def test_whoever_is_slow_goes_on_in_a_lane_of_its_own_and_is_given_up_there(model, tokenizer, monkeypatch):
-    monkeypatch.setattr(process, "COMMAND", FAULTY)
+    monkeypatch.setattr(wire, "COMMAND", FAULTY)
     monkeypatch.setattr(client, "MAX_MASK_CPU_S", 1.0)
     lanes = GrammarLanes(str(model), None, None, vocab_size=330, eos_ids=[1])
     texts = {"slow": tokenizer.encode("slow" + "a" * 80), "quick": tokenizer.encode("ab" * 900)}
@@ -262,7 +262,7 @@ def test_whoever_is_slow_goes_on_in_a_lane_of_its_own_and_is_given_up_there(mode
 
 def test_whoever_was_slow_waits_for_the_others(model, tokenizer, monkeypatch):
     """The commands that have arrived are answered before a slow matcher has its turn, which is shown by their order."""
-    monkeypatch.setattr(process, "COMMAND", FAULTY)
+    monkeypatch.setattr(wire, "COMMAND", FAULTY)
     grammars, order, hear = Grammars(start(model)), [], Grammars._hear
     monkeypatch.setattr(Grammars, "_hear", lambda self, answer, process: (order.append(answer), hear(self, answer, process))[1])
     slow, (a, b) = [f"slow{i}" for i in range(3)], (tokenizer.encode(letter)[0] for letter in "ab")
@@ -297,7 +297,7 @@ def test_whoever_was_slow_waits_for_the_others(model, tokenizer, monkeypatch):
 
 def test_choices_and_requests_with_a_slow_grammar_change_lanes_together(model, monkeypatch):
     """Their budget in the first lane is one for all, in processor time."""
-    monkeypatch.setattr(process, "COMMAND", FAULTY)
+    monkeypatch.setattr(wire, "COMMAND", FAULTY)
     lanes = GrammarLanes(str(model), None, None, vocab_size=330, eos_ids=[1])
     slow = [f"{name}#{i}" for name in "ab" for i in range(4)]
     for name in slow:

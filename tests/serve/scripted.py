@@ -17,7 +17,7 @@ from patience import PATIENCE
 from quire.config.args import EngineArgs
 from quire.config.facts import DeviceFacts
 from quire.config.server_args import ServerArgs
-from quire.features.lora.names import AdapterNames
+from quire.features.lora.client import AdapterNames
 from quire.files.resolve import ModelFiles
 from quire.obs.metrics import Metrics
 from quire.serve.app import build_app

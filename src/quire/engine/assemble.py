@@ -21,7 +21,7 @@ from quire.engine.speculation import make_speculation
 from quire.engine.start_local import start_local
 from quire.engine.timeline import Stopwatch, Timeline
 from quire.features.experts.peers import Ends
-from quire.features.structured.grammar.lanes import GrammarLanes
+from quire.features.structured.constraints import GrammarLanes
 from quire.features.structured.host import structured_backend
 from quire.models.registry import complete_facts
 from quire.progress import doing

@@ -14,8 +14,7 @@ import msgspec
 from quire.engine.executor.base import Executor, Flight
 from quire.engine.watch import Watch
 from quire.features.lora.manager import LoRAManager
-from quire.features.structured.constraints import Constraints
-from quire.features.structured.grammar.lanes import GrammarLanes
+from quire.features.structured.constraints import Constraints, GrammarLanes
 from quire.sched.draft.speculation import Speculation
 from quire.sched.plan_builder import Scheduled
 from quire.sched.scheduler import Scheduler

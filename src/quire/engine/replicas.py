@@ -23,7 +23,7 @@ from quire.engine.layouts import whole_layout
 from quire.engine.router import EngineRouter
 from quire.engine.timeline import Stopwatch
 from quire.features.lora.client import load_everywhere
-from quire.features.structured.grammar.lanes import GrammarLanes
+from quire.features.structured.constraints import GrammarLanes
 from quire.sched.limits import RequestLimits
 from quire.types.adapter import AdapterRef
 from quire.types.engine_snapshot import EngineSnapshot

@@ -137,7 +137,7 @@ def make_device_drafter(config: Config) -> "DeviceDrafter":
     head, most, args = config.draft_head, config.speculation.num_speculative_tokens, config.args
     own = draft_layout(config)
     if head is not None and own is None:
-        from quire.features.speculation.device.medusa import Medusa
+        from quire.features.speculation.device.heads import Medusa
 
         return Medusa(head, most, args.load_format, config.seed)
     facts = config.draft_facts if head is None else head.facts

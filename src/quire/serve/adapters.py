@@ -24,8 +24,8 @@ from quire.async_llm import AsyncLLM
 from quire.config.args import EngineArgs
 from quire.config.resolve import choose_names
 from quire.config.server_args import ServerArgs
+from quire.features.lora.client import NamedAdapter, absolute
 from quire.features.lora.host import LoRAModule, read_modules
-from quire.features.lora.names import NamedAdapter, absolute
 from quire.files.adapter import CONFIG, AdapterBounds, check_header
 from quire.files.reading import shown
 from quire.serve.body import JSONRoute

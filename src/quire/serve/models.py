@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Discriminator, Tag
 from typing_extensions import TypedDict
 
-from quire.features.lora.names import NamedAdapter
+from quire.features.lora.client import NamedAdapter
 from quire.serve.body import JSONRoute
 from quire.serve.errors import ErrorBody, HttpError, json_response
 from quire.serve.inputs import render_messages

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from quire.features.lora.peft_config import AdapterConfig, interpret
-from quire.features.lora.peft_experts import ExpertTensors
-from quire.features.lora.peft_tokens import AddedTokens, TokenRows
+from quire.features.lora.peft_vocab_experts import AddedTokens, ExpertTensors, TokenRows
 from quire.features.lora.sites import Addition, ExpertsSite, HeadSite, LinearSite, Site
 from quire.features.lora.values import LARGE, largest_of
 from quire.files.adapter import ADAPTER_LIMITS, AdapterFiles, find_adapter, read_config, too_wide

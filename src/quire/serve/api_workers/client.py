@@ -14,7 +14,7 @@ from quire.device.registry import describe_unseen
 from quire.engine import ipc
 from quire.engine.client import check_number
 from quire.engine.handle import EngineGroup, EngineListener, EngineStatus, EngineView
-from quire.features.lora.names import AdapterNames, NamedAdapter
+from quire.features.lora.client import AdapterNames, NamedAdapter
 from quire.obs.instruments import Board, take
 from quire.obs.metrics import AdaptersInUse
 from quire.proc.messages import PendingCalls

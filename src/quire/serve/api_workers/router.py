@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from quire.engine import ipc
 from quire.engine.handle import EngineHandle, EngineStatus, OneEngine
-from quire.features.lora.names import NamedAdapter
+from quire.features.lora.client import NamedAdapter
 from quire.obs.instruments import BoardState, add_states
 from quire.obs.metrics import Metrics
 from quire.serve.api_workers import wire

@@ -7,7 +7,7 @@ from quire.config.args import EngineArgs
 from quire.config.server_args import ServerArgs
 from quire.engine import ipc
 from quire.engine.handle import EngineStatus
-from quire.features.lora.names import NamedAdapter
+from quire.features.lora.client import NamedAdapter
 from quire.obs.instruments import BoardState
 from quire.obs.metrics import NONE_OPEN, OpenAdapters
 from quire.proc.channel import AsyncChannel

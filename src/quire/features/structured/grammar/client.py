@@ -22,7 +22,7 @@ from itertools import islice
 import numpy as np
 
 from quire.features.structured.grammar import wire
-from quire.features.structured.grammar.process import Process, Words
+from quire.features.structured.grammar.wire import Process, Words
 from quire.types.errors import EngineError, InvalidParameter
 from quire.types.request import EngineRequest
 from quire.types.structured import FIELD, StructuredOutputsParams
