@@ -1,16 +1,22 @@
 """Ray starts the ranks of other nodes: a real cluster of two, here on one machine."""
 
+import json
 import logging
 import os
 import sys
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from test_ranks import GREEDY, PROMPTS, SEEDED, family_engine, ids
+from tiny import TEXT
 
-from patience import PATIENCE
+from patience import PATIENCE, wait_for
+from quire import SamplingParams
 from quire.engine.executor import ray_nodes
 from quire.types.errors import ConfigError, EngineDead, EngineError
+from serving import NAME, Running
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'quire[ray]'")
 
@@ -112,3 +118,36 @@ def test_two_nodes_of_a_cluster(checkpoint, cluster, monkeypatch):
         family_engine(directory, **ON_RAY, engine_start_timeout=1.0)
     del llm
     assert generate_in_task(str(directory)) == expected[: len(PROMPTS)]
+
+
+def test_a_stream_outlives_a_lost_node_that_is_replaced_late(tiny_model, shared_llm, cluster, capfd):
+    """One restart waits for the node; none is spent while the cluster is short of it."""
+    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    [alone] = shared_llm.generate(TEXT[0], params, use_tqdm=False)
+    served = Running(tiny_model, quick=False, max_engine_restarts=1, **ON_RAY)
+    body = {"model": NAME, "prompt": TEXT[0], "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
+    begun = threading.Event()
+
+    def read():
+        text = ""
+        with served.http.stream("POST", "/v1/completions", json=body, timeout=PATIENCE) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+                    begun.set()
+        return text
+
+    def waits():
+        return "waiting for Ray nodes" in capfd.readouterr().err
+
+    try:
+        with ThreadPoolExecutor(1) as readers:
+            reading = readers.submit(read)
+            assert begun.wait(PATIENCE)
+            cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=True)
+            wait_for(waits)
+            cluster.add_node(**SMALL, node_ip_address="127.0.0.3")
+            assert reading.result(PATIENCE) == alone.outputs[0].text
+        assert served.llm.last_loss.startswith("rank 1 (on node 1) is gone")
+    finally:
+        served.close()
