@@ -30,12 +30,6 @@ FEATURES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _collects(monkeypatch):
-    """Closing collects garbage, as in production: other tests do so only now and then."""
-    monkeypatch.setattr("quire.runner.step.gc", gc)
-
-
 def weights(llm):
     return weakref.ref(next(llm.llm_engine.core.executor._runner._model.parameters()))
 
