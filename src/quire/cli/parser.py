@@ -267,7 +267,7 @@ class CommandParser(argparse.ArgumentParser):
         read, rest = super().parse_known_args(told, namespace)
         for text in rest:
             flag = text.partition("=")[0]
-            self.error(f"{file}: unknown option {flag}{nearest(flag, self._shown())}")
+            self.error(f"{file}: unknown option {flag}{nearest(flag, self._alike(flag))}")
         positional = {action.dest for action in self._get_positional_actions()}
         asked = argparse.Namespace()
         _, more = super().parse_known_args(list(args), asked)
@@ -309,10 +309,11 @@ class CommandParser(argparse.ArgumentParser):
 
     def _refuse(self, text: str) -> NoReturn:
         flag = text.partition("=")[0]
-        self.error(f"unknown option {flag}{nearest(flag, self._shown())}")
+        self.error(f"unknown option {flag}{nearest(flag, self._alike(flag))}")
 
-    def _shown(self) -> list[str]:
-        return [name for name, action in self._option_string_actions.items() if action.help is not argparse.SUPPRESS]
+    def _alike(self, flag: str) -> list[str]:
+        """Return the flags that a typo may mean: also hints and refused ones, whose own message says why they do nothing."""
+        return [name for name in self._option_string_actions if name.startswith("--no-") <= flag.startswith("--no-")]
 
 
 def with_dashes(args: Sequence[str]) -> list[str]:
