@@ -291,7 +291,8 @@ def test_every_flag_of_vllm_is_known(capsys):
     parser = make_parser(["serve"])
     for flag in ("--jit-monitor-mode warn", "--use-fp64-gumbel", "--max-num-queued-reqs 5", "--numa-bind", "--mamba-backend x",
                  "--dp-supervisor-probe-interval-s 3", "--cohere-format cmd3", "--num-speculative-tokens 3",
-                 "--enable-return-routed-experts", "--fault-tolerance-config {}", "--tokenizer-pool-size 2"):  # fmt: skip
+                 "--enable-return-routed-experts", "--fault-tolerance-config {}", "--tokenizer-pool-size 2",
+                 "--sse-keep-alive-interval 0"):  # fmt: skip
         parser.parse_args(["serve", *flag.split()])
     with pytest.raises(SystemExit):
         parser.parse_args(["serve", "--max-model-length", "5"])
