@@ -89,6 +89,7 @@ class Batch:
     tokens: Tokens = PLAIN
     entries: Tensor | None = None  # [R] int64 recurrent state entry of each row; None: the model has no recurrent layers
     entry_list: tuple[int, ...] = ()  # the same on the host, if the host knows
+    token_types: Tensor | None = None  # [T] int64, of encoders that distinguish two texts; None: all tokens have type 0
 
     @property
     def final(self) -> "Batch":

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from quire.config.families import card_of, has_chunked_attention
+from quire.config.families import architectures, card_of, has_chunked_attention
 from quire.config.gguf import GGUF_NAMES, translate
 from quire.config.hf import explicit_config, read_json
 from quire.config.memory import estimate_parameters
@@ -76,6 +76,9 @@ class ModelFacts:
     by_transformers: bool = False  # no family of ours runs it
     widths: int = 0  # rows and columns of all its matrices together, as stored; 0 when there are no weight files
     matrices: int = 0  # as stored, each expert's counted; 0 when there are no weight files
+    encoder: bool = (
+        False  # encoder-only: bidirectional attention without a KV cache; it has no `layers` and generates no tokens
+    )
     recomputed: str = ""  # why its cache holds tokens only, and every step computes the whole of its sequences
 
 
@@ -172,12 +175,13 @@ def _read_facts(files: ModelFiles, overrides: Mapping[str, Any], lenient: bool) 
     try:
         reader.refuse_what_is_not_built()
         recurrent, unsupported_reason = reader.recurrent(), ""
-        layers = reader.layers() if recurrent is None else reader.alike(recurrent.attentions)
+        encoder = reader.is_encoder()
+        layers = () if encoder else reader.layers() if recurrent is None else reader.alike(recurrent.attentions)
         reader.check_bounded()
     except _Unplanned as error:
         if not lenient:
             raise
-        recurrent, layers, unsupported_reason = None, (), str(error)
+        recurrent, layers, unsupported_reason, encoder = None, (), str(error), False
     quantization = _quantization(files, config)
     if quantization is not None and infos:
         counted = count_numbers(infos, quantization)
@@ -201,6 +205,7 @@ def _read_facts(files: ModelFiles, overrides: Mapping[str, Any], lenient: bool) 
         unsupported_reason=unsupported_reason,
         widths=_add_widths(shapes),
         matrices=sum(prod(shape[:-2]) for shape in shapes),
+        encoder=encoder,
     )
 
 
@@ -283,6 +288,13 @@ class _Reader:
     def _has_recurrent_layers(self) -> bool:
         card = card_of(self.config)
         return card is not None and card.layers is not None
+
+    def is_encoder(self) -> bool:
+        """Whether the class that the file names runs without a KV cache. Other classes of the same type may be decoders."""
+        card = architectures().get(self.architecture())
+        if card is not None and card.kind == "encoder" and self.config.get("is_decoder"):
+            raise ModelError(f"{self.name}: is_decoder true is not supported for {self.architecture()}, which is an encoder")
+        return card is not None and card.kind == "encoder"
 
     def recurrent(self) -> Layers | None:
         try:

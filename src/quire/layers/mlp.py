@@ -19,14 +19,24 @@ from quire.types.errors import ModelError
 class GatedMLP(nn.Module):
     """Gated feed-forward: down(activation(gate(x)) * up(x)). `fused`: the checkpoint stores gate and up at `<path>.gate_up`."""
 
-    def __init__(self, hidden_size: int, inner_size: int, activation: str, *, bias: bool = False, fused: bool = False) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        inner_size: int,
+        activation: str,
+        *,
+        bias: bool = False,
+        down_bias: bool | None = None,
+        fused: bool = False,
+    ) -> None:
+        """down_bias: None: as `bias`."""
         super().__init__()
         if type(inner_size) is not int:  # null, or a list with one size per layer: some families have that
             raise ModelError(f"intermediate_size must be a positive integer; got {shown(inner_size)}")
         self.activation = check_activation(activation)
         parts = {"gate_proj": inner_size, "up_proj": inner_size}
         self.gate_up = (FusedLinear if fused else MergedLinear)(hidden_size, parts, bias=bias, role=Role.COLUMN)
-        self.down_proj = Linear(inner_size, hidden_size, bias=bias, role=Role.ROW)
+        self.down_proj = Linear(inner_size, hidden_size, bias=bias if down_bias is None else down_bias, role=Role.ROW)
 
     def forward(self, x: Any, tokens: Tokens) -> Tensor:
         """Return the output [..., hidden_size] of Rows x [..., hidden_size]."""

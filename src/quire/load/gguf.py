@@ -105,7 +105,8 @@ def _module(row: GGUF, tensor: str, gguf_name: str) -> str:
     if tensor == "output":
         return "lm_head"
     in_layer = tensor.startswith("blk.")
-    root, usual = (f"{row.layers}.0.", _USUAL_IN_LAYER) if in_layer else (f"{row.layers.partition('.')[0]}.", _USUAL)
+    top = f"{row.layers.partition('.')[0]}." if row.root is None else row.root
+    root, usual = (f"{row.layers}.0.", _USUAL_IN_LAYER) if in_layer else (top, _USUAL)
     found = [name.removeprefix(root) for name in _known_names(row.name).get(tensor, ()) if name.startswith(root)]
     for fits in (lambda name: name in row.names, usual.fullmatch, lambda _: True):
         chosen = [name for name in found if fits(name)]

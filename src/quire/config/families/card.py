@@ -43,6 +43,7 @@ class GGUF:
     flags: Mapping[str, str] = field(default_factory=dict)  # config field -> tensor; true if a layer has the tensor
     when: Callable[[GGUFHeader], bool] | None = None  # which files of this architecture are meant; None: all others
     layers: str = "model.layers"  # path of the layers in Hugging Face names
+    root: str | None = None  # what other Hugging Face names begin with; None: the first part of `layers`, and a dot
     # Hugging Face module names, where the `gguf` package knows several for a tensor and the usual one is not meant
     names: tuple[str, ...] = ()
     exact: Mapping[str, str] = field(default_factory=dict)  # tensors of a layer that the package does not know
@@ -57,7 +58,7 @@ class Card:
     """A model family: its names, its configuration, its files, and the class that runs it."""
 
     title: str  # what people call it; cards with one title share a row of docs/models.md
-    kind: str  # dense, MoE, MLA, hybrid or recurrent; several are separated by ", "
+    kind: str  # dense, MoE, MLA, hybrid, recurrent or encoder; several are separated by ", "
     model: str  # "module:Class" below quire.models
     architectures: tuple[str, ...]  # class names in config.json
     types: Mapping[str, Config]  # model_type -> fields that its config.json may leave out

@@ -1,0 +1,97 @@
+"""Bidirectional self-attention of encoder-only models: no KV cache, every sequence is whole in one step."""
+
+import math
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from quire.attn.batch import Batch
+from quire.layers.linear import FusedLinear, Linear
+from quire.layers.parameter import parameter
+from quire.layers.rope import Rope
+from quire.ops.packed_attention import attend_packed
+from quire.ops.qkv import turn
+
+
+class PositionBias(Protocol):
+    """What is added to logits, by head and by the key's position relative to the query's."""
+
+    table: Tensor  # [heads, 2 * reach + 1] float32; column reach + key - query
+
+
+class ALiBi(nn.Module):
+    """Logits fall with the distance, in both directions; slopes [heads]."""
+
+    table: Tensor
+
+    def __init__(self, slopes: list[float], max_position: int) -> None:
+        super().__init__()
+        self.slopes, self.reach = slopes, max_position - 1
+
+    def finish(self, device: torch.device) -> None:
+        distance = torch.arange(-self.reach, self.reach + 1, device=device).abs()
+        self.table = -torch.tensor(self.slopes, dtype=torch.float32, device=device)[:, None] * distance
+
+
+class RelativeBias(nn.Module):
+    """A learned value for each head and bucket of distances: small distances have a bucket each, larger ones share them."""
+
+    table: Tensor
+    max_distance = 128  # farther keys share the last bucket
+
+    def __init__(self, buckets: int, heads: int, max_position: int) -> None:
+        super().__init__()
+        self.weight, self.reach = parameter(buckets, heads), max_position - 1
+
+    def finish(self, device: torch.device) -> None:
+        away = torch.arange(-self.reach, self.reach + 1, device=device)  # key - query
+        half = len(self.weight) // 2
+        exact, size = half // 2, away.abs()
+        growth = torch.log(size.clamp(min=1).float() / exact) / math.log(self.max_distance / exact)
+        shared = (exact + (growth * (half - exact)).long()).clamp(max=half - 1)
+        bucket = torch.where(size < exact, size, shared) + half * (away > 0)
+        self.table = self.weight.data[bucket].T.float().contiguous()
+
+
+class PackedSelfAttention(nn.Module):
+    """Projections, RoPE, and attention over all tokens of the same sequence.
+
+    The checkpoint stores q, k and v as one matrix at `<path>.qkv`, or as siblings `<path>.q_proj` ...
+    window: largest distance between a query and a key that it sees; None: no limit.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        *,
+        bias: bool = True,
+        out_bias: bool = True,
+        rope: Rope | None = None,
+        window: int | None = None,
+        position_bias: PositionBias | None = None,
+    ) -> None:
+        super().__init__()
+        self.heads, self.head_dim, self.window = heads, hidden_size // heads, window
+        self.qkv = FusedLinear(hidden_size, dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden_size), bias=bias)
+        self.o_proj = Linear(hidden_size, hidden_size, bias=out_bias)
+        self.rope, self.position_bias = rope, position_bias
+        self.scale = self.head_dim**-0.5
+
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor, batch: Batch) -> Tensor: ...
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        qkv = self.qkv(x, batch.tokens).view(len(x), 3 * self.heads, self.head_dim)
+        if self.rope is not None:
+            table = self.rope.table
+            turn(qkv[:, : 2 * self.heads], *table.rows(batch.positions), table.interleaved)
+        query, key, value = qkv.chunk(3, dim=1)
+        bias = None if self.position_bias is None else self.position_bias.table
+        out = attend_packed(
+            query, key, value, batch.rows, batch.row_starts, batch.plans, scale=self.scale, window=self.window, bias=bias
+        )
+        return self.o_proj(out.flatten(1), batch.tokens)
