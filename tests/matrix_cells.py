@@ -53,7 +53,7 @@ def prefix_hit(case: Case) -> None:
 def preemption(case: Case) -> None:
     """Pages for one whole request in every cache group, and for the shortest prompt."""
     longest = max(map(len, case.prompts)) + NEW_TOKENS
-    layout = make_layout(case.facts.layers, PAGE, 4, recurrent=bool(case.facts.states))
+    layout = make_layout(case.facts.layers, PAGE, 4, without_pages=bool(case.facts.states))
     pages = pages_for(layout, longest, BUDGET) + -(-min(map(len, case.prompts)) // PAGE)
     llm = case.engine(max_model_len=longest, num_gpu_blocks_override=pages)
     outputs = llm.generate(case.prompts, GREEDY, use_tqdm=False)

@@ -65,7 +65,7 @@ def test_chunks_preemption_and_prefix_hits(checkpoint, name):
     case = checkpoint(name)
     assert [layer.cache for layer in case.model.recurrents] == list(case.facts.states)
     longest = max(LENGTHS) + 2 * NEW_TOKENS + 2
-    layout = make_layout(case.facts.layers, PAGE, 4, recurrent=True)
+    layout = make_layout(case.facts.layers, PAGE, 4, without_pages=True)
     pages = pages_for(layout, longest, BUDGET) + 1
     llm = engine(case, max_model_len=longest, num_gpu_blocks_override=pages)
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)

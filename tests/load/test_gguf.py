@@ -206,5 +206,5 @@ def test_names_on_a_card_are_known_to_the_converter(row: GGUF) -> None:
     """A card names Hugging Face modules only to choose among those that the `gguf` package has for one tensor."""
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == row.name)
     known = gguf.get_tensor_name_map(kind, 1).mapping
-    roots = (f"{row.layers}.0.", f"{row.layers.partition('.')[0]}.")
+    roots = (f"{row.layers}.0.", f"{row.layers.partition('.')[0]}." if row.root is None else row.root)
     assert not [name for name in row.names if not any(root + name in known for root in roots)]

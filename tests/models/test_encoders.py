@@ -1,5 +1,6 @@
 """Encoder-only models against transformers: states and class logits of packed texts of mixed lengths, in float32."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from encoder_families import ENCODERS, SIZES, logits_of, random_texts, save_encoder, states_of
+from gguf_files import write_gguf
 from quire.attn.batch import Batch
 from quire.config.facts import ModelFacts, read_facts
+from quire.config.families import architectures
 from quire.files.resolve import resolve_model
 from quire.load.load import load_weights
 from quire.models.alibi import alibi_slopes
@@ -175,6 +178,57 @@ def test_what_is_not_built_is_refused_by_name(name: str, overrides: dict[str, ob
     save_encoder(ENCODERS[name], tmp_path)
     with pytest.raises(ModelError, match=message):
         load(tmp_path, **overrides)
+
+
+GGUF_LAYER = {
+    "attention.self.query": "attn_q", "attention.self.key": "attn_k", "attention.self.value": "attn_v",
+    "attention.output.dense": "attn_output", "attention.output.LayerNorm": "attn_output_norm", "intermediate.dense": "ffn_up",
+    "output.dense": "ffn_down", "output.LayerNorm": "layer_output_norm", "attn.Wqkv": "attn_qkv",
+    "attn.out_proj": "attn_output", "norm1": "attn_output_norm", "norm2": "layer_output_norm", "mlp.fc11": "ffn_up",
+    "mlp.fc12": "ffn_gate", "mlp.fc2": "ffn_down",
+}  # fmt: skip
+GGUF_TOP = {
+    "embeddings.word_embeddings": "token_embd", "embeddings.position_embeddings": "position_embd",
+    "embeddings.token_type_embeddings": "token_types", "embeddings.LayerNorm": "token_embd_norm", "emb_ln": "token_embd_norm",
+}  # fmt: skip
+
+
+def gguf_name(name: str) -> str:
+    """What llama.cpp's converter calls a tensor."""
+    path, _, kind = name.rpartition(".")
+    layer = re.fullmatch(r"encoder\.layers?\.(\d+)\.(.+)", path)
+    return f"{GGUF_TOP[path]}.{kind}" if layer is None else f"blk.{layer[1]}.{GGUF_LAYER[layer[2]]}.{kind}"
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "fields"),
+    [("BERT", "bert", {"pooling_type": 2}), ("Nomic", "nomic-bert", {"pooling_type": 1, "rope.freq_base": 1000.0})],
+)
+@torch.no_grad()
+def test_gguf_files(name: str, architecture: str, fields: dict[str, object], tmp_path: Path) -> None:
+    reference = save_encoder(ENCODERS[name], tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    path = write_gguf(
+        tmp_path / "model.gguf",
+        architecture=architecture,
+        fields={
+            "block_count": 3, "context_length": 96, "embedding_length": 32, "feed_forward_length": 56,
+            "attention.head_count": 4, "attention.layer_norm_epsilon": 1e-12, "attention.causal": False, **fields,
+        },
+        metadata={"tokenizer.ggml.tokens": [f"t{index}" for index in range(97)]},
+        tensors={gguf_name(name): value.numpy() for name, value in stored.items() if not name.startswith("pooler.")},
+    )  # fmt: skip
+    facts, model = load(path)
+    assert facts.hf["pooling_type"] == {1: "MEAN", 2: "CLS"}[fields["pooling_type"]]  # type: ignore[index]
+    texts = random_texts(LENGTHS)
+    for text, states in zip(texts, parts(model(pack(texts)), texts), strict=True):
+        torch.testing.assert_close(states, states_of(reference, text), **TOLERANCE)
+
+
+def test_every_encoder_is_in_the_table() -> None:
+    """Jina v2, which transformers does not have, has a test of its own."""
+    cards = {card.title for card in architectures().values() if card.kind == "encoder"}
+    assert cards == {*(architectures()[family.model].title for family in ENCODERS.values()), "Jina v2"}
 
 
 def test_roberta_has_two_positions_less_than_rows(tmp_path: Path) -> None:

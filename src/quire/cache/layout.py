@@ -10,9 +10,9 @@ from quire.types.errors import ConfigError
 NEARLY_EQUAL = 1.25  # kinds whose counts differ by less share one group each: a few unused buffers are cheaper than many tables
 
 
-def make_layout(layers: Sequence[LayerCache], page_size: int, element_bytes: int, recurrent: bool = False) -> CacheLayout:
-    """`recurrent`: some layers keep a state, and none of them needs to attend."""
-    if not layers and recurrent:
+def make_layout(layers: Sequence[LayerCache], page_size: int, element_bytes: int, without_pages: bool = False) -> CacheLayout:
+    """without_pages: the model may have no layer with a KV cache: recurrent models and encoders."""
+    if not layers and without_pages:
         return CacheLayout(page_size, 0, 0, ())
     if not layers:
         raise ConfigError("a cache layout needs at least one attention layer, got none")

@@ -62,6 +62,29 @@ CORE: tuple[Conflict, ...] = (
         lambda c: f"long_prefill_token_threshold {c.chunk_cap} is above max_model_len {c.max_model_len}; it would do nothing",
     ),
     Conflict(
+        "an encoder that generates",
+        lambda c: c.facts.encoder and "pooling" not in getattr(c, "features", {}),
+        lambda c: (
+            f"{c.facts.architecture} is an encoder and generates no tokens; only pooling is supported for it, and this engine "
+            "was started without"
+        ),
+    ),
+    Conflict(
+        "an encoder on several ranks",
+        lambda c: c.facts.encoder and c.world > 1,
+        lambda c: f"{c.divided} is not supported with {c.facts.architecture}, an encoder. Start data-parallel engines instead",
+    ),
+    Conflict(
+        "an encoder with adapters",
+        lambda c: c.facts.encoder and c.max_loras > 0,
+        lambda c: f"enable_lora is not supported with {c.facts.architecture}, an encoder. Merge the adapter into the weights",
+    ),
+    Conflict(
+        "an encoder by transformers",
+        lambda c: c.facts.encoder and c.args.model_impl == "transformers",
+        lambda c: f"model_impl='transformers' is not supported with {c.facts.architecture}, an encoder. Remove it",
+    ),
+    Conflict(
         "odd pages",
         lambda c: c.page_size & (c.page_size - 1) != 0,
         lambda c: f"block_size {c.page_size} is not a power of two; 16 is a good one",

@@ -81,6 +81,11 @@ class ModelFacts:
     )
     recomputed: str = ""  # why its cache holds tokens only, and every step computes the whole of its sequences
 
+    @property
+    def without_pages(self) -> bool:
+        """Whether the model may have no layer with a KV cache."""
+        return bool(self.states) or self.encoder
+
 
 @dataclass(frozen=True)
 class DeviceFacts:
@@ -123,7 +128,7 @@ def sizes_of(facts: ModelFacts) -> dict[str, int]:
     """What decides how long a step takes, whether there are weights or only a configuration; 0 = it does not say."""
     heads = {(layer.kv_heads, layer.head_dim) for layer in facts.layers}
     return {
-        "layers": len(facts.layers) + len(facts.states),
+        "layers": int(facts.hf["num_hidden_layers"]) if facts.encoder else len(facts.layers) + len(facts.states),
         "hidden_size": facts.hidden_size,
         "intermediate_size": width if isinstance(width := facts.hf.get("intermediate_size"), int) else 0,
         "heads": count_heads(facts),

@@ -56,7 +56,7 @@ def resolve(
     whoever drafts are needed; otherwise they are looked at where they already are.
     """
     facts = facts or find_facts(args)
-    args = with_tekken(args, facts)
+    args = with_whole_prompts(with_tekken(args, facts), facts)
     sampling = choose_sampling(args, facts)
     length, explicit = choose_length(args, facts)
     device = describe(choose_device(args, find_device))
@@ -142,6 +142,11 @@ def with_tekken(args: EngineArgs, facts: ModelFacts) -> EngineArgs:
     if not file.is_file():
         raise ConfigError(f"tokenizer_mode='mistral' requires {TEKKEN}; {where} has none. Remove tokenizer_mode")
     return replace(args, tokenizer=str(file.absolute()))
+
+
+def with_whole_prompts(args: EngineArgs, facts: ModelFacts) -> EngineArgs:
+    """An encoder's tokens see those after them: a prompt is never split, and nothing of it can be used for another."""
+    return replace(args, enable_chunked_prefill=False, enable_prefix_caching=False) if facts.encoder else args
 
 
 def choose_sampling(args: EngineArgs, facts: ModelFacts) -> dict[str, Any]:

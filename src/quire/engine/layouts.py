@@ -26,7 +26,7 @@ def whole_layout(config: Config) -> CacheLayout:
     """Return the layout by which pages are counted: that of the rank with the most bytes per page."""
     layers = largest_share(config.facts.layers, config.ranks)
     if config.stages == 1:
-        return make_layout(layers, config.page_size, config.cache_bytes, bool(config.facts.states))
+        return make_layout(layers, config.page_size, config.cache_bytes, config.facts.without_pages)
     return pool_layout(layers, config.stage_layers, config.page_size, config.cache_bytes)
 
 

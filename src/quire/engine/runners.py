@@ -63,7 +63,7 @@ def make_runner(
     from quire.runner.step import Runner
 
     facts = bounded_facts(config)
-    layout = make_layout(share_layers(facts.layers, position), config.page_size, config.cache_bytes, bool(facts.states))
+    layout = make_layout(share_layers(facts.layers, position), config.page_size, config.cache_bytes, facts.without_pages)
     drafter = make_device_drafter(config) if config.drafts_on_device else None
     parts = make_parts(config, device, position, group, exchange, drafter)
     return Runner(facts, runner_settings(config), layout, device=device, parts=parts, position=position, group=group)

@@ -107,7 +107,8 @@ class Encoder(Decoder):
         return batch.keep(x if self.final_norm is None else self.final_norm(x))
 
     def logits(self, hidden: Tensor, tokens: Tokens) -> Tensor:  # noqa: ARG002
-        raise ModelError("an encoder has no LM head: it generates no tokens")
+        """Return zeros: only warm-up and profile runs draw tokens."""
+        return torch.zeros(len(hidden), self.embed_tokens.total, device=hidden.device)
 
     def classify(self, pooled: Tensor, tokens: Tokens) -> Tensor:
         """Return class logits [N, labels] float32 of pooled states or of tokens [N, H]."""

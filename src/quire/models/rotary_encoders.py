@@ -129,7 +129,7 @@ class UpGateLinear(FusedLinear):
     """The checkpoint's matrix has `up` before the gate; here the gate comes first."""
 
     def parts(self, path: str) -> Mapping[str, Part]:
-        if self.apart:
+        if self.separate:
             return super().parts(path)
         size = self.outputs // 2
         return {path: Part(2 * size, ((size, range(size)), (0, range(size, 2 * size))))}

@@ -26,9 +26,12 @@ def _architectures(name: str) -> tuple[str, ...]:
 
 
 def _usable_positions(config: Config) -> Config:
-    """The first positions of RoBERTa's table are not for tokens."""
-    rows = config.get("max_position_embeddings")
-    return {"position_rows": rows, "max_position_embeddings": rows - _PADDING_POSITIONS} if isinstance(rows, int) else {}
+    """The first positions of RoBERTa's table are not for tokens. Decoders of the same type are run by transformers."""
+    rows, classes = config.get("max_position_embeddings"), config.get("architectures")
+    decoder = isinstance(classes, list) and str(next(iter(classes), "")).endswith("ForCausalLM")
+    if decoder or not isinstance(rows, int):
+        return {}
+    return {"position_rows": rows, "max_position_embeddings": rows - _PADDING_POSITIONS}
 
 
 def _modernbert(config: Config) -> Config:

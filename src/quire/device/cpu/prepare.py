@@ -51,7 +51,8 @@ def prepare(model: Decoder, setting: Setting) -> Prepared:
     floats = runtime_for_floats() if whole else None
     adapted = any(isinstance(layer, Linear) and layer.bank is not None for layer in model.modules())
     if layers or floats is not None:
-        compiled = None if setting.tapped or model.recurrents else compile_body(
+        by_layer = setting.tapped or setting.facts.encoder
+        compiled = None if by_layer or model.recurrents else compile_body(
             model.run_blocks, setting.facts.hidden_size, whole=not layers, paged=suits_networks(setting), held=adapted,
             banks=find_banks(model),
         )  # fmt: skip
@@ -61,7 +62,7 @@ def prepare(model: Decoder, setting: Setting) -> Prepared:
                 release_copied([method for _, method in layers])
         if isinstance(compiled, DecoderNetwork):
             layout = KVLayout.SPLIT
-        if (compiled is not None and adapted) or (setting.tapped and not layers):
+        if (compiled is not None and adapted) or (by_layer and not layers):
             multiply_few_rows(model)
             if floats is not None:
                 pack_floats(model, floats)
@@ -183,7 +184,7 @@ def gguf_layers(model: Decoder) -> list[tuple[Linear, GGUFMethod]]:
 
 def multiply_by_layer(model: Decoder) -> None:
     """Multiply few tokens by repacked GGUF matrices, layer by layer."""
-    head: nn.Module = model.lm_head
+    head: nn.Module | None = getattr(model, "lm_head", None)  # an encoder has none
     if isinstance(head, Head):
         pack_blocks(head)
     multiply_few_rows(model)
