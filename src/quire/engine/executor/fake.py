@@ -260,9 +260,11 @@ class FakeExecutor:
             if self._flavour(self.tenants[slot]) != int(self.flavours[slot]):
                 raise EngineError(f"the adapter of slot {slot} was changed under its tenant")
         known = self.known[slots] + plan.drafts
+        if (end > known).any():
+            raise EngineError("a row ends after its last token")
         draws = np.array([self.tenants[slot].extras.pooling is None for slot in slots.tolist()], np.bool_)
-        if (end > known).any() or (plan.sample != ((end == known) & draws)).any():
-            raise EngineError("a row ends after its last token, or samples before it")
+        if (plan.sample != ((end == known) & draws)).any():
+            raise EngineError("a row samples before its last token, or does not sample after it")
 
     def _move_states(self, states: dict[int, bytes], plan: StepPlan, end: Longs, lost: bool) -> None:
         for slot, count, stop in zip(plan.slot.tolist(), plan.count.tolist(), end.tolist(), strict=True):
