@@ -12,8 +12,8 @@ _put_aside = False  # the program has frozen objects
 
 @contextmanager
 def interrupts_between_steps() -> Iterator[Callable[[], None]]:
-    """Yields a check to call between steps: it raises KeyboardInterrupt if Ctrl-C came, so that whoever is stopped leaves a
-    clean engine. A second Ctrl-C does not wait.
+    """Yield a check to call between steps. It raises KeyboardInterrupt if Ctrl-C came, so that the engine stays clean. Ctrl-C
+    after the last check raises it at the end. A second Ctrl-C does not wait.
 
     Outside the main thread signals do not arrive, and where the program handles SIGINT itself, it keeps doing so.
     """
@@ -38,6 +38,7 @@ def interrupts_between_steps() -> Iterator[Callable[[], None]]:
         yield check
     finally:
         signal.signal(signal.SIGINT, previous)
+    check()
 
 
 @contextmanager

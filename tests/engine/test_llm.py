@@ -278,6 +278,13 @@ def test_ctrl_c_leaves_a_clean_engine(llm):
     assert generate(llm, TEXT[0], GREEDY)[0].finished
 
 
+def test_ctrl_c_after_the_last_step_is_not_lost():
+    with pytest.raises(KeyboardInterrupt), step_loop.interrupts_between_steps() as check:
+        check()
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_what_the_program_holds_is_not_searched_for_garbage_while_steps_run(llm, monkeypatch):
     gc.unfreeze()  # so have these tests done, or an engine process that other tests played
     monkeypatch.setattr(step_loop, "_put_aside", False)
