@@ -4,16 +4,15 @@ A pooling request returns vectors instead of tokens: an embedding, class probabi
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Generic, Literal, TypeVar, cast, get_args
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast, get_args
 
 from quire.types.adapter import LoRARequest
 from quire.types.checks import check_flag, check_ids, check_int
 from quire.types.errors import EngineError, InvalidParameter, RequestError
 
-Floats = npt.NDArray[np.float32]
+if TYPE_CHECKING:
+    from quire.types.plan import Floats
+
 PoolingTask = Literal["embed", "classify", "score", "token_embed", "token_classify"]
 POOLING_TASKS: tuple[PoolingTask, ...] = get_args(PoolingTask)
 PoolingType = Literal["LAST", "CLS", "MEAN", "ALL", "STEP"]
@@ -95,7 +94,7 @@ class Pooling:
 class PoolingOutput:
     """data: float32, [values], or [tokens, values] of token_embed and token_classify."""
 
-    data: Floats
+    data: "Floats"
 
 
 @dataclass
