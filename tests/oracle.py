@@ -18,7 +18,7 @@ from torch import Tensor
 
 from family import Family
 from more_families import MORE
-from quire.attn.batch import PLAIN, Batch, GroupView, LoRATokens, Tokens, keep_last
+from quire.attn.batch import PLAIN, Batch, GroupView, LoRATokens, Tokens, with_final_tokens
 from quire.config.facts import ModelFacts, read_facts
 from quire.files.resolve import resolve_model
 from quire.load.load import load_weights
@@ -429,7 +429,7 @@ class Sequences:
         if kept is not None:
             index = [first + i for (first, count, _), n in zip(shapes, kept, strict=True) for i in range(count - n, count)]
             starts = torch.tensor([0, *np.cumsum(kept)], dtype=torch.int32, device=self.device)
-            batch = keep_last(batch, np.array(kept), starts, torch.tensor(index, device=self.device))
+            batch = with_final_tokens(batch, np.array(kept), starts, torch.tensor(index, device=self.device))
             counts = kept
         with torch.inference_mode():
             hidden = self.model(batch)

@@ -156,7 +156,7 @@ def test_components_turn_in_pairs(share: float) -> None:
 
 
 def test_frequencies_that_are_none() -> None:
-    with pytest.raises(ModelError, match="make no rotation"):
+    with pytest.raises(ModelError, match="give values that are not finite"):
         Rope(8, 64, {}, rope_parameters({"rope_theta": 1e-300}))
 
 

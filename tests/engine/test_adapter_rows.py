@@ -160,6 +160,6 @@ def _weight_of(model, name: str) -> torch.Tensor:
     for at, layer in model.named_modules():
         parts = layer.parts(at) if hasattr(layer, "parts") else {}
         if path in parts:
-            [(start, rows)] = parts[path].kept
+            [(start, rows)] = parts[path].local
             return layer.weight.data[start : start + len(rows)]
     raise AssertionError(name)

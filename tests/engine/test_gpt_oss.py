@@ -167,7 +167,7 @@ def test_a_rank_has_its_share(checkpoint, size, expert_parallel):
         position = Position(rank, size, expert_parallel)
         model = load(checkpoint, change=lambda model, position=position: shard(model, position, Alone()))
         for ours, full in zip((layer for layer in model.modules() if isinstance(layer, Experts)), whole, strict=True):
-            experts, inner = slice(ours.kept.start, ours.kept.stop), slice(ours.kept_inner.start, ours.kept_inner.stop)
+            experts, inner = slice(ours.local.start, ours.local.stop), slice(ours.local_inner.start, ours.local_inner.stop)
             gates, ups = (half[experts, inner] for half in full.up.chunk(2, dim=1))
             assert torch.equal(ours.up, torch.cat((gates, ups), dim=1))
             assert torch.equal(ours.down, full.down[experts, :, inner])

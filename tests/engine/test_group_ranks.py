@@ -86,7 +86,7 @@ def check(directory, size):
 
 def test_a_head_that_is_less_than_a_group_is_told(tmp_path):
     message = (
-        r"o_proj.weight_scale: 0 to 32 of 128 inputs are not whole groups of 64.* take a smaller one, or pipeline_parallel_size"
+        r"o_proj.weight_scale: 0 to 32 of 128 inputs are not whole groups of 64.* use a smaller one, or pipeline_parallel_size"
     )
     with pytest.raises(ModelError, match=message):
         family_engine(write("ct-int4", tmp_path), tensor_parallel_size=3)

@@ -13,14 +13,14 @@ from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear, MergedLinear
 from quire.layers.moe import MoE
 from quire.layers.norm import RMSNorm
-from quire.load.assign import broken_parameters, claims_of, rename
+from quire.load.assign import broken_parameters, rename, slices_of_model
 from quire.load.load import load_weights, refuse_broken
 from quire.load.safetensors import SafetensorsSource
 from quire.types.errors import ModelError
 
 
 class Tiny(nn.Module):
-    """One of each kind of claim."""
+    """One of each kind of entry."""
 
     renames = ((r"^model\.", ""), (r"inv_freq$", None), (r"\.w1\.", ".gate_proj."))
 
@@ -280,7 +280,7 @@ def test_renames_apply_in_order():
 
 def test_claims_are_views_of_the_parameters():
     model = Tiny()
-    for claim in claims_of(model).values():
-        for take in () if claim is None else claim.takes:
-            take.view.fill_(3.0)
+    for entry in slices_of_model(model).values():
+        for part in () if entry is None else entry.destinations:
+            part.view.fill_(3.0)
     assert all((parameter == 3.0).all() for parameter in model.parameters())

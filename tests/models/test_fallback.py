@@ -125,7 +125,7 @@ def test_positions_that_begin_elsewhere(tmp_path, kind):
     make_checkpoint(Family(f"{kind}Config", f"{kind}ForCausalLM", settings), tmp_path)
     facts = read_facts(resolve_model(tmp_path))
     for load_format in ("auto", "dummy"):
-        with pytest.raises(ModelError, match=f"{kind}ForCausalLM cannot be run.*its own positions do not begin at 0"):
+        with pytest.raises(ModelError, match=f"{kind}ForCausalLM cannot be run.*its positions do not begin at 0"):
             load_weights(build_model(facts), facts, device="cpu", dtype="float32", load_format=load_format)
 
 
@@ -242,9 +242,9 @@ class Toy(nn.Module):
     [
         (Toy(), None),
         (Toy(shift=True), "tokens influence each other outside of attention"),
-        (Toy(positions=False), "does not look at position_ids"),
+        (Toy(positions=False), "ignores position_ids"),
         (Toy(counts=True), "counts positions itself"),
-        (Toy(first=2), "its own positions do not begin at 0"),
+        (Toy(first=2), "its positions do not begin at 0"),
     ],
 )
 def test_tokens_meet_in_attention_only(toy, message):

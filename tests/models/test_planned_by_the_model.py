@@ -31,7 +31,7 @@ BART = {
     "initializer_range": None,
 }
 CASES = {
-    "counts its positions": (Family("BartConfig", "BartForCausalLM", BART), "takes no position_ids"),
+    "counts its positions": (Family("BartConfig", "BartForCausalLM", BART), "has no position_ids"),
     "attends twice in a layer": (Family("DiffLlamaConfig", "DiffLlamaForCausalLM"), ""),
     "heads of several sizes, shared keys": (
         Family(
@@ -85,7 +85,7 @@ def test_tokens_and_logprobs(tmp_path, caplog, name):
 
 def test_what_looks_ahead_is_refused(tmp_path):
     make_checkpoint(Family("BertConfig", "BertLMHeadModel", {"num_key_value_heads": None}), tmp_path)
-    with pytest.raises(ModelError, match=r"what comes later changes what its tokens are \(it is not causal\)"):
+    with pytest.raises(ModelError, match=r"later tokens change the hidden states of earlier ones \(it is not causal\)"):
         LLM(str(tmp_path), skip_tokenizer_init=True, dtype="float32", device="cpu", max_model_len=32)
 
 

@@ -9,7 +9,7 @@ from kernel_support import DTYPES, numbers
 from test_paged_attention import make_batch
 
 from quire.attn.backend import AttentionSpec, Latents
-from quire.attn.batch import LoRATokens, Tokens, keep_last
+from quire.attn.batch import LoRATokens, Tokens, with_final_tokens
 from quire.attn.reference import LatentAttention
 from quire.ops.adapters import make_table, tile
 from quire.ops.arguments import Rotation
@@ -68,14 +68,14 @@ def keep_two(batch, device):
     ends = torch.tensor([start + count for start, count, _ in batch.rows])
     index = torch.cat([torch.arange(end - n, end) for end, n in zip(ends.tolist(), counts.tolist(), strict=True)])
     starts = torch.cat((torch.zeros(1), counts.cumsum(0))).int().to(device)
-    return keep_last(batch, counts.numpy(), starts, index.to(device))
+    return with_final_tokens(batch, counts.numpy(), starts, index.to(device))
 
 
 def compare(shape, rows, dtype, device, interleaved=True, page_size=4, final=False):
     spec, latents, query, row, kv, batch = inputs(shape, rows, dtype, device, interleaved, page_size)
     if final:
         batch = keep_two(batch, device)
-        query = batch.keep(query)
+        query = batch.take_final(query)
     made = dataclasses.replace(latents, up=latents.up.float(), norm=latents.norm.float())
     theirs = kv.float()
     expected = LatentAttention().run_latent(spec, made, query.float(), row.float(), theirs, batch, 0, final)
@@ -148,7 +148,7 @@ def test_adapters_of_what_makes_keys_and_values(dora, final, tiled, dtype, devic
     batch = dataclasses.replace(batch, tokens=Tokens(rows))
     if final:
         batch = keep_two(batch, device)
-        query = batch.keep(query)
+        query = batch.take_final(query)
     plain = dataclasses.replace(latents, norm=latents.norm.float())
     of_each = [
         LatentAttention().run_latent(

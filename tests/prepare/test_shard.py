@@ -138,7 +138,7 @@ def test_blocks_stay_in_blocks_where_shares_are_whole_ones(blocks, size):
         )
         for path, layer in model.named_modules():
             if isinstance(layer, Linear):
-                whole = all(edge % 32 == 0 for edge in (layer.kept_inputs.start, layer.kept_inputs.stop))
+                whole = all(edge % 32 == 0 for edge in (layer.local_inputs.start, layer.local_inputs.stop))
                 assert isinstance(layer.method, GGUFMethod) == whole
                 values = dequantized(layer.method) if whole else layer.weight
                 assert torch.equal(values, exact.get_submodule(path).weight)

@@ -35,7 +35,7 @@ def behind_each_other(models):
 
     def run(x, batch):
         for body in bodies[:-1]:
-            x = body(x, replace(batch, kept=None))
+            x = body(x, replace(batch, logit_tokens=None))
             assert len(x) == len(batch.ids)
         return bodies[-1](x, batch)
 

@@ -66,8 +66,8 @@ def test_a_batch_is_what_walking_the_plan_gives(tenants, seed, reporters):
     if not kept:
         kept, final = [len(ids) - 1], [*final[:-1], (0, 1, *final[-1][2:])]
     assert batch.logit_index.tolist() == [first + own - 1 for first, own, _, draws in final if draws]
-    assert (batch.kept is None) == (len(kept) == len(ids))
-    assert kept == (list(range(len(ids))) if batch.kept is None else batch.kept.index.tolist())
+    assert (batch.logit_tokens is None) == (len(kept) == len(ids))
+    assert kept == (list(range(len(ids))) if batch.logit_tokens is None else batch.logit_tokens.index.tolist())
     assert batch.final.rows == tuple(row[:3] for row in final)
     assert batch.final.row_starts.tolist() == [*(row[0] for row in final), len(kept)]
     assert batch.final.positions.tolist() == [positions[token] for token in kept]

@@ -135,7 +135,7 @@ class AttentionBackend:
         write = batch.groups[group].write
         query = place_heads(qkv, kv, write, batch.positions, heads.rotation, heads.norms, heads.cache_scales)
         if final:
-            query, batch = batch.keep(query), batch.final
+            query, batch = batch.take_final(query), batch.final
         return self.run(spec, query, kv, batch, group, heads.sinks).flatten(1)
 
     def run_latent(

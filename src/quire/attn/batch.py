@@ -85,7 +85,7 @@ class Batch:
     logit_index: Tensor  # [P] int64 which of the final tokens logits are computed for
     groups: tuple[GroupView, ...]
     plans: dict[Any, Any] = field(default_factory=dict)  # work plans of attention backends, by their own keys
-    kept: "LogitTokens | None" = None  # None: all tokens go through the last layers
+    logit_tokens: "LogitTokens | None" = None  # None: all tokens go through the last layers
     tokens: Tokens = PLAIN
     entries: Tensor | None = None  # [R] int64 recurrent state entry of each row; None: the model has no recurrent layers
     entry_list: tuple[int, ...] = ()  # the same on the host, if the host knows
@@ -94,11 +94,11 @@ class Batch:
     @property
     def final(self) -> "Batch":
         """Return the batch of the tokens whose hidden states the model returns."""
-        return self if self.kept is None else self.kept.batch
+        return self if self.logit_tokens is None else self.logit_tokens.batch
 
-    def keep(self, x: Tensor) -> Tensor:
+    def take_final(self, x: Tensor) -> Tensor:
         """Return the final tokens' rows of x [T, ...]."""
-        return x if self.kept is None else x[self.kept.index]
+        return x if self.logit_tokens is None else x[self.logit_tokens.index]
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class LogitTokens:
     batch: Batch  # of these tokens alone; it has the same rows, some of them empty
 
 
-def keep_last(batch: Batch, counts: npt.NDArray[np.int64], starts: Tensor, index: Tensor) -> Batch:
+def with_final_tokens(batch: Batch, counts: npt.NDArray[np.int64], starts: Tensor, index: Tensor) -> Batch:
     """Return `batch` with the last counts[r] tokens of row r as its final tokens.
 
     starts: [R + 1] int32 on the device, where the rows begin among the final tokens.
@@ -126,15 +126,15 @@ def keep_last(batch: Batch, counts: npt.NDArray[np.int64], starts: Tensor, index
         plans={},
         tokens=batch.tokens.take(_last_of(batch, counts)) if batch.tokens.lora is not None else batch.tokens,
     )
-    return replace(batch, kept=LogitTokens(index, part))
+    return replace(batch, logit_tokens=LogitTokens(index, part))
 
 
 def without_lora(batch: Batch) -> Batch:
     """Return the batch for rows that use no LoRA adapter."""
-    kept = batch.kept
-    if kept is not None:
-        kept = replace(kept, batch=replace(kept.batch, tokens=replace(kept.batch.tokens, lora=None)))
-    return replace(batch, tokens=replace(batch.tokens, lora=None), kept=kept)
+    final = batch.logit_tokens
+    if final is not None:
+        final = replace(final, batch=replace(final.batch, tokens=replace(final.batch.tokens, lora=None)))
+    return replace(batch, tokens=replace(batch.tokens, lora=None), logit_tokens=final)
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Part:
     """Return the batch of these rows, in this order. CPU only."""
     index = torch.tensor(rows, dtype=torch.int64)
     tokens, shapes, starts = _tokens_of(batch, rows)
-    final, _, _ = (tokens, shapes, starts) if batch.kept is None else _tokens_of(batch.final, rows)
+    final, _, _ = (tokens, shapes, starts) if batch.logit_tokens is None else _tokens_of(batch.final, rows)
     part = replace(
         batch,
         ids=batch.ids[tokens],
@@ -161,7 +161,7 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Part:
         logit_index=torch.arange(len(final)),
         groups=tuple(GroupView(view.tables[index], view.write[tokens]) for view in batch.groups),
         plans={},
-        kept=None,
+        logit_tokens=None,
         tokens=batch.tokens.take(tokens.numpy()),
         entries=None if batch.entries is None else batch.entries[index],
         entry_list=tuple(batch.entry_list[row] for row in rows) if batch.entry_list else (),
@@ -174,7 +174,7 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Part:
         index = torch.cat(
             [torch.arange(start, start + count) for start, count in zip(first.tolist(), counts.tolist(), strict=True)]
         )
-        part = keep_last(part, counts, torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32), index)
+        part = with_final_tokens(part, counts, torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32), index)
     return Part(part, tokens, final)
 
 

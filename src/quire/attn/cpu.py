@@ -80,7 +80,7 @@ def attend_by_kernel(
     bind(qkv, None).run(batch_rows(batch, group))
     query = qkv[:, : spec.heads * spec.head_dim]
     if final:
-        query, batch = batch.keep(query), batch.final
+        query, batch = batch.take_final(query), batch.final
     out = torch.zeros(query.shape)
     bind(query, out).run(batch_rows(batch, group))
     return out
@@ -158,7 +158,7 @@ class CPUAttention(AttentionBackend):
             self._lanes = lanes if qkv.numel() <= KEPT_ELEMENTS else None  # larger ones are not the same memory again
         query = lanes.place(batch.groups[group].write, batch.positions, heads.rotation, heads.norms, heads.cache_scales)
         if final:
-            query, batch = batch.keep(query), batch.final
+            query, batch = batch.take_final(query), batch.final
         return self.run(spec, query, kv, batch, group, heads.sinks).flatten(1)
 
     def _look_at(self, kv: Tensor) -> None:

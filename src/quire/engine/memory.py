@@ -1,6 +1,6 @@
 """The memory of an engine before it is started: sizes from file headers, or from a model that is built without weights.
 
-What each feature takes is its `Feature.memory`; this module finds the `Sizes` that go into it. Importing it does not import
+What each feature needs is its `Feature.memory`; this module finds the `Sizes` that go into it. Importing it does not import
 torch. Torch is imported where the model has to be built: for several ranks, LoRA adapters, and quantized weights whose files
 are not on this machine.
 """
@@ -30,13 +30,13 @@ from quire.types.cache import DTYPE_BYTES, CacheLayout
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from quire.layers.parameter import Claims
+    from quire.layers.parameter import WeightSlices
 
 SCALE_BYTES = 4  # one for each output of a matrix that becomes fp8 while it is loaded
 
 
 def feature_memory(config: Config, sizes: Sizes) -> dict[str, Memory]:
-    """Return what each feature takes on one rank."""
+    """Return what each feature needs on one rank."""
     return {feature.name: feature.memory(config, sizes) for feature in FEATURES}
 
 
@@ -252,22 +252,22 @@ def _expected_bytes(facts: ModelFacts, quantization: Quantization, keeps: frozen
     from quire.models.registry import build_model
 
     target, model = Target(getattr(torch, dtype), keeps), build_model(facts)
-    claims, _ = lay_out(model, None, torch.device("meta"), False, quantization, target)
+    entries, _ = lay_out(model, None, torch.device("meta"), False, quantization, target)
     if quantization.online:
         return _online_bytes(model)
-    return quantized_bytes(_claimed_headers(claims), quantization, keeps, target.dtype.itemsize)
+    return quantized_bytes(_expected_headers(entries), quantization, keeps, target.dtype.itemsize)
 
 
-def _claimed_headers(claims: "Claims") -> dict[str, TensorInfo]:
+def _expected_headers(entries: "WeightSlices") -> dict[str, TensorInfo]:
     """The headers that files with the claimed tensors would have."""
     from quire.layers.quant.scheme import DTYPES
 
     names = {dtype: name for name, dtype in DTYPES.items()}
     found = {}
-    for name, claim in claims.items():
-        if claim is not None:
-            dtype = claim.takes[0].view.dtype
-            info = TensorInfo(names[dtype], claim.shape, 0, 0)
+    for name, entry in entries.items():
+        if entry is not None:
+            dtype = entry.destinations[0].view.dtype
+            info = TensorInfo(names[dtype], entry.shape, 0, 0)
             found[name] = TensorInfo(info.dtype, info.shape, info.elements * dtype.itemsize, 0)
     return found
 

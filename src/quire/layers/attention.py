@@ -14,7 +14,7 @@ from quire.attn.batch import Batch, GroupView, Tokens
 from quire.dist.mesh import HeadDivision
 from quire.layers.linear import HeadsLinear, Linear, MergedLinear
 from quire.layers.norm import HeadLayerNorm, RMSNorm, WidthNorms
-from quire.layers.parameter import Claims, Role, parameter, rows_of
+from quire.layers.parameter import Role, WeightSlices, parameter, rows_of
 from quire.layers.rope import Rope
 from quire.ops.arguments import HeadNorms
 from quire.ops.kv import kv_write
@@ -130,22 +130,22 @@ class SelfAttention(nn.Module):
         scale = head_dim**-0.5 if scale is None else scale
         self.slopes = slopes  # of all heads
         self.core = Attention(AttentionSpec(heads, kv_heads, head_dim, scale, cache.window, soft_cap, sinks))
-        self.keep_heads(range(heads), range(kv_heads))
+        self.shard_heads(range(heads), range(kv_heads))
 
-    def keep_heads(self, queries: range, keys: range) -> None:
+    def shard_heads(self, queries: range, keys: range) -> None:
         """Attend with these heads only; the linear layers are sharded separately. Before loading."""
-        self.kept_heads, self.kept_keys = queries, keys
+        self.local_heads, self.local_keys = queries, keys
         slopes = None if self.slopes is None else tuple(self.slopes[queries.start : queries.stop])
         self.core.spec = replace(self.core.spec, heads=len(queries), kv_heads=len(keys), slopes=slopes)
         self.sinks = parameter(len(queries)) if self.core.spec.sinks else None
         for norm, heads in ((self.q_norm, queries), (self.k_norm, keys)):
             if isinstance(norm, HeadLayerNorm):
-                norm.keep_heads(heads)
+                norm.shard_heads(heads)
 
-    def claims(self, path: str) -> Claims:
+    def weight_slices(self, path: str) -> WeightSlices:
         if self.sinks is None:
             return {}
-        return {f"{path}.sinks": rows_of((self.division.queries,), [(self.sinks.data, self.kept_heads)])}
+        return {f"{path}.sinks": rows_of((self.division.queries,), [(self.sinks.data, self.local_heads)])}
 
     def finish(self, device: torch.device) -> None:  # noqa: ARG002
         if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm) and not self.norm_last:
@@ -171,7 +171,7 @@ class SelfAttention(nn.Module):
 
     def select_residual(self, residual: Tensor, batch: Batch) -> Tensor:
         """Return the rows of residual [T, H] that belong to this layer's output."""
-        return keep(residual, batch) if self.last else residual
+        return take_final(residual, batch) if self.last else residual
 
 
 def prepare_heads(attention: SelfAttention, qkv: Tensor, batch: Batch) -> Tensor:
@@ -219,11 +219,11 @@ def attend_heads(attention: SelfAttention, qkv: Tensor, batch: Batch) -> Tensor:
     return backend.run_heads(core.spec, attention.heads, qkv, core.bound(), batch, core.group, attention.last)
 
 
-def keep(x: Tensor, batch: Batch) -> Tensor:
+def take_final(x: Tensor, batch: Batch) -> Tensor:
     """Return the rows of x [T, ...] that belong to the batch's final tokens. Overridable by __torch_function__."""
     if has_torch_function_unary(x):
-        return handle_torch_function(keep, (x,), x, batch)
-    return batch.keep(x)
+        return handle_torch_function(take_final, (x,), x, batch)
+    return batch.take_final(x)
 
 
 class SharedAttention(SelfAttention):
@@ -299,7 +299,7 @@ def cut_rows(batch: Batch, group: int, chunk: int, page_size: int) -> Batch:
         rows=tuple(rows),
         groups=tuple(views),
         plans={},
-        kept=None,
+        logit_tokens=None,
     )
     batch.plans[key] = cut
     return cut

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from quire.attn.batch import Batch
 from quire.layers.linear import Linear, MergedLinear
-from quire.layers.parameter import Claim, Claims, Take, parameter
+from quire.layers.parameter import CheckpointTensor, Destination, WeightSlices, parameter
 from quire.layers.recurrent import GatedNorm, Recurrence, ShortConvolution, rows_of
 from quire.ops.arguments import TimeSteps
 from quire.ops.recurrent import convolve, delta_rule
@@ -127,11 +127,11 @@ class KimiDelta(nn.Module):
         self.o_proj = Linear(wide, hidden_size)
         self.core = Recurrence(shape.cache)
 
-    def claims(self, path: str) -> Claims:
+    def weight_slices(self, path: str) -> WeightSlices:
         heads = self.shape.heads
         return {
-            f"{path}.A_log": Claim((1, 1, heads, 1), (Take(self.A_log.data.view(1, 1, -1, 1)),)),
-            f"{path}.dt_bias": Claim((self.shape.values,), (Take(self.dt_bias.data.view(-1)),)),
+            f"{path}.A_log": CheckpointTensor((1, 1, heads, 1), (Destination(self.A_log.data.view(1, 1, -1, 1)),)),
+            f"{path}.dt_bias": CheckpointTensor((self.shape.values,), (Destination(self.dt_bias.data.view(-1)),)),
         }
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from quire.attn.batch import LoRATokens, Tokens
 from quire.dist.collectives import Group
 from quire.layers.lora import EmbeddingBank, HeadBank
-from quire.layers.parameter import Claims, Method, MethodLayer, Role, parameter, rows_of
+from quire.layers.parameter import Method, MethodLayer, Role, WeightSlices, parameter, rows_of
 from quire.ops.linear import linear_float
 
 
@@ -46,19 +46,19 @@ class Embedding(MethodLayer):
         self.scale = scale
         self.total, self.size = count, size
         self.method: EmbeddingMethod = PlainEmbedding()
-        self.keep(range(count))
+        self.shard(range(count))
 
-    def keep(self, rows: range) -> None:
+    def shard(self, rows: range) -> None:
         """Hold only these rows. Before loading."""
-        self.kept = rows
+        self.local = rows
         self.use(self.method)
 
     def use(self, method: EmbeddingMethod) -> None:
         self.method = method
-        self.declare(method.shapes(len(self.kept), self.size))
+        self.declare(method.shapes(len(self.local), self.size))
 
-    def claims(self, path: str) -> Claims:
-        return claim_rows(self, path, self.method.shapes(self.total, self.size))
+    def weight_slices(self, path: str) -> WeightSlices:
+        return row_slices(self, path, self.method.shapes(self.total, self.size))
 
     def finish(self, device: torch.device) -> None:  # noqa: ARG002
         kind = torch.float32 if self.weight is None else self.weight.dtype
@@ -88,8 +88,8 @@ class Embedding(MethodLayer):
 
     def _look_up_own(self, ids: Tensor, lora: LoRATokens | None) -> Tensor:
         """Return the embeddings of this rank's ids; zeros for the others."""
-        own = ids - self.kept.start
-        theirs = (own < 0) | (own >= len(self.kept))
+        own = ids - self.local.start
+        theirs = (own < 0) | (own >= len(self.local))
         own = own.masked_fill(theirs, 0)
         x = self.method.look_up(self, own).masked_fill(theirs.unsqueeze(1), 0.0)
         return x if lora is None or self.bank is None else self.bank.add(x, own, lora, theirs)
@@ -109,7 +109,7 @@ class HeadMethod(Protocol):
         """Return the shapes of the parameters by the method's own names; a tied head has none."""
         ...
 
-    def claims(self, layer: "Head", path: str) -> Claims: ...
+    def weight_slices(self, layer: "Head", path: str) -> WeightSlices: ...
 
     def finish(self, layer: "Head") -> None: ...
 
@@ -122,8 +122,8 @@ class PlainHead(Method):
     def shapes(self, vocab_size: int, hidden_size: int) -> Mapping[str, tuple[int, ...]]:
         return {"weight": (vocab_size, hidden_size)}
 
-    def claims(self, layer: "Head", path: str) -> Claims:
-        return claim_rows(layer, path, self.shapes(layer.total, layer.hidden_size)) if layer.tied is None else {}
+    def weight_slices(self, layer: "Head", path: str) -> WeightSlices:
+        return row_slices(layer, path, self.shapes(layer.total, layer.hidden_size)) if layer.tied is None else {}
 
     def apply(self, layer: "Head", hidden: Tensor) -> Tensor:
         return linear_float(hidden, layer.matrix(), layer.bias)
@@ -152,23 +152,23 @@ class Head(MethodLayer):
         self.scale, self.soft_cap = scale, soft_cap
         self.total, self.hidden_size, self.biased = vocab_size, hidden_size, bias
         self.method: HeadMethod = PlainHead()
-        self.keep(range(vocab_size))
+        self.shard(range(vocab_size))
 
-    def keep(self, tokens: range) -> None:
+    def shard(self, tokens: range) -> None:
         """Compute only the logits of these tokens. Before loading."""
-        self.kept = tokens
+        self.local = tokens
         self.bias = parameter(len(tokens)) if self.biased else None
         self.use(self.method)
 
     def use(self, method: HeadMethod) -> None:
         self.method = method
-        self.declare({} if self.tied is not None else method.shapes(len(self.kept), self.hidden_size), method.dtypes)
+        self.declare({} if self.tied is not None else method.shapes(len(self.local), self.hidden_size), method.dtypes)
 
-    def claims(self, path: str) -> Claims:
+    def weight_slices(self, path: str) -> WeightSlices:
         """Return the slices of the checkpoint; a checkpoint may also store a tied matrix."""
-        taken = self.method.claims(self, path)
+        taken = self.method.weight_slices(self, path)
         if self.bias is not None:
-            taken[f"{path}.bias"] = rows_of((self.total,), [(self.bias.data, self.kept)])
+            taken[f"{path}.bias"] = rows_of((self.total,), [(self.bias.data, self.local)])
         return taken if self.tied is None else {f"{path}.weight": None, **taken}
 
     def finish(self, device: torch.device) -> None:  # noqa: ARG002
@@ -203,6 +203,6 @@ class Head(MethodLayer):
         return weight
 
 
-def claim_rows(layer: Embedding | Head, path: str, shapes: Mapping[str, tuple[int, ...]]) -> Claims:
+def row_slices(layer: Embedding | Head, path: str, shapes: Mapping[str, tuple[int, ...]]) -> WeightSlices:
     """Return the layer's rows of checkpoint tensors of these shapes."""
-    return {f"{path}.{name}": rows_of(shapes[name], [(layer.get_parameter(name).data, layer.kept)]) for name in layer.stored}
+    return {f"{path}.{name}": rows_of(shapes[name], [(layer.get_parameter(name).data, layer.local)]) for name in layer.stored}

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from quire.attn.backend import AttentionSpec, Latents
 from quire.attn.batch import Batch, Tokens, take_rows
 from quire.dist.mesh import HeadDivision, Position
-from quire.layers.attention import Attention, keep
+from quire.layers.attention import Attention, take_final
 from quire.layers.linear import Linear, MergedLinear
 from quire.layers.norm import RMSNorm
-from quire.layers.parameter import Claim, Claims, Role, Take
+from quire.layers.parameter import CheckpointTensor, Destination, Role, WeightSlices
 from quire.layers.rope import Rope
 from quire.ops.arguments import AdapterTable
 from quire.types.cache import LayerCache
@@ -44,20 +44,20 @@ class UpProjection(Linear):
     def arrange(self, path: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.separate = f"{path.removesuffix('kv_b_proj')}k_b_proj.weight" in shapes
 
-    def claims(self, path: str) -> Claims:
+    def weight_slices(self, path: str) -> WeightSlices:
         if not self.separate:
-            return super().claims(path)
-        [some], size, rank = self.kept_outputs, self.nope + self.values, self.inputs
+            return super().weight_slices(path)
+        [some], size, rank = self.local_outputs, self.nope + self.values, self.inputs
         heads = some.start // size, some.stop // size
         whole = self.by_head().data
         keys, values = whole[:, : self.nope], whole[:, self.nope :]
-        of_keys = Take(keys.transpose(1, 2), (heads, (0, rank), (0, self.nope)))
-        of_values = Take(values, (heads, (0, self.values), (0, rank)))
+        of_keys = Destination(keys.transpose(1, 2), (heads, (0, rank), (0, self.nope)))
+        of_values = Destination(values, (heads, (0, self.values), (0, rank)))
         parent = path.removesuffix("kv_b_proj")
         return {
             f"{path}.weight": None,  # some files have it too
-            f"{parent}k_b_proj.weight": Claim((self.heads, rank, self.nope), (of_keys,)).simple,
-            f"{parent}v_b_proj.weight": Claim((self.heads, self.values, rank), (of_values,)).simple,
+            f"{parent}k_b_proj.weight": CheckpointTensor((self.heads, rank, self.nope), (of_keys,)).simple,
+            f"{parent}v_b_proj.weight": CheckpointTensor((self.heads, self.values, rank), (of_values,)).simple,
         }
 
 
@@ -108,7 +108,7 @@ class LatentAttention(nn.Module):
         self.rope, self.nope, self.row, self.last = rope, nope, rank + rotary, last
         self.core = Attention(AttentionSpec(heads, 1, rank + rotary, scale, latent=rank))
 
-    def keep_heads(self, position: Position) -> None:
+    def shard_heads(self, position: Position) -> None:
         """Attend with this rank's heads only; the linear layers are sharded separately. Before loading."""
         self.core.spec = replace(self.core.spec, heads=len(self.division.share(position)[0]))
 
@@ -163,4 +163,4 @@ class LatentAttention(nn.Module):
 
     def select_residual(self, residual: Tensor, batch: Batch) -> Tensor:
         """Return the rows of residual [T, H] that belong to this layer's output."""
-        return keep(residual, batch) if self.last else residual
+        return take_final(residual, batch) if self.last else residual

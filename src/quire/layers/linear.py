@@ -15,7 +15,7 @@ from quire.attn.batch import Tokens
 from quire.dist.collectives import Group, add_parts, join_parts
 from quire.dist.mesh import Cut, HeadDivision, evenly
 from quire.layers.lora import LinearBank
-from quire.layers.parameter import Claim, Claims, Method, MethodLayer, Role, Take, parameter, rows_of
+from quire.layers.parameter import CheckpointTensor, Destination, Method, MethodLayer, Role, WeightSlices, parameter, rows_of
 from quire.ops.adapters import linear_tiled
 from quire.ops.linear import gated_linear, linear
 from quire.ops.quantized_layouts import Rounding, Rows
@@ -31,7 +31,7 @@ class LinearMethod(Protocol):
         """Return the shapes of the parameters, by the method's own names."""
         ...
 
-    def claims(self, layer: "Linear", path: str) -> Claims:
+    def weight_slices(self, layer: "Linear", path: str) -> WeightSlices:
         """Return which slices of which checkpoint tensors fill them."""
         ...
 
@@ -59,16 +59,16 @@ class Plain(Method):
     def shapes(self, inputs: int, outputs: int) -> Mapping[str, tuple[int, ...]]:
         return {"weight": (outputs, inputs)}
 
-    def claims(self, layer: "Linear", path: str) -> Claims:
-        taken: Claims = {}
-        across = layer.kept_inputs.start, layer.kept_inputs.stop
+    def weight_slices(self, layer: "Linear", path: str) -> WeightSlices:
+        taken: WeightSlices = {}
+        across = layer.local_inputs.start, layer.local_inputs.stop
         for part, matrix in layer.parts(path).items():
-            takes = [
-                Take(layer.weight.data[start : start + len(rows)], ((rows.start, rows.stop), across))
-                for start, rows in matrix.kept
+            destinations = [
+                Destination(layer.weight.data[start : start + len(rows)], ((rows.start, rows.stop), across))
+                for start, rows in matrix.local
             ]
-            claim = Claim((matrix.outputs, layer.all_inputs), tuple(takes)).simple
-            taken[f"{part}.weight"] = claim.transposed if layer.transposed else claim
+            entry = CheckpointTensor((matrix.outputs, layer.all_inputs), tuple(destinations)).simple
+            taken[f"{part}.weight"] = entry.transposed if layer.transposed else entry
         return taken
 
     def apply(self, layer: "Linear", x: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class Part:
     """The rows of one checkpoint matrix that a layer holds."""
 
     outputs: int  # of the checkpoint matrix
-    kept: tuple[tuple[int, range], ...]  # first output in the layer, and the outputs of the checkpoint matrix stored there
+    local: tuple[tuple[int, range], ...]  # first output in the layer, and the outputs of the checkpoint matrix stored there
 
 
 class Linear(MethodLayer):
@@ -118,11 +118,11 @@ class Linear(MethodLayer):
         self.cuts = tuple(cuts or map(evenly, (inputs,) if role is Role.ROW else self.sections))
         self.all_inputs, self.biased = inputs, bias
         self.method: LinearMethod = method or Plain()
-        self.keep(range(inputs), [range(size) for size in self.sections], bias=bias)
+        self.shard(range(inputs), [range(size) for size in self.sections], bias=bias)
 
-    def keep(self, inputs: range, outputs: Sequence[range], *, bias: bool) -> None:
+    def shard(self, inputs: range, outputs: Sequence[range], *, bias: bool) -> None:
         """Hold only these inputs and these outputs of each section; `bias`: hold the bias. Before loading."""
-        self.kept_inputs, self.kept_outputs = inputs, tuple(outputs)
+        self.local_inputs, self.local_outputs = inputs, tuple(outputs)
         self.inputs, self.outputs = len(inputs), sum(map(len, outputs))
         self.bias = parameter(self.outputs) if bias else None
         self.use(self.method)
@@ -139,22 +139,22 @@ class Linear(MethodLayer):
         """Return what the layer holds of each checkpoint tensor, by its path, in row order."""
         found, at = {}, 0
         for name, which in self.tensors(path).items():
-            first, kept = 0, list[tuple[int, range]]()
-            for size, some in zip(self.sections[which], self.kept_outputs[which], strict=True):
+            first, ranges = 0, list[tuple[int, range]]()
+            for size, some in zip(self.sections[which], self.local_outputs[which], strict=True):
                 start, rows = at, range(first + some.start, first + some.stop)
-                if kept and kept[-1][1].stop == rows.start:  # contiguous in the checkpoint
-                    start, before = kept.pop()
+                if ranges and ranges[-1][1].stop == rows.start:  # contiguous in the checkpoint
+                    start, before = ranges.pop()
                     rows = range(before.start, rows.stop)
-                kept.append((start, rows))
+                ranges.append((start, rows))
                 first, at = first + size, at + len(some)
-            found[name] = Part(first, tuple(kept))
+            found[name] = Part(first, tuple(ranges))
         return found
 
-    def claims(self, path: str) -> Claims:
-        taken = self.method.claims(self, path)
+    def weight_slices(self, path: str) -> WeightSlices:
+        taken = self.method.weight_slices(self, path)
         for part, matrix in self.parts(path).items():
             if self.bias is not None:
-                views = [(self.bias.data[start : start + len(rows)], rows) for start, rows in matrix.kept]
+                views = [(self.bias.data[start : start + len(rows)], rows) for start, rows in matrix.local]
                 taken[f"{part}.bias"] = rows_of((matrix.outputs,), views)
             elif self.biased:
                 taken[f"{part}.bias"] = None  # another rank adds it
@@ -186,7 +186,7 @@ class Linear(MethodLayer):
         if self.group is None:
             return out
         if self.joined is not None:
-            return join_parts(out, self.group, self.kept_outputs[0], sum(self.sections))
+            return join_parts(out, self.group, self.local_outputs[0], sum(self.sections))
         return add_parts(out, self.group)
 
     def gated(self, x: Any, activation: str, tokens: Tokens, reader: "Linear | None" = None) -> Rows:
@@ -220,17 +220,17 @@ class HeadsLinear(Linear):
 
     def parts(self, path: str) -> Mapping[str, Part]:
         size, group = self.division.size, self.division.queries // self.division.keys
-        kept, at = list[tuple[int, range]](), 0
-        for some, each, first in zip(self.kept_outputs, (group, 1, 1), (0, group, group + 1), strict=True):
+        ranges, at = list[tuple[int, range]](), 0
+        for some, each, first in zip(self.local_outputs, (group, 1, 1), (0, group, group + 1), strict=True):
             for head in range(some.start // size, some.stop // size):
                 row = (head // each * (group + 2) + first + head % each) * size
                 start, rows = at, range(row, row + size)
-                if kept and kept[-1][1].stop == row:
-                    start, before = kept.pop()
+                if ranges and ranges[-1][1].stop == row:
+                    start, before = ranges.pop()
                     rows = range(before.start, rows.stop)
-                kept.append((start, rows))
+                ranges.append((start, rows))
                 at += size
-        return {path: Part(sum(self.sections), tuple(kept))}
+        return {path: Part(sum(self.sections), tuple(ranges))}
 
 
 class BlockedLinear(Linear):
@@ -242,13 +242,13 @@ class BlockedLinear(Linear):
         self.division, self.each = division, division.queries // blocks
 
     def parts(self, path: str) -> Mapping[str, Part]:
-        size, kept, at = self.division.size, list[tuple[int, range]](), 0
-        for some, position in zip(self.kept_outputs, (0, 2, 1), strict=True):
+        size, ranges, at = self.division.size, list[tuple[int, range]](), 0
+        for some, position in zip(self.local_outputs, (0, 2, 1), strict=True):
             for head in range(some.start // size, some.stop // size):
                 row = ((head // self.each * 3 + position) * self.each + head % self.each) * size
-                kept.append((at, range(row, row + size)))
+                ranges.append((at, range(row, row + size)))
                 at += size
-        return {path: Part(sum(self.sections), tuple(kept))}
+        return {path: Part(sum(self.sections), tuple(ranges))}
 
 
 class MergedLinear(Linear):

@@ -11,7 +11,7 @@ from quire.dist.collectives import Exchange, Group, add_parts
 from quire.layers.linear import Linear, Plain
 from quire.layers.lora import ExpertsBank
 from quire.layers.norm import RMSNorm
-from quire.layers.parameter import Claim, Claims, Method, MethodLayer, Role, Take, parameter
+from quire.layers.parameter import CheckpointTensor, Destination, Method, MethodLayer, Role, WeightSlices, parameter
 from quire.ops.activation import check_activation
 from quire.ops.arguments import ClampedSwiglu, ExpertBiases, Gated, Inner, Ungated
 from quire.ops.linear import linear_float
@@ -60,7 +60,7 @@ class ExpertsMethod(Protocol):
         """Return the shapes of the parameters by the method's own names."""
         ...
 
-    def claims(self, layer: "Experts", path: str) -> Claims: ...
+    def weight_slices(self, layer: "Experts", path: str) -> WeightSlices: ...
 
     def finish(self, layer: "Experts") -> None: ...
 
@@ -73,23 +73,23 @@ class PlainExperts(Method):
     def shapes(self, count: int, hidden_size: int, inner_size: int) -> Mapping[str, tuple[int, ...]]:
         return {"up": (count, 2 * inner_size, hidden_size), "down": (count, hidden_size, inner_size)}  # gate rows first
 
-    def claims(self, layer: "Experts", path: str) -> Claims:
-        kept, rows, inner, width = layer.kept, layer.kept_inner, layer.total_inner, layer.hidden_size
+    def weight_slices(self, layer: "Experts", path: str) -> WeightSlices:
+        found, rows, inner, width = layer.local, layer.local_inner, layer.total_inner, layer.hidden_size
         up, down = layer.up.data, layer.down.data
         gates, ups = up.chunk(2, dim=1)
         across, some = (0, width), (rows.start, rows.stop)
-        taken: Claims = {}
+        taken: WeightSlices = {}
         if layer.fused:
-            few, below = (kept.start, kept.stop), (inner + rows.start, inner + rows.stop)
-            both = [Take(gates, (few, some, across)), Take(ups, (few, below, across))]
+            few, below = (found.start, found.stop), (inner + rows.start, inner + rows.stop)
+            both = [Destination(gates, (few, some, across)), Destination(ups, (few, below, across))]
             if layer.paired:
-                both = [Take(up, (few, pairs_of(rows), across))]
+                both = [Destination(up, (few, pairs_of(rows), across))]
             elif len(rows) == inner:
-                both = [Take(up, (few, (0, 2 * inner), across))]
-            gate_up = Claim((layer.total, 2 * inner, width), tuple(both)).simple
-            back = Claim((layer.total, width, inner), (Take(down, (few, across, some)),)).simple
-            for name, claim in (("gate_up_proj", gate_up), ("down_proj", back)):
-                taken[f"{path}.{name}"] = claim.transposed if layer.transposed else claim
+                both = [Destination(up, (few, (0, 2 * inner), across))]
+            gate_up = CheckpointTensor((layer.total, 2 * inner, width), tuple(both)).simple
+            back = CheckpointTensor((layer.total, width, inner), (Destination(down, (few, across, some)),)).simple
+            for name, entry in (("gate_up_proj", gate_up), ("down_proj", back)):
+                taken[f"{path}.{name}"] = entry.transposed if layer.transposed else entry
             return taken
         for name, stack, shape, ranges in (
             ("gate_proj", gates, (inner, width), (some, across)),
@@ -99,8 +99,8 @@ class PlainExperts(Method):
             for expert in range(layer.total):
                 place = f"{path}.{expert}.{name}.weight"
                 taken[place] = None
-                if expert in kept:
-                    taken[place] = Claim(shape, (Take(stack[expert - kept.start], ranges),)).simple
+                if expert in found:
+                    taken[place] = CheckpointTensor(shape, (Destination(stack[expert - found.start], ranges),)).simple
         return taken
 
     def finish(self, layer: "Experts") -> None:
@@ -121,20 +121,20 @@ class UngatedExperts(PlainExperts):
     def shapes(self, count: int, hidden_size: int, inner_size: int) -> Mapping[str, tuple[int, ...]]:
         return {"up": (count, inner_size, hidden_size), "down": (count, hidden_size, inner_size)}
 
-    def claims(self, layer: "Experts", path: str) -> Claims:
-        kept, inner, width = layer.kept, layer.total_inner, layer.hidden_size
-        few, some, across = (kept.start, kept.stop), (layer.kept_inner.start, layer.kept_inner.stop), (0, width)
-        taken: Claims = {}
+    def weight_slices(self, layer: "Experts", path: str) -> WeightSlices:
+        found, inner, width = layer.local, layer.total_inner, layer.hidden_size
+        few, some, across = (found.start, found.stop), (layer.local_inner.start, layer.local_inner.stop), (0, width)
+        taken: WeightSlices = {}
         for name, stack, shape, ranges in (
             ("up_proj", layer.up.data, (inner, width), (some, across)),
             ("down_proj", layer.down.data, (width, inner), (across, some)),
         ):
             if layer.fused:
-                taken[f"{path}.{name}"] = Claim((layer.total, *shape), (Take(stack, (few, *ranges)),)).simple
+                taken[f"{path}.{name}"] = CheckpointTensor((layer.total, *shape), (Destination(stack, (few, *ranges)),)).simple
                 continue
             for expert in range(layer.total):
-                own = Take(stack[expert - kept.start], ranges) if expert in kept else None
-                taken[f"{path}.{expert}.{name}.weight"] = None if own is None else Claim(shape, (own,)).simple
+                own = Destination(stack[expert - found.start], ranges) if expert in found else None
+                taken[f"{path}.{expert}.{name}.weight"] = None if own is None else CheckpointTensor(shape, (own,)).simple
         return taken
 
 
@@ -167,11 +167,11 @@ class Experts(MethodLayer):
         self.in_pairs = paired  # with biases and, in the family's own files, interleaved
         self.paired = self.fused = self.transposed = paired  # how the checkpoint stores them
         self.method: ExpertsMethod = PlainExperts() if self.gated else UngatedExperts()
-        self.keep(range(count), range(inner_size))
+        self.shard(range(count), range(inner_size))
 
-    def keep(self, experts: range, inner: range) -> None:
+    def shard(self, experts: range, inner: range) -> None:
         """Hold only these experts, and these of their inner dimension. Before loading."""
-        self.kept, self.kept_inner = experts, inner
+        self.local, self.local_inner = experts, inner
         self.up_bias = parameter(len(experts), 2 * len(inner)) if self.in_pairs else None
         # of the ranks that share each expert, the first adds the bias
         self.down_bias = parameter(len(experts), self.hidden_size) if self.in_pairs and inner.start == 0 else None
@@ -179,7 +179,7 @@ class Experts(MethodLayer):
 
     def use(self, method: ExpertsMethod) -> None:
         self.method = method
-        self.declare(method.shapes(len(self.kept), self.hidden_size, len(self.kept_inner)), method.dtypes)
+        self.declare(method.shapes(len(self.local), self.hidden_size, len(self.local_inner)), method.dtypes)
 
     @property
     def gating(self) -> Gated:
@@ -200,35 +200,41 @@ class Experts(MethodLayer):
         found = [shapes.get(f"{path}.{name}") for name in ("gate_up_proj", "down_proj")]  # one of them may be square
         self.transposed = self.gated and found == [(count, hidden, 2 * inner), (count, inner, hidden)]
 
-    def claims(self, path: str) -> Claims:
-        taken = self.method.claims(self, path)
+    def weight_slices(self, path: str) -> WeightSlices:
+        taken = self.method.weight_slices(self, path)
         if self.up_bias is not None:
-            taken |= self._claim_pairs(path, self.up_bias.data) if self.paired else self._claim_each(path, self.up_bias.data)
+            taken |= (
+                self._paired_biases(path, self.up_bias.data) if self.paired else self._single_biases(path, self.up_bias.data)
+            )
         return taken
 
-    def _claim_pairs(self, path: str, up_bias: Tensor) -> Claims:
-        some, across = (self.kept.start, self.kept.stop), (0, self.hidden_size)
-        pairs = Take(up_bias, (some, pairs_of(self.kept_inner)))
+    def _paired_biases(self, path: str, up_bias: Tensor) -> WeightSlices:
+        some, across = (self.local.start, self.local.stop), (0, self.hidden_size)
+        pairs = Destination(up_bias, (some, pairs_of(self.local_inner)))
         down = None  # another rank adds it
         if self.down_bias is not None:
-            down = Claim((self.total, self.hidden_size), (Take(self.down_bias.data, (some, across)),)).simple
+            down = CheckpointTensor((self.total, self.hidden_size), (Destination(self.down_bias.data, (some, across)),)).simple
         return {
-            f"{path}.gate_up_proj_bias": Claim((self.total, 2 * self.total_inner), (pairs,)).simple,
+            f"{path}.gate_up_proj_bias": CheckpointTensor((self.total, 2 * self.total_inner), (pairs,)).simple,
             f"{path}.down_proj_bias": down,
         }
 
-    def _claim_each(self, path: str, up_bias: Tensor) -> Claims:
+    def _single_biases(self, path: str, up_bias: Tensor) -> WeightSlices:
         gates, ups = up_bias.chunk(2, dim=1)
-        some, across, down = (self.kept_inner.start, self.kept_inner.stop), (0, self.hidden_size), self.down_bias
-        taken: Claims = {}
+        some, across, down = (self.local_inner.start, self.local_inner.stop), (0, self.hidden_size), self.down_bias
+        taken: WeightSlices = {}
         for name, stack, size, edges in (
             ("gate_proj", gates, self.total_inner, some),
             ("up_proj", ups, self.total_inner, some),
             ("down_proj", None if down is None else down.data, self.hidden_size, across),
         ):
             for expert in range(self.total):
-                own = None if stack is None or expert not in self.kept else Take(stack[expert - self.kept.start], (edges,))
-                taken[f"{path}.{expert}.{name}.bias"] = None if own is None else Claim((size,), (own,)).simple
+                own = (
+                    None
+                    if stack is None or expert not in self.local
+                    else Destination(stack[expert - self.local.start], (edges,))
+                )
+                taken[f"{path}.{expert}.{name}.bias"] = None if own is None else CheckpointTensor((size,), (own,)).simple
         return taken
 
     def finish(self, device: torch.device) -> None:  # noqa: ARG002
@@ -244,9 +250,9 @@ class Experts(MethodLayer):
             return self._run(x, weights, experts, tokens)
         if self.balance is not None:
             experts = self.balance.choose(x, experts)
-        if len(self.kept) < self.total:  # another rank's experts add nothing
-            experts = experts - self.kept.start
-            theirs = (experts < 0) | (experts >= len(self.kept))
+        if len(self.local) < self.total:  # another rank's experts add nothing
+            experts = experts - self.local.start
+            theirs = (experts < 0) | (experts >= len(self.local))
             weights, experts = weights.masked_fill(theirs, 0.0), experts.masked_fill(theirs, 0)
         return add_parts(self._run(x, weights, experts, tokens), self.group)
 
@@ -259,8 +265,8 @@ class Experts(MethodLayer):
         """Return what this rank's experts add to x [T, H] of any engine."""
         if self.balance is not None:
             experts = self.balance.choose(x, experts)
-        experts = experts - self.kept.start
-        theirs = (experts < 0) | (experts >= len(self.kept))
+        experts = experts - self.local.start
+        theirs = (experts < 0) | (experts >= len(self.local))
         some = (~theirs).any(-1).nonzero().squeeze(1)
         weights, experts = weights.masked_fill(theirs, 0.0), experts.masked_fill(theirs, 0)
         return torch.zeros_like(x).index_copy_(0, some, self._run(x[some], weights[some], experts[some], PLAIN))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from quire.dist.collectives import Group
 from quire.dist.mesh import HeadDivision
 from quire.files.reading import shown
-from quire.layers.parameter import Claims, parameter, rows_of
+from quire.layers.parameter import WeightSlices, parameter, rows_of
 from quire.ops.norm import add_rms_norm, rms_norm, rounded_norm
 from quire.ops.quantized_layouts import RoundedRows, Rounding
 from quire.types.errors import ModelError
@@ -96,19 +96,19 @@ class WidthNorms(nn.Module):
     def __init__(self, division: HeadDivision, eps: float) -> None:
         super().__init__()
         self.division, self.eps = division, check_epsilon(eps)
-        self.keep_heads(range(division.queries), range(division.keys))
+        self.shard_heads(range(division.queries), range(division.keys))
 
-    def keep_heads(self, queries: range, keys: range) -> None:
+    def shard_heads(self, queries: range, keys: range) -> None:
         """Hold only these heads. Before loading."""
-        self.kept = queries, keys
+        self.local = queries, keys
         self.query = parameter(len(queries) * self.division.size)
         self.key = parameter(len(keys) * self.division.size)
 
-    def claims(self, path: str) -> Claims:
-        taken: Claims = {}
+    def weight_slices(self, path: str) -> WeightSlices:
+        taken: WeightSlices = {}
         above = path.rpartition(".")[0]
         whole = self.division.queries, self.division.keys
-        for name, weight, heads, some in zip("qk", (self.query, self.key), whole, self.kept, strict=True):
+        for name, weight, heads, some in zip("qk", (self.query, self.key), whole, self.local, strict=True):
             rows = range(some.start * self.division.size, some.stop * self.division.size)
             taken[f"{above}.{name}_norm.weight"] = rows_of((heads * self.division.size,), [(weight.data, rows)])
         return taken
@@ -135,23 +135,23 @@ class HeadLayerNorm(nn.Module):
         super().__init__()
         self.heads, self.size, self.eps, self.own, self.separate = heads, size, check_epsilon(eps), own, separate
         self.bias = parameter(size) if bias else None
-        self.keep_heads(range(heads))
+        self.shard_heads(range(heads))
 
-    def keep_heads(self, heads: range) -> None:
+    def shard_heads(self, heads: range) -> None:
         """Hold only these heads. Before loading."""
-        self.kept = heads
+        self.local = heads
         self.weight = parameter(len(heads), self.size) if self.own else parameter(self.size)
 
-    def claims(self, path: str) -> Claims:
+    def weight_slices(self, path: str) -> WeightSlices:
         if not self.own:
             shared = {"weight": self.weight, "bias": self.bias}
             return {
                 f"{path}.{n}": rows_of((self.size,), [(p.data, range(self.size))]) for n, p in shared.items() if p is not None
             }
         if not self.separate:
-            return {f"{path}.weight": rows_of((self.heads, self.size), [(self.weight.data, self.kept)])}
-        taken: Claims = {f"{path}.norms.{head}.weight": None for head in range(self.heads)}
-        for row, head in zip(self.weight.data, self.kept, strict=True):
+            return {f"{path}.weight": rows_of((self.heads, self.size), [(self.weight.data, self.local)])}
+        taken: WeightSlices = {f"{path}.norms.{head}.weight": None for head in range(self.heads)}
+        for row, head in zip(self.weight.data, self.local, strict=True):
             taken[f"{path}.norms.{head}.weight"] = rows_of((self.size,), [(row, range(self.size))])
         return taken
 

@@ -26,42 +26,48 @@ Ranges = tuple[tuple[int, int], ...]  # start and end along each dimension; (): 
 
 
 @dataclass(frozen=True)
-class Take:
+class Destination:
     view: Tensor
     ranges: Ranges = ()
 
 
 @dataclass(frozen=True)
-class Claim:
+class CheckpointTensor:
     """A checkpoint tensor, and which of its slices are copied where."""
 
     shape: tuple[int, ...]
-    takes: tuple[Take, ...]
-    otherwise: "Claim | None" = None  # the same for files that store the tensor in another shape
+    destinations: tuple[Destination, ...]
+    otherwise: "CheckpointTensor | None" = None  # the same for files that store the tensor in another shape
 
     @property
-    def transposed(self) -> "Claim":
+    def transposed(self) -> "CheckpointTensor":
         """Return the same for a checkpoint with the last two dimensions swapped."""
-        return Claim(_swapped(self.shape), tuple(Take(take.view.mT, _swapped(take.ranges)) for take in self.takes))
+        return CheckpointTensor(
+            _swapped(self.shape), tuple(Destination(part.view.mT, _swapped(part.ranges)) for part in self.destinations)
+        )
 
     @property
-    def simple(self) -> "Claim":
+    def simple(self) -> "CheckpointTensor":
         """Return the same with () for ranges of the whole tensor."""
         full = tuple((0, size) for size in self.shape)
-        return Claim(self.shape, tuple(Take(take.view) if take.ranges == full else take for take in self.takes))
+        return CheckpointTensor(
+            self.shape, tuple(Destination(part.view) if part.ranges == full else part for part in self.destinations)
+        )
 
 
-Claims = dict[str, Claim | None]  # by the name in the checkpoint; None: optional and not read
+WeightSlices = dict[str, CheckpointTensor | None]  # by the name in the checkpoint; None: optional and not read
 
 
-def whole(view: Tensor) -> Claim:
-    return Claim(tuple(view.shape), (Take(view),))
+def whole(view: Tensor) -> CheckpointTensor:
+    return CheckpointTensor(tuple(view.shape), (Destination(view),))
 
 
-def rows_of(shape: tuple[int, ...], takes: Iterable[tuple[Tensor, range]]) -> Claim:
+def rows_of(shape: tuple[int, ...], destinations: Iterable[tuple[Tensor, range]]) -> CheckpointTensor:
     """Return the rows of a checkpoint tensor of this shape that fill each view."""
     rest = tuple((0, size) for size in shape[1:])
-    return Claim(shape, tuple(Take(view, ((rows.start, rows.stop), *rest)) for view, rows in takes)).simple
+    return CheckpointTensor(
+        shape, tuple(Destination(view, ((rows.start, rows.stop), *rest)) for view, rows in destinations)
+    ).simple
 
 
 def _swapped(items: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from quire.attn.batch import Batch
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
-from quire.layers.parameter import Claim, Claims, Take, parameter
+from quire.layers.parameter import CheckpointTensor, Destination, WeightSlices, parameter
 from quire.ops.arguments import StateRows, TimeSteps
 from quire.ops.recurrent import convolve, gated_norm, ssd
 from quire.types.cache import StateCache
@@ -18,7 +18,7 @@ from quire.types.errors import EngineError
 
 
 class Recurrence(nn.Module):
-    """Owns the way to the states: an entry for every slot, and those that are kept of prefixes."""
+    """The layer's recurrent states: an entry per slot, and one per snapshot of a prefix."""
 
     def __init__(self, cache: StateCache) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Recurrence(nn.Module):
 
     def bind(self, conv: Tensor, state: Tensor) -> None:
         if conv.shape[1:] != self.cache.conv or state.shape[1:] != self.cache.state:
-            raise EngineError(f"states of {list(conv.shape)} and {list(state.shape)} do not suit a layer of {self.cache}")
+            raise EngineError(f"recurrent states must fit {self.cache}; got shapes {list(conv.shape)} and {list(state.shape)}")
         self.conv, self.state = conv, state
 
     def bound(self) -> tuple[Tensor, Tensor]:
@@ -38,11 +38,11 @@ class Recurrence(nn.Module):
 
 
 def rows_of(batch: Batch) -> StateRows:
-    """The same for all layers of a step."""
+    """Return the rows' state entries; cached per step."""
     found = batch.plans.get(StateRows)
     if found is None:
         if batch.entries is None:
-            raise EngineError("a recurrent layer was run for a batch that does not say where its states are")
+            raise EngineError("a recurrent layer requires a batch with state entries")
         single = bool(batch.rows) and all(count == 1 for _, count, _ in batch.rows)
         known = tuple(
             (first, count, length - count, entry)
@@ -54,9 +54,12 @@ def rows_of(batch: Batch) -> StateRows:
 
 
 class ShortConvolution(nn.Module):
-    """Each channel is convolved with its own last inputs. At `path` it takes `path.weight` [channels, 1, width]; `parts`:
-    names of sibling tensors in the checkpoint -> channels of each. transformers 5 saves the parts of OLMo Hybrid in equal
-    shares of all channels instead, in the same order."""
+    """Causal depthwise convolution over each channel's last inputs.
+
+    The checkpoint has `path.weight` [channels, 1, width], or sibling tensors `parts` (name: channels). transformers 5 saves
+    OLMo
+    Hybrid's parts in equal shares of all channels instead, in the same order.
+    """
 
     def __init__(self, channels: int, width: int, *, bias: bool, parts: Mapping[str, int] | None = None) -> None:
         super().__init__()
@@ -64,25 +67,27 @@ class ShortConvolution(nn.Module):
         self.weight = parameter(channels, width)
         self.bias = parameter(channels) if bias else None
 
-    def claims(self, path: str) -> Claims:
+    def weight_slices(self, path: str) -> WeightSlices:
         channels, width = self.weight.shape
-        taken: Claims = {}
+        taken: WeightSlices = {}
         first, above = 0, path.rpartition(".")[0]
         parts = self.parts or {path.rpartition(".")[2]: channels}
         shares = self.weight.data.unsqueeze(1).chunk(len(parts))
         for share, (name, size) in zip(shares, parts.items(), strict=True):
             view = self.weight.data[first : first + size].unsqueeze(1)
-            equal = Claim(tuple(share.shape), (Take(share),))
-            taken[f"{above}.{name}.weight"] = Claim((size, 1, width), (Take(view),), equal)
+            equal = CheckpointTensor(tuple(share.shape), (Destination(share),))
+            taken[f"{above}.{name}.weight"] = CheckpointTensor((size, 1, width), (Destination(view),), equal)
             first += size
         if self.bias is not None:
-            taken[f"{path}.bias"] = Claim((channels,), (Take(self.bias.data),))
+            taken[f"{path}.bias"] = CheckpointTensor((channels,), (Destination(self.bias.data),))
         return taken
 
 
 class GatedNorm(nn.Module):
-    """A root-mean-square norm of each of `groups` equal parts, in float32, beside a gate that comes before it, or behind.
-    `act`: of the gate, silu or sigmoid."""
+    """RMSNorm of each of `groups` equal parts, in float32, with a gate before or after it. `act`: the gate's activation, silu
+    or
+    sigmoid.
+    """
 
     def __init__(self, size: int, eps: float, *, groups: int = 1, norm_first: bool = False, act: str = "silu") -> None:
         super().__init__()
@@ -90,11 +95,13 @@ class GatedNorm(nn.Module):
         self.weight = parameter(size)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x, gate [T, n] -> [T, n]."""
+        """Return the gated norm [T, n] of x and gate [T, n]."""
         return gated_norm(x, gate, self.weight, self.eps, self.groups, self.norm_first, self.act)
 
 
 class ShortConv(nn.Module):
+    """Gated short convolution of LFM2."""
+
     def __init__(self, hidden_size: int, width: int, *, bias: bool) -> None:
         super().__init__()
         self.in_proj = Linear(hidden_size, 3 * hidden_size, bias=bias)
@@ -112,7 +119,7 @@ class ShortConv(nn.Module):
 
 
 class LightningAttention(nn.Module):
-    """`depth`: where it is among the model's layers, from 0 to 1: the deeper, the slower states decay."""
+    """Lightning attention. `depth`: position among the model's layers, 0 to 1; states of deeper layers decay more slowly."""
 
     def __init__(self, hidden_size: int, heads: int, head_dim: int, depth: float) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Rotary position embedding: the frequencies of each scaling scheme, and the table of cosines and sines.
 
-The frequencies never depend on the request at hand: keys are cached already rotated, so one model has one table. transformers
-changes two schemes with the length of the text; here they are fixed as in vLLM. dynamic: the base is the one for the stretched
-length, max_position_embeddings * factor. longrope: long factors if `max_position` exceeds the original length, else short ones.
+The frequencies do not depend on the request: keys are cached already rotated, so one model has one table. transformers
+changes two schemes with the length of the text; here they are fixed, as in vLLM. dynamic: the base for the extended length,
+max_position_embeddings * factor. longrope: long factors if `max_position` exceeds the original length, else short ones.
 """
 
 import math
@@ -20,13 +20,13 @@ from quire.types.errors import ModelError
 
 @dataclass(frozen=True)
 class Scheme:
-    """What a frequency rule may look at."""
+    """Inputs of a rope scheme."""
 
-    dim: int  # components of a head that turn
+    dim: int  # rotary dimensions of a head
     base: float
     trained: int  # max_position_embeddings of the configuration
-    original: int  # context of the first training, before any stretching
-    max_position: int  # longest context the engine may see
+    original: int  # context length of pre-training, before any extension
+    max_position: int  # longest context of the engine
     parameters: Mapping[str, Any]
 
     def need(self, name: str) -> Any:
@@ -53,7 +53,7 @@ def _default(s: Scheme) -> Frequencies:
 
 
 def _still(s: Scheme) -> Frequencies:
-    """Nothing turns."""
+    """Return frequencies of 0: no rotation."""
     return torch.zeros(s.dim // 2, dtype=torch.float32, device="cpu"), 1.0
 
 
@@ -63,7 +63,7 @@ def _linear(s: Scheme) -> Frequencies:
 
 def _dynamic(s: Scheme) -> Frequencies:
     alpha = s.parameters.get("alpha")
-    if alpha:  # of Hunyuan: the base is stretched once and for all
+    if alpha:  # Hunyuan: a fixed base
         return _inverse(s.base * alpha ** (s.dim / (s.dim - 2)), s.dim), 1.0
     return _inverse(s.base * dynamic_growth(s.need("factor"), s.dim), s.dim), 1.0
 
@@ -74,7 +74,7 @@ def dynamic_growth(factor: float, dim: int) -> float:
 
 
 def _llama3(s: Scheme) -> Frequencies:
-    """Long waves are stretched, short ones kept, those between blended."""
+    """Scale low frequencies, keep high ones, and blend between."""
     factor, low, high = s.need("factor"), s.need("low_freq_factor"), s.need("high_freq_factor")
     plain = _inverse(s.base, s.dim)
     wave = 2 * math.pi / plain
@@ -84,7 +84,7 @@ def _llama3(s: Scheme) -> Frequencies:
 
 
 def _yarn(s: Scheme) -> Frequencies:
-    """Components that turn often within the original context are kept, those that turn rarely are stretched."""
+    """Keep dimensions that rotate often within the original context, scale those that rotate rarely."""
     factor = s.stretch
 
     def component(turns: float) -> float:
@@ -112,9 +112,9 @@ def _yarn_attention(parameters: Mapping[str, Any], factor: float) -> float:
 def _longrope(s: Scheme) -> Frequencies:
     factors = s.need("long_factor" if s.max_position > s.original else "short_factor")
     if len(factors) != s.dim // 2:
-        raise ModelError(f"longrope needs {s.dim // 2} factors for heads that turn {s.dim} components, got {len(factors)}")
+        raise ModelError(f"longrope requires {s.dim // 2} factors for {s.dim} rotary dimensions; got {len(factors)}")
     attention = s.parameters.get("attention_factor")
-    if attention is None:  # Phi-MoE says it of either factors
+    if attention is None:  # Phi-MoE has one for each kind of factors
         attention = s.parameters.get("long_mscale" if s.max_position > s.original else "short_mscale")
     if attention is None:
         attention = 1.0 if s.stretch <= 1 else math.sqrt(1 + math.log(s.stretch) / math.log(s.original))
@@ -123,7 +123,7 @@ def _longrope(s: Scheme) -> Frequencies:
 
 
 def _proportional(s: Scheme) -> Frequencies:
-    """A part of the components turns, as fast as if all did."""
+    """Rotate a part of the dimensions, at the frequencies of a full rotation."""
     turning = int(s.parameters["partial_rotary_factor"] * s.dim // 2)
     plain = _inverse(s.base, s.dim) / float(s.parameters.get("factor") or 1.0)
     plain[turning:] = 0.0
@@ -139,14 +139,14 @@ SCHEMES: dict[str, Callable[[Scheme], Frequencies]] = {
     "yarn": _yarn,
     "longrope": _longrope,
     "proportional": _proportional,
-    "su": _longrope,  # longrope's first name
+    "su": _longrope,  # longrope's former name
 }
 
 
 def rope_parameters(hf: Mapping[str, Any], layer_type: str | None = None) -> dict[str, Any]:
-    """The rope settings of a configuration, whichever way it writes them.
+    """Return the rope settings of a configuration.
 
-    New: `rope_parameters`, for all layers or per layer type. Old: `rope_theta` beside `rope_scaling`.
+    New configurations have `rope_parameters`, for all layers or per layer type; older ones `rope_theta` and `rope_scaling`.
     """
     found = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     if layer_type is not None and isinstance(found.get(layer_type), Mapping):
@@ -158,7 +158,7 @@ def rope_parameters(hf: Mapping[str, Any], layer_type: str | None = None) -> dic
 
 
 class Rope(nn.Module):
-    """Shared by all layers with the same settings. `parameters` is what `rope_parameters` returns."""
+    """Rotary embedding, shared by all layers with the same settings. parameters: from `rope_parameters`."""
 
     table: Rotation
 
@@ -180,7 +180,7 @@ class Rope(nn.Module):
         original = hf.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings") or trained
         part = 1.0 if kind == "proportional" else parameters["partial_rotary_factor"]
         self.scheme = Scheme(
-            dim=int(head_dim * part + 1e-6),  # a quotient of whole numbers may be short of it
+            dim=int(head_dim * part + 1e-6),  # float products may be slightly below the integer
             base=float(parameters["rope_theta"]),
             trained=int(trained),
             original=int(original),
@@ -189,12 +189,14 @@ class Rope(nn.Module):
         )
         if self.scheme.dim % 2 or not 2 <= self.scheme.dim <= head_dim:
             raise ModelError(
-                f"components of a head turn in pairs: of {head_dim}, an even number must turn, and the configuration "
-                f"(partial_rotary_factor {part:g}) says {self.scheme.dim}"
+                f"the rotary dimensions of a head must be an even number of at most {head_dim}; got {self.scheme.dim} "
+                f"(partial_rotary_factor {part:g})"
             )
         self.frequencies, self.factor = SCHEMES[kind](self.scheme)
         if not (self.frequencies.isfinite().all() and math.isfinite(self.factor)):
-            raise ModelError(f"the rope parameters of the model's configuration make no rotation: {shown(dict(parameters))}")
+            raise ModelError(
+                f"the rope parameters of the model's configuration give values that are not finite: {shown(dict(parameters))}"
+            )
 
     def finish(self, device: torch.device) -> None:
         angles = torch.arange(self.scheme.max_position, device=device).float().unsqueeze(1) * self.frequencies.to(device)

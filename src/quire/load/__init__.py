@@ -1,4 +1,4 @@
 """Weights into models: sources of named tensors, and the assignment of each to its place.
 
-This room knows checkpoint files and modules' claims. It knows no model family: names are changed by the model's `renames`.
+This package knows checkpoint files and modules' weight slices, but no model family: a model's `renames` map the names.
 """

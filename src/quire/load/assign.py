@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.layers.embedding import Embedding, Head
-from quire.layers.parameter import Claim, Claims, whole
+from quire.layers.parameter import CheckpointTensor, WeightSlices, whole
 from quire.load.source import Source, TensorSlice
 from quire.progress import WorkInProgress, doing
 from quire.types.errors import ModelError
@@ -174,16 +174,18 @@ _SCALES = re.compile(r"(weight|input|output)(_global)?_scale(_inv|_2)?$|scales$|
 
 
 @runtime_checkable
-class Claiming(Protocol):
-    def claims(self, path: str) -> Claims: ...
+class HasWeightSlices(Protocol):
+    def weight_slices(self, path: str) -> WeightSlices: ...
 
 
-def claims_of(model: nn.Module) -> Claims:
+def slices_of_model(model: nn.Module) -> WeightSlices:
     """By checkpoint names after renames."""
-    table: Claims = {}
+    table: WeightSlices = {}
     for path, module in model.named_modules():
-        if hasattr(type(module), "claims") and isinstance(module, Claiming):  # to ask a protocol is slow where the answer is no
-            table |= module.claims(path)
+        if hasattr(type(module), "weight_slices") and isinstance(
+            module, HasWeightSlices
+        ):  # to ask a protocol is slow where the answer is no
+            table |= module.weight_slices(path)
         else:
             own = module.named_parameters(recurse=False)
             table |= {f"{path}.{name}" if path else name: whole(value.data) for name, value in own}
@@ -200,10 +202,10 @@ def rename(name: str, renames: Renames) -> str | None:
     return name
 
 
-def assign(table: Mapping[str, Claim | None], source: Source, renames: Renames, where: str) -> None:
+def assign(table: Mapping[str, CheckpointTensor | None], source: Source, renames: Renames, where: str) -> None:
     """Copies what is claimed of the source's tensors to its places. Nothing is read if any name or shape does not fit."""
-    claims = match(table, source, renames, where)
-    places = {TensorSlice(name, take.ranges): take.view for name, claim in claims.items() for take in claim.takes}
+    entries = match(table, source, renames, where)
+    places = {TensorSlice(name, part.ranges): part.view for name, entry in entries.items() for part in entry.destinations}
     total = sum(place.nbytes for place in places.values())
     with torch.no_grad(), doing("loading weights", total) as progress, Mover(progress) as mover:
         for part, tensor in source.read(places):
@@ -213,12 +215,14 @@ def assign(table: Mapping[str, Claim | None], source: Source, renames: Renames, 
             mover.put(part.name, tensor, places[part])
 
 
-def match(table: Mapping[str, Claim | None], source: Source, renames: Renames, where: str) -> dict[str, Claim]:
-    """Claims by the source's names. Raises ModelError if any name or shape does not fit."""
-    claims, problems = _match(table, source.shapes, renames)
+def match(
+    table: Mapping[str, CheckpointTensor | None], source: Source, renames: Renames, where: str
+) -> dict[str, CheckpointTensor]:
+    """WeightSlices by the source's names. Raises ModelError if any name or shape does not fit."""
+    entries, problems = _match(table, source.shapes, renames)
     if problems:
         raise ModelError(f"{where} does not fit the model:\n" + "\n".join(problems))
-    return claims
+    return entries
 
 
 def _check_type(name: str, tensor: Tensor, place: Tensor, where: str) -> None:
@@ -231,11 +235,11 @@ def _check_type(name: str, tensor: Tensor, place: Tensor, where: str) -> None:
 
 
 def _match(
-    table: Mapping[str, Claim | None], shapes: Mapping[str, tuple[int, ...]], renames: Renames
-) -> tuple[dict[str, Claim], list[str]]:
-    """Claims by the source's names, and what is wrong in words."""
-    claims: dict[str, Claim] = {}
-    missing = {name for name, claim in table.items() if claim is not None}
+    table: Mapping[str, CheckpointTensor | None], shapes: Mapping[str, tuple[int, ...]], renames: Renames
+) -> tuple[dict[str, CheckpointTensor], list[str]]:
+    """WeightSlices by the source's names, and what is wrong in words."""
+    entries: dict[str, CheckpointTensor] = {}
+    missing = {name for name, entry in table.items() if entry is not None}
     unknown, misshaped, twice = [], [], []
     for name, shape in shapes.items():
         ours = rename(name, renames)
@@ -244,19 +248,19 @@ def _match(
         if ours not in table:
             unknown.append(name)
             continue
-        claim = table[ours]
-        if claim is None:
+        entry = table[ours]
+        if entry is None:
             continue
-        if claim.otherwise is not None and claim.otherwise.shape == tuple(shape):
-            claim = claim.otherwise
+        if entry.otherwise is not None and entry.otherwise.shape == tuple(shape):
+            entry = entry.otherwise
         if ours not in missing:
             twice.append(name)
-        elif claim.shape != tuple(shape):
-            misshaped.append(f"{name} is {list(shape)}, the model needs {list(claim.shape)}")
+        elif entry.shape != tuple(shape):
+            misshaped.append(f"{name} is {list(shape)}, the model needs {list(entry.shape)}")
         missing.discard(ours)
-        claims[name] = claim
+        entries[name] = entry
     findings = {"missing": missing, "unknown": unknown, "misshaped": misshaped, "given twice": twice}
-    return claims, [_list(what, names) for what, names in findings.items() if names]
+    return entries, [_list(what, names) for what, names in findings.items() if names]
 
 
 def _list(what: str, names: Iterable[str]) -> str:

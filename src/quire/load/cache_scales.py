@@ -67,4 +67,4 @@ def _read(source: Source, name: str, layer: SelfAttention) -> Tensor:
         raise ModelError(f"{name} has {len(values)} numbers; it must have one, or one for each of {total} heads")
     if not bool(((values > 0) & values.isfinite()).all()):
         raise ModelError(f"{name} has a scale that is no positive number; the checkpoint is damaged")
-    return values.expand(total)[layer.kept_keys.start : layer.kept_keys.stop].clone()
+    return values.expand(total)[layer.local_keys.start : layer.local_keys.stop].clone()

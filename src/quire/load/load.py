@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from quire.files.reading import reading
-from quire.layers.parameter import Claims
+from quire.layers.parameter import WeightSlices
 from quire.layers.quant.scheme import take_inventory
 from quire.layers.quant.stored import Target
-from quire.load.assign import NOT_FINITE, Renames, assign, broken_parameters, broken_tensor, claims_of, match, rename
+from quire.load.assign import NOT_FINITE, Renames, assign, broken_parameters, broken_tensor, match, rename, slices_of_model
 from quire.load.cache_scales import KV_SCALES, has_cache_scales, take_cache_scales
 from quire.load.safetensors import SafetensorsSource
 from quire.load.source import DummySource, Source
@@ -102,7 +102,7 @@ def _load(
         elif quantization is not None:
             raise ModelError(
                 f"{facts.files.name}: the weights are quantized ({quantization.method}), and {facts.architecture} is run by "
-                "the fallback, which takes floats only; use the original"
+                "the fallback, which supports floats only; use the original"
             )
         model.fill(source, device, kind, seed)
         return
@@ -148,7 +148,7 @@ def lay_out(
     quantization: "Quantization | None",
     target: Target,
     cache_scales: bool = False,
-) -> tuple[Claims, Renames]:
+) -> tuple[WeightSlices, Renames]:
     """Every parameter gets its place on the device. What is claimed of the checkpoint, and how its names are changed."""
     renames: Renames = getattr(model, "renames", ())
     if source is not None:
@@ -165,7 +165,7 @@ def lay_out(
     if quantization is not None:
         use_scheme(model, quantization, source, renames, target)
     materialize(model, device, target.dtype)
-    return claims_of(model), renames
+    return slices_of_model(model), renames
 
 
 def refuse_broken(model: nn.Module, source: Source, where: str, dtype: torch.dtype) -> None:
@@ -213,7 +213,7 @@ def keep(model: nn.Module, source: Blocks, renames: Renames, target: Target, dev
     mapped = not target.keeps or "blocks" in target.keeps
     scheme = find_scheme("gguf")(mine) if mapped else find_scheme("gguf forms")(mine, target, device)
     quantize(model, scheme)
-    source.keep(frozenset(claimed[name] for name in scheme.kept))
+    source.keep(frozenset(claimed[name] for name in scheme.in_blocks))
 
 
 def find_rows(model: nn.Module, part: nn.Module, facts: "ModelFacts", load_format: str) -> QuantizedMatrix | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.files.reading import open_regular
-from quire.layers.parameter import Claim, Ranges
+from quire.layers.parameter import CheckpointTensor, Ranges
 from quire.ops.blocks import QuantizedMatrix
 from quire.types.errors import ModelError
 
@@ -69,22 +69,22 @@ SCALES = re.compile(r"(scales?|scale_inv|scale_2|absmax|SCB)$")  # which none ma
 class DummySource:
     """Makes what is claimed, on the device where it is wanted; a slice has the values it has in the whole."""
 
-    def __init__(self, table: Mapping[str, Claim | None], seed: int) -> None:
-        self.claims = {name: claim for name, claim in table.items() if claim is not None}
+    def __init__(self, table: Mapping[str, CheckpointTensor | None], seed: int) -> None:
+        self.entries = {name: entry for name, entry in table.items() if entry is not None}
         self.seed = seed
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: claim.shape for name, claim in self.claims.items()}
+        return {name: entry.shape for name, entry in self.entries.items()}
 
     def read(self, slices: Collection[TensorSlice]) -> Iterator[tuple[TensorSlice, Tensor]]:
         generators: dict[torch.device, torch.Generator] = {}
         for part in slices:
-            claim = self.claims[part.name]
-            view = claim.takes[0].view
+            entry = self.entries[part.name]
+            view = entry.destinations[0].view
             generator = generators.setdefault(view.device, torch.Generator(view.device))
             generator.manual_seed(int.from_bytes(hashlib.sha256(f"{self.seed}/{part.name}".encode()).digest()[:7], "little"))
-            values = _values(claim.shape, view, generator)
+            values = _values(entry.shape, view, generator)
             if part.name.endswith("_scales") and values.dtype == torch.uint8:  # exponents: of numbers as small as weights are
                 values = values % 8 + 116
             if SCALES.search(part.name) and values.is_floating_point():

@@ -1,5 +1,6 @@
 """Model families: mathematics only.
 
-A family file says how its blocks are made and how its checkpoints name things. Where weights come from, where the cache
-lies and which kernel runs are not known here.
+A family file makes the blocks and maps the names of its checkpoints. It knows neither where weights come from, nor the KV
+cache,
+nor the kernels.
 """

@@ -1,4 +1,4 @@
-"""AFMoE (Arcee Trinity): what attention gives is gated; layers without a window know nothing of positions."""
+"""AFMoE (Arcee Trinity): gated attention output; layers without a window have no RoPE."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 class GatedOutput(SelfAttention):
-    """What comes out is multiplied by a gate of what came in, at `gate_proj`."""
+    """Attention whose output is multiplied by the sigmoid of a projection of its input, `gate_proj`."""
 
     def __init__(self, hidden_size: int, heads: int, cache: LayerCache, rope: Rope | None, **more: Any) -> None:
         super().__init__(hidden_size, heads, cache, rope, **more)
         self.gate_proj = Linear(hidden_size, heads * cache.head_dim, role=Role.COLUMN, cuts=(self.division.cut_queries,))
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        behind = self.tokens_after(batch)
-        gate = torch.sigmoid(self.gate_proj(self.select_residual(x, batch), behind))
-        out: Tensor = self.o_proj(attend_heads(self, self.qkv(x, batch.tokens), batch) * gate, behind)
+        after = self.tokens_after(batch)
+        gate = torch.sigmoid(self.gate_proj(self.select_residual(x, batch), after))
+        out: Tensor = self.o_proj(attend_heads(self, self.qkv(x, batch.tokens), batch) * gate, after)
         return out
 
 

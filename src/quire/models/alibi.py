@@ -1,4 +1,4 @@
-"""Families that know positions by a bias on attention (ALiBi): Bloom and MPT."""
+"""Families with ALiBi, an attention bias by distance: Bloom and MPT."""
 
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Powers of one base for as many heads as are a power of two, odd powers of its root for the others."""
+    """Return the ALiBi slope of each head: powers of one base for the largest power of two of heads, odd powers of its root for
+    the
+    rest.
+    """
     most = 1 << (heads.bit_length() - 1)
     base, root = 2.0 ** (-8.0 / most), 2.0 ** (-4.0 / most)
     return [base ** (i + 1) for i in range(most)] + [root ** (2 * i + 1) for i in range(heads - most)]
@@ -38,7 +41,7 @@ class Bloom(Decoder):
 
     def __init__(self, facts: "ModelFacts") -> None:
         if facts.hf.get("apply_residual_connection_post_layernorm"):
-            raise ModelError("sums behind the norms (apply_residual_connection_post_layernorm) are not supported")
+            raise ModelError("apply_residual_connection_post_layernorm is not supported; it must be false")
         super().__init__(facts)
         self.embed_norm = self.make_norm(facts)
 
@@ -80,7 +83,7 @@ class MPT(Decoder):
             or attention.get("prefix_lm")
             or not attention.get("alibi", True)
         ):
-            raise ModelError("biases (no_bias false), qk_ln, prefix_lm and learned positions (alibi false) are not supported")
+            raise ModelError("MPT requires no_bias, no qk_ln, no prefix_lm, and alibi")
         super().__init__(facts)
 
     def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:

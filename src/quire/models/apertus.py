@@ -1,4 +1,4 @@
-"""Apertus: normed queries and keys, and a feed-forward without a gate whose activation is learned (xIELU)."""
+"""Apertus: normalized queries and keys, and a feed-forward without a gate with a learned activation (xIELU)."""
 
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LearnedActivation(nn.Module):
-    """alpha_p * x * x + beta * x where x > 0, alpha_n * (exp(x) - 1 - x) + beta * x elsewhere."""
+    """xIELU: alpha_p * x * x + beta * x for x > 0, otherwise alpha_n * (exp(x) - 1 - x) + beta * x."""
 
     fixed = frozenset({"alpha_p", "alpha_n", "beta", "eps"})
 
@@ -37,7 +37,7 @@ class LearnedActivation(nn.Module):
 
 
 class LearnedMLP(nn.Module):
-    """down(activation(up(x)))."""
+    """Feed-forward without a gate: down(activation(up(x)))."""
 
     def __init__(self, hidden_size: int, inner_size: int) -> None:
         super().__init__()

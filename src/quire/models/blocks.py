@@ -12,13 +12,13 @@ from quire.layers.mlp import GatedMLP
 from quire.layers.norm import Norm, RMSNorm
 from quire.ops.quantized_layouts import Rows
 
-# layers whose input is read by one linear layer alone, and its name; not their subclasses, which may read it twice
-FIRST: Mapping[type[nn.Module], str] = MappingProxyType({SelfAttention: "qkv", GatedMLP: "gate_up"})
+# layers whose input is read by one linear layer only, and its name; not subclasses, which may read it twice
+FIRST_LINEAR: Mapping[type[nn.Module], str] = MappingProxyType({SelfAttention: "qkv", GatedMLP: "gate_up"})
 
 
 def fused_norm(reader: nn.Module, norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Rows, Tensor]:
     """Return norm.add(x [T, H], residual), quantized if the first linear layer of `reader`, the only reader, would do it."""
-    first = FIRST.get(type(reader))
+    first = FIRST_LINEAR.get(type(reader))
     if first is not None and type(norm) is RMSNorm:
         linear = getattr(reader, first)
         assert isinstance(linear, Linear)
@@ -29,7 +29,7 @@ def fused_norm(reader: nn.Module, norm: Norm, x: Tensor, residual: Tensor | None
 
 
 class Block(nn.Module):
-    """Pre-norm attention and feed-forward. The residual stream is kept apart from x; each norm adds x to it."""
+    """Pre-norm attention and feed-forward. The residual stream is separate from x; each norm adds x to it."""
 
     def __init__(self, input_layernorm: Norm, self_attn: SelfAttention, post_attention_layernorm: Norm, mlp: nn.Module) -> None:
         super().__init__()

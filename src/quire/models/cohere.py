@@ -1,6 +1,6 @@
-"""Command R (Cohere): one norm without a bias before attention and feed-forward, which stand beside each other; scaled logits.
+"""Command R (Cohere): one LayerNorm without a bias before parallel attention and feed-forward; scaled logits.
 
-Cohere 2 turns the layers with a window, and lets those that see everything know nothing of positions.
+Cohere 2 has RoPE only in layers with a window.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -46,5 +46,5 @@ class Cohere(Decoder):
 class Cohere2(Cohere):
     def differences(self, facts: "ModelFacts", index: int) -> dict[str, Any]:
         bias = bool(facts.hf.get("attention_bias"))
-        unturned = {"rope": None} if facts.layers[index].window is None else {}
-        return {"bias": bias, "out_bias": bias} | unturned
+        no_rope = {"rope": None} if facts.layers[index].window is None else {}
+        return {"bias": bias, "out_bias": bias} | no_rope

@@ -1,4 +1,4 @@
-"""DBRX: layer norms without biases, clipped projections, experts whose matrices stand one above the other."""
+"""DBRX: LayerNorms without biases, clipped projections, experts concatenated in one matrix."""
 
 from typing import TYPE_CHECKING
 
@@ -7,7 +7,7 @@ from torch import nn
 from quire.layers.attention import SelfAttention
 from quire.layers.moe import Experts, MoE, PlainExperts
 from quire.layers.norm import LayerNorm, Norm
-from quire.layers.parameter import Claim, Claims, Take
+from quire.layers.parameter import CheckpointTensor, Destination, WeightSlices
 from quire.models.decoder import Decoder
 from quire.types.errors import ModelError
 
@@ -16,18 +16,20 @@ if TYPE_CHECKING:
 
 
 class StackedExperts(PlainExperts):
-    """At `path` they take `path.w1`, `path.v1` and `path.w2`, each [E * inner, hidden]; the last is the way back."""
+    """Experts whose checkpoint has `path.w1`, `path.v1` and `path.w2` (down, transposed), each [E * inner, hidden]."""
 
-    def claims(self, layer: Experts, path: str) -> Claims:
+    def weight_slices(self, layer: Experts, path: str) -> WeightSlices:
         gates, ups = layer.up.data.chunk(2, dim=1)
-        taken: Claims = {}
+        taken: WeightSlices = {}
         for name, stack in (("w1", gates), ("v1", ups), ("w2", layer.down.data.mT)):
-            takes = []
-            for number, expert in enumerate(layer.kept):
+            destinations = []
+            for number, expert in enumerate(layer.local):
                 first = expert * layer.total_inner
-                rows = first + layer.kept_inner.start, first + layer.kept_inner.stop
-                takes.append(Take(stack[number], (rows, (0, layer.hidden_size))))
-            taken[f"{path}.{name}"] = Claim((layer.total * layer.total_inner, layer.hidden_size), tuple(takes))
+                rows = first + layer.local_inner.start, first + layer.local_inner.stop
+                destinations.append(Destination(stack[number], (rows, (0, layer.hidden_size))))
+            taken[f"{path}.{name}"] = CheckpointTensor(
+                (layer.total * layer.total_inner, layer.hidden_size), tuple(destinations)
+            )
         return taken
 
 
@@ -54,7 +56,7 @@ class DBRX(Decoder):
         ffn = facts.hf["ffn_config"]
         power = ffn.get("moe_normalize_expert_weights", 1.0)
         if power not in (None, 1):
-            raise ModelError(f"ffn_config.moe_normalize_expert_weights must be 1 or null, got {power!r}")
+            raise ModelError(f"ffn_config.moe_normalize_expert_weights must be 1 or null; got {power!r}")
         moe = MoE(
             facts.hidden_size,
             ffn["ffn_hidden_size"],

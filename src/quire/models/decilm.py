@@ -1,4 +1,4 @@
-"""DeciLM (Nemotron NAS): Llama each half of whose blocks has a size of its own, is one matrix, or is left out."""
+"""DeciLM (Nemotron NAS): Llama with attention and feed-forward of each block resized, linear or omitted."""
 
 from typing import TYPE_CHECKING
 
@@ -16,11 +16,11 @@ from quire.types.errors import ModelError
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
 
-MULTIPLE = 256  # of which the sizes of feed-forwards are
+INNER_SIZE_MULTIPLE = 256
 
 
 class OneMatrix(nn.Module):
-    """In the place of half a block, where it has a name of its own."""
+    """A linear layer instead of attention or feed-forward, under its own name."""
 
     def __init__(self, name: str, size: int) -> None:
         super().__init__()
@@ -33,23 +33,26 @@ class OneMatrix(nn.Module):
 
 
 class PartialBlock(nn.Module):
-    """`behind`: all that attend. What is behind them has the tokens that the batch keeps."""
+    """A block with attention, feed-forward or both.
+
+    after_attention: the block comes after the last attention layer, so it only sees the batch's final tokens
+    """
 
     def __init__(
         self,
         attention: tuple[Norm, SelfAttention | OneMatrix] | None,
         mlp: tuple[Norm, nn.Module] | None,
-        behind: bool,
+        after_attention: bool,
     ) -> None:
         super().__init__()
         self.input_layernorm: Norm | None = None if attention is None else attention[0]
         self.self_attn: SelfAttention | OneMatrix | None = None if attention is None else attention[1]
         self.post_attention_layernorm: Norm | None = None if mlp is None else mlp[0]
         self.mlp: nn.Module | None = None if mlp is None else mlp[1]
-        self.behind = behind
+        self.after_attention = after_attention
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        tokens = (batch.final if self.behind else batch).tokens
+        tokens = (batch.final if self.after_attention else batch).tokens
         if self.input_layernorm is not None and self.self_attn is not None:
             x, residual = self.input_layernorm.add(x, residual)
             if isinstance(self.self_attn, SelfAttention):
@@ -84,15 +87,15 @@ class DeciLM(Llama):
         return PartialBlock(
             None if attention is None else (self.make_norm(facts), attention),
             None if mlp is None else (self.make_norm(facts), mlp),
-            behind=before == len(facts.layers),
+            after_attention=before == len(facts.layers),
         )
 
     def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:
         hf, feed = facts.hf, block_half(facts.hf, index, "ffn")
         inner = feed.get("intermediate_size") or hf.get("intermediate_size")
         if (multiplier := feed.get("ffn_mult")) is not None:
-            inner = -(-int(2 * multiplier * facts.hidden_size / 3) // MULTIPLE) * MULTIPLE
+            inner = -(-int(2 * multiplier * facts.hidden_size / 3) // INNER_SIZE_MULTIPLE) * INNER_SIZE_MULTIPLE
         if not inner:
-            raise ModelError(f"block_configs: the feed-forward of layer {index} has neither ffn_mult nor intermediate_size")
+            raise ModelError(f"block_configs: the feed-forward of layer {index} requires ffn_mult or intermediate_size")
         activation = feed.get("hidden_act") or hf["hidden_act"]
         return GatedMLP(facts.hidden_size, inner, activation, bias=bool(hf.get("mlp_bias")))

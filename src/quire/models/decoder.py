@@ -30,7 +30,7 @@ class Decoder(nn.Module):
     # (pattern, replacement) applied in order to each checkpoint name with re.sub; a replacement of None = do not read it
     renames: tuple[tuple[str, str | None], ...] = ((r"^model\.", ""), (r"rotary_emb\.inv_freq$", None))
     tied: ClassVar[bool] = False  # default of tie_word_embeddings
-    interleaved: ClassVar[bool] = False  # RoPE rotates neighbouring components, not those half a head apart
+    interleaved: ClassVar[bool] = False  # RoPE rotates neighbouring dimensions instead of halves
     recordable: ClassVar[bool] = True  # its kernel launches depend on the batch's shape alone: CUDA graphs can record them
 
     def __init__(self, facts: "ModelFacts") -> None:
@@ -52,7 +52,7 @@ class Decoder(nn.Module):
         return self.body(self.embed(batch), batch)
 
     def run_blocks(self, x: Tensor, batch: Batch) -> Tensor:
-        """x [T, H]: the embedded tokens."""
+        """Run the blocks on embedded tokens x [T, H]."""
         residual = None
         for block in self.layers:
             x, residual = block(x, residual, batch)
@@ -63,7 +63,7 @@ class Decoder(nn.Module):
         return x
 
     def logits(self, hidden: Tensor, tokens: Tokens) -> Tensor:
-        """hidden [P, H] -> [P, V] float32."""
+        """Return the logits [P, V] float32 of hidden [P, H]."""
         out: Tensor = self.lm_head(hidden, tokens)
         return out
 

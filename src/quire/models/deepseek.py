@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3 (R1, Kimi K2), and the families that took over their latent attention."""
+"""DeepSeek V2 and V3 (R1, Kimi K2), and other families with its latent attention."""
 
 import math
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Latent(Decoder):
-    """What these families have in common."""
+    """Decoders with latent attention."""
 
     interleaved = True
 
@@ -44,16 +44,16 @@ class Latent(Decoder):
 
     def rope(self, facts: "ModelFacts", index: int, layer_type: str | None = None) -> Rope:  # noqa: ARG002
         if layer_type not in self.ropes:
-            turns = self.interleaved and facts.hf.get("rope_interleave", True)
+            interleaved = self.interleaved and facts.hf.get("rope_interleave", True)
             parameters = {**rope_parameters(facts.hf), "partial_rotary_factor": 1.0}
             self.ropes[layer_type] = Rope(
-                facts.hf["qk_rope_head_dim"], facts.max_position, facts.hf, parameters, interleaved=turns
+                facts.hf["qk_rope_head_dim"], facts.max_position, facts.hf, parameters, interleaved=interleaved
             )
         return self.ropes[layer_type]
 
 
 def stretched_scale(rope: Mapping[str, Any]) -> float:
-    """What attention scores are multiplied by where positions are stretched."""
+    """Return the factor of attention scores for YaRN."""
     weight, factor = rope.get("mscale_all_dim"), rope.get("factor")
     if rope["rope_type"] == "default" or not weight or not factor or factor <= 1:
         return 1.0
@@ -61,9 +61,9 @@ def stretched_scale(rope: Mapping[str, Any]) -> float:
 
 
 class SparseDecoder(Decoder):
-    """The first layers are dense. Layers behind the last are for drafts."""
+    """Decoders with experts after the first, dense layers. Layers after the last one are draft layers."""
 
-    shared = 0  # experts that every token goes through, where that is not said
+    shared = 0  # default of n_shared_experts
     renames: tuple[tuple[str, str | None], ...] = (
         *Decoder.renames,
         (r"\.mlp\.gate\.e_score_correction[_.]bias$", ".mlp.e_score_correction_bias"),
@@ -94,12 +94,12 @@ class SparseDecoder(Decoder):
         )
 
     def routing(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """How experts are chosen."""
+        """Return the arguments of RoutedMoE that choose experts."""
         raise NotImplementedError
 
 
 class DeepseekV2(SparseDecoder, Latent):
-    """A group of experts is judged by its best."""
+    """DeepSeek V2: a group of experts is scored by its best."""
 
     def routing(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         limited = hf.get("topk_method") == "group_limited_greedy"
@@ -111,14 +111,14 @@ class DeepseekV2(SparseDecoder, Latent):
 def check_routing(experts: int, top_k: int, groups: tuple[int, int, int]) -> None:
     count, chosen, best = groups
     if experts % count or not 0 < chosen <= count or (count > 1 and best > experts // count):
-        told = f"{chosen} (topk_group) of {count} groups (n_group)"
-        raise ModelError(f"{experts} experts (n_routed_experts) cannot be chosen from {told}")
+        share = f"{chosen} (topk_group) of {count} groups (n_group)"
+        raise ModelError(f"{experts} experts (n_routed_experts) cannot be divided into {share}")
     if not 0 < top_k <= experts // count * chosen:
-        raise ModelError(f"num_experts_per_tok must be between 1 and {experts // count * chosen}, got {top_k}")
+        raise ModelError(f"num_experts_per_tok must be between 1 and {experts // count * chosen}; got {top_k}")
 
 
 def is_sparse(hf: Mapping[str, Any], index: int) -> bool:
-    """Is the layer one of experts?"""
+    """Return whether a layer has experts."""
     if not hf.get("n_routed_experts"):
         return False
     kinds = hf.get("mlp_layer_types")
@@ -128,12 +128,12 @@ def is_sparse(hf: Mapping[str, Any], index: int) -> bool:
 
 
 class DeepseekV3(DeepseekV2):
-    """Scores are sigmoids, corrected for the choice; a group of experts is judged by its two best."""
+    """DeepSeek V3: sigmoid scores with a correction for the choice; a group of experts is scored by its two best."""
 
     def routing(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         corrected, scoring = hf.get("topk_method", "noaux_tc") == "noaux_tc", hf.get("scoring_func", "sigmoid")
         if scoring not in ("sigmoid", "softmax"):
-            raise ModelError(f"scoring_func must be sigmoid or softmax, got {shown(scoring)}")
+            raise ModelError(f"scoring_func must be sigmoid or softmax; got {shown(scoring)}")
         return {
             "renormalize": hf.get("norm_topk_prob", True),
             "scoring": scoring,
@@ -144,7 +144,7 @@ class DeepseekV3(DeepseekV2):
 
 
 class AXK1(DeepseekV3):
-    """What experts give is normed."""
+    """A.X K1: a norm of the experts' output."""
 
     renames = (*DeepseekV3.renames, (r"(?<!\.mlp)\.post_mlp_layernorm\.", ".mlp.post_mlp_layernorm."))
 
@@ -161,7 +161,7 @@ class Youtu(Latent):
 
 
 class MiniCPM3(Latent, Granite):  # type: ignore[misc]
-    """Granite's multipliers under other names (`config/families/`); heads turn by halves."""
+    """Granite's multipliers under other names (`config/families/`); RoPE rotates halves."""
 
     interleaved = False
     tied = True

@@ -1,4 +1,4 @@
-"""Exaone: the third is Llama under other names; the fourth norms heads, and what attention and feed-forward give."""
+"""Exaone: version 3 is Llama under other names; version 4 normalizes heads and the outputs of attention and feed-forward."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ class Exaone(Decoder):
 
 
 class Exaone4(Decoder):
-    """Where some layers have a window, the others know nothing of positions."""
+    """Exaone 4. If some layers have a window, the others have no RoPE."""
 
     def make_block(self, facts: "ModelFacts", index: int) -> nn.Module:
         attention, mlp = self.make_attention(facts, index), self.make_mlp(facts, index)

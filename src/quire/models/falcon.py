@@ -1,4 +1,4 @@
-"""Falcon: one matrix for queries, keys and values, blocks whose halves stand beside each other, in three generations."""
+"""Falcon, three generations: one matrix for queries, keys and values, parallel attention and feed-forward."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,7 @@ class Falcon(Decoder):
 
     def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
         bias, heads, positions = bool(facts.hf.get("bias")), facts.hf["num_attention_heads"], dict[str, Any]()
-        if facts.hf.get("alibi"):  # what is lost is scaled with the logits; slopes were rounded in training
+        if facts.hf.get("alibi"):  # ALiBi is scaled with the scores here; slopes were rounded in training
             scale = facts.layers[index].head_dim ** -0.5
             slopes = torch.tensor(alibi_slopes(heads), device="cpu").bfloat16().float().tolist()
             positions = {"rope": None, "slopes": [slope * scale for slope in slopes]}

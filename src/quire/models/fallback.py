@@ -1,7 +1,9 @@
 """Any decoder of transformers, run with our attention and KV cache.
 
 transformers builds the model and maps the checkpoint's tensors to it; its attention layers call our attention. Models for which
-that would be wrong are refused (`fallback_checks.py`).
+that would be wrong are refused (`fallback_checks.py`). A model whose layers do not fit the KV cache can be recomputed: its
+cache
+holds token ids only, and every step runs the whole sequence (`Recomputed`).
 """
 
 import logging
@@ -16,7 +18,7 @@ from torch.nn import functional
 from quire.attn.backend import AttentionSpec
 from quire.attn.batch import PLAIN, Batch, Tokens
 from quire.files.reading import told
-from quire.layers.attention import Attention, keep
+from quire.layers.attention import Attention, take_final
 from quire.load.source import Source, read_whole
 from quire.models.decoder import Decoder
 from quire.models.fallback_checks import (
@@ -37,10 +39,8 @@ from quire.types.errors import ModelError
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
-if TYPE_CHECKING:
-    from quire.config.facts import ModelFacts
 
-SHOWN = 10
+MAX_LISTED = 10
 
 
 @dataclass
@@ -113,7 +113,7 @@ class Fallback(Decoder):
         nn.Module.__init__(self)
         self.recurrents = []
         if any(layer.latent for layer in facts.layers):
-            raise ModelError("latent attention (kv_lora_rank) is served by families of our own alone")
+            raise ModelError("latent attention (kv_lora_rank) is not supported through transformers")
         self.config, self.kind = find_class(facts)
         self.facts = facts
         self.step = Step()
@@ -133,7 +133,7 @@ class Fallback(Decoder):
         self.trunk.requires_grad_(False)
         self.head.requires_grad_(False)
         try:
-            with doing("trying how tokens of the model meet"):
+            with doing("checking that tokens meet in attention only"):
                 check_tokens_meet_in_attention_only(self.trunk, attending, self.facts.vocab_size, device)
         except ModelError as error:
             raise ModelError(f"{self.facts.architecture} cannot be run through transformers: {error}") from error
@@ -146,9 +146,9 @@ class Fallback(Decoder):
         self.step.turns.clear()
         out: Tensor = self.trunk(input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False)[0]
         self.step.batch = None
-        return keep(out[0], batch)
+        return take_final(out[0], batch)
 
-    def logits(self, hidden: Tensor, tokens: Tokens) -> Tensor:  # noqa: ARG002 (it has no room for any)
+    def logits(self, hidden: Tensor, tokens: Tokens) -> Tensor:  # noqa: ARG002 (transformers' heads know no LoRA)
         self.given.hidden = hidden[None]
         ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
         out: Tensor = self.head(input_ids=ids, use_cache=False).logits
@@ -159,7 +159,7 @@ class Fallback(Decoder):
         """Split the model into trunk and head."""
         self.trunk, self.given = model.base_model, Given()
         if self.trunk is model:
-            raise ModelError("it has no part that gives hidden states")
+            raise ModelError("it has no base model that returns hidden states")
         setattr(model, model.base_model_prefix, self.given)
         self.head = model
 
@@ -199,11 +199,11 @@ class Fallback(Decoder):
 
 def _list(names: Any) -> str:
     ordered = sorted(str(name) for name in names)
-    return ", ".join(ordered[:SHOWN]) + (f", and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else "")
+    return ", ".join(ordered[:MAX_LISTED]) + (f", and {len(ordered) - MAX_LISTED} more" if len(ordered) > MAX_LISTED else "")
 
 
 logger = logging.getLogger(__name__)
-TOLERANCE = 0.02  # relative; a token that sees what follows changes far more than rounding does
+RECOMPUTED_TOLERANCE = 0.02  # relative; a token that sees later ones changes far more than by rounding
 
 
 class TokenPages(Attention):
@@ -229,6 +229,8 @@ class TokenPages(Attention):
 
 
 class Recomputed(Fallback):
+    """A model of transformers without a cache of keys and values: correct, and slow."""
+
     def __init__(self, facts: "ModelFacts") -> None:
         nn.Module.__init__(self)
         self.config, self.kind = find_class(facts)
@@ -237,7 +239,7 @@ class Recomputed(Fallback):
 
     def fill(self, source: Source | None, device: torch.device, dtype: torch.dtype, seed: int) -> None:
         logger.warning(
-            "%s is run without a cache of keys and values, every token as long as all before it: %s",
+            "%s is recomputed: every token takes as long as its whole sequence, without a KV cache, because %s",
             self.facts.architecture, self.facts.recomputed,
         )  # fmt: skip
         model = self.build("eager", dtype, device, seed) if source is None else self.load(source, device, dtype, "eager")
@@ -256,10 +258,10 @@ class Recomputed(Fallback):
             for row, (_, count, length) in enumerate(batch.rows)
             if count
         ]
-        return keep(torch.cat(parts), batch)
+        return take_final(torch.cat(parts), batch)
 
     def _run(self, ids: Tensor) -> Tensor:
-        """ids [n] -> hidden states [n, H]."""
+        """Return the hidden states [n, H] of ids [n]."""
         out: Tensor = self.trunk(input_ids=ids[None], use_cache=False)[0]
         return out[0]
 
@@ -278,14 +280,14 @@ class Recomputed(Fallback):
             ) from error
         if one.shape != (5, one.shape[-1]) or count != size:
             raise ModelError(
-                f"{self.facts.architecture} cannot be run through transformers: it gives {count} logits of {one.shape[0]} "
-                f"states for 5 tokens of a vocabulary of {size}"
+                f"{self.facts.architecture} cannot be run through transformers: it returns {count} logits for {one.shape[0]} "
+                f"states; expected {size} logits for 5 states"
             )
         if not one.isfinite().all():
             return  # random or broken weights: the check would compare NaN
         for others in (other[:3], alone):
-            if (one[:3] - others).norm() > TOLERANCE * one[:3].norm():
+            if (one[:3] - others).norm() > RECOMPUTED_TOLERANCE * one[:3].norm():
                 raise ModelError(
-                    f"{self.facts.architecture} cannot be run through transformers: what comes later changes what its tokens "
-                    "are (it is not causal)"
+                    f"{self.facts.architecture} cannot be run through transformers: later tokens change the hidden states of "
+                    "earlier ones (it is not causal)"
                 )

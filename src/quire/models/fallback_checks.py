@@ -1,7 +1,7 @@
-"""Our attention as an attention function of transformers.
+"""Find out whether a transformers model can be run over our KV cache, with our attention as an attention function.
 
 transformers looks attention functions up by name. Ours calls the handler that is installed on the calling module, so that one
-process can hold many models.
+process can hold many models. In doubt a model is refused.
 
     WATCHED   the attention function receives a description of the mask (`Mask`) instead of the mask
     SERVED    no mask is made
@@ -23,8 +23,6 @@ from quire.layers.rope import dynamic_growth
 from quire.types.cache import LayerCache
 from quire.types.errors import ModelError
 
-if TYPE_CHECKING:
-    from quire.config.facts import ModelFacts
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
 
@@ -66,14 +64,14 @@ class Mask:
     causal: bool = True  # False: not a causal mask with or without a sliding window
 
     def __getattr__(self, name: str) -> Any:
-        raise Recomputable("it computes with its attention mask instead of handing it on")
+        raise Recomputable("it computes with its attention mask instead of passing it on")
 
     def __getitem__(self, index: Any) -> Any:
-        raise Recomputable("it cuts its attention mask instead of handing it on")
+        raise Recomputable("it slices its attention mask instead of passing it on")
 
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
-        raise Recomputable("it computes with its attention mask instead of handing it on")
+        raise Recomputable("it computes with its attention mask instead of passing it on")
 
 
 def install(handler: Handler, module: nn.Module) -> None:
@@ -162,7 +160,7 @@ def build(kind: Any, config: Any, attention: str, dtype: torch.dtype, device: to
         raise ModelError(f"transformers cannot build it ({told(error)})") from error
 
 
-DIGITS, RADIX = 4, 128  # of token ids, where the cache holds nothing else
+DIGITS, RADIX = 4, 128  # of token ids in the cache of a recomputed model
 # arguments of attention functions that do not change the result
 NEUTRAL = frozenset({"cache_position", "dropout", "logits_to_keep", "position_ids", "return_dict", "use_cache"})
 FOLLOWED = frozenset({"attention_mask", "is_causal", "s_aux", "scaling", "sliding_window", "softcap"})
@@ -282,13 +280,13 @@ def _check_class(model: Any) -> None:
     if config.is_encoder_decoder:
         raise ModelError("it is an encoder-decoder; only decoders are served")
     if model._is_stateful:
-        raise Recomputable("it keeps a recurrent state beside keys and values")
+        raise Recomputable("it has recurrent states in addition to keys and values")
     if getattr(config, "alibi", False):
-        raise Recomputable("it knows positions by a bias on attention (ALiBi)")
+        raise Recomputable("it has a position bias in attention (ALiBi)")
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
-        raise Recomputable("it takes no position_ids: it knows positions by a bias on attention (ALiBi) or counts them itself")
+        raise Recomputable("it has no position_ids: it has a position bias in attention (ALiBi) or counts positions itself")
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
-        raise Recomputable("its own positions do not begin at 0, but after the padding token's id (RoBERTa's)")
+        raise Recomputable("its positions begin after the padding token's id, not at 0 (RoBERTa)")
 
 
 class Probe:
@@ -331,11 +329,11 @@ def check_tokens_meet_in_attention_only(
     if differ(plain, run((7, 5), (0, 1))):
         raise ModelError("tokens influence each other outside of attention (a convolution, a shift or a recurrent state)")
     if not differ(plain, run((3, 5), (4, 6))):
-        raise ModelError("it does not look at position_ids")
+        raise ModelError("it ignores position_ids")
     if any(_differ(layer[0], layer[1]) for layer in run((5, 5), (1, 1))):
         raise ModelError("it counts positions itself, whatever position_ids say")
     if differ(plain, run((3, 5), None)):
-        raise ModelError("its own positions do not begin at 0 (RoBERTa's begin behind the padding token's id, for instance)")
+        raise ModelError("its positions do not begin at 0 (RoBERTa's begin after the padding token's id, for instance)")
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

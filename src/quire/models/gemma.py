@@ -1,7 +1,8 @@
-"""Gemma: scaled embeddings, norms whose weight is an offset from one, a tanh-gated feed-forward.
+"""Gemma: scaled embeddings, norms whose weight is an offset from one, a feed-forward with a GELU gate.
 
-Gemma 2 norms what each half of a block gives back as well, and caps its logits. Gemma 3 norms queries and keys, and turns
-the layers with a window by another base than those without.
+Gemma 2 also normalizes the outputs of attention and feed-forward and caps its logits. Gemma 3 normalizes queries and keys;
+layers
+with a window have another RoPE base than those without.
 """
 
 import logging
@@ -29,12 +30,11 @@ class Gemma(Decoder):
     def __init__(self, facts: "ModelFacts") -> None:
         if facts.architecture == "PaliGemmaForConditionalGeneration":
             logger.warning(
-                "prompts are read in one direction, as transformers does without token_type_ids; the model knows both"
+                "prompts are processed causally, as transformers does without token_type_ids; the model can also attend bidirectionally"
             )
-        elif facts.hf.get("use_bidirectional_attention") not in (None, False, "vision"):  # that is: within images
-            raise ModelError(
-                "the model attends in both directions (use_bidirectional_attention); only causal models are served"
-            )
+        # "vision": bidirectional within images only
+        elif facts.hf.get("use_bidirectional_attention") not in (None, False, "vision"):
+            raise ModelError("use_bidirectional_attention is not supported; only causal models are served")
         super().__init__(facts)
 
     def make_embedding(self, facts: "ModelFacts") -> Embedding:
@@ -51,7 +51,7 @@ class Gemma(Decoder):
         return {"bias": bias, "out_bias": bias}
 
     def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
-        activation = facts.hf.get("hidden_activation") or "gelu_pytorch_tanh"  # an old hidden_act of "gelu" means this one too
+        activation = facts.hf.get("hidden_activation") or "gelu_pytorch_tanh"  # an old hidden_act of "gelu" also means this one
         return GatedMLP(facts.hidden_size, facts.hf["intermediate_size"], activation)
 
 

@@ -1,5 +1,6 @@
-"""Gemma 3n: several residual streams, of which a layer reads one and corrects all (AltUp), a short way past attention
-(LAuReL), and a small input of its own for every layer; the last layers attend to what others wrote.
+"""Gemma 3n: several residual streams of which a layer reads one and corrects all (AltUp), a low-rank path past attention
+(LAuReL),
+and an extra input for every layer. The last layers attend to the keys and values of other layers.
 """
 
 from typing import TYPE_CHECKING
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.attn.batch import Batch, Tokens
-from quire.layers.attention import SelfAttention, SharedAttention, keep
+from quire.layers.attention import SelfAttention, SharedAttention, take_final
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP, SparseGatedMLP
 from quire.layers.norm import Norm
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class AltUp(nn.Module):
-    """Streams [T, S, H]; a layer reads the `active` one."""
+    """Alternating updates: streams [T, S, H], of which a layer reads the `active` one."""
 
     def __init__(self, hidden_size: int, streams: int, active: int, router_norm: Norm, scaled: bool) -> None:
         super().__init__()
@@ -36,13 +37,13 @@ class AltUp(nn.Module):
         return torch.tanh(self.modality_router(self.router_norm(x) * x.shape[-1] ** -1.0, tokens).float()).to(x.dtype)
 
     def predict(self, streams: Tensor, tokens: Tokens) -> Tensor:
-        """What each will be, from what all are."""
+        """Return a prediction of every stream from all of them."""
         routed = self.prediction_coefs(self.routed(streams[:, self.active], tokens), tokens)
         mixture: Tensor = routed.unflatten(1, (self.streams, self.streams))  # type: ignore[no-untyped-call]
         return streams + mixture @ streams
 
     def correct(self, predictions: Tensor, x: Tensor, tokens: Tokens) -> Tensor:
-        """x [T, H]: what the active one has become."""
+        """Return the streams corrected by x [T, H], the active stream after the layer."""
         shares: Tensor = self.correction_coefs(self.routed(x, tokens), tokens) + 1.0
         return predictions + shares[:, :, None] * (x - predictions[:, self.active])[:, None]
 
@@ -52,6 +53,8 @@ class AltUp(nn.Module):
 
 
 class Laurel(nn.Module):
+    """Low-rank residual path past attention."""
+
     def __init__(self, hidden_size: int, rank: int, norm: Norm) -> None:
         super().__init__()
         self.linear_left, self.linear_right = Linear(hidden_size, rank), Linear(rank, hidden_size)
@@ -77,16 +80,19 @@ class Gemma3nBlock(nn.Module):
         self.self_attn, self.mlp, self.altup, self.laurel, self.gate = self_attn, mlp, altup, laurel, gate
 
     def forward(self, streams: Tensor, given: Tensor, batch: Batch) -> Tensor:
-        """streams [T, S, H], given [T, P]. Of the last layer that writes keys and values less comes out."""
+        """Return streams [T, S, H]; given [T, P]: the layer's extra input. The last layer that writes keys and values returns
+        the final
+        tokens only.
+        """
         tokens = (batch.final if isinstance(self.self_attn, SharedAttention) else batch).tokens
         predictions = self.altup.predict(streams, tokens)
         x = predictions[:, self.altup.active]
         normed = self.input_layernorm(x)
-        beside = x + self.laurel(normed, tokens)
+        skipped = x + self.laurel(normed, tokens)
         attended = self.post_attention_layernorm(self.self_attn(normed, batch))
-        predictions, beside, given = (self.self_attn.select_residual(part, batch) for part in (predictions, beside, given))
+        predictions, skipped, given = (self.self_attn.select_residual(part, batch) for part in (predictions, skipped, given))
         tokens = self.self_attn.tokens_after(batch)
-        x = (attended + beside) * 2**-0.5
+        x = (attended + skipped) * 2**-0.5
         x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), tokens))
         streams = self.altup.correct(predictions, x, tokens)
         let_through = self.gate(self.altup.output(streams), given, tokens)
@@ -107,14 +113,14 @@ class Gemma3n(SharingGemma):
 
     def run_blocks(self, x: Tensor, batch: Batch) -> Tensor:
         given = self.inputs(x, batch)
-        streams = torch.stack([x, *(as_long(project(x, batch.tokens), x) for project in self.altup_projections)], 1)
+        streams = torch.stack([x, *(with_rms_of(project(x, batch.tokens), x) for project in self.altup_projections)], 1)
         for index, block in enumerate(self.layers):
             streams = block(streams, given[:, index], batch)
             if index == self.writers - 1:
-                given = keep(given, batch)
+                given = take_final(given, batch)
         first, *others = streams.unbind(1)
         tokens, ways = batch.final.tokens, zip(self.altup_unembed_projections, others, strict=True)
-        return self.norm(torch.stack([first, *(as_long(project(x, tokens), first) for project, x in ways)]).mean(0))
+        return self.norm(torch.stack([first, *(with_rms_of(project(x, tokens), first) for project, x in ways)]).mean(0))
 
     def make_block(self, facts: "ModelFacts", index: int) -> nn.Module:
         hf, size = facts.hf, facts.hidden_size
@@ -127,16 +133,16 @@ class Gemma3n(SharingGemma):
         return Gemma3nBlock((first, second, third, fourth), attention, mlp, altup, laurel, gate)
 
     def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:
-        inner, closed, count = facts.hf["intermediate_size"], facts.hf.get("activation_sparsity_pattern"), len(self.owners)
-        if closed is None:
-            closed = [0.95 if count > 10 > layer else 0.0 for layer in range(count)]
-        inner, share = (value[index] if isinstance(value, list) else value for value in (inner, closed))
+        inner, sparsity, count = facts.hf["intermediate_size"], facts.hf.get("activation_sparsity_pattern"), len(self.owners)
+        if sparsity is None:
+            sparsity = [0.95 if count > 10 > layer else 0.0 for layer in range(count)]
+        inner, share = (value[index] if isinstance(value, list) else value for value in (inner, sparsity))
         if share:
             return SparseGatedMLP(facts.hidden_size, inner, self.activation(facts), share)
         return GatedMLP(facts.hidden_size, inner, self.activation(facts))
 
 
-def as_long(x: Tensor, other: Tensor) -> Tensor:
-    """x [T, H], brought to the other's root mean square."""
+def with_rms_of(x: Tensor, other: Tensor) -> Tensor:
+    """Return x [T, H] scaled to the other's root mean square."""
     length = other.square().mean(-1, keepdim=True).sqrt()
     return x * length / x.square().mean(-1, keepdim=True).clamp(min=1e-5).sqrt()

@@ -1,5 +1,6 @@
-"""Gemma 4: layers with a window and those without have heads of other sizes; some keep no values, some attend to what a layer
-before them wrote; some models have a small input of its own for every layer, some experts beside the feed-forward.
+"""Gemma 4: layers with a window have other head sizes than those without. Some layers use keys as values, some attend to the
+keys
+and values of an earlier layer; some models have an extra input for every layer, some experts parallel to the feed-forward.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from quire.attn.batch import Batch, Tokens
 from quire.config.uneven_layers import key_owners
-from quire.layers.attention import SelfAttention, SharedAttention, attend_heads, keep, prepare_heads
+from quire.layers.attention import SelfAttention, SharedAttention, attend_heads, prepare_heads, take_final
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear, MergedLinear
 from quire.layers.mlp import GatedMLP
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class ValuesOfKeys(SelfAttention):
-    """What its keys are before they are normed and turned are its values, too."""
+    """Attention whose values are the keys before norm and RoPE."""
 
     def __init__(self, hidden_size: int, heads: int, cache: LayerCache, rope: Any, *, bias: bool = False, **more: Any) -> None:
         super().__init__(hidden_size, heads, cache, rope, bias=bias, **more)
@@ -44,7 +45,7 @@ class ValuesOfKeys(SelfAttention):
 
 
 class LayerInputs(nn.Module):
-    """What goes into every layer beside the residual stream: of the token, and of its embedding."""
+    """Extra inputs of every layer: an embedding of the token plus a projection of its embedded state."""
 
     def __init__(self, facts: "ModelFacts", norm: Norm, size: int, layers: int) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class LayerInputs(nn.Module):
         self.per_layer_projection_norm = norm
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """x [T, H]: the embedded tokens -> [T, layers, size]."""
+        """Return the inputs [T, layers, size] for embedded tokens x [T, H]."""
         of_states = (self.per_layer_model_projection(x, batch.tokens) * self.scale).unflatten(1, (self.layers, self.size))
         ids = batch.ids.masked_fill(batch.ids >= self.rows, 0)
         of_tokens = self.embed_tokens_per_layer(ids, batch.tokens).unflatten(1, (self.layers, self.size))  # type: ignore[no-untyped-call]
@@ -63,12 +64,12 @@ class LayerInputs(nn.Module):
         return out
 
 
-# of a decoder that has LayerInputs at `inputs`
+# renames of a decoder with LayerInputs at `inputs`
 INPUT_RENAMES = ((r"^(embed_tokens_per_layer|per_layer_model_projection|per_layer_projection_norm)\.", r"inputs.\1."),)
 
 
 class Gate(nn.Module):
-    """Of a layer's input, as much as the hidden states let through."""
+    """Add a layer's extra input, gated by the hidden states."""
 
     def __init__(self, hidden_size: int, size: int, activation: str, norm: Norm) -> None:
         super().__init__()
@@ -78,7 +79,7 @@ class Gate(nn.Module):
         self.post_per_layer_input_norm = norm
 
     def forward(self, x: Tensor, given: Tensor, tokens: Tokens) -> Tensor:
-        """x [T, H], given [T, size] -> [T, H]."""
+        """Return the addition [T, H] for hidden states x [T, H] and the extra input given [T, size]."""
         let_through = activate(self.per_layer_input_gate(x, tokens), self.activation) * given
         out: Tensor = self.post_per_layer_input_norm(self.per_layer_projection(let_through, tokens))
         return out
@@ -88,7 +89,7 @@ GATE_RENAMES = ((r"\.(per_layer_input_gate|per_layer_projection|post_per_layer_i
 
 
 class Gemma4Experts(nn.Module):
-    """Beside a feed-forward: tokens are normed twice, for the router and for the experts."""
+    """Experts parallel to a feed-forward: tokens are normalized separately for the router and for the experts."""
 
     def __init__(self, facts: "ModelFacts", activation: str, norms: tuple[Norm, Norm, Norm]) -> None:
         super().__init__()
@@ -100,9 +101,9 @@ class Gemma4Experts(nn.Module):
         self.experts = Experts(hf["num_experts"], size, hf["moe_intermediate_size"], activation)
 
     def forward(self, fed: Tensor, residual: Tensor, tokens: Tokens) -> Tensor:
-        """fed [T, H]: what the feed-forward gives -> [T, H] of both."""
-        judged = rms_norm(residual, self.scale, self.eps) * residual.shape[1] ** -0.5
-        weights, chosen = route(self.proj(judged, tokens), self.top_k, True)
+        """Return the sum [T, H] of the feed-forward's output `fed` [T, H] and the experts' output."""
+        router_input = rms_norm(residual, self.scale, self.eps) * residual.shape[1] ** -0.5
+        weights, chosen = route(self.proj(router_input, tokens), self.top_k, True)
         weights = weights * self.per_expert_scale.float()[chosen]
         routed = self.experts(self.pre_feedforward_layernorm_2(residual), weights, chosen, tokens)
         out: Tensor = self.post_feedforward_layernorm_1(fed) + self.post_feedforward_layernorm_2(routed)
@@ -110,7 +111,8 @@ class Gemma4Experts(nn.Module):
 
 
 class Gemma4Block(nn.Module):
-    """x [T, H] is the residual stream. Of the last that writes keys and values less comes out."""
+    """Gemma 4's block. x [T, H] is the residual stream. The last layer that writes keys and values returns the final tokens
+    only."""
 
     def __init__(
         self,
@@ -140,14 +142,14 @@ class Gemma4Block(nn.Module):
 
 
 class SharingGemma(Gemma2):
-    """Gemma whose last layers attend to what others wrote: behind the last that does, only tokens that are kept go on."""
+    """Gemma whose last layers attend to the keys and values of other layers: they only see the batch's final tokens."""
 
     def __init__(self, facts: "ModelFacts") -> None:
         self.owners, self.writers = key_owners(facts.hf), len(facts.layers)
         self.written: list[SelfAttention] = []
         super().__init__(facts)
         shared = "|".join(str(index) for index, owner in enumerate(self.owners) if owner != index)
-        if shared:  # some files have them nevertheless
+        if shared:  # some files have these weights nevertheless
             self.renames = (*self.renames, (rf"^layers\.({shared})\.self_attn\.[kv]_(proj|norm)\.", None))
 
     def count_blocks(self, facts: "ModelFacts") -> int:  # noqa: ARG002
@@ -204,7 +206,7 @@ class Gemma4(SharingGemma):
         for index, block in enumerate(self.layers):
             x = block(x, None if given is None else given[:, index], batch)
             if given is not None and index == self.writers - 1:
-                given = keep(given, batch)
+                given = take_final(given, batch)
         return self.norm(x)
 
     def make_block(self, facts: "ModelFacts", index: int) -> nn.Module:

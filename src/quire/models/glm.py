@@ -1,5 +1,6 @@
-"""GLM 4: Llama with one matrix for gate and up, and half of each head turned, neighbours together. The 0414 generation norms
-what each half of a block gives as well.
+"""GLM 4: Llama with one matrix for gate and up, and interleaved RoPE on half of each head. GLM 4-0414 also normalizes the
+outputs
+of attention and feed-forward.
 """
 
 from typing import TYPE_CHECKING
@@ -43,7 +44,7 @@ class Glm4(Glm):
 
 
 class ChatGLM(Decoder):
-    """GLM 4 and ChatGLM 2 and 3 as they were first published."""
+    """GLM 4 and ChatGLM 2 and 3 as first published."""
 
     renames = (
         (r"^transformer\.", ""),
@@ -60,15 +61,15 @@ class ChatGLM(Decoder):
     interleaved = True
 
     def __init__(self, facts: "ModelFacts") -> None:
-        wanted = {
+        required = {
             "rmsnorm": True,
             "post_layer_norm": True,
             "apply_residual_connection_post_layernorm": False,
             "original_rope": True,
         }
-        for name, value in wanted.items():
+        for name, value in required.items():
             if facts.hf.get(name, value) != value:
-                raise ModelError(f"{name} must be {str(value).lower()} in the model's config")
+                raise ModelError(f"{name} must be {str(value).lower()}; got {facts.hf[name]}")
         super().__init__(facts)
 
     def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:

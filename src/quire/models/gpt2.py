@@ -13,8 +13,6 @@ from quire.models.decoder import Decoder
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
-if TYPE_CHECKING:
-    from quire.config.facts import ModelFacts
 
 
 class GPT2(Decoder):

@@ -14,10 +14,6 @@ from quire.models.decoder import Decoder
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
-if TYPE_CHECKING:
-    from quire.config.facts import ModelFacts
-if TYPE_CHECKING:
-    from quire.config.facts import ModelFacts
 
 
 class GPTNeoX(Decoder):
@@ -84,7 +80,7 @@ class GPTJ(Decoder):
 
 
 class CodeGen(GPTJ):
-    """q, k and v in one matrix, which was made for four devices."""
+    """CodeGen: q, k and v in one matrix that is laid out for four devices."""
 
     renames = (
         *GPTJ.renames,

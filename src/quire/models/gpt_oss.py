@@ -1,4 +1,4 @@
-"""gpt-oss: a mixture of experts with biases, windows in every other layer, and heads that may attend to nothing (sinks)."""
+"""gpt-oss: experts with biases, a sliding window in every other layer, and attention sinks."""
 
 from typing import TYPE_CHECKING
 

@@ -1,5 +1,6 @@
-"""Granite 3: Llama with multipliers on embeddings, on attention scores, on what each half of a block gives, and on logits;
-also with experts.
+"""Granite 3: Llama with multipliers on embeddings, attention scores, the outputs of attention and feed-forward, and logits;
+also
+with experts.
 """
 
 from typing import TYPE_CHECKING
@@ -36,7 +37,7 @@ class Granite(Decoder):
 
 
 class GraniteMoE(Granite):
-    """Some have an expert for every token beside the others."""
+    """Granite with experts; some models also have a shared expert."""
 
     renames = (
         *Granite.renames,
@@ -55,11 +56,11 @@ class GraniteMoE(Granite):
 
 
 class MiniCPM(Granite):
-    """The same multipliers under other names (`config/families/`)."""
+    """MiniCPM: Granite's multipliers under other names (`config/families/`)."""
 
 
 class HyperCLOVAX(Granite):
-    """What each half of a block gives is normed, too; logits are multiplied."""
+    """HyperCLOVA X: the outputs of attention and feed-forward are normalized; logits are multiplied."""
 
     def __init__(self, facts: "ModelFacts") -> None:
         super().__init__(facts)

@@ -1,4 +1,4 @@
-"""Hunyuan: Llama that norms the heads of queries and keys when they have been turned."""
+"""Hunyuan: Llama with norms of the heads of queries and keys after RoPE."""
 
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ class HunYuan(Decoder):
 
 
 class HunYuanMoE(HunYuan):
-    """Every token goes through a shared expert too."""
+    """Hunyuan with experts and a shared expert."""
 
     renames = (
         *HunYuan.renames,

@@ -1,6 +1,6 @@
-"""Decoders some of whose layers are recurrent: what they have beside `Decoder`'s.
+"""Decoders with recurrent layers.
 
-`facts.layers` has the attention layers, `facts.states` the recurrent ones, `facts.kinds` says which of a model's is which.
+`facts.layers` has the attention layers, `facts.states` the recurrent ones, and `facts.kinds` the kind of every layer.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quire.attn.batch import Batch
 from quire.config.recurrent import mamba2_sizes
-from quire.layers.attention import SelfAttention, keep
+from quire.layers.attention import SelfAttention, take_final
 from quire.layers.mamba import Mamba2, Mamba2Shape
 from quire.layers.norm import Norm
 from quire.layers.recurrent import GatedNorm
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 def make_mamba2(facts: "ModelFacts", eps: float, **options: Any) -> Mamba2:
-    """With a norm behind its gate, by groups."""
+    """Return a Mamba 2 mixer with a grouped norm after its gate."""
     shape = Mamba2Shape(*mamba2_sizes(facts.hf))
     return Mamba2(facts.hidden_size, shape, GatedNorm(shape.inner, eps, groups=shape.groups), **options)
 
 
 class MixerBlock(nn.Module):
-    """norm, mixer, norm, feed-forward, by names of a family's own: the mixer is attention or recurrent."""
+    """Norm, mixer, norm, feed-forward; the mixer is attention or recurrent."""
 
     def __init__(self, norm: Norm, mixer: nn.Module, feed_norm: Norm, feed_forward: nn.Module, scale: float = 1.0) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class MixerBlock(nn.Module):
 
 
 class OneMixerBlock(nn.Module):
-    """norm, mixer; `feeds`: what mixes is a feed-forward part, which looks at every token by itself."""
+    """Norm and mixer. `feeds`: the mixer is a feed-forward layer."""
 
     def __init__(self, norm: Norm, mixer: nn.Module, feeds: bool = False) -> None:
         super().__init__()
@@ -54,17 +54,17 @@ class OneMixerBlock(nn.Module):
 
 
 class HybridDecoder(Decoder):
-    """A family says in `make_mixer` what its recurrent layers are."""
+    """A decoder whose recurrent layers come from `make_mixer`."""
 
     def count_blocks(self, facts: "ModelFacts") -> int:
         return len(facts.kinds)
 
     def run_blocks(self, x: Tensor, batch: Batch) -> Tensor:
-        """All tokens go through all layers: what a recurrent one makes of the last depends on those before."""
+        """Run all tokens through all layers: a recurrent layer's final tokens depend on the ones before."""
         residual = None
         for block in self.layers:
             x, residual = block(x, residual, batch)
-        return self.norm.add(keep(x, batch), None if residual is None else keep(residual, batch))[0]
+        return self.norm.add(take_final(x, batch), None if residual is None else take_final(residual, batch))[0]
 
     def make_block(self, facts: "ModelFacts", index: int) -> nn.Module:
         mixer = self.make_attention(facts, index) if facts.kinds[index] == "attention" else self.make_mixer(facts, index)
@@ -79,7 +79,7 @@ class HybridDecoder(Decoder):
     def attend(
         self, facts: "ModelFacts", index: int, kind: type[SelfAttention] = SelfAttention, **differences: Any
     ) -> SelfAttention:
-        """Layer `index`'s attention."""
+        """Return the attention of layer `index`; `differences` override arguments of SelfAttention."""
         among = sum(kind in ("attention", "both") for kind in facts.kinds[:index])
         options = {"heads": facts.hf["num_attention_heads"], **differences}
         if "rope" not in options:

@@ -20,8 +20,6 @@ from quire.types.errors import ModelError
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
-if TYPE_CHECKING:
-    from quire.config.facts import ModelFacts
 
 
 class Bamba(HybridDecoder):
@@ -45,7 +43,7 @@ class Bamba(HybridDecoder):
 
 
 class GraniteHybrid(Bamba):
-    """Granite's multipliers; experts, and one for every token beside them, or that one alone."""
+    """Granite 4: Granite's multipliers; experts and a shared expert, or a dense feed-forward."""
 
     renames = (
         *HybridDecoder.renames,
@@ -92,7 +90,7 @@ class GraniteHybrid(Bamba):
 
 
 class ScaledMLP(GatedMLP):
-    """Its gate and its output are multiplied."""
+    """Gated feed-forward whose gate and output are multiplied by `scales`."""
 
     def __init__(self, hidden_size: int, inner_size: int, activation: str, *, bias: bool, scales: tuple[float, float]) -> None:
         super().__init__(hidden_size, inner_size, activation, bias=bias)
@@ -105,7 +103,7 @@ class ScaledMLP(GatedMLP):
 
 
 class ScaledKeys(SelfAttention):
-    """Keys are multiplied before they are turned."""
+    """Attention whose keys are multiplied by `key_scale` before RoPE."""
 
     key_scale = 1.0
 
@@ -118,17 +116,17 @@ class ScaledKeys(SelfAttention):
         return out
 
 
-class SideBySide(nn.Module):
-    """A recurrent mixer and attention, added."""
+class ParallelMixer(nn.Module):
+    """The sum of a Mamba 2 mixer and attention. `scales`: factors of Mamba's input and output, and of attention's."""
 
     def __init__(self, mamba: Mamba2, self_attn: SelfAttention, scales: tuple[float, float, float, float]) -> None:
         super().__init__()
         self.mamba, self.self_attn, self.scales = mamba, self_attn, scales
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        before, behind, attention_before, attention_behind = self.scales
-        recurrent: Tensor = self.mamba(x * before, batch) * behind
-        attended: Tensor = self.self_attn(x * attention_before, batch) * attention_behind
+        mamba_in, mamba_out, attention_in, attention_out = self.scales
+        recurrent: Tensor = self.mamba(x * mamba_in, batch) * mamba_out
+        attended: Tensor = self.self_attn(x * attention_in, batch) * attention_out
         return recurrent + attended
 
 
@@ -174,8 +172,9 @@ class FalconH1(HybridDecoder):
         assert isinstance(attention, ScaledKeys)
         attention.key_scale = hf.get("key_multiplier", 1.0)
         names = ("ssm_in_multiplier", "ssm_out_multiplier", "attention_in_multiplier", "attention_out_multiplier")
-        before, behind, attention_before, attention_behind = (float(hf.get(name, 1.0)) for name in names)
-        return SideBySide(mamba, attention, (before, behind, attention_before, attention_behind))
+        scales = tuple(float(hf.get(name, 1.0)) for name in names)
+        mamba_in, mamba_out, attention_in, attention_out = scales
+        return ParallelMixer(mamba, attention, (mamba_in, mamba_out, attention_in, attention_out))
 
     def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
         hf = facts.hf
@@ -186,9 +185,9 @@ class FalconH1(HybridDecoder):
 
 
 class Jamba(Bamba):
-    """Mamba's first kind with norms within, attention without positions, experts in some layers."""
+    """Jamba: Mamba 1 with inner norms, attention without RoPE, experts in some layers."""
 
-    recordable = False  # its recurrence is a loop of torch's
+    recordable = False  # its recurrence is a loop in PyTorch
     renames = (*Bamba.renames, (r"\.feed_forward\.router\.", ".feed_forward.gate."))
 
     def make_norm(self, facts: "ModelFacts", size: int | None = None) -> Norm:
@@ -216,7 +215,7 @@ class Jamba(Bamba):
             hf.get("num_experts", 16),
         )
         if not isinstance(period, int) or period < 1:
-            raise ModelError(f"expert_layer_period must be a positive integer, got {period!r}")
+            raise ModelError(f"expert_layer_period must be a positive integer; got {period!r}")
         if experts < 2 or index % period != offset:
             return super().make_mlp(facts, index)
         top_k = hf.get("num_experts_per_tok", 2)

@@ -1,4 +1,4 @@
-"""Kimi Linear: delta attention, now and then latent attention without positions, and DeepSeek's experts."""
+"""Kimi Linear: Kimi Delta Attention, some layers of latent attention without RoPE, and DeepSeek's experts."""
 
 from typing import TYPE_CHECKING
 
@@ -14,11 +14,11 @@ from quire.models.hybrid import HybridDecoder
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
 
-STILL = {"rope_type": "none", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+NO_ROPE = {"rope_type": "none", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
 
 
 class KimiLinear(SparseDecoder, HybridDecoder):
-    """Its config is translated in `config/families/recurrent.py`."""
+    """Kimi Linear. Its config is translated in `config/families/recurrent.py`."""
 
     renames = (
         *HybridDecoder.renames,
@@ -37,13 +37,13 @@ class KimiLinear(SparseDecoder, HybridDecoder):
 
     def __init__(self, facts: "ModelFacts") -> None:
         super().__init__(facts)
-        self.renames = type(self).renames  # there are no layers for drafts behind the last
+        self.renames = type(self).renames  # there are no draft layers after the last one
 
     def make_attention(self, facts: "ModelFacts", index: int) -> LatentAttention:  # type: ignore[override]
         hf = facts.hf
         nope, rotary, heads = hf["qk_nope_head_dim"], hf["qk_rope_head_dim"], hf["num_attention_heads"]
         if None not in self.ropes:
-            self.ropes[None] = Rope(rotary, facts.max_position, hf, STILL)
+            self.ropes[None] = Rope(rotary, facts.max_position, hf, NO_ROPE)
         return LatentAttention(
             facts.hidden_size,
             heads,

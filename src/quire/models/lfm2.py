@@ -1,4 +1,4 @@
-"""LFM2: short convolutions with an attention layer now and then."""
+"""LFM2: gated short convolutions and some attention layers."""
 
 from typing import TYPE_CHECKING
 
@@ -56,7 +56,7 @@ class LFM2(HybridDecoder):
 
 
 class LFM2MoE(LFM2):
-    """Experts behind the first few layers."""
+    """LFM2 with experts after the first few layers."""
 
     renames = (*LFM2.renames, (r"\.feed_forward\.expert_bias$", ".feed_forward.e_score_correction_bias"))
 

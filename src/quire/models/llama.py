@@ -15,16 +15,10 @@ from quire.types.errors import ModelError
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
-if TYPE_CHECKING:
-    from quire.config.facts import ModelFacts
-if TYPE_CHECKING:
-    from quire.config.facts import ModelFacts
-if TYPE_CHECKING:
-    from quire.config.facts import ModelFacts
 
 
 class Llama(Decoder):
-    """Also Mistral: its windows are a fact of each layer's cache."""
+    """Llama and Mistral: a layer's sliding window is a property of its cache."""
 
     def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
         bias = bool(facts.hf.get("attention_bias"))
@@ -37,13 +31,13 @@ class Qwen2(Decoder):
 
 
 class MiMo(Qwen2):
-    """Layers beside the others are for drafts."""
+    """MiMo. Its additional layers are draft layers."""
 
     renames = (*Qwen2.renames, (r"^mtp_layers\.", None))
 
 
 class Ministral3(Llama):
-    """Queries are sharpened as a text grows longer than those it was first trained with."""
+    """Ministral 3: queries are scaled up beyond the context length of pre-training."""
 
     def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
         rope = facts.hf["rope_parameters"]
@@ -115,44 +109,48 @@ class SmolLM3(Decoder):
 
     def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
         hf = facts.hf
-        bias, turned = bool(hf.get("attention_bias")), hf.get("no_rope_layers")
-        turns = turned[index] if turned else (index + 1) % hf.get("no_rope_layer_interval", 4)
-        return self.attention(facts, index, bias=bias, out_bias=bias, **({} if turns else {"rope": None}))
+        bias, rope_layers = bool(hf.get("attention_bias")), hf.get("no_rope_layers")
+        has_rope = rope_layers[index] if rope_layers else (index + 1) % hf.get("no_rope_layer_interval", 4)
+        return self.attention(facts, index, bias=bias, out_bias=bias, **({} if has_rope else {"rope": None}))
 
 
 class Solar(Llama):
-    """What goes into the layers of `bskcn_1` and `bskcn_2` is kept; into those of `bskcn_3` and `bskcn_4` goes a mixture with
-    what was kept last of the one and the other, whose share is the second of `bskcn_tv` (the first is for training)."""
+    """Solar Pro: Llama with skip connections.
+
+    The input of the layers in `bskcn_1` and `bskcn_2` is saved. The input of the layers in `bskcn_3` and `bskcn_4` is mixed
+    with the
+    latest saved one; the second value of `bskcn_tv` is the share of the saved one (the first is for training).
+    """
 
     def __init__(self, facts: "ModelFacts") -> None:
         super().__init__(facts)
         places = [facts.hf[f"bskcn_{number}"] for number in (1, 2, 3, 4)]
         for number, layers in enumerate(places, 1):
             if not isinstance(layers, list) or not all(layer in range(len(facts.layers)) for layer in layers):
-                raise ModelError(f"bskcn_{number} must be a list of layers, got {shown(layers)}")
-        for kept, mixed in ((0, 2), (1, 3)):
-            if places[mixed] and (not places[kept] or min(places[kept]) > min(places[mixed])):
-                raise ModelError(f"bskcn_{mixed + 1} has a layer before the first of bskcn_{kept + 1}, whose input it needs")
-        self.skips = tuple((frozenset(places[kept]), frozenset(places[mixed])) for kept, mixed in ((0, 2), (1, 3)))
+                raise ModelError(f"bskcn_{number} must be a list of layers; got {shown(layers)}")
+        for saved, mixed in ((0, 2), (1, 3)):
+            if places[mixed] and (not places[saved] or min(places[saved]) > min(places[mixed])):
+                raise ModelError(f"bskcn_{mixed + 1} must not start before bskcn_{saved + 1}")
+        self.skips = tuple((frozenset(places[saved]), frozenset(places[mixed])) for saved, mixed in ((0, 2), (1, 3)))
         self.share = float(facts.hf["bskcn_tv"][1])
 
     def run_blocks(self, x: Tensor, batch: Batch) -> Tensor:
         residual: Tensor | None = None
-        kept: list[Tensor] = [x, x]
+        saved: list[Tensor] = [x, x]
         for index, block in enumerate(self.layers):
-            for number, (keeping, _) in enumerate(self.skips):
-                if index in keeping:
-                    kept[number] = x if residual is None else x + residual
+            for number, (saving, _) in enumerate(self.skips):
+                if index in saving:
+                    saved[number] = x if residual is None else x + residual
             for number, (_, mixing) in enumerate(self.skips):
                 if index in mixing:
                     now = x if residual is None else x + residual
-                    x, residual = kept[number] * self.share + now * (1.0 - self.share), None
+                    x, residual = saved[number] * self.share + now * (1.0 - self.share), None
             x, residual = block(x, residual, batch)
         return self.norm.add(x, residual)[0]
 
 
 def local_experts(kind: type[nn.Module], facts: "ModelFacts", **more: Any) -> nn.Module:
-    """Experts as Mixtral's configuration describes them, and with what a family has `more`."""
+    """Return experts with sizes as in Mixtral's configuration; more: further arguments of `kind`."""
     hf = facts.hf
     sizes = {"experts": hf["num_local_experts"], "top_k": hf["num_experts_per_tok"]}
     return kind(facts.hidden_size, hf["intermediate_size"], hf["hidden_act"], **sizes, **more)

@@ -1,5 +1,6 @@
-"""Llama 4: most layers attend within chunks and turn their heads; the others see everything, know nothing of positions, and
-sharpen their queries as a text grows. Experts are given a share of a token instead of a share in the sum."""
+"""Llama 4: most layers have RoPE and attend within chunks; the others attend to everything, without RoPE, and scale queries by
+position. Experts get the token multiplied by its score.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,13 @@ if TYPE_CHECKING:
 
 
 class Llama4Attention(SelfAttention):
-    """`turning`: of heads, here and not in a kernel, for they are normed behind it. `norm`: the epsilon of a norm without
-    weights. `query_scale`: (floor_scale, attn_scale) of the temperature that grows with the position."""
+    """Attention with RoPE before weightless norms, which kernels do not fuse.
+
+    rotation: RoPE; None: none
+    norm: epsilon of the norm
+    query_scale: (floor_scale, attn_scale), see `SelfAttention`
+    chunk: tokens that attend to each other
+    """
 
     def __init__(
         self,
@@ -31,14 +37,14 @@ class Llama4Attention(SelfAttention):
         heads: int,
         cache: LayerCache,
         *,
-        turning: Rope | None,
+        rotation: Rope | None,
         norm: float | None,
         query_scale: tuple[float, float] | None,
         chunk: int | None,
         **options: Any,
     ) -> None:
         super().__init__(hidden_size, heads, cache, None, **options)
-        self.turning, self.norm, self.query_scale, self.chunk = turning, norm, query_scale, chunk
+        self.rotation, self.norm, self.query_scale, self.chunk = rotation, norm, query_scale, chunk
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         out = attend_in_chunks(self, self.qkv(x, batch.tokens), batch)
@@ -47,15 +53,15 @@ class Llama4Attention(SelfAttention):
 
 
 def attend_in_chunks(attention: Llama4Attention, qkv: Tensor, batch: Batch) -> Tensor:
-    """As `attend_heads`. It can be overridden."""
+    """Return attention's output, as `attend_heads` does. Overridable by __torch_function__."""
     if has_torch_function_unary(qkv):
         return handle_torch_function(attend_in_chunks, (qkv,), attention, qkv, batch)
     core, backend = attention.core, attention.core.backend
     assert backend is not None
     spec, kv = core.spec, core.bound()
     heads = qkv.view(len(qkv), -1, spec.head_dim)[:, : spec.heads + spec.kv_heads]
-    if attention.turning is not None:
-        table = attention.turning.table
+    if attention.rotation is not None:
+        table = attention.rotation.table
         turn(heads, *table.rows(batch.positions), table.interleaved)
     if attention.norm is not None:
         heads.copy_(rms_norm(heads, torch.ones_like(heads[0, 0]), attention.norm))
@@ -71,7 +77,7 @@ def attend_in_chunks(attention: Llama4Attention, qkv: Tensor, batch: Batch) -> T
 
 
 class Llama4MoE(MoE):
-    """What an expert is given is the token times the sigmoid of its score."""
+    """An expert's input is the token times the sigmoid of its score."""
 
     def __init__(self, *args: Any, shared: nn.Module, **options: Any) -> None:
         super().__init__(*args, renormalize=False, **options)
@@ -89,20 +95,20 @@ class Llama4MoE(MoE):
 
 class Llama4(Decoder):
     interleaved = True
-    recordable = False  # which chunks a step's rows cross is known on the host alone
+    recordable = False  # which chunks a step's rows cross is only known on the host
     renames = (*Decoder.renames, (r"\.feed_forward\.", ".mlp."), (r"\.mlp\.router\.", ".mlp.gate."))
 
     def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
         hf, cache = facts.hf, facts.layers[index]
-        bias, turns = bool(hf.get("attention_bias")), bool(hf["no_rope_layers"][index])
-        tempered = bool(hf.get("attn_temperature_tuning", True)) and not turns
+        bias, has_rope = bool(hf.get("attention_bias")), bool(hf["no_rope_layers"][index])
+        scaled = bool(hf.get("attn_temperature_tuning", True)) and not has_rope
         return Llama4Attention(
             facts.hidden_size,
             hf["num_attention_heads"],
             cache,
-            turning=self.rope(facts, index) if turns else None,
-            norm=hf.get("rms_norm_eps", 1e-5) if turns and hf.get("use_qk_norm", True) else None,
-            query_scale=(hf.get("floor_scale", 8192), hf.get("attn_scale", 0.1)) if tempered else None,
+            rotation=self.rope(facts, index) if has_rope else None,
+            norm=hf.get("rms_norm_eps", 1e-5) if has_rope and hf.get("use_qk_norm", True) else None,
+            query_scale=(hf.get("floor_scale", 8192), hf.get("attn_scale", 0.1)) if scaled else None,
             chunk=cache.window,
             bias=bias,
             out_bias=bias,

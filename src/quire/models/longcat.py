@@ -1,5 +1,7 @@
-"""LongCat-Flash: blocks of two latent attentions and two feed-forwards; beside them goes a mixture, which sees what is behind
-the first attention and is added at the end. Some of its experts give back what they get."""
+"""LongCat-Flash: blocks of two latent attentions, two feed-forwards, and experts parallel to them. The experts read the output
+of
+the first attention; their output is added at the end. Some experts are the identity.
+"""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ScaledNorm(RMSNorm):
-    """What comes out of it is multiplied."""
+    """RMSNorm whose output is multiplied by `scale`."""
 
     def __init__(self, size: int, eps: float, scale: float) -> None:
         super().__init__(size, eps)
@@ -31,23 +33,25 @@ class ScaledNorm(RMSNorm):
         self.weight.data *= self.scale
 
 
-class LazyMoE(RoutedMoE):
-    """The last `lazy` of those that are chosen from give back what they get."""
+class IdentityMoE(RoutedMoE):
+    """Mixture of experts whose router also chooses among `identities` experts that return their input."""
 
-    def __init__(self, hidden_size: int, inner_size: int, activation: str, *, experts: int, lazy: int, **more: Any) -> None:
-        super().__init__(hidden_size, inner_size, activation, experts=experts, correction=(experts + lazy,), **more)
-        self.gate = Linear(hidden_size, experts + lazy)
+    def __init__(
+        self, hidden_size: int, inner_size: int, activation: str, *, experts: int, identities: int, **more: Any
+    ) -> None:
+        super().__init__(hidden_size, inner_size, activation, experts=experts, correction=(experts + identities,), **more)
+        self.gate = Linear(hidden_size, experts + identities)
 
     def run_experts(self, x: Tensor, weights: Tensor, chosen: Tensor, tokens: Tokens) -> Tensor:
-        idle = chosen >= self.experts.total
-        given = weights.masked_fill(~idle, 0.0).sum(-1, keepdim=True).to(x.dtype) * x
-        return super().run_experts(x, weights.masked_fill(idle, 0.0), chosen.masked_fill(idle, 0), tokens) + given
+        identity = chosen >= self.experts.total
+        given = weights.masked_fill(~identity, 0.0).sum(-1, keepdim=True).to(x.dtype) * x
+        return super().run_experts(x, weights.masked_fill(identity, 0.0), chosen.masked_fill(identity, 0), tokens) + given
 
 
 class LongCatBlock(nn.Module):
-    """norm, attention, norm, feed-forward, twice; the mixture is fed as the first feed-forward is."""
+    """Norm, attention, norm, feed-forward, twice; the experts read the input of the first feed-forward."""
 
-    def __init__(self, norms: list[Norm], attentions: list[LatentAttention], mlps: list[nn.Module], mlp: LazyMoE) -> None:
+    def __init__(self, norms: list[Norm], attentions: list[LatentAttention], mlps: list[nn.Module], mlp: IdentityMoE) -> None:
         super().__init__()
         self.input_layernorm = nn.ModuleList(norms[:2])  # type: ignore[arg-type]
         self.post_attention_layernorm = nn.ModuleList(norms[2:])  # type: ignore[arg-type]
@@ -55,30 +59,30 @@ class LongCatBlock(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
         before: Any = self.input_layernorm
-        behind: Any = self.post_attention_layernorm
+        after: Any = self.post_attention_layernorm
         first, second = self.self_attn
         assert isinstance(second, LatentAttention)
         x, residual = before[0].add(x, residual)
-        x, residual = behind[0].add(first(x, batch), residual)
-        aside = self.mlp(x, batch.tokens)
+        x, residual = after[0].add(first(x, batch), residual)
+        routed = self.mlp(x, batch.tokens)
         x, residual = before[1].add(self.mlps[0](x, batch.tokens), residual)
-        x, residual = behind[1].add(second(x, batch), second.select_residual(residual, batch))
-        return self.mlps[1](x, second.tokens_after(batch)) + second.select_residual(aside, batch), residual
+        x, residual = after[1].add(second(x, batch), second.select_residual(residual, batch))
+        return self.mlps[1](x, second.tokens_after(batch)) + second.select_residual(routed, batch), residual
 
 
 class LongCat(Latent):
     renames = (
         *Latent.renames,
-        (r"^mtp\.", None),  # for drafts
+        (r"^mtp\.", None),  # draft layers
         (r"\.mlp\.router\.classifier\.", ".mlp.gate."),
         (r"\.mlp\.router\.e_score_correction_bias$", ".mlp.e_score_correction_bias"),
     )
 
     def __init__(self, facts: "ModelFacts") -> None:
         super().__init__(facts)
-        experts, lazy = facts.hf["n_routed_experts"], facts.hf.get("zero_expert_num") or 0
-        if lazy:  # transformers writes numbers for those, too, which nobody uses
-            unused = "|".join(map(str, range(experts, experts + lazy)))
+        experts, identities = facts.hf["n_routed_experts"], facts.hf.get("zero_expert_num") or 0
+        if identities:  # transformers also writes weights for these
+            unused = "|".join(map(str, range(experts, experts + identities)))
             self.renames = (*self.renames, (rf"\.mlp\.experts\.({unused})\.", None))
 
     def count_blocks(self, facts: "ModelFacts") -> int:
@@ -93,22 +97,22 @@ class LongCat(Latent):
         hf, attention = facts.hf, super().make_attention(facts, index)
         ranks = hf["q_lora_rank"], hf["kv_lora_rank"]
         if not all(ranks):
-            raise ModelError(f"q_lora_rank and kv_lora_rank must be positive integers, got {ranks[0]!r} and {ranks[1]!r}")
+            raise ModelError(f"q_lora_rank and kv_lora_rank must be positive integers; got {ranks[0]!r} and {ranks[1]!r}")
         queries, keys = ((facts.hidden_size / rank) ** 0.5 for rank in ranks)
         attention.core.spec = replace(attention.core.spec, scale=attention.core.spec.scale * queries)
         attention.kv_a_layernorm = ScaledNorm(ranks[1], EPS, keys)
         return attention
 
-    def make_mixture(self, facts: "ModelFacts") -> LazyMoE:
+    def make_mixture(self, facts: "ModelFacts") -> IdentityMoE:
         hf = facts.hf
         if hf.get("router_bias"):
-            raise ModelError("a router with a bias (router_bias) is not supported")
-        return LazyMoE(
+            raise ModelError("router_bias is not supported; it must be false")
+        return IdentityMoE(
             facts.hidden_size,
             hf["moe_intermediate_size"],
             hf["hidden_act"],
             experts=hf["n_routed_experts"],
-            lazy=hf.get("zero_expert_num") or 0,
+            identities=hf.get("zero_expert_num") or 0,
             top_k=hf["num_experts_per_tok"],
             renormalize=False,
             scale=hf.get("routed_scaling_factor", 1.0),

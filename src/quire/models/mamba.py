@@ -1,4 +1,4 @@
-"""Mamba, Falcon-Mamba and Mamba 2: nothing but recurrent layers."""
+"""Mamba, Falcon-Mamba and Mamba 2: only recurrent layers."""
 
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Mamba2(HybridDecoder):
-    recordable = False  # graphs are planned by attention
+    recordable = False  # CUDA graphs are planned by attention layers
     renames: tuple[tuple[str, str | None], ...] = (
         (r"^backbone\.", ""),
         (r"^embeddings?\.", "embed_tokens."),

@@ -1,5 +1,4 @@
-"""MiMo V2 Flash: values narrower than keys; layers with a window have more key heads, another rotation, and heads that may
-attend to nothing (sinks)."""
+"""MiMo V2 Flash: values narrower than keys; layers with a window have more key heads, another RoPE base, and attention sinks."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class NarrowValues(SelfAttention):
-    """`values`: the size of a value; the cache has zeros behind it, up to a key's. `value_scale` multiplies it."""
+    """Attention with a value head dimension `values`, padded with zeros in the cache to the keys' size. `value_scale`
+    multiplies
+    values.
+    """
 
     def __init__(
         self,
@@ -45,10 +47,10 @@ class NarrowValues(SelfAttention):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         spec, parts = self.core.spec, self.qkv(x, batch.tokens)
-        turning = (spec.heads + spec.kv_heads) * spec.head_dim
-        value = parts[:, turning:].view(len(x), spec.kv_heads, self.values) * self.value_scale
+        width = (spec.heads + spec.kv_heads) * spec.head_dim
+        value = parts[:, width:].view(len(x), spec.kv_heads, self.values) * self.value_scale
         wide = F.pad(value, (0, spec.head_dim - self.values)).flatten(1)
-        attended = attend_heads(self, cat((parts[:, :turning], wide), 1), batch)
+        attended = attend_heads(self, cat((parts[:, :width], wide), 1), batch)
         narrow = attended.view(-1, spec.heads, spec.head_dim)[:, :, : self.values].flatten(1)
         out: Tensor = self.o_proj(narrow, self.tokens_after(batch))
         return out
@@ -64,7 +66,7 @@ class MiMoV2Flash(Glm4MoE):
     def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
         hf, cache = facts.hf, facts.layers[index]
         if hf["v_head_dim"] > cache.head_dim:
-            raise ModelError(f"v_head_dim must be head_dim ({cache.head_dim}) at most, got {hf['v_head_dim']}")
+            raise ModelError(f"v_head_dim must be at most head_dim ({cache.head_dim}); got {hf['v_head_dim']}")
         scale = hf.get("attention_value_scale")
         return NarrowValues(
             facts.hidden_size,

@@ -1,4 +1,4 @@
-"""MiniMax: lightning attention and attention in turn, experts, and what is normed goes on beside each of them."""
+"""MiniMax: lightning attention and softmax attention in turn, experts, and residual connections from the normalized input."""
 
 from typing import TYPE_CHECKING
 
@@ -14,10 +14,12 @@ from quire.models.llama import Mixtral, local_experts
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
 
-Factors = tuple[float, float]  # of what goes past a half of the block, and of what it gives
+Factors = tuple[float, float]  # of the residual stream, and of the output of attention or feed-forward
 
 
 class PostNormedBlock(nn.Module):
+    """A block whose residual stream is the normalized input; `factors` of attention and of the feed-forward."""
+
     def __init__(
         self, norm: Norm, mixer: nn.Module, feed_norm: Norm, feed_forward: nn.Module, factors: tuple[Factors, Factors]
     ) -> None:

@@ -1,4 +1,4 @@
-"""Families with a mixture of experts whose attention is another family's."""
+"""Families of known attention with a mixture of experts."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Qwen2MoE(Qwen2):
-    """Every token goes through a shared expert too, as far as a gate lets it."""
+    """Qwen 2 with experts and a gated shared expert."""
 
     def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
         return self.attention(facts, index, bias=facts.hf.get("qkv_bias", True))
@@ -38,7 +38,7 @@ def is_dense(facts: "ModelFacts", index: int) -> bool:
 
 
 def with_shared_expert(facts: "ModelFacts", renormalize: bool = False) -> RoutedMoE:
-    """Experts, and one for every token behind a gate. `renormalize`: where that is not said."""
+    """Return experts with a gated shared expert. `renormalize`: default of norm_topk_prob."""
     hf = facts.hf
     return RoutedMoE(
         facts.hidden_size,
@@ -53,7 +53,7 @@ def with_shared_expert(facts: "ModelFacts", renormalize: bool = False) -> Routed
 
 
 class OlmoE(Olmo2):
-    """OLMo 2's attention in Llama's block."""
+    """OLMoE: OLMo 2's attention in Llama's block."""
 
     def make_block(self, facts: "ModelFacts", index: int) -> nn.Module:
         return Decoder.make_block(self, facts, index)
@@ -79,7 +79,7 @@ class FlexOlmo(OlmoE):
 
 
 class PhiMoE(Mixtral):
-    """Layer norms, biases, and two experts per token that are chosen one after the other."""
+    """Phi 3.5 MoE: LayerNorms, biases, and two experts per token that are chosen one after the other."""
 
     def __init__(self, facts: "ModelFacts") -> None:
         if (chosen := facts.hf.get("num_experts_per_tok", 2)) != 2:
@@ -105,7 +105,7 @@ class PhiMoE(Mixtral):
 
 
 class MiniMaxM2(Mixtral):
-    """Scores are sigmoids, corrected for the choice; queries and keys are normed over all heads."""
+    """MiniMax M2: sigmoid scores with a correction for the choice; queries and keys are normalized over all heads."""
 
     def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:
         return self.attention(facts, index, width_norm=facts.hf.get("rms_norm_eps", 1e-6))
@@ -168,15 +168,15 @@ class Glm4MoE(SparseDecoder, Llama):
 
 
 class SolarOpen(Glm4MoE):
-    """All layers are of experts."""
+    """Solar Open: experts in all layers."""
 
 
 class Dots1(Qwen3, Glm4MoE):
-    """Qwen3's attention."""
+    """dots.llm1: Qwen 3's attention."""
 
 
 class ExaoneMoE(Exaone4, Glm4MoE):
-    """The fourth Exaone's attention in Llama's block."""
+    """Exaone with experts: Exaone 4's attention in Llama's block."""
 
     renames = (*Glm4MoE.renames, (r"^mtp\.", None))
 
@@ -185,16 +185,16 @@ class ExaoneMoE(Exaone4, Glm4MoE):
 
 
 class Deepseek(Glm4MoE):
-    """The first DeepSeek with experts: Llama's attention, and experts that are chosen by a softmax."""
+    """DeepSeek MoE 16B: Llama's attention, and experts with a softmax router."""
 
     def routing(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         if hf.get("scoring_func", "softmax") != "softmax":
-            raise ModelError(f"scoring_func must be softmax, got {shown(hf['scoring_func'])}")
+            raise ModelError(f"scoring_func must be softmax; got {shown(hf['scoring_func'])}")
         return {"renormalize": bool(hf.get("norm_topk_prob"))}
 
 
 class Bailing(Glm4MoE):
-    """Ling and Ring of the second generation."""
+    """Ling and Ring, second generation."""
 
     renames = (
         *Glm4MoE.renames,
@@ -215,12 +215,12 @@ class Bailing(Glm4MoE):
 
     def make_head(self, facts: "ModelFacts") -> Head:
         if facts.hf.get("norm_head"):
-            raise ModelError("a head that is normed over the vocabulary (norm_head) is not supported")
+            raise ModelError("norm_head is not supported; it must be false")
         return super().make_head(facts)
 
 
 class OlderBailing(Bailing):
-    """The first generation: experts are chosen by a softmax."""
+    """Ling and Ring, first generation: a softmax router."""
 
     def routing(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         return {"renormalize": bool(hf.get("norm_topk_prob", True))}

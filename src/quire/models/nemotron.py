@@ -15,8 +15,6 @@ from quire.ops.arguments import Ungated
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
-if TYPE_CHECKING:
-    from quire.config.facts import ModelFacts
 
 
 class Nemotron(Llama):
@@ -28,11 +26,11 @@ class Nemotron(Llama):
         return LayerNorm(size or facts.hidden_size, facts.hf.get("norm_eps", 1e-5), offset=1.0)
 
 
-EXPERTS = ("moe", "E")  # layers of that type
+EXPERTS = ("moe", "E")  # mlp types of layers with experts
 
 
 class NemotronH(HybridDecoder):
-    """One thing in each layer: Mamba 2, attention without positions, or a feed-forward part, with experts or without."""
+    """Nemotron-H: each layer is Mamba 2, attention without RoPE, or a feed-forward, with experts or without."""
 
     renames = (
         (r"^(backbone|model)\.", ""),

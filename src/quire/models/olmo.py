@@ -1,5 +1,6 @@
-"""OLMo: the first has layer norms without parameters; later ones norm all queries and all keys of a token together, and what
-attention and feed-forward give, not what they are given. OLMo 3 stretches the rotation of layers without a window only.
+"""OLMo: version 1 has LayerNorms without parameters; later ones normalize all queries and all keys of a token together, and the
+outputs of attention and feed-forward instead of their inputs. OLMo 3 scales RoPE in layers without a window only. OLMo Hybrid
+alternates Gated DeltaNet with attention.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,6 @@ from quire.models.blocks import PostNormBlock
 from quire.models.decoder import Decoder
 from quire.models.hybrid import HybridDecoder
 
-if TYPE_CHECKING:
-    from quire.config.facts import ModelFacts
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
 
@@ -49,11 +48,11 @@ class Olmo3(Olmo2):
         return super().differences(facts, index) | {"rope": self.rope(facts, index, kind)}
 
 
-NORM_EPS = 1e-5  # of what delta networks give, whatever the other norms have
+DELTA_NORM_EPS = 1e-5  # of the output of DeltaNets, whatever the other norms have
 
 
-class NormedBehind(nn.Module):
-    """What attention and feed-forward give is normed, what they are given is not."""
+class PostNormMixerBlock(nn.Module):
+    """Norms after attention and feed-forward, none before."""
 
     def __init__(self, mixer: nn.Module, feed_norm: Norm, feed_forward: nn.Module, last_norm: Norm) -> None:
         super().__init__()
@@ -83,12 +82,12 @@ class OlmoHybrid(HybridDecoder):
         if facts.kinds[index] != "attention":
             return super().make_block(facts, index)
         hf = facts.hf
-        bias, turns = bool(hf.get("attention_bias")), (hf.get("rope_parameters") or {}).get("rope_theta") is not None
+        bias, has_rope = bool(hf.get("attention_bias")), (hf.get("rope_parameters") or {}).get("rope_theta") is not None
         eps = hf.get("rms_norm_eps", 1e-6)
-        still: dict[str, Any] = {} if turns else {"rope": None}
-        attention = self.attend(facts, index, bias=bias, out_bias=bias, width_norm=eps, **still)
-        return NormedBehind(attention, self.make_norm(facts), self.make_mlp(facts, index), self.make_norm(facts))
+        no_rope: dict[str, Any] = {} if has_rope else {"rope": None}
+        attention = self.attend(facts, index, bias=bias, out_bias=bias, width_norm=eps, **no_rope)
+        return PostNormMixerBlock(attention, self.make_norm(facts), self.make_mlp(facts, index), self.make_norm(facts))
 
     def make_mixer(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
         reach = 2.0 if facts.hf.get("linear_allow_neg_eigval", True) else 1.0
-        return DeltaNet(facts.hidden_size, DeltaShape(*delta_sizes(facts.hf)), NORM_EPS, stored="separate", reach=reach)
+        return DeltaNet(facts.hidden_size, DeltaShape(*delta_sizes(facts.hf)), DELTA_NORM_EPS, stored="separate", reach=reach)

@@ -1,4 +1,4 @@
-"""OPT: learned positions that begin at 2, layer norms before or after each half of a block, a narrower embedding."""
+"""OPT: learned positions that begin at 2, LayerNorms before or after attention and feed-forward, a narrower embedding."""
 
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ FIRST_POSITION = 2
 
 
 class NormAfterBlock(Block):
-    """The norms stand after the sums, so every block hands on a stream that begins anew."""
+    """A block with norms after the residual sums; it returns no residual."""
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor | None]:
         assert residual is None

@@ -1,4 +1,4 @@
-"""Llama-like architectures whose code is in model repositories, which is never run."""
+"""Llama-like architectures whose code is in model repositories. That code is never run."""
 
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from quire.models.llama import Llama
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
 
-NORMED_HEAD = 125696  # the vocabulary of Baichuan 2, whose head is normed
+NORMED_HEAD_VOCABULARY = 125696  # of Baichuan 2, whose head is normalized
 
 
 class InternLM2(Decoder):
@@ -62,7 +62,7 @@ class Orion(Llama):
 
 
 class QWen(Decoder):
-    """Qwen 1, up to its training length; for longer texts it has another attention, which is not supported."""
+    """Qwen 1, up to its training length. Its attention for longer texts is not supported."""
 
     renames = (
         (r"^transformer\.", ""),
@@ -93,7 +93,7 @@ class NormedHead(Head):
 
 
 class Baichuan(Decoder):
-    """7B has rope, 13B ALiBi."""
+    """Baichuan: 7B has RoPE, 13B ALiBi."""
 
     renames = (*Decoder.renames, (r"\.self_attn\.W_pack\.", ".self_attn.qkv."))
 
@@ -103,6 +103,6 @@ class Baichuan(Decoder):
         return self.attention(facts, index, fused=True, rope=None, slopes=alibi_slopes(facts.hf["num_attention_heads"]))
 
     def make_head(self, facts: "ModelFacts") -> Head:
-        if facts.vocab_size == NORMED_HEAD:
+        if facts.vocab_size == NORMED_HEAD_VOCABULARY:
             return NormedHead(facts.vocab_size, facts.hidden_size)
         return super().make_head(facts)

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5: gated delta networks, and every fourth layer attention whose output is gated."""
+"""Qwen3-Next and Qwen3.5: Gated DeltaNet, and gated attention in every fourth layer."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GatedAttention(SelfAttention):
-    """The query's projection has a gate behind each head, which what comes out is multiplied by."""
+    """Attention whose query projection also has a gate for each head's output."""
 
     def __init__(self, hidden_size: int, heads: int, cache: LayerCache, rope: Any, *, bias: bool = False, **more: Any) -> None:
         super().__init__(hidden_size, heads, cache, rope, bias=bias, **more)

@@ -12,7 +12,7 @@ from quire.files.reading import reading
 from quire.types.cache import LayerCache
 from quire.types.errors import ModelError
 
-NO_CACHE = LayerCache(1, 1)  # of a model whose cache is not known, and which will be refused
+NO_CACHE = LayerCache(1, 1)  # placeholder for a model that will be refused
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
@@ -61,8 +61,8 @@ def build_model(facts: "ModelFacts", impl: str = "auto") -> "Decoder":
         raise ModelError(_why_not(facts))
     if facts.states:
         raise ModelError(
-            f"{facts.architecture} cannot be run through transformers: it has recurrent layers, whose states are kept for a "
-            "family of our own only; model_impl must be auto or quire for it"
+            f"{facts.architecture} cannot be run through transformers: it has recurrent layers, which only "
+            "Quire's own families support; model_impl must be auto or quire"
         )
     unserved = f"no model family serves {facts.architecture} (`quire models` lists them)"
     if impl == "quire":
@@ -88,11 +88,11 @@ def _build(card: Card, facts: "ModelFacts") -> "Decoder":
 
     kind = _import(card.model)
 
-    with reading(facts.files.path, f"its configuration makes no {facts.architecture}"), torch.device("meta"):
+    with reading(facts.files.path, f"its configuration is not valid for {facts.architecture}"), torch.device("meta"):
         try:
             model = kind(facts).eval()
         except KeyError as error:
-            lack = f"the configuration of {facts.files.path} lacks {error}, which {facts.architecture} needs"
+            lack = f"the configuration of {facts.files.path} lacks {error}, which {facts.architecture} requires"
             raise ModelError(lack) from error
         except ModelError as error:
             raise ModelError(f"{facts.files.path}: {error}") from error
@@ -104,10 +104,10 @@ def _build(card: Card, facts: "ModelFacts") -> "Decoder":
 
 def _why_not(facts: "ModelFacts") -> str:
     text, known = facts.hf.get("model_type"), [kind for card in cards() for kind in card.text]
-    halves = f"{facts.architecture} is several models, of which only the text model is served, and by a family of our own"
+    halves = f"{facts.architecture} is multimodal; only its text model is served, by a family of Quire's own"
     if text not in known:
-        return f"{halves}; but none serves its text model of type {text!r} (known are {', '.join(known)})"
-    return f"{halves}; model_impl must be auto or quire for it"
+        return f"{halves}; but its text model of type {text!r} is not supported (supported: {', '.join(known)})"
+    return f"{halves}; model_impl must be auto or quire"
 
 
 def _import(target: str) -> "type[Decoder]":

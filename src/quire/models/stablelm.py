@@ -1,4 +1,4 @@
-"""StableLM: Llama with layer norms and heads that turn in part; some norm each head, some have their halves in parallel."""
+"""StableLM: Llama with LayerNorms and partial RoPE; optionally with head norms or parallel blocks."""
 
 from typing import TYPE_CHECKING
 

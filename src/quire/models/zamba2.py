@@ -1,5 +1,6 @@
-"""Zamba 2: Mamba 2, and before some layers one of a few transformer blocks, which are used again and again: what such a block
-is given is the stream beside the embedded tokens, and every use of it adds small matrices of its own."""
+"""Zamba 2: Mamba 2, and before some layers one of a few shared transformer blocks. A shared block reads the residual stream
+concatenated with the embedded tokens; every use of it adds its own low-rank matrices.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.attn.batch import Batch, Tokens
-from quire.layers.attention import SelfAttention, attend_heads, keep
+from quire.layers.attention import SelfAttention, attend_heads, take_final
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import Norm
@@ -18,15 +19,15 @@ from quire.ops.activation import gated
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
 
-NORM_EPS = 1e-5  # of what Mamba gives, whatever the other norms have
+MAMBA_NORM_EPS = 1e-5  # of Mamba's output, whatever the other norms have
 
 
 class Addition(nn.Module):
-    """Two small matrices beside a large one, whose sections are divided as its are."""
+    """A low-rank addition to sections of a linear layer, divided between ranks as these are."""
 
-    def __init__(self, inputs: int, rank: int, beside: Linear, section: slice = slice(None)) -> None:
+    def __init__(self, inputs: int, rank: int, base: Linear, section: slice = slice(None)) -> None:
         super().__init__()
-        sizes, cuts = beside.sections[section], beside.cuts[section]
+        sizes, cuts = base.sections[section], base.cuts[section]
         self.down = Linear(inputs, rank)
         self.up = Linear(rank, sum(sizes), role=Role.COLUMN, sections=sizes, cuts=cuts)
 
@@ -36,8 +37,8 @@ class Addition(nn.Module):
 
 
 class Use(nn.Module):
-    """One of the uses of a block: its matrices and norms are those of the block's first use, the cache is its own, and so are
-    its additions."""
+    """One use of a shared block: weights and norms are those of the block's first use; KV cache and low-rank additions are its
+    own."""
 
     def __init__(
         self, norm: Norm, attention: SelfAttention, feed_norm: Norm, feed_forward: GatedMLP, rank: int, attends: bool
@@ -54,7 +55,7 @@ class Use(nn.Module):
         self.up_addition = Addition(up.all_inputs, rank, up)
 
     def forward(self, x: Tensor, start: Tensor, batch: Batch) -> Tensor:
-        """x [T, H], and the tokens as they were embedded -> [T, H]."""
+        """Return the output [T, H] for x [T, H] and the embedded tokens `start` [T, H]."""
         x, tokens = self.input_layernorm(torch.cat((x, start), -1)), batch.tokens
         qkv = self.self_attn.qkv(x, tokens)
         three = [part for part in (self.q_addition, self.k_addition, self.v_addition) if part is not None]
@@ -69,13 +70,13 @@ class Use(nn.Module):
 
 
 class SharedBlock(OneMixerBlock):
-    """Mamba, which sees what the use of a shared block gives beside the stream; that itself goes past both."""
+    """A Mamba layer whose input is the residual stream plus the output of a shared block."""
 
     def __init__(self, norm: Norm, mixer: nn.Module, use: Use, hidden_size: int) -> None:
         super().__init__(norm, mixer)
         self.use, self.linear = use, Linear(hidden_size, hidden_size)
 
-    def forward_beside(self, x: Tensor, start: Tensor, batch: Batch) -> Tensor:
+    def forward_shared(self, x: Tensor, start: Tensor, batch: Batch) -> Tensor:
         seen = x + self.linear(self.use(x, start, batch), batch.tokens)
         out: Tensor = self.mixer(self.norm(seen), batch)
         return out
@@ -103,7 +104,7 @@ class Zamba2(HybridDecoder):
                 for place, half in enumerate(("down", "up")):
                     pattern = rf"layers\.{owner}\.shared_transformer\.{names}\.{use}\.{place}\."
                     moved.append((pattern, rf"layers.{index}.use.\1_addition.{half}."))
-            if use >= blocks:  # some files have them once more
+            if use >= blocks:  # some files store them again
                 moved.append((rf"layers\.{index}\.shared_transformer\.", None))
         shared = ((r"\.shared_transformer\.", ".use."), (r"\.gate_up_proj\.", ".gate_up."))
         self.renames = (*moved, *type(self).renames, *shared)
@@ -114,10 +115,10 @@ class Zamba2(HybridDecoder):
         for block in self.layers:
             if isinstance(block, SharedBlock):
                 residual = x if residual is None else x + residual
-                x = block.forward_beside(residual, start, batch)
+                x = block.forward_shared(residual, start, batch)
             else:
                 x, residual = block(x, residual, batch)
-        return self.norm.add(keep(x, batch), None if residual is None else keep(residual, batch))[0]
+        return self.norm.add(take_final(x, batch), None if residual is None else take_final(residual, batch))[0]
 
     def make_block(self, facts: "ModelFacts", index: int) -> nn.Module:
         norm, mixer = self.make_norm(facts), self.make_mixer(facts, index)
@@ -146,4 +147,4 @@ class Zamba2(HybridDecoder):
     def make_mixer(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
         hf = facts.hf
         limits = hf.get("time_step_min", 0.001), float("inf")
-        return make_mamba2(facts, NORM_EPS, bias=bool(hf.get("add_bias_linear")), limits=limits)
+        return make_mamba2(facts, MAMBA_NORM_EPS, bias=bool(hf.get("add_bias_linear")), limits=limits)

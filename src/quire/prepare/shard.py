@@ -43,7 +43,7 @@ def share_experts(model: nn.Module, exchange: Exchange) -> None:
         raise ConfigError("enable_expert_parallel: the model has no experts that engines could share; leave it out")
     with torch.device("meta"):
         for number, layer in enumerate(found):
-            layer.keep(divide(layer.total, exchange.position), range(layer.total_inner))
+            layer.shard(divide(layer.total, exchange.position), range(layer.total_inner))
             layer.exchange, layer.number = exchange, number
 
 
@@ -53,34 +53,34 @@ def find_experts(model: nn.Module) -> list[Experts]:
 
 def _keep_outputs(layer: Linear, position: Position, group: Group) -> None:
     [cut] = layer.cuts
-    layer.keep(range(layer.all_inputs), [evenly(size)(position) for size in layer.sections], bias=layer.biased)
+    layer.shard(range(layer.all_inputs), [evenly(size)(position) for size in layer.sections], bias=layer.biased)
     layer.joined, layer.group = cut(position), group
 
 
 def _keep_share(layer: nn.Module, position: Position, group: Group) -> None:
     match layer:
         case Linear(role=Role.COLUMN):
-            layer.keep(layer.kept_inputs, [cut(position) for cut in layer.cuts], bias=layer.biased)
+            layer.shard(layer.local_inputs, [cut(position) for cut in layer.cuts], bias=layer.biased)
         case Linear(role=Role.ROW):
             [cut] = layer.cuts
-            layer.keep(cut(position), layer.kept_outputs, bias=layer.biased and position.rank == 0)
+            layer.shard(cut(position), layer.local_outputs, bias=layer.biased and position.rank == 0)
             layer.group = group
         case Embedding(role=Role.VOCABULARY) | Head():
-            layer.keep(evenly(layer.total)(replace(position, grain=1)))  # as ranks join logits
+            layer.shard(evenly(layer.total)(replace(position, grain=1)))  # as ranks join logits
             layer.group = group
         case Experts():
             experts, inner = range(layer.total), range(layer.total_inner)
             if position.expert_parallel:
-                layer.keep(divide(layer.total, position), inner)
+                layer.shard(divide(layer.total, position), inner)
             else:
-                layer.keep(experts, evenly(layer.total_inner)(position))
+                layer.shard(experts, evenly(layer.total_inner)(position))
             layer.group = group
         case SelfAttention():
-            layer.keep_heads(*layer.division.share(position))
+            layer.shard_heads(*layer.division.share(position))
         case LatentAttention():
-            layer.keep_heads(position)
+            layer.shard_heads(position)
         case Cutoff():
             layer.group = group
         case WidthNorms():
-            layer.keep_heads(*layer.division.share(position))
+            layer.shard_heads(*layer.division.share(position))
             layer.group, layer.holders = group, layer.division.holders(position)

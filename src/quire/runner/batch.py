@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.attn.batch import Batch, GroupView, keep_last
+from quire.attn.batch import Batch, GroupView, with_final_tokens
 from quire.features.base import StepPart
 from quire.models.decoder import Decoder
 from quire.ops.arguments import RowInputs
@@ -79,7 +79,7 @@ def build_batch(
     for part in parts:
         batch = part.extend(batch, plan, slot_there)
     if not all_kept:
-        batch = keep_last(batch, kept, kept_starts_there.int(), kept_there)
+        batch = with_final_tokens(batch, kept, kept_starts_there.int(), kept_there)
     return Built(batch, Rows(draw_slot, draw_end, prompt, rest[0], rest[1], rest[2], slots.tokens), shift)
 
 

@@ -175,7 +175,7 @@ class Inputs:
         part = self.extend(bucket, part)
         before = sum(planner.size(n, bucket.room) for planner, _ in self._planners)
         self._attach(part, number_size(n) + start_size(n) + before, n, final_room(bucket.room))
-        return replace(batch, kept=LogitTokens(index, part))
+        return replace(batch, logit_tokens=LogitTokens(index, part))
 
     def _attach(self, batch: Batch, at: int, rows: int, room: Room) -> None:
         """Attach the groups' attention plans, which follow each other in the inputs."""

@@ -70,5 +70,5 @@ def describe_model(model: Decoder) -> dict[str, int]:
     return {
         "heads": spec.heads if spec else 0,
         "kv_heads": spec.kv_heads if spec else 0,
-        "experts": max((len(layer.kept) for layer in find_experts(model)), default=0),
+        "experts": max((len(layer.local) for layer in find_experts(model)), default=0),
     }

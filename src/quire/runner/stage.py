@@ -110,7 +110,7 @@ class StageRunner(Runner):
         begun = self._replay_stage(plan, run, owner)
         if begun is None:
             built, model = build_batch(run, slots, self._parts, whole=self._all_kept), self._loaded()
-            batch = built.batch if self._stage.last else replace(built.batch, kept=None)
+            batch = built.batch if self._stage.last else replace(built.batch, logit_tokens=None)
             x = model.embed(batch) if self._stage.first else self._await(plan, run)
             self._ends.outlet.send(model.body(x, batch))
             begun = Begun(plan, run, owner, built)

@@ -21,7 +21,7 @@ from quire.device.cpu.autotune import dequantize_from
 from quire.device.cpu.graph import OWN, Graph, Runtime, Value
 from quire.device.cpu.openvino import PAGE, PAGED, Network
 from quire.device.cpu.trace import Trace
-from quire.layers.attention import SelfAttention, keep
+from quire.layers.attention import SelfAttention, take_final
 from quire.ops.arguments import HeadNorms, Rotation
 from quire.ops.kv import attend
 from quire.ops.qkv import reference_place_heads
@@ -297,7 +297,7 @@ class DecoderNetwork:
         source.copy_(x)
         self._network.set_inputs(describe(batch))
         self._network.run()
-        return keep(result, batch)
+        return take_final(result, batch)
 
     def _bind_caches(self) -> None:
         """Bind the caches of all layers, which are allocated together."""

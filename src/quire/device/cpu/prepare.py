@@ -26,7 +26,7 @@ from quire.device.cpu.trace import Trace, Untraceable, trace_body
 from quire.layers.embedding import Embedding, Head, PlainHead
 from quire.layers.linear import Linear, Plain
 from quire.layers.lora import LinearBank
-from quire.layers.parameter import Claims, Method
+from quire.layers.parameter import Method, WeightSlices
 from quire.layers.quant.gguf import GGUFHead, GGUFMethod, GGUFRows
 from quire.layers.quant.stored import StoredHead, StoredLinear
 from quire.load.load import Filling, find_rows
@@ -151,7 +151,7 @@ class PackedFloats(Method):
     def shapes(self, inputs: int, outputs: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
         return {}
 
-    def claims(self, layer: Linear | Head, path: str) -> Claims:  # noqa: ARG002
+    def weight_slices(self, layer: Linear | Head, path: str) -> WeightSlices:  # noqa: ARG002
         return {}
 
     def apply(self, layer: Linear | Head, x: Tensor) -> Tensor:  # noqa: ARG002
@@ -165,7 +165,7 @@ def hold_once(model: Decoder, setting: Setting) -> None:
     """Free an embedding matrix that the packed LM head also holds; its rows are read from the file."""
     embedding = model.lm_head.tied
     stored = None if embedding is None else find_rows(model, embedding, setting.facts, setting.load_format)
-    rows = None if embedding is None or stored is None else stored.cut(embedding.kept, range(embedding.size))
+    rows = None if embedding is None or stored is None else stored.cut(embedding.local, range(embedding.size))
     if embedding is not None and rows is not None:
         embedding.use(GGUFRows(rows))
 

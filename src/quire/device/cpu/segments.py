@@ -206,7 +206,7 @@ class Segments:
 
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """Return hidden states of x [T, columns]. The next call overwrites them."""
-        if _are_single(batch) or (batch.kept is None and len(x) <= MAX_BOUND_TOKENS):
+        if _are_single(batch) or (batch.logit_tokens is None and len(x) <= MAX_BOUND_TOKENS):
             if self._bound is None or not self._bound.suits(len(x)):
                 self._bound = self._lay(len(x))
             return self._bound.run(x, batch)
@@ -249,7 +249,7 @@ class Segments:
 
 def _are_single(batch: Batch) -> bool:
     """Return whether every row is one token and all are kept to the end."""
-    return len(batch.ids) == len(batch.rows) and batch.kept is None
+    return len(batch.ids) == len(batch.rows) and batch.logit_tokens is None
 
 
 def _places_of(batch: Batch) -> Tensor:

@@ -22,7 +22,7 @@ from quire.device.cpu.program import LowRankTables
 from quire.device.cpu.repack import emit, repack
 from quire.device.cpu.session import emit_floats
 from quire.dist.collectives import Group, add_parts, join_parts, spread
-from quire.layers.attention import SelfAttention, attend_heads, keep
+from quire.layers.attention import SelfAttention, attend_heads, take_final
 from quire.layers.linear import Linear
 from quire.layers.lora import LinearBank
 from quire.layers.quant.gguf import GGUFMethod
@@ -82,7 +82,7 @@ class Boundary:
     def do(self, x: Tensor, batch: Batch) -> Tensor:
         if self.group is not None:
             return self.add(x)
-        return keep(x, batch) if self.attention is None else attend_heads(self.attention, x, batch)
+        return take_final(x, batch) if self.attention is None else attend_heads(self.attention, x, batch)
 
 
 @dataclass
@@ -269,7 +269,7 @@ OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
     attend_heads: _attend,
     add_parts: _add_parts,
     join_parts: _join_parts,
-    keep: _keep,
+    take_final: _keep,
 }
 
 

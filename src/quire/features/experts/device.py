@@ -55,7 +55,7 @@ class Balancer:
         for parameter in _stacks(layer):
             room = self._places[self._position.rank] - len(parameter)
             parameter.data = torch.cat([parameter.data, parameter.data.new_zeros(room, *parameter.shape[1:])])
-        layer.kept, layer.total = range(begins, begins + self._places[self._position.rank]), sum(self._places)
+        layer.local, layer.total = range(begins, begins + self._places[self._position.rank]), sum(self._places)
         layer.balance = Balance(total, ranks, layer.up.device)
 
     def before_step(self) -> None:

@@ -101,10 +101,10 @@ class LinearSite:
     def __init__(self, path: str, layer: Linear) -> None:
         self.path, self._layer, self._parts = path, layer, layer.parts(path)
         self.shapes = {name: (part.outputs, layer.all_inputs) for name, part in self._parts.items()}
-        self.parts = [(part.kept[0][0], sum(len(rows) for _, rows in part.kept)) for part in self._parts.values()]
+        self.parts = [(part.local[0][0], sum(len(rows) for _, rows in part.local)) for part in self._parts.values()]
         self._bank = layer.bank = LinearBank()
         # of the ranks whose outputs are added, one adds what is not a product
-        self._adds = layer.role is not Role.ROW or layer.kept_inputs.start == 0
+        self._adds = layer.role is not Role.ROW or layer.local_inputs.start == 0
 
     @property
     def inputs(self) -> int:
@@ -117,9 +117,9 @@ class LinearSite:
 
     def cut(self, found: Mapping[str, Addition]) -> Given:
         numbers: Given = {}
-        across, downs = self._layer.kept_inputs, list[Tensor]()
+        across, downs = self._layer.local_inputs, list[Tensor]()
         for name, addition in found.items():
-            rows = [some for _, some in self._parts[name].kept]
+            rows = [some for _, some in self._parts[name].local]
             if addition.down is not None and addition.up is not None:
                 downs.append(addition.down[:, across.start : across.stop])
                 if self._bank.table is not None:
@@ -141,7 +141,7 @@ class LinearSite:
         for name in names:
             up = numbers[f"{name}.up"]
             down = numbers[f"{name}.down"].t() if stacked is None else stacked[:, at : at + len(up)]
-            parts.append(LowRank(self._parts[name].kept[0][0], down, up))
+            parts.append(LowRank(self._parts[name].local[0][0], down, up))
             at += len(up)
         gain = self._gain(parts, numbers, known)
         bias = self._bias(numbers, self._layer.bias)
@@ -174,7 +174,7 @@ class LinearSite:
         """All that is to be added: what the adapter adds, and the difference of its bias to the layer's."""
         total: Tensor | None = None
         for name, part in self._parts.items():
-            start, count = part.kept[0][0], sum(len(rows) for _, rows in part.kept)
+            start, count = part.local[0][0], sum(len(rows) for _, rows in part.local)
             added, bias = numbers.get(f"{name}.added"), numbers.get(f"{name}.bias")
             for values in (added, None if bias is None or own is None else bias - own[start : start + count]):
                 if values is not None:
@@ -191,7 +191,7 @@ class LinearSite:
             lengths = self._row_lengths(parts, first)
             gain = torch.ones_like(lengths)
             for name, magnitude in wanted.items():
-                start = self._parts[name].kept[0][0]
+                start = self._parts[name].local[0][0]
                 some = slice(start, start + len(magnitude))
                 gain[some] = magnitude.float() / lengths[some]
             known[self.path] = gain.to(first.dtype).cpu()
@@ -248,7 +248,7 @@ class HeadSite(Untabled):
 
     def cut(self, found: Mapping[str, Addition]) -> Given:
         [addition] = found.values()
-        rows, numbers = [self._layer.kept], _token_rows(addition, self._layer.kept)
+        rows, numbers = [self._layer.local], _token_rows(addition, self._layer.local)
         if addition.down is not None and addition.up is not None:
             numbers |= {"down": addition.down.t(), "up": Scaled(_rows(addition.up, rows).t(), addition.scale)}
         if addition.whole is not None:
@@ -293,7 +293,7 @@ class EmbeddingSite(Untabled):
 
     def cut(self, found: Mapping[str, Addition]) -> Given:
         [addition] = found.values()
-        rows, numbers = [self._layer.kept], _token_rows(addition, self._layer.kept)
+        rows, numbers = [self._layer.local], _token_rows(addition, self._layer.local)
         if addition.whole is not None:
             numbers["whole"] = _rows(addition.whole, rows)
         if addition.more is not None:
@@ -330,7 +330,7 @@ class ExpertsSite(Untabled):
         [addition] = found.values()
         if not self._layer.gated:
             raise AdapterError(f"it adds to {self.path}, experts without gates, which adapters cannot do yet", "lora_path")
-        experts, inner = self._layer.kept, self._layer.kept_inner
+        experts, inner = self._layer.local, self._layer.local_inner
         some, numbers = slice(experts.start, experts.stop), Given()
         if addition.gate_up is not None:
             down, up = addition.gate_up

@@ -142,8 +142,8 @@ class RoundedExperts(PlainExperts):
 
 
 class OnlineFloat8Scheme:
-    """quantization="fp8" for a checkpoint of floats: matrices become 8 bits when all is loaded. Embedding, head and
-    routers do not."""
+    """quantization="fp8" for a checkpoint of floats: matrices are quantized after loading,
+    except embedding, head and routers."""
 
     def __init__(self, config: Mapping[str, Any], inventory: Inventory | None, target: Target) -> None:  # noqa: ARG002
         self._target = target

@@ -11,7 +11,7 @@ from quire.files.gguf import GGML_TYPES
 from quire.layers.embedding import Embedding, EmbeddingMethod, Head, HeadMethod
 from quire.layers.linear import Linear, LinearMethod
 from quire.layers.moe import Experts, ExpertsMethod
-from quire.layers.parameter import Claims, Method
+from quire.layers.parameter import Method, WeightSlices
 from quire.layers.quant.stored import HeldExperts, HeldHead, HeldLinear, Target
 from quire.ops.activation import gated
 from quire.ops.blocks import GROUP, BlockMatrix, QuantizedMatrix, dequantize, form_of, has_form, stack_forms
@@ -19,15 +19,15 @@ from quire.ops.dequantized_linear import dequantized_linear, dequantizes_quickly
 from quire.ops.quantized_layouts import Float4, PackedInts, Rounding
 from quire.types.errors import ModelError
 
-MANY_IDS = 64
+MANY_IDS = 64  # ids of a lookup; after more of them, the file's mapped pages are released
 
 
 class GGUFMethod(Method):
-    """A matrix of parts above each other, each of its own type."""
+    """Linear layer with GGUF blocks. `parts`: matrices stacked along the outputs, each of its own GGML type."""
 
     def __init__(self, parts: Sequence[BlockMatrix]) -> None:
         self.parts = tuple(parts)
-        self.few: Callable[[Tensor], Tensor | None] | None = None  # a device's way to multiply few rows; None = they are many
+        self.few: Callable[[Tensor], Tensor | None] | None = None  # a device's GEMM for few tokens; None as result: too many
 
     @property
     def dequantizes_quickly(self) -> bool:
@@ -36,11 +36,11 @@ class GGUFMethod(Method):
     def shapes(self, inputs: int, outputs: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
         return {}
 
-    def claims(self, layer: Linear, path: str) -> Claims:  # noqa: ARG002
+    def weight_slices(self, layer: Linear, path: str) -> WeightSlices:  # noqa: ARG002
         return {}
 
     def apply(self, layer: Linear, x: Tensor) -> Tensor:
-        """It can be overridden."""
+        """Return the outputs of x. Overridable by __torch_function__."""
         if has_torch_function_unary(x):
             return handle_torch_function(GGUFMethod.apply, (x,), self, layer, x)
         out = None if self.few is None else self.few(x)
@@ -51,7 +51,7 @@ class GGUFMethod(Method):
 
 
 class GGUFRows:
-    """An embedding whose rows are looked up where a file has them, in blocks or in floats, and not held."""
+    """Embedding with rows in the mapped GGUF file, quantized or in floats; they are read at each lookup."""
 
     def __init__(self, rows: QuantizedMatrix) -> None:
         self.rows = rows
@@ -60,7 +60,7 @@ class GGUFRows:
         return {}
 
     def look_up(self, layer: Embedding, ids: Tensor) -> Tensor:  # noqa: ARG002
-        """-> [T, size] float32."""
+        """Return the embeddings [T, size] float32 of ids [T]."""
         stored = self.rows
         rows = stored.rows.index_select(0, ids if stored.order is None else stored.order[ids])
         if len(ids) > MANY_IDS:
@@ -69,7 +69,7 @@ class GGUFRows:
 
 
 class GGUFHead(Method):
-    """A head whose matrix stays in blocks. A device may multiply by a copy of its own."""
+    """Head with a matrix in GGUF blocks; a device may set `product` to multiply by its own copy."""
 
     def __init__(self, matrix: BlockMatrix) -> None:
         self.matrix = matrix
@@ -78,7 +78,7 @@ class GGUFHead(Method):
     def shapes(self, vocab_size: int, hidden_size: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
         return {}
 
-    def claims(self, layer: Head, path: str) -> Claims:  # noqa: ARG002
+    def weight_slices(self, layer: Head, path: str) -> WeightSlices:  # noqa: ARG002
         return {}
 
     def apply(self, layer: Head, hidden: Tensor) -> Tensor:
@@ -86,54 +86,59 @@ class GGUFHead(Method):
 
 
 class GGUFScheme:
-    """A matrix stays in the file's blocks where a layer can use it so. `stored`: what there is, by the model's names."""
+    """Keep matrices in GGUF blocks where the layer supports it.
+
+    stored: the file's matrices by the model's names
+    in_blocks: names of the matrices that stay in blocks
+    """
 
     def __init__(self, stored: Mapping[str, QuantizedMatrix]) -> None:
         self._stored = stored
-        self.kept: set[str] = set()  # names of those that stay
+        self.in_blocks: set[str] = set()
 
     def linear(self, path: str, layer: Linear) -> LinearMethod | None:
         parts = {f"{name}.weight": part for name, part in layer.parts(path).items()}
         found = [
-            self.find(name, (part.outputs, layer.all_inputs), rows, layer.kept_inputs)
+            self.find(name, (part.outputs, layer.all_inputs), rows, layer.local_inputs)
             for name, part in parts.items()
-            for _, rows in part.kept
+            for _, rows in part.local
         ]
         matrices = [matrix for matrix in found if matrix is not None]
         if layer.transposed or layer.as_floats or len(matrices) < len(found):
             return None
-        self.kept |= parts.keys()
+        self.in_blocks |= parts.keys()
         return self.multiply_by(matrices)
 
     def multiply_by(self, parts: Sequence[QuantizedMatrix]) -> LinearMethod:
-        """parts: above each other."""
+        """Return the method for parts stacked along the outputs."""
         return GGUFMethod(parts)
 
     def embedding(self, path: str, layer: Embedding) -> EmbeddingMethod | None:
-        found = self.find(f"{path}.weight", (layer.total, layer.size), layer.kept, range(layer.size))
+        found = self.find(f"{path}.weight", (layer.total, layer.size), layer.local, range(layer.size))
         if found is None:
             return None
-        self.kept.add(f"{path}.weight")
+        self.in_blocks.add(f"{path}.weight")
         return GGUFRows(found)
 
     def head(self, path: str, layer: Head) -> HeadMethod | None:
         if layer.tied is not None:
             return GGUFHead(layer.tied.method.rows) if isinstance(layer.tied.method, GGUFRows) else None
-        found = self.find(f"{path}.weight", (layer.total, layer.hidden_size), layer.kept, range(layer.hidden_size))
+        found = self.find(f"{path}.weight", (layer.total, layer.hidden_size), layer.local, range(layer.hidden_size))
         if found is None:
             return None
-        self.kept.add(f"{path}.weight")
+        self.in_blocks.add(f"{path}.weight")
         return GGUFHead(found)
 
     def can_use(self, type_: int) -> bool:  # noqa: ARG002
-        """Blocks of any type."""
+        """Return True: blocks of any type."""
         return True
 
     def experts(self, path: str, layer: Experts) -> ExpertsMethod | None:  # noqa: ARG002
         return None
 
     def find(self, name: str, shape: tuple[int, int], rows: range, columns: range) -> QuantizedMatrix | None:
-        """These rows and columns, which must be whole blocks, and whole groups of what they are repacked to."""
+        """Return these rows and columns of a matrix; None unless the columns are whole blocks and whole groups of the repacked
+        layout."""
         found = self._stored.get(name)
         if found is None or (len(found), found.columns) != shape or not self.can_use(found.type):
             return None
@@ -144,7 +149,7 @@ class GGUFScheme:
 
 
 class _Blocks(Method):
-    """Nothing of theirs is a parameter: the file is mapped."""
+    """Methods without parameters of their own: the file is mapped."""
 
     def __init__(self, target: Target, device: torch.device) -> None:
         self.target, self._device = target, device
@@ -152,7 +157,7 @@ class _Blocks(Method):
     def shapes(self, *sizes: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
         return {}
 
-    def claims(self, layer: object, path: str) -> Claims:  # noqa: ARG002
+    def weight_slices(self, layer: object, path: str) -> WeightSlices:  # noqa: ARG002
         return {}
 
     def form(self, stored: QuantizedMatrix) -> PackedInts | Float4:
@@ -160,7 +165,7 @@ class _Blocks(Method):
         stored.forget()
         scale = found.scale
         if bool((scale == 255).any() if scale.dtype == torch.uint8 else ~scale.isfinite().all()):
-            raise ModelError(f"{stored.name} has a scale that is not a number; the file is damaged")
+            raise ModelError(f"{stored.name} has a scale that is NaN or infinite; the file is damaged")
         return found
 
 
@@ -183,7 +188,7 @@ class BlocksHead(_Blocks, HeldHead):
 
 
 class BlocksExperts(_Blocks, HeldExperts):
-    """stacks: of each expert its gate, its up and its down."""
+    """stacks: the gate, up and down matrices of each expert."""
 
     def __init__(self, stacks: Sequence[Sequence[QuantizedMatrix]], target: Target, device: torch.device) -> None:
         super().__init__(target, device)
@@ -194,7 +199,7 @@ class BlocksExperts(_Blocks, HeldExperts):
 
 
 class GGUFFormsScheme(GGUFScheme):
-    """As far as there is a form; an embedding becomes floats, and a head that is tied to it."""
+    """Convert GGUF blocks to a quantized layout at load, where there is one. Embeddings and tied heads are dequantized."""
 
     def __init__(self, stored: Mapping[str, QuantizedMatrix], target: Target, device: torch.device) -> None:
         super().__init__(stored)
@@ -212,24 +217,24 @@ class GGUFFormsScheme(GGUFScheme):
     def head(self, path: str, layer: Head) -> BlocksHead | None:
         if layer.tied is not None:
             return None
-        found = self.find(f"{path}.weight", (layer.total, layer.hidden_size), layer.kept, range(layer.hidden_size))
+        found = self.find(f"{path}.weight", (layer.total, layer.hidden_size), layer.local, range(layer.hidden_size))
         if found is None:
             return None
-        self.kept.add(f"{path}.weight")
+        self.in_blocks.add(f"{path}.weight")
         return BlocksHead(found, self._target, self._device)
 
     def experts(self, path: str, layer: Experts) -> BlocksExperts | None:
-        inner, across = layer.kept_inner, range(layer.hidden_size)
+        inner, across = layer.local_inner, range(layer.hidden_size)
         wide = layer.total_inner, layer.hidden_size
         parts = {
             "gate_proj": (wide, inner, across),
             "up_proj": (wide, inner, across),
             "down_proj": (wide[::-1], across, inner),
         }
-        found = [[self.find(f"{path}.{expert}.{name}.weight", *part) for expert in layer.kept] for name, part in parts.items()]
+        found = [[self.find(f"{path}.{expert}.{name}.weight", *part) for expert in layer.local] for name, part in parts.items()]
         stacks = [[matrix for matrix in stack if matrix is not None] for stack in found]
-        whole = all(len(stack) == len(layer.kept) and len({matrix.type for matrix in stack}) == 1 for stack in stacks)
+        whole = all(len(stack) == len(layer.local) and len({matrix.type for matrix in stack}) == 1 for stack in stacks)
         if not whole or "experts" not in self._target.keeps:
             return None
-        self.kept.update(f"{path}.{expert}.{name}.weight" for expert in range(layer.total) for name in parts)
+        self.in_blocks.update(f"{path}.{expert}.{name}.weight" for expert in range(layer.total) for name in parts)
         return BlocksExperts(stacks, self._target, self._device)

@@ -23,7 +23,7 @@ from quire.layers.quant.scheme import (
 from quire.layers.quant.stored import Target
 from quire.types.errors import ModelError
 
-FORMATS = {"gptq": 1, "gptq_v2": 0}  # what is added to zero points
+FORMATS = {"gptq": 1, "gptq_v2": 0}  # added to stored zero points
 
 
 class GPTQScheme(CheckpointScheme):
@@ -31,7 +31,7 @@ class GPTQScheme(CheckpointScheme):
         super().__init__(config, inventory, target)
         kind = get_text(config, "checkpoint_format") or get_text(config, "format") or "gptq"
         if kind not in FORMATS:
-            raise ModelError(f"GPTQ's format {kind!r} is not read; {' and '.join(FORMATS)} are")
+            raise ModelError(f"GPTQ's format must be {' or '.join(FORMATS)}; got {kind!r}")
         self._added = FORMATS[kind]
         get_int(config, "bits")
         self._dynamic = read_dynamic(get_object(config, "dynamic") or {})
@@ -53,11 +53,11 @@ class GPTQScheme(CheckpointScheme):
             return None
         bits, group = get_int(config, "bits"), get_int(config, "group_size", default=-1)
         if bits not in (4, 8):
-            raise ModelError(f"{name}: GPTQ with {bits} bits is not read; 4 and 8 are")
+            raise ModelError(f"{name}: GPTQ requires 4 or 8 bits; got {bits}")
         group, sizes, per = inputs if group == -1 else group, (outputs, inputs), 32 // bits
         check_group(inputs, group, name)
         if outputs % per or inputs % per:
-            raise ModelError(f"{name}: GPTQ packs by {per}, which does not divide its {outputs} outputs and {inputs} inputs")
+            raise ModelError(f"{name}: GPTQ requires outputs and inputs divisible by {per}; got {outputs} and {inputs}")
         groups = Dim("inputs", group)
         raw = {
             "qweight": self.raw(name, "qweight", (Dim("inputs", per), Dim("outputs")), sizes, torch.int32),
@@ -68,13 +68,13 @@ class GPTQScheme(CheckpointScheme):
         if group == inputs or self.inventory is None:
             return GPTQLayout(raw, bits, group, self._added, skipped=("g_idx",))
         shuffled = get_bool(config, "desc_act")
-        if shuffled or self.has(name, "g_idx"):  # where it is not said, every rank looks at them all
+        if shuffled or self.has(name, "g_idx"):  # without desc_act every rank reads and checks all indices
             every = Dim("inputs") if shuffled else Dim("neither", inputs)
             raw["g_idx"] = self.raw(name, "g_idx", (every,), sizes, torch.int32)
         return GPTQLayout(raw, bits, group, self._added)
 
     def _of(self, names: tuple[str, ...]) -> Mapping[str, Any] | None:
-        """What holds for a module; None = it is not quantized. The first pattern that fits decides."""
+        """Return a module's configuration by the first matching pattern; None: the module is not quantized."""
         fits = [any(each) for each in zip(*map(self._patterns.match, names), strict=True)]
         for (pattern, changes), here in zip(self._dynamic.items(), fits, strict=True):
             if here:
@@ -83,7 +83,7 @@ class GPTQScheme(CheckpointScheme):
 
 
 def read_dynamic(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Changes by pattern; what is not quantized may have none."""
+    """Return the configuration changes by pattern; modules that are not quantized may have none."""
     for pattern, changes in found.items():
         if changes is not False and not pattern.startswith("-:"):
             as_object(f"dynamic: {pattern}", changes)
@@ -91,7 +91,7 @@ def read_dynamic(found: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_inside(found: Any) -> list[str]:
-    """Names, or lists of them."""
+    """Return the names in a list of names or of lists of names."""
     given = [] if found is None else found
     each = (
         [name for names in given for name in (names if isinstance(names, list) else [names])] if isinstance(given, list) else []
@@ -106,11 +106,11 @@ class AWQScheme(CheckpointScheme):
         super().__init__(config, inventory, target)
         bits = get_int(config, "bits", "w_bit")
         if bits != 4:
-            raise ModelError(f"AWQ with {bits} bits is not known; 4 are")
+            raise ModelError(f"AWQ requires 4 bits; got {bits}")
         self._group = get_int(config, "group_size", "q_group_size", default=-1)
         version = (get_text(config, "version") or "gemm").lower()
         if version != "gemm":
-            raise ModelError(f"AWQ's layout {version!r} is not read; gemm is")
+            raise ModelError(f"AWQ's version must be gemm; got {version!r}")
         self._not = get_names(config, "modules_to_not_convert")
         self._head = get_bool(config, "lm_head")
 
@@ -124,7 +124,7 @@ class AWQScheme(CheckpointScheme):
         group, sizes = inputs if self._group == -1 else self._group, (outputs, inputs)
         check_group(inputs, group, name)
         if outputs % 8:
-            raise ModelError(f"{name}: AWQ packs outputs by eights, and it has {outputs}")
+            raise ModelError(f"{name}: AWQ requires outputs divisible by 8; got {outputs}")
         eights, groups = Dim("outputs", 8), Dim("inputs", group)
         raw = {
             "qweight": self.raw(name, "qweight", (Dim("inputs"), eights), sizes, torch.int32),

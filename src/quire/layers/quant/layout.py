@@ -26,15 +26,18 @@ from quire.ops.quantized_layouts import (
 from quire.types.errors import ModelError
 from quire.types.json_text import read_json
 
-# what to do about a matrix that ranks cannot share
-UNDIVIDED = "with tensor_parallel_size; take a smaller one, or pipeline_parallel_size, which leaves matrices whole"
-LARGEST = 448.0 * 6.0  # that a scale is multiplied by: one of fp8, and a number of 4 bits
+# what to do if ranks cannot divide a matrix
+UNDIVIDED = "by tensor_parallel_size; use a smaller one, or pipeline_parallel_size, which does not divide matrices"
+LARGEST = 448.0 * 6.0  # largest factor of a scale: the largest fp8 scale times the largest fp4 value
 
 
 @dataclass(frozen=True)
 class Dim:
-    """Of a tensor in a checkpoint: along it are the outputs or the inputs of a matrix, all of its numbers row by row, or
-    neither; `per` of them are one entry (neither: there are `per` entries)."""
+    """A dimension of a checkpoint tensor.
+
+    along: what it runs along: a matrix's outputs, its inputs, all values in row-major order, or neither
+    per: outputs, inputs or values per entry; for "neither": the number of entries
+    """
 
     along: Literal["outputs", "inputs", "all", "neither"]
     per: int = 1
@@ -44,29 +47,29 @@ class Dim:
         return -(-count // self.per)
 
     def cut(self, outputs: range, inputs: range, whole: tuple[int, int], where: str) -> tuple[int, int]:
-        """Which entries are of some outputs and inputs; whole: how many of both there are."""
+        """Return the range of entries of some outputs and inputs; whole: total (outputs, inputs)."""
         if self.along == "neither":
             return 0, self.per
         if self.along == "inputs" and self.per >= whole[1]:
-            return 0, 1  # of all inputs, so of any
+            return 0, 1  # one entry for all inputs
         some, total = (outputs, whole[0]) if self.along != "inputs" else (inputs, whole[1])
         start, stop = some.start, some.stop
         if self.along == "all":
             if len(inputs) < whole[1]:
-                raise ModelError(f"{where} lies row by row, and cannot be divided along its inputs {UNDIVIDED}")
+                raise ModelError(f"{where} is stored in row-major order and cannot be divided along its inputs {UNDIVIDED}")
             start, stop, total = start * whole[1], stop * whole[1], total * whole[1]
         if start % self.per or (stop % self.per and stop != total):
             share = f"{start} to {stop} of {total} {self.along}"
-            raise ModelError(f"{where}: {share} are not whole groups of {self.per}: it cannot be divided so {UNDIVIDED}")
+            raise ModelError(f"{where}: {share} are not whole groups of {self.per}: it cannot be divided {UNDIVIDED}")
         return start // self.per, -(-stop // self.per)
 
 
 @dataclass(frozen=True)
 class Raw:
-    """One tensor."""
+    """A tensor of a quantized matrix as the checkpoint stores it."""
 
     dims: tuple[Dim, ...]
-    dtype: torch.dtype | None = None  # None = the model's
+    dtype: torch.dtype | None = None  # None: the model's
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         return tuple(dim.size(outputs, inputs) for dim in self.dims)
@@ -76,40 +79,41 @@ class Raw:
 
     @property
     def outputs(self) -> int | None:
-        """The dimension along which the outputs are, if there is one."""
+        """Return the dimension along the outputs; None: there is none."""
         return next((at for at, dim in enumerate(self.dims) if dim.along in ("outputs", "all")), None)
 
 
 class Layout(Protocol):
     @property
     def raw(self) -> Mapping[str, Raw]:
-        """What is read, by the name behind the matrix's own."""
+        """Return the tensors that are read, by their names after the matrix's own."""
         ...
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """What may be there, and is not read."""
+        """Return optional tensors that are not read."""
         ...
 
     @property
     def scales(self) -> tuple[str, ...]:
-        """Those of `raw` that no matrix can have a 0, an infinity or a NaN in."""
+        """Return the tensors of `raw` that must not contain 0, infinity or NaN."""
         ...
 
     @property
     def signed(self) -> bool:
-        """Whether scales of weights may be below 0: of whole numbers some tools write them so, to use one number more. Those of
-        floats are made of largest absolute values, and kernels take them so."""
+        """Return whether weight scales may be negative. Some tools write negative scales for integers, to use one more value;
+        scales of floats are absolute maxima, and kernels rely on it.
+        """
         ...
 
     def convert(self, tensors: Mapping[str, Tensor], where: str) -> Any:
-        """-> a form, or plain floats [..., N, K]. The tensors may have more dimensions in front, all the same ones."""
+        """Return the matrix in a layout of `ops`, or as floats [..., N, K]. Tensors may share leading dimensions."""
         ...
 
 
 @dataclass(frozen=True)
 class Floats:
-    """A matrix that is not quantized, among some that are."""
+    """A matrix that is not quantized, merged with quantized ones."""
 
     raw: Mapping[str, Raw]
     skipped: tuple[str, ...] = ()
@@ -128,7 +132,7 @@ def check_scales(layout: Layout, tensors: Mapping[str, Tensor], where: str) -> N
 def check_scale(found: Tensor, where: str, signed: bool = False) -> None:
     values = (found.view(torch.float8_e8m0fnu) if found.dtype == torch.uint8 else found).float()
     if not bool(((values * LARGEST).isfinite() & (values != 0)).all()):
-        what = "NaN" if values.isnan().any() else "0" if (values == 0).any() else "an infinity, or nearly"
+        what = "NaN" if values.isnan().any() else "0" if (values == 0).any() else "infinity or close to it"
         raise ModelError(f"{where} has a scale of {what}; the checkpoint is damaged")
     if not signed:
         check_sign(values, where)
@@ -140,7 +144,7 @@ def check_sign(values: Tensor, where: str) -> None:
 
 
 def check_numbers(numbers: Tensor, where: str) -> None:
-    """Of float8_e4m3fn, where a NaN has all bits but the sign."""
+    """Check float8_e4m3fn values for NaN: all bits but the sign are set."""
     if bool(((numbers.view(torch.uint8) & 127) == 127).any()):
         raise ModelError(f"{where} has a NaN; the checkpoint is damaged")
 
@@ -150,17 +154,17 @@ def check_group(inputs: int, group: int, where: str) -> None:
         raise ModelError(f"{where}: groups of {group} do not divide its {inputs} inputs")
 
 
-NEAR = 1e-3  # a table that is stored in fewer bits is the same one: neighbours in it are farther apart
+TABLE_TOLERANCE = 1e-3  # the stored table may be of lower precision; its values are further from each other
 
 
 @dataclass(frozen=True)
 class Float8Layout:
-    """weight [N, K] and `scale`: one for all, for each output, or for blocks; with Activation.TENSOR also input_scale."""
+    """FP8: weight [N, K] and a scale per tensor, output or block; with Activation.TENSOR also input_scale."""
 
     raw: Mapping[str, Raw]
-    scale: str  # its name
-    rows: int  # outputs and inputs of a block; 0 = all
-    columns: int
+    scale: str  # name of the scale tensor
+    rows: int  # outputs per block; 0: all
+    columns: int  # inputs per block; 0: all
     activation: Activation
     skipped: tuple[str, ...] = ()
     scales: tuple[str, ...] = ("weight_scale",)
@@ -174,7 +178,7 @@ class Float8Layout:
         scale = powers_of_two(scale) if scale.dtype == torch.uint8 else scale.float()
         given = tensors.get("input_scale") if self.activation is Activation.TENSOR else None
         input_scale = None if given is None else given.float().reshape(lead)
-        if not self.rows:  # each output has that of the tensor
+        if not self.rows:  # every output has the tensor's scale
             scale = scale.reshape(*lead, 1, 1).expand(*lead, outputs, 1)
         scale = scale.reshape(*lead, -1, -(-inputs // columns))
         return Float8(self.rows or 1, columns, numbers, scale.contiguous(), self.activation, input_scale)
@@ -182,8 +186,10 @@ class Float8Layout:
 
 @dataclass(frozen=True)
 class Float4Layout:
-    """Two numbers to a byte, the first in the low half: `numbers` [N, K / 2] and `scale` [N, K / group]; nvfp4 also has a
-    factor for the tensor, that of compressed-tensors a divisor."""
+    """4-bit floats, two per byte, low nibble first: `numbers` [N, K / 2] and `scale` [N, K / group].
+
+    nvfp4 also has a factor per tensor; compressed-tensors stores its reciprocal (`divides`).
+    """
 
     raw: Mapping[str, Raw]
     numbers: str
@@ -217,16 +223,20 @@ class Float4Layout:
 
 @dataclass(frozen=True)
 class BlockwiseLayout:
-    """bitsandbytes: `weight` has all numbers row by row, two to a byte, the first in the high half; each `group` of them have a
-    scale, which may be of 8 bits itself, with a scale for each `nested` and an offset for all. `state` says it as JSON.
-    Tables of what numbers stand for are there, too: `quant_map`, which must be what is known of the code."""
+    """bitsandbytes 4-bit: `weight` has all values in row-major order, two per byte, high nibble first; each `group` has a
+    scale.
+
+    Scales may be quantized to 8 bits themselves, with a scale per `nested` scales and one offset. The tensor `state` describes
+    this
+    as JSON. `quant_map` holds the code's table, which must be the known one.
+    """
 
     raw: Mapping[str, Raw]
     code: str
     outputs: int  # of the whole matrix
     inputs: int
     group: int
-    nested: int  # scales that share one; 0 = none do
+    nested: int  # scales per second-level scale; 0: scales are not quantized
     state: str
     skipped: tuple[str, ...] = ()
     scales: tuple[str, ...] = ()
@@ -241,15 +251,15 @@ class BlockwiseLayout:
         if self.nested:
             table, factors = tensors["weight.nested_quant_map"].float(), tensors["weight.nested_absmax"].float()
             if not bool((table[1:] >= table[:-1]).all()) or not bool((table.abs() <= 1).all()) or float(table[-1]) == 0:
-                raise ModelError(f"{where}.weight.nested_quant_map does not rise from -1 to 1; the checkpoint is damaged")
+                raise ModelError(f"{where}.weight.nested_quant_map must ascend within -1 to 1; the checkpoint is damaged")
             if not bool(factors.isfinite().all()):
-                raise ModelError(f"{where}.weight.nested_absmax has a scale that is not a number; the checkpoint is damaged")
+                raise ModelError(f"{where}.weight.nested_absmax has a scale that is NaN or infinite; the checkpoint is damaged")
             check_sign(factors, f"{where}.weight.nested_absmax")
             offset = state.get("nested_offset", 0.0)
             scale = table[scale.int()] * factors.repeat_interleave(self.nested)[: len(scale)] + offset
         if not bool(scale.isfinite().all()):
-            raise ModelError(f"{where}.weight.absmax has a scale that is not a number; the checkpoint is damaged")
-        if not self.nested:  # rounding may put those a little below 0
+            raise ModelError(f"{where}.weight.absmax has a scale that is NaN or infinite; the checkpoint is damaged")
+        if not self.nested:  # dequantized scales may be slightly negative
             check_sign(scale, f"{where}.weight.absmax")
         return Float4(cast(Code, self.code), self.group, pack_nibbles(numbers), scale.float().view(len(numbers), -1))
 
@@ -258,7 +268,7 @@ class BlockwiseLayout:
         if found is None:
             return
         known = torch.tensor(TABLES[cast(Code, self.code)], device=found.device)
-        if not torch.allclose(found.float(), known, rtol=0, atol=NEAR):
+        if not torch.allclose(found.float(), known, rtol=0, atol=TABLE_TOLERANCE):
             raise ModelError(f"{where}.weight.quant_map is not the table of {self.code}; the checkpoint is damaged")
 
     def _read_state(self, tensors: Mapping[str, Tensor], where: str) -> dict[str, Any]:
@@ -269,39 +279,39 @@ class BlockwiseLayout:
         except ValueError as error:
             raise ModelError(f"{where}.{self.state} is not JSON ({told(error)})") from error
         if not isinstance(state, dict):
-            raise ModelError(f"{where}.{self.state} must be an object, got {shown(state)}")
+            raise ModelError(f"{where}.{self.state} must be an object; got {shown(state)}")
         expected = {"blocksize": self.group, "quant_type": self.code, "shape": [self.outputs, self.inputs]} | (
             {"nested_blocksize": self.nested} if self.nested else {}
         )
         for name, value in expected.items():
             if state.get(name, value) != value:
-                raise ModelError(f"{where}.{self.state}: {name} is {shown(state[name])}; only {value!r} is read")
+                raise ModelError(f"{where}.{self.state}: {name} must be {value!r}; got {shown(state[name])}")
         offset = state.get("nested_offset")
         if self.nested and not (isinstance(offset, float | int) and math.isfinite(offset)):
-            raise ModelError(f"{where}.{self.state}: nested_offset must be a number, got {shown(offset)}")
+            raise ModelError(f"{where}.{self.state}: nested_offset must be a finite number; got {shown(offset)}")
         return state
 
 
-AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of 8 neighbours in a word
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position in a word of each of 8 neighbouring values
 
 
 def bytes_of(words: Tensor) -> Tensor:
-    """[..., n] int32 -> [..., 4n] uint8, the lowest first."""
+    """Return the bytes of words [..., n] int32 as [..., 4n] uint8, lowest first."""
     return words.contiguous().view(torch.uint8)
 
 
 def numbers_of(words: Tensor, bits: int) -> Tensor:
-    """[..., n] int32 -> [..., 32n / bits] uint8, one to a byte."""
+    """Return the values of words [..., n] int32 as [..., 32n / bits] uint8, one per byte."""
     return unpack_nibbles(bytes_of(words)) if bits == 4 else bytes_of(words)
 
 
 def packed(numbers: Tensor, bits: int) -> Tensor:
-    """[..., n] uint8, one to a byte, as a form has them."""
+    """Return values [..., n] uint8, one per byte, packed as in `PackedInts`."""
     return pack_nibbles(numbers) if bits == 4 else numbers.contiguous()
 
 
 def zeros_or_none(zeros: Tensor, bits: int, where: str) -> Tensor | None:
-    """zeros: of any whole type; None = all are in the middle."""
+    """Return zero points as uint8; None: all are the middle of the range."""
     if bool((zeros == 2 ** (bits - 1)).all()):
         return None
     if int(zeros.amax()) > 255 or int(zeros.amin()) < 0:
@@ -309,18 +319,22 @@ def zeros_or_none(zeros: Tensor, bits: int, where: str) -> Tensor | None:
     return zeros.to(torch.uint8).contiguous()
 
 
-def in_order(groups: Tensor, group: int) -> Tensor:
-    """What they are if neighbours are in a group."""
+def ascending_groups(groups: Tensor, group: int) -> Tensor:
+    """Return the group of each input without act-order."""
     expected = torch.arange(groups.shape[-1], device=groups.device, dtype=groups.dtype) // group
     return expected.expand(groups.shape)
 
 
 def by_groups(numbers: Tensor, groups: Tensor, bits: int, group: int, where: str) -> tuple[Tensor, Tensor | None]:
-    """numbers [..., N, K], packed as a form has them; groups [..., K]: which group each input is in (act-order) -> numbers with
-    the columns of a group side by side, and which inputs they are of."""
+    """Sort the inputs of act-order weights by group.
+
+    numbers: [..., N, K] packed as in `PackedInts`
+    groups: [..., K] group of each input
+    Return the weights with the inputs of a group next to each other, and the input of each column (None: already sorted).
+    """
     order = groups.argsort(dim=-1, stable=True)
     inputs = groups.shape[-1]
-    if not torch.equal(groups.gather(-1, order), in_order(groups, group)):
+    if not torch.equal(groups.gather(-1, order), ascending_groups(groups, group)):
         raise ModelError(f"{where} does not put {group} inputs into each of {inputs // group} groups")
     if torch.equal(order, torch.arange(inputs, device=order.device).expand(order.shape)):
         return numbers, None
@@ -330,7 +344,7 @@ def by_groups(numbers: Tensor, groups: Tensor, bits: int, group: int, where: str
 
 @dataclass(frozen=True)
 class AWQLayout:
-    """qweight [K, N / 8], qzeros [K / group, N / 8], scales [K / group, N]; 8 outputs to a word, in an order of their own."""
+    """AWQ: qweight [K, N / 8], qzeros [K / group, N / 8], scales [K / group, N]; 8 outputs per word in AWQ_ORDER."""
 
     raw: Mapping[str, Raw]
     group: int
@@ -345,18 +359,18 @@ class AWQLayout:
         return PackedInts(4, group, numbers, tensors["scales"].mT.contiguous(), zeros, None)
 
     def _in_order(self, words: Tensor) -> Tensor:
-        places = torch.tensor(AWQ_PLACES, device=words.device)
-        return in_groups(numbers_of(words, 4), 8).index_select(-1, places).flatten(-2)
+        order = torch.tensor(AWQ_ORDER, device=words.device)
+        return in_groups(numbers_of(words, 4), 8).index_select(-1, order).flatten(-2)
 
 
 @dataclass(frozen=True)
 class GPTQLayout:
-    """qweight [K * bits / 32, N], qzeros [K / group, N * bits / 32], scales [K / group, N], g_idx [K]."""
+    """GPTQ: qweight [K * bits / 32, N], qzeros [K / group, N * bits / 32], scales [K / group, N], g_idx [K]."""
 
     raw: Mapping[str, Raw]
     bits: int
     group: int
-    added: int  # to zero points: the older format has them one less
+    added: int  # to zero points: the older format stores them minus one
     skipped: tuple[str, ...] = ()
     scales: tuple[str, ...] = ("scales",)
     signed: bool = True
@@ -372,16 +386,17 @@ class GPTQLayout:
             groups = tensors["g_idx"]
             if groups.shape[-1] * self.bits == numbers.shape[-1] * 8:
                 numbers, order = by_groups(numbers, groups, self.bits, self.group, f"{where}.g_idx")
-            elif not torch.equal(groups, in_order(groups, self.group)):
-                raise ModelError(f"{where}: groups of any inputs (g_idx) cannot be divided along the inputs {UNDIVIDED}")
+            elif not torch.equal(groups, ascending_groups(groups, self.group)):
+                raise ModelError(f"{where}: act-order groups (g_idx) cannot be divided along the inputs {UNDIVIDED}")
         group = min(self.group, numbers.shape[-1] * 8 // self.bits)
         return PackedInts(self.bits, group, numbers, tensors["scales"].mT.contiguous(), zeros, order)
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """compressed-tensors: weight_packed [N, K * bits / 32], weight_scale [N, K / group], weight_zero_point [N * bits / 32,
-    K / group], weight_g_idx [K]; all numbers are 2 ** (bits - 1) more than they stand for."""
+    """compressed-tensors, packed: weight_packed [N, K * bits / 32], weight_scale [N, K / group], weight_zero_point
+    [N * bits / 32, K / group], weight_g_idx [K]. Values are stored plus 2 ** (bits - 1).
+    """
 
     raw: Mapping[str, Raw]
     bits: int
@@ -406,11 +421,12 @@ class PackedLayout:
 
 @dataclass(frozen=True)
 class Int8Layout:
-    """One signed number to a byte: compressed-tensors' weight [N, K], weight_scale by tensor, output or group, and
-    weight_zero_point, or bitsandbytes' SCB, which is 127 times the scale."""
+    """int8, one value per byte: compressed-tensors' weight [N, K], weight_scale per tensor, output or group, and
+    weight_zero_point, or bitsandbytes' SCB, which is 127 times the scale.
+    """
 
     raw: Mapping[str, Raw]
-    group: int  # 0 = one scale for an output, or for all
+    group: int  # 0: one scale per output or tensor
     activation: Activation
     scale: str = "weight_scale"
     divisor: float = 1.0
@@ -425,7 +441,7 @@ class Int8Layout:
         group = self.group or inputs
         count = outputs * inputs // group
         if scale.shape[-1] != count:
-            scale = scale.repeat_interleave(count, -1)  # one for the tensor
+            scale = scale.repeat_interleave(count, -1)  # one scale for the tensor
         scale = (scale / self.divisor).reshape(*lead, outputs, inputs // group)
         if not bool(scale.isfinite().all()) or bool(((scale == 0) & in_groups(numbers, group).any(-1)).any()):
             raise ModelError(f"{where}.{self.scale} has a scale of 0, NaN or an infinity; the checkpoint is damaged")

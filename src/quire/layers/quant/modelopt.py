@@ -1,4 +1,4 @@
-"""NVIDIA ModelOpt: FP8 by tensor, output or block, and NVFP4, of which the weights are used."""
+"""NVIDIA ModelOpt: FP8 per tensor, output or block, and NVFP4 weights."""
 
 from collections.abc import Mapping
 from math import lcm
@@ -13,7 +13,7 @@ from quire.layers.quant.stored import Target
 from quire.ops.quantized_layouts import Activation
 from quire.types.errors import ModelError
 
-# algorithm -> outputs and inputs that share a scale (0 = all), and how activations are rounded
+# algorithm: (outputs and inputs that share a scale (0: all), activation quantization)
 FLOAT8 = {
     "FP8": ((0, 0), Activation.TENSOR),
     "FP8_PER_CHANNEL_PER_TOKEN": ((1, 0), Activation.TOKEN),
@@ -35,7 +35,7 @@ class ModelOptScheme(CheckpointScheme):
         if self._algorithm not in (*FLOAT8, *FLOAT4, MIXED):
             known = ", ".join((*FLOAT8, *FLOAT4, MIXED))
             raise ModelError(
-                f"quantization_config: the quant_algo {config.get('quant_algo')!r} is not read; these are: {known}"
+                f"quantization_config: the quant_algo {config.get('quant_algo')!r} is not supported; supported: {known}"
             )
 
     @property
@@ -58,7 +58,7 @@ class ModelOptScheme(CheckpointScheme):
         if algorithm in FLOAT8:
             return float8_layout(self, name, sizes, "weight_scale", *FLOAT8[algorithm], powers=algorithm == "MXFP8")
         if algorithm not in FLOAT4:
-            raise ModelError(f"{name}: the quant_algo {algorithm!r} is not read")
+            raise ModelError(f"{name}: the quant_algo {algorithm!r} is not supported")
         check_group(inputs, GROUP, name)
         raw = {
             "weight": self.raw(name, "weight", (Dim("outputs"), Dim("inputs", 2)), sizes, torch.uint8),

@@ -1,6 +1,8 @@
-"""gpt-oss's experts in mxfp4: `gate_up_proj_blocks` [E, 2 * inner, hidden / 32, 16], where a gate and its up are neighbours,
-`down_proj_blocks` [E, hidden, inner / 32, 16], and `_scales` of the same without the last dimension.
-Where a device does not keep experts so, they become floats."""
+"""gpt-oss's experts in MXFP4.
+
+The checkpoint has `gate_up_proj_blocks` [E, 2 * inner, hidden / 32, 16] with interleaved gate and up rows, `down_proj_blocks`
+[E, hidden, inner / 32, 16], and `_scales` of the same shape without the last dimension. Devices without FP4 experts get floats.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +13,7 @@ from torch import Tensor
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
 from quire.layers.moe import Experts, PlainExperts, pairs_of, part_pairs
-from quire.layers.parameter import Claim, Claims, Method, Take
+from quire.layers.parameter import CheckpointTensor, Destination, Method, WeightSlices
 from quire.layers.quant.layout import check_group, check_scale
 from quire.layers.quant.scheme import Inventory
 from quire.layers.quant.stored import Target
@@ -19,19 +21,19 @@ from quire.ops.quantized import quantized_experts_forward, settled
 from quire.ops.quantized_layouts import Float4
 from quire.types.errors import ModelError
 
-GROUP, BYTES = 32, 16  # numbers that share a scale, and what they take
+GROUP, BYTES = 32, 16  # values that share a scale, and their bytes
 STACKS = ("gate_up_proj", "down_proj")
 PARTS = ("blocks", "scales")
 
 
 class MXFP4Experts(Method):
-    """A rank that has a part of each expert reads whole blocks, and leaves out what is not its own."""
+    """Experts in MXFP4. A rank that holds a part of each expert reads whole blocks and drops the values of other ranks."""
 
     def __init__(self, layer: Experts, called: str, target: Target) -> None:
         for name, inputs in zip(STACKS, (layer.hidden_size, layer.total_inner), strict=True):
             check_group(inputs, GROUP, f"{called}.{name}")
         self._called, self._target = called, target
-        self._inner = range(layer.kept_inner.start // GROUP, -(-layer.kept_inner.stop // GROUP))  # blocks
+        self._inner = range(layer.local_inner.start // GROUP, -(-layer.local_inner.stop // GROUP))  # blocks
         self.dtypes = {f"{name}_{part}": torch.uint8 for name in STACKS for part in PARTS}
 
     def shapes(self, count: int, hidden_size: int, inner_size: int) -> Mapping[str, tuple[int, ...]]:
@@ -39,37 +41,39 @@ class MXFP4Experts(Method):
         both = zip(STACKS, (up, down), strict=True)
         return {f"{name}_{part}": (*shape, BYTES) if part == "blocks" else shape for name, shape in both for part in PARTS}
 
-    def claims(self, layer: Experts, path: str) -> Claims:
-        hidden, inner, few = layer.hidden_size, layer.total_inner, (layer.kept.start, layer.kept.stop)
+    def weight_slices(self, layer: Experts, path: str) -> WeightSlices:
+        hidden, inner, few = layer.hidden_size, layer.total_inner, (layer.local.start, layer.local.stop)
         wholes = (layer.total, 2 * inner, hidden // GROUP), (layer.total, hidden, inner // GROUP)
         ours = (
-            (few, pairs_of(layer.kept_inner), (0, hidden // GROUP)),
+            (few, pairs_of(layer.local_inner), (0, hidden // GROUP)),
             (few, (0, hidden), (self._inner.start, self._inner.stop)),
         )
-        taken: Claims = {}
+        taken: WeightSlices = {}
         for name, whole, ranges in zip(STACKS, wholes, ours, strict=True):
             blocks, scales = (layer.get_parameter(f"{name}_{part}").data for part in PARTS)
-            taken[f"{path}.{name}_blocks"] = Claim((*whole, BYTES), (Take(blocks, (*ranges, (0, BYTES))),)).simple
-            taken[f"{path}.{name}_scales"] = Claim(whole, (Take(scales, ranges),)).simple
+            taken[f"{path}.{name}_blocks"] = CheckpointTensor(
+                (*whole, BYTES), (Destination(blocks, (*ranges, (0, BYTES))),)
+            ).simple
+            taken[f"{path}.{name}_scales"] = CheckpointTensor(whole, (Destination(scales, ranges),)).simple
         return taken
 
-    up: Any  # forms
+    up: Any  # quantized layouts
     down: Any
 
     def finish(self, layer: Experts) -> None:
-        whole = layer.kept_inner.start % GROUP == 0 and layer.kept_inner.stop % GROUP == 0
+        whole = layer.local_inner.start % GROUP == 0 and layer.local_inner.stop % GROUP == 0
         if whole and self._target.keeps >= {Float4.kind, "experts"}:
             gates, back = (self._form(layer, name) for name in STACKS)
             part_pairs(gates.numbers)
             part_pairs(gates.scale)
             self.up, self.down = settled(gates), settled(back)
-            assert self.up is not None and self.down is not None  # there is a kernel for its groups
+            assert self.up is not None and self.down is not None  # kernels take groups of 32
             layer.hold(self)
             return
         up, down = (self._dequantize(layer, name) for name in STACKS)
         part_pairs(up)
-        first = layer.kept_inner.start - self._inner.start * GROUP
-        down = down[..., first : first + len(layer.kept_inner)].contiguous()
+        first = layer.local_inner.start - self._inner.start * GROUP
+        down = down[..., first : first + len(layer.local_inner)].contiguous()
         layer.hold(PlainExperts(), up=up, down=down)
 
     def _form(self, layer: Experts, name: str) -> Float4:
@@ -81,7 +85,7 @@ class MXFP4Experts(Method):
         return quantized_experts_forward(x, weights, experts, self.up, self.down, layer.gating, layer.biases)
 
     def _dequantize(self, layer: Experts, name: str) -> Tensor:
-        """An expert at a time: on the way numbers take more room."""
+        """Dequantize one expert at a time: intermediate values need more memory."""
         blocks, scales = (layer.get_parameter(f"{name}_{part}").data for part in PARTS)
         check_scale(scales, f"{self._called}.{name}_scales")
         self._target.dequantized[Float4.kind] += 1
@@ -92,9 +96,9 @@ class MXFP4Experts(Method):
 
 
 class MXFP4Scheme:
-    """All but the experts are floats."""
+    """Experts in MXFP4; all other weights are floats."""
 
-    grain = GROUP  # as `CheckpointScheme.grain`
+    grain = GROUP  # see `CheckpointScheme.grain`
 
     def __init__(self, config: Mapping[str, Any], inventory: Inventory | None, target: Target) -> None:  # noqa: ARG002
         self._inventory, self._target = inventory, target
@@ -112,6 +116,6 @@ class MXFP4Scheme:
         if self._inventory is not None and f"{path}.gate_up_proj" in self._inventory.tensors:
             return None
         if not layer.paired:
-            raise ModelError(f"{path}: mxfp4 is read for the experts of gpt-oss only")
+            raise ModelError(f"{path}: mxfp4 is supported for the experts of gpt-oss only")
         called = path if self._inventory is None else self._inventory.names.get(path, path)
         return MXFP4Experts(layer, called, self._target)

@@ -1,6 +1,6 @@
-"""Regular expressions that a checkpoint brings along.
+"""Regular expressions of a checkpoint's configuration, matched in a child process.
 
-Python's can take forever, and cannot be interrupted: they are matched by a process of their own, which is ended when it does.
+Python's matching can take exponential time and cannot be interrupted; the child process is killed after a time limit.
 """
 
 import json
@@ -16,14 +16,14 @@ from time import monotonic
 from quire.files.reading import shown, told
 from quire.types.errors import ModelError
 
-LONGEST = 2000  # characters of a pattern
-SECONDS = 20.0  # for all names of a model, which take milliseconds
-# a line with a name -> a line with 0 or 1 for each pattern, said as soon as it is known; without its parent it ends by itself
+MAX_PATTERN_CHARS = 2000
+MATCH_LIMIT_S = 20.0  # for all names of a model, which take milliseconds
+# stdin: a line per name; stdout: 0 or 1 per pattern as soon as it is matched; the program ends when stdin closes
 _PROGRAM = f"""
 import json, re, sys
 try:
     import resource
-    resource.setrlimit(resource.RLIMIT_CPU, ({int(SECONDS) + 1},) * 2)
+    resource.setrlimit(resource.RLIMIT_CPU, ({int(MATCH_LIMIT_S) + 1},) * 2)
 except (ImportError, OSError, ValueError):
     pass
 patterns = [re.compile(pattern) for pattern in json.loads(sys.stdin.readline())]
@@ -37,17 +37,17 @@ for line in sys.stdin:
 
 
 class Patterns:
-    """`field`: which of a configuration has them."""
+    """Match names against patterns. `field`: the configuration field that has the patterns, for error messages."""
 
     def __init__(self, field: str, patterns: Sequence[str]) -> None:
         for pattern in patterns:
             _check(field, pattern)
-        self._field, self._patterns, self._left = field, list(patterns), SECONDS
+        self._field, self._patterns, self._left = field, list(patterns), MATCH_LIMIT_S
         self._process: subprocess.Popen[str] | None = None
         self._known: dict[str, list[bool]] = {}
 
     def match(self, name: str) -> list[bool]:
-        """Which of the patterns fit the beginning of a name."""
+        """Return for each pattern whether it matches the beginning of a name."""
         if not self._patterns:
             return []
         if name not in self._known:
@@ -70,7 +70,9 @@ class Patterns:
         self._left -= monotonic() - began
         if not answer.endswith("\n"):
             slow = self._patterns[len(answer)]
-            raise ModelError(f"quantization_config: {self._field}: the pattern {shown(slow)} takes too long to match {name}")
+            raise ModelError(
+                f"quantization_config: {self._field}: pattern {shown(slow)} takes longer than {MATCH_LIMIT_S:g} s for {name}"
+            )
         return [found == "1" for found in answer.strip()]
 
     def _start(self) -> "subprocess.Popen[str]":
@@ -84,12 +86,12 @@ class Patterns:
         process.stdin.write(json.dumps(self._patterns) + "\n")
         process.stdin.flush()
         if not process.stdout.readline():
-            raise ModelError(f"quantization_config: {self._field}: no process could be started that matches patterns")
+            raise ModelError(f"quantization_config: {self._field}: the process that matches patterns did not start")
         return process
 
 
 class Paths:
-    """Names of modules: whole ones, and regular expressions behind `re:`."""
+    """Module names: exact ones, and regular expressions after `re:`."""
 
     def __init__(self, field: str, items: Sequence[str]) -> None:
         self._whole = {item for item in items if not item.startswith("re:")}
@@ -103,8 +105,8 @@ class Paths:
 
 
 def _check(field: str, pattern: str) -> None:
-    if len(pattern) > LONGEST:
-        raise ModelError(f"quantization_config: {field}: {shown(pattern)} has more than {LONGEST:,} characters")
+    if len(pattern) > MAX_PATTERN_CHARS:
+        raise ModelError(f"quantization_config: {field}: {shown(pattern)} must have at most {MAX_PATTERN_CHARS:,} characters")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.layers.embedding import Head, PlainHead
 from quire.layers.linear import Linear, Plain
 from quire.layers.moe import Experts, PlainExperts, UngatedExperts
-from quire.layers.parameter import Claim, Claims, Method, Take
+from quire.layers.parameter import CheckpointTensor, Destination, Method, WeightSlices
 from quire.layers.quant.layout import UNDIVIDED, Layout, Raw, check_scales
 from quire.ops.quantized import (
     dequantized,
@@ -26,20 +26,21 @@ from quire.ops.quantized import (
 from quire.ops.quantized_layouts import Rounding, Rows, merge
 from quire.types.errors import ModelError
 
-ACT_ORDER = {"g_idx": "desc_act", "weight_g_idx": "weight_g_idx"}  # tensors that name each input's group -> who says so
-AT_ONCE = 1 << 26  # numbers of experts that are turned into a form together
+# tensors with the group of each input: the configuration field that enables them
+ACT_ORDER = {"g_idx": "desc_act", "weight_g_idx": "weight_g_idx"}
+VALUES_AT_ONCE = 1 << 26  # values of experts that are converted together
 
 
 @dataclass(frozen=True)
 class Target:
-    """What becomes of matrices. `dequantized` counts those that no form was kept of, by the form they had."""
+    """What quantized matrices are converted to. `dequantized` counts the dequantized ones by layout."""
 
     dtype: torch.dtype
-    keeps: frozenset[str]  # kinds of forms, and "experts" if theirs are
+    keeps: frozenset[str]  # layouts that the device multiplies by, and "experts" if experts may stay quantized
     dequantized: Counter[str] = field(default_factory=Counter)
 
     def settle(self, parts: Sequence[Any], stack: bool = False) -> Any:
-        """Parts of a matrix above each other -> a form, or floats of the model's type."""
+        """Return parts stacked along the outputs as one quantized matrix, or as floats in the model's dtype."""
         whole = merge(parts) if not any(isinstance(part, Tensor) for part in parts) else None
         if whole is not None and whole.kind in self.keeps and ("experts" in self.keeps or not stack):
             held = settled(whole)
@@ -52,24 +53,24 @@ class Target:
 
 @dataclass(frozen=True)
 class Piece:
-    """One matrix of the checkpoint, and what a layer has of it."""
+    """One quantized matrix of the checkpoint, and the slice of it that a layer holds."""
 
     name: str
     layout: Layout
-    whole: tuple[int, int]  # outputs and inputs of it all
+    whole: tuple[int, int]  # outputs and inputs of the checkpoint's matrix
     outputs: tuple[range, ...]
     inputs: range
-    called: tuple[str, ...]  # by the checkpoint; of experts, each that is kept
+    called: tuple[str, ...]  # the checkpoint's names; one for each expert of this rank
 
     @property
-    def kept(self) -> tuple[int, int]:
+    def local(self) -> tuple[int, int]:
         return sum(map(len, self.outputs)), len(self.inputs)
 
-    def claim(self, name: str, raw: Raw, view: Tensor) -> Claim:
-        """view: all that the layer has of this tensor."""
-        where, at, takes, done = f"{self.name}.{name}", raw.outputs, list[Take](), 0
+    def checkpoint_tensor(self, name: str, raw: Raw, view: Tensor) -> CheckpointTensor:
+        """Return the checkpoint tensor that fills `view`, the layer's whole share of it."""
+        where, at, destinations, done = f"{self.name}.{name}", raw.outputs, list[Destination](), 0
         if name in ACT_ORDER and raw.dims[0].along == "inputs" and len(self.inputs) < self.whole[1]:
-            groups = f"groups of any inputs ({ACT_ORDER[name]})"
+            groups = f"act-order groups ({ACT_ORDER[name]})"
             raise ModelError(f"{self.name}: {groups} cannot be divided along the inputs {UNDIVIDED}")
         for rows in self.outputs if at is not None else self.outputs[:1]:
             ranges = raw.ranges(rows, self.inputs, self.whole, where)
@@ -77,8 +78,8 @@ class Piece:
             if at is not None:
                 size = ranges[at][1] - ranges[at][0]
                 place, done = view.narrow(at, done, size), done + size
-            takes.append(Take(place, ranges))
-        return Claim(raw.shape(*self.whole), tuple(takes)).simple
+            destinations.append(Destination(place, ranges))
+        return CheckpointTensor(raw.shape(*self.whole), tuple(destinations)).simple
 
     def convert(self, tensors: Mapping[str, Tensor], called: str) -> Any:
         check_scales(self.layout, tensors, called)
@@ -86,7 +87,7 @@ class Piece:
 
 
 class FormProduct:
-    """What a linear layer's method does with a form."""
+    """GEMM of a linear layer by a quantized matrix."""
 
     matrix: Any
 
@@ -101,12 +102,12 @@ class FormProduct:
 
 
 class HeldLinear(FormProduct):
-    """What multiplies by a form, if the device keeps it; else the layer becomes a plain one."""
+    """Linear layer with a quantized matrix if the device supports the layout; otherwise it becomes a plain layer."""
 
     target: Target
 
     def settle(self, layer: Linear, parts: Sequence[Any]) -> None:
-        """parts: above each other."""
+        """Set the matrix to parts stacked along the outputs."""
         found = self.target.settle(parts)
         if isinstance(found, Tensor):
             layer.hold(Plain(), weight=found)
@@ -117,7 +118,7 @@ class HeldLinear(FormProduct):
 
 class HeldHead:
     target: Target
-    matrix: Any  # a form
+    matrix: Any  # a quantized layout
 
     def settle(self, layer: Head, parts: Sequence[Any]) -> None:
         found = self.target.settle(parts)
@@ -133,11 +134,11 @@ class HeldHead:
 
 class HeldExperts:
     target: Target
-    up: Any  # forms, [E, 2 * inner, hidden] with the gate above, and [E, hidden, inner]
+    up: Any  # quantized layouts: up [E, 2 * inner, hidden] with gate rows first, down [E, hidden, inner]
     down: Any
 
     def settle(self, layer: Experts, *stacks: Any) -> None:
-        """stacks: gate, up and down; without a gate they become floats."""
+        """Set the matrices. stacks: gate, up and down; without a gate they are dequantized."""
         target = self.target if layer.gated else replace(self.target, keeps=frozenset())
         above, below = target.settle(stacks[:-1], stack=True), target.settle(stacks[-1:], stack=True)
         if isinstance(above, Tensor) or isinstance(below, Tensor):
@@ -152,10 +153,10 @@ class HeldExperts:
 
 
 class Pieces(Method):
-    """What layers of all kinds have in common."""
+    """Tensors of quantized matrices as parameters of a layer of any kind."""
 
     def __init__(self, pieces: Mapping[str, Piece], target: Target, stack: tuple[int, ...] = ()) -> None:
-        """stack: how many of each piece there are, if that is a dimension of their tensors."""
+        """stack: leading dimensions of each tensor."""
         self.pieces, self.target, self.stack = pieces, target, stack
         self._raw = {
             f"{key}_{name.replace('.', '_')}": (piece, raw, name)
@@ -165,12 +166,12 @@ class Pieces(Method):
         self.dtypes = {key: raw.dtype for key, (_, raw, _) in self._raw.items() if raw.dtype is not None}
 
     def declared(self) -> Mapping[str, tuple[int, ...]]:
-        return {key: (*self.stack, *raw.shape(*piece.kept)) for key, (piece, raw, _) in self._raw.items()}
+        return {key: (*self.stack, *raw.shape(*piece.local)) for key, (piece, raw, _) in self._raw.items()}
 
-    def claimed(self, layer: Any) -> Claims:
-        taken: Claims = {f"{piece.name}.{name}": None for piece in self.pieces.values() for name in piece.layout.skipped}
+    def all_slices(self, layer: Any) -> WeightSlices:
+        taken: WeightSlices = {f"{piece.name}.{name}": None for piece in self.pieces.values() for name in piece.layout.skipped}
         for key, (piece, raw, name) in self._raw.items():
-            taken[f"{piece.name}.{name}"] = piece.claim(name, raw, layer.get_parameter(key).data)
+            taken[f"{piece.name}.{name}"] = piece.checkpoint_tensor(name, raw, layer.get_parameter(key).data)
         return taken
 
     def tensors(self, layer: Any, key: str) -> dict[str, Tensor]:
@@ -182,45 +183,47 @@ class Pieces(Method):
 
 
 class StoredLinear(HeldLinear, Pieces):
-    """Pieces above each other."""
+    """Linear layer of matrices stacked along the outputs."""
 
     def shapes(self, inputs: int, outputs: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
         return self.declared()
 
-    def claims(self, layer: Linear, path: str) -> Claims:  # noqa: ARG002
-        return self.claimed(layer)
+    def weight_slices(self, layer: Linear, path: str) -> WeightSlices:  # noqa: ARG002
+        return self.all_slices(layer)
 
     def finish(self, layer: Linear) -> None:
         self.settle(layer, self.convert(layer))
 
 
 class StoredHead(Pieces, HeldHead):
-    """One piece."""
+    """Head of one matrix."""
 
     def shapes(self, vocab_size: int, hidden_size: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
         return self.declared()
 
-    def claims(self, layer: Head, path: str) -> Claims:  # noqa: ARG002
-        return self.claimed(layer)
+    def weight_slices(self, layer: Head, path: str) -> WeightSlices:  # noqa: ARG002
+        return self.all_slices(layer)
 
     def finish(self, layer: Head) -> None:
         self.settle(layer, self.convert(layer))
 
 
 class StoredExperts(Pieces, HeldExperts):
-    """Pieces `gate`, if there is one, `up` and `down`, of all experts that are kept; a piece's own name is behind an expert's
+    """Experts: `gate` if there is one, `up` and `down` of every expert of this rank. A piece's name follows the expert's
     number."""
 
     def shapes(self, count: int, hidden_size: int, inner_size: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
         return self.declared()
 
-    def claims(self, layer: Experts, path: str) -> Claims:
-        taken: Claims = {}
+    def weight_slices(self, layer: Experts, path: str) -> WeightSlices:
+        taken: WeightSlices = {}
         for key, (piece, raw, name) in self._raw.items():
             stack = layer.get_parameter(key).data
             for expert in range(layer.total):
                 place = f"{path}.{expert}.{piece.name}.{name}"
-                taken[place] = piece.claim(name, raw, stack[expert - layer.kept.start]) if expert in layer.kept else None
+                taken[place] = (
+                    piece.checkpoint_tensor(name, raw, stack[expert - layer.local.start]) if expert in layer.local else None
+                )
         for piece in self.pieces.values():
             for name in set(piece.layout.skipped) - piece.layout.raw.keys():
                 taken |= {f"{path}.{expert}.{piece.name}.{name}": None for expert in range(layer.total)}
@@ -230,9 +233,9 @@ class StoredExperts(Pieces, HeldExperts):
         self.settle(layer, *(self._convert_stack(layer, key) for key in self.pieces))
 
     def _convert_stack(self, layer: Experts, key: str) -> Any:
-        """A few experts at a time: on the way numbers take more room."""
+        """Convert some experts at a time: intermediate values need more memory."""
         piece, tensors = self.pieces[key], self.tensors(layer, key)
-        step = max(1, AT_ONCE // (piece.kept[0] * piece.kept[1]))
+        step = max(1, VALUES_AT_ONCE // (piece.local[0] * piece.local[1]))
         starts = range(0, self.stack[0], step)
         return pile_up([self._convert_some(piece, tensors, range(start, min(start + step, self.stack[0]))) for start in starts])
 
@@ -242,13 +245,13 @@ class StoredExperts(Pieces, HeldExperts):
                 {name: values[some.start : some.stop] for name, values in tensors.items()}, piece.called[some[0]]
             )
         except ModelError:
-            for one in some if len(some) > 1 else ():  # which it is
+            for one in some if len(some) > 1 else ():  # find the broken expert
                 self._convert_some(piece, tensors, range(one, one + 1))
             raise
 
 
 def pile_up(stacks: Sequence[Any]) -> Any:
-    """One stack of stacks of the same form."""
+    """Concatenate stacks of the same layout."""
     first = stacks[0]
     if len(stacks) == 1:
         return first
