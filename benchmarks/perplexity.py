@@ -37,7 +37,7 @@ MODEL = "smollm2"
 def read_floats() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     facts = read_facts(resolve_model(MODEL))
     source = GGUFSource(facts)
-    tensors = {part.name: values.float() for part, values in source.read([TensorSlice(name) for name in source.pieces])}
+    tensors = {part.name: values.float() for part, values in source.read([TensorSlice(name) for name in source.tensors])}
     config = {**facts.hf, "architectures": [facts.architecture], "model_type": "llama", "tie_word_embeddings": True}
     return {name: value for name, value in config.items() if not isinstance(value, bytes)}, tensors
 

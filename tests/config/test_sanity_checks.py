@@ -151,7 +151,7 @@ def test_what_checkpoints_say_is_plausible(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("share", [0.01, 0.4])
 def test_components_turn_in_pairs(share: float) -> None:
-    with pytest.raises(ModelError, match="of 8, an even number must turn"):
+    with pytest.raises(ModelError, match="must be an even number of at most 8"):
         Rope(8, 64, {}, rope_parameters({"partial_rotary_factor": share}))
 
 

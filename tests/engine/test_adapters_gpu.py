@@ -63,7 +63,7 @@ def test_any_mixture(tiny_model, expected, eager):
 
 def test_what_makes_keys_and_values_of_latents(checkpoint, tmp_path, monkeypatch):
     """Absorbed and expanded, in graphs and beside one that kernels do not know."""
-    monkeypatch.setattr(latent_triton, "LONG", 20)
+    monkeypatch.setattr(latent_triton, "LONG_ROW_TOKENS", 20)
     case, loras, answers = checkpoint("deepseek-v3"), [None], []
     prompts = [[*IDS[:6]], [3 + 7 * i % 190 for i in range(51)]]
     with torch.inference_mode():

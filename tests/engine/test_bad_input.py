@@ -157,7 +157,7 @@ CHECKPOINTS = {
     "unknown tensor": (lambda d: _edit_weights(d, lambda w: w.update(extra=torch.ones(1))), r"unknown \(1\).*extra"),
     "wrong shape": (
         lambda d: _edit_weights(d, lambda w: w.update({"model.norm.weight": torch.ones(5)})),
-        r"model\.norm\.weight is \[5\], the model needs \[32\]",
+        r"model\.norm\.weight is \[5\], the model requires \[32\]",
     ),
     "truncated file": (_truncate, "model.safetensors"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "safetensors"),

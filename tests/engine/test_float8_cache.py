@@ -157,12 +157,12 @@ def test_scales_of_the_checkpoint_are_used(checkpoint, scaled):
 
 
 BROKEN = {
-    "one alone": ("self_attn.v_scale", None, r"self_attn\.k_scale is there, but layers\.0\.self_attn has no v_scale"),
-    "zero": ("self_attn.v_scale", torch.tensor(0.0), r"layers\.0\.self_attn\.v_scale has a scale that is no positive number"),
-    "NaN": ("self_attn.k_scale", torch.tensor(torch.nan), r"k_scale has a scale that is no positive number"),
-    "too many": ("self_attn.k_scale", torch.ones(6), r"k_scale has 6 numbers; it must have one, or one for each of 2 heads"),
+    "one alone": ("self_attn.v_scale", None, r"self_attn\.k_scale requires v_scale of layers\.0\.self_attn as well"),
+    "zero": ("self_attn.v_scale", torch.tensor(0.0), r"v_scale has a scale that is not a positive finite"),
+    "NaN": ("self_attn.k_scale", torch.tensor(torch.nan), r"k_scale has a scale that is not a positive finite"),
+    "too many": ("self_attn.k_scale", torch.ones(6), r"k_scale must have 1 value or one per head \(2\); got 6"),
     "zero points": ("self_attn.k_zero_point", torch.zeros(1), r"k_zero_point: a cache of 8 bits with zero points is not built"),
-    "elsewhere": ("mlp.k_scale", torch.ones(1), r"mlp\.k_scale is a scale for a cache, but 'layers\.0\.mlp' is no attention"),
+    "elsewhere": ("mlp.k_scale", torch.ones(1), r"mlp\.k_scale is a KV cache scale, but 'layers\.0\.mlp' is not an attention"),
 }  # fmt: skip
 
 

@@ -208,7 +208,7 @@ def instead(name, change):
         (without("down_proj_scales"), r"missing \(1\): layers.1.mlp.experts.down_proj_scales"),
         (without("down_proj_bias"), r"missing \(1\): layers.1.mlp.experts.down_proj_bias"),
         (instead("gate_up_proj_scales", lambda t: torch.full_like(t, 255)), r"gate_up_proj_scales has a scale of NaN"),
-        (instead("down_proj_blocks", lambda t: t[:, :, :2].clone()), r"down_proj_blocks is \[4, 64, 2, 16\], the model needs"),
+        (instead("down_proj_blocks", lambda t: t[:, :, :2].clone()), r"down_proj_blocks is \[4, 64, 2, 16\], the model"),
         (instead("down_proj_blocks", lambda t: t.float()), r"down_proj_blocks' is stored as torch.float32"),
     ],
 )  # fmt: skip

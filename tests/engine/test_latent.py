@@ -150,7 +150,7 @@ def test_on_a_gpu(checkpoint, name, monkeypatch):
     """Prompts are expanded, and cut into pieces that are not; steps are launched one by one, and as graphs."""
     from quire.attn import latent_triton
 
-    monkeypatch.setattr(latent_triton, "LONG", 30)
+    monkeypatch.setattr(latent_triton, "LONG_ROW_TOKENS", 30)
     directory = checkpoint(name).directory
     expected = tokens(engine(directory))
     for more in ({"enforce_eager": True}, {}, {"max_num_batched_tokens": 16}):

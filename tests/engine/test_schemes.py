@@ -209,8 +209,8 @@ WRONG = {
                         r"k_proj\.weight_scale must have floats; got U8"),
     "act-order without its order": ("gptq-act-order", {f"{AT}.g_idx": lambda t: None}, {}, r"missing \(1\): .*k_proj\.g_idx"),
     "no state": ("bnb-nf4-nested", {NESTED_STATE: lambda t: None}, {}, r"missing \(1\): .*k_proj\.weight\.quant_state"),
-    "state without an offset": ("bnb-nf4-nested", {NESTED_STATE: told({})}, {}, r"nested_offset must be a number, got None"),
-    "an offset in words": ("bnb-nf4-nested", {NESTED_STATE: told({"nested_offset": "x"})}, {}, r"a number, got 'x'"),
+    "state without an offset": ("bnb-nf4-nested", {NESTED_STATE: told({})}, {}, r"nested_offset must be a finite number"),
+    "an offset in words": ("bnb-nf4-nested", {NESTED_STATE: told({"nested_offset": "x"})}, {}, r"a finite number; got 'x'"),
     "a state that is a list": ("bnb-nf4-nested", {NESTED_STATE: told([1])}, {}, r"nf4 must be an object; got \[1\]"),
     "a state of another matrix": ("bnb-nf4-nested", {NESTED_STATE: told({"shape": [7, 7]})}, {},
                                   r"shape must be \[64, 128\]; got \[7, 7\]"),
@@ -229,7 +229,7 @@ WRONG = {
     "an unused divisor": ("ct-nvfp4", {f"{AT}.input_global_scale": lambda t: t / 0}, {}, r"input_global_scale has .* infinity"),
     "another table": ("bnb-nf4", {f"{AT}.weight.quant_map": filled(0.7)}, {}, r"k_proj\.weight\.quant_map is not the table"),
     "a table that is too short": ("bnb-nf4", {f"{AT}.weight.quant_map": lambda t: t[:8]}, {}, r"quant_map is \[8\], "),
-    "a nested table": ("bnb-nf4-nested", {f"{AT}.weight.nested_quant_map": filled(1e30)}, {}, r"nested_quant_map does not"),
+    "a nested table": ("bnb-nf4-nested", {f"{AT}.weight.nested_quant_map": filled(1e30)}, {}, r"nested_quant_map must ascend"),
     "NaN in a nested table": ("bnb-nf4-nested", {f"{AT}.weight.nested_quant_map": filled(float("nan"))}, {},
                               r"k_proj\.weight\.nested_quant_map must ascend within -1 to 1"),
     "a nested scale below 0": ("bnb-nf4-nested", {f"{AT}.weight.nested_absmax": torch.neg}, {}, r"nested_absmax .* below 0"),
@@ -240,7 +240,7 @@ WRONG = {
     "NaN in scales of nvfp4": ("ct-nvfp4", {f"{AT}.weight_scale": byte(0xFF)}, {}, r"k_proj\.weight_scale has a NaN"),
     "a tiny divisor": ("ct-nvfp4", {f"{AT}.weight_global_scale": lambda t: t * 0 + 1e-45}, {}, r"global_scale is too small"),
     "NaN in scales of mxfp4": ("ct-mxfp4", {f"{AT}.weight_scale": byte(255)}, {}, r"k_proj\.weight_scale has a scale of NaN"),
-    "huge scales of mxfp4": ("ct-mxfp4", {f"{AT}.weight_scale": byte(254)}, {}, r"scale of an infinity, or nearly"),
+    "huge scales of mxfp4": ("ct-mxfp4", {f"{AT}.weight_scale": byte(254)}, {}, r"scale of infinity or close to it"),
     "a factor that is too large": ("modelopt-nvfp4", {f"{AT}.weight_scale_2": lambda t: t * 0 + 1e36}, {},
                                    r"k_proj\.weight_scale_2 has a scale of infinity or close to it"),
     "a size without an end": ("awq", {}, {"group_size": 10**400}, r"group_size must be an integer; got 1[0]{199}\.\.\.$"),
@@ -259,7 +259,7 @@ WRONG = {
                               r"input_activations must be an object; got \[1\]"),
     "bits in a word": ("ct-w8a8", {}, {"config_groups": {"a": {"weights": {}, "input_activations": {"num_bits": "8"}}}},
                        r"num_bits must be an integer; got '8'"),
-    "a broken number of bits": ("ct-int4", {}, {"config_groups": {"a": {"weights": {"num_bits": 4.0}}}}, r"number, got 4\.0"),
+    "a broken number of bits": ("ct-int4", {}, {"config_groups": {"a": {"weights": {"num_bits": 4.0}}}}, r"integer; got 4\.0"),
     "symmetric in a word": ("ct-int4", {}, {"config_groups": {"a": {"weights": {"symmetric": "false"}}}},
                             r"symmetric must be true or false; got 'false'"),
     "sparsity in a list": ("ct-int4", {}, {"sparsity_config": ["2:4"]}, r"sparsity_config must be an object"),
@@ -294,7 +294,7 @@ def test_patterns_that_take_forever_are_refused(checkpoint, tmp_path, monkeypatc
     monkeypatch.setattr("quire.layers.quant.patterns.SECONDS", 0.5)
     directory = damaged(checkpoint(scheme), tmp_path / "slow", config=config)
     with pytest.raises(
-        ModelError, match=rf"{field}: pattern '\(\[a-z\._0-9\]\+\)\+X' takes longer than 20 s for model\.layers"
+        ModelError, match=rf"{field}: pattern '\(\[a-z\._0-9\]\+\)\+X' takes longer than [0-9.]+ s for model\.layers"
     ):
         load(directory, KEEPS)
 
@@ -320,7 +320,7 @@ def test_an_order_in_the_files_is_followed_whatever_is_said(checkpoint, tmp_path
     facts = read_facts(resolve_model(directory))
     model = build_model(facts)
     shard(model, Position(0, 2), Alone())
-    with pytest.raises(ModelError, match=r"o_proj: groups of any inputs \(g_idx\) cannot be divided"):
+    with pytest.raises(ModelError, match=r"o_proj: act-order groups \(g_idx\) cannot be divided"):
         load_weights(model, facts, device="cpu", dtype="float32", quantization=facts.quantization, keeps=KEEPS)
 
 
@@ -364,7 +364,7 @@ def test_an_output_of_zeros_has_no_scale(checkpoint, tmp_path):
         ("quantization_config", {"quant_method": None, "config_groups": {}}, "quant_method must be a string, got None"),
         ("quantization_config", {"quant_method": ["awq"]}, r"quant_method must be a string, got \['awq'\]"),
         ("hf_quant_config.json", {"quantization": 5}, r"hf_quant_config\.json: quantization must be an object, got 5"),
-        ("quantize_config.json", {"bits": "x"}, r"bits must be a whole number, got 'x'"),
+        ("quantize_config.json", {"bits": "x"}, r"bits must be an integer; got 'x'"),
     ],
 )
 def test_what_is_of_a_wrong_kind_is_not_absent(checkpoint, tmp_path, name, content, message):
@@ -415,8 +415,8 @@ class Alone:
 @pytest.mark.parametrize(
     ("scheme", "size", "message"),
     [
-        ("gptq-act-order", 2, r"o_proj: groups of any inputs \(desc_act\) cannot be divided"),
-        ("ct-int4-act-order", 2, r"o_proj: groups of any inputs \(weight_g_idx\) cannot be divided"),
+        ("gptq-act-order", 2, r"o_proj: act-order groups \(desc_act\) cannot be divided"),
+        ("ct-int4-act-order", 2, r"o_proj: act-order groups \(weight_g_idx\) cannot be divided"),
         ("ct-int4", 3, r"o_proj.weight_scale: 0 to 32 of 128 inputs are not whole groups of 64"),  # a head
         ("ct-int4", 4, r"o_proj.weight_scale: 0 to 32 of 128 inputs are not whole groups of 64"),
         ("awq-moe", 4, r"down_proj.scales: 0 to 16 of 64 inputs are not whole groups of 32"),  # two groups for four
@@ -443,7 +443,7 @@ def test_scales_of_a_cache_of_8_bits_are_left_aside(checkpoint, tmp_path, caplog
     save_file(found, directory / "model.safetensors")
     got, wanted = (Sequences(each, 1, 40).step([(0, FIRST)])[0] for each in (load(directory, KEEPS), floats(source)))
     assert (got - wanted).abs().max() < 1e-3
-    assert caplog.text.count("has scales for a cache of 8 bits (kv_cache_dtype='fp8'); this one has the model's type") == 1
+    assert caplog.text.count("KV cache scales are unused: they require kv_cache_dtype='fp8'") == 1
 
 
 @pytest.mark.parametrize(

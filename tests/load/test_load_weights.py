@@ -134,7 +134,7 @@ def test_vectors_that_are_not_finite(tmp_path, value):
     content = tensors()
     content["model.k_proj.bias"][1] = value
     write(tmp_path, content)
-    assert "'model.k_proj.bias' has numbers that are not finite" in refused(tmp_path)
+    assert "'model.k_proj.bias' has values that are NaN or infinite" in refused(tmp_path)
     content["model.k_proj.bias"].fill_(3e38)  # their sum is not, but they are
     write(tmp_path, content)
     load(tmp_path)
@@ -161,7 +161,7 @@ def test_vectors_of_other_names_that_are_not_finite(tmp_path):
         content = {"D": torch.ones(3), "sinks": torch.ones(3), "beta": torch.tensor(1.0)}
         content[name].view(-1)[:1] = float(value)
         write(tmp_path, content)
-        with pytest.raises(ModelError, match=f"'{name}' has numbers that are not finite"):
+        with pytest.raises(ModelError, match=f"'{name}' has values that are NaN or infinite"):
             load(tmp_path, Vectors())
     write(tmp_path, {"D": torch.ones(3), "sinks": torch.full((3,), float("-inf")), "beta": torch.tensor(1.0)})
     assert broken_parameters(load(tmp_path, Vectors())) == []  # heads without a sink
@@ -181,7 +181,7 @@ def test_matrices_that_are_not_finite(tmp_path):
     )
     model, source = load(tmp_path), SafetensorsSource(tmp_path, (tmp_path / "model.safetensors",))
     assert broken_parameters(model) == ["moe.experts.up"]
-    with pytest.raises(ModelError, match=r"here: tensor 'model.moe.experts.1.w1.weight' has numbers that are not finite"):
+    with pytest.raises(ModelError, match=r"here: tensor 'model.moe.experts.1.w1.weight' has values that are NaN or infinite"):
         refuse_broken(model, source, "here", torch.float32)
 
 
@@ -190,7 +190,7 @@ def test_numbers_that_a_type_cannot_hold(tmp_path):
     content["model.out.weight"][0, 0] = 1e6
     write(tmp_path, content)
     model, source = load(tmp_path, dtype="float16"), SafetensorsSource(tmp_path, (tmp_path / "model.safetensors",))
-    with pytest.raises(ModelError, match=r"here: out.weight has numbers that float16 cannot hold; dtype must be another one"):
+    with pytest.raises(ModelError, match=r"here: out.weight has values beyond the range of float16; use another dtype"):
         refuse_broken(model, source, "here", torch.float16)
 
 
@@ -204,7 +204,7 @@ def test_all_misfits_are_told_at_once(tmp_path):
     assert str(tmp_path) in message
     assert "missing (2): k_proj.bias, lm_head.weight" in message
     assert "unknown (1): model.extra.weight" in message
-    assert "misshaped (1): model.norm.weight is [5], the model needs [4]" in message
+    assert "misshaped (1): model.norm.weight is [5], the model requires [4]" in message
 
 
 def test_a_long_list_is_cut(tmp_path):
@@ -244,7 +244,7 @@ def test_a_shard_the_index_does_not_know(tmp_path):
 def test_a_shard_without_a_promised_tensor(tmp_path):
     files = shard(tmp_path, tensors(), 2)
     write(tmp_path, {"model.norm.weight": torch.zeros(4)}, files[1])
-    assert "promises" in refused(tmp_path)
+    assert "lists" in refused(tmp_path)
 
 
 def test_a_broken_index_is_named(tmp_path):

@@ -17,7 +17,7 @@ from quire.types.errors import ModelError
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (1000,), (7, 100), (3, 200), (2, 3, 50), (1, 1, 999)])
 def test_pieces_are_small_and_cover_everything_once(shape, monkeypatch):
-    monkeypatch.setattr(module, "PIECE", 400)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 400)
     tensor, place = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape), torch.full(shape, -1.0)
     for piece, its_place in cut(tensor, place):
         assert piece.nbytes <= 400
@@ -36,7 +36,7 @@ def test_on_a_cpu_types_are_changed_on_the_way():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_pieces_travel_to_a_gpu(dtype, monkeypatch):
-    monkeypatch.setattr(module, "PIECE", 4096)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 4096)
     torch.manual_seed(0)
     tensors = [torch.randn(shape, dtype=dtype) for shape in [(300, 100), (1,), (), (5, 3000), (64, 64)]]
     tensors.append(tensors[0].t())
@@ -98,7 +98,7 @@ def test_a_type_nobody_can_read_is_named(tmp_path):
 
 
 def test_tensors_are_the_same_after_they_were_let_go_of(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "BEHIND", 4096)
+    monkeypatch.setattr(files, "MAX_READ_BYTES_IN_MEMORY", 4096)
     size = 3000
     entries = {
         f"t{i}": {"dtype": "F32", "shape": [size], "data_offsets": [i * 4 * size, (i + 1) * 4 * size]} for i in range(20)

@@ -9,7 +9,7 @@ from quire.layers.lora import LinearBank
 from quire.layers.mlp import GatedMLP, SparseGatedMLP
 from quire.layers.norm import RMSNorm
 from quire.layers.parameter import Method
-from quire.layers.quant.stored import FormProduct
+from quire.layers.quant.stored import QuantizedLinear
 from quire.models.blocks import fused_norm
 from quire.ops.packed import pack
 from quire.ops.quantized_layouts import Activation, Float8, Int8, RoundedRows
@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from quire.ops.kernels import norm as kernels
 
 
-class Held(FormProduct, Method):
+class Held(QuantizedLinear, Method):
     def __init__(self, matrix):
         self.matrix = matrix
 

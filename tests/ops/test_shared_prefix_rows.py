@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from quire.attn import work_split
-from quire.attn.work_split import FEWEST, NOTHING_SHARED, SharedPrefix, cut_rows, find_alike
+from quire.attn.work_split import MIN_SHARING_ROWS, NOTHING_SHARED, SharedPrefix, cut_rows, find_alike
 
 PAGE, KEYS = 4, 8
 
@@ -92,9 +92,9 @@ def test_everything_is_done_once_and_by_those_who_share(seed, monkeypatch):
         per = KEYS // PAGE
         read = {tuple(tables[row][: (split + 1) * per]) for row in made.members[first : first + count, 0]}
         assert len(read) == 1
-    if len(tables) >= FEWEST and not len(alike.order):
+    if len(tables) >= MIN_SHARING_ROWS and not len(alike.order):
         first = [tuple(table[:2]) for table, length in zip(tables, lengths, strict=True) if length > KEYS]
-        assert all(first.count(pages) < FEWEST for pages in first)
+        assert all(first.count(pages) < MIN_SHARING_ROWS for pages in first)
 
 
 def test_rows_with_a_window_read_on_their_own():

@@ -40,7 +40,7 @@ LARGE = {
 @pytest.fixture
 def small_splits(monkeypatch):
     monkeypatch.setattr(work_split, "SPLIT", 32)
-    monkeypatch.setattr(backend, "MERGED_AT_ONCE", 2)
+    monkeypatch.setattr(backend, "MERGED_PARTS", 2)
 
 
 def inputs(spec, rows, page_size, dtype, device, prefixes=()):
@@ -150,7 +150,7 @@ def test_tokens_outside_the_rows_get_zeros(device):
 
 
 def test_what_it_cannot_do_is_refused_with_reasons():
-    with pytest.raises(ConfigError, match=r"triton: it needs a CUDA device, not cpu, .* at most 256 components, not 512"):
+    with pytest.raises(ConfigError, match=r"triton: it requires a CUDA device; got cpu, .* at most 256; got 512"):
         choose_backend(AttentionSpec(2, 2, 512, 1.0), torch.device("cpu"), torch.float32, "triton")
 
 
@@ -171,9 +171,9 @@ def test_it_is_the_first_choice_on_a_gpu():
 )
 def test_long_rows_over_a_copy_of_their_keys(name, copied, blocks, dtype, device, monkeypatch):
     """The rows' keys fill blocks of 128 by no means; memory is for one row, for one head, and for all."""
-    monkeypatch.setattr(backend, "LONG", 5)
-    monkeypatch.setattr(backend, "DEEP", 200)
-    monkeypatch.setattr(backend, "COPIED", copied)
+    monkeypatch.setattr(backend, "LONG_ROW_TOKENS", 5)
+    monkeypatch.setattr(backend, "DEEP_ROW_KEYS", 200)
+    monkeypatch.setattr(backend, "MAX_COPIED_KEYS", copied)
     monkeypatch.setattr(backend, "reads_in_blocks", lambda spec, kv: True)
     kind = torch.float8_e4m3fn if name == "sinks" else None
     rows = [(9, 9), (1, 270), (37, 161), (130, 130), (3, 52), (5, 260), (2, 200)]
@@ -188,8 +188,8 @@ def test_long_rows_over_a_copy_of_their_keys(name, copied, blocks, dtype, device
 )
 def test_long_rows_with_a_window(name, window, device, monkeypatch):
     """Of keys that no token sees nothing is copied: tests' caches hold NaN there."""
-    monkeypatch.setattr(backend, "LONG", 5)
-    monkeypatch.setattr(backend, "DEEP", 200)
+    monkeypatch.setattr(backend, "LONG_ROW_TOKENS", 5)
+    monkeypatch.setattr(backend, "DEEP_ROW_KEYS", 200)
     monkeypatch.setattr(backend, "reads_in_blocks", lambda spec, kv: True)
     rows = [(9, 9), (1, 270), (37, 461), (130, 430), (5, 260), (2, 200)]
     batch = compare(dataclasses.replace(SPECS[name], window=window), rows, 16, torch.float32, device)
@@ -280,7 +280,7 @@ def test_more_parts_than_are_held_at_a_time(device, monkeypatch):
     batch, query, kv, _ = inputs(spec, FAMILY, 4, torch.float32, device, PREFIXES)
     expected = backend.TritonAttention().run(spec, query, kv, sharing(batch, 4), 0, None)
     for most in (4, 25):
-        monkeypatch.setattr(backend, "PARTS", most)
+        monkeypatch.setattr(backend, "MAX_PARTS", most)
         several = sharing(batch, 4)
         torch.testing.assert_close(backend.TritonAttention().run(spec, query, kv, several, 0, None), expected)
         assert len(several.plans["triton", 0]) > 1
@@ -332,7 +332,7 @@ def test_a_ragged_plan_with_room_to_spare_gives_the_same(small_splits, device, n
 
 
 def test_plans_in_memory_that_stays_have_an_end(small_splits, monkeypatch):
-    monkeypatch.setattr(backend, "PARTS", 10)
+    monkeypatch.setattr(backend, "MAX_PARTS", 10)
     fixed, ones = backend.TritonAttention().fixed(SPECS["plain"], torch.float32), np.ones(2, np.int32)
     assert fixed.cut(ones, np.array([300, 40], np.int32), None, nothing_shared) is None
     assert fixed.cut(ones, np.array([250, 40], np.int32), None, nothing_shared) is not None

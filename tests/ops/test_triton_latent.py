@@ -90,7 +90,7 @@ def compare(shape, rows, dtype, device, interleaved=True, page_size=4, final=Fal
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(latent_triton, "SPLIT", 32)
-    monkeypatch.setattr(latent_triton, "LONG", 30)
+    monkeypatch.setattr(latent_triton, "LONG_ROW_TOKENS", 30)
 
 
 @pytest.mark.usefixtures("small")

@@ -111,7 +111,7 @@ def test_kernels_add_the_same(checkpoint, family, dora):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are for the GPU then: tests/engine/test_adapters_gpu.py")
 def test_kernels_of_latents_beside_adapters_that_others_do_not_know(checkpoint, monkeypatch):
     pytest.importorskip("triton")
-    monkeypatch.setattr(latent_triton, "LONG", 10)
+    monkeypatch.setattr(latent_triton, "LONG_ROW_TOKENS", 10)
     monkeypatch.setattr(latent_triton, "refuse_without_triton", lambda *_: [])
     case = checkpoint("deepseek-v3")
     model = build_model(case.facts)

@@ -184,7 +184,7 @@ def test_more_ranks_than_heads(checkpoint):
 
 
 def test_models_of_transformers_are_not_divided(checkpoint):
-    with pytest.raises(ConfigError, match="of a family of our own"):
+    with pytest.raises(ConfigError, match="a model family of Quire's own"):
         shard(build_model(checkpoint("llama").facts, "transformers"), Position(0, 2), Lockstep(2).of(0))
 
 

@@ -13,7 +13,7 @@ from quire.config.uneven_layers import why_not_staged
 from quire.dist.stages import PipelineRank, Stage
 from quire.load.load import load_weights
 from quire.models.registry import build_model
-from quire.prepare.stage import keep_stage
+from quire.prepare.stage import take_stage
 from quire.types.errors import ConfigError
 
 IDS = torch.randint(3, 199, (2, 40), generator=torch.Generator().manual_seed(0)).tolist()
@@ -23,7 +23,7 @@ def staged(facts, layers, load_format="auto"):
     models = []
     for index in range(len(layers)):
         model = build_model(facts)
-        keep_stage(model, Stage(index, layers))
+        take_stage(model, Stage(index, layers))
         load_weights(model, facts, device="cpu", dtype="float32", load_format=load_format)
         models.append(model)
     return models
@@ -69,7 +69,7 @@ def test_random_weights_are_those_of_the_whole(checkpoint):
 def test_models_of_transformers_have_no_stages(checkpoint):
     model = build_model(checkpoint("llama").facts, "transformers")
     with pytest.raises(ConfigError, match="family of our own"):
-        keep_stage(model, Stage(0, split_layers(3, 2)))
+        take_stage(model, Stage(0, split_layers(3, 2)))
 
 
 def test_who_hands_on_to_whom():

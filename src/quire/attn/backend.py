@@ -1,7 +1,8 @@
-"""The seam between attention layers and kernels: a backend refuses with reasons, plans a batch, and runs one layer.
+"""The interface of attention backends: a backend refuses layers with reasons, plans a batch, and runs one layer.
 
-`plan` does whatever needs the host (it may look at `batch.rows`, build index tensors); `run` only launches work. Where plans
-can be kept in memory that stays (`fixed`), the launches of `run` do not depend on the rows, and can be recorded.
+`plan` does what needs the host (it reads `batch.rows` and builds index tensors); `run` only launches kernels. If plans can be
+stored
+in fixed memory (`fixed`), the launches of `run` do not depend on the rows, so CUDA graphs can record them.
 """
 
 import importlib
@@ -20,7 +21,7 @@ from quire.ops.arguments import AdapterTable, HeadNorms, Rotation
 from quire.ops.qkv import place_heads
 from quire.types.errors import ConfigError
 
-NO_LATENTS = "it needs values beside keys"
+NO_LATENTS = "it requires keys and values"
 
 
 @dataclass(frozen=True)
@@ -31,55 +32,56 @@ class AttentionSpec:
     kv_heads: int
     head_dim: int
     scale: float
-    window: int | None = None  # positions a query sees, itself included; None = all before it
+    window: int | None = None  # positions a query sees, itself included; None: all before it
     soft_cap: float | None = None
     sinks: bool = False
-    slopes: tuple[float, ...] | None = None  # of each head: what a key's logit loses for every position it lies back (ALiBi)
-    latent: int | None = None  # the first so many numbers of a key are its value; None = values lie beside keys
+    slopes: tuple[float, ...] | None = None  # ALiBi slope of each head: what a logit loses per position of distance
+    latent: int | None = None  # size of the latent, the first values of a cached row; None: keys and values are cached
 
 
 class Room(NamedTuple):
-    """Pieces of attention work."""
+    """Numbers of work items of an attention plan."""
 
     splits: int
     shared: int
-    tiles: int = 0  # of rows of several tokens
+    tiles: int = 0  # of rows with several tokens
 
 
 class FixedPlans(Protocol):
-    """Plans as numbers in memory that stays: only the numbers change from step to step."""
+    """Plans stored in fixed memory: only their values change from step to step."""
 
     def cut(self, counts: Ints, lengths: Ints, window: int | None, find: FindSharedPrefix) -> tuple[Any, Room] | None:
-        """The work of rows with so many tokens and keys [R], and how much it is; None = it is more than any plan can take."""
+        """Return the work of rows with these tokens and keys [R], and its number of items; None: more than a plan holds."""
         ...
 
     def size(self, rows: int, room: Room) -> int:
-        """How many numbers a plan with so much room has."""
+        """Return how many integers a plan with this room has."""
         ...
 
     def numbers(self, cut: Any, rows: int, room: Room) -> Ints:
-        """[size(rows, room)] what was cut. Without room for tiles, all rows have one token, and there is one split for each row
-        beyond those that were cut: its key length is 1."""
+        """Return the plan [size(rows, room)] int32. Without room for tiles, all rows have one token, and every row beyond the
+        cut ones
+        gets one split of key length 1.
+        """
         ...
 
     def renew(self, cut: Any, lengths: Ints, numbers: Ints) -> bool:
-        """Rows of one token that were cut have so many keys [R] by now, and their `numbers` are made to say so. False = they
-        are to be cut anew."""
+        """Update `numbers` in place to key lengths [R]; all rows have one token. Return False if the rows must be cut again."""
         ...
 
     def attach(self, batch: Batch, group: int, numbers: Tensor, rows: int, room: Room) -> None:
-        """From now on `run` of this batch and cache group follows what stands in `numbers` [size(rows, room)] int32."""
+        """Make `run` of this batch and cache group follow the plan in `numbers` [size(rows, room)] int32."""
         ...
 
 
 @dataclass(frozen=True)
 class Heads:
-    """What is done to a layer's projected heads before and while it attends."""
+    """What is applied to a layer's projected heads before and during attention."""
 
     rotation: Rotation | None = None
     norms: HeadNorms | None = None
     sinks: Tensor | None = None  # [heads]
-    cache_scales: Tensor | None = None  # [2, kv_heads] float32, of keys and values: the checkpoint's, for a cache of 8 bits
+    cache_scales: Tensor | None = None  # [2, kv_heads] float32 of keys and values, from the checkpoint, for an 8-bit cache
 
 
 @dataclass(frozen=True)
@@ -94,44 +96,51 @@ class Latents:
     eps: float
     rotation: Rotation
     up: Tensor  # [heads, nope + values, rank]
-    nope: int  # numbers of a query that do not turn; it begins with them
-    table: AdapterTable | None = None  # what adapters add to `up`, for kernels; None = nothing
+    nope: int  # dimensions of a query without RoPE; they come first
+    table: AdapterTable | None = None  # LoRA additions to `up`, for kernels; None: none
 
     @property
     def values(self) -> int:
         return self.up.shape[1] - self.nope
 
     def worth_expanding(self, count: int) -> bool:
-        """Whether keys and values of all heads are worth making of the rows that so many tokens see: otherwise queries are
-        taken to where the rows are, which is more work for every pair of them."""
+        """Return whether computing keys and values of all heads takes less work than projecting queries into the latent space,
+        for
+        rows that `count` tokens see.
+        """
         rank = self.up.shape[2]
         return count * (2 * rank - self.up.shape[1]) >= rank * self.up.shape[1]
 
 
 class AttentionBackend:
-    """One for each layer, so that it may keep views of the layer's cache."""
+    """One attention kernel family. Every layer has its own instance, which may keep views of the layer's cache."""
 
     def refuse(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> list[str]:
-        """Why this backend cannot serve such a layer, whose queries have that type; empty = it can."""
+        """Return why this backend cannot serve such a layer with queries of that dtype; empty: it can."""
         raise NotImplementedError
 
     def plan(self, batch: Batch, group: int, spec: AttentionSpec, query: Tensor, kv: Tensor) -> None:
-        """Prepares `run` for the layers of one cache group, into batch.plans. Run does it itself if nobody did before.
+        """Prepare `run` for the layers of one cache group, in batch.plans; `run` does it if it was not called.
 
         `query` and `kv` are those of any of these layers.
         """
         raise NotImplementedError
 
     def run(self, spec: AttentionSpec, query: Tensor, kv: Tensor, batch: Batch, group: int, sinks: Tensor | None) -> Tensor:
-        """query [T, heads, head_dim], kv [pages, 2, kv_heads, page_size, head_dim] (this batch's keys are in) of the same type,
-        or of 8 bits with scales (`ops/kv.py`) -> like query."""
+        """Return attention's output, shaped like query [T, heads, head_dim].
+
+        kv: [pages, 2, kv_heads, page_size, head_dim] with this batch's keys and values, of the same dtype, or of 8 bits with
+            scales (`ops/kv.py`)
+        """
         raise NotImplementedError
 
     def run_heads(
         self, spec: AttentionSpec, heads: Heads, qkv: Tensor, kv: Tensor, batch: Batch, group: int, final: bool
     ) -> Tensor:
-        """qkv [T, (heads + 2 * kv_heads) * head_dim], which it may overwrite: keys and values go to their pages, and queries
-        attend -> [T, heads * head_dim], or those of the final tokens alone."""
+        """Write keys and values to their pages and attend. May overwrite qkv [T, (heads + 2 * kv_heads) * head_dim].
+
+        Return [T, heads * head_dim], or only the final tokens.
+        """
         write = batch.groups[group].write
         query = place_heads(qkv, kv, write, batch.positions, heads.rotation, heads.norms, heads.cache_scales)
         if final:
@@ -149,12 +158,16 @@ class AttentionBackend:
         group: int,
         final: bool,
     ) -> Tensor:
-        """query [K, heads, nope + rotary] of all tokens or of the final ones, and rows [T, rank + rotary] of all, as projected:
-        rows go to their pages, and queries attend -> [K, heads * values]. For backends of latent attention alone."""
+        """Write rows to their pages and attend, for backends of latent attention.
+
+        query: [K, heads, nope + rotary] of all tokens or of the final ones, as projected
+        rows: [T, rank + rotary] of all tokens, as projected
+        Return [K, heads * values].
+        """
         raise NotImplementedError
 
     def fixed(self, spec: AttentionSpec, dtype: torch.dtype) -> FixedPlans | None:  # noqa: ARG002
-        """None = the launches of this backend depend on the rows."""
+        """Return the backend's fixed plans; None: its launches depend on the rows."""
         return None
 
 
@@ -172,14 +185,14 @@ BACKENDS: Mapping[str, str] = MappingProxyType(
 
 @lru_cache
 def slopes_of(spec: AttentionSpec, device: torch.device) -> Tensor | None:
-    """[heads] float32, where a layer has them."""
+    """Return the ALiBi slopes [heads] float32; None: the layer has none."""
     return None if spec.slopes is None else torch.tensor(spec.slopes, dtype=torch.float32, device=device)
 
 
 def choose_backend(spec: AttentionSpec, device: torch.device, dtype: torch.dtype, name: str = "auto") -> AttentionBackend:
-    """The backend of that name, or with "auto" the first that does not refuse."""
+    """Return the backend of that name, or with "auto" the first that does not refuse."""
     if name != "auto" and name not in BACKENDS:
-        raise ConfigError(f"unknown attention backend {name!r}; known are auto, {', '.join(BACKENDS)}")
+        raise ConfigError(f"attention backend must be auto, {', '.join(BACKENDS)}; got {name!r}")
     reasons = []
     for candidate in BACKENDS if name == "auto" else (name,):
         module, attribute = BACKENDS[candidate].split(":")

@@ -66,11 +66,11 @@ class Tokens:
     lora: LoRATokens | None = None
 
     def take(self, tokens: npt.NDArray[np.integer]) -> "Tokens":
-        """tokens [n]: indices into these."""
+        """Return the tokens at indices `tokens` [n]."""
         return self if self.lora is None else Tokens(self.lora.take(tokens))
 
 
-PLAIN = Tokens()  # of tokens that use no feature
+PLAIN = Tokens()  # tokens that use no feature
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class LogitTokens:
-    """The last tokens of each row, which alone go on after the last attention layer: all keys and values are written then."""
+    """The last tokens of each row. Only these go through the layers after the last attention: all keys and values are written
+    then."""
 
-    index: Tensor  # [K] int64 into the batch's tokens, rising
-    batch: Batch  # of these tokens alone; it has the same rows, some of them empty
+    index: Tensor  # [K] int64 into the batch's tokens, ascending
+    batch: Batch  # of these tokens only; it has the same rows, some of them empty
 
 
 def with_final_tokens(batch: Batch, counts: npt.NDArray[np.int64], starts: Tensor, index: Tensor) -> Batch:
@@ -139,11 +140,12 @@ def without_lora(batch: Batch) -> Batch:
 
 @dataclass(frozen=True)
 class Part:
-    """Some rows of a batch. A part whose rows have no final token gets one, whose result is unused: no batch is without."""
+    """Some rows of a batch. A part whose rows have no final token gets one, whose result is unused: every batch has final
+    tokens."""
 
     batch: Batch
     tokens: Tensor  # [T] int64 indices of its tokens among all
-    final: Tensor  # [K] int64 indices of its final tokens among all final ones; without the unused one, which comes last
+    final: Tensor  # [K] int64 indices of its final tokens among all final ones; the unused one is excluded and comes last
 
 
 def take_rows(batch: Batch, rows: Sequence[int]) -> Part:
@@ -179,7 +181,7 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Part:
 
 
 def _tokens_of(batch: Batch, rows: Sequence[int]) -> tuple[Tensor, tuple[tuple[int, int, int], ...], Tensor]:
-    """Return the token indices of these rows, and their shapes and starts [R + 1] int32 in a batch of these rows alone."""
+    """Return the token indices of these rows, and their shapes and starts [R + 1] int32 in a batch of these rows only."""
     taken = [batch.rows[row] for row in rows]
     tokens = torch.cat([torch.arange(start, start + count) for start, count, _ in taken])
     edges = np.cumsum([0, *(count for _, count, _ in taken)])

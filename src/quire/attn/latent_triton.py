@@ -1,13 +1,11 @@
-"""The kernels of one layer of latent attention: their shapes, their memory, their order.
+"""Latent attention (MLA) in Triton, for CUDA devices: work items of a batch and the kernel launches of one layer.
 
-    prepare     rows to their pages, queries to where rows are
-    tiles       rows of several tokens
-    splits      rows of one token, and merges of those with several splits
-    values      what was found becomes values
+prepare     write rows to their pages, project queries into the latent space
+tiles       rows with several tokens
+splits      rows with one token, and merges of rows with several splits
+values      project what was found to values
 
-    expanded    rows of many tokens, over keys and values that are made beforehand
-
-It does not know how a batch was cut.
+expanded    rows with many tokens, over keys and values that are computed first
 """
 
 from dataclasses import dataclass
@@ -29,40 +27,40 @@ from quire.ops.arguments import AdapterTiles
 from quire.ops.qkv import add_to_near, add_to_values
 from quire.types.plan import spans
 
-TILE_TOKENS = 64  # queries times heads of a tile
-MOST_HEADS = 64  # of a program
-FEW = 64  # tokens whose rows and queries are prepared in one launch
-MERGED_AT_ONCE = 4
+TILE_TOKENS = 64  # queries times heads per tile
+MAX_PROGRAM_HEADS = 64
+FEW_TOKENS = 64  # up to which rows and queries are prepared in one launch
+MERGED_PARTS = 4  # per iteration
 
 
 @dataclass(frozen=True)
 class Absorbed:
     tiles: Tensor  # [tiles, 3] int32: row or -1, first token within the row, 0
-    splits: Tensor  # [splits, 4] int32: row or -1, split, place among the parts or -1, length
+    splits: Tensor  # [splits, 4] int32: row or -1, split, index among the parts or -1, length
     merges: Tensor  # [merges, 3] int32: row or -1, first part, parts
     parts: int
-    split: int  # rows of a split
-    starts: Tensor  # [R + 1] int32 of rows among the tokens that are absorbed
-    index: Tensor | None = None  # [n] int64 where these are among all; None = they are all
-    adapted: AdapterTiles | None = None  # of these, if they are not all: as their adapters sort them
+    split: int  # rows per split
+    starts: Tensor  # [R + 1] int32 row starts among the absorbed tokens
+    index: Tensor | None = None  # [n] int64 indices of absorbed tokens among all; None: all are
+    adapted: AdapterTiles | None = None  # tiles of absorbed tokens by adapter, if not all tokens are absorbed
 
 
 @dataclass(frozen=True)
 class Expanded:
     TILE: ClassVar[int] = 128  # tokens
 
-    tiles: Tensor  # [tiles, 3] int32: row, first token within the row, place of its first key
-    pages: Tensor  # [S] int64 of the rows that are seen, one sequence after the other
+    tiles: Tensor  # [tiles, 3] int32: row, first token within the row, index of its first key
+    pages: Tensor  # [S] int64 pages of the cached rows, one sequence after the other
     offsets: Tensor  # [S] int64 within the page
-    adapted: AdapterTiles | None = None  # of the rows that are seen
+    adapted: AdapterTiles | None = None  # tiles of the cached rows by adapter
 
 
 def heads_at_once(heads: int) -> int:
-    return min(MOST_HEADS, max(16, _power_of_two(heads)))
+    return min(MAX_PROGRAM_HEADS, max(16, _power_of_two(heads)))
 
 
 def place_rows(latents: Latents, rows: Tensor, kv: Tensor, write: Tensor, positions: Tensor) -> None:
-    """Rows alone: queries of other tokens follow, or none."""
+    """Write rows to their pages."""
     _prepare(latents, rows, rows.unsqueeze(1), rows, kv, write, positions, positions, heads=0, with_rows=True)
 
 
@@ -76,8 +74,11 @@ def run_absorbed(
     group: int,
     rows: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """query [K, heads, nope + rotary] of the plan's tokens, and `rows`, which go to their pages with the places where they are
-    written, unless they are there -> [K, heads, values]."""
+    """Return attention's output [K, heads, values] over latents.
+
+    query: [K, heads, nope + rotary] of the plan's tokens
+    rows: latent rows and where to write them; None: they are written already
+    """
     from quire.ops.kernels.attention import merge_kernel
     from quire.ops.kernels.latent import latent_splits_kernel, latent_tiles_kernel
     from quire.ops.kernels.launcher import cdiv, overlapping
@@ -86,7 +87,7 @@ def run_absorbed(
     count, heads, rank = len(query), spec.heads, spec.latent
     near = query.new_empty(count, heads, spec.head_dim)
     positions = batch.positions if plan.index is None else batch.positions[plan.index]
-    if rows is not None and count <= FEW:
+    if rows is not None and count <= FEW_TOKENS:
         _prepare(latents, rows[0], query, near, kv, rows[1], batch.positions, positions, heads=heads, with_rows=True)
     else:
         if rows is not None:
@@ -97,7 +98,7 @@ def run_absorbed(
     changed = None if latents.table is None or tiles is None or not count else (tiles, latents.table)
     if changed is not None:
         add_to_near(near, query, latents.up, latents.nope, *changed)
-    # Taken whether it is needed or not: the run that measures memory sees what any step may take.
+    # Allocated even if unused: the memory profile must see what any step may allocate.
     memory = near.new_empty(plan.parts * heads * (rank + 1), dtype=torch.float32)
     covered = plan.index is not None or (bool(batch.rows) and sum(batch.rows[-1][:2]) == count)
     found = (near.new_empty if covered else near.new_zeros)(count, heads, rank)
@@ -124,7 +125,7 @@ def run_absorbed(
         if plan.merges.shape[0]:
             merge_kernel[(heads, plan.merges.shape[0])](
                 memory, weights, found, plan.starts, plan.merges, heads * rank,
-                HEADS=heads, HEAD_DIM=rank, DIM_BLOCK=_block(rank), BLOCK=MERGED_AT_ONCE, num_warps=4, **overlapping(),
+                HEADS=heads, HEAD_DIM=rank, DIM_BLOCK=_block(rank), BLOCK=MERGED_PARTS, num_warps=4, **overlapping(),
             )  # fmt: skip
     out = _values(latents, found)
     if changed is not None:
@@ -135,7 +136,7 @@ def run_absorbed(
 def run_expanded(
     spec: AttentionSpec, latents: Latents, plan: Expanded, query: Tensor, kv: Tensor, batch: Batch, out: Tensor
 ) -> None:
-    """query [K, heads, nope + rotary] -> out [K, heads, values] of the plan's rows."""
+    """Write attention's output [K, heads, values] of the plan's rows to `out`, from query [K, heads, nope + rotary]."""
     from quire.ops.kernels.latent import expanded_kernel
     from quire.ops.kernels.launcher import overlapping
 
@@ -149,7 +150,7 @@ def run_expanded(
         query, made, held, out, rotation.cos, rotation.sin, batch.row_starts, batch.kv_lengths, plan.tiles,
         query.stride(0), made.stride(0), spec.scale,
         HEADS=spec.heads, RANK=spec.latent, NOPE=latents.nope, NOPE_BLOCK=_block(latents.nope), VALUES=latents.values,
-        VALUE_BLOCK=_block(latents.values), **_turning(latents),
+        VALUE_BLOCK=_block(latents.values), **_rotation_options(latents),
         BLOCK_M=Expanded.TILE, BLOCK_N=32 if wide else 64, num_warps=8,
         num_stages=1 if wide or max(latents.nope, latents.values) > 128 else 2, **overlapping(),
     )  # fmt: skip
@@ -174,14 +175,14 @@ def _prepare(
     assert query.stride(2) == 1 and (not heads or query.stride(1) == query.shape[2]) and kv.stride(3) == kv.shape[4]
     rank, rotation = len(latents.norm), latents.rotation
     tokens = max(len(query) if heads else 0, len(rows) if with_rows else 0)
-    block_t, block_n = (16, 64) if with_rows or tokens <= FEW else (64, 128)
+    block_t, block_n = (16, 64) if with_rows or tokens <= FEW_TOKENS else (64, 128)
     if not tokens:
         return
     prepare_kernel[(heads + with_rows, cdiv(rank, block_n) if heads else 1, cdiv(tokens, block_t))](
         rows, query, near, kv, write, row_positions, positions, latents.norm, latents.up, rotation.cos, rotation.sin,
         len(rows), len(query), rows.stride(0), query.stride(0), latents.up.stride(0), kv.stride(0), latents.eps,
         HEADS=heads, ROWS=with_rows, NOPE=latents.nope, NOPE_BLOCK=_block(latents.nope), RANK=rank, RANK_BLOCK=_block(rank),
-        **_turning(latents), PAGE_SIZE=kv.shape[3], BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4, **overlapping(),
+        **_rotation_options(latents), PAGE_SIZE=kv.shape[3], BLOCK_T=block_t, BLOCK_N=block_n, num_warps=4, **overlapping(),
     )  # fmt: skip
 
 
@@ -191,7 +192,7 @@ def _values(latents: Latents, found: Tensor) -> Tensor:
 
     count, heads, rank = found.shape
     out = found.new_empty(count, heads, latents.values)
-    few = count <= FEW
+    few = count <= FEW_TOKENS
     block_t, block_n = (16, 16) if few else (64, min(128, _block(latents.values)))
     if count:
         values_kernel[(heads, cdiv(latents.values, block_n), cdiv(count, block_t))](
@@ -202,13 +203,13 @@ def _values(latents: Latents, found: Tensor) -> Tensor:
     return out
 
 
-def _turning(latents: Latents) -> dict[str, Any]:
+def _rotation_options(latents: Latents) -> dict[str, Any]:
     half = latents.rotation.cos.shape[1]
     return {"HALF": half, "HALF_BLOCK": _block(half), "INTERLEAVED": latents.rotation.interleaved}
 
 
 def _block(size: int) -> int:
-    """What matrix units take."""
+    """Return the block size for tensor cores."""
     return max(16, _power_of_two(size))
 
 
@@ -217,15 +218,15 @@ def _power_of_two(number: int) -> int:
 
 
 Mask = npt.NDArray[np.bool_]
-SPLIT = 128  # rows of one split: they are read once for all heads, so that there are few programs
-LONG = 256  # tokens that are worth expanding, at least: fewer are run in CUDA graphs
-EXPANDED = 1 << 27  # numbers that keys and values are made of at a time
-PART_NUMBERS = 1 << 25  # of all parts together
+SPLIT = 128  # rows per split: few programs, since a row is read once for all heads
+LONG_ROW_TOKENS = 256  # at least, for expansion; shorter rows run in CUDA graphs
+MAX_EXPANDED_VALUES = 1 << 27  # of keys and values at a time
+MAX_PART_VALUES = 1 << 25  # of all parts
 
 
 class LatentTriton(AttentionBackend):
     def refuse(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> list[str]:
-        reasons = ["it needs a cache of latents"] if spec.latent is None else []
+        reasons = ["it requires a latent cache"] if spec.latent is None else []
         return reasons + refuse_without_triton(device, dtype)
 
     def run_latent(
@@ -239,22 +240,22 @@ class LatentTriton(AttentionBackend):
         group: int,
         final: bool,
     ) -> Tensor:
-        behind = batch.final if final else batch
-        if ("latent", group) not in behind.plans:
-            behind.plans["latent", group] = cut(behind, group, spec, latents, kv.shape[3])
-        plan: LatentPlan = behind.plans["latent", group]
+        attending = batch.final if final else batch
+        if ("latent", group) not in attending.plans:
+            attending.plans["latent", group] = cut(attending, group, spec, latents, kv.shape[3])
+        plan: LatentPlan = attending.plans["latent", group]
         write = batch.groups[group].write
-        if plan.expanded is None and behind is batch:  # the usual way
-            return run_absorbed(spec, latents, plan.absorbed, query, kv, behind, group, (rows, write)).flatten(1)
+        if plan.expanded is None and attending is batch:
+            return run_absorbed(spec, latents, plan.absorbed, query, kv, attending, group, (rows, write)).flatten(1)
         place_rows(latents, rows, kv, write, batch.positions)
         if plan.expanded is None:
-            return run_absorbed(spec, latents, plan.absorbed, query, kv, behind, group, None).flatten(1)
+            return run_absorbed(spec, latents, plan.absorbed, query, kv, attending, group, None).flatten(1)
         out = query.new_zeros(len(query), spec.heads, latents.values)
-        run_expanded(spec, latents, plan.expanded, query, kv, behind, out)
+        run_expanded(spec, latents, plan.expanded, query, kv, attending, out)
         index = plan.absorbed.index
         if index is None or len(index):
             few = query if index is None else query[index]
-            found = run_absorbed(spec, latents, plan.absorbed, few, kv, behind, group, None)
+            found = run_absorbed(spec, latents, plan.absorbed, few, kv, attending, group, None)
             out.index_copy_(0, index, found) if index is not None else out.copy_(found)
         return out.flatten(1)
 
@@ -269,7 +270,7 @@ class LatentPlan:
 
 
 class FixedLatents(FixedCuts):
-    """What is worth expanding is not for graphs."""
+    """Fixed plans of latent attention. CUDA graphs do not expand rows."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(1, tile_tokens(spec))
@@ -282,7 +283,7 @@ class FixedLatents(FixedCuts):
         window: int | None,  # noqa: ARG002
         find: FindSharedPrefix,  # noqa: ARG002
     ) -> tuple[tuple[Cuts, Ints], Room] | None:
-        if (counts >= LONG).any():
+        if (counts >= LONG_ROW_TOKENS).any():
             return None
         single, tiles = _cut(counts, lengths, counts == 1, counts > 1, self._tile_tokens)
         return None if single.parts > self._parts else ((single, tiles), Room(len(single.splits), 0, len(tiles)))
@@ -300,14 +301,16 @@ def tile_tokens(spec: AttentionSpec) -> int:
 
 def most_parts(spec: AttentionSpec) -> int:
     assert spec.latent is not None
-    return max(256, PART_NUMBERS // (spec.heads * spec.latent))
+    return max(256, MAX_PART_VALUES // (spec.heads * spec.latent))
 
 
 def cut(batch: Batch, group: int, spec: AttentionSpec, latents: Latents, page_size: int) -> LatentPlan:
     rows = np.fromiter(chain.from_iterable(batch.rows), np.int32, 3 * len(batch.rows)).reshape(-1, 3)
     count, length = rows[:, 1], rows[:, 2]
-    many = np.array([n >= LONG and latents.worth_expanding(int(n)) for n in count.tolist()], np.bool_)
-    many[np.flatnonzero(many)[np.cumsum(length[many].astype(np.int64)) * latents.up.shape[:2].numel() > EXPANDED]] = False
+    many = np.array([n >= LONG_ROW_TOKENS and latents.worth_expanding(int(n)) for n in count.tolist()], np.bool_)
+    many[
+        np.flatnonzero(many)[np.cumsum(length[many].astype(np.int64)) * latents.up.shape[:2].numel() > MAX_EXPANDED_VALUES]
+    ] = False
     single, tiles = _cut(count, length, (count == 1) & ~many, (count > 1) & ~many, tile_tokens(spec))
     device = batch.row_starts.device
     long = np.flatnonzero(many).astype(np.int32)
@@ -332,7 +335,7 @@ def cut(batch: Batch, group: int, spec: AttentionSpec, latents: Latents, page_si
 
 
 def _adapted(batch: Batch, few: Ints, firsts: Ints) -> tuple[AdapterTiles | None, AdapterTiles | None]:
-    """These tokens, and rows of the cache whose sequences begin with those tokens here, by their adapters."""
+    """Return the tiles by adapter of these tokens, and of the cached rows that begin with tokens `firsts`."""
     lora = batch.tokens.lora
     if lora is None:
         return None, None
@@ -341,14 +344,14 @@ def _adapted(batch: Batch, few: Ints, firsts: Ints) -> tuple[AdapterTiles | None
 
 
 def _cut(count: Ints, length: Ints, alone: Mask, several: Mask, tokens: int) -> tuple[Cuts, Ints]:
-    """Which rows are alone, and which have several tokens, as masks."""
+    """Return the work of rows with one token and of rows with several, given as masks."""
     single, many = (np.flatnonzero(mask).astype(np.int32) for mask in (alone, several))
     tiles = cut_tiles(many, count[many], length[many], tokens, np.zeros_like(many))
     return cut_rows(single, length[single], None, NOTHING_SHARED, 1, SPLIT), tiles
 
 
 def _send(arrays: tuple[Ints, ...], device: torch.device) -> list[Tensor]:
-    """In one copy."""
+    """Copy the arrays to the device in one transfer."""
     packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
     if device.type == "cuda":
         packed = packed.pin_memory().to(device, non_blocking=True)

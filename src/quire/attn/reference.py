@@ -1,4 +1,4 @@
-"""Attention in plain torch, on any device: the CPU path, and what the kernels are compared with.
+"""Attention in PyTorch, on any device: the reference for the kernels, and latent attention without Triton.
 
 The batch is cut into tiles: up to QUERIES_PER_TILE tokens of one row, or many one-token rows of similar key length. A tile
 gathers the pages its queries may see and attends in one call.
@@ -19,9 +19,9 @@ from quire.ops.kv import attend, kv_gather
 from quire.ops.qkv import gather_rows, place_rows, turn_queries
 
 QUERIES_PER_TILE = 256
-# of all rows of a tile together: on a CPU the gathered keys should stay in its cache, on a GPU launches count
-KEYS_PER_TILE = {"cpu": 2048}
-KEYS_PER_TILE_ELSEWHERE = 1 << 17
+# of all rows of a tile: on a CPU the gathered keys should fit into its cache, on a GPU few launches matter
+CPU_KEYS_PER_TILE = 2048
+KEYS_PER_TILE = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class Tile:
     tokens: Tensor  # [B, N] indices into the batch's tokens
     pages: Tensor  # [B, P] page ids
     visible: Tensor  # [B, N, S] bool, S = P * page_size
-    back: Tensor  # [B, N, S] how many positions keys lie behind queries
-    unseen: tuple[Tensor, Tensor]  # [U] sequence and [U] key index of what no query of the tile sees: anything may lie there
+    back: Tensor  # [B, N, S] positions from key to query
+    unseen: tuple[Tensor, Tensor]  # [U] sequence and [U] key index that no query of the tile sees: may be uninitialized
 
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive tokens of one row, and the positions they reach."""
+    """Consecutive tokens of one row, and the pages they reach."""
 
     row: int
     token: int  # index of the first in the batch
@@ -78,7 +78,7 @@ class ReferenceAttention(AttentionBackend):
 def make_tiles(batch: Batch, group: int, window: int | None, page_size: int) -> list[Tile]:
     spans = [span for row in range(len(batch.rows)) for span in _spans(row, batch.rows[row], window, page_size)]
     tables = batch.groups[group].tables
-    most = max(1, KEYS_PER_TILE.get(tables.device.type, KEYS_PER_TILE_ELSEWHERE) // page_size)
+    most = max(1, (CPU_KEYS_PER_TILE if tables.device.type == "cpu" else KEYS_PER_TILE) // page_size)
     return [_tile(part, tables, window, page_size) for part in _together(spans, most)]
 
 
@@ -95,7 +95,7 @@ def _spans(row: int, shape: tuple[int, int, int], window: int | None, page_size:
 
 
 def _together(spans: list[Span], most_pages: int) -> list[list[Span]]:
-    """Single tokens share a tile with those that need at most twice their pages, so padding never doubles the work."""
+    """Group one-token rows with rows that need at most twice their pages, so padding never doubles the work."""
     parts = [[span] for span in spans if span.count > 1]
     part: list[Span] = []
     for span in sorted((span for span in spans if span.count == 1), key=lambda span: -span.pages):
@@ -125,8 +125,10 @@ def _tile(spans: list[Span], tables: Tensor, window: int | None, page_size: int)
 
 
 class LatentAttention(AttentionBackend):
+    """Latent attention, row by row: few tokens attend over latents, many over expanded keys and values."""
+
     def refuse(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> list[str]:  # noqa: ARG002
-        return ["it needs a cache of latents"] if spec.latent is None else []
+        return ["it requires a latent cache"] if spec.latent is None else []
 
     def run_latent(
         self,
@@ -166,13 +168,13 @@ class LatentAttention(AttentionBackend):
 
 
 def absorb(query: Tensor, latents: Latents) -> Tensor:
-    """query [T, heads, nope + rotary], turned -> [T, heads, rank + rotary]: its products with rows are those with keys."""
+    """Return query [T, heads, nope + rotary], with RoPE applied, in the latent space [T, heads, rank + rotary]."""
     near = torch.einsum("thn,hnr->thr", query[..., : latents.nope], latents.up[:, : latents.nope])
     return torch.cat((near, query[..., latents.nope :]), dim=-1)
 
 
 def _absorbed(spec: AttentionSpec, query: Tensor, held: Tensor) -> Tensor:
-    """query [N, heads, rank + rotary] of the last N of the rows held [S, rank + rotary] -> [N, heads, rank]."""
+    """Return [N, heads, rank] for query [N, heads, rank + rotary] of the last N of the rows held [S, rank + rotary]."""
     assert spec.latent is not None
     logits = (query.flatten(0, 1) @ held.t()).view(*query.shape[:2], -1).float() * spec.scale
     if len(query) > 1:
@@ -182,7 +184,7 @@ def _absorbed(spec: AttentionSpec, query: Tensor, held: Tensor) -> Tensor:
 
 
 def _expanded(spec: AttentionSpec, latents: Latents, query: Tensor, held: Tensor) -> Tensor:
-    """query [N, heads, nope + rotary] of the last N of the rows held [S, rank + rotary] -> [N, heads, values]."""
+    """Return [N, heads, values] for query [N, heads, nope + rotary] of the last N of the rows held [S, rank + rotary]."""
     assert spec.latent is not None
     made = F.linear(held[:, : spec.latent], latents.up.flatten(0, 1)).view(len(held), spec.heads, -1)
     turned = held[:, None, spec.latent :].expand(-1, spec.heads, -1)
@@ -196,5 +198,5 @@ def _expanded(spec: AttentionSpec, latents: Latents, query: Tensor, held: Tensor
 
 
 def _visible(queries: int, keys: int, device: torch.device) -> Tensor:
-    """[queries, keys] bool: the last query's own key is the last."""
+    """Return which keys queries see, [queries, keys] bool; the last key belongs to the last query."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)

@@ -1,12 +1,10 @@
-"""The kernels of one attention layer: their shapes, their memory, their order.
+"""Attention in Triton, for CUDA devices: work items of a batch and the kernel launches of one layer.
 
-    tiles        rows of several tokens, over the pages
-    long tiles   the same for long rows, over a copy of their keys and values in one place, some heads at a time
-    shared       splits that several rows of one token have in common
-    splits       the other splits of rows of one token
-    merges       rows with several splits
-
-It does not know how a batch was cut.
+tiles        rows with several tokens, over the pages
+long tiles   the same for long rows, over a contiguous copy of their keys and values, some heads at a time
+shared       splits that several one-token rows have in common
+splits       the other splits of one-token rows
+merges       rows with several splits
 """
 
 import importlib.util
@@ -24,7 +22,7 @@ from quire.attn import work_split
 from quire.attn.backend import NO_LATENTS, AttentionBackend, AttentionSpec, Room, slopes_of
 from quire.attn.batch import Batch
 from quire.attn.work_split import (
-    FEWEST,
+    MIN_SHARING_ROWS,
     NOTHING_SHARED,
     Cuts,
     FindSharedPrefix,
@@ -37,15 +35,15 @@ from quire.attn.work_split import (
 )
 from quire.ops.kv import MANTISSA_BITS, kv_scales, lies_by_page
 
-MERGED_AT_ONCE = 16
+MERGED_PARTS = 16  # per iteration
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """How one kind of layer is cut into programs."""
+    """Block sizes of one kind of layer."""
 
     dim_block: int
-    tile_m: int  # queries times sharing heads
+    tile_m: int  # queries times query heads per KV head
     tile_n: int  # keys
     tile_warps: int
     tile_stages: int
@@ -53,7 +51,7 @@ class Geometry:
     split_n: int
     split_warps: int
     split_stages: int
-    shared_m: int  # rows times sharing heads; its keys come as those of a split
+    shared_m: int  # rows times query heads per KV head; its key block is that of a split
     shared_warps: int
     shared_stages: int
     long_m: int = 128
@@ -65,22 +63,22 @@ class Geometry:
 @dataclass(frozen=True)
 class Plan:
     tiles: Tensor  # [tiles, 3] int32: row or -1, first token within the row, 0
-    copies: Tensor  # [copies, 3] int32: row, first key, place in the copy
-    long_tiles: Tensor  # [long tiles, 3] int32: row, first token within the row, place of the row's key 0
-    splits: Tensor  # [splits, 4] int32: row or -1, split, place among the parts or -1, key length
+    copies: Tensor  # [copies, 3] int32: row, first key, index in the copy
+    long_tiles: Tensor  # [long tiles, 3] int32: row, first token within the row, index of the row's key 0
+    splits: Tensor  # [splits, 4] int32: row or -1, split, index among the parts or -1, key length
     merges: Tensor  # [merges, 3] int32: row or -1, first part, parts
     shared: Tensor  # [shared, 3] int32: split, first member, members or -1
     members: Tensor  # [members, 2] int32: row, its first part
     parts: int
     keys: int  # in the copy
-    copied: int  # keys times heads that there is memory for
+    copied: int  # keys times heads that memory is allocated for
 
 
 @lru_cache
 def geometry(share: int, head_dim: int, dtype: torch.dtype) -> Geometry:
     dim_block = max(16, _power_of_two(head_dim))
     heads = _power_of_two(share)
-    if dtype == torch.float32:  # exact products take no tensor cores: small blocks, for registers' sake
+    if dtype == torch.float32:  # exact products do not use tensor cores: small blocks need fewer registers
         return Geometry(dim_block, max(32, heads), 32, 4, 1, max(16, heads), 32, 4, 1, max(32, heads), 4, 1)
     if dim_block > 128:
         return Geometry(dim_block, max(128, heads), 64, 8, 2, max(16, heads), 64, 4, 2, max(64, heads), 4, 2)
@@ -91,7 +89,7 @@ def geometry(share: int, head_dim: int, dtype: torch.dtype) -> Geometry:
 
 @lru_cache
 def narrowed(shape: Geometry, dtype: torch.dtype) -> Geometry:
-    """The same for a cache of 8 bits: the halves of a head are matrices too, and unpacking wants many small programs."""
+    """Return the same for an 8-bit cache: halves of a head are matrices too, and unpacking is faster in many small programs."""
     shape = replace(shape, dim_block=max(32, shape.dim_block))
     large = dtype == torch.float32 or shape.dim_block > 128
     return shape if large else replace(shape, split_n=64, split_warps=2, split_stages=3)
@@ -102,8 +100,8 @@ def _power_of_two(number: int) -> int:
 
 
 def reads_in_blocks(spec: AttentionSpec, query: Tensor) -> bool:
-    """Whether blocks of keys that lie in one place can be fetched by the tensor copy engine, and that is worth a copy, which
-    is of the queries' type."""
+    """Return whether the copy engine (TMA) can fetch blocks of contiguous keys, which makes a copy in the queries' dtype worth
+    it."""
     if query.device.type != "cuda" or torch.cuda.get_device_capability(query.device) != (9, 0):
         return False
     return spec.head_dim in (64, 128) and query.dtype != torch.float32
@@ -114,14 +112,14 @@ class Launch:
     spec: AttentionSpec
     plan: Plan
     query: Tensor  # [T, heads, head_dim]
-    kv: Tensor  # [pages, 2, kv_heads, page_size, head_dim], of 8 bits with scales
+    kv: Tensor  # [pages, 2, kv_heads, page_size, head_dim], or of 8 bits with scales
     out: Tensor  # [T, heads, head_dim]
     batch: Batch
     tables: Tensor  # [R, max_pages] int32
     sinks: Tensor | None  # [heads]
 
     def __post_init__(self) -> None:
-        """What several of the kernels are given."""
+        """Prepare arguments that several kernels share."""
         spec, kv = self.spec, self.kv
         share = spec.heads // spec.kv_heads
         self._shape = geometry(share, spec.head_dim, self.query.dtype)
@@ -142,7 +140,7 @@ class Launch:
 
     def run(self) -> None:
         assert lies_by_page(self.kv) and self.query.stride()[1:] == (self.spec.head_dim, 1)
-        # Taken whether it is needed or not: the run that measures memory sees what any step may take.
+        # Allocated even if unused: the memory profile must see what any step may allocate.
         memory = self.out.new_empty(self._words(), dtype=torch.float32)
         plan = self.plan
         if plan.tiles.shape[0]:
@@ -153,7 +151,7 @@ class Launch:
             self._splits(memory)
 
     def _words(self) -> int:
-        """Of 4 bytes."""
+        """Return the size of the scratch memory in words of 4 bytes."""
         spec, plan = self.spec, self.plan
         parts = plan.parts * spec.heads * (spec.head_dim + 1)
         return max(parts, 2 * plan.copied * spec.head_dim * self.query.element_size() // 4)
@@ -226,32 +224,32 @@ class Launch:
         if plan.merges.shape[0]:
             merge_kernel[(spec.heads, plan.merges.shape[0])](
                 parts, weights, self.out, starts, plan.merges, self._out_stride,
-                HEADS=spec.heads, HEAD_DIM=spec.head_dim, DIM_BLOCK=shape.dim_block, BLOCK=MERGED_AT_ONCE, num_warps=1,
+                HEADS=spec.heads, HEAD_DIM=spec.head_dim, DIM_BLOCK=shape.dim_block, BLOCK=MERGED_PARTS, num_warps=1,
                 **overlapping(),
             )  # fmt: skip
 
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-LARGEST_HEAD = 256
-MOST_SHARING = 64
-PARTS = 8192  # at a time
-COPIED = 1 << 18  # keys times heads that are copied at a time
-LONG = 512  # tokens in a row whose keys are worth copying
-DEEP = 4096  # keys seen by a row of several tokens that are as well, where tiles over pages would be long and ...
-FEW_TILES = 32  # ... leave most of the device idle: beside the tiles of long rows they do not
+MAX_HEAD_DIM = 256
+MAX_QUERY_HEADS_PER_KV_HEAD = 64
+MAX_PARTS = 8192  # per plan
+MAX_COPIED_KEYS = 1 << 18  # keys times heads that are copied at a time
+LONG_ROW_TOKENS = 512  # whose keys are worth copying
+DEEP_ROW_KEYS = 4096  # seen by a row with several tokens: worth copying if tiles over pages would be long and ...
+FEW_TILES = 32  # ... leave most of the device idle
 
 
 def refuse_without_triton(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Why the kernels cannot run there, or not in that type."""
+    """Return why the kernels cannot run on this device or in this dtype."""
     reasons = []
     if device.type != "cuda":
-        reasons.append(f"it needs a CUDA device, not {device.type}")
+        reasons.append(f"it requires a CUDA device; got {device.type}")
     elif importlib.util.find_spec("triton") is None:
         reasons.append("the package triton is not installed")
     elif torch.cuda.get_device_capability(device) < (8, 0):
-        reasons.append("it needs compute capability 8.0 or newer")
+        reasons.append("it requires compute capability 8.0 or newer")
     if dtype not in DTYPES:
-        reasons.append(f"it does not compute in {str(dtype).removeprefix('torch.')}")
+        reasons.append(f"{str(dtype).removeprefix('torch.')} is not supported")
     return reasons
 
 
@@ -260,10 +258,11 @@ class TritonAttention(AttentionBackend):
         reasons = refuse_without_triton(device, dtype)
         if spec.latent is not None:
             reasons.append(NO_LATENTS)
-        elif spec.head_dim > LARGEST_HEAD:
-            reasons.append(f"its heads have at most {LARGEST_HEAD} components, not {spec.head_dim}")
-        if spec.heads // spec.kv_heads > MOST_SHARING:
-            reasons.append(f"at most {MOST_SHARING} query heads may share a KV head, not {spec.heads // spec.kv_heads}")
+        elif spec.head_dim > MAX_HEAD_DIM:
+            reasons.append(f"head_dim must be at most {MAX_HEAD_DIM}; got {spec.head_dim}")
+        if spec.heads // spec.kv_heads > MAX_QUERY_HEADS_PER_KV_HEAD:
+            share = spec.heads // spec.kv_heads
+            reasons.append(f"query heads per KV head must be at most {MAX_QUERY_HEADS_PER_KV_HEAD}; got {share}")
         return reasons
 
     def plan(self, batch: Batch, group: int, spec: AttentionSpec, query: Tensor, kv: Tensor) -> None:  # noqa: ARG002
@@ -290,7 +289,7 @@ class TritonAttention(AttentionBackend):
 
 
 class FixedCuts:
-    """Long rows are not copied: their tiles read the pages, as all tiles do. Where a copy is worth much, there is no plan."""
+    """Fixed plans. Long rows are not copied: their tiles read the pages. If a copy would be worth much, there is no plan."""
 
     def __init__(self, most_members: int, tile_tokens: int) -> None:
         self._most_members, self._tile_tokens = most_members, tile_tokens
@@ -301,19 +300,19 @@ class FixedCuts:
         (single, several), tiles, seen = _by_length(counts.tobytes()), NOTHING, lengths
         if len(several):
             seen, count, length = lengths[single], counts[several], lengths[several]
-            if ((count >= LONG) & (length - first_key(count, length, window) >= DEEP)).any():
+            if ((count >= LONG_ROW_TOKENS) & (length - first_key(count, length, window) >= DEEP_ROW_KEYS)).any():
                 return None
             tiles = cut_tiles(several, count, length, self._tile_tokens, np.zeros_like(several))
-        alike = find(work_split.SPLIT) if window is None and len(single) >= FEWEST else NOTHING_SHARED
+        alike = find(work_split.SPLIT) if window is None and len(single) >= MIN_SHARING_ROWS else NOTHING_SHARED
         made = cut_rows(single, seen, window, alike, self._most_members)
-        return None if made.parts > PARTS else ((made, tiles), Room(len(made.splits), len(made.shared), len(tiles)))
+        return None if made.parts > MAX_PARTS else ((made, tiles), Room(len(made.splits), len(made.shared), len(tiles)))
 
     def size(self, rows: int, room: Room) -> int:
         return sum(room_counts(rows, room))
 
     def numbers(self, cut: tuple[Cuts, Ints], rows: int, room: Room) -> Ints:
         made, tiles = cut
-        out = _lists(made if made.form is None else made.form.made, rows, room).copy()
+        out = _lists(made if made.layout is None else made.layout.made, rows, room).copy()
         out[3 : 4 * len(made.splits) : 4] = made.splits[:, 3]
         if len(tiles):
             out[len(out) - 3 * room.tiles :][: tiles.size] = tiles.reshape(-1)
@@ -321,7 +320,7 @@ class FixedCuts:
 
     def renew(self, cut: tuple[Cuts, Ints], lengths: Ints, numbers: Ints) -> bool:
         made, tiles = cut
-        grown = None if len(tiles) or made.form is None else made.form.lengths(lengths)
+        grown = None if len(tiles) or made.layout is None else made.layout.lengths(lengths)
         if grown is None:
             return False
         numbers[3 : 4 * len(grown) : 4] = grown
@@ -334,20 +333,20 @@ class FixedCuts:
             Plan(
                 tiles=tiles.view(-1, 3), copies=nothing, long_tiles=nothing, splits=splits.view(-1, 4),
                 merges=merges.view(-1, 3), shared=shared.view(-1, 3), members=members.view(-1, 2),
-                parts=PARTS, keys=0, copied=0,
+                parts=MAX_PARTS, keys=0, copied=0,
             )
         ]  # fmt: skip
 
 
-@lru_cache(maxsize=16)  # most steps are like the one before
+@lru_cache(maxsize=16)  # most steps repeat the previous one
 def _lists(made: Cuts, rows: int, room: Room) -> Ints:
-    """Without tiles."""
+    """Return the plan's integers without tiles and key lengths."""
     at, counts = 0, room_counts(rows, room)
     out = np.full(sum(counts), -1, np.int32)
     for array, count in zip((made.splits, made.merges, made.shared, made.members), counts, strict=False):
         out[at : at + array.size] = array.reshape(-1)
         at += count
-    if not room.tiles and made.rows < rows:  # what is left attends to itself
+    if not room.tiles and made.rows < rows:  # padding rows attend to themselves
         padding = out[: 4 * room.splits].reshape(-1, 4)[len(made.splits) :][: rows - made.rows]
         padding[:, 0], padding[:, 1], padding[:, 3] = np.arange(made.rows, rows), 0, 1
     return out
@@ -355,30 +354,30 @@ def _lists(made: Cuts, rows: int, room: Room) -> Ints:
 
 @lru_cache(maxsize=16)
 def _by_length(counts: bytes) -> tuple[Ints, Ints]:
-    """The rows of one token, and those of several."""
+    """Return the rows with one token, and those with several."""
     alone = np.frombuffer(counts, np.int32) == 1
     return np.flatnonzero(alone).astype(np.int32), np.flatnonzero(~alone).astype(np.int32)
 
 
 def room_counts(rows: int, room: Room) -> list[int]:
-    """Of the numbers of splits, merges, shared splits, members and tiles."""
+    """Return how many integers splits, merges, shared splits, members and tiles take."""
     return [4 * room.splits, 3 * rows, 3 * room.shared, 2 * rows if room.shared else 0, 3 * room.tiles]
 
 
 def cut(batch: Batch, window: int | None, alike: SharedPrefix, shape: Geometry, share: int, in_blocks: bool) -> list[Plan]:
-    """Plans to be run one after the other. `in_blocks`: the keys of long rows are to be copied to one place."""
+    """Return plans to be run one after the other. in_blocks: copy the keys of long rows to contiguous memory."""
     rows = np.fromiter(chain.from_iterable(batch.rows), np.int32, 3 * len(batch.rows)).reshape(-1, 3)
     single = np.flatnonzero(rows[:, 1] == 1).astype(np.int32)
     prompts = NO_PROMPTS if len(single) == len(rows) else _cut_prompts(rows, window, shape, share, in_blocks)
     device, members = batch.row_starts.device, shape.shared_m // share
     made = cut_rows(single, rows[single, 2], window, alike, members)
-    if made.parts <= PARTS:
+    if made.parts <= MAX_PARTS:
         return [_send(prompts, made, device)]
     plans: list[Plan] = []
-    for piece in np.split(single, _borders(-(-rows[single, 2] // work_split.SPLIT))):
+    for chosen_rows in np.split(single, _borders(-(-rows[single, 2] // work_split.SPLIT))):
         chosen = np.zeros(len(rows), np.bool_)
-        chosen[piece] = True
-        made = cut_rows(piece, rows[piece, 2], window, alike.among(chosen), members)
+        chosen[chosen_rows] = True
+        made = cut_rows(chosen_rows, rows[chosen_rows, 2], window, alike.among(chosen), members)
         plans.append(_send(NO_PROMPTS if plans else prompts, made, device))
     return plans
 
@@ -409,23 +408,24 @@ def _cut_prompts(rows: Ints, window: int | None, shape: Geometry, share: int, in
 
 
 def _copied(count: Ints, seen: Ints, tile: int) -> npt.NDArray[np.bool_]:
-    """[R] whose keys are copied (`seen` of them): rows of many tokens first, and no row more when there are COPIED keys."""
-    deep = (count > 1) & (count < LONG) & (seen >= DEEP)
+    """Return [R] bool: rows whose keys are copied, those with the most tokens first, until MAX_COPIED_KEYS; seen [R]: their
+    keys."""
+    deep = (count > 1) & (count < LONG_ROW_TOKENS) & (seen >= DEEP_ROW_KEYS)
     if (-(-count[deep] // tile)).sum() > FEW_TILES:
         deep[:] = False
-    worthy = np.flatnonzero((count >= LONG) | deep)
+    worthy = np.flatnonzero((count >= LONG_ROW_TOKENS) | deep)
     worthy = worthy[np.argsort(-count[worthy], kind="stable")]
     before = np.cumsum(seen[worthy]) - seen[worthy]
     chosen = np.zeros(len(count), np.bool_)
-    chosen[worthy[before < COPIED]] = True
+    chosen[worthy[before < MAX_COPIED_KEYS]] = True
     return chosen
 
 
 def _borders(parts: Ints) -> list[int]:
-    """Where to divide rows with so many parts, so that each piece has at most PARTS, or one row."""
+    """Return where to divide rows with so many parts, so that each chunk has at most MAX_PARTS, or one row."""
     borders, ends = [], np.cumsum(parts)
     begin = 0
-    while (reach := int(np.searchsorted(ends, (ends[begin - 1] if begin else 0) + PARTS, "right"))) < len(parts):
+    while (reach := int(np.searchsorted(ends, (ends[begin - 1] if begin else 0) + MAX_PARTS, "right"))) < len(parts):
         begin = max(begin + 1, reach)
         borders.append(begin)
     return borders
@@ -441,5 +441,5 @@ def _send(prompts: Prompts, made: Cuts, device: torch.device) -> Plan:
     views = torch.split(packed, [array.size for array in arrays])
     tiles, copies, long_tiles, *rest = (view.view(array.shape) for view, array in zip(views, arrays, strict=True))
     splits, merges, shared, members = rest
-    parts, copied = max(PARTS, made.parts), max(COPIED, prompts.keys)
+    parts, copied = max(MAX_PARTS, made.parts), max(MAX_COPIED_KEYS, prompts.keys)
     return Plan(tiles, copies, long_tiles, splits, merges, shared, members, parts, prompts.keys, copied)

@@ -210,7 +210,7 @@ def _build_shares(config: Config) -> "Iterator[nn.Module]":
     from quire.models.registry import build_model
     from quire.prepare.quantize import find_grain
     from quire.prepare.shard import shard
-    from quire.prepare.stage import keep_stage
+    from quire.prepare.stage import take_stage
 
     layers, expert_parallel = config.stage_layers, config.args.enable_expert_parallel
     for rank in range(config.world):
@@ -219,7 +219,7 @@ def _build_shares(config: Config) -> "Iterator[nn.Module]":
         exact = config.keep_quantized and config.device_facts.kind == "cpu"
         shard(model, own.position, _NoGroup(), find_grain(config.quantization), exact=exact)
         if config.stages > 1:
-            keep_stage(model, own.stage)
+            take_stage(model, own.stage)
         yield model
 
 

@@ -1,11 +1,11 @@
-"""Tensors on their way to their places in the model.
+"""Assign a checkpoint's tensors to a model's parameters: match names, check values, copy.
 
-On a CPU, and on the device a tensor is on already, that is a copy. To a GPU there is a road: pieces of a few megabytes are
-copied by several threads to memory the GPU can fetch from, and fetched from there behind their backs; types are changed on
-the GPU. Which tensor belongs where is not known here.
+On a CPU, and for tensors that are on the device already, `Mover` copies directly. To a GPU, several threads copy chunks of a
+few
+megabytes to pinned memory, from which the GPU fetches them asynchronously; dtypes are converted on the GPU.
 
-    file, mapped ──► pinned buffer A ──► place             thread 1: fills A while B is being fetched
-                 ╲─► pinned buffer B ──► place             thread 2: ...
+    file, mapped ──► pinned buffer A ──► parameter             thread 1: fills A while B is being fetched
+                 ╲─► pinned buffer B ──► parameter             thread 2: ...
 """
 
 import os
@@ -27,41 +27,43 @@ from quire.load.source import Source, TensorSlice
 from quire.progress import WorkInProgress, doing
 from quire.types.errors import ModelError
 
-PIECE = 16 << 20  # bytes
+CHUNK_BYTES = 16 << 20
 WORKERS = min(6, os.cpu_count() or 1)
-WAITING = 4 * WORKERS  # pieces that may be on their way
+MAX_PENDING_CHUNKS = 4 * WORKERS
 
 
 class Mover:
-    """`put` returns early; a place is filled when the block ends."""
+    """Copy tensors to parameters. `put` returns early; all are copied when the with block ends."""
 
     def __init__(self, progress: WorkInProgress) -> None:
         self._progress = progress
-        self._roads: dict[torch.device, Road] = {}
+        self._copiers: dict[torch.device, DeviceCopier] = {}
 
     def __enter__(self) -> "Mover":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for road in self._roads.values():
-            road.close(error is None)
+        for copier in self._copiers.values():
+            copier.close(error is None)
 
     def put(self, name: str, tensor: Tensor, place: Tensor) -> None:
         if place.device.type == "cpu" or tensor.device == place.device:
             place.copy_(tensor)
             self._progress.add(place.nbytes)
             return
-        road = self._roads.get(place.device) or self._roads.setdefault(place.device, Road(place.device, self._progress))
-        for piece, its_place in cut(tensor, place):
-            road.send(name, piece, its_place)
+        copier = self._copiers.get(place.device)
+        if copier is None:
+            copier = self._copiers[place.device] = DeviceCopier(place.device, self._progress)
+        for chunk, target in cut(tensor, place):
+            copier.send(name, chunk, target)
 
 
 def cut(tensor: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both in equal pieces of at most PIECE bytes of the tensor, along the first dimensions."""
-    if tensor.nbytes <= PIECE:
+    """Yield both tensors in equal chunks of at most CHUNK_BYTES, along the first dimensions."""
+    if tensor.nbytes <= CHUNK_BYTES:
         yield tensor, place
         return
-    rows = PIECE // (tensor.nbytes // len(tensor))
+    rows = CHUNK_BYTES // (tensor.nbytes // len(tensor))
     for start in range(0, len(tensor), max(rows, 1)):
         if rows:
             yield tensor[start : start + rows], place[start : start + rows]
@@ -69,32 +71,32 @@ def cut(tensor: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
             yield from cut(tensor[start], place[start])
 
 
-class Road:
-    """To one GPU. An error of any piece is raised by a later `send`, or by `close`."""
+class DeviceCopier:
+    """Copies to one GPU. An error of a chunk is raised by a later `send` or by `close`."""
 
     def __init__(self, device: torch.device, progress: WorkInProgress) -> None:
         self._device, self._progress = device, progress
-        torch.cuda.synchronize(device)  # whatever used the places' memory before is over
+        torch.cuda.synchronize(device)  # earlier users of this memory are done
         self._pool = ThreadPoolExecutor(WORKERS, "quire-load")
         self._own = local()
-        self._under_way: deque[tuple[str, Future[None]]] = deque()
+        self._pending: deque[tuple[str, Future[None]]] = deque()
 
     def send(self, name: str, tensor: Tensor, place: Tensor) -> None:
-        self._under_way.append((name, self._pool.submit(self._carry, tensor, place)))
-        if len(self._under_way) > WAITING:
+        self._pending.append((name, self._pool.submit(self._carry, tensor, place)))
+        if len(self._pending) > MAX_PENDING_CHUNKS:
             self._arrive()
 
-    def close(self, wanted: bool) -> None:
-        """Waits for all pieces, unless they are not `wanted` any more."""
+    def close(self, complete: bool) -> None:
+        """Wait for all chunks; complete False: cancel those that have not started."""
         try:
-            while wanted and self._under_way:
+            while complete and self._pending:
                 self._arrive()
         finally:
             self._pool.shutdown(cancel_futures=True)
             torch.cuda.synchronize(self._device)
 
     def _arrive(self) -> None:
-        name, future = self._under_way.popleft()
+        name, future = self._pending.popleft()
         try:
             future.result()
         except Exception as error:
@@ -102,27 +104,29 @@ class Road:
             raise
 
     def _carry(self, tensor: Tensor, place: Tensor) -> None:
-        lane = getattr(self._own, "lane", None)
-        if lane is None:
-            lane = self._own.lane = Lane(self._device)
-        lane.carry(tensor, place)
+        stream = getattr(self._own, "stream", None)
+        if stream is None:
+            stream = self._own.stream = CopyStream(self._device)
+        stream.carry(tensor, place)
         self._progress.add(place.nbytes)
 
 
-class Lane:
-    """One thread's stream and its two pinned buffers, used in turn."""
+class CopyStream:
+    """One thread's CUDA stream and its two pinned buffers, used in turn."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._buffers = deque((torch.empty(PIECE, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._buffers = deque(
+            (torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(2)
+        )  # type: ignore[no-untyped-call]
 
     def carry(self, tensor: Tensor, place: Tensor) -> None:
         buffer, fetched = self._buffers[0]
         self._buffers.rotate()
         fetched.synchronize()
         source = tensor.contiguous().view(-1).view(torch.uint8)
-        np.copyto(buffer.numpy()[: len(source)], source.numpy())  # not torch: it would start threads of its own in each of ours
+        np.copyto(buffer.numpy()[: len(source)], source.numpy())  # torch would start threads of its own in each of ours
         staged = buffer[: len(source)].view(tensor.dtype).view(tensor.shape)
         with torch.cuda.stream(self._stream), torch.no_grad():
             if staged.dtype == place.dtype:
@@ -132,12 +136,12 @@ class Lane:
             fetched.record(self._stream)
 
 
-NOT_FINITE = "has numbers that are not finite (NaN or infinity); the file is damaged, fetch it again"
-MAY_BE_INFINITE = "sinks"  # within a name; a head without one has -inf there
+NOT_FINITE = "has values that are NaN or infinite; the file is damaged, download it again"
+MAY_BE_INFINITE = "sinks"  # within a name; a head without an attention sink has -inf there
 
 
 def is_broken(name: str, tensor: Tensor) -> bool:
-    """The sum is quick, but of large numbers may be infinite, too."""
+    """Return whether a tensor has NaN or infinite values. A sum is quick to check, but may itself overflow."""
     if tensor.dtype.itemsize == 1 or not tensor.is_floating_point():
         return False
     if MAY_BE_INFINITE in name:
@@ -146,7 +150,7 @@ def is_broken(name: str, tensor: Tensor) -> bool:
 
 
 def broken_parameters(model: nn.Module) -> list[str]:
-    """By the model's names. On a device all sums are made before the host waits for one."""
+    """Return the names of parameters with NaN or infinite values. All sums are launched before the host waits for one."""
     rows = {id(own) for part in model.modules() if isinstance(part, Embedding | Head) for own in part.parameters(recurse=False)}
     seen = [
         (name, own)
@@ -160,7 +164,7 @@ def broken_parameters(model: nn.Module) -> list[str]:
 
 
 def broken_tensor(source: Source) -> str | None:
-    """The first, as the checkpoint calls it."""
+    """Return the checkpoint's name of the first tensor with NaN or infinite values."""
     for part, tensor in source.read([TensorSlice(name) for name in source.shapes]):
         if is_broken(part.name, tensor):
             return part.name
@@ -168,8 +172,8 @@ def broken_tensor(source: Source) -> str | None:
 
 
 Renames = Sequence[tuple[str, str | None]]
-SHOWN = 10
-# of quantized matrices: their methods look at them
+MAX_LISTED = 10
+# of quantized matrices: their methods check them
 _SCALES = re.compile(r"(weight|input|output)(_global)?_scale(_inv|_2)?$|scales$|SCB$|absmax$|quant_map$")
 
 
@@ -179,12 +183,11 @@ class HasWeightSlices(Protocol):
 
 
 def slices_of_model(model: nn.Module) -> WeightSlices:
-    """By checkpoint names after renames."""
+    """Return the weight slices of all modules, by checkpoint names after renames."""
     table: WeightSlices = {}
     for path, module in model.named_modules():
-        if hasattr(type(module), "weight_slices") and isinstance(
-            module, HasWeightSlices
-        ):  # to ask a protocol is slow where the answer is no
+        # the protocol check is slow for modules that fail it, so look for the attribute first
+        if hasattr(type(module), "weight_slices") and isinstance(module, HasWeightSlices):
             table |= module.weight_slices(path)
         else:
             own = module.named_parameters(recurse=False)
@@ -203,7 +206,7 @@ def rename(name: str, renames: Renames) -> str | None:
 
 
 def assign(table: Mapping[str, CheckpointTensor | None], source: Source, renames: Renames, where: str) -> None:
-    """Copies what is claimed of the source's tensors to its places. Nothing is read if any name or shape does not fit."""
+    """Copy the source's tensors to their destinations. Nothing is read if a name or shape does not fit."""
     entries = match(table, source, renames, where)
     places = {TensorSlice(name, part.ranges): part.view for name, entry in entries.items() for part in entry.destinations}
     total = sum(place.nbytes for place in places.values())
@@ -218,7 +221,7 @@ def assign(table: Mapping[str, CheckpointTensor | None], source: Source, renames
 def match(
     table: Mapping[str, CheckpointTensor | None], source: Source, renames: Renames, where: str
 ) -> dict[str, CheckpointTensor]:
-    """WeightSlices by the source's names. Raises ModelError if any name or shape does not fit."""
+    """Return checkpoint tensors by the source's names. Raise ModelError if a name or shape does not fit."""
     entries, problems = _match(table, source.shapes, renames)
     if problems:
         raise ModelError(f"{where} does not fit the model:\n" + "\n".join(problems))
@@ -226,18 +229,18 @@ def match(
 
 
 def _check_type(name: str, tensor: Tensor, place: Tensor, where: str) -> None:
-    """Floats of 16 bits and more become each other; what has few bits must be what was expected."""
+    """Check a tensor's dtype: floats of 16 bits and more are converted to each other; all others must match."""
     wide = place.is_floating_point() and place.dtype.itemsize > 1
     if wide and not (tensor.is_floating_point() and tensor.dtype.itemsize > 1):
-        raise ModelError(f"{where}: tensor {name!r} is stored as {tensor.dtype}, where the model has floats")
+        raise ModelError(f"{where}: tensor {name!r} is stored as {tensor.dtype}, but the model requires floats")
     if not wide and tensor.dtype != place.dtype:
-        raise ModelError(f"{where}: tensor {name!r} is stored as {tensor.dtype}, where {place.dtype} is expected")
+        raise ModelError(f"{where}: tensor {name!r} is stored as {tensor.dtype}; expected {place.dtype}")
 
 
 def _match(
     table: Mapping[str, CheckpointTensor | None], shapes: Mapping[str, tuple[int, ...]], renames: Renames
 ) -> tuple[dict[str, CheckpointTensor], list[str]]:
-    """WeightSlices by the source's names, and what is wrong in words."""
+    """Return checkpoint tensors by the source's names, and descriptions of all problems."""
     entries: dict[str, CheckpointTensor] = {}
     missing = {name for name, entry in table.items() if entry is not None}
     unknown, misshaped, twice = [], [], []
@@ -256,7 +259,7 @@ def _match(
         if ours not in missing:
             twice.append(name)
         elif entry.shape != tuple(shape):
-            misshaped.append(f"{name} is {list(shape)}, the model needs {list(entry.shape)}")
+            misshaped.append(f"{name} is {list(shape)}, the model requires {list(entry.shape)}")
         missing.discard(ours)
         entries[name] = entry
     findings = {"missing": missing, "unknown": unknown, "misshaped": misshaped, "given twice": twice}
@@ -265,10 +268,10 @@ def _match(
 
 def _list(what: str, names: Iterable[str]) -> str:
     ordered = sorted(names, key=_natural)
-    more = f", and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
-    return f"  {what} ({len(ordered)}): {', '.join(ordered[:SHOWN])}{more}"
+    more = f", and {len(ordered) - MAX_LISTED} more" if len(ordered) > MAX_LISTED else ""
+    return f"  {what} ({len(ordered)}): {', '.join(ordered[:MAX_LISTED])}{more}"
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Layer 2 before layer 10."""
+    """Return a sort key with layer 2 before layer 10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -1,5 +1,4 @@
-"""Scales for a cache of 8 bits that a checkpoint brings: one for all keys of a layer or one for each head, and the same of its
-values. Where the cache is of the model's type, they have no use."""
+"""Scales of an 8-bit KV cache that a checkpoint has, per layer or per head, for keys and values."""
 
 import re
 from collections import defaultdict
@@ -12,7 +11,7 @@ from quire.load.assign import Renames, rename
 from quire.load.source import Source, TensorSlice
 from quire.types.errors import ModelError
 
-# whatever is said about a cache, or about queries, which are not rounded
+# all names that concern a cache, or queries, which are not quantized
 KV_SCALES: Renames = (
     (r"\.(q|k|v|kv)_scale$", None),
     (r"\.(q|k|v)_proj\.output_scale$", None),
@@ -36,14 +35,14 @@ def has_cache_scales(source: Source, renames: Renames) -> bool:
 
 
 def take_cache_scales(model: nn.Module, source: Source, renames: Renames, device: torch.device) -> int:
-    """Gives every attention layer those that are its own; how many have some."""
+    """Give every attention layer its scales; return how many layers have some."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for name in source.shapes:
         ours = rename(name, renames)
         if ours is None:
             continue
         if _ZERO_POINT.search(ours):
-            raise ModelError(f"{name}: a cache of 8 bits with zero points is not built; use kv_cache_dtype='auto'")
+            raise ModelError(f"{name}: zero points are not supported for an 8-bit KV cache; use kv_cache_dtype='auto'")
         for spelling in _SPELLINGS:
             if (match := spelling.match(ours)) is not None:
                 for which in match["which"]:
@@ -51,10 +50,10 @@ def take_cache_scales(model: nn.Module, source: Source, renames: Renames, device
     layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, SelfAttention)}
     for path, names in found.items():
         if path not in layers:
-            raise ModelError(f"{min(names.values())} is a scale for a cache, but {path!r} is no attention layer")
+            raise ModelError(f"{min(names.values())} is a KV cache scale, but {path!r} is not an attention layer")
         if missing := {"k", "v"} - names.keys():
             [other] = names.values()
-            raise ModelError(f"{other} is there, but {path} has no {missing.pop()}_scale; use kv_cache_dtype='auto'")
+            raise ModelError(f"{other} requires {missing.pop()}_scale of {path} as well; use kv_cache_dtype='auto'")
         both = [_read(source, names[which], layers[path]) for which in "kv"]
         layers[path].cache_scales = torch.stack(both).to(device)
     return len(found)
@@ -64,7 +63,7 @@ def _read(source: Source, name: str, layer: SelfAttention) -> Tensor:
     [(_, tensor)] = source.read([TensorSlice(name)])
     values, total = tensor.float().flatten(), layer.division.keys
     if len(values) not in (1, total):
-        raise ModelError(f"{name} has {len(values)} numbers; it must have one, or one for each of {total} heads")
+        raise ModelError(f"{name} must have 1 value or one per head ({total}); got {len(values)}")
     if not bool(((values > 0) & values.isfinite()).all()):
-        raise ModelError(f"{name} has a scale that is no positive number; the checkpoint is damaged")
+        raise ModelError(f"{name} has a scale that is not a positive finite number; the checkpoint is damaged")
     return values.expand(total)[layer.local_keys.start : layer.local_keys.stop].clone()

@@ -1,9 +1,9 @@
-"""Translate GGUF tensor names to Hugging Face's, and undo what the conversion to GGUF did to the values.
+"""Read weights from GGUF files under Hugging Face's names: dequantized, or as stored blocks where a layer supports them.
 
-    blk.0.attn_q.weight  ->  model.layers.0.self_attn.q_proj.weight, rows back in Hugging Face's rotary order
+    blk.0.attn_q.weight  ->  model.layers.0.self_attn.q_proj.weight, rows in Hugging Face's rotary order
 
 The `gguf` package knows the Hugging Face names of each GGUF tensor. Where it knows several, the usual one is taken, or the
-one that the family's card names (`config/families/`).
+one that the family's card names (`config/families/`). What the conversion to GGUF did to the values is undone.
 """
 
 import functools
@@ -73,7 +73,7 @@ def hf_names(row: GGUF, hf: Mapping[str, Any], gguf_name: str, shape: tuple[int,
         yield Name(f"{_module(row, part, gguf_name)}.{kind}", values=_minus_one if plus_one else None)
         return
     if hf.get("num_nextn_predict_layers") and int(match["layer"]) >= hf["num_hidden_layers"]:
-        return  # layers for drafts
+        return  # draft layers
     rest, prefix = match["rest"], f"{row.layers}.{match['layer']}"
     if rest in row.exact:
         yield Name(f"{prefix}.{row.exact[rest]}")
@@ -121,7 +121,7 @@ def _known_names(architecture: str) -> Mapping[str, list[str]]:
     constants, mapping = (_gguf_module(name) for name in ("constants", "tensor_mapping"))
     kinds = [kind for kind, name in constants.MODEL_ARCH_NAMES.items() if name == architecture]
     if not kinds:
-        raise ModelError(f"the installed gguf package does not know the architecture {architecture!r}; upgrade it")
+        raise ModelError(f"the installed gguf package does not support the architecture {architecture!r}; upgrade it")
     found: dict[str, list[str]] = {}
     for hf, (_, gguf_name) in mapping.get_tensor_name_map(kinds[0], 1).mapping.items():
         found.setdefault(gguf_name, []).append(hf)
@@ -190,15 +190,15 @@ def _log(decay: Tensor) -> Tensor:
 
 
 def _unknown(architecture: str, gguf_name: str) -> ModelError:
-    return ModelError(f"GGUF tensor {gguf_name!r} has no known place in a {architecture!r} model")
+    return ModelError(f"GGUF tensor {gguf_name!r} is not known in a {architecture!r} model")
 
 
 WORKERS = min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One Hugging Face tensor and the bytes it is made of."""
+class GGUFSlice:
+    """One Hugging Face tensor and its bytes in the file."""
 
     name: Name
     path: Path
@@ -215,48 +215,50 @@ class Piece:
 
     @property
     def in_rows(self) -> bool:
-        """Whether it is a matrix whose rows are stored whole, in the same or another order."""
+        """Return whether it is a matrix whose rows are stored whole, in the same or another order."""
         name = self.name
         return len(self.stored) == 2 and not name.transposed and name.shape is None and name.values is None
 
 
 class GGUFSource:
     def __init__(self, facts: "ModelFacts") -> None:
-        self._kept: frozenset[str] = frozenset()
+        self._in_blocks: frozenset[str] = frozenset()
         self._files: dict[Path, mmap.mmap] = {}
         headers = read_gguf_shards(facts.files.weights)
         _, row = find_gguf(join_headers(headers))
-        self.pieces: dict[str, Piece] = {}
+        self.tensors: dict[str, GGUFSlice] = {}
         for header in headers:
             for tensor in header.tensors.values():
                 for name in hf_names(row, facts.hf, tensor.name, tensor.shape):
-                    if name.hf in self.pieces:
+                    if name.hf in self.tensors:
                         raise ModelError(f"{header.path}: {tensor.name!r} is a second {name.hf!r}")
-                    self.pieces[name.hf] = _piece(header.path, tensor, name)
+                    self.tensors[name.hf] = _slice(header.path, tensor, name)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: piece.shape for name, piece in self.pieces.items() if name not in self._kept}
+        return {name: tensor.shape for name, tensor in self.tensors.items() if name not in self._in_blocks}
 
     @property
     def stored(self) -> Mapping[str, QuantizedMatrix]:
         """Return the matrices that are stored in quantized blocks along their rows."""
         return {
-            name: self._stored(piece) for name, piece in self.pieces.items() if piece.in_rows and GGML_TYPES[piece.type][1] > 1
+            name: self._stored(tensor)
+            for name, tensor in self.tensors.items()
+            if tensor.in_rows and GGML_TYPES[tensor.type][1] > 1
         }
 
-    def keep(self, names: frozenset[str]) -> None:
+    def leave_in_blocks(self, names: frozenset[str]) -> None:
         """Exclude matrices that layers use as stored."""
-        self._kept = names
+        self._in_blocks = names
 
     def read(self, slices: Collection[TensorSlice]) -> Iterator[tuple[TensorSlice, Tensor]]:
         """Yield tensors in file order; up to WORKERS are dequantized ahead in threads."""
-        found = [(self.pieces[part.name], part) for part in slices]
+        found = [(self.tensors[part.name], part) for part in slices]
         found.sort(key=lambda entry: (entry[0].path, entry[0].offset, entry[1].ranges))
         ahead: deque[tuple[TensorSlice, Future[Tensor]]] = deque()
         with ThreadPoolExecutor(WORKERS, "dequantize") as pool:
-            for piece, part in found:
-                ahead.append((part, pool.submit(self._take, self._file(piece.path), piece, part.ranges)))
+            for tensor_slice, part in found:
+                ahead.append((part, pool.submit(self._take, self._file(tensor_slice.path), tensor_slice, part.ranges)))
                 if len(ahead) > WORKERS:
                     first, future = ahead.popleft()
                     yield first, future.result()
@@ -264,37 +266,39 @@ class GGUFSource:
                 yield first, future.result()
 
     def find_rows(self, name: str) -> QuantizedMatrix | None:
-        piece = self.pieces[name]
-        return self._stored(piece) if piece.in_rows else None
+        tensor_slice = self.tensors[name]
+        return self._stored(tensor_slice) if tensor_slice.in_rows else None
 
-    def _take(self, data: mmap.mmap, piece: Piece, ranges: Ranges) -> Tensor:
-        if ranges and (piece.in_rows or (len(piece.stored) == 2 and piece.name.transposed)):
-            return self._take_blocks(piece, ranges)
-        raw = torch.frombuffer(data, dtype=torch.uint8, count=piece.nbytes, offset=piece.offset)
-        tensor = dequantize(raw, piece.type, piece.stored)
-        if piece.name.undo is not None:
-            tensor = piece.name.undo(tensor)
-        if piece.name.values is not None:
-            tensor = piece.name.values(tensor)
-        if piece.name.shape is not None:
-            tensor = tensor.view(piece.name.shape)
-        return cut(tensor.t() if piece.name.transposed else tensor, ranges)
+    def _take(self, data: mmap.mmap, tensor_slice: GGUFSlice, ranges: Ranges) -> Tensor:
+        if ranges and (tensor_slice.in_rows or (len(tensor_slice.stored) == 2 and tensor_slice.name.transposed)):
+            return self._take_blocks(tensor_slice, ranges)
+        raw = torch.frombuffer(data, dtype=torch.uint8, count=tensor_slice.nbytes, offset=tensor_slice.offset)
+        tensor = dequantize(raw, tensor_slice.type, tensor_slice.stored)
+        if tensor_slice.name.undo is not None:
+            tensor = tensor_slice.name.undo(tensor)
+        if tensor_slice.name.values is not None:
+            tensor = tensor_slice.name.values(tensor)
+        if tensor_slice.name.shape is not None:
+            tensor = tensor.view(tensor_slice.name.shape)
+        return cut(tensor.t() if tensor_slice.name.transposed else tensor, ranges)
 
-    def _take_blocks(self, piece: Piece, ranges: Ranges) -> Tensor:
+    def _take_blocks(self, tensor_slice: GGUFSlice, ranges: Ranges) -> Tensor:
         """Dequantize only the blocks of a matrix that the slice is in."""
-        (start, stop), (left, right) = ranges[::-1] if piece.name.transposed else ranges
-        _, elements, nbytes = GGML_TYPES[piece.type]
+        (start, stop), (left, right) = ranges[::-1] if tensor_slice.name.transposed else ranges
+        _, elements, nbytes = GGML_TYPES[tensor_slice.type]
         first, last = left // elements, -(-right // elements)
-        blocks = self._stored(piece).read(start, stop)[:, first * nbytes : last * nbytes]
-        values = dequantize(blocks.flatten(), piece.type, (stop - start, (last - first) * elements))
+        blocks = self._stored(tensor_slice).read(start, stop)[:, first * nbytes : last * nbytes]
+        values = dequantize(blocks.flatten(), tensor_slice.type, (stop - start, (last - first) * elements))
         tensor = values[:, left - first * elements : right - first * elements]
-        return tensor.t() if piece.name.transposed else tensor
+        return tensor.t() if tensor_slice.name.transposed else tensor
 
-    def _stored(self, piece: Piece) -> QuantizedMatrix:
-        file, (count, columns), undo = self._file(piece.path), piece.stored, piece.name.undo
-        raw = torch.frombuffer(file, dtype=torch.uint8, count=piece.nbytes, offset=piece.offset)
+    def _stored(self, tensor_slice: GGUFSlice) -> QuantizedMatrix:
+        file, (count, columns), undo = self._file(tensor_slice.path), tensor_slice.stored, tensor_slice.name.undo
+        raw = torch.frombuffer(file, dtype=torch.uint8, count=tensor_slice.nbytes, offset=tensor_slice.offset)
         order = None if undo is None else undo(torch.arange(count))
-        return QuantizedMatrix(piece.type, columns, raw.view(count, -1), order, file, piece.offset, piece.name.hf)
+        return QuantizedMatrix(
+            tensor_slice.type, columns, raw.view(count, -1), order, file, tensor_slice.offset, tensor_slice.name.hf
+        )
 
     def _file(self, path: Path) -> mmap.mmap:
         if path not in self._files:
@@ -302,8 +306,8 @@ class GGUFSource:
         return self._files[path]
 
 
-def _piece(path: Path, tensor: GGUFTensor, name: Name) -> Piece:
+def _slice(path: Path, tensor: GGUFTensor, name: Name) -> GGUFSlice:
     if name.expert is None:
-        return Piece(name, path, tensor.type, tensor.offset, tensor.nbytes, tensor.shape)
+        return GGUFSlice(name, path, tensor.type, tensor.offset, tensor.nbytes, tensor.shape)
     nbytes = tensor.nbytes // tensor.shape[0]
-    return Piece(name, path, tensor.type, tensor.offset + name.expert * nbytes, nbytes, tensor.shape[1:])
+    return GGUFSlice(name, path, tensor.type, tensor.offset + name.expert * nbytes, nbytes, tensor.shape[1:])

@@ -1,4 +1,4 @@
-"""Fills a model that was built without weights."""
+"""Load a checkpoint or random weights into a model that was built without weights."""
 
 import logging
 from collections.abc import Mapping
@@ -34,24 +34,24 @@ class Finishing(Protocol):
 
 @runtime_checkable
 class Arranging(Protocol):
-    """A layer whose tensors checkpoints cut in different ways. shapes: what the checkpoint has, by names after renames."""
+    """A layer that checkpoints store in different ways. shapes: of the checkpoint's tensors, by names after renames."""
 
     def arrange(self, path: str, shapes: Mapping[str, tuple[int, ...]]) -> None: ...
 
 
 @runtime_checkable
 class Blocks(Source, Protocol):
-    """A source whose matrices are stored in blocks, and may be used so."""
+    """A source of quantized blocks that layers may use as stored."""
 
     @property
     def stored(self) -> Mapping[str, QuantizedMatrix]: ...
 
-    def keep(self, names: frozenset[str]) -> None: ...
+    def leave_in_blocks(self, names: frozenset[str]) -> None: ...
 
 
 @runtime_checkable
 class Filling(Protocol):
-    """A model that puts tensors in their places itself. No source = random weights."""
+    """A model that loads its weights itself. source None: random weights."""
 
     def fill(self, source: Source | None, device: torch.device, dtype: torch.dtype, seed: int) -> None: ...
 
@@ -69,11 +69,13 @@ def load_weights(
     keeps: frozenset[str] = frozenset(),
     cache_scales: bool = False,
 ) -> None:
-    """Puts the model on `device` in `dtype` and fills every parameter. "auto" reads what the model's files are.
+    """Put the model on `device` in `dtype` and fill every parameter.
 
-    keep_quantized: matrices that a GGUF file stores in blocks of few bits stay so, where a layer can multiply by them.
-    quantization: how safetensors are quantized; keeps: what of it stays so (`DeviceFacts.keeps`), the rest becomes floats.
-    cache_scales: the cache is of 8 bits, and scales for it that the files have are used.
+    load_format: "auto": the format of the model's files
+    keep_quantized: matrices that a GGUF file stores in blocks stay quantized, where a layer supports it
+    quantization: how safetensors are quantized
+    keeps: quantized layouts that the device supports (`DeviceFacts.keeps`); all others are dequantized
+    cache_scales: the KV cache has 8 bits, so the checkpoint's scales for it are used
     """
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     with reading(facts.files.path, "the weights cannot be loaded"):
@@ -101,8 +103,8 @@ def _load(
             source = MXFP4Source(source, kind)
         elif quantization is not None:
             raise ModelError(
-                f"{facts.files.name}: the weights are quantized ({quantization.method}), and {facts.architecture} is run by "
-                "the fallback, which supports floats only; use the original"
+                f"{facts.files.name}: the weights are quantized ({quantization.method}), but {facts.architecture} is run by "
+                "the fallback, which supports unquantized weights only; use those"
             )
         model.fill(source, device, kind, seed)
         return
@@ -119,7 +121,7 @@ def _load(
         refuse_broken(model, source, str(facts.files.path), kind)
     if target.dequantized:
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(target.dequantized.items()))
-        logger.info("quantized matrices that are held as %s: %s", str(kind).removeprefix("torch."), counts)
+        logger.info("dequantized to %s: %s", str(kind).removeprefix("torch."), counts)
 
 
 def check_fit(
@@ -131,7 +133,7 @@ def check_fit(
     quantization: "Quantization | None" = None,
     keeps: frozenset[str] = frozenset(),
 ) -> None:
-    """Raises what `load_weights` would raise before it reads a tensor; of the files it looks at headers only."""
+    """Raise what `load_weights` would raise before it reads a tensor; only headers of the files are read."""
     with reading(facts.files.path, "the weights cannot be loaded"):
         source = open_source(facts, "auto") if facts.files.weights else None
         target = Target(getattr(torch, dtype), keeps)
@@ -149,17 +151,17 @@ def lay_out(
     target: Target,
     cache_scales: bool = False,
 ) -> tuple[WeightSlices, Renames]:
-    """Every parameter gets its place on the device. What is claimed of the checkpoint, and how its names are changed."""
+    """Allocate every parameter on the device. Return the weight slices of the checkpoint, and the renames of its tensors."""
     renames: Renames = getattr(model, "renames", ())
     if source is not None:
         arrange(model, source, renames)
     if keep_quantized and isinstance(source, Blocks):
-        keep(model, source, renames, target, device)
+        use_blocks(model, source, renames, target, device)
     if cache_scales and source is not None:
         count = take_cache_scales(model, source, renames, device)
-        logger.info("scales of the cache: %s", f"the checkpoint's, in {count} layers" if count else "computed for every token")
+        logger.info("KV cache scales: %s", f"the checkpoint's, in {count} layers" if count else "computed for every token")
     elif quantization is not None and source is not None and has_cache_scales(source, renames):
-        logger.info("the checkpoint has scales for a cache of 8 bits (kv_cache_dtype='fp8'); this one has the model's type")
+        logger.info("the checkpoint's KV cache scales are unused: they require kv_cache_dtype='fp8'")
     if quantization is not None or cache_scales:
         renames = (*renames, *KV_SCALES)
     if quantization is not None:
@@ -173,21 +175,23 @@ def refuse_broken(model: nn.Module, source: Source, where: str, dtype: torch.dty
         if (tensor := broken_tensor(source)) is not None:
             raise ModelError(f"{where}: tensor {tensor!r} {NOT_FINITE}")
         raise ModelError(
-            f"{where}: {names[0]} has numbers that {str(dtype).removeprefix('torch.')} cannot hold; dtype must be another one, "
+            f"{where}: {names[0]} has values beyond the range of {str(dtype).removeprefix('torch.')}; use another dtype, "
             "such as bfloat16"
         )
 
 
 def use_scheme(model: nn.Module, quantization: "Quantization", source: Source | None, renames: Renames, target: Target) -> None:
-    """Every layer gets the method that its part of a quantized checkpoint wants."""
+    """Give every layer the method for its part of a quantized checkpoint."""
     if source is not None and not isinstance(source, SafetensorsSource):
-        raise ModelError(f"quantization {quantization.method!r} needs safetensors")
+        raise ModelError(f"quantization {quantization.method!r} requires safetensors")
     inventory = None
     if source is not None:
         names = [(name, ours) for name in source.shapes if (ours := rename(name, renames)) is not None]
         inventory = take_inventory(names, source.infos)
     if quantization.method not in SCHEMES:
-        raise ModelError(f"the weights are quantized ({quantization.method}), which is read for models of the fallback only")
+        raise ModelError(
+            f"the weights are quantized ({quantization.method}), which is supported for models of the fallback only"
+        )
     scheme = find_scheme(f"{quantization.method} online" if quantization.online else quantization.method)
     try:
         quantize(model, scheme(quantization.config, inventory, target))
@@ -196,7 +200,7 @@ def use_scheme(model: nn.Module, quantization: "Quantization", source: Source | 
 
 
 def arrange(model: nn.Module, source: Source, renames: Renames) -> None:
-    """Tells every layer that wants to know how the source has its tensors."""
+    """Show the checkpoint's tensor shapes to every layer that adapts to them."""
     some = [(path, module) for path, module in model.named_modules() if hasattr(type(module), "arrange")]
     layers = [(path, module) for path, module in some if isinstance(module, Arranging)]
     if layers:
@@ -205,19 +209,19 @@ def arrange(model: nn.Module, source: Source, renames: Renames) -> None:
             module.arrange(path, shapes)
 
 
-def keep(model: nn.Module, source: Blocks, renames: Renames, target: Target, device: torch.device) -> None:
-    """What the source has in blocks stays in them, wherever a layer can use it so, or gets a form that the device keeps."""
+def use_blocks(model: nn.Module, source: Blocks, renames: Renames, target: Target, device: torch.device) -> None:
+    """Use the source's blocks as stored, or convert them to a quantized layout, wherever layer and device support it."""
     stored = source.stored
-    claimed = {ours: name for name in stored if (ours := rename(name, renames)) is not None}
-    mine = {ours: stored[name] for ours, name in claimed.items()}
+    names = {ours: name for name in stored if (ours := rename(name, renames)) is not None}
+    mine = {ours: stored[name] for ours, name in names.items()}
     mapped = not target.keeps or "blocks" in target.keeps
     scheme = find_scheme("gguf")(mine) if mapped else find_scheme("gguf forms")(mine, target, device)
     quantize(model, scheme)
-    source.keep(frozenset(claimed[name] for name in scheme.in_blocks))
+    source.leave_in_blocks(frozenset(names[name] for name in scheme.in_blocks))
 
 
 def find_rows(model: nn.Module, part: nn.Module, facts: "ModelFacts", load_format: str) -> QuantizedMatrix | None:
-    """Where the files have the weight of a part of the model, if its rows can be read there one by one."""
+    """Return the rows of a module's weight in the files, if they can be read one by one."""
     if load_format == "dummy":
         return None
     [path] = [path for path, module in model.named_modules() if module is part]
@@ -230,14 +234,14 @@ def open_source(facts: "ModelFacts", load_format: str) -> Source:
     if load_format not in FORMATS:
         raise ModelError(f"unknown load_format {load_format!r}; it must be one of {', '.join(FORMATS)}")
     files = facts.files
-    there = "safetensors" if files.format == "hf" else files.format
-    if load_format not in ("auto", "mistral", there):  # mistral decided which files these are
-        raise ModelError(f"load_format {load_format!r} does not suit {files.path}, which holds {there} weights")
-    if there == "gguf":
+    stored = "safetensors" if files.format == "hf" else files.format
+    if load_format not in ("auto", "mistral", stored):  # mistral decided which files these are
+        raise ModelError(f"load_format {load_format!r} requires {load_format} files; {files.path} has {stored} weights")
+    if stored == "gguf":
         from quire.load.gguf import GGUFSource
 
         return GGUFSource(facts)
-    if there == "mistral":
+    if stored == "mistral":
         from quire.load.mistral import MistralSource
 
         return MistralSource(facts)
@@ -245,7 +249,7 @@ def open_source(facts: "ModelFacts", load_format: str) -> Source:
 
 
 def materialize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Gives every meta parameter memory of its own; floating ones take the model's type, unless a method fixed theirs."""
+    """Allocate every meta parameter; floats take the model's dtype, unless a method fixed theirs."""
     for module in model.modules():
         for name, old in list(module.named_parameters(recurse=False)):
             kind = dtype if old.is_floating_point() and name not in getattr(module, "fixed", ()) else old.dtype

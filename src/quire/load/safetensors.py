@@ -1,4 +1,8 @@
-"""Weights from safetensors files: one, or shards with an index. Files are mapped: a tensor is read when it is used."""
+"""Weights from safetensors files: one, or shards with an index. Files are mapped: a tensor is read when it is used.
+
+`MXFP4Source` dequantizes gpt-oss's experts for the fallback: `<name>_blocks` [E, N, K / 32, 16] and `<name>_scales`
+[E, N, K / 32] become [E, K, N].
+"""
 
 import mmap
 import re
@@ -19,7 +23,7 @@ from quire.ops.quantized_layouts import Float4
 from quire.types.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
-BEHIND = 256 << 20  # bytes that were read and may stay in memory
+MAX_READ_BYTES_IN_MEMORY = 256 << 20
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
     "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
@@ -27,12 +31,16 @@ DTYPES = {
     "C64": torch.complex64,
 }  # fmt: skip
 
-FLOATS = ("F32", "F16", "BF16")  # which GGUF's types have under the same names
+FLOATS = ("F32", "F16", "BF16")  # dtypes that GGUF has under the same names
 GGML_NUMBERS = {name: number for number, (name, _, _) in GGML_TYPES.items() if name in FLOATS}
 
 
 class SafetensorsSource:
-    """`files`: the weight files found beside the configuration in `directory`; `indexed`: an index there is about them."""
+    """Tensors of safetensors files.
+
+    files: the weight files in `directory`
+    indexed: an index in the directory describes them
+    """
 
     def __init__(self, directory: Path, files: tuple[Path, ...], indexed: bool = True) -> None:
         index = directory / INDEX
@@ -42,7 +50,7 @@ class SafetensorsSource:
         if self.index is not None:
             shards = _indexed(directory, set(self.index.values()))
         elif not shards:
-            raise ModelError(f"{directory}: there are no .safetensors files")
+            raise ModelError(f"{directory}: no .safetensors files found")
         else:
             _check_complete(directory, shards)
         self.files = shards
@@ -59,7 +67,7 @@ class SafetensorsSource:
             absent = [name for name, file in self.index.items() if name not in found or found[name][0] != self.directory / file]
             if absent:
                 name = min(absent)
-                raise ModelError(f"{self.index[name]} lacks {name!r}, which {INDEX} promises ({len(absent)} such tensors)")
+                raise ModelError(f"{self.index[name]} lacks {name!r}, which {INDEX} lists ({len(absent)} such tensors)")
         return found
 
     @property
@@ -71,23 +79,26 @@ class SafetensorsSource:
         return {name: info.shape for name, (_, info) in self._found.items()}
 
     def read(self, slices: Collection[TensorSlice]) -> Iterator[tuple[TensorSlice, Tensor]]:
-        """In file order, so that the disk is read from front to back. What was read is let go of; it can be read again."""
-        wanted: dict[Path, list[tuple[int, TensorSlice]]] = defaultdict(list)
+        """Yield tensors in file order, so that the disk is read sequentially. Pages that were read are released; they can be
+        read
+        again.
+        """
+        parts: dict[Path, list[tuple[int, TensorSlice]]] = defaultdict(list)
         for part in slices:
             path, info = self._found[part.name]
             if info.dtype not in DTYPES:
-                raise ModelError(f"{path}: tensor {part.name!r} is stored as {info.dtype}, which cannot be read")
-            wanted[path].append((info.offset, part))
+                raise ModelError(f"{path}: tensor {part.name!r} is stored as {info.dtype}, which is not supported")
+            parts[path].append((info.offset, part))
         for path in self.files:
-            here = sorted(wanted[path], key=lambda entry: (entry[0], entry[1].ranges))
-            if not here:
+            entries = sorted(parts[path], key=lambda entry: (entry[0], entry[1].ranges))
+            if not entries:
                 continue
-            data, let_go = map_file(path, ahead=not any(part.ranges for _, part in here)), 0
-            for offset, part in here:
-                if offset - let_go > BEHIND:
-                    behind = (offset - let_go) // mmap.PAGESIZE * mmap.PAGESIZE
-                    data.madvise(mmap.MADV_DONTNEED, let_go, behind)
-                    let_go += behind
+            data, released = map_file(path, ahead=not any(part.ranges for _, part in entries)), 0
+            for offset, part in entries:
+                if offset - released > MAX_READ_BYTES_IN_MEMORY:
+                    size = (offset - released) // mmap.PAGESIZE * mmap.PAGESIZE
+                    data.madvise(mmap.MADV_DONTNEED, released, size)
+                    released += size
                 yield part, _view(data, self._found[part.name][1], part.ranges)
 
     def find_rows(self, name: str) -> QuantizedMatrix | None:
@@ -100,34 +111,36 @@ class SafetensorsSource:
 
 
 def _view(data: mmap.mmap, info: TensorInfo, ranges: Ranges = ()) -> Tensor:
-    """The tensor, or a slice of it, where it lies in the file. The mapping lives as long as a tensor does."""
+    """Return a tensor or a slice of it as a view of the file. The mapping lives as long as the tensor."""
     dtype = DTYPES[info.dtype]
     if not info.nbytes:
         return cut(torch.empty(info.shape, dtype=dtype), ranges)
     raw = torch.frombuffer(data, dtype=torch.uint8, count=info.nbytes, offset=info.offset)
     if info.offset % dtype.itemsize == 0:
         return cut(raw.view(dtype).view(info.shape), ranges)
-    askew = cut(raw.view(*info.shape, dtype.itemsize), ranges)
-    return askew.clone(memory_format=torch.contiguous_format).view(dtype).squeeze(-1)
+    unaligned = cut(raw.view(*info.shape, dtype.itemsize), ranges)
+    return unaligned.clone(memory_format=torch.contiguous_format).view(dtype).squeeze(-1)
 
 
-def _indexed(directory: Path, wanted: set[str]) -> list[Path]:
-    missing = sorted(name for name in wanted if not (directory / name).is_file())
+def _indexed(directory: Path, expected: set[str]) -> list[Path]:
+    missing = sorted(name for name in expected if not (directory / name).is_file())
     if missing:
-        raise ModelError(f"{directory}: {len(missing)} of {len(wanted)} shards are missing: {', '.join(missing[:10])}")
-    extra = sorted(path.name for path in directory.glob("model-*-of-*.safetensors") if path.name not in wanted)
+        raise ModelError(f"{directory}: {len(missing)} of {len(expected)} shards are missing: {', '.join(missing[:10])}")
+    extra = sorted(path.name for path in directory.glob("model-*-of-*.safetensors") if path.name not in expected)
     if extra:
-        raise ModelError(f"{directory}: {INDEX} does not know the shards {', '.join(extra[:10])}; are they of another model?")
-    return [directory / name for name in sorted(wanted)]
+        raise ModelError(
+            f"{directory}: {INDEX} does not list the shards {', '.join(extra[:10])}; remove those of another model"
+        )
+    return [directory / name for name in sorted(expected)]
 
 
 def _check_complete(directory: Path, files: list[Path]) -> None:
-    """Without an index, the shards' own numbering says how many there must be."""
+    """Check that all shards exist; without an index, their names have the total number."""
     totals = {total for path in files if (total := _shard_total(path.name))}
     for total in totals:
         of_total = [path.name for path in files if _shard_total(path.name) == total]
         if len(totals) > 1 or len(of_total) != total:
-            raise ModelError(f"{directory}: {len(of_total)} of {total} shards are there: {', '.join(sorted(of_total)[:10])}")
+            raise ModelError(f"{directory}: {len(of_total)} of {total} shards found: {', '.join(sorted(of_total)[:10])}")
 
 
 def _shard_total(name: str) -> int | None:
@@ -139,7 +152,7 @@ BLOCKS, SCALES, GROUP = "_blocks", "_scales", 32
 
 
 class MXFP4Source:
-    """Of a checkpoint whose other tensors are floats."""
+    """Tensors of a checkpoint whose experts are MXFP4, dequantized, and whose other tensors are floats."""
 
     def __init__(self, source: Source, dtype: torch.dtype) -> None:
         self._source, self._dtype = source, dtype
@@ -148,9 +161,7 @@ class MXFP4Source:
             blocks, scales = source.shapes[name + BLOCKS], source.shapes.get(name + SCALES)
             if len(blocks) != 4 or blocks[3] != GROUP // 2 or scales != blocks[:3]:
                 found = "is missing" if scales is None else f"is {list(scales)}"
-                raise ModelError(
-                    f"{name}{BLOCKS} is {list(blocks)} and {name}{SCALES} {found}: these are not blocks of {GROUP}"
-                )
+                raise ModelError(f"{name}{BLOCKS} is {list(blocks)} and {name}{SCALES} {found}: expected blocks of {GROUP}")
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -171,7 +182,7 @@ class MXFP4Source:
         return self._source.find_rows(name)
 
     def _dequantize(self, name: str) -> Tensor:
-        """An expert at a time: on the way numbers take more room."""
+        """Dequantize one expert at a time: intermediate values need more memory."""
         read = self._source.read([TensorSlice(name + BLOCKS), TensorSlice(name + SCALES)])
         tensors = {part.name: tensor for part, tensor in read}
         blocks, scales = tensors[name + BLOCKS], tensors[name + SCALES]

@@ -1,4 +1,4 @@
-"""What every source of weights offers, and how files are mapped."""
+"""The interface of weight sources, mapped files, and random weights."""
 
 import hashlib
 import mmap
@@ -24,20 +24,22 @@ class TensorSlice:
 
 
 class Source(Protocol):
-    """Tensors under the names Hugging Face's files give them."""
+    """Tensors under Hugging Face's names."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Every tensor there is, known before any is read."""
+        """Return the shapes of all tensors, before any is read."""
         ...
 
     def read(self, slices: Collection[TensorSlice]) -> Iterator[tuple[TensorSlice, Tensor]]:
-        """Those, one at a time, in whatever order is fastest; on any device, of any dtype. What lies beside them in a file is
-        not read, as far as its format allows."""
+        """Yield the slices one at a time, in the fastest order, on any device and of any dtype. Other parts of a tensor are not
+        read if
+        the format allows it.
+        """
         ...
 
     def find_rows(self, name: str) -> QuantizedMatrix | None:
-        """That matrix where it lies, to be read row by row; None = it does not lie in rows."""
+        """Return a matrix whose rows can be read one by one; None: it is not stored in rows."""
         ...
 
 
@@ -46,12 +48,12 @@ def cut(tensor: Tensor, ranges: Ranges) -> Tensor:
 
 
 def read_whole(source: Source) -> dict[str, Tensor]:
-    """Every tensor there is."""
+    """Return all tensors."""
     return {part.name: tensor for part, tensor in source.read([TensorSlice(name) for name in source.shapes])}
 
 
 def map_file(path: Path, *, ahead: bool = True) -> mmap.mmap:
-    """Copy-on-write, because torch wants memory it could write to; nothing is ever written. `ahead`: all of it will be read."""
+    """Map a file copy-on-write, since torch requires writable memory; nothing is written. ahead: all of it will be read."""
     try:
         with open_regular(path) as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -62,12 +64,12 @@ def map_file(path: Path, *, ahead: bool = True) -> mmap.mmap:
     return data
 
 
-SPREAD = 0.02
-SCALES = re.compile(r"(scales?|scale_inv|scale_2|absmax|SCB)$")  # which none may be below 0
+WEIGHT_STD = 0.02
+SCALES = re.compile(r"(scales?|scale_inv|scale_2|absmax|SCB)$")  # must not be negative
 
 
 class DummySource:
-    """Makes what is claimed, on the device where it is wanted; a slice has the values it has in the whole."""
+    """Random weights, made on the device. A value depends on the seed and the tensor's name only, so slices match the whole."""
 
     def __init__(self, table: Mapping[str, CheckpointTensor | None], seed: int) -> None:
         self.entries = {name: entry for name, entry in table.items() if entry is not None}
@@ -85,11 +87,11 @@ class DummySource:
             generator = generators.setdefault(view.device, torch.Generator(view.device))
             generator.manual_seed(int.from_bytes(hashlib.sha256(f"{self.seed}/{part.name}".encode()).digest()[:7], "little"))
             values = _values(entry.shape, view, generator)
-            if part.name.endswith("_scales") and values.dtype == torch.uint8:  # exponents: of numbers as small as weights are
+            if part.name.endswith("_scales") and values.dtype == torch.uint8:  # exponents of values as small as weights
                 values = values % 8 + 116
             if SCALES.search(part.name) and values.is_floating_point():
                 values = values.float().abs().to(values.dtype)
-            if part.name.endswith("quant_map"):  # what 8 bits stand for
+            if part.name.endswith("quant_map"):  # the values of 8-bit codes
                 values = torch.linspace(-1, 1, len(values), dtype=values.dtype, device=values.device)
             yield part, cut(values, part.ranges)
 
@@ -98,12 +100,12 @@ class DummySource:
 
 
 def _values(shape: tuple[int, ...], view: Tensor, generator: torch.Generator) -> Tensor:
-    """Of few bits: any; scales among floats are as good as weights are."""
+    """Return random values of the view's dtype; scales among floats are drawn like weights."""
     kind = view.dtype
     if not kind.is_floating_point:
         whole = torch.empty(shape, dtype=kind, device=view.device)
         bounds = torch.iinfo(kind)
         return whole.random_(bounds.min, bounds.max, generator=generator)
     values = torch.empty(shape, dtype=kind if kind.itemsize > 1 else torch.float32, device=view.device)
-    values.normal_(0.0, SPREAD, generator=generator)
-    return values.masked_fill_(values == 0, SPREAD).to(kind)  # a scale of 0 would be refused
+    values.normal_(0.0, WEIGHT_STD, generator=generator)
+    return values.masked_fill_(values == 0, WEIGHT_STD).to(kind)  # a scale of 0 would be refused

@@ -30,7 +30,7 @@ class Gemma(Decoder):
     def __init__(self, facts: "ModelFacts") -> None:
         if facts.architecture == "PaliGemmaForConditionalGeneration":
             logger.warning(
-                "prompts are processed causally, as transformers does without token_type_ids; the model can also attend bidirectionally"
+                "prompts are causal, as in transformers without token_type_ids; the model also attends bidirectionally"
             )
         # "vision": bidirectional within images only
         elif facts.hf.get("use_bidirectional_attention") not in (None, False, "vision"):

@@ -1,4 +1,4 @@
-"""MiMo V2 Flash: values narrower than keys; layers with a window have more key heads, another RoPE base, and attention sinks."""
+"""MiMo V2 Flash: values narrower than keys; layers with a window have more key heads and attention sinks."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""Passes over a model that was built on the meta device, before anything is loaded: each exchanges how layers do their work.
+"""Passes over a model on the meta device, before loading: each changes how layers do their work.
 
-Families do not know them. A pass knows the kinds of layers, not the families.
+A pass knows the kinds of layers, not the model families.
 """

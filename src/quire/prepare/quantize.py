@@ -1,4 +1,4 @@
-"""Layers that keep their numbers as a checkpoint has them, in few bits."""
+"""Give layers the methods of a quantization scheme; copies of quantized matrices in a 16-bit dtype."""
 
 import importlib
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ from quire.types.errors import ModelError
 if TYPE_CHECKING:
     from quire.config.quantization import Quantization
 
-# how checkpoints are quantized -> who knows the methods; imported when one is
+# quantization method of a checkpoint: scheme, imported when used
 SCHEMES: Mapping[str, str] = MappingProxyType(
     {
         "awq": "quire.layers.quant.gptq:AWQScheme",
@@ -37,7 +37,7 @@ SCHEMES: Mapping[str, str] = MappingProxyType(
 
 
 class Scheme(Protocol):
-    """The method for a layer at `path`; None = it keeps the one it has, and what the checkpoint has of it becomes floats."""
+    """Returns the method of the layer at `path`; None: the layer keeps its own, and its tensors are floats."""
 
     def linear(self, path: str, layer: Linear) -> LinearMethod | None: ...
 
@@ -49,14 +49,16 @@ class Scheme(Protocol):
 
 
 def find_scheme(name: str) -> Any:
-    """The scheme's class: what it is made of differs from one to the other."""
+    """Return the class of a scheme; constructors differ."""
     module, attribute = SCHEMES[name].split(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def find_grain(quantization: "Quantization | None") -> int:
-    """How many neighbours along a matrix's outputs or inputs ranks leave together, as the configuration says before files are
-    read. What is wrong with it is told by who reads them."""
+    """Return how many neighbours along a matrix's outputs or inputs ranks must not separate, by the configuration.
+
+    Errors in the configuration are reported when files are read.
+    """
     if quantization is None or quantization.online or quantization.method not in SCHEMES:
         return 1
     try:
@@ -78,7 +80,7 @@ def quantize(model: nn.Module, scheme: Scheme) -> None:
                 case Head():
                     _use(layer, scheme.head(path, layer))
                 case Experts(gated=False) if not getattr(scheme, "reads_ungated", False):
-                    raise ModelError(f"{path}: experts without gates are not supported in few bits yet, only as floats")
+                    raise ModelError(f"{path}: quantized experts without gates are not supported; use unquantized weights")
                 case Experts():
                     _use(layer, scheme.experts(path, layer))
 
@@ -89,7 +91,7 @@ def _use(layer: Any, method: Any) -> None:
 
 
 def count_copied(model: nn.Module, dtype: torch.dtype) -> int:
-    """Numbers in matrices that can have a copy."""
+    """Return the number of values in matrices that can have a copy."""
     return sum(method.matrix.outputs * method.matrix.inputs for method in _methods(model)) if dtype in SHORT else 0
 
 

@@ -1,4 +1,4 @@
-"""A rank's share of a model: of every layer what its role says."""
+"""Give a rank its share of every layer, by the layer's role."""
 
 from dataclasses import replace
 
@@ -19,28 +19,32 @@ from quire.types.errors import ConfigError
 
 
 def shard(model: nn.Module, position: Position, group: Group, grain: int = 1, *, exact: bool = False) -> None:
-    """Before anything is loaded. What the ranks' layers say to each other goes through `group`. grain: see `Position`; it is
-    for all but the vocabulary. exact: ranks share the outputs of linear layers, not their inputs, wherever each rank gets a
-    grain of outputs. Each product is then computed by one rank, in the order of one process, at the price of joining the inputs
-    of ROW layers."""
+    """Divide the model among ranks, before loading.
+
+    group: for collectives between the layers of the ranks
+    grain: see `Position`; for all layers but the vocabulary's
+    exact: divide linear layers by outputs instead of inputs, wherever each rank gets a grain of outputs. Each sum is then
+    computed
+        by one rank, in the order of a single process, at the cost of an all-gather of the inputs of ROW layers.
+    """
     if position.size == 1:
         return
     if not any(isinstance(layer, SelfAttention | LatentAttention) for layer in model.modules()):
-        raise ConfigError("only models of a family of our own can be divided among several devices")
+        raise ConfigError("tensor parallelism requires a model family of Quire's own")
     with torch.device("meta"):
         for layer in model.modules():
             own = replace(position, grain=grain)
             if exact and isinstance(layer, Linear) and layer.role is Role.ROW and layer.outputs > grain * (position.size - 1):
-                _keep_outputs(layer, own, group)
+                _shard_outputs(layer, own, group)
             else:
-                _keep_share(layer, own, group)
+                _shard_by_role(layer, own, group)
 
 
 def share_experts(model: nn.Module, exchange: Exchange) -> None:
-    """Before anything is loaded, and behind `shard`: of every layer's experts a rank has some, among all engines' ranks."""
+    """Divide every layer's experts among the ranks of all engines. Before loading, after `shard`."""
     found = find_experts(model)
     if not found:
-        raise ConfigError("enable_expert_parallel: the model has no experts that engines could share; leave it out")
+        raise ConfigError("enable_expert_parallel requires a model with experts; remove it")
     with torch.device("meta"):
         for number, layer in enumerate(found):
             layer.shard(divide(layer.total, exchange.position), range(layer.total_inner))
@@ -51,13 +55,13 @@ def find_experts(model: nn.Module) -> list[Experts]:
     return [layer for layer in model.modules() if isinstance(layer, Experts)]
 
 
-def _keep_outputs(layer: Linear, position: Position, group: Group) -> None:
+def _shard_outputs(layer: Linear, position: Position, group: Group) -> None:
     [cut] = layer.cuts
     layer.shard(range(layer.all_inputs), [evenly(size)(position) for size in layer.sections], bias=layer.biased)
     layer.joined, layer.group = cut(position), group
 
 
-def _keep_share(layer: nn.Module, position: Position, group: Group) -> None:
+def _shard_by_role(layer: nn.Module, position: Position, group: Group) -> None:
     match layer:
         case Linear(role=Role.COLUMN):
             layer.shard(layer.local_inputs, [cut(position) for cut in layer.cuts], bias=layer.biased)

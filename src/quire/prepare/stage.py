@@ -1,5 +1,6 @@
-"""A stage's part of a model: some of its layers. What is before and behind all layers is the first stage's, but the last norm
-is the last's."""
+"""Reduce a model to the layers of one pipeline stage. Modules before and after the layers belong to the first stage, the final
+norm to the last.
+"""
 
 from torch import nn
 
@@ -11,20 +12,22 @@ from quire.types.errors import ConfigError
 LAYERS, NORM = "layers", "norm"
 
 
-class Elsewhere(nn.Module):
-    """What another stage has."""
+class OtherStage(nn.Module):
+    """A module of another stage."""
 
 
-def keep_stage(model: nn.Module, stage: Stage) -> None:
-    """Before anything is loaded. Layers keep their names, and what the checkpoint has of others is not read. Of a stage that is
-    not the last, the sum of what its last layer gives and the residual stream comes out, of all tokens."""
+def take_stage(model: nn.Module, stage: Stage) -> None:
+    """Keep the stage's layers only, before loading. Layers keep their names; weights of other stages are not read.
+
+    A stage that is not the last returns the sum of its last layer's output and the residual stream, for all tokens.
+    """
     layers, norm = getattr(model, LAYERS, None), getattr(model, NORM, None)
     if not isinstance(layers, nn.ModuleList) or norm is None:
-        raise ConfigError("only models of a family of our own can be divided into stages")
-    kept = nn.ModuleList()
+        raise ConfigError("pipeline parallelism requires a model family of Quire's own")
+    own = nn.ModuleList()
     for index in stage.own:
-        kept.add_module(str(index), layers[index])
-    setattr(model, LAYERS, kept)
+        own.add_module(str(index), layers[index])
+    setattr(model, LAYERS, own)
     renames: list[tuple[str, str | None]] = [(rf"^{LAYERS}\.(?!({'|'.join(map(str, stage.own))})\.)", None)]
     if not stage.last:
         setattr(model, NORM, NoNorm())
@@ -32,7 +35,7 @@ def keep_stage(model: nn.Module, stage: Stage) -> None:
     if not stage.first:
         for name, _ in list(model.named_children()):
             if name not in (LAYERS, NORM):
-                setattr(model, name, Elsewhere())
+                setattr(model, name, OtherStage())
         renames.append((rf"^(?!({LAYERS}|{NORM})\.)", None))
     model.renames = (*getattr(model, "renames", ()), *renames)  # type: ignore[assignment]
     model.attentions = [layer for layer in model.modules() if isinstance(layer, Attention)]  # type: ignore[assignment]

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from quire.attn.backend import Room
-from quire.attn.work_split import FEWEST
+from quire.attn.work_split import MIN_SHARING_ROWS
 from quire.types.plan import MOST_ROWS as MOST_ROWS
 from quire.types.plan import MOST_TOKENS as MOST_TOKENS
 from quire.types.plan import TOKEN_BUCKETS
@@ -113,7 +113,7 @@ def with_drafts(drafts: int, max_rows: int) -> list[Bucket]:
     buckets: list[Bucket] = []
     for size in sorted({*one, *_doubled(max_rows)}):
         buckets += _alone(size)
-        if size >= FEWEST and (room := usual_room(size, USUAL_PIECES[1 if size > LEAST_SPLITS else 0])):
+        if size >= MIN_SHARING_ROWS and (room := usual_room(size, USUAL_PIECES[1 if size > LEAST_SPLITS else 0])):
             buckets.append(Bucket(size, Room(room.splits, SHARED_BUCKETS[1 if size <= SHARED_BUCKETS[1] else 2])))
     return buckets
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from quire.attn.batch import Batch
 from quire.dist.stages import Ring
 from quire.models.decoder import Decoder
-from quire.prepare.stage import keep_stage
+from quire.prepare.stage import take_stage
 from quire.runner.batch import Built, build_batch, draws_batch, draws_of
 from quire.runner.flight import StepFlight
 from quire.runner.graph_capture import Passage
@@ -77,7 +77,7 @@ class StageRunner(Runner):
         model = super()._build()
         if self._before_cut is not None:
             self._before_cut(model)
-        keep_stage(model, self._stage)
+        take_stage(model, self._stage)
         return model
 
     @property

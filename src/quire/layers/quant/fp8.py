@@ -13,7 +13,7 @@ from quire.layers.linear import Linear, Plain
 from quire.layers.moe import Experts, PlainExperts
 from quire.layers.quant.layout import Dim, Float8Layout
 from quire.layers.quant.scheme import MATRIX, ROUTERS, CheckpointScheme, Inventory, get_names, get_text
-from quire.layers.quant.stored import FormProduct, Target
+from quire.layers.quant.stored import QuantizedLinear, Target
 from quire.ops.quantized import (
     dequantized,
     quantize_float8,
@@ -101,7 +101,7 @@ def float8_layout(
 # ---- quantized at load ------------------------------------------------------------------------------------------------------
 
 
-class OnlineLinear(FormProduct, Plain):
+class OnlineLinear(QuantizedLinear, Plain):
     matrix = None  # until the weights are loaded
 
     def finish(self, layer: Linear) -> None:

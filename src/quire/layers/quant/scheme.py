@@ -14,7 +14,7 @@ from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
 from quire.layers.moe import Experts, PlainExperts, UngatedExperts
 from quire.layers.quant.layout import Dim, Floats, Layout, Raw
-from quire.layers.quant.stored import Piece, StoredExperts, StoredHead, StoredLinear, Target
+from quire.layers.quant.stored import QuantizedSlice, StoredExperts, StoredHead, StoredLinear, Target
 from quire.types.errors import ModelError
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E8M0": torch.float8_e8m0fnu,
@@ -63,14 +63,14 @@ class CheckpointScheme:
         found = {name: self._find(name, part.outputs, layer.all_inputs, layer.transposed) for name, part in parts.items()}
         if not any(found.values()):
             return None
-        pieces = {}
+        matrices = {}
         for number, (name, part) in enumerate(parts.items()):
             whole = part.outputs, layer.all_inputs
             layout = found[name] or Floats({"weight": self.raw(name, "weight", MATRIX, whole)})
-            pieces[f"part{number}"] = Piece(
+            matrices[f"part{number}"] = QuantizedSlice(
                 name, layout, whole, tuple(rows for _, rows in part.local), layer.local_inputs, self.checkpoint_name(name)[:1]
             )
-        return StoredLinear(pieces, Target(self.target.dtype, frozenset()) if layer.as_floats else self.target)
+        return StoredLinear(matrices, Target(self.target.dtype, frozenset()) if layer.as_floats else self.target)
 
     def embedding(self, path: str, layer: Embedding) -> None:  # noqa: ARG002
         return None
@@ -79,7 +79,7 @@ class CheckpointScheme:
         layout = None if layer.tied is not None else self._find(path, layer.total, layer.hidden_size)
         if layout is None:
             return None
-        piece = Piece(
+        matrix = QuantizedSlice(
             path,
             layout,
             (layer.total, layer.hidden_size),
@@ -87,10 +87,10 @@ class CheckpointScheme:
             range(layer.hidden_size),
             self.checkpoint_name(path)[:1],
         )
-        return StoredHead({"part0": piece}, self.target)
+        return StoredHead({"part0": matrix}, self.target)
 
     def experts(self, path: str, layer: Experts) -> StoredExperts | None:
-        inner, width, pieces = layer.total_inner, layer.hidden_size, dict[str, Piece]()
+        inner, width, slices = layer.total_inner, layer.hidden_size, dict[str, QuantizedSlice]()
         across = range(width)
         # fused experts are floats, which is checked when they are read
         together = self.has(path, "gate_up_proj") or self.has(path, "up_proj")
@@ -105,10 +105,10 @@ class CheckpointScheme:
             layout = self._find(f"{path}.0.{key}_proj", outputs, inputs)
             if layout is not None:
                 called = tuple(self.checkpoint_name(f"{path}.{expert}.{key}_proj")[0] for expert in layer.local)
-                pieces[key] = Piece(f"{key}_proj", layout, (outputs, inputs), (rows,), columns, called)
-        if pieces and len(pieces) < len(matrices):
-            raise ModelError(f"{path}: all of gate, up and down must be quantized, or none; got {' and '.join(pieces)}")
-        return StoredExperts(pieces, self.target, stack=(len(layer.local),)) if pieces else None
+                slices[key] = QuantizedSlice(f"{key}_proj", layout, (outputs, inputs), (rows,), columns, called)
+        if slices and len(slices) < len(matrices):
+            raise ModelError(f"{path}: all of gate, up and down must be quantized, or none; got {' and '.join(slices)}")
+        return StoredExperts(slices, self.target, stack=(len(layer.local),)) if slices else None
 
     def _find(self, name: str, outputs: int, inputs: int, transposed: bool = False) -> Layout | None:
         """Return how a matrix is stored; None if the checkpoint has it as floats, whatever the configuration says."""

@@ -52,7 +52,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Piece:
+class QuantizedSlice:
     """One quantized matrix of the checkpoint, and the slice of it that a layer holds."""
 
     name: str
@@ -86,7 +86,7 @@ class Piece:
         return self.layout.convert(tensors, called)
 
 
-class FormProduct:
+class QuantizedLinear:
     """GEMM of a linear layer by a quantized matrix."""
 
     matrix: Any
@@ -101,7 +101,7 @@ class FormProduct:
         return quantized_gated_linear(x, self.matrix, layer.bias, activation, rounding)
 
 
-class HeldLinear(FormProduct):
+class HeldLinear(QuantizedLinear):
     """Linear layer with a quantized matrix if the device supports the layout; otherwise it becomes a plain layer."""
 
     target: Target
@@ -152,37 +152,39 @@ class HeldExperts:
         return quantized_experts_forward(x, weights, experts, self.up, self.down, layer.gating, layer.biases)
 
 
-class Pieces(Method):
+class QuantizedParameters(Method):
     """Tensors of quantized matrices as parameters of a layer of any kind."""
 
-    def __init__(self, pieces: Mapping[str, Piece], target: Target, stack: tuple[int, ...] = ()) -> None:
+    def __init__(self, matrices: Mapping[str, QuantizedSlice], target: Target, stack: tuple[int, ...] = ()) -> None:
         """stack: leading dimensions of each tensor."""
-        self.pieces, self.target, self.stack = pieces, target, stack
+        self.matrices, self.target, self.stack = matrices, target, stack
         self._raw = {
-            f"{key}_{name.replace('.', '_')}": (piece, raw, name)
-            for key, piece in pieces.items()
-            for name, raw in piece.layout.raw.items()
+            f"{key}_{name.replace('.', '_')}": (matrix, raw, name)
+            for key, matrix in matrices.items()
+            for name, raw in matrix.layout.raw.items()
         }
         self.dtypes = {key: raw.dtype for key, (_, raw, _) in self._raw.items() if raw.dtype is not None}
 
     def declared(self) -> Mapping[str, tuple[int, ...]]:
-        return {key: (*self.stack, *raw.shape(*piece.local)) for key, (piece, raw, _) in self._raw.items()}
+        return {key: (*self.stack, *raw.shape(*matrix.local)) for key, (matrix, raw, _) in self._raw.items()}
 
     def all_slices(self, layer: Any) -> WeightSlices:
-        taken: WeightSlices = {f"{piece.name}.{name}": None for piece in self.pieces.values() for name in piece.layout.skipped}
-        for key, (piece, raw, name) in self._raw.items():
-            taken[f"{piece.name}.{name}"] = piece.checkpoint_tensor(name, raw, layer.get_parameter(key).data)
+        taken: WeightSlices = {
+            f"{matrix.name}.{name}": None for matrix in self.matrices.values() for name in matrix.layout.skipped
+        }
+        for key, (matrix, raw, name) in self._raw.items():
+            taken[f"{matrix.name}.{name}"] = matrix.checkpoint_tensor(name, raw, layer.get_parameter(key).data)
         return taken
 
     def tensors(self, layer: Any, key: str) -> dict[str, Tensor]:
-        piece = self.pieces[key]
-        return {name: layer.get_parameter(f"{key}_{name.replace('.', '_')}").data for name in piece.layout.raw}
+        matrix = self.matrices[key]
+        return {name: layer.get_parameter(f"{key}_{name.replace('.', '_')}").data for name in matrix.layout.raw}
 
     def convert(self, layer: Any) -> list[Any]:
-        return [piece.convert(self.tensors(layer, key), piece.called[0]) for key, piece in self.pieces.items()]
+        return [matrix.convert(self.tensors(layer, key), matrix.called[0]) for key, matrix in self.matrices.items()]
 
 
-class StoredLinear(HeldLinear, Pieces):
+class StoredLinear(HeldLinear, QuantizedParameters):
     """Linear layer of matrices stacked along the outputs."""
 
     def shapes(self, inputs: int, outputs: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
@@ -195,7 +197,7 @@ class StoredLinear(HeldLinear, Pieces):
         self.settle(layer, self.convert(layer))
 
 
-class StoredHead(Pieces, HeldHead):
+class StoredHead(QuantizedParameters, HeldHead):
     """Head of one matrix."""
 
     def shapes(self, vocab_size: int, hidden_size: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
@@ -208,8 +210,8 @@ class StoredHead(Pieces, HeldHead):
         self.settle(layer, self.convert(layer))
 
 
-class StoredExperts(Pieces, HeldExperts):
-    """Experts: `gate` if there is one, `up` and `down` of every expert of this rank. A piece's name follows the expert's
+class StoredExperts(QuantizedParameters, HeldExperts):
+    """Experts: `gate` if there is one, `up` and `down` of every expert of this rank. A matrix's name follows the expert's
     number."""
 
     def shapes(self, count: int, hidden_size: int, inner_size: int) -> Mapping[str, tuple[int, ...]]:  # noqa: ARG002
@@ -217,40 +219,42 @@ class StoredExperts(Pieces, HeldExperts):
 
     def weight_slices(self, layer: Experts, path: str) -> WeightSlices:
         taken: WeightSlices = {}
-        for key, (piece, raw, name) in self._raw.items():
+        for key, (matrix, raw, name) in self._raw.items():
             stack = layer.get_parameter(key).data
             for expert in range(layer.total):
-                place = f"{path}.{expert}.{piece.name}.{name}"
+                place = f"{path}.{expert}.{matrix.name}.{name}"
                 taken[place] = (
-                    piece.checkpoint_tensor(name, raw, stack[expert - layer.local.start]) if expert in layer.local else None
+                    matrix.checkpoint_tensor(name, raw, stack[expert - layer.local.start]) if expert in layer.local else None
                 )
-        for piece in self.pieces.values():
-            for name in set(piece.layout.skipped) - piece.layout.raw.keys():
-                taken |= {f"{path}.{expert}.{piece.name}.{name}": None for expert in range(layer.total)}
+        for matrix in self.matrices.values():
+            for name in set(matrix.layout.skipped) - matrix.layout.raw.keys():
+                taken |= {f"{path}.{expert}.{matrix.name}.{name}": None for expert in range(layer.total)}
         return taken
 
     def finish(self, layer: Experts) -> None:
-        self.settle(layer, *(self._convert_stack(layer, key) for key in self.pieces))
+        self.settle(layer, *(self._convert_stack(layer, key) for key in self.matrices))
 
     def _convert_stack(self, layer: Experts, key: str) -> Any:
         """Convert some experts at a time: intermediate values need more memory."""
-        piece, tensors = self.pieces[key], self.tensors(layer, key)
-        step = max(1, VALUES_AT_ONCE // (piece.local[0] * piece.local[1]))
+        matrix, tensors = self.matrices[key], self.tensors(layer, key)
+        step = max(1, VALUES_AT_ONCE // (matrix.local[0] * matrix.local[1]))
         starts = range(0, self.stack[0], step)
-        return pile_up([self._convert_some(piece, tensors, range(start, min(start + step, self.stack[0]))) for start in starts])
+        return join_stacks(
+            [self._convert_some(matrix, tensors, range(start, min(start + step, self.stack[0]))) for start in starts]
+        )
 
-    def _convert_some(self, piece: Piece, tensors: Mapping[str, Tensor], some: range) -> Any:
+    def _convert_some(self, matrix: QuantizedSlice, tensors: Mapping[str, Tensor], some: range) -> Any:
         try:
-            return piece.convert(
-                {name: values[some.start : some.stop] for name, values in tensors.items()}, piece.called[some[0]]
+            return matrix.convert(
+                {name: values[some.start : some.stop] for name, values in tensors.items()}, matrix.called[some[0]]
             )
         except ModelError:
             for one in some if len(some) > 1 else ():  # find the broken expert
-                self._convert_some(piece, tensors, range(one, one + 1))
+                self._convert_some(matrix, tensors, range(one, one + 1))
             raise
 
 
-def pile_up(stacks: Sequence[Any]) -> Any:
+def join_stacks(stacks: Sequence[Any]) -> Any:
     """Concatenate stacks of the same layout."""
     first = stacks[0]
     if len(stacks) == 1:
