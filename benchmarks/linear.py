@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.ops.activation import gated
-from quire.ops.linear import few_way, gated_linear, linear, streams
+from quire.ops.linear import few_rows_config, gated_linear, linear, streams
 
 SHAPES = {
     "Qwen3-0.6B": ("1024x4096", "2048x1024", "1024x6144:gated", "3072x1024"),
@@ -43,7 +43,7 @@ def main() -> None:
             x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
             torchs = time(lambda w, x=x, kind=kind: gated(F.linear(x, w), "silu") if kind else F.linear(x, w), matrices)
             ours = time(lambda w, x=x, kind=kind: gated_linear(x, w, None, "silu") if kind else linear(x, w), matrices)
-            few = few_way(x, matrices[0])
+            few = few_rows_config(x, matrices[0])
             way = "torch" if few is None and not streams(x, matrices[0]) else "streamed" if few is None else str(few)
             print(f"{shape:<20}{rows:>5}{torchs:>10.2f}{ours:>10.2f}{size / ours / 1e6:>7.2f}  {way}", flush=True)
 

@@ -16,7 +16,7 @@ from quire.device.cpu.graph import Runtime
 from quire.device.cpu.repack import lay_out, pack, repack
 from quire.device.cpu.session import packed_product
 from quire.files.gguf import GGML_TYPES
-from quire.ops.blocks import QuantizedMatrix, dequantize, take_apart
+from quire.ops.blocks import QuantizedMatrix, dequantize, to_integers
 from quire.ops.dequantized_linear import dequantized_linear, round_up
 from quire.ops.native import multiplies
 
@@ -56,7 +56,7 @@ def dequantized(matrix: QuantizedMatrix) -> torch.Tensor:
 @pytest.mark.parametrize("kind", [*EXACT, "Q6_K"])
 def test_taken_apart_and_put_together(kind):
     matrix = stored(kind)
-    expected, found = dequantized(matrix), take_apart(matrix)
+    expected, found = dequantized(matrix), to_integers(matrix)
     for integers in (found, found.widened()):
         values = (integers.numbers.float() - 2 ** (integers.bits - 1)).view(48, -1, 32) * integers.scale[..., None]
         if integers.offset is not None:

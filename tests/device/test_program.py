@@ -154,7 +154,7 @@ def test_a_child_process_has_workers_of_its_own():
 
 def test_more_threads_than_kernels_take(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 100)
-    assert native.workers() == native.MOST_WORKERS
+    assert native.workers() == native.MAX_WORKERS
 
 
 def test_workers_without_cores_change_nothing_but_the_time(monkeypatch):
@@ -162,5 +162,5 @@ def test_workers_without_cores_change_nothing_but_the_time(monkeypatch):
     run, x = session(gated([torch.randn(120, 40), torch.randn(40, 60)]), [40], [40, 60]), torch.randn(64, 40)
     monkeypatch.setattr(program, "workers", lambda: 1)
     alone = run.run(x)[0].clone()
-    monkeypatch.setattr(program, "workers", lambda: min(2 * (os.cpu_count() or 1) + 1, native.MOST_WORKERS))
+    monkeypatch.setattr(program, "workers", lambda: min(2 * (os.cpu_count() or 1) + 1, native.MAX_WORKERS))
     assert all(torch.equal(run.run(x)[0], alone) for _ in range(200))

@@ -19,7 +19,7 @@ from quire.layers.moe import Experts
 from quire.layers.quant.gguf import BlocksExperts, BlocksHead, BlocksLinear
 from quire.load.load import load_weights
 from quire.models.registry import build_model
-from quire.ops.blocks import QuantizedMatrix, dequantize, form_of, has_form
+from quire.ops.blocks import QuantizedMatrix, dequantize, has_layout, to_layout
 from quire.ops.packed import pack
 from quire.prepare.quantize import count_copied
 from quire.types.errors import ModelError
@@ -60,7 +60,7 @@ def largest(values):
 def test_forms_have_the_values_of_the_file(kind, monkeypatch):
     monkeypatch.setattr("quire.ops.blocks.AT_ONCE", 4096)  # several runs
     matrix = stored(kind)
-    form, expected = form_of(matrix, torch.device("cpu")), values_of(matrix)
+    form, expected = to_layout(matrix, torch.device("cpu")), values_of(matrix)
     bits, group, offset = WHOLE_NUMBERS[kind]
     assert (form.bits, form.group, form.zeros is not None, form.inputs, form.outputs) == (bits, group, offset, 512, 24)
     near = (
@@ -70,12 +70,12 @@ def test_forms_have_the_values_of_the_file(kind, monkeypatch):
 
 
 def test_others_have_none():
-    assert not any(has_form(NUMBER[kind]) for kind in ("F16", "IQ4_NL", "Q2_K", "TQ1_0"))
+    assert not any(has_layout(NUMBER[kind]) for kind in ("F16", "IQ4_NL", "Q2_K", "TQ1_0"))
 
 
 def test_floats_of_4_bits():
     matrix = stored("MXFP4")
-    form = form_of(matrix, torch.device("cpu"))
+    form = to_layout(matrix, torch.device("cpu"))
     assert (form.kind, form.group, form.inputs, form.outputs) == ("fp4", 32, 512, 24)
     assert torch.equal(form.dequantize(), values_of(matrix))
 
@@ -84,7 +84,7 @@ def test_floats_of_4_bits():
 @pytest.mark.parametrize("factors", [(0.0, 0.01), (6e-8, 0.5), (6e-8, 6e-8), (0.0, 0.0), (-0.001, 0.0005)])
 def test_factors_that_are_nothing_or_far_apart(kind, factors):
     matrix = stored(kind, factors=factors)
-    expected, found = values_of(matrix), form_of(matrix, torch.device("cpu")).dequantize()
+    expected, found = values_of(matrix), to_layout(matrix, torch.device("cpu")).dequantize()
     assert found.isfinite().all()
     assert ((found - expected).abs() <= 2.0**-9 * largest(expected)).all()
 

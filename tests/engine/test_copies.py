@@ -52,7 +52,7 @@ def test_answers_are_close_to_the_dequantized_models(tmp_path, scheme, told):
 @pytest.mark.xfail(reason="GPU kernels for few and for many rows sum in different orders: not batch-invariant", strict=False)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_copies_change_no_bit(tmp_path, scheme, monkeypatch):
-    monkeypatch.setattr("quire.ops.packed.MOST_READ", 0)  # matrices as small as these are else read once for each row
+    monkeypatch.setattr("quire.ops.packed.MAX_READ_BYTES", 0)  # matrices as small as these are else read once for each row
     directory = write(scheme, tmp_path)
     found, scores = answers(engine(directory))
     tokens, others = answers(engine(directory, dequantized_copies=False))

@@ -257,7 +257,7 @@ def test_no_weights_and_unknown_formats(tmp_path):
     assert "no .safetensors files" in refused(tmp_path)
     write(tmp_path, tensors())
     assert "'pt'" in refused(tmp_path, load_format="pt")
-    assert "holds safetensors" in refused(tmp_path, load_format="gguf")
+    assert "has safetensors" in refused(tmp_path, load_format="gguf")
 
 
 def test_dummy_weights_depend_on_seed_and_name_only(tmp_path):

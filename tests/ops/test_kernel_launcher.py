@@ -13,7 +13,7 @@ from triton._C import libtriton
 from triton.backends.compiler import BaseBackend
 
 from quire.ops.kernels import launcher
-from quire.ops.kernels.launcher import TAKEN, VARIANTS, Launched, kind_of, launched
+from quire.ops.kernels.launcher import LAUNCHER_FORMAT, VARIANTS, Launched, kind_of, launched
 
 
 @triton.jit
@@ -57,7 +57,7 @@ class Compiler:
 def pretended(monkeypatch):
     driver = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 5)
     monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=driver))
-    monkeypatch.setattr("triton.backends.nvidia.driver._BASE_ARGS_FORMAT", TAKEN, raising=False)
+    monkeypatch.setattr("triton.backends.nvidia.driver._BASE_ARGS_FORMAT", LAUNCHER_FORMAT, raising=False)
     return Compiler()
 
 
@@ -132,8 +132,8 @@ def test_direct_launches_are_what_is_used_here():
 
     x, weight = torch.randn(3, 64, device="cuda"), torch.ones(64, device="cuda")
     first = norm.rms_norm(x, weight, 1e-6, 0.0)
-    known = len(norm._rms_norm._forms)
+    known = len(norm._rms_norm._variants)
     before = VARIANTS.compilations, VARIANTS.loads
     assert known >= 1
     torch.testing.assert_close(norm.rms_norm(x, weight, 1e-6, 0.0), first)
-    assert (VARIANTS.compilations, VARIANTS.loads) == before and len(norm._rms_norm._forms) == known
+    assert (VARIANTS.compilations, VARIANTS.loads) == before and len(norm._rms_norm._variants) == known

@@ -76,7 +76,7 @@ def test_from_how_many_rows_on(monkeypatch):
     for name, kind in names.items():
         matrix = pack(NOT_ROUNDED[name])
         for place, near in enumerate((1.0, 0.5, 0.49)):
-            monkeypatch.setattr(quantized, "NEAR", near * matrix.outputs * matrix.inputs)
+            monkeypatch.setattr(quantized, "CACHED_VALUES", near * matrix.outputs * matrix.inputs)
             assert rows_from(matrix) == COPIED[kind][place]
         monkeypatch.undo()
 

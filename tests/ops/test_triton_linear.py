@@ -10,7 +10,7 @@ from quire.ops.linear import (
     DEEP_ROWS,
     FILLED,
     GATED_ROWS,
-    MOST_READ,
+    MAX_READ_VALUES,
     filled,
     gated_linear,
     gates_rows,
@@ -105,7 +105,7 @@ def test_a_cpu_uses_torch():
 @pytest.mark.gpu
 def test_few_rows_of_short_types_are_streamed(device):
     weight = torch.zeros(2048, 2048, device=device, dtype=torch.bfloat16)
-    most = MOST_READ // weight.numel()
+    most = MAX_READ_VALUES // weight.numel()
     assert [streams(weight[:rows], weight) for rows in (0, 1, most, most + 1)] == [False, True, True, False]
     assert not streams(weight[:1].float(), weight.float())
     assert not streams(weight[:1], weight.t())

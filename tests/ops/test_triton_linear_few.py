@@ -6,16 +6,20 @@ import torch.nn.functional as F
 from kernel_support import DTYPES, close, distance, matrix, numbers
 
 from quire.ops.activation import ACTIVATIONS, reference_gated
-from quire.ops.linear import FEW_ROWS, choose_few, few_way, gated_linear, linear, linear_float
+from quire.ops.linear import FEW_ROWS, choose_few_rows_config, few_rows_config, gated_linear, linear, linear_float
 
 pytest.importorskip("triton")
 from quire.ops.kernels import linear as kernels
-from quire.ops.kernels.linear import Way
+from quire.ops.kernels.linear import FewRowsConfig
 
 H200 = 132  # processors
 # rows, inner, outputs
 SIZES = [(2, 64, 64), (5, 104, 70), (16, 264, 130), (9, 520, 33), (3, 40, 7)]
-WAYS = [Way(64, 3, 1), Way(64, 3, 4), Way(128, 2, 2)]  # of float32, for which shared memory is small
+WAYS = [
+    FewRowsConfig(64, 3, 1),
+    FewRowsConfig(64, 3, 4),
+    FewRowsConfig(128, 2, 2),
+]  # of float32, for which shared memory is small
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -44,7 +48,7 @@ def test_activations(name, device):
     close(kernels.few_rows_linear(x, weight, None, WAYS[0], name), reference_gated(F.linear(x, weight), name))
 
 
-@pytest.mark.parametrize("way", [*WAYS, Way(128, 6, 2), Way(256, 3, 1)])
+@pytest.mark.parametrize("way", [*WAYS, FewRowsConfig(128, 6, 2), FewRowsConfig(256, 3, 1)])
 def test_a_product_of_another_type(way, device):
     """What was summed in float32 need not be rounded to the type of the matrix."""
     x, weight = numbers(7, 528, dtype=torch.float16, device=device), matrix(100, 528, torch.float16, device)
@@ -74,7 +78,7 @@ def test_ways_that_were_measured():
         (4096, 1024): 2, (1024, 2048): 8, (6144, 1024): 1, (1024, 3072): 8, (151936, 1024): 1,
         (5120, 2048): None, (2048, 4096): 4, (128, 2048): None,
     }  # fmt: skip
-    chosen = {size: choose_few(*size, H200) for size in ways}
+    chosen = {size: choose_few_rows_config(*size, H200) for size in ways}
     assert {size: way and way.shares for size, way in chosen.items()} == ways
     assert [chosen[size][:2] for size in ((6144, 4096), (4096, 4096), (28672, 4096))] == [(256, 3), (128, 6), (128, 4)]
 
@@ -83,26 +87,28 @@ def test_programs_of_one_round_fit_on_the_processors():
     """And shares are not so small that adding them takes longer."""
     for outputs in range(64, 40000, 1000):
         for inner in (64, 512, 2048, 16384):
-            way = choose_few(outputs, inner, H200)
+            way = choose_few_rows_config(outputs, inner, H200)
             if way is not None and way.shares > 1:
-                assert way.shares * -(-outputs // kernels.HIGH) <= H200 and inner >= 256 * way.shares
+                assert way.shares * -(-outputs // kernels.FEW_OUTPUTS) <= H200 and inner >= 256 * way.shares
 
 
 def test_a_cpu_uses_torch():
-    assert few_way(torch.zeros(4, 64, dtype=torch.bfloat16), torch.zeros(4096, 64, dtype=torch.bfloat16)) is None
+    assert few_rows_config(torch.zeros(4, 64, dtype=torch.bfloat16), torch.zeros(4096, 64, dtype=torch.bfloat16)) is None
 
 
 @pytest.mark.gpu
 def test_which_rows_are_few(device):
     weight = torch.zeros(4096, 4096, device=device, dtype=torch.bfloat16)
-    expected = choose_few(4096, 4096, torch.cuda.get_device_properties(device).multi_processor_count)
+    expected = choose_few_rows_config(4096, 4096, torch.cuda.get_device_properties(device).multi_processor_count)
     if torch.cuda.get_device_capability(device)[0] != 9:
         expected = None
-    assert [few_way(weight[:rows], weight) for rows in (0, 1, 2, 16, 17)] == [None, None, expected, expected, None]
-    assert few_way(weight[:4].float(), weight.float()) is None
-    assert few_way(weight[:4], weight.t()) is None
-    assert few_way(weight[:4, :4088], weight[:, :4088].contiguous()) is None  # rows begin where a thread cannot read 16 bytes
-    assert few_way(weight.view(-1)[1:8193].view(2, 4096), weight) is None
+    assert [few_rows_config(weight[:rows], weight) for rows in (0, 1, 2, 16, 17)] == [None, None, expected, expected, None]
+    assert few_rows_config(weight[:4].float(), weight.float()) is None
+    assert few_rows_config(weight[:4], weight.t()) is None
+    assert (
+        few_rows_config(weight[:4, :4088], weight[:, :4088].contiguous()) is None
+    )  # rows begin where a thread cannot read 16 bytes
+    assert few_rows_config(weight.view(-1)[1:8193].view(2, 4096), weight) is None
 
 
 @pytest.mark.gpu
@@ -116,7 +122,7 @@ def test_every_number_of_rows_has_the_same_product(outputs, inner, dtype, device
     gated = gated_linear(x, weight, None, "silu")
     assert distance(all_rows[0], exact) < 8e-3 and distance(all_rows[1], exact) < 1e-4
     assert distance(gated, reference_gated(F.linear(x.float(), weight.float()), "silu")) < 8e-3
-    if few_way(x, weight) is None:  # a library may take another way for another number
+    if few_rows_config(x, weight) is None:  # a library may take another way for another number
         return
     for rows in FEW_ROWS:
         assert torch.equal(linear(x[:rows], weight, bias), all_rows[0][:rows])

@@ -7,7 +7,7 @@ import torch
 from kernel_support import DTYPES
 
 from quire.ops.activation import reference_gated
-from quire.ops.packed import choose_way, pack
+from quire.ops.packed import choose_config, pack
 from quire.ops.quantized_layouts import (
     FLOAT8_MAX,
     INT8_MAX,
@@ -22,7 +22,7 @@ from quire.ops.quantized_layouts import (
 
 pytest.importorskip("triton")
 from quire.ops.kernels.bit_packing import dequantize
-from quire.ops.kernels.packed import Way, product
+from quire.ops.kernels.packed import PackedConfig, product
 from quire.ops.kernels.packed_8bit import Tile, blocks_product, library_product
 from quire.ops.kernels.rounding import rescale, round_all, round_groups, round_rows
 
@@ -106,7 +106,7 @@ def test_products(name, dtype, device):
     for rows in (1, 5, 40, 70) if dtype != torch.float32 else (1, 20):
         x = (torch.randn(rows, form.inputs, device=device) / floats.norm(dim=1).max()).to(dtype)
         expected = x.float() @ floats.T + bias.float()
-        ways = [choose_way(packed, rows)]
+        ways = [choose_config(packed, rows)]
         if rows == 20:
             ways = [
                 way._replace(rows=16, high=16, shares=shares, fold=fold)
@@ -131,7 +131,7 @@ def test_dequantized(name, dtype, device):
 def test_a_row_is_the_same_in_any_company(device):
     form = there(FORMS["int4 of 32"], device)
     packed = pack(form).packed
-    way = Way(16, 16, 2, 4, 3)
+    way = PackedConfig(16, 16, 2, 4, 3)
     x = torch.randn(20, form.inputs, device=device)
     together = product(x, packed, None, "", way)
     for row in (0, 7, 19):
@@ -146,7 +146,7 @@ def test_inputs_in_an_order_of_their_own(device, monkeypatch):
     x = torch.randn(3, form.inputs, device=device)
     expected = x @ dataclasses.replace(form, order=order).dequantize().T
     compare(matrix.multiply(x, None), expected)
-    monkeypatch.setattr("quire.ops.packed.MOST_READ", 0)
+    monkeypatch.setattr("quire.ops.packed.MAX_READ_BYTES", 0)
     compare(matrix.multiply(x, None), expected)
 
 
@@ -161,7 +161,7 @@ def test_rows_rounded_to_8_bits(name, given, device):
     x = torch.randn(9, form.inputs, generator=torch.Generator().manual_seed(5)).to(device) / form.dequantize().norm(dim=1).max()
     kind, largest = (torch.int8, INT8_MAX) if name == "w8a8" else (torch.float8_e4m3fn, FLOAT8_MAX)
     known = (x.abs().max() / largest * 0.9).view(1) if given else None
-    rounded = round_rows(x, Rounding(kind, packed.columns, packed.apart, given=known))
+    rounded = round_rows(x, Rounding(kind, packed.columns, packed.value_stride, given=known))
     numbers, scales = rounded.numbers, rounded.scales
     if given:
         assert (scales == known).all()

@@ -64,7 +64,7 @@ def test_the_same_as_by_the_library(device):
     words, scale = packed.words.view(torch.int8), packed.scales.flatten()
     for rows in (17, 70):
         x = torch.randn(rows, 192, generator=torch.Generator().manual_seed(rows)).to(device)
-        rounded = round_rows(x, Rounding(torch.int8, packed.columns, packed.apart))
+        rounded = round_rows(x, Rounding(torch.int8, packed.columns, packed.value_stride))
         numbers, by_row = rounded.numbers, rounded.scales
         sums = (numbers.double() @ words.double().t()).to(torch.int32)
         for activation in ("", "silu"):

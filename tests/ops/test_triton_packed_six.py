@@ -7,14 +7,14 @@ from test_triton_packed import compare, ints, some, there
 
 from quire.files.gguf import GGML_TYPES
 from quire.ops.activation import reference_gated
-from quire.ops.blocks import QuantizedMatrix, form_of
+from quire.ops.blocks import QuantizedMatrix, to_layout
 from quire.ops.blocks import dequantize as dequantize_blocks
-from quire.ops.packed import choose_way, pack
+from quire.ops.packed import choose_config, pack
 from quire.ops.quantized_layouts import PackedInts
 
 pytest.importorskip("triton")
-from quire.ops.kernels.packed import Way
-from quire.ops.kernels.packed_6bit import Six, dequantize, product
+from quire.ops.kernels.packed import PackedConfig
+from quire.ops.kernels.packed_6bit import Packed6Bit, dequantize, product
 
 
 def six(outputs, inputs, group, zeros=False, seed=0, size=0.1):
@@ -46,12 +46,16 @@ CASES = [
 def test_products(name, dtype, device):
     form = there(FORMS[name], device)
     packed, floats = pack(form).packed, form.dequantize()
-    assert isinstance(packed, Six)
+    assert isinstance(packed, Packed6Bit)
     bias = torch.randn(form.outputs, device=device).to(dtype)
     for rows in (1, 16, 40, 100, 200) if dtype != torch.float32 else (1, 20):
         x = (torch.randn(rows, form.inputs, device=device) / floats.norm(dim=1).max()).to(dtype)
         expected = x.float() @ floats.T + bias.float()
-        ways = [choose_way(packed, rows)] if rows != 20 else [Way(16, 32, 3, 4, 3), Way(16, 16, 1, 4, 3, True)]
+        ways = (
+            [choose_config(packed, rows)]
+            if rows != 20
+            else [PackedConfig(16, 32, 3, 4, 3), PackedConfig(16, 16, 1, 4, 3, True)]
+        )
         for way in ways:
             compare(product(x, packed, bias, "", way), expected)
             if form.outputs % 2 == 0:
@@ -74,9 +78,9 @@ def test_blocks_of_a_file(type_, factors, device):
     _, elements, nbytes = GGML_TYPES[type_]
     blocks = torch.randint(0, 256, (24 * 2, nbytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     blocks[:, factors] = torch.tensor([0.001, 0.0005], dtype=torch.float16).view(torch.uint8)[: factors.stop - factors.start]
-    form = form_of(QuantizedMatrix(type_, 2 * elements, blocks.view(24, -1)), torch.device(device))
+    form = to_layout(QuantizedMatrix(type_, 2 * elements, blocks.view(24, -1)), torch.device(device))
     packed = pack(form).packed
-    assert isinstance(packed, Six) and packed.words.nbytes == 24 * 2 * elements * 6 // 8
+    assert isinstance(packed, Packed6Bit) and packed.words.nbytes == 24 * 2 * elements * 6 // 8
     found = dequantize(packed, torch.empty(1, 2 * elements, device=device))
     expected = dequantize_blocks(blocks.flatten(), type_, (24, 2 * elements)).to(device)
     assert (found - expected).abs().max() < 2e-3 * expected.abs().max()
@@ -84,7 +88,7 @@ def test_blocks_of_a_file(type_, factors, device):
 
 def test_a_row_is_the_same_in_any_company(device):
     packed = pack(there(FORMS["of 16"], device)).packed
-    way = Way(16, 32, 2, 4, 3)
+    way = PackedConfig(16, 32, 2, 4, 3)
     x = torch.randn(20, 256, device=device)
     together = product(x, packed, None, "", way)
     for row in (0, 7, 19):

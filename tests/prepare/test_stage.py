@@ -68,7 +68,7 @@ def test_random_weights_are_those_of_the_whole(checkpoint):
 
 def test_models_of_transformers_have_no_stages(checkpoint):
     model = build_model(checkpoint("llama").facts, "transformers")
-    with pytest.raises(ConfigError, match="family of our own"):
+    with pytest.raises(ConfigError, match="a model family of Quire's own"):
         take_stage(model, Stage(0, split_layers(3, 2)))
 
 

@@ -33,7 +33,7 @@ from quire.attn.work_split import (
     cut_tiles,
     first_key,
 )
-from quire.ops.kv import MANTISSA_BITS, kv_scales, lies_by_page
+from quire.ops.kv import MANTISSA_BITS, is_contiguous_by_page, kv_scales
 
 MERGED_PARTS = 16  # per iteration
 
@@ -139,7 +139,7 @@ class Launch:
         }  # fmt: skip
 
     def run(self) -> None:
-        assert lies_by_page(self.kv) and self.query.stride()[1:] == (self.spec.head_dim, 1)
+        assert is_contiguous_by_page(self.kv) and self.query.stride()[1:] == (self.spec.head_dim, 1)
         # Allocated even if unused: the memory profile must see what any step may allocate.
         memory = self.out.new_empty(self._words(), dtype=torch.float32)
         plan = self.plan

@@ -117,9 +117,8 @@ class CopyStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._buffers = deque(
-            (torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(2)
-        )  # type: ignore[no-untyped-call]
+        events = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
+        self._buffers = deque((torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True), event) for event in events)
 
     def carry(self, tensor: Tensor, place: Tensor) -> None:
         buffer, fetched = self._buffers[0]

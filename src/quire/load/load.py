@@ -215,7 +215,7 @@ def use_blocks(model: nn.Module, source: Blocks, renames: Renames, target: Targe
     names = {ours: name for name in stored if (ours := rename(name, renames)) is not None}
     mine = {ours: stored[name] for ours, name in names.items()}
     mapped = not target.keeps or "blocks" in target.keeps
-    scheme = find_scheme("gguf")(mine) if mapped else find_scheme("gguf forms")(mine, target, device)
+    scheme = find_scheme("gguf")(mine) if mapped else find_scheme("gguf layouts")(mine, target, device)
     quantize(model, scheme)
     source.leave_in_blocks(frozenset(names[name] for name in scheme.in_blocks))
 

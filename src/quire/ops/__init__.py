@@ -1,4 +1,4 @@
 """Kernels: one family per file, each a plain function on tensors.
 
-This room knows tensors and numbers only: no modules, no model families, no requests.
+This package knows tensors only: no modules, model families or requests.
 """

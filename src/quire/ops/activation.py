@@ -36,7 +36,7 @@ def activate(x: Tensor, name: str) -> Tensor:
 
 
 def gated(x: Tensor, name: str) -> Tensor:
-    """x [..., 2n] = gate, up -> activation(gate) * up [..., n]."""
+    """Return activation(gate) * up [..., n] for x [..., 2n] = gate, up."""
     if x.is_cuda:
         from quire.ops.kernels import activation
 
@@ -56,5 +56,5 @@ def reference_gated(x: Tensor, name: Inner) -> Tensor:
 
 def check_activation(name: str) -> str:
     if name not in ACTIVATIONS:
-        raise ModelError(f"unknown activation function {name!r}; known are {', '.join(sorted(ACTIVATIONS))}")
+        raise ModelError(f"activation function must be one of {', '.join(sorted(ACTIVATIONS))}; got {name!r}")
     return name

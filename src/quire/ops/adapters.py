@@ -11,38 +11,43 @@ from torch import Tensor
 from quire.ops.arguments import ADAPTER_BLOCK, AdapterTable, AdapterTiles, Moves
 from quire.ops.linear import linear, streams
 
-ENTRY = 5  # numbers of a part in a table
-UNIT = 16  # outputs, where parts begin and end at multiples of it
+ENTRY = 5  # int64 values of a part in a table
+UNIT = 16  # outputs; kernels are faster if parts begin and end at multiples of it
 
 
 def make_table(entries: Tensor, stride: int, ranks: int, parts: Sequence[tuple[int, int]]) -> AdapterTable:
-    """`parts`: first output and width of each, in the order of the entries."""
+    """Return a table of adapters. parts: first output and width of each, in the order of the entries."""
     unit = UNIT if all(number % UNIT == 0 for part in parts for number in part) else 1
     blocks = [
         (number, at // unit, start // unit, width // unit)
         for number, (start, width) in enumerate(parts)
         for at in range(start, start + width, ADAPTER_BLOCK)
     ]
-    there = torch.tensor(blocks, dtype=torch.int32, device=entries.device)
-    return AdapterTable(entries, stride, ranks, there, unit, len(parts))
+    blocks_on_device = torch.tensor(blocks, dtype=torch.int32, device=entries.device)
+    return AdapterTable(entries, stride, ranks, blocks_on_device, unit, len(parts))
 
 
 def tile(places: npt.NDArray[np.int64], device: torch.device) -> AdapterTiles:
-    """places [T]: of each token's adapter, 0 = none."""
-    firsts = np.flatnonzero(np.diff(places, prepend=-1))  # of tokens beside each other that have the same
+    """Return the tokens sorted by adapter. places [T]: adapter slot of each token; 0: none."""
+    firsts = np.flatnonzero(np.diff(places, prepend=-1))  # first of adjacent tokens with the same adapter
     distinct, groups = np.unique(places[firsts], return_inverse=True)
     count = len(firsts)
-    room = -(-(count + 1) // 4) * 4  # each begins at a multiple of 16 bytes
+    room = -(-(count + 1) // 4) * 4  # each array begins at a multiple of 16 bytes
     packed = np.zeros((3, room), np.int32)
     packed[0, :count], packed[1, :count], packed[1, count], packed[2, : len(distinct)] = groups, firsts, len(places), distinct
-    there = torch.from_numpy(packed)
-    there = there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there
-    return sort_rows(there[0, :count], there[1, : count + 1], there[2, :count], len(places), len(distinct))
+    sent = torch.from_numpy(packed)
+    sent = sent.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else sent
+    return sort_rows(sent[0, :count], sent[1, : count + 1], sent[2, :count], len(places), len(distinct))
 
 
 def sort_rows(groups: Tensor, starts: Tensor, places: Tensor, tokens: int, most: int) -> AdapterTiles:
-    """groups [R] int32 of rows, from 0 on without a gap, starts [R + 1] int32 of the rows among the tokens, places [R] int32 of
-    each group. There are `most` groups at most."""
+    """Return the tokens of rows sorted by adapter.
+
+    groups: [R] int32 group of each row, from 0 without gaps
+    starts: [R + 1] int32 of the rows among the tokens
+    places: [R] int32 adapter slot of each group
+    most: upper bound of the number of groups
+    """
     from quire.ops.kernels import adapters
 
     return adapters.sort(groups, starts, places, tokens, most)
@@ -51,8 +56,11 @@ def sort_rows(groups: Tensor, starts: Tensor, places: Tensor, tokens: int, most:
 def add_tiled(
     out: Tensor, x: Tensor, rows: AdapterTiles, table: AdapterTable, own: Tensor | None, activation: str = ""
 ) -> Tensor:
-    """out [T, outputs], which it may overwrite, of x [T, inputs]; own [outputs]: the layer's bias. With an activation: the
-    first half of the outputs is then a gate of the second -> [T, outputs / 2]."""
+    """Return out [T, outputs] of x [T, inputs] with each token's adapter applied. May overwrite `out`.
+
+    own: [outputs] the layer's bias
+    activation: the first half of the outputs is a gate -> [T, outputs / 2]
+    """
     from quire.ops.kernels import adapters
 
     return adapters.add(out, x, rows, table, own, activation)
@@ -61,7 +69,7 @@ def add_tiled(
 def linear_tiled(
     x: Tensor, weight: Tensor, bias: Tensor | None, rows: AdapterTiles, table: AdapterTable, activation: str = ""
 ) -> Tensor:
-    """A matrix times rows, with what their adapters add; as `add_tiled`."""
+    """Return the outputs of a linear layer with each token's adapter applied; arguments as in `add_tiled`."""
     if len(x) == 1 and streams(x, weight):
         from quire.ops.kernels import adapters
 
@@ -70,7 +78,7 @@ def linear_tiled(
 
 
 def find_largest(raw: Tensor, moves: Moves) -> Tensor:
-    """[S] float32, of raw [n]: how far from 0 numbers of each span get; infinitely if one of them is no number."""
+    """Return [S] float32: the absolute maximum of raw [n] in each span; infinity for NaN."""
     if raw.is_cuda:
         from quire.ops.kernels import adapters
 
@@ -80,7 +88,7 @@ def find_largest(raw: Tensor, moves: Moves) -> Tensor:
 
 
 def pack(raw: Tensor, flat: Tensor, moves: Moves, scales: Tensor) -> None:
-    """Of raw [n] into flat [m]; scales [C] float32: what each copy is multiplied by."""
+    """Copy raw [n] into flat [m], multiplied by scales [C] float32 of each copy."""
     if raw.is_cuda:
         from quire.ops.kernels import adapters
 

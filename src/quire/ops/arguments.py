@@ -11,35 +11,37 @@ from torch import Tensor
 
 GROUP, CHUNK = 128, 2048  # tokens that share a maximum, and tokens that one program scans
 
-GOOD, BROKEN, NOTHING_ALLOWED = 0, 1, 2  # what a row's logits can be
+GOOD, BROKEN, NOTHING_ALLOWED = 0, 1, 2  # states of a row's logits
 
-FARTHEST = 1e36  # where a penalty takes a logit at most: it can still be divided by a temperature
+MAX_PENALIZED_LOGIT = 1e36  # absolute; it can still be divided by a temperature
 
 
 @dataclass(frozen=True)
 class RowInputs:
-    """What a model reads of R rows with T tokens."""
+    """Inputs of the model for R rows with T tokens."""
 
     ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     kv_lengths: Tensor  # [R] int32
-    tables: Tensor  # [G, R, P] int32; entries beyond a row's own pages are left as they are
+    tables: Tensor  # [G, R, P] int32; entries beyond a row's own pages are not set
     write: Tensor  # [G, T] int64
 
 
 @dataclass(frozen=True)
 class StateRows:
-    """Whose recurrent states a step's R rows go on from, and leave theirs in."""
+    """The recurrent states that R rows read and write."""
 
-    entries: Tensor  # [R] int64; below 0 = nobody's: nothing is read, and nothing written
-    starts: Tensor  # [R + 1] int32 where rows begin among the tokens
-    ends: Tensor  # [R] int32 positions; a row that begins at 0 goes on from nothing
-    rows: tuple[tuple[int, int, int, int], ...]  # the same on the host: first token, count, first position, entry
-    single: bool  # each of them has one token; where that is not so the host may not know them
+    entries: Tensor  # [R] int64; negative: no state is read or written
+    starts: Tensor  # [R + 1] int32 row starts among the tokens
+    ends: Tensor  # [R] int32 end positions; a row that begins at 0 starts from zeros
+    rows: tuple[tuple[int, int, int, int], ...]  # the same on the host: first token, token count, first position, entry
+    single: bool  # every row has one token; otherwise the host may not know the rows
 
     def begun(self, state: Tensor) -> "tuple[Tensor, Tensor, Tensor] | None":
-        """Of the rows of one token, if there are any: [n] int64 which tokens they are, [n] int64 their entries of
-        state [entries, ...], and [n, ...] what these hold, or nothing for who begins."""
+        """Return the one-token rows: [n] int64 token indices, [n] int64 entries of state [entries, ...], and the states [n,
+        ...] (zeros
+        for rows that begin). None: there are none.
+        """
         ones = [row for row in self.rows if row[1] == 1]
         if not ones:
             return None
@@ -51,8 +53,11 @@ class StateRows:
 
 @dataclass(frozen=True)
 class TimeSteps:
-    """How far each head's state moves with a token: dt = softplus(raw + bias) in limits; it decays by exp(-dt e^rate_log).
-    Where numbers are those of a head, they may be those of each of its keys, as operators say."""
+    """Time steps of state-space models: dt = softplus(raw + bias), clamped to [low, high]; states decay by exp(-dt *
+    e^rate_log).
+
+    Values are per head, or per head and key where an operator supports it.
+    """
 
     raw: Tensor  # [T, heads], or [T, heads, keys]
     bias: Tensor  # [heads] float32, or [heads, keys]
@@ -63,7 +68,8 @@ class TimeSteps:
 
 @dataclass(frozen=True)
 class ClampedSwiglu:
-    """Of a gate of at most `limit` and an up within ± limit: gate * sigmoid(alpha * gate) * (up + 1)."""
+    """gpt-oss's activation of a gate clamped to at most `limit` and an up clamped to ±limit: gate * sigmoid(alpha * gate) * (up
+    + 1)."""
 
     alpha: float
     limit: float
@@ -71,48 +77,48 @@ class ClampedSwiglu:
 
 @dataclass(frozen=True)
 class Ungated:
-    """An activation by its name, of all that there is: nothing is a gate."""
+    """An activation without a gate, by name."""
 
     name: str
 
 
-Gated = str | ClampedSwiglu  # an activation of gate and up: by its name, or that
-Inner = Gated | Ungated  # what is between an expert's matrices
+Gated = str | ClampedSwiglu  # activation of gate and up, by name or as an object
+Inner = Gated | Ungated  # what is computed between an expert's matrices
 
 
 @dataclass(frozen=True)
 class AdapterTiles:
-    """Tokens by their adapters, for kernels: those of one stand together, and no tile has two adapters' tokens."""
+    """Tokens sorted by adapter, for kernels. A tile has tokens of one adapter only."""
 
     order: Tensor  # [T] int32 tokens
-    tiles: Tensor  # [N, 3] int32 place of the adapter, first token in the order, count; 0 tokens = there is nothing to do
+    tiles: Tensor  # [N, 3] int32 adapter slot, first token in the order, count; 0 tokens: nothing to do
 
 
-ADAPTER_BLOCK = 128  # outputs of a program that adds what adapters do
+ADAPTER_BLOCK = 128  # outputs per program that applies adapters
 
 
 @dataclass(frozen=True)
 class AdapterTable:
-    """Where kernels find what adapters have for a layer. It stays where it is while adapters come and go."""
+    """Addresses of all adapters' weights for a layer. Its memory is fixed while adapters come and go."""
 
-    # [...] int64, at place * stride + 5 * part: addresses of down [rank, inputs] and up [rank, width], the rank, addresses of
-    # gain [width] and bias [width]; 0 = it has none
+    # [...] int64, at slot * stride + 5 * part: addresses of down [rank, inputs] and up [rank, width], the rank, addresses of
+    # gain [width] and bias [width]; 0: none
     entries: Tensor
     stride: int
-    ranks: int  # no rank is larger
+    ranks: int  # upper bound of ranks
     blocks: Tensor  # [M, 4] int32: part; in units: first output, first output of the part, width of the part
     unit: int
     parts: int
 
 
 class ExpertBiases(NamedTuple):
-    up: Tensor  # [E, 2I] gate before up
-    down: Tensor | None  # [E, H]; None = another rank adds them
+    up: Tensor  # [E, 2I] gate rows first
+    down: Tensor | None  # [E, H]; None: another rank adds them
 
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """Root-mean-square norms of every query head and of every key head."""
+    """RMSNorms of every query head and every key head."""
 
     query: Tensor  # [head_dim]
     key: Tensor  # [head_dim]
@@ -124,11 +130,11 @@ class HeadNorms:
 class Rotation:
     cos: Tensor  # [max_position, rotary_dim / 2] float32
     sin: Tensor  # [max_position, rotary_dim / 2] float32
-    interleaved: bool = False  # components 2i and 2i + 1 turn together; otherwise i and i + rotary_dim / 2
-    _latest: tuple[Tensor, Tensor, Tensor] | None = None  # positions, and `rows` of them: the layers of a step ask for the same
+    interleaved: bool = False  # dimensions 2i and 2i + 1 rotate together; otherwise i and i + rotary_dim / 2
+    _latest: tuple[Tensor, Tensor, Tensor] | None = None  # positions, and their `rows`: all layers of a step use the same
 
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] -> two of [T, 1, rotary_dim] float32: cosines, and sines with the sign each component takes."""
+        """Return two [T, 1, rotary_dim] float32 for positions [T]: cosines, and sines with each dimension's sign."""
         latest = self._latest
         if latest is None or latest[0] is not positions:
             cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
@@ -143,17 +149,17 @@ class Rotation:
 
 @dataclass(frozen=True)
 class DrawColumns:
-    """How each slot draws. These stay where they are: recorded launches read them."""
+    """Sampling parameters of each slot. Their memory is fixed: CUDA graphs read it."""
 
-    temperature: Tensor  # [S] float32; 0 = greedy
-    top_k: Tensor  # [S] int64; the vocabulary's size = all
-    top_p: Tensor  # [S] float32; 1 = all
-    min_p: Tensor  # [S] float32; 0 = all
+    temperature: Tensor  # [S] float32; 0: greedy
+    top_k: Tensor  # [S] int64; the vocabulary's size: all
+    top_p: Tensor  # [S] float32; 1: all
+    min_p: Tensor  # [S] float32; 0: all
     seed: Tensor  # [S] int64
 
 
 class DrawScratch:
-    """Memory for one draw after the other, of at most `rows` rows."""
+    """Memory of a draw of at most `rows` rows, reused by the next one."""
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
         chunks, groups = -(-vocabulary // CHUNK), -(-vocabulary // GROUP)
@@ -166,11 +172,11 @@ class DrawScratch:
 
 
 class Factors(NamedTuple):
-    """How much is taken from each slot's logits."""
+    """Penalties of each slot."""
 
-    repetition: Tensor  # [S] float32, of whatever is in the prompt or the output
-    frequency: Tensor  # [S] float32, of the output, for each time
-    presence: Tensor  # [S] float32, of the output
+    repetition: Tensor  # [S] float32, for tokens in the prompt or the output
+    frequency: Tensor  # [S] float32, per occurrence in the output
+    presence: Tensor  # [S] float32, for tokens in the output
 
 
 MOVED_ROWS, MOVED_COLUMNS = 16, 256  # of a matrix, per program that copies an uploaded adapter

@@ -1,12 +1,13 @@
-"""Products of many rows with matrices in a GGUF file's blocks: a matrix is dequantized, a slab at a time, and multiplied as
-bfloat16. Worth it where the CPU does that well; `ops/choice.py` finds out from how many rows on.
+"""GEMM of many tokens with GGUF matrices: dequantized a slab at a time and multiplied as bfloat16, where the CPU is fast at it.
+`device/cpu/autotune.py` measures from how many tokens on.
 
-4-bit numbers are dequantized by torch's own operator for tables of embeddings, whose rows are like a block: 32 numbers, a scale
-and an offset. It takes the two numbers of a byte for neighbours, where in a file the second is 16 further on, so the
-inputs of a product change places instead.
+4-bit values are dequantized by torch's operator for quantized embedding tables, whose rows are like a block: 32 values, a scale
+and
+an offset. That operator takes the two values of a byte as neighbours, but in a GGUF block the second is 16 further on, so the
+inputs are reordered instead.
 
-Other types take a long row of small operations, so each thread has columns of its own and goes through all of them alone:
-torch's threads would wait for each other after every one.
+Other types take a long sequence of small operations, so each thread runs all of them on its own columns: torch's own threads
+would synchronize after every operation.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,11 +24,11 @@ from torch import Tensor
 from quire.ops.blocks import GROUP, NIBBLE_ROW, BlockMatrix, cut, dequantize_columns, fill_nibble_rows, has_nibble_rows
 
 SLAB_ELEMENTS = 1 << 21
-MANY, STEP, LONG_STEP = 512, 64, 256  # rows
+MANY_ROWS, ROW_STEP, LONG_ROW_STEP = 512, 64, 256
 
 
 def dequantized_linear(x: Tensor, parts: Sequence[BlockMatrix], bias: Tensor | None) -> Tensor:
-    """x [T, K] float32, parts of the matrix [N, K] above each other -> [T, N] float32."""
+    """Return x [T, K] float32 times the matrix [N, K], given as parts stacked along the outputs -> [T, N] float32."""
     count, inputs, outputs = len(x), x.shape[1], max(1, SLAB_ELEMENTS // x.shape[1])
     x = F.pad(x, (0, 0, 0, round_up(count) - count))
     out = x.new_empty(len(x), sum(map(len, parts)))
@@ -43,8 +44,8 @@ def dequantized_linear(x: Tensor, parts: Sequence[BlockMatrix], bias: Tensor | N
 
 
 def round_up(rows: int) -> int:
-    """Few numbers of rows, for torch keeps half a megabyte of code for each with each shape of a matrix."""
-    step = STEP if rows <= MANY else LONG_STEP
+    """Round up to one of few row counts: torch caches half a megabyte of code per row count and matrix shape."""
+    step = ROW_STEP if rows <= MANY_ROWS else LONG_ROW_STEP
     return -(-rows // step) * step
 
 
@@ -53,14 +54,14 @@ def dequantizes_quickly(parts: Sequence[BlockMatrix]) -> bool:
 
 
 def _paired(x: Tensor) -> Tensor:
-    """Of each 32 numbers: 0, 16, 1, 17, ... 15, 31."""
+    """Reorder each 32 inputs: 0, 16, 1, 17, ... 15, 31."""
     first, second = x.view(len(x), -1, 2, GROUP // 2).unbind(2)
     return torch.complex(first, second).view(torch.float32).view(x.shape)
 
 
 @contextmanager
 def _bfloat16_products() -> Iterator[None]:
-    """Products of float32 round their factors to bfloat16, where the CPU multiplies that faster. Sums stay float32."""
+    """Let float32 GEMMs round their inputs to bfloat16 where the CPU is faster at that. Sums stay float32."""
     backend: Any = torch.backends.mkldnn
     settings = backend.matmul
     before = settings.fp32_precision
@@ -72,7 +73,7 @@ def _bfloat16_products() -> Iterator[None]:
 
 
 def _dequantize_nibbles(parts: Sequence[BlockMatrix], start: int, stop: int, inputs: int) -> Tensor:
-    """Outputs start ... stop of the whole matrix: [K, stop - start]."""
+    """Return outputs start ... stop of the whole matrix, dequantized: [K, stop - start]."""
     groups = inputs // GROUP
     rows = _buffer(max(SLAB_ELEMENTS, inputs) // GROUP * NIBBLE_ROW, torch.uint8)[: (stop - start) * groups * NIBBLE_ROW]
     for part, low, high, at in cut(parts, start, stop):
@@ -83,7 +84,7 @@ def _dequantize_nibbles(parts: Sequence[BlockMatrix], start: int, stop: int, inp
 
 
 def _dequantize_others(parts: Sequence[BlockMatrix], start: int, stop: int, inputs: int) -> Tensor:
-    """As above, a share for each thread."""
+    """Return the same for other types; each thread dequantizes a share."""
     slab = _buffer(max(SLAB_ELEMENTS, inputs), torch.float32)[: inputs * (stop - start)].view(inputs, stop - start)
     threads = torch.get_num_threads()
     share = -(-(stop - start) // threads)
@@ -102,16 +103,18 @@ def _dequantize_others(parts: Sequence[BlockMatrix], start: int, stop: int, inpu
 
 @cache
 def _buffer(size: int, dtype: torch.dtype) -> Tensor:
-    """Memory that the next slab takes over."""
+    """Return memory that every slab reuses."""
     return torch.empty(size, dtype=dtype)
 
 
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """Threads within which torch uses no others. torch passes the latest number on to threads that come later, so it is told
-    the old one again."""
+    """Return threads that use no further torch threads.
+
+    torch applies the latest set_num_threads to threads that start later, so it is set back afterwards.
+    """
     pool = ThreadPoolExecutor(threads, "dequantize", initializer=torch.set_num_threads, initargs=(1,))
-    everyone = Barrier(threads)
-    list(pool.map(lambda _: everyone.wait(), range(threads)))
+    all_started = Barrier(threads)
+    list(pool.map(lambda _: all_started.wait(), range(threads)))
     torch.set_num_threads(threads)
     return pool

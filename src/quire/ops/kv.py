@@ -5,52 +5,53 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SCALE = torch.float32
-LEAST_SCALE = 1e-30
+MIN_SCALE = 1e-30
 MANTISSA_BITS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 
 
 def kv_scales(kv: Tensor) -> Tensor | None:
-    """[pages, 2, kv_heads, page_size] float32 of a cache of 8 bits, which lies page by page; None = it has more bits."""
+    """Return the scales [pages, 2, kv_heads, page_size] float32 of an 8-bit cache, which is contiguous by page; None: more
+    bits."""
     if kv.element_size() > 1:
         return None
     pages, _, heads, page_size, head_dim = kv.shape
     raw, size = kv.view(torch.uint8), SCALE.itemsize
     strides = kv.stride(0), heads * page_size * size, page_size * size, size, 1
-    behind = raw.as_strided(
+    scales = raw.as_strided(
         (pages, 2, heads, page_size, size), strides, raw.storage_offset() + 2 * heads * page_size * head_dim
     )
-    return behind.view(SCALE).squeeze(-1)
+    return scales.view(SCALE).squeeze(-1)
 
 
 def round_kv(values: Tensor, dtype: torch.dtype, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """values [..., head_dim] -> numbers [..., head_dim] of 8 bits and scales [...] float32, or the given ones."""
+    """Quantize values [..., head_dim] to 8 bits; return them and scales [...] float32, or the given ones."""
     most, wide = torch.finfo(dtype).max, values.float()
     if given is not None:
         return (wide / given.unsqueeze(-1)).clamp(-most, most).to(dtype), given.expand(values.shape[:-1])
-    scale = (wide.abs().amax(-1) / most).clamp(min=LEAST_SCALE)
+    scale = (wide.abs().amax(-1) / most).clamp(min=MIN_SCALE)
     return (wide / scale.unsqueeze(-1)).to(dtype), scale
 
 
 def kv_lines(kv: Tensor) -> Tensor | None:
-    """The cache line by line, [2, kv_heads, pages * page_size, head_dim], if that is how it lies in memory."""
+    """Return the cache as [2, kv_heads, pages * page_size, head_dim] if it is contiguous in that order."""
     pages, _, heads, page_size, head_dim = kv.shape
     lines = kv.permute(1, 2, 0, 3, 4)
     return lines.view(2, heads, pages * page_size, head_dim) if lines.is_contiguous() else None
 
 
-def lies_by_page(kv: Tensor) -> bool:
-    """Whether what a page holds is one piece of memory."""
+def is_contiguous_by_page(kv: Tensor) -> bool:
+    """Return whether each page is contiguous memory."""
     _, _, heads, page_size, head_dim = kv.shape
     return kv.stride()[1:] == (heads * page_size * head_dim, page_size * head_dim, head_dim, 1)
 
 
 def kv_write(kv: Tensor, key: Tensor, value: Tensor, write: Tensor) -> None:
-    """key and value [T, kv_heads, head_dim]; write [T] is page * page_size + offset of each token's place."""
+    """Write key and value [T, kv_heads, head_dim]; write [T]: page * page_size + offset of each token."""
     KVTarget(kv, torch.stack((key, value), dim=1)).put(write)
 
 
 class KVTarget:
-    """The way of pairs [T, 2, kv_heads, head_dim], key and value of each token, into the cache."""
+    """Views for writing pairs [T, 2, kv_heads, head_dim], key and value of each token, to the cache."""
 
     def __init__(self, kv: Tensor, pairs: Tensor) -> None:
         self._scales = kv_scales(kv) if kv.element_size() == 1 else None
@@ -60,9 +61,9 @@ class KVTarget:
         self._pairs = pairs if self._lines is None else pairs.permute(1, 2, 0, 3)
 
     def put(self, write: Tensor, given: Tensor | None = None) -> None:
-        """write [T] is page * page_size + offset of each token's place; given [2, kv_heads]: scales of the checkpoint."""
+        """Write to the cache. write [T]: page * page_size + offset of each token; given [2, kv_heads]: a checkpoint's."""
         if self._scales is not None:
-            self._put_rounded(self._scales, write, given)
+            self._put_quantized(self._scales, write, given)
             return
         pairs = self._pairs if self._pairs.dtype == self._by_token.dtype else self._pairs.to(self._by_token.dtype)
         if self._lines is not None:
@@ -70,16 +71,15 @@ class KVTarget:
         else:
             self._by_token[write // self._page_size, :, write % self._page_size] = pairs
 
-    def _put_rounded(self, kept: Tensor, write: Tensor, given: Tensor | None) -> None:
+    def _put_quantized(self, cache_scales: Tensor, write: Tensor, given: Tensor | None) -> None:
         numbers, scales = round_kv(self._pairs, self._by_token.dtype, given)
         page, offset = write // self._page_size, write % self._page_size
         self._by_token.view(torch.uint8)[page, :, offset] = numbers.view(torch.uint8)
-        kept.transpose(2, 3)[page, :, offset] = scales
+        cache_scales.transpose(2, 3)[page, :, offset] = scales
 
 
 def kv_gather(kv: Tensor, pages: Tensor) -> Tensor:
-    """pages [B, P] -> a copy [2, B, kv_heads, P * page_size, head_dim] with each sequence's tokens in order; of a cache of 8
-    bits in float32."""
+    """Return a copy [2, B, kv_heads, P * page_size, head_dim] of pages [B, P] in token order; float32 for an 8-bit cache."""
     count, _, heads, page_size, head_dim = kv.shape
     sequences, length = pages.shape
     if (scales := kv_scales(kv)) is not None:
@@ -93,7 +93,7 @@ def kv_gather(kv: Tensor, pages: Tensor) -> Tensor:
         lane = torch.arange(2 * heads, device=kv.device).view(2, 1, heads, 1)
         index = pages.long()[None, :, None, :] * (2 * heads) + lane  # [2, B, kv_heads, P]
         gathered = rows.index_select(0, index.flatten())
-    elif kv.transpose(0, 1).is_contiguous():  # keys apart from values
+    elif kv.transpose(0, 1).is_contiguous():  # keys and values in separate memory
         rows = kv.transpose(0, 1).view(2, count, heads * page_size * head_dim)
         by_page = rows.index_select(1, pages.flatten()).view(2, sequences, length, heads, -1)
         gathered = by_page.transpose(2, 3)
@@ -118,11 +118,14 @@ def attend(
     slopes: Tensor | None = None,
     back: Tensor | None = None,
 ) -> Tensor:
-    """query [B, N, heads, head_dim], key and value [B, kv_heads, S, head_dim], visible [B, N, S] bool -> like query.
+    """Return attention's output, shaped like query [B, N, heads, head_dim].
 
     The query heads that share a KV head are folded into the rows of one matrix, so keys are never repeated.
-    `sinks` [heads]: a logit per head that takes part in the softmax and brings no value. `slopes` [heads]: what is taken from a
-    key's logit, times `back` [B, N, S], how many positions it lies behind the query.
+
+    key, value: [B, kv_heads, S, head_dim]
+    visible: [B, N, S] bool
+    sinks: [heads] a logit per head that takes part in the softmax and has no value
+    slopes: [heads] ALiBi slopes, subtracted from logits times `back` [B, N, S], the positions from key to query
     """
     batch, count, heads, head_dim = query.shape
     kv_heads = key.shape[1]
@@ -138,8 +141,8 @@ def attend(
             logits = torch.tanh(logits / soft_cap) * soft_cap
         if slopes is not None:
             assert back is not None
-            lost = slopes.float().view(1, kv_heads, share, 1, 1) * back[:, None, None].float()  # [B, kv_heads, share, N, S]
-            logits = logits - lost.flatten(2, 3)
+            penalty = slopes.float().view(1, kv_heads, share, 1, 1) * back[:, None, None].float()  # [B, kv_heads, share, N, S]
+            logits = logits - penalty.flatten(2, 3)
         if mask is not None:
             logits = logits.masked_fill(~mask, float("-inf"))
         if sinks is not None:

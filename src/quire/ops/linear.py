@@ -1,5 +1,7 @@
-"""A matrix times rows. On a GPU the matrix is streamed past one or a few rows, and a gated one past some dozens, by kernels of
-ours; the rest goes to the libraries behind torch. What goes where was measured on an H200, in chains of layers."""
+"""GEMM with unquantized weights. On a GPU, one token, a few tokens and gated layers with some dozens run in kernels of ours,
+the
+rest in the libraries behind torch. The thresholds were measured on an H200, in chains of layers.
+"""
 
 from functools import cache
 from typing import Any
@@ -12,24 +14,24 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from quire.ops.activation import gated
 
 SHORT = (torch.bfloat16, torch.float16)
-MOST_READ = 1 << 24  # numbers of the matrix, read once for each row: beyond, torch's products are faster
+MAX_READ_VALUES = 1 << 24  # of the matrix, read once per row; beyond, torch's GEMM is faster
 FEW_ROWS = range(2, 17)
-FEW_COLUMNS = 256  # of a share, at least
+FEW_COLUMNS = 256  # per share, at least
 FEW_FILLED = 0.7
 GATED_ROWS = range(16, 129)
-FILLED = 0.75  # of the places for programs, in the rounds it takes to run all: with less the last round idles too long
+FILLED = 0.75  # least share of occupied program slots over all rounds of a launch; with fewer the last round idles too long
 DEEP_ROWS = range(17, 256)
-DEEP = 1 << 24  # numbers of a matrix
+DEEP = 1 << 24  # values of a matrix
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., inner], weight [outputs, inner], bias [outputs] -> [..., outputs]."""
+    """Return x [..., inner] times weight [outputs, inner] plus bias [outputs]."""
     if has_torch_function_unary(x):
         return handle_torch_function(linear, (x,), x, weight, bias)
-    if (way := few_way(x, weight)) is not None:
+    if (config := few_rows_config(x, weight)) is not None:
         from quire.ops.kernels.linear import few_rows_linear
 
-        return few_rows_linear(x, weight, bias, way)
+        return few_rows_linear(x, weight, bias, config)
     if streams(x, weight):
         from quire.ops.kernels import linear as kernels
 
@@ -40,11 +42,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_float(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As `linear`, x [rows, inner], -> [rows, outputs] float32. On a GPU what was summed is not rounded on the way."""
-    if (way := few_way(x, weight)) is not None:
+    """Return the same as `linear` for x [rows, inner] in float32. On a GPU sums are not rounded in between."""
+    if (config := few_rows_config(x, weight)) is not None:
         from quire.ops.kernels.linear import few_rows_linear
 
-        return few_rows_linear(x, weight, bias, way, kind=torch.float32)
+        return few_rows_linear(x, weight, bias, config, kind=torch.float32)
     if streams(x, weight):
         from quire.ops.kernels import linear as kernels
 
@@ -56,13 +58,13 @@ def linear_float(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """x [..., inner], weight [2n, inner] = gate above up -> activation(gate) * up [..., n]."""
+    """Return activation(gate) * up [..., n] for x [..., inner] and weight [2n, inner], gate rows first."""
     if has_torch_function_unary(x):
         return gated(linear(x, weight, bias), activation)
-    if (way := few_way(x, weight)) is not None:
+    if (config := few_rows_config(x, weight)) is not None:
         from quire.ops.kernels.linear import few_rows_linear
 
-        return few_rows_linear(x, weight, bias, way, activation)
+        return few_rows_linear(x, weight, bias, config, activation)
     if streams(x, weight):
         from quire.ops.kernels import linear as kernels
 
@@ -74,54 +76,59 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
     return gated(F.linear(x, weight, bias), activation)
 
 
-def few_way(x: Tensor, weight: Tensor) -> Any:
-    """How matrix units multiply a few rows (`kernels.linear_few.Way`), the same for any number of them; None = they do not."""
+def few_rows_config(x: Tensor, weight: Tensor) -> Any:
+    """Return the launch configuration for a few rows (`kernels.linear.FewRowsConfig`), the same for any row count; None:
+    another
+    kernel is faster.
+    """
     if not x.is_cuda or x.dtype not in SHORT or not x.numel() or not weight.is_contiguous():
         return None
     outputs, inner = weight.shape
     if x.numel() // inner not in FEW_ROWS or inner % 16 or (x.data_ptr() | weight.data_ptr()) % 16:
         return None
-    return _few_way_on(outputs, inner, x.device)
+    return _few_rows_config_on(outputs, inner, x.device)
 
 
 @cache
-def _few_way_on(outputs: int, inner: int, device: torch.device) -> Any:
-    there = torch.cuda.get_device_properties(device)
-    return choose_few(outputs, inner, there.multi_processor_count) if there.major == 9 else None
+def _few_rows_config_on(outputs: int, inner: int, device: torch.device) -> Any:
+    properties = torch.cuda.get_device_properties(device)
+    return choose_few_rows_config(outputs, inner, properties.multi_processor_count) if properties.major == 9 else None
 
 
-def choose_few(outputs: int, inner: int, processors: int) -> Any:
-    """One program to a processor, which reads far ahead, or two where there are more; None = too many idle."""
-    from quire.ops.kernels.linear import HIGH, Way
+def choose_few_rows_config(outputs: int, inner: int, processors: int) -> Any:
+    """Return a configuration with one program per processor that reads far ahead, or two; None: too many would idle."""
+    from quire.ops.kernels.linear import FEW_OUTPUTS, FewRowsConfig
 
-    tiles = -(-outputs // HIGH)
+    tiles = -(-outputs // FEW_OUTPUTS)
     if tiles > processors:
-        return Way(128, 4, 1) if filled(tiles, 2 * processors) >= FEW_FILLED else None
+        return FewRowsConfig(128, 4, 1) if filled(tiles, 2 * processors) >= FEW_FILLED else None
     shares = next(n for n in (8, 4, 2, 1) if n == 1 or (n * tiles <= processors and inner >= n * FEW_COLUMNS))
     if filled(shares * tiles, processors) < FEW_FILLED:
         return None
-    return Way(256, 3, 1) if shares == 1 and inner >= 4096 else Way(128, 6, shares)
+    return FewRowsConfig(256, 3, 1) if shares == 1 and inner >= 4096 else FewRowsConfig(128, 6, shares)
 
 
 def streams(x: Tensor, weight: Tensor) -> bool:
-    """One row always does: it is bound by reading the matrix."""
+    """Return whether rows are multiplied one by one. One row always is: it is bound by reading the matrix."""
     if not x.is_cuda or x.dtype not in SHORT or not x.numel() or not weight.is_contiguous():
         return False
     rows = x.numel() // x.shape[-1]
-    return rows == 1 or rows * weight.numel() <= MOST_READ
+    return rows == 1 or rows * weight.numel() <= MAX_READ_VALUES
 
 
 def gates_rows(x: Tensor, weight: Tensor) -> bool:
-    """Whether one launch for a gated product of some dozens of rows is faster than two."""
+    """Return whether one launch of a gated layer with some dozens of rows is faster than two."""
     if not x.is_cuda or x.dtype not in SHORT or x.dim() != 2 or x.shape[0] not in GATED_ROWS or not weight.is_contiguous():
         return False
-    copied = x.shape[1] % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0  # the copy engine's terms
+    copied = x.shape[1] % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0  # requirements of the copy engine
     return copied and _fills(len(weight) // 2, x.device)
 
 
 def is_deep(x: Tensor, weight: Tensor) -> bool:
-    """For a large matrix with no more outputs than inputs cuBLASLt finds better ways than cuBLAS to share the inputs among
-    processors; torch asks it where there is a bias."""
+    """Return whether a bias should be added, so that torch calls cuBLASLt: for a large matrix with no more outputs than inputs
+    it
+    divides the inputs among processors better than cuBLAS.
+    """
     if x.dim() != 2 or x.shape[0] not in DEEP_ROWS or not x.is_cuda or x.dtype not in SHORT:
         return False
     outputs, inner = weight.shape
@@ -130,18 +137,18 @@ def is_deep(x: Tensor, weight: Tensor) -> bool:
 
 @cache
 def _fills(outputs: int, device: torch.device) -> bool:
-    from quire.ops.kernels.linear import AT_ONCE, OUTPUTS
+    from quire.ops.kernels.linear import GATED_OUTPUTS, GATED_PROGRAMS_PER_SM
 
-    there = torch.cuda.get_device_properties(device)
-    if there.major < 9:  # no copy engine
+    properties = torch.cuda.get_device_properties(device)
+    if properties.major < 9:  # no copy engine
         return False
-    programs, places = -(-outputs // OUTPUTS), AT_ONCE * there.multi_processor_count
-    return filled(programs, places) >= FILLED
+    programs, slots = -(-outputs // GATED_OUTPUTS), GATED_PROGRAMS_PER_SM * properties.multi_processor_count
+    return filled(programs, slots) >= FILLED
 
 
-def filled(programs: int, places: int) -> float:
-    """The share of places that programs take, over the rounds it takes to run them all."""
-    return programs / (-(-programs // places) * places)
+def filled(programs: int, slots: int) -> float:
+    """Return the share of program slots that are occupied, over the rounds it takes to run all programs."""
+    return programs / (-(-programs // slots) * slots)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Mixture of experts: choosing experts per token, and running each expert on its own tokens."""
+"""Mixture of experts: choose experts per token, and run each expert on its tokens."""
 
 from collections.abc import Callable
 
@@ -22,10 +22,12 @@ def route_by_scores(
     renormalize: bool = True,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """logits [T, experts] float32 -> weights [T, top_k] float32 and expert ids [T, top_k], by scores: "softmax" or "sigmoid".
+    """Return weights [T, top_k] float32 and expert ids [T, top_k] for logits [T, experts] float32.
 
-    `correction` [experts] counts in the choice, not in the weights. Of several groups only the experts of the `top_groups` best
-    are chosen from: those whose `group_best` best experts are best together.
+    scoring: "softmax" or "sigmoid"
+    correction: [experts] added for the choice, not for the weights
+    top_groups: only experts of the `top_groups` best groups are chosen; a group is scored by the sum of its `group_best` best
+    experts
     """
     if logits.is_cuda:
         from quire.ops.kernels import moe
@@ -66,9 +68,9 @@ def reference_route_by_scores(
 
 
 def route_sparsemixer(logits: Tensor, top_k: int, tolerance: float) -> tuple[Tensor, Tensor]:
-    """As Phi-MoE was trained: one expert after the other, each weighed against those that come near it.
+    """Route as Phi-MoE was trained: choose one expert after the other, each weighed against those with similar logits.
 
-    logits [T, experts] float32 -> weights [T, top_k] float32 and expert ids [T, top_k].
+    Return weights [T, top_k] float32 and expert ids [T, top_k] for logits [T, experts] float32.
     """
     weights, experts, left = [], [], logits
     for _ in range(top_k):
@@ -80,12 +82,12 @@ def route_sparsemixer(logits: Tensor, top_k: int, tolerance: float) -> tuple[Ten
     return torch.cat(weights, -1), torch.cat(experts, -1)
 
 
-# rows, the expert's number, and what is added before and behind its activation
+# rows, expert id, and the biases before and after its activation
 RunExpert = Callable[[Tensor, int, Tensor | None, Tensor | None], Tensor]
 
 
 def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """logits [T, experts] -> weights [T, top_k] float32 and expert ids [T, top_k]; the softmax is over all experts."""
+    """Return weights [T, top_k] float32 and expert ids [T, top_k] for logits [T, experts]; the softmax is over all experts."""
     if logits.is_cuda:
         from quire.ops.kernels import moe
 
@@ -101,9 +103,12 @@ def reference_route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tens
 def experts_forward(
     x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: Inner, biases: ExpertBiases | None = None
 ) -> Tensor:
-    """x [T, H], weights and experts [T, top_k], up [E, 2I, H] (gate above up) or [E, I, H], down [E, H, I] -> [T, H].
+    """Return the experts' output [T, H] for x [T, H].
 
-    A token's contributions are added in an order of its own, so the other tokens cannot change its result.
+    weights, experts: [T, top_k]
+    up: [E, 2I, H], gate rows first, or [E, I, H] without gates
+    down: [E, H, I]
+    A token's contributions are added in an order that does not depend on the other tokens.
     """
     if x.is_cuda:
         from quire.ops.kernels import moe
@@ -115,14 +120,14 @@ def experts_forward(
 def reference_experts_forward(
     x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: Inner, biases: ExpertBiases | None = None
 ) -> Tensor:
-    def run(rows: Tensor, expert: int, before: Tensor | None, behind: Tensor | None) -> Tensor:
-        return F.linear(reference_gated(F.linear(rows, up[expert], before), activation), down[expert], behind)
+    def run(rows: Tensor, expert: int, before: Tensor | None, after: Tensor | None) -> Tensor:
+        return F.linear(reference_gated(F.linear(rows, up[expert], before), activation), down[expert], after)
 
     return sum_experts(x, weights, experts, len(up), run, biases)
 
 
 def sum_experts(x: Tensor, weights: Tensor, experts: Tensor, count: int, run: RunExpert, biases: ExpertBiases | None) -> Tensor:
-    """Each of `count` experts runs its own tokens' rows at once; what they give is weighted and added in the experts' order."""
+    """Run each of `count` experts on its tokens at once by `run`, and add the weighted outputs in the experts' order."""
     flat = experts.flatten()  # [T * top_k]
     order = flat.argsort(stable=True)  # slots grouped by expert
     tokens, share = order // experts.shape[1], weights.flatten()[order].unsqueeze(1)
@@ -132,7 +137,7 @@ def sum_experts(x: Tensor, weights: Tensor, experts: Tensor, count: int, run: Ru
         if taken:
             mine = tokens[start : start + taken]
             before = None if biases is None else biases.up[expert]
-            behind = None if biases is None or biases.down is None else biases.down[expert]
-            out.index_add_(0, mine, run(x[mine], expert, before, behind).float() * share[start : start + taken])
+            after = None if biases is None or biases.down is None else biases.down[expert]
+            out.index_add_(0, mine, run(x[mine], expert, before, after).float() * share[start : start + taken])
             start += taken
     return out.to(x.dtype)

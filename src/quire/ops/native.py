@@ -1,5 +1,5 @@
-"""Quire's own kernels for CPUs, in C (`native/`). Where no compiler was there when Quire was installed, there are none, and
-libraries do their work."""
+"""Quire's C kernels for CPUs (`native/`). They are missing if no compiler was available at installation; libraries are used
+then."""
 
 import importlib
 import logging
@@ -8,26 +8,28 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-MOST_WORKERS = 16
-VERSION = 4  # of the structures that are handed over, as in `native/module.c`
+MAX_WORKERS = 16
+VERSION = 4  # of the structures passed to C, as in `native/module.c`
 
 
 @cache
 def kernels() -> Any:
-    """None = they were not built, or from other sources than ours."""
+    """Return the C module; None: not built, or built from other sources."""
     try:
         module = importlib.import_module("quire.ops._native")
     except ImportError:
-        logger.info("Quire was installed without its C kernels, which take a C compiler: on this CPU it is slower")
+        logger.info(
+            "Quire was installed without its C kernels, so CPU inference is slower; install a C compiler and reinstall Quire"
+        )
         return None
     if getattr(module, "VERSION", 0) != VERSION:
-        logger.warning("Quire's C kernels are of another release, and not used: on this CPU it is slower. Install Quire again")
+        logger.warning("Quire's C kernels are of another release and not used, so CPU inference is slower; reinstall Quire")
         return None
     return module
 
 
 def multiplies() -> bool:
-    """Are there kernels for products with numbers of few bits, and has this CPU the instructions they take?"""
+    """Return whether there are kernels for 4- and 8-bit GEMMs, and this CPU has the instructions."""
     return kernels() is not None and bool(kernels().multiplies())
 
 
@@ -36,26 +38,26 @@ def multiplies_floats() -> bool:
 
 
 def adapts() -> bool:
-    """Do they know what adapters add to products of floats?"""
+    """Return whether the float kernels support LoRA."""
     return kernels() is not None and bool(getattr(kernels(), "ADAPTS", 0))
 
 
 def tile() -> int:
-    """Outputs that lie together in a matrix of numbers of few bits."""
+    """Return the outputs per tile of a 4- or 8-bit matrix."""
     return int(kernels().TILE)
 
 
 def float_tile() -> int:
-    """The same for float32."""
+    """Return the outputs per tile of a float32 matrix."""
     return int(kernels().FLOAT_TILE)
 
 
 def run_decoders() -> bool:
-    """Do they do all the products of a decoder here? Then a row's numbers depend on nothing that is beside it."""
+    """Return whether all GEMMs of a decoder run in C kernels, so that a row's result does not depend on other rows."""
     return multiplies() and multiplies_floats()
 
 
 def workers() -> int:
     import torch
 
-    return min(torch.get_num_threads(), MOST_WORKERS)
+    return min(torch.get_num_threads(), MAX_WORKERS)

@@ -1,7 +1,4 @@
-"""Root-mean-square normalization, computed in float32 whatever the input's type.
-
-Like torch's own functions these can be overridden by what stands in for a tensor (torch.overrides).
-"""
+"""RMSNorm, computed in float32 for any input dtype. Overridable by __torch_function__."""
 
 import torch
 from torch import Tensor
@@ -11,7 +8,8 @@ from quire.ops.quantized_layouts import RoundedRows, Rounding
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """x [..., n], weight [n]. `offset` is added to the weight: 1.0 for checkpoints that store it around zero."""
+    """Return the norm of x [..., n]; weight [n]. `offset` is added to the weight: 1.0 for checkpoints that store it around
+    zero."""
     if has_torch_function_unary(x):
         return handle_torch_function(rms_norm, (x,), x, weight, eps, offset)
     if x.is_cuda:
@@ -22,7 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    """The norm of x + residual, and that sum: the residual stream from here on."""
+    """Return the norm of x + residual, and that sum."""
     if has_torch_function_unary(x):
         return handle_torch_function(add_rms_norm, (x,), x, residual, weight, eps, offset)
     if x.is_cuda:
@@ -36,7 +34,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset
 def rounded_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, rounding: Rounding
 ) -> tuple[RoundedRows, Tensor]:
-    """As `add_rms_norm`, on a GPU: what comes out is rounded. No residual: x is the sum."""
+    """Return the same as `add_rms_norm`, quantized. GPU only. residual None: x is the sum."""
     from quire.ops.kernels import norm
 
     return norm.rounded_norm(x, residual, weight, eps, offset, rounding)

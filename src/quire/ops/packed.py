@@ -1,12 +1,12 @@
-"""Matrices of 4, 6 and 8 bits on a GPU: repacked once, when all is loaded, for kernels that read them as they lie.
+"""4-, 6- and 8-bit matrices on a GPU, packed once after loading for the kernels that read them.
 
-    one row     the packed matrix streams past it, and is multiplied in float32 (`kernels/packed_rows.py`): of 8 bits, or small
-    some rows   it streams past them, multiplied by matrix units (`kernels/packed.py`, `kernels/packed_6bit.py`): no number of a
-                row is rounded
-    many rows   in 8 bits, where the scheme rounds rows; else a library multiplies by the matrix in the model's type: by a copy
-                that is there beside the packed one (`quantized.py`), or dequantized each time
+    one token     the packed matrix is streamed and multiplied in float32 (`kernels/packed_rows.py`): 8 bits, or small
+    some tokens   the packed matrix is streamed and multiplied by tensor cores (`kernels/packed.py`, `kernels/packed_6bit.py`):
+                  activations stay in 16 bits
+    many tokens   an 8-bit GEMM if the scheme quantizes activations; else a 16-bit GEMM by a library, with a 16-bit copy of the
+                  matrix (`quantized.py`) or by dequantizing it each time
 
-What goes where was measured on an H200.
+The thresholds were measured on an H200.
 """
 
 from dataclasses import dataclass
@@ -33,15 +33,15 @@ from quire.ops.quantized_layouts import (
     unpack_nibbles,
 )
 
-FILLING = 264  # programs that keep an H200 busy
-# of whole numbers of 8 bits, tiles as rows, outputs, warps and stages: the smallest of which there is a processor for each;
-# and, for so many rows at most, where there are more of all
+FILLING_PROGRAMS = 264  # programs that keep an H200 busy
+# tiles of int8 matrices as rows, outputs, warps, stages: the smallest with at most one program per processor; and, where there
+# are more, by the number of rows
 INT_TILES = ((64, 64, 4, 5), (128, 64, 4, 4), (128, 128, 8, 3))
 INT_MANY = ((64, 64, 128, 4, 4), (1 << 62, 128, 128, 8, 3))
 
 
 def choose_program(packed: Any) -> Any:
-    """Of the kernel for single rows."""
+    """Return the launch configuration of the one-token kernel."""
     from quire.ops.kernels.launcher import power_of_two
     from quire.ops.kernels.packed_rows import Program
 
@@ -51,84 +51,86 @@ def choose_program(packed: Any) -> Any:
     return Program(8 if wide <= 1024 else 4, max(256, min(1024, power_of_two(wide))), 4)
 
 
-def choose_way(packed: Any, rows: int) -> Any:
-    from quire.ops.kernels.packed import Way
+def choose_config(packed: Any, rows: int) -> Any:
+    from quire.ops.kernels.packed import PackedConfig
 
     block = next((block for block in (16, 32, 64, 128) if rows <= block), 256)
-    if block == 128 and packed.outputs < 128 * FILLING // 2:  # to add the shares of so high a tile takes too long
+    if block == 128 and packed.outputs < 128 * FILLING_PROGRAMS // 2:  # adding shares of so high a tile takes too long
         block = 64
     high = 64 if packed.form in ("int8", "float8") and block <= 64 else 128
     tiles = -(-packed.outputs // high) * -(-rows // block)
-    programs = 3 * FILLING if block <= 32 else FILLING if block <= 128 else FILLING // 2
+    programs = 3 * FILLING_PROGRAMS if block <= 32 else FILLING_PROGRAMS if block <= 128 else FILLING_PROGRAMS // 2
     shares = choose_shares(programs / tiles, packed.blocks)
-    warps = 8 if block == 256 or (block > 32 and packed.form == "int6") else 4  # whose numbers take more registers
-    return Way(block, high, shares, warps, 4 if block <= 32 else 3, fold=block > 64)
+    warps = 8 if block == 256 or (block > 32 and packed.form == "int6") else 4  # these need more registers
+    return PackedConfig(block, high, shares, warps, 4 if block <= 32 else 3, fold=block > 64)
 
 
 def choose_tile(packed: Any, rows: int) -> Any:
-    """Of the kernel for scales by block."""
+    """Return the tile of the kernel with scales per block."""
     from quire.ops.kernels.packed_8bit import Tile
 
     block, high = 64 if rows <= 64 else 128, 64
     tiles = -(-packed.outputs // high) * -(-rows // block)
-    shares = choose_shares(FILLING / tiles, packed.columns // (512 if block == 64 else 2048))
-    return Tile(block, high, 4, 3 if tiles >= FILLING or block * shares > 256 else 5, shares)
+    shares = choose_shares(FILLING_PROGRAMS / tiles, packed.columns // (512 if block == 64 else 2048))
+    return Tile(block, high, 4, 3 if tiles >= FILLING_PROGRAMS or block * shares > 256 else 5, shares)
 
 
 def choose_ints(rows: int, outputs: int, columns: int) -> Any:
-    """Of the kernel for whole numbers of 8 bits."""
+    """Return the tile of the int8 kernel."""
     from quire.ops.kernels.packed_8bit import IntTile
 
     for block, high, warps, stages in INT_TILES:
         tiles = -(-outputs // high) * -(-rows // block)
-        if tiles <= FILLING // 2:
-            return IntTile(block, high, warps, stages, choose_shares(FILLING / 2.75 / tiles, columns // 512), 256)
+        if tiles <= FILLING_PROGRAMS // 2:
+            return IntTile(block, high, warps, stages, choose_shares(FILLING_PROGRAMS / 2.75 / tiles, columns // 512), 256)
     return IntTile(*next(tile for most, *tile in INT_MANY if rows <= most))
 
 
-def choose_shares(wanted: float, most: int) -> int:
-    """Powers of two: for each number a kernel is compiled."""
-    return next(shares for shares in (8, 4, 2, 1) if shares == 1 or (shares <= most and shares < 1.42 * wanted))
+def choose_shares(target: float, most: int) -> int:
+    """Return a power of two: a kernel is compiled for each number of shares."""
+    return next(shares for shares in (8, 4, 2, 1) if shares == 1 or (shares <= most and shares < 1.42 * target))
 
 
-def choose_expert_way(packed: Any, rows: float) -> Any:
-    """For so many rows an expert on average."""
-    from quire.ops.kernels.bit_packing import NUMBERS
-    from quire.ops.kernels.packed import Way
+def choose_expert_config(packed: Any, rows: float) -> Any:
+    """Return the launch configuration for this average number of rows per expert."""
+    from quire.ops.kernels.bit_packing import VALUES_PER_WORD
+    from quire.ops.kernels.packed import PackedConfig
 
-    block, high = (16, 128) if rows <= 8 else (32, 128 if NUMBERS[packed.form] == 4 else 64) if rows <= 40 else (64, 128)
-    return Way(block, high, 1, 4, 3 if block == 64 else 4)
+    block, high = (
+        (16, 128) if rows <= 8 else (32, 128 if VALUES_PER_WORD[packed.form] == 4 else 64) if rows <= 40 else (64, 128)
+    )
+    return PackedConfig(block, high, 1, 4, 3 if block == 64 else 4)
 
 
-STREAMED = 256  # rows: for more it is faster to dequantize
-NEAR = 1 << 25  # numbers of a matrix that stays in the cache when it is dequantized: that is faster from 128 rows on
-# rows from which on products in 8 bits are faster: of floats with a scale to a row, of whole numbers, of floats in blocks
-ROUNDED = 2, 33, 49
-DEQUANTIZED = {"float4": 384, "float8": 768}  # rows an expert, from which on that is faster for experts; others: 1024
-MOST_DEQUANTIZED = 1 << 30  # numbers of all experts' matrices that there is memory for
-FEW_FLOAT4 = 8  # slots, up to which it is faster for each of them to read its expert's matrices by itself
-BLOCK = 128  # columns of a scale, where rows are rounded by blocks
-MOST_READ = 1 << 23  # bytes of a matrix, read once for each row
-AT_ONCE = 1 << 26  # numbers that are packed together
+MAX_STREAMED_ROWS = 256  # for more rows it is faster to dequantize
+CACHED_VALUES = 1 << 25  # of a matrix that stays in the L2 cache when dequantized: faster from 128 rows on
+# rows from which on an 8-bit GEMM is faster: fp8 with a scale per row, int8, fp8 with a scale per block
+MIN_QUANTIZED_ROWS = 2, 33, 49
+DEQUANTIZED = {"float4": 384, "float8": 768}  # rows per expert from which on dequantizing is faster; others: 1024
+MAX_DEQUANTIZED_VALUES = 1 << 30  # of all experts' matrices
+FEW_FLOAT4 = 8  # slots up to which it is faster if each reads its expert's matrices separately
+BLOCK = 128  # columns per scale if activations are quantized in blocks
+MAX_READ_BYTES = 1 << 23  # of a matrix, read once per row
+VALUES_AT_ONCE = 1 << 26  # packed together
 LOW, WIDE = 4096, 16384  # outputs
-BLOCKS_SINCE = "12.9"  # CUDA's version
-TILE = 128  # rows of a matrix that lie together
-INT_ROWS = 2048  # of whole numbers of 8 bits: up to so many our kernel multiplies, a library more
+BLOCKS_SINCE = "12.9"  # CUDA version
+TILE = 128  # rows of a matrix whose blocks are contiguous
+INT_ROWS = 2048  # of int8: up to this many rows our kernel is used, a library for more
 
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A form (`quantized_layouts.py`) of the GPU's own."""
+    """A matrix in a packed layout of GPUs (`kernels/bit_packing.py`)."""
 
     kind: str
     inputs: int
     packed: Any  # kernels.packed.Packed
-    order: Tensor | None = None  # of the inputs
+    order: Tensor | None = None  # [inputs] input of each column; None: in order
     activation: Activation = Activation.NONE
     input_scale: Tensor | None = None
-    block_scales: Tensor | None = None  # [inputs / BLOCK, outputs / BLOCK], as the libraries take them
-    copy: Tensor | None = None  # [outputs, inputs] of the model's type
-    copied_from: int = 0  # rows, from which on it is faster
+    block_scales: Tensor | None = None  # [inputs / BLOCK, outputs / BLOCK], as libraries require
+    copy: Tensor | None = None  # [outputs, inputs] in a 16-bit dtype
+    copied_from: int = 0  # rows from which on the copy is faster
 
     @property
     def outputs(self) -> int:
@@ -139,8 +141,10 @@ class PackedMatrix:
     @overload
     def multiply(self, x: Rows, bias: Tensor | None, activation: str, rounding: Rounding | None) -> Rows: ...
     def multiply(self, x: Rows, bias: Tensor | None, activation: str = "", rounding: Rounding | None = None) -> Rows:
-        """x [..., inputs] -> [..., outputs]; with an activation: of gate above up [..., outputs / 2]. `rounding`: how who reads
-        that alone will round it; by groups, it is rounded so."""
+        """Return x [..., inputs] times the matrix [..., outputs]; with an activation: gate rows first -> [..., outputs / 2].
+
+        rounding: activation quantization of the only reader; by groups, it is fused.
+        """
         if isinstance(x, RoundedRows):
             return self._multiply(x, bias, activation, rounding)
         if self.order is not None:
@@ -149,14 +153,14 @@ class PackedMatrix:
         return out if isinstance(out, RoundedRows) else out.view(*x.shape[:-1], out.shape[-1])
 
     def rounding(self, x: Rows) -> Rounding | None:
-        """How it rounds rows, if they are as many as x has, and of that type; None = it takes them as they are."""
-        packed, (by_row, whole, by_block) = self.packed, ROUNDED
+        """Return the activation quantization for inputs shaped like x; None: inputs stay as they are."""
+        packed, (by_row, whole, by_block) = self.packed, MIN_QUANTIZED_ROWS
         if len(x) >= (by_row if packed.form == "float8" else whole) and self._rounds(x):
             if packed.form == "int8":
-                return Rounding(torch.int8, packed.columns, packed.apart)
-            return Rounding(torch.float8_e4m3fn, packed.columns, packed.apart, given=self.input_scale)
+                return Rounding(torch.int8, packed.columns, packed.value_stride)
+            return Rounding(torch.float8_e4m3fn, packed.columns, packed.value_stride, given=self.input_scale)
         if len(x) >= by_block and self._rounds_blocks(x):
-            return Rounding(torch.float8_e4m3fn, packed.columns, packed.apart, BLOCK)
+            return Rounding(torch.float8_e4m3fn, packed.columns, packed.value_stride, BLOCK)
         return None
 
     def _multiply(self, x: Rows, bias: Tensor | None, activation: str, after: Rounding | None) -> Rows:
@@ -171,63 +175,65 @@ class PackedMatrix:
         if self.copy is not None and len(x) >= self.copied_from:
             return multiply_floats(x, self.copy, bias, activation)
         from quire.ops.kernels.packed import product
-        from quire.ops.kernels.packed_rows import linear as one_by_one
+        from quire.ops.kernels.packed_rows import linear as linear_one_row
 
         rows, packed = len(x), self.packed
         if packed.form == "int6":
             from quire.ops.kernels import packed_6bit
 
             if self._streams(x):
-                return packed_6bit.product(x, packed, bias, activation, choose_way(packed, rows))
-        elif (rows == 1 and not self._by_units(x)) or rows * packed.words.nbytes <= MOST_READ:
-            return one_by_one(x, packed, bias, activation, choose_program(packed))
+                return packed_6bit.product(x, packed, bias, activation, choose_config(packed, rows))
+        elif (rows == 1 and not self._by_tensor_cores(x)) or rows * packed.words.nbytes <= MAX_READ_BYTES:
+            return linear_one_row(x, packed, bias, activation, choose_program(packed))
         if self._streams(x):
-            return product(x, packed, bias, activation, choose_way(packed, rows))
+            return product(x, packed, bias, activation, choose_config(packed, rows))
         return multiply_floats(x, self.dequantize(x), bias, activation)
 
     def dequantize(self, like: Tensor) -> Tensor:
-        """[outputs, inputs] of the type of `like` [..., inputs], with the inputs in the packed order."""
+        """Return the matrix [outputs, inputs] in the dtype of `like` [..., inputs], with the inputs in packed order."""
         if self.packed.form == "int6":
-            from quire.ops.kernels.packed_6bit import dequantize as dequantize_six
+            from quire.ops.kernels.packed_6bit import dequantize as dequantize_6bit
 
-            return dequantize_six(self.packed, like)
+            return dequantize_6bit(self.packed, like)
         from quire.ops.kernels.bit_packing import dequantize
 
         return dequantize(self.packed, like)
 
     def _streams(self, x: Tensor) -> bool:
-        """Whether it is faster to unpack the matrix in registers than to dequantize it."""
+        """Return whether unpacking the matrix in registers is faster than dequantizing it."""
         packed, rows = self.packed, len(x)
-        return rows <= STREAMED and x.dtype in SHORT and (rows <= 128 or packed.outputs * packed.columns > NEAR)
+        return (
+            rows <= MAX_STREAMED_ROWS and x.dtype in SHORT and (rows <= 128 or packed.outputs * packed.columns > CACHED_VALUES)
+        )
 
-    def _by_units(self, x: Tensor) -> bool:
-        """Whether matrix units are faster for one row, too: they are where unpacking takes longer than reading."""
+    def _by_tensor_cores(self, x: Tensor) -> bool:
+        """Return whether tensor cores are faster for one row, too: where unpacking takes longer than reading."""
         return self.packed.form in ("int4", "float4") and x.dtype in SHORT
 
     def _rounds(self, x: Rows) -> bool:
-        """Whether rows are rounded to 8 bits, one scale to a row, and the libraries multiply them, or our kernel."""
+        """Return whether activations are quantized with a scale per row, for an 8-bit GEMM."""
         if self.activation not in (Activation.TOKEN, Activation.TENSOR) or self.packed.groups > 1:
             return False
-        if self._in_whole_numbers(x):
+        if self._by_int8_kernel(x):
             return True
         if self.packed.form == "float8" and torch.cuda.get_device_capability(x.device) < (8, 9):
             return False
         return self.outputs % 16 == 0 and self.packed.columns % 16 == 0 and x.dtype in SHORT
 
-    def _in_whole_numbers(self, x: Rows) -> bool:
-        """Whether our kernel multiplies rounded rows by whole numbers: some rows, and any of sizes that torch does not take."""
+    def _by_int8_kernel(self, x: Rows) -> bool:
+        """Return whether our int8 kernel is used: up to INT_ROWS rows, and for sizes that torch does not support."""
         if self.packed.form != "int8" or x.dtype not in SHORT or (len(x) > INT_ROWS and self.outputs % 16 == 0):
             return False
         return torch.cuda.get_device_capability(x.device) >= (9, 0)
 
     def _rounds_blocks(self, x: Rows) -> bool:
-        """Whether rows are rounded to 8 bits, one scale to each block of columns, and our kernel multiplies them."""
-        if self.activation is not Activation.GROUP or self.packed.group != BLOCK or self.packed.apart != BLOCK // 2:
+        """Return whether activations are quantized with a scale per block of columns, for our fp8 kernel."""
+        if self.activation is not Activation.GROUP or self.packed.group != BLOCK or self.packed.value_stride != BLOCK // 2:
             return False
         return x.dtype in SHORT and torch.cuda.get_device_capability(x.device) >= (8, 9)
 
     def _in_library(self, x: Rows) -> bool:
-        """Whether torch multiplies rows and matrices that have scales by block, as it does on one generation, and is faster."""
+        """Return whether torch multiplies with scales per block (Hopper only), and is faster."""
         if x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device) != (9, 0):
             return False
         least = 64 if self.outputs >= WIDE else 128 if self.outputs > LOW else 129
@@ -254,7 +260,7 @@ class PackedMatrix:
         scale = packed.scales.flatten()
         if len(scale) < self.outputs:
             scale = scale.repeat_interleave(self.outputs // len(scale))
-        if self._in_whole_numbers(x):
+        if self._by_int8_kernel(x):
             from quire.ops.kernels.packed_8bit import ints_product
 
             tile = choose_ints(len(x), self.outputs, packed.columns)
@@ -263,7 +269,7 @@ class PackedMatrix:
             sums = torch._int_mm(x.numbers, packed.words.view(torch.int8).t())
         else:
             one = _one(x.device)
-            # sums are as large as float16 is not
+            # sums may exceed float16
             kind = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
             matrix = packed.words.view(torch.float8_e4m3fn).t()
             sums = torch._scaled_mm(x.numbers, matrix, one, one, out_dtype=kind, use_fast_accum=True)
@@ -284,13 +290,13 @@ def _one(device: torch.device) -> Tensor:
 
 
 def pack(form: Any) -> PackedMatrix | None:
-    """A form as a GPU multiplies by it; None = no kernel reads it so."""
-    if form.numbers.dim() > 2 and getattr(form, "order", None) is not None:  # each expert has its own
+    """Return the matrix packed for GPU kernels; None: no kernel supports it."""
+    if form.numbers.dim() > 2 and getattr(form, "order", None) is not None:  # each expert has its own order
         return None
     match form:
         case PackedInts(bits=4):
             packed = _pack("int4", form.unpacked(), form.group, form.scale, _short(form.zeros), fill=8)
-        case PackedInts(bits=8) if (packed := _pack_six(form)) is not None:
+        case PackedInts(bits=8) if (packed := _pack_6bit(form)) is not None:
             pass
         case PackedInts(bits=8):
             zeros = form.zeros
@@ -307,7 +313,7 @@ def pack(form: Any) -> PackedMatrix | None:
             packed = _pack("float8", form.numbers.view(torch.uint8), group, scale, None, fill=0, tiled=False)
         case Float4(code="e2m1"):
             scale, factor = form.scale, form.factor
-            # four of them are of one block, and are read together
+            # four scales of a block are read together
             fours = form.group == (32 if scale.dtype == torch.uint8 else 16) and scale.shape[-1] > 1
             if not fours or scale.dtype == torch.float32 or (scale.dtype == torch.uint8) != (factor is None):
                 scale = powers_of_two(scale) if scale.dtype == torch.uint8 else scale.float()
@@ -323,10 +329,10 @@ def pack(form: Any) -> PackedMatrix | None:
     )  # fmt: skip
 
 
-def _pack_six(form: PackedInts) -> Any:
-    from quire.ops.kernels.packed_6bit import pack_six
+def _pack_6bit(form: PackedInts) -> Any:
+    from quire.ops.kernels.packed_6bit import pack_6bit
 
-    return pack_six(form, gcd(TILE, form.outputs))
+    return pack_6bit(form, gcd(TILE, form.outputs))
 
 
 def _block_scales(form: Any) -> Tensor | None:
@@ -345,15 +351,15 @@ def _pack(
     name: str, numbers: Tensor, group: int, scale: Tensor, zeros: Tensor | None, fill: int,
     factor: Tensor | None = None, tiled: bool = True,
 ) -> Any:  # fmt: skip
-    """numbers [..., outputs, inputs] uint8, one to a byte."""
-    from quire.ops.kernels.bit_packing import ANY_ZEROS, NO_ZEROS, NUMBERS, WHOLE_ZEROS, Packed
+    """Pack numbers [..., outputs, inputs] uint8, one per byte."""
+    from quire.ops.kernels.bit_packing import ANY_ZEROS, NO_ZEROS, VALUES_PER_WORD, WHOLE_ZEROS, Packed
 
-    inputs, per = numbers.shape[-1], NUMBERS[name]
+    inputs, per = numbers.shape[-1], VALUES_PER_WORD[name]
     groups = scale.shape[-1]
     if groups > 1 and group % 16:
         return None
-    apart = gcd(128 // per, group) if groups > 1 else 128 // per
-    block = per * apart
+    value_stride = gcd(128 // per, group) if groups > 1 else 128 // per
+    block = per * value_stride
     grain = lcm(block, group) if groups > 1 else block
     columns = -(-inputs // grain) * grain
     if groups > 1:
@@ -365,14 +371,14 @@ def _pack(
     tile = gcd(TILE, numbers.shape[-2]) if tiled else 1
     words = torch.empty(*numbers.shape[:-1], columns // per, dtype=torch.int16, device=numbers.device)
     flat, out = numbers.reshape(-1, inputs), words.view(-1, words.shape[-1])
-    step = max(1, AT_ONCE // columns // tile) * tile
+    step = max(1, VALUES_AT_ONCE // columns // tile) * tile
     for start in range(0, len(flat), step):
         some = F.pad(flat[start : start + step], (0, columns - inputs), value=fill)
-        parts = some.view(len(some), -1, per, apart).to(torch.int32)
+        parts = some.view(len(some), -1, per, value_stride).to(torch.int32)
         joined = torch.zeros_like(parts[:, :, 0])
         for index in range(per):
             joined |= parts[:, :, index] << (16 // per * index)
-        joined = (joined - ((joined & 0x8000) << 1)).to(torch.int16)  # [rows, blocks, apart]
+        joined = (joined - ((joined & 0x8000) << 1)).to(torch.int16)  # [rows, blocks, value_stride]
         out[start : start + step] = joined.view(-1, tile, *joined.shape[1:]).transpose(1, 2).reshape(len(some), -1)
     scale = scale.transpose(-1, -2).contiguous()
     zeros = None if zeros is None else zeros.transpose(-1, -2).contiguous()
@@ -383,15 +389,16 @@ def _pack(
         scale = _fours(scale.view(torch.uint8), factor)
     elif scale.dtype in SHORT:
         scaled = "bf16" if scale.dtype == torch.bfloat16 else "fp16"
-        if zeros is None and name == "int4":  # one kernel less, and its scales are copied ahead
+        if zeros is None and name == "int4":  # one kernel variant less, and scales are prefetched
             zeros, offset = torch.full_like(scale, 8), WHOLE_ZEROS
         above = (torch.zeros_like(scale) if zeros is None else zeros).half()
         scale, zeros = (scale.view(torch.int16).int() & 0xFFFF) | (above.view(torch.int16).int() << 16), None
-    return Packed(name, words, scale, zeros, apart, group, tile, scaled, offset)
+    return Packed(name, words, scale, zeros, value_stride, group, tile, scaled, offset)
 
 
 def _fours(scale: Tensor, factor: Tensor | None) -> Tensor:
-    """scale [..., groups, outputs] uint8 -> [..., groups / 4, outputs] int32; with a factor [..., outputs, 1], a line more."""
+    """Return scale [..., groups, outputs] uint8 as [..., groups / 4, outputs] int32; with a factor [..., outputs, 1], one line
+    more."""
     four = scale.view(*scale.shape[:-2], -1, 4, scale.shape[-1]).int()
     words = four[..., 0, :] | four[..., 1, :] << 8 | four[..., 2, :] << 16 | four[..., 3, :] << 24
     return words if factor is None else torch.cat((words, factor.float().transpose(-1, -2).contiguous().view(torch.int32)), -2)
@@ -406,7 +413,7 @@ def packed_experts_forward(
     activation: str | ClampedSwiglu,
     biases: ExpertBiases | None = None,
 ) -> Tensor:
-    """As `moe.experts_forward`."""
+    """Return the same as `moe.experts_forward`."""
     from quire.ops.kernels import experts as sorted_experts
     from quire.ops.kernels import packed_rows
     from quire.ops.kernels.bit_packing import dequantize
@@ -421,17 +428,17 @@ def packed_experts_forward(
         outputs = 16 if x.dtype == torch.float32 else 1
         programs = packed_rows.Program(outputs, 256, 1), packed_rows.Program(outputs, 128, 1)
         return packed_rows.experts_forward(x, weights, experts, up.packed, down.packed, activation, biases, programs)
-    before, behind = biases or (None, None)
+    before, after = biases or (None, None)
     order, ends = sorted_experts.sort_slots(experts.flatten(), len(up.packed.words))
     each = experts.numel() / len(up.packed.words)
-    all_numbers = up.packed.outputs * up.inputs * len(up.packed.words)
-    if each >= DEQUANTIZED.get(up.packed.form, 1024) and x.dtype in SHORT and all_numbers <= MOST_DEQUANTIZED:
+    all_values = up.packed.outputs * up.inputs * len(up.packed.words)
+    if each >= DEQUANTIZED.get(up.packed.form, 1024) and x.dtype in SHORT and all_values <= MAX_DEQUANTIZED_VALUES:
         block = sorted_experts.blocks(each, x.dtype)
         inner = sorted_experts.product(x, dequantize(up.packed, x), before, order, ends, block, top_k, activation)
-        y = sorted_experts.product(inner, dequantize(down.packed, inner), behind, order, ends, block, 1)
+        y = sorted_experts.product(inner, dequantize(down.packed, inner), after, order, ends, block, 1)
         return sorted_experts.weighted_sum(y, weights, torch.empty_like(x))
     slots = Slots(order, ends, top_k)
-    inner = product(x, up.packed, before, activation, choose_expert_way(up.packed, each), slots)
+    inner = product(x, up.packed, before, activation, choose_expert_config(up.packed, each), slots)
     slots = slots._replace(sharing=1)
-    y = product(inner, down.packed, behind, "", choose_expert_way(down.packed, each), slots)
+    y = product(inner, down.packed, after, "", choose_expert_config(down.packed, each), slots)
     return sorted_experts.weighted_sum(y, weights, torch.empty_like(x))

@@ -1,8 +1,8 @@
-"""Attention on a CPU by a kernel in C (`native/paged_attention.c`): head norms, rotation, the way into the cache and attention
-over pages are one call. Keys are read where they lie, whatever the order of their pages. A token's numbers are the same to the
-last bit in any company, and however its row is cut.
+"""Attention on a CPU by a C kernel (`native/paged_attention.c`): head norms, RoPE, the cache write and attention over pages in
+one
+call. Keys are read in place, whatever the order of their pages. A token's result is bit-exact in any batch, for any chunking.
 
-No library at hand does it well: those that multiply repack every row's keys first, for three or four queries.
+Libraries repack every row's keys first, which is slow for three or four queries.
 """
 
 import struct
@@ -15,22 +15,22 @@ from quire.ops.native import kernels, workers
 
 LAYER = struct.Struct("10q 10q 3d")  # as in C
 ROWS = struct.Struct("5q")
-STEP, MOST_COMPONENTS = 16, 512  # of a head
+HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 512
 
 
 def suits(kv: Tensor) -> bool:
-    """Is the kernel there, and such a cache for it?"""
+    """Return whether the kernel exists and supports this cache."""
     head_dim = kv.shape[4]
-    whole = head_dim % STEP == 0 and head_dim <= MOST_COMPONENTS
+    whole = head_dim % HEAD_DIM_STEP == 0 and head_dim <= MAX_HEAD_DIM
     in_order = kv.stride(4) == 1 and kv.stride(3) == head_dim
     return kv.dtype == torch.float32 and not kv.is_cuda and whole and in_order and kernels() is not None
 
 
 class Rows:
-    """Rows of tokens in one cache group; a row may have none."""
+    """Rows of tokens in one cache group; a row may be empty."""
 
     def __init__(self, tables: Tensor, lengths: Tensor, starts: Tensor) -> None:
-        """tables [R, P], lengths [R], the tokens themselves included, and starts [R + 1] of the rows' tokens, int32."""
+        """Hold int32 tables [R, P], lengths [R] including the rows' own tokens, and starts [R + 1] of the rows' tokens."""
         assert tables.dtype == lengths.dtype == starts.dtype == torch.int32 and len(starts) == len(lengths) + 1
         assert tables.stride(1) == 1 and lengths.is_contiguous() and starts.is_contiguous()
         self._memory = tables, lengths, starts
@@ -38,10 +38,11 @@ class Rows:
 
 
 class PagedAttention:
-    """One layer's attention on memory that stays: from the first rows of `qkv` [C, (heads + 2 * kv_heads) * head_dim] to those
-    of `out` [C, heads * head_dim], where no row has several tokens. Where tokens of one row see each other, in two calls:
-    without an `out`, keys and values go to the cache; `placed`, they are there, and `qkv` are queries alone. The numbers are
-    the same in either way.
+    """One layer's attention on fixed memory: from qkv [C, (heads + 2 * kv_heads) * head_dim] to `out` [C, heads * head_dim].
+
+    One call if no row has several tokens. Otherwise two: without `out`, keys and values are written to the cache; with
+    `placed`,
+    they are there already, and `qkv` has queries only. Results are the same in both ways.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Between the projection and attention: head norms, rotation, and the way of keys and values to their pages."""
+"""Between projection and attention: head norms, RoPE, and the write of keys and values to their pages."""
 
 import torch
 from torch import Tensor
@@ -17,10 +17,12 @@ def place_heads(
     norms: HeadNorms | None,
     given: Tensor | None = None,
 ) -> Tensor:
-    """qkv [T, (heads + 2 * kv_heads) * head_dim] -> query [T, heads, head_dim], normed and turned; it may overwrite qkv.
+    """Return query [T, heads, head_dim], normalized and rotated, of qkv [T, (heads + 2 * kv_heads) * head_dim]. May overwrite
+    qkv.
 
-    Keys, normed and turned, and values go to `write` [T] in kv [pages, 2, kv_heads, page_size, head_dim]; to a cache of 8 bits
-    with the `given` scales [2, kv_heads] float32, if there are any.
+    Keys, normalized and rotated, and values are written to `write` [T] in kv [pages, 2, kv_heads, page_size, head_dim]; to an
+    8-bit
+    cache with the `given` scales [2, kv_heads] float32, if any.
     """
     if qkv.is_cuda:
         from quire.ops.kernels import qkv as kernels
@@ -42,8 +44,10 @@ def reference_place_heads(
 
 
 class Lanes:
-    """Views of a projection and of the cache. They hold as long as both are the same tensors: on a CPU a view costs as much as
-    the arithmetic of one token, so whoever projects into the same memory step after step keeps them."""
+    """Views of a projection and of the cache, valid for these tensors. On a CPU a view costs as much as the arithmetic of one
+    token,
+    so callers with fixed memory reuse them.
+    """
 
     def __init__(self, qkv: Tensor, kv: Tensor) -> None:
         kv_heads, head_dim = kv.shape[2], kv.shape[4]
@@ -51,7 +55,7 @@ class Lanes:
         lanes = qkv.view(len(qkv), -1, head_dim)
         heads = lanes.shape[1] - 2 * kv_heads
         self.query, self.key = lanes[:, :heads], lanes[:, heads : heads + kv_heads]
-        self.turning = lanes[:, : heads + kv_heads]
+        self.rotated = lanes[:, : heads + kv_heads]
         self.target = KVTarget(kv, lanes[:, heads:].view(-1, 2, kv_heads, head_dim))
 
     def place(
@@ -67,37 +71,40 @@ class Lanes:
         return self.query
 
     def prepare(self, positions: Tensor, rotation: Rotation | None, norms: HeadNorms | None) -> None:
-        """Norms and turns queries and keys in place."""
+        """Apply norms and RoPE to queries and keys in place."""
         if norms is not None:
             self.query.copy_(reference_rms_norm(self.query, norms.query, norms.eps, norms.offset))
             self.key.copy_(reference_rms_norm(self.key, norms.key, norms.eps, norms.offset))
         if rotation is not None:
-            turn(self.turning, *rotation.rows(positions), rotation.interleaved)
+            turn(self.rotated, *rotation.rows(positions), rotation.interleaved)
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> None:
-    """Rotary position embedding: turns the first rotary_dim components of each head in place, by halves (the pairing that most
-    Hugging Face checkpoints are stored for) or interleaved; the others stay. Computed in float32.
+    """Apply rotary position embedding to the first rotary_dim dimensions of each head in place, by halves or interleaved.
+    Computed in
+    float32.
 
-    x [T, heads, head_dim]; cos and sin [T, 1, rotary_dim] float32, the sines of each pair's first component negative.
+    x: [T, heads, head_dim]
+    cos, sin: [T, 1, rotary_dim] float32, the sines of each pair's first dimension negative
     """
     size = cos.shape[-1]
-    turning = x if size == x.shape[-1] else x[..., :size]
-    wide = turning if turning.dtype == torch.float32 else turning.float()
+    rotary = x if size == x.shape[-1] else x[..., :size]
+    wide = rotary if rotary.dtype == torch.float32 else rotary.float()
     if interleaved:
         swapped = wide.view(*wide.shape[:-1], -1, 2).flip(-1).flatten(-2)
     else:
         swapped = torch.cat(wide.chunk(2, dim=-1)[::-1], dim=-1)
-    turned = torch.mul(wide, cos, out=wide).addcmul_(swapped, sin)
-    if turned is not turning:
-        turning.copy_(turned)
+    rotated = torch.mul(wide, cos, out=wide).addcmul_(swapped, sin)
+    if rotated is not rotary:
+        rotary.copy_(rotated)
 
 
 def place_rows(
     rows: Tensor, kv: Tensor, write: Tensor, positions: Tensor, norm: Tensor, eps: float, rotation: Rotation
 ) -> None:
-    """rows [T, rank + rotary], as projected: normed, and turned at their end, they go to `write` [T] in
-    kv [pages, 1, 1, page_size, rank + rotary]."""
+    """Normalize rows [T, rank + rotary], as projected, apply RoPE to their end, and write them to `write` [T] in
+    kv [pages, 1, 1, page_size, rank + rotary].
+    """
     rank, page_size = len(norm), kv.shape[3]
     made = torch.empty_like(rows, memory_format=torch.contiguous_format)
     made[:, :rank] = reference_rms_norm(rows[:, :rank], norm, eps, 0.0)
@@ -107,27 +114,30 @@ def place_rows(
 
 
 def turn_queries(query: Tensor, nope: int, positions: Tensor, rotation: Rotation) -> Tensor:
-    """query [T, heads, nope + rotary] -> the same, turned at its end."""
+    """Return query [T, heads, nope + rotary] with RoPE applied to its end."""
     query = query.clone(memory_format=torch.contiguous_format)
     turn(query[:, :, nope:], *rotation.rows(positions), rotation.interleaved)
     return query
 
 
 def gather_rows(kv: Tensor, pages: Tensor, length: int) -> Tensor:
-    """pages [P] -> the first `length` rows that they hold, [length, rank + rotary]."""
+    """Return the first `length` rows of pages [P], [length, rank + rotary]."""
     return kv[:, 0, 0].index_select(0, pages).flatten(0, 1)[:length]
 
 
 def add_to_near(near: Tensor, query: Tensor, matrix: Tensor, nope: int, rows: AdapterTiles, table: AdapterTable) -> None:
-    """near [K, heads, rank + turning], which it overwrites, of query [K, heads, nope + turning] and
-    matrix [heads, nope + values, rank], to which adapters add. On a GPU."""
+    """Apply adapters to projected queries near [K, heads, rank + rotary], in place. GPU only.
+
+    query: [K, heads, nope + rotary]
+    matrix: [heads, nope + values, rank]
+    """
     from quire.ops.kernels import latent_adapters
 
     latent_adapters.add_to_near(near, query, matrix, nope, rows, table)
 
 
 def add_to_values(out: Tensor, found: Tensor, nope: int, rows: AdapterTiles, table: AdapterTable) -> None:
-    """out [K, heads, values], which it overwrites, of found [K, heads, rank]. On a GPU."""
+    """Apply adapters to out [K, heads, values], in place; found [K, heads, rank]. GPU only."""
     from quire.ops.kernels import latent_adapters
 
     latent_adapters.add_to_values(out, found, nope, rows, table)

@@ -1,7 +1,8 @@
-"""The forms in which matrices of few bits are held, whatever a checkpoint had them in: few, so that few kernels serve all.
+"""Layouts of quantized matrices, independent of the checkpoint's format: few, so that few kernels serve all.
 
-Everything is row-major along the inputs K. A matrix has any number of dimensions before its outputs N: experts have one. `cut`
-gives one of a stack. Numbers of 4 bits are two to a byte, the one of the even input in the low half.
+Everything is row-major along the inputs K. A matrix may have dimensions before its outputs N: experts have one. `cut` returns
+one
+matrix of a stack. 4-bit values are two per byte, that of the even input in the low nibble.
 """
 
 from collections.abc import Sequence
@@ -27,18 +28,18 @@ Code = Literal["e2m1", "nf4", "fp4"]
 
 
 class Activation(StrEnum):
-    """How the rows of a product are to be rounded where it is done in 8 bits. A reference in float32 does not."""
+    """Activation quantization of an 8-bit GEMM. The float32 reference does not apply it."""
 
-    NONE = "none"  # not at all: only weights are of few bits
-    TOKEN = "token"  # by their own largest number
-    GROUP = "group"  # each 128 numbers by their own largest
-    TENSOR = "tensor"  # by a scale that the checkpoint has
+    NONE = "none"  # weights only
+    TOKEN = "token"  # scale per token
+    GROUP = "group"  # scale per 128 values of a token
+    TENSOR = "tensor"  # static scale from the checkpoint
 
 
-class Form(Protocol):
+class QuantizedLayout(Protocol):
     @property
     def kind(self) -> str:
-        """As `DeviceFacts.keeps` names it."""
+        """Return the name in `DeviceFacts.keeps`."""
         ...
 
     @property
@@ -48,16 +49,16 @@ class Form(Protocol):
     def inputs(self) -> int: ...
 
     def dequantize(self) -> Tensor:
-        """[..., N, K] float32, with the inputs in the checkpoint's order."""
+        """Return [..., N, K] float32, with the inputs in the checkpoint's order."""
         ...
 
     def cut(self, index: int) -> Self:
-        """One of a stack."""
+        """Return one matrix of a stack."""
         ...
 
 
 class _Stack:
-    numbers: Tensor  # [..., N, K], or several of them in one
+    numbers: Tensor  # [..., N, K], or several values in one
 
     @property
     def outputs(self) -> int:
@@ -78,12 +79,12 @@ class PackedInts(_Stack):
     """value = scale * (number - zero). Rows of a product are of the model's type."""
 
     bits: int  # 4 or 8
-    group: int  # inputs that share a scale; it divides K
+    group: int  # inputs per scale; divides K
     numbers: Tensor  # [..., N, K * bits / 8] uint8
-    scale: Tensor  # [..., N, K / group], of the type the checkpoint has them in
-    # [..., N, K / group] uint8 (with 4 bits at most 16), or float32, any; None = all are 2 ** (bits - 1)
+    scale: Tensor  # [..., N, K / group], in the checkpoint's dtype
+    # [..., N, K / group] uint8 (4-bit: at most 16) or float32; None: all are 2 ** (bits - 1)
     zeros: Tensor | None
-    order: Tensor | None  # [..., K] int32: column k is of input order[k] of a row; None = they are in order
+    order: Tensor | None  # [..., K] int32: column k belongs to input order[k]; None: in order
 
     @property
     def kind(self) -> str:
@@ -94,14 +95,14 @@ class PackedInts(_Stack):
         return self.numbers.shape[-1] * 8 // self.bits
 
     def unpacked(self) -> Tensor:
-        """[..., N, K] uint8."""
+        """Return the values [..., N, K] uint8."""
         return unpack_nibbles(self.numbers) if self.bits == 4 else self.numbers
 
     def divided(self, bits: int, group: int, dtype: torch.dtype) -> "PackedInts":
-        """The same values with more bits, smaller groups and another type of scales."""
+        """Return the same values with more bits, smaller groups and another dtype of scales."""
         if (bits, group, dtype) == (self.bits, self.group, self.scale.dtype):
             return self
-        moved = 2 ** (bits - 1) - 2 ** (self.bits - 1)  # what was in the middle still is
+        moved = 2 ** (bits - 1) - 2 ** (self.bits - 1)  # the middle stays the middle
         numbers = self.unpacked() + moved if moved else self.numbers
         times = self.group // group
         zeros = None if self.zeros is None else (self.zeros + moved).repeat_interleave(times, -1)
@@ -119,9 +120,9 @@ class PackedInts(_Stack):
 
 @dataclass(frozen=True)
 class Float8(_Stack):
-    """value = scale * number, by blocks of `rows` outputs and `columns` inputs; the last ones may be smaller.
+    """fp8: value = scale * number, by blocks of `rows` outputs and `columns` inputs; the last ones may be smaller.
 
-    By channel: rows = 1, columns = K. A scale for a whole tensor is given to each of its channels.
+    Per channel: rows = 1, columns = K. A scale per tensor is repeated for each channel.
     """
 
     rows: int
@@ -134,7 +135,7 @@ class Float8(_Stack):
     kind = "fp8"
 
     def each_scale(self) -> Tensor:
-        """Broadcasts to [..., N, K]."""
+        """Return scales that broadcast to [..., N, K]."""
         scale = self.scale if self.rows == 1 else self.scale.repeat_interleave(self.rows, -2)[..., : self.outputs, :]
         return scale if scale.shape[-1] == 1 else scale.repeat_interleave(self.columns, -1)[..., : self.inputs]
 
@@ -144,7 +145,7 @@ class Float8(_Stack):
 
 @dataclass(frozen=True)
 class Int8(_Stack):
-    """value = scale * number. The rows of a product are rounded to 8 bits, too."""
+    """W8A8: value = scale * number. Activations are quantized to 8 bits, too."""
 
     numbers: Tensor  # [..., N, K] int8
     scale: Tensor  # [..., N, 1] float32
@@ -158,8 +159,10 @@ class Int8(_Stack):
 
 @dataclass(frozen=True)
 class Float4(_Stack):
-    """value = table[number] * scale * factor: nvfp4 (e2m1, groups of 16, a factor), mxfp4 (e2m1, groups of 32, powers of two),
-    and bitsandbytes' nf4 and fp4. Rows of a product are of the model's type."""
+    """4-bit floats: value = table[number] * scale * factor. nvfp4 (e2m1, groups of 16, a factor), mxfp4 (e2m1, groups of 32,
+    powers of
+    two), bitsandbytes' nf4 and fp4. Activations have the model's dtype.
+    """
 
     code: Code  # which table
     group: int
@@ -189,28 +192,28 @@ def table_of(code: Code, device: torch.device) -> Tensor:
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:
-    """uint8 -> float32: 2 ** (number - 127)."""
+    """Return 2 ** (number - 127) in float32 for uint8 exponents."""
     return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - 127)
 
 
 def in_groups(x: Tensor, size: int) -> Tensor:
-    """[..., n] -> [..., n / size, size]."""
+    """Return x [..., n] as [..., n / size, size]."""
     return x.reshape(*x.shape[:-1], -1, size)
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """[..., n] uint8 -> [..., 2n] uint8."""
+    """Return packed [..., n] uint8 as [..., 2n] uint8."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
 def pack_nibbles(numbers: Tensor) -> Tensor:
-    """[..., 2n] of 0 ... 15 -> [..., n] uint8."""
+    """Return numbers [..., 2n] of 0 ... 15 as [..., n] uint8."""
     numbers = numbers.to(torch.uint8)
     return numbers[..., 0::2] | numbers[..., 1::2] << 4
 
 
 def merge(parts: Sequence[Any]) -> Any | None:
-    """One matrix of matrices above each other; None = they are not of one form."""
+    """Stack matrices along the outputs; None: their layouts differ."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -223,13 +226,13 @@ def merge(parts: Sequence[Any]) -> Any | None:
             return _merge_float8(parts)
         case Int8():
             same = len({part.activation for part in parts}) == 1
-            return Int8(_above(parts, "numbers"), _above(parts, "scale"), first.activation) if same else None
+            return Int8(_stacked(parts, "numbers"), _stacked(parts, "scale"), first.activation) if same else None
         case Float4():
             return _merge_float4(parts)
     raise AssertionError(type(first))
 
 
-def _above(parts: Sequence[Any], name: str) -> Tensor:
+def _stacked(parts: Sequence[Any], name: str) -> Tensor:
     return torch.cat([getattr(part, name) for part in parts], dim=-2)
 
 
@@ -247,7 +250,7 @@ def _merge_ints(parts: Sequence[PackedInts]) -> PackedInts | None:
         middle = 2 ** (first.bits - 1)
         none = [torch.full_like(part.scale, middle, dtype=torch.uint8) for part in parts]
         zeros = torch.cat([own if part.zeros is None else part.zeros for own, part in zip(none, parts, strict=True)], dim=-2)
-    return PackedInts(first.bits, first.group, _above(parts, "numbers"), _above(parts, "scale"), zeros, first.order)
+    return PackedInts(first.bits, first.group, _stacked(parts, "numbers"), _stacked(parts, "scale"), zeros, first.order)
 
 
 def _merge_float8(parts: Sequence[Float8]) -> Float8 | None:
@@ -255,41 +258,44 @@ def _merge_float8(parts: Sequence[Float8]) -> Float8 | None:
     if len({(part.columns, part.activation) for part in parts}) > 1:
         return None
     starts = [sum(part.outputs for part in parts[:index]) for index in range(len(parts))]
-    rows = gcd(*starts, *(part.rows for part in parts))  # so that no block has outputs of two parts
+    rows = gcd(*starts, *(part.rows for part in parts))  # no block has outputs of two parts
     scales = [part.scale.repeat_interleave(part.rows // rows, -2)[..., : -(-part.outputs // rows), :] for part in parts]
     given = [part.input_scale for part in parts if part.input_scale is not None]
-    largest = torch.stack(given).amax(0) if given else None  # they are of the same rows
-    return Float8(rows, first.columns, _above(parts, "numbers"), torch.cat(scales, dim=-2), first.activation, largest)
+    largest = torch.stack(given).amax(0) if given else None  # they are for the same activations
+    return Float8(rows, first.columns, _stacked(parts, "numbers"), torch.cat(scales, dim=-2), first.activation, largest)
 
 
 def _merge_float4(parts: Sequence[Float4]) -> Float4 | None:
     first = parts[0]
     if len({(part.code, part.group, part.scale.dtype, part.factor is None) for part in parts}) > 1:
         return None
-    factor = None if first.factor is None else _above(parts, "factor")
-    return Float4(first.code, first.group, _above(parts, "numbers"), _above(parts, "scale"), factor)
+    factor = None if first.factor is None else _stacked(parts, "factor")
+    return Float4(first.code, first.group, _stacked(parts, "numbers"), _stacked(parts, "scale"), factor)
 
 
 FLOAT8_MAX, INT8_MAX = 448.0, 127.0
-ALIGNED = 16  # rows, to a multiple of which there is room where scales lie side by side by group
+ALIGNED = 16  # rows are padded to a multiple of it if scales are stored by group
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """How a product wants its rows: of two columns that are `apart`, one beside the other, as words of its matrix lie."""
+    """Activation quantization of a GEMM; columns are ordered as in the words of its matrix: two that are `value_stride` apart
+    are
+    neighbours.
+    """
 
     kind: torch.dtype  # int8 or float8_e4m3fn
-    columns: int  # those that rows do not have are zeros
-    apart: int
-    group: int = 0  # columns of a scale; 0 = a row has one
-    given: Tensor | None = None  # the scale of all rows, float32
+    columns: int  # more than inputs are zeros
+    value_stride: int
+    group: int = 0  # columns per scale; 0: one scale per row
+    given: Tensor | None = None  # static scale, float32
 
     @property
     def largest(self) -> float:
         return INT8_MAX if self.kind == torch.int8 else FLOAT8_MAX
 
-    def make_room(self, count: int, like: Tensor, dtype: torch.dtype) -> "RoundedRows":
-        """For so many rows of that type, on the device of `like`."""
+    def allocate(self, count: int, like: Tensor, dtype: torch.dtype) -> "RoundedRows":
+        """Allocate quantized rows of that dtype on the device of `like`."""
         height = -(-count // ALIGNED) * ALIGNED if self.group else count
         numbers = torch.empty(height, self.columns, dtype=self.kind, device=like.device)
         shape = (self.columns // self.group, height) if self.group else (count,)
@@ -298,10 +304,10 @@ class Rounding:
 
 @dataclass(frozen=True)
 class RoundedRows:
-    """Rows [count, inputs] of `dtype` that are there as numbers of 8 bits only."""
+    """Rows [count, inputs] of `dtype` that exist in 8 bits only."""
 
-    numbers: Tensor  # [count or more, columns]: those above count are any
-    scales: Tensor  # float32 [count], or [columns / group, as many as there are numbers]
+    numbers: Tensor  # [count or more, columns]; rows after count are undefined
+    scales: Tensor  # float32 [count], or [columns / group, rows of numbers]
     count: int
     dtype: torch.dtype
 

@@ -8,8 +8,12 @@ from quire.ops.arguments import StateRows, TimeSteps
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: StateRows, silu: bool) -> Tensor:
-    """x [T, C], weight [C, width], bias [C], state [entries, C, width - 1] -> [T, C] of x's type. The last inputs of each row
-    are its entry of the state afterwards."""
+    """Return the causal convolution [T, C] of x [T, C].
+
+    weight: [C, width]
+    bias: [C]
+    state: [entries, C, width - 1] the last inputs of each row; updated
+    """
     if x.is_cuda:
         from quire.ops.kernels import recurrent as kernel
 
@@ -18,7 +22,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows
 
 
 def reference_convolve(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: StateRows, silu: bool) -> Tensor:
-    kept = weight.shape[1] - 1
+    history = weight.shape[1] - 1
     out = torch.empty_like(x)
     if (ones := rows.begun(state)) is not None:
         at, own, before = ones
@@ -28,7 +32,7 @@ def reference_convolve(x: Tensor, weight: Tensor, bias: Tensor | None, state: Te
         state[own] = window[:, :, 1:].to(state.dtype)
     for first, count, begin, entry in rows.rows:
         if count != 1:
-            before = state[entry].to(x.dtype) if begin else x.new_zeros(x.shape[1], kept)
+            before = state[entry].to(x.dtype) if begin else x.new_zeros(x.shape[1], history)
             line = torch.cat((before, x[first : first + count].T), 1)
             out[first : first + count] = F.conv1d(line, weight.unsqueeze(1), bias, groups=len(weight)).T
             state[entry] = line[:, count:].to(state.dtype)
@@ -48,8 +52,13 @@ def delta_rule(
     rows: StateRows,
     reach: float = 1.0,
 ) -> Tensor:
-    """query and key [T, key heads, n], which are brought to length 1, value [T, heads, m], beta [T, heads] before its sigmoid,
-    which is multiplied by `reach`, state [entries, heads, n, m] float32 -> [T, heads, m] float32."""
+    """Return the gated delta rule's output [T, heads, m] float32.
+
+    query, key: [T, key heads, n], normalized to length 1 here
+    value: [T, heads, m]
+    beta: [T, heads] before its sigmoid, which is multiplied by `reach`
+    state: [entries, heads, n, m] float32, updated
+    """
     if query.is_cuda:
         from quire.ops.kernels import recurrent as kernel
 
@@ -91,7 +100,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _step(state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., heads, n, m] and [..., heads, ...] of one token."""
+    """Return the state [..., heads, n, m] after one token, and its output."""
     state = state * decay.unsqueeze(-1)
     wrong = value - (state * key.unsqueeze(-1)).sum(-2)
     state = state + key.unsqueeze(-1) * (beta.unsqueeze(-1) * wrong).unsqueeze(-2)
@@ -99,8 +108,12 @@ def _step(state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tenso
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, norm_first: bool, act: str = "silu") -> Tensor:
-    """x, gate [T, n], weight [n] or, for all of the `groups` equal parts that are normed by themselves, [n / groups]
-    -> [T, n] of the gate's type. norm_first: the gate comes behind the norm. act: of the gate, silu or sigmoid."""
+    """Return the gated norm [T, n] of x and gate [T, n] in the gate's dtype.
+
+    weight: [n], or [n / groups] for all of the `groups` equal parts that are normalized separately
+    norm_first: the gate comes after the norm
+    act: the gate's activation, silu or sigmoid
+    """
     if x.is_cuda:
         from quire.ops.kernels import recurrent as kernel
 
@@ -122,8 +135,14 @@ def reference_gated_norm(
 def selective_scan(
     x: Tensor, dt: Tensor, decay: Tensor, key: Tensor, query: Tensor, skip: Tensor, state: Tensor, rows: StateRows
 ) -> Tensor:
-    """x, dt [T, channels] float32, decay [channels, n] (A, below 0), key and query (B and C) [T, n], skip (D) [channels],
-    state [entries, channels, n] float32 -> [T, channels] float32. By torch everywhere: rows of several tokens are a loop."""
+    """Return Mamba's selective scan [T, channels] float32, in PyTorch on any device: rows of several tokens are a loop.
+
+    x, dt: [T, channels] float32
+    decay: [channels, n] A, negative
+    key, query: [T, n] B and C
+    skip: [channels] D
+    state: [entries, channels, n] float32, updated
+    """
     out = torch.empty_like(x)
     if (ones := rows.begun(state)) is not None:
         at, own, before = ones
@@ -135,10 +154,10 @@ def selective_scan(
             continue
         current = state[entry] if begin else torch.zeros_like(state[entry])
         part = slice(first, first + count)
-        kept = torch.exp(dt[part].unsqueeze(-1) * decay)  # [n, channels, states]
+        decays = torch.exp(dt[part].unsqueeze(-1) * decay)  # [n, channels, states]
         added = (dt[part] * x[part]).unsqueeze(-1) * key[part].unsqueeze(1)
         for index in range(count):
-            current = current * kept[index] + added[index]
+            current = current * decays[index] + added[index]
             out[first + index] = current @ query[first + index]
         state[entry] = current
     return out + x * skip
@@ -148,12 +167,17 @@ def _scan_step(state: Tensor, x: Tensor, dt: Tensor, decay: Tensor, key: Tensor)
     return state * torch.exp(dt.unsqueeze(-1) * decay) + (dt * x).unsqueeze(-1) * key.unsqueeze(1)
 
 
-PIECE = 64  # tokens
+CHUNK_TOKENS = 64
 
 
 def ssd(x: Tensor, steps: TimeSteps, key: Tensor, query: Tensor, skip: Tensor | None, state: Tensor, rows: StateRows) -> Tensor:
-    """x [T, heads, size], key and query (B and C) [T, groups, n], skip (D) [heads] float32, state [entries, heads, size, n]
-    float32 -> [T, heads, size] float32."""
+    """Return the state space dual's output [T, heads, size] float32 (Mamba 2).
+
+    x: [T, heads, size]
+    key, query: [T, groups, n] B and C
+    skip: [heads] D, float32
+    state: [entries, heads, size, n] float32, updated
+    """
     if x.is_cuda:
         from quire.ops.kernels import recurrent as kernel
 
@@ -180,15 +204,15 @@ def reference_ssd(
         if count == 1:
             continue
         current = state[entry] if begin else torch.zeros_like(state[entry])
-        for start in range(first, first + count, PIECE):
-            part = slice(start, min(start + PIECE, first + count))
-            out[part], current = _piece(values[part], dt[part], decay, key[part], query[part], current)
+        for start in range(first, first + count, CHUNK_TOKENS):
+            part = slice(start, min(start + CHUNK_TOKENS, first + count))
+            out[part], current = _chunk(values[part], dt[part], decay, key[part], query[part], current)
         state[entry] = current
     return out if skip is None else out + values * skip.float()[:, None]
 
 
-def _piece(x: Tensor, dt: Tensor, decay: Tensor, key: Tensor, query: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """x [n, heads, size], state [heads, size, width] -> what comes out, and the state behind it."""
+def _chunk(x: Tensor, dt: Tensor, decay: Tensor, key: Tensor, query: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the output of x [n, heads, size], and the state after it; state [heads, size, width]."""
     total = torch.cumsum(dt * decay, 0).T  # [heads, n]
     lag = total.unsqueeze(2) - total.unsqueeze(1)  # [heads, query, key]
     weight = torch.exp(lag.masked_fill(torch.ones_like(lag, dtype=torch.bool).triu(1), float("-inf"))) * dt.T.unsqueeze(1)

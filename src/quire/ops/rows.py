@@ -1,4 +1,4 @@
-"""The inputs of rows, from the arrays that are kept by slot."""
+"""The inputs of rows, from arrays by slot."""
 
 import numpy as np
 from torch import Tensor
@@ -9,10 +9,13 @@ from quire.ops.arguments import RowInputs
 def fill_rows(
     slot: Tensor, end: Tensor, starts: Tensor, tokens: Tensor, tables: Tensor, page_size: int, out: RowInputs
 ) -> None:
-    """slot and end [R] int64, starts [R + 1] int32 of the rows among the tokens, tokens [S, L] int32, tables [G, S, P] int32:
-    each row runs the last positions of its slot before `end`.
+    """Write the model's inputs of the last positions before `end` of each row's slot.
 
-    A row whose slot is -1 must have the end 1: each of its tokens is token 0, alone at position 0 on the null page.
+    slot, end: [R] int64
+    starts: [R + 1] int32 of the rows among the tokens
+    tokens: [S, L] int32
+    tables: [G, S, P] int32
+    A row with slot -1 must have end 1: each of its tokens is token 0 at position 0 on the null page.
     """
     if slot.is_cuda:
         from quire.ops.kernels import rows
@@ -25,7 +28,7 @@ def fill_rows(
 def reference_fill_rows(
     slot: Tensor, end: Tensor, starts: Tensor, tokens: Tensor, tables: Tensor, page_size: int, out: RowInputs
 ) -> None:
-    """By numpy, whose indexing costs a tenth of torch's where there is little to index."""
+    """Use numpy, whose indexing takes a tenth of torch's time for small arrays."""
     slots, ends, firsts, known, pages = (tensor.numpy() for tensor in (slot, end, starts, tokens, tables))
     row = np.repeat(np.arange(len(slots)), np.diff(firsts))  # [T]
     real, held = slots >= 0, np.maximum(slots, 0)

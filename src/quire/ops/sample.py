@@ -1,13 +1,14 @@
-"""Drawing the next token of each row on a GPU: parameters by slot, tokens and faults out.
+"""Sample the next token of each row on a GPU: parameters by slot, tokens and faults out.
 
-What it computes is written down in `runner/sampler`, whose stages are the way on a CPU and the oracle of the tests; the random
-integers are the same, so both draw the same tokens but for rounding. This file knows no stages and no requests.
+`runner/sampler` defines the computation: its stages run on a CPU and are the tests' reference. The random integers are the
+same, so
+both sample the same tokens except for rounding. This file knows neither stages nor requests.
 """
 
 import torch
 from torch import Tensor
 
-from quire.ops.arguments import FARTHEST, DrawColumns, DrawScratch, Factors
+from quire.ops.arguments import MAX_PENALIZED_LOGIT, DrawColumns, DrawScratch, Factors
 
 
 def draw(
@@ -19,10 +20,10 @@ def draw(
     scratch: DrawScratch,
     fault: Tensor | None = None,
 ) -> Tensor:
-    """logits [N, V] float32, drawer and end [N] int64 -> ids and faults [2, >= N] int32, good until the next draw.
+    """Return ids and faults [2, >= N] int32, valid until the next draw, for logits [N, V] float32.
 
-    Row i draws for slot drawer[i], into tokens [S, L] int32 at end[i]; where the drawer is -1 nothing is done. `fault` [N]
-    int32 is what was wrong with the logits before they were edited; None = they were not.
+    drawer, end: [N] int64: row i samples for slot drawer[i], into tokens [S, L] int32 at end[i]; -1: nothing
+    fault: [N] int32 faults of the logits before they were edited; None: not edited
     """
     from quire.ops.kernels import sample
 
@@ -41,10 +42,10 @@ def penalize(
     counts: Tensor | None,
     longest: int,
 ) -> None:
-    """Changes logits [N, V] of the rows row [n], whose tokens are tokens [S, L] of slot [n] up to end [n] (<= longest).
+    """Apply penalties to logits [N, V] of rows row [n], whose tokens are tokens [S, L] of slot [n] up to end [n] (<= longest).
 
-    The first prompt [n] of them are the prompt. `counts` [m, V] int32 is memory a GPU counts in: zeros before, zeros after, for
-    m rows at a time; a CPU needs none.
+    prompt: [n] tokens of the prompt
+    counts: [m, V] int32 scratch of a GPU for m rows at a time, zero before and after; None: CPU
     """
     if counts is None:
         reference_penalize(logits, row, slot, end, prompt, tokens, factors, longest)
@@ -61,27 +62,31 @@ def reference_penalize(
 ) -> None:
     repetition, frequency, presence = (factor[slot, None] for factor in factors)  # each [n, 1]
     place = torch.arange(longest, device=logits.device)  # [m]
-    said = tokens[slot, :longest].long()  # [n, m]
-    # places past a row's end repeat its first token: each value below depends on the token alone, so repeats agree
-    said = torch.where(place < end[:, None], said, said[:, :1])
-    before = logits[row[:, None], said]
+    history = tokens[slot, :longest].long()  # [n, m]
+    # positions after a row's end repeat its first token: each value depends on the token only, so repeats agree
+    history = torch.where(place < end[:, None], history, history[:, :1])
+    before = logits[row[:, None], history]
     values = torch.where(before > 0, before / repetition, before * repetition)
     if (frequency != 0).any() or (presence != 0).any():
         drawn = (place >= prompt[:, None]) & (place < end[:, None])
-        counts = logits.new_zeros(len(row), logits.shape[1]).scatter_add_(1, said, drawn.float()).gather(1, said)
+        counts = logits.new_zeros(len(row), logits.shape[1]).scatter_add_(1, history, drawn.float()).gather(1, history)
         values -= frequency * counts
         values -= presence * (counts > 0)
-    values = torch.where(before > -torch.inf, values.clamp(-FARTHEST, FARTHEST), before)
-    logits.index_put_((row[:, None], said), values)
+    values = torch.where(before > -torch.inf, values.clamp(-MAX_PENALIZED_LOGIT, MAX_PENALIZED_LOGIT), before)
+    logits.index_put_((row[:, None], history), values)
 
 
-PIECE = 512
+SUM_COLUMNS = 512
 
 
 def score(logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """logits [n, V] float32, chosen [n] int64 -> `peak` [n] and `spread` [n], so that logit - peak - spread is the log of a
-    probability (NaN or -inf where the logits are broken), and the rank of the chosen token [n] int32: 1 is the most likely one,
-    equals share the better rank."""
+    """Return `peak` [n] and `spread` [n], so that logit - peak - spread is the log probability (NaN or -inf for broken logits),
+    and the
+    rank of the chosen token [n] int32: 1 is the most likely one, equals share the better rank.
+
+    logits: [n, V] float32
+    chosen: [n] int64
+    """
     if logits.is_cuda:
         from quire.ops.kernels import sample
 
@@ -97,8 +102,9 @@ def reference_score(logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def _sum_rows(values: Tensor) -> Tensor:
-    """values [n, V] -> [n]: in an order of a row's own. torch divides the columns of a few long rows among threads."""
+    """Return sums of values [n, V] in an order that does not depend on n: torch divides the columns of a few long rows among
+    threads."""
     rows, columns = values.shape
-    whole = columns // PIECE * PIECE
-    pieces = values[:, :whole].reshape(rows, -1, PIECE).sum(dim=2).sum(dim=1)
-    return pieces + values[:, whole:].sum(dim=1)
+    whole = columns // SUM_COLUMNS * SUM_COLUMNS
+    chunks = values[:, :whole].reshape(rows, -1, SUM_COLUMNS).sum(dim=2).sum(dim=1)
+    return chunks + values[:, whole:].sum(dim=1)

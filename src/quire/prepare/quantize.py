@@ -28,7 +28,7 @@ SCHEMES: Mapping[str, str] = MappingProxyType(
         "fp8": "quire.layers.quant.fp8:Float8Scheme",
         "fp8 online": "quire.layers.quant.fp8:OnlineFloat8Scheme",
         "gguf": "quire.layers.quant.gguf:GGUFScheme",
-        "gguf forms": "quire.layers.quant.gguf:GGUFFormsScheme",
+        "gguf layouts": "quire.layers.quant.gguf:GGUFLayoutScheme",
         "gptq": "quire.layers.quant.gptq:GPTQScheme",
         "modelopt": "quire.layers.quant.modelopt:ModelOptScheme",
         "mxfp4": "quire.layers.quant.mxfp4:MXFP4Scheme",

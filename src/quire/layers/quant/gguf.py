@@ -14,7 +14,7 @@ from quire.layers.moe import Experts, ExpertsMethod
 from quire.layers.parameter import Method, WeightSlices
 from quire.layers.quant.stored import HeldExperts, HeldHead, HeldLinear, Target
 from quire.ops.activation import gated
-from quire.ops.blocks import GROUP, BlockMatrix, QuantizedMatrix, dequantize, form_of, has_form, stack_forms
+from quire.ops.blocks import GROUP, BlockMatrix, QuantizedMatrix, dequantize, has_layout, stack_layouts, to_layout
 from quire.ops.dequantized_linear import dequantized_linear, dequantizes_quickly
 from quire.ops.quantized_layouts import Float4, PackedInts, Rounding
 from quire.types.errors import ModelError
@@ -161,7 +161,7 @@ class _Blocks(Method):
         return {}
 
     def form(self, stored: QuantizedMatrix) -> PackedInts | Float4:
-        found = form_of(stored, self._device)
+        found = to_layout(stored, self._device)
         stored.forget()
         scale = found.scale
         if bool((scale == 255).any() if scale.dtype == torch.uint8 else ~scale.isfinite().all()):
@@ -195,10 +195,10 @@ class BlocksExperts(_Blocks, HeldExperts):
         self._stacks = stacks
 
     def finish(self, layer: Experts) -> None:
-        self.settle(layer, *(stack_forms([self.form(matrix) for matrix in stack]) for stack in self._stacks))
+        self.settle(layer, *(stack_layouts([self.form(matrix) for matrix in stack]) for stack in self._stacks))
 
 
-class GGUFFormsScheme(GGUFScheme):
+class GGUFLayoutScheme(GGUFScheme):
     """Convert GGUF blocks to a quantized layout at load, where there is one. Embeddings and tied heads are dequantized."""
 
     def __init__(self, stored: Mapping[str, QuantizedMatrix], target: Target, device: torch.device) -> None:
@@ -206,7 +206,7 @@ class GGUFFormsScheme(GGUFScheme):
         self._target, self._device = target, device
 
     def can_use(self, type_: int) -> bool:
-        return has_form(type_)
+        return has_layout(type_)
 
     def multiply_by(self, parts: Sequence[QuantizedMatrix]) -> BlocksLinear:
         return BlocksLinear(parts, self._target, self._device)

@@ -1,4 +1,4 @@
-"""The activation of one half of each row times the other half."""
+"""Gated activation: the activation of the first half of each row times the second half."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ CLAMPED = "clamped_swiglu"
 
 
 def constants_of(gating: str | ClampedSwiglu) -> dict[str, Any]:
-    """For kernels that know `gate_by`; "" = nothing is gated."""
+    """Return the constants of kernels that call `gate_by`; "": no gate."""
     if isinstance(gating, ClampedSwiglu):
         return {"KIND": CLAMPED, "ALPHA": gating.alpha, "LIMIT": gating.limit}
     return {"KIND": KINDS[gating] if gating else "", "ALPHA": 0.0, "LIMIT": 0.0}
@@ -48,11 +48,11 @@ def activate(x, KIND: tl.constexpr):
 
 @triton.jit
 def gate_by(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr):
-    """gate and up, rounded to DTYPE as a product's output would be -> float32."""
+    """Return the gated activation in float32; gate and up are rounded to DTYPE first, as a GEMM's output would be."""
     gate = gate.to(DTYPE).to(tl.float32)
     up = up.to(DTYPE).to(tl.float32)
     if KIND == "clamped_swiglu":
-        gate = tl.where(gate > LIMIT, LIMIT, gate)  # what is not a number stays so
+        gate = tl.where(gate > LIMIT, LIMIT, gate)  # NaN stays NaN
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
         value = (up + 1.0) * (gate / (1.0 + tl.exp(-ALPHA * gate)))
     else:

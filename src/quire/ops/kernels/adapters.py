@@ -1,14 +1,16 @@
-"""What adapters add to a linear layer, for rows of any mixture and matrices of any rank: two launches a layer.
+"""Addition of LoRA adapters to a linear layer, for tokens of any mixture of adapters and any ranks: two launches per layer.
 
-    sort     once a step: the tokens of one adapter stand together, and are cut into tiles that no two adapters share
-    shrink   a tile's tokens times the narrow matrix of its adapter, a part of the inputs a program: partial sums, float32
-    expand   the partial sums in their order, times the other matrix, onto what the layer made of the tokens
+    sort     once per step: sort tokens by adapter and cut them into tiles of one adapter each
+    shrink   multiply a tile's tokens by its adapter's A, a part of the inputs per program: partial sums, float32
+    expand   add the partial sums in order, multiply by B, add to the layer's output
 
-Where an adapter's matrices are, and their rank, is read from a table on the device, so that a recorded launch serves whoever is
-there when it is replayed. Launches are as large as any mixture needs; a program without work ends at once. Tiles and tables are
-read before the previous kernel has ended: `sort` does not let the next one start early, and tables are written between steps.
+Addresses and ranks of adapters are read from a table on the device, so a recorded launch serves any adapters at replay.
+Launches are
+as large as any mixture needs; a program without work ends at once. Tiles and tables are read before the previous kernel has
+ended:
+`sort` does not let the next kernel start early, and tables are written between steps only.
 
-One token alone is faster with the narrow matrices read by the launch that reads the layer's own.
+A single token is faster if the launch that reads the layer's matrix also reads A.
 
     tiles   [ of group 0 ............ | of group 1 ...... | ... ]   group g has those from (tokens before it) // BLOCK + g on
 """
@@ -25,19 +27,19 @@ from quire.ops.kernels.activation import KINDS, gate_by
 from quire.ops.kernels.launcher import cdiv, launched, let_next_start, overlapping, power_of_two, wait_for_previous
 from quire.ops.kernels.linear import stream, stream_from
 
-LANES = 512  # tokens of a row that are written at once
-BLOCK_K, LONG_BLOCK_K = 128, 256  # inputs that are read at once; more of them where registers allow
-LONG, WIDE = 8192, 16384  # inputs, and outputs
-LEAST_ROWS = 64  # that a program looks at
-LEAST, MOST_RANKS = 16, 64  # of a rank's block; a product needs the first
+LANES = 512  # tokens of a row written at once
+BLOCK_K, LONG_BLOCK_K = 128, 256  # inputs read at once; more where registers allow
+LONG, WIDE = 8192, 16384  # thresholds of inputs and outputs
+LEAST_ROWS = 64  # minimum block of rows per program
+LEAST, MOST_RANKS = 16, 64  # block sizes of ranks; tl.dot requires at least 16
 
 
 class Program(NamedTuple):
-    """As measured on an H200, for the layers of a model of 8B and rank 16."""
+    """Launch configuration, measured on an H200 for the layers of an 8B model and rank 16."""
 
-    tokens: int  # of a tile
-    parts: int  # that inputs are cut into
-    parts_of_wide: int  # the same, where many outputs are made of their sums
+    tokens: int  # per tile
+    parts: int  # that the inputs are divided into
+    parts_of_wide: int  # the same for layers with many outputs
 
     def splits(self, inputs: int, outputs: int, block: int) -> int:
         parts = (self.parts_of_wide if outputs >= WIDE else self.parts) * (2 if inputs >= LONG else 1)
@@ -48,15 +50,16 @@ FEW, SOME, MORE, MANY = Program(16, 16, 16), Program(16, 4, 4), Program(16, 4, 2
 
 
 def program_for(tokens: int) -> Program:
-    """Few tiles are spread over the inputs; many tokens are multiplied in tiles that read a matrix less often."""
+    """Return the launch configuration: few tiles are divided along the inputs; many tokens use tiles that read a matrix less
+    often."""
     return FEW if tokens <= 16 else SOME if tokens <= 64 else MORE if tokens <= 512 else MANY
 
 
 @launched
 @triton.jit(do_not_specialize=["rows", "most"])
 def _sort(
-    groups,  # [R] int32 of each row, rising from 0
-    starts,  # [R + 1] int32 of the rows among the tokens
+    groups,  # [R] int32 of each row, ascending from 0
+    starts,  # [R + 1] int32 row starts among the tokens
     places,  # [R] int32 of each group
     order,  # [T] int32
     tiles,  # [N, 3] int32 place, first in order, count
@@ -66,7 +69,7 @@ def _sort(
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """A program writes the tokens of one row, and the tiles of the group that has the row's number."""
+    """Write the tokens of one row, and the tiles of the group with the row's index."""
     me = tl.program_id(0)
     r = tl.arange(0, ROWS)
     group = tl.load(groups + r, mask=r < rows, other=-1)
@@ -101,10 +104,10 @@ def _shrink(
     order,  # [T] int32
     tiles,  # [N, 3] int32
     table,  # AdapterTable.entries
-    out,  # [SPLITS, T, PARTS * RANKS] float32, by the order
+    out,  # [SPLITS, T, PARTS * RANKS] float32, in sorted order
     tokens,
     inputs,
-    stride,  # of places in the table
+    stride,  # between adapter slots in the table
     PARTS: tl.constexpr,
     RANKS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -153,7 +156,7 @@ def _shrink(
 
 @triton.jit
 def _wide(up, at, rank, column, inside, width, BLOCK_R: tl.constexpr, ALIGNED: tl.constexpr):
-    """[BLOCK_R, BLOCK_N] of up."""
+    """Return a block of B, [BLOCK_R, BLOCK_N]."""
     ranks = at + tl.arange(0, BLOCK_R)
     rows = up + ranks[:, None] * width + column[None, :]
     if ALIGNED:
@@ -169,7 +172,7 @@ def _added(
     column,  # [BLOCK_N] within the part
     inside,
     width,  # of the part
-    lanes,  # [BLOCK] of the tile's tokens in the order
+    lanes,  # [BLOCK] indices of the tile's tokens in the order
     real,
     tokens,
     PARTS: tl.constexpr,
@@ -182,7 +185,7 @@ def _added(
     KIND: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """-> [BLOCK, BLOCK_N] float32. Waits for the previous kernel before the first load of sums."""
+    """Return the addition [BLOCK, BLOCK_N] float32. Waits for the previous kernel before the first load of sums."""
     acc = tl.zeros((BLOCK, BLOCK_N), tl.float32)
     rank = tl.load(entry + 2).to(tl.int32)
     up = tl.load(entry + 1).to(tl.pointer_type(KIND))  # [rank, width]
@@ -202,7 +205,7 @@ def _added(
 
 @triton.jit
 def _changed(base, added, entry, own, output, column, inside, OWN: tl.constexpr, KIND: tl.constexpr):
-    """gain * (base without the layer's own bias + added) + own + bias, of those that the adapter has."""
+    """Return gain * (base without the layer's bias + added) + own + bias, as far as the adapter has them."""
     value = base + added
     gain, bias = tl.load(entry + 3), tl.load(entry + 4)
     if gain != 0:
@@ -226,11 +229,11 @@ def _expand(
     table,  # AdapterTable.entries
     blocks,  # [M, 4] int32 part; in units: first output, first of the part, width of the part
     own,  # [outputs]
-    like,  # of the adapters' type
+    like,  # a tensor of the adapters' dtype
     out,  # [T, outputs]
     tokens,
     outputs,
-    stride,  # of places in the table
+    stride,  # between adapter slots in the table
     PARTS: tl.constexpr,
     RANKS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -281,7 +284,7 @@ def _expand_gated(
     out,  # [T, size]
     tokens,
     size,
-    stride,  # of places in the table
+    stride,  # between adapter slots in the table
     PARTS: tl.constexpr,
     RANKS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -293,18 +296,18 @@ def _expand_gated(
     ACTIVATION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Of all tokens, those without an adapter, too."""
+    """Apply adapters and the gated activation to all tokens, also to those without an adapter."""
     let_next_start(EARLY)
     tile = tl.program_id(0)
     entry = table + tl.load(tiles + tile * 3) * stride
-    behind = entry + (PARTS - 1) * 5
+    up_entry = entry + (PARTS - 1) * 5
     first, count = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
     if count > 0:
         kind: tl.constexpr = base.dtype.element_ty
         lane = tl.arange(0, BLOCK)
         gate_at = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = gate_at < size
-        shift = size * (2 - PARTS)  # of ups in their part
+        shift = size * (2 - PARTS)  # of ups within their part
         width = size * (3 - PARTS)
         up_at = gate_at + shift
         real = lane < count
@@ -314,7 +317,7 @@ def _expand_gated(
             PARTS, RANKS, SPLITS, BLOCK, BLOCK_R, BLOCK_N, ALIGNED, kind, EARLY,
         )  # fmt: skip
         ups = _added(
-            sums, behind, PARTS - 1, up_at, inside, width, first + lane, real, tokens,
+            sums, up_entry, PARTS - 1, up_at, inside, width, first + lane, real, tokens,
             PARTS, RANKS, SPLITS, BLOCK, BLOCK_R, BLOCK_N, ALIGNED, kind, False,
         )  # fmt: skip
         mask = real[:, None] & inside[None, :]
@@ -322,7 +325,7 @@ def _expand_gated(
         gate = tl.load(lie, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(lie + size, mask=mask, other=0.0).to(tl.float32)
         gate = _changed(gate, gates, entry, own, gate_at, gate_at, inside, OWN, kind)
-        up = _changed(up, ups, behind, own, gate_at + size, up_at, inside, OWN, kind)
+        up = _changed(up, ups, up_entry, own, gate_at + size, up_at, inside, OWN, kind)
         value = gate_by(gate, up, ACTIVATION, 0.0, 0.0, kind)
         tl.store(out + token[:, None] * size + gate_at[None, :], value.to(kind), mask=mask)
     else:
@@ -340,7 +343,7 @@ def _linear_and_shrink(
     out,  # [outputs]
     sums,  # [PARTS * RANKS] float32
     outputs,
-    stride,  # of places in the table
+    stride,  # between adapter slots in the table
     INNER: tl.constexpr,
     BIAS: tl.constexpr,
     RANKS: tl.constexpr,
@@ -349,7 +352,7 @@ def _linear_and_shrink(
     ALIGNED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The layer's matrix and the adapter's narrow ones are read by the same launch; see `linear.py`."""
+    """Multiply one token by the layer's matrix and by the adapter's A in one launch; see `linear.py`."""
     let_next_start(EARLY)
     own = tl.cdiv(outputs, BLOCK_N)
     if tl.program_id(0) < own:
@@ -410,7 +413,7 @@ def _shrunk(x: Tensor, outputs: int, rows: AdapterTiles, table: AdapterTable) ->
 
 
 def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, rows: AdapterTiles, table: AdapterTable, activation: str) -> Tensor:
-    """x [1, inputs] through a layer of floats with what its adapter adds."""
+    """Return the output of an unquantized layer for one token x [1, inputs], with its adapter applied."""
     x = x.contiguous()
     outputs, inner = weight.shape
     out = x.new_empty(1, outputs)
@@ -428,7 +431,7 @@ def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, rows: AdapterTiles, 
 
 
 def add(out: Tensor, x: Tensor, rows: AdapterTiles, table: AdapterTable, own: Tensor | None, activation: str = "") -> Tensor:
-    """With an activation: the first half of the outputs is then a gate of the second."""
+    """Apply adapters; with an activation the first half of the outputs is a gate."""
     x, out = x.contiguous(), out.contiguous()
     sums, shape = _shrunk(x, out.shape[1], rows, table)
     return _expand_sums(out, x, sums, shape, rows, table, own, activation)
@@ -482,8 +485,8 @@ def _gate_sums(
 @triton.jit
 def _find_largest(
     raw,
-    looked,  # [n, 3] int64 span, first number, count
-    out,  # [S] int32, the bits of float32 numbers from 0 up: they are ordered as the numbers are
+    looked,  # [n, 3] int64 span, first value, count
+    out,  # [S] int32, bits of non-negative float32 values, which are ordered as the values are
     SPAN: tl.constexpr,
 ):
     entry = looked + tl.program_id(0) * 3
@@ -512,9 +515,11 @@ def _pack(
     own = table + copy * 6
     to, rows, columns = tl.load(own), tl.load(own + 1), tl.load(own + 2)
     first, down, across = tl.load(own + 3), tl.load(own + 4), tl.load(own + 5)
-    there = (row < rows) & (column < columns)
-    numbers = tl.load(raw + first + row * down + column * across, mask=there, other=0.0).to(tl.float32) * tl.load(scales + copy)
-    tl.store(flat + to + row * columns + column, numbers.to(flat.dtype.element_ty), mask=there)
+    inside = (row < rows) & (column < columns)
+    numbers = tl.load(raw + first + row * down + column * across, mask=inside, other=0.0).to(tl.float32) * tl.load(
+        scales + copy
+    )
+    tl.store(flat + to + row * columns + column, numbers.to(flat.dtype.element_ty), mask=inside)
 
 
 def find_largest(raw: Tensor, moves: Moves) -> Tensor:

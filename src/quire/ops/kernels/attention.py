@@ -1,17 +1,20 @@
 """Attention over pages: tiles of several queries of one row, and splits of the keys of rows with a single query.
 
-The query heads that share a KV head are the rows of one matrix (`SHARE` of them for each token), so a key is read once for
-all of them. Logits are kept in powers of two.
+The query heads that share a KV head are rows of one matrix (`SHARE` per token), so a key is read once for all of them. Logits
+are
+powers of two.
 
     tile    m = token * SHARE + head      x      keys of the row, as far as the tile's queries see
     split   m = head                      x      keys split * SPLIT ... (split + 1) * SPLIT
-    shared  m = row * SHARE + head        x      the same, of many rows whose pages for these keys are the same
+    shared  m = row * SHARE + head        x      the same, of many rows with the same pages for these keys
 
-Where a split begins, where its part is stored and how the parts of a row are merged depends on that row alone, not on the
-batch; a part from a shared split may differ from the row's own in the last bits, as matrix units of other shapes make it.
+Where a split begins, where its part is stored and how the parts of a row are merged depends on that row only, not on the batch.
+A
+part from a shared split may differ from the row's own in the last bits, since tensor cores run other shapes.
 
-Numbers of 8 bits are read in pairs, words of 16 bits, which the matrix units' copies can turn: a head's even and odd numbers
-become two matrices, `_odd` the second, and meet again in what is stored.
+8-bit values are read in pairs, as words of 16 bits, which copies to tensor cores can transpose: a head's even and odd
+dimensions
+become two matrices, `_odd` the second, and are interleaved when stored.
 """
 
 import triton
@@ -25,12 +28,12 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _read(
-    keys,  # pointer to this KV head's lane of page 0
+    keys,  # pointer to this KV head in page 0
     scales,  # the same of its scales
     table,  # pointer to the row's page table
     at,  # [N] positions of the keys
     low,  # first position that may be read
-    high,  # position after the last
+    high,  # position after the last one
     page_stride,
     value_offset,
     BITS: tl.constexpr,
@@ -39,19 +42,21 @@ def _read(
     PAGE_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Keys and values as they lie, each [N, DIM_BLOCK] or half as many words, and the scales [N] of both, if BITS. What may not
-    be read is zeros."""
-    PARTS: tl.constexpr = 2 if BITS > 0 else 1  # numbers that are read at once; strides count numbers
+    """Return keys and values, each [N, DIM_BLOCK] or half as many words, and the scales [N] of both if BITS. Masked elements
+    are
+    zeros.
+    """
+    PARTS: tl.constexpr = 2 if BITS > 0 else 1  # values read at once; strides count values
     dim = tl.arange(0, DIM_BLOCK // PARTS)
     if MASKED:
-        there = (at >= low) & (at < high)
-        page = tl.load(table + at // PAGE_SIZE, mask=there, other=0).to(tl.int64)
+        inside = (at >= low) & (at < high)
+        page = tl.load(table + at // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
     else:
-        there = at >= 0
+        inside = at >= 0
         page = tl.load(table + at // PAGE_SIZE).to(tl.int64)
     place = keys + (page * (page_stride // PARTS) + (at % PAGE_SIZE) * (HEAD_DIM // PARTS))[:, None] + dim[None, :]
     if MASKED or HEAD_DIM != DIM_BLOCK:
-        readable = there[:, None] & (dim < HEAD_DIM // PARTS)[None, :]
+        readable = inside[:, None] & (dim < HEAD_DIM // PARTS)[None, :]
         key = tl.load(place, mask=readable, other=0)
         value = tl.load(place + value_offset // PARTS, mask=readable, other=0)
     else:
@@ -60,15 +65,15 @@ def _read(
     key_scale, value_scale = 1.0, 1.0
     if BITS > 0:  # page_stride counts bytes, and a scale has four
         where_scale = scales + page * (page_stride // 4) + at % PAGE_SIZE
-        key_scale = tl.load(where_scale, mask=there, other=0.0)
-        value_scale = tl.load(where_scale + value_offset // HEAD_DIM, mask=there, other=0.0)
+        key_scale = tl.load(where_scale, mask=inside, other=0.0)
+        value_scale = tl.load(where_scale + value_offset // HEAD_DIM, mask=inside, other=0.0)
     return key, value, key_scale, value_scale
 
 
 @triton.jit
 def _fold(
-    query,  # [M, DIM_BLOCK]
-    query_odd,  # this and the other odd ones: if BITS, and then all have half as many numbers
+    query,  # [M, DIM_BLOCK]; if BITS, the even dimensions
+    query_odd,  # if BITS, the odd dimensions
     acc,  # [M, DIM_BLOCK] float32
     acc_odd,
     peak,  # [M] largest logit so far
@@ -78,10 +83,10 @@ def _fold(
     key_scale,  # [N], if BITS
     value_scale,  # [N], if BITS
     at,  # [N] positions of the keys
-    low,  # first position that is seen
-    high,  # position after the last
-    position,  # [M] of the queries
-    slope,  # [M] how much a logit rises with its key's position, before it is scaled
+    low,  # first visible position
+    high,  # position after the last one
+    position,  # [M] positions of the queries
+    slope,  # [M] increase of a logit per key position, before scaling
     scale,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -89,7 +94,8 @@ def _fold(
     BITS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """acc, peak and total with these keys taken in. Scales are of whole keys and values: cheaper beside products."""
+    """Return acc, peak and total after these keys. Scales belong to whole keys and values: cheaper to apply after the dot
+    product."""
     if BITS > 0:
         even, odd = unpack_float8(key, query.dtype, BITS)
         logit = tl.dot(query, tl.trans(even), input_precision="ieee")
@@ -114,7 +120,7 @@ def _fold(
     total = total * fade + tl.sum(weight, 1)
     if BITS > 0:
         even, odd = unpack_float8(value, query.dtype, BITS)
-        if query.dtype == tl.float16:  # weights times scales would be too small for it
+        if query.dtype == tl.float16:  # weights times scales would underflow
             even = (even.to(tl.float32) * value_scale[:, None]).to(query.dtype)
             odd = (odd.to(tl.float32) * value_scale[:, None]).to(query.dtype)
         else:
@@ -134,7 +140,7 @@ def _attend(
     BITS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SLOPES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """_fold of what _read reads."""
+    """Read keys and values, and fold them in."""
     key, value, key_scale, value_scale = _read(
         keys, scales, table, at, low, high, page_stride, value_offset, BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, MASKED
     )  # fmt: skip
@@ -146,7 +152,7 @@ def _attend(
 
 @triton.jit
 def _halves(query, BLOCK_M: tl.constexpr, DIM_BLOCK: tl.constexpr, BITS: tl.constexpr):
-    """Queries and zeros for what they find, both twice if BITS."""
+    """Return queries and zero accumulators, each split into even and odd dimensions if BITS."""
     if BITS > 0:
         query, query_odd = tl.split(tl.reshape(query, (BLOCK_M, DIM_BLOCK // 2, 2)))
         acc, acc_odd = tl.zeros((BLOCK_M, DIM_BLOCK // 2), tl.float32), tl.zeros((BLOCK_M, DIM_BLOCK // 2), tl.float32)
@@ -160,7 +166,10 @@ def _tile(
     query, sinks, row_starts, kv_lengths, row, first, kv_head, query_stride,
     SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, SINKS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """The queries of a tile, peak and total, positions, the lowest and the one after the highest, token, head, what is real."""
+    """Return a tile's queries, peak and total, positions, the lowest position and the one after the highest, tokens, heads, and
+    the
+    mask of real elements.
+    """
     start = tl.load(row_starts + row)
     count = tl.load(row_starts + row + 1) - start
     length = tl.load(kv_lengths + row)
@@ -172,7 +181,7 @@ def _tile(
     real = (m < TOKENS * SHARE) & (token < count)
     lowest = length - count + first
     high = tl.minimum(lowest + TOKENS, length)
-    position = tl.minimum(length - count + token, high - 1)  # padding looks at what is there
+    position = tl.minimum(length - count + token, high - 1)  # padding attends to existing keys
     token = (start + token).to(tl.int64)
     stored = real[:, None] & (dim < HEAD_DIM)[None, :]
     q = tl.load(query + (token * query_stride + head * HEAD_DIM)[:, None] + dim[None, :], mask=stored, other=0.0)
@@ -186,7 +195,7 @@ def _tile(
 
 @triton.jit
 def _seen(lowest, high, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first key that queries from `lowest` to before `high` see, and, in blocks from there, where those keys begin and end
+    """The first key that queries from `lowest` to before `high` see, and, in blocks from inside, where those keys begin and end
     that all of them see."""
     low = 0
     begin = 0
@@ -204,11 +213,11 @@ def tiles_kernel(
     kv,  # [pages, 2, kv_heads, PAGE_SIZE, HEAD_DIM], if BITS words of two
     scales,  # [pages, 2, kv_heads, PAGE_SIZE] float32, if BITS
     out,  # [T, heads, HEAD_DIM]
-    sinks,  # [heads]; or slopes
+    sinks,  # [heads], or ALiBi slopes
     tables,  # [R, max_pages]
     row_starts,  # [R + 1]
     kv_lengths,  # [R]
-    tiles,  # [tiles, 3] row (-1 = nothing to do), its first token within the row, nothing
+    tiles,  # [tiles, 3] row (-1: nothing to do), its first token within the row, unused
     query_stride,
     out_stride,
     page_stride,
@@ -216,7 +225,7 @@ def tiles_kernel(
     table_stride,
     scale,
     SHARE: tl.constexpr,
-    BITS: tl.constexpr,  # of numbers of 8 bits, behind the point; 0 = they have more
+    BITS: tl.constexpr,  # mantissa bits of 8-bit values; 0: 16 or 32 bits
     HEAD_DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -275,7 +284,7 @@ def copy_kernel(
     keys,  # [2, heads at once, size, HEAD_DIM]: the values lie after the keys
     tables,  # [R, max_pages]
     kv_lengths,  # [R]
-    copies,  # [copies, 3] row, its first key, place
+    copies,  # [copies, 3] row, its first key, index in the copy
     page_stride,
     value_offset,
     table_stride,
@@ -287,7 +296,7 @@ def copy_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """BLOCK keys and values of one head; there are zeros after the end of a row."""
+    """Copy BLOCK keys and values of one head; zeros after the end of a row."""
     let_next_start(EARLY)
     wait_for_previous(EARLY)
     head = tl.program_id(0)
@@ -308,9 +317,9 @@ def copy_kernel(
         even, odd = unpack_float8(value, tl.float32, BITS)
         value = (tl.interleave(even, odd) * value_scale[:, None]).to(kind)
     rows = head.to(tl.int64) * size + place + tl.arange(0, BLOCK)
-    there = keys + rows[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    tl.store(there, key)
-    tl.store(there + tl.num_programs(0).to(tl.int64) * size * HEAD_DIM, value)
+    inside = keys + rows[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    tl.store(inside, key)
+    tl.store(inside + tl.num_programs(0).to(tl.int64) * size * HEAD_DIM, value)
 
 
 @launched
@@ -318,10 +327,10 @@ def copy_kernel(
 def long_tiles_kernel(
     query,  # [T, heads, HEAD_DIM]
     out,  # [T, heads, HEAD_DIM]
-    sinks,  # [heads]; or slopes
+    sinks,  # [heads], or ALiBi slopes
     row_starts,  # [R + 1]
     kv_lengths,  # [R]
-    tiles,  # [tiles, 3] row, its first token within the row, place of its first key (or where that would be)
+    tiles,  # [tiles, 3] row, its first token within the row, index of its key 0, which may be virtual
     query_stride,
     out_stride,
     first_head,
@@ -339,7 +348,7 @@ def long_tiles_kernel(
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """As tiles_kernel, over keys and values that lie one after the other: blocks of them come by the tensor copy engine."""
+    """The same as tiles_kernel over contiguous keys and values: blocks are fetched by the copy engine (TMA)."""
     let_next_start(EARLY)
     wait_for_previous(EARLY)
     kv_head = first_head + tl.program_id(0)
@@ -385,10 +394,10 @@ def splits_kernel(
     out,  # [T, heads, HEAD_DIM]
     parts,  # [parts, heads, HEAD_DIM] float32
     weights,  # [parts, heads] float32: log2 of the sum of a part's weights
-    sinks,  # [heads]; or slopes
+    sinks,  # [heads], or ALiBi slopes
     tables,  # [R, max_pages]
     row_starts,  # [R + 1]
-    splits,  # [splits, 4] row (-1 = nothing to do), split of its keys, place among the parts (-1 = the only one), key length
+    splits,  # [splits, 4] row (-1: nothing to do), split of its keys, index among the parts (-1: the only one), key length
     query_stride,
     out_stride,
     page_stride,
@@ -397,7 +406,7 @@ def splits_kernel(
     scale,
     HEADS: tl.constexpr,
     SHARE: tl.constexpr,
-    BITS: tl.constexpr,  # of numbers of 8 bits, behind the point; 0 = they have more
+    BITS: tl.constexpr,  # mantissa bits of 8-bit values; 0: 16 or 32 bits
     HEAD_DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -431,7 +440,7 @@ def splits_kernel(
     if WINDOW > 0:
         low = tl.maximum(0, length - WINDOW)
     if SINKS:
-        counts = split == low // SPLIT  # the first part of a row counts them
+        counts = split == low // SPLIT  # the first part of a row includes the sinks
         peak = tl.where(counts, tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2_E, peak)
         total = tl.where(counts, 1.0, total)
     keys = kv + kv_head * (PAGE_SIZE * HEAD_DIM // (2 if BITS > 0 else 1))
@@ -467,10 +476,10 @@ def shared_kernel(
     scales,  # [pages, 2, kv_heads, PAGE_SIZE] float32, if BITS
     parts,  # [parts, heads, HEAD_DIM] float32
     weights,  # [parts, heads] float32
-    sinks,  # [heads]; or slopes
+    sinks,  # [heads], or ALiBi slopes
     tables,  # [R, max_pages]
     row_starts,  # [R + 1]
-    shared,  # [shared, 3] split, its first member, how many (at most BLOCK_M // SHARE; -1 = nothing to do)
+    shared,  # [shared, 3] split, its first member, how many (at most BLOCK_M // SHARE; -1: nothing to do)
     members,  # [members, 2] row, its first part
     query_stride,
     page_stride,
@@ -479,7 +488,7 @@ def shared_kernel(
     scale,
     HEADS: tl.constexpr,
     SHARE: tl.constexpr,
-    BITS: tl.constexpr,  # of numbers of 8 bits, behind the point; 0 = they have more
+    BITS: tl.constexpr,  # mantissa bits of 8-bit values; 0: 16 or 32 bits
     HEAD_DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -491,7 +500,10 @@ def shared_kernel(
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The members see all keys of the split, and have more after it. Any member's page table leads to the keys."""
+    """Attend for rows that share a split. All members see all its keys, and have more after it; any member's page table
+    addresses
+    them.
+    """
     let_next_start(EARLY)
     wait_for_previous(EARLY)
     kv_head = tl.program_id(0)
@@ -539,7 +551,7 @@ def merge_kernel(
     weights,  # [parts, heads] float32
     out,  # [T, heads, HEAD_DIM]
     row_starts,  # [R + 1]
-    merges,  # [merges, 3] row (-1 = nothing to do), its first part, how many
+    merges,  # [merges, 3] row (-1: nothing to do), its first part, number of parts
     out_stride,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,

@@ -1,19 +1,20 @@
-"""Matrices of 4- and 8-bit numbers as they lie in a GPU's memory, and how they are unpacked.
+"""4- and 8-bit weight matrices in GPU memory, and their unpacking.
 
-Words of 16 bits hold numbers that lie P columns apart, so that two neighbouring words, one register, unpack by a shift and a
-mask to two neighbouring numbers of the activation's type, which is how matrix units take them:
+Words of 16 bits hold values that are P columns apart in the matrix, so that two neighbouring words, one register, unpack by a
+shift
+and a mask to two neighbouring values of the activation's dtype, as tensor cores need them:
 
     4 bits   word j = columns j, j + P, j + 2 P, j + 3 P, from the lowest bits on, for j < P; then the next 4 P columns
     8 bits   word j = columns j, j + P
 
-Such P words are a block of a row; blocks of TILE neighbouring rows lie behind each other, so that who makes their outputs reads
-memory in one piece, and then come their next blocks.
+P such words are a block of a row. Blocks of TILE neighbouring rows are contiguous, so that the program of their outputs reads
+contiguous memory; their next blocks follow.
 
-Scales lie as they are, or in words of 32 bits, which the copies into a program's memory can be asked for ahead:
+Scales are plain, or packed in words of 32 bits, which can be prefetched asynchronously:
 
     "fp16", "bf16"   a scale, and the zero point above it, in float16
     "e8m0"           four scales of a block, powers of two
-    "e4m3"           four scales of a block, floats of 8 bits; the last line has a factor for each row, float32
+    "e4m3"           four scales of a block, 8-bit floats; the last line has a factor for each row, float32
 """
 
 from typing import Any, NamedTuple
@@ -26,23 +27,22 @@ from triton.runtime import JITFunction
 
 from quire.ops.kernels.launcher import cdiv, launched, let_next_start, overlapping, wait_for_previous
 
-# a number so large that the last bits of a mantissa count in ones, how the type is called, 1, -1, and less that number: each
-# twice in a register
+# a value whose last mantissa bits count ones, the dtype name, 1, -1, and minus that value: each twice in a register
 LARGE = {
     "bf16": ("0x43004300", "bf16x2", "0x3F803F80", "0xBF80BF80", "0xC300C300"),
     "fp16": ("0x64006400", "f16x2", "0x3C003C00", "0xBC00BC00", "0xE400E400"),
 }
-# zero points: there are none, whole numbers, or any numbers, which are taken off when the large one is
+# zero points: none, integers, or any values, which are subtracted together with the large number
 NO_ZEROS, WHOLE_ZEROS, ANY_ZEROS = 0, 1, 2
-E4M3_BELOW = tl.constexpr(2.0**120)  # what float32's exponents are off by
-# of smaller floats, how far to the left their exponent and mantissa are here, and what their exponents are off by, as a factor
+E4M3_BELOW = tl.constexpr(2.0**120)  # difference of exponent bias to float32
+# of smaller floats: how far left their exponent and mantissa are moved, and the difference of exponent biases, as a factor
 EIGHT_BITS = {"bf16": (4, "0x7B807B80"), "fp16": (7, "0x5C005C00")}
 FOUR_BITS = {"bf16": (6, "0x7E807E80"), "fp16": (9, "0x74007400")}
 
 
 @triton.constexpr_function
 def _assembly(form, i, name, offset):
-    """Two words in a register, $1, to two numbers, $0. With an offset: $2 is what is added to both."""
+    """Return assembly that turns two words in a register, $1, into two values, $0. With an offset, $2 is added to both."""
     large, kind, one, minus, less = LARGE[name]
     lines = [".reg .b32 t, s, u, c;", f"mov.b32 c, {large};"]
     if form == "int4":
@@ -55,13 +55,13 @@ def _assembly(form, i, name, offset):
         ]
         lines += [f"shl.b32 s, $1, {12 - 4 * i};", "mov.b32 u, 0x80008000;", "lop3.b32 t, s, u, t, 0xEA;"]
         lines += [f"mov.b32 c, {far};", f"fma.rn.{kind} t, t, c, u;"]
-    elif form == "int8" and name == "bf16":  # the lower seven bits, and less 128 where the sign is set
+    elif form == "int8" and name == "bf16":  # the lower seven bits, minus 128 where the sign is set
         lines += [f"shr.b32 u, $1, {8 * i};", "lop3.b32 t, u, 0x007F007F, c, 0xEA;", "lop3.b32 s, u, 0x00800080, c, 0xEA;"]
         lines += [f"mov.b32 u, {minus};", f"fma.rn.{kind} t, s, u, t;"]
     elif form == "int8":
         lines += [f"shr.b32 u, $1, {8 * i};", "xor.b32 u, u, 0x00800080;", "lop3.b32 t, u, 0x00FF00FF, c, 0xEA;"]
-        lines += [f"mov.b32 u, {one};", "mov.b32 s, 0xE480E480;", f"fma.rn.{kind} t, t, u, s;"]  # less 1024 + 128
-    elif name == "fp16":  # as the hardware has it
+        lines += [f"mov.b32 u, {one};", "mov.b32 s, 0xE480E480;", f"fma.rn.{kind} t, t, u, s;"]  # minus 1024 + 128
+    elif name == "fp16":  # hardware conversion
         lines = [".reg .b32 t; .reg .b16 l, h;", f"prmt.b32 t, $1, 0, {'0x20' if i == 0 else '0x31'};", "mov.b32 {l, h}, t;"]
         lines += ["cvt.rn.f16x2.e4m3x2 t, l;", ".reg .b32 u, s;"]
     else:
@@ -78,7 +78,7 @@ def _assembly(form, i, name, offset):
 
 @triton.jit
 def unpack(word, offset, PLACE: tl.constexpr, FORM: tl.constexpr, OFFSET: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
-    """The numbers at a place of words [N, K] int16, plus the offset [N, 1]."""
+    """Return the values at a place of words [N, K] int16, plus the offset [N, 1]."""
     if ASM:
         name: tl.constexpr = "bf16" if tl.bfloat16 == KIND else "fp16"
         if FORM == "int4" or OFFSET:
@@ -100,7 +100,7 @@ def unpack(word, offset, PLACE: tl.constexpr, FORM: tl.constexpr, OFFSET: tl.con
                 value = byte.to(tl.float32) - tl.where(byte > 127, 256.0, 0.0)
             else:
                 small = (((byte & 127) << 7) | ((byte & 128) << 8)).to(tl.int16).to(tl.float16, bitcast=True)
-                value = small.to(tl.float32) * 256.0  # the exponents' difference
+                value = small.to(tl.float32) * 256.0  # the difference of exponent biases
         if FORM == "int4" or OFFSET:
             value += offset.to(tl.float32)
         return value.to(KIND)
@@ -108,7 +108,7 @@ def unpack(word, offset, PLACE: tl.constexpr, FORM: tl.constexpr, OFFSET: tl.con
 
 @triton.jit
 def scale_of(scales, group, row, real, SCALES, SCALED: tl.constexpr):
-    """float32, of groups and rows that broadcast, where they are real; of "e4m3" without the row's factor."""
+    """Return scales in float32, for groups and rows that broadcast; "e4m3" without the row's factor."""
     if SCALED == "":
         value = tl.load(scales + group * SCALES + row, mask=real, other=0.0).to(tl.float32)
     elif SCALED == "fp16" or SCALED == "bf16":
@@ -126,7 +126,7 @@ def factor_of(scales, row, real, LINES, SCALES):
 
 @triton.jit
 def scale_in(word, SCALED: tl.constexpr):
-    """The scale in the lowest bits of words."""
+    """Return the scale in the lowest bits of words."""
     if SCALED == "fp16":
         value = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     elif SCALED == "bf16":
@@ -140,7 +140,7 @@ def scale_in(word, SCALED: tl.constexpr):
 
 @triton.jit
 def zero_of(scales, zeros, group, row, real, SCALES, SCALED: tl.constexpr):
-    """float32."""
+    """Return zero points in float32."""
     if SCALED == "":
         zero = tl.load(zeros + group * SCALES + row, mask=real, other=0).to(tl.float32)
     else:
@@ -155,7 +155,7 @@ def zero_in(word):
 
 @triton.jit
 def offset_by(zero, FORM: tl.constexpr, OFFSET: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
-    """[N, 1]: what is added to the stored numbers, and to the large number that unpacking leaves 4 bits with."""
+    """Return [N, 1]: what is added to the stored integers, including the large number that unpacking leaves in 4-bit values."""
     if FORM == "int4" and ASM and OFFSET < 2:
         zero += 128.0 if tl.bfloat16 == KIND else 1024.0
     return (-zero).to(KIND)[:, None]
@@ -163,35 +163,35 @@ def offset_by(zero, FORM: tl.constexpr, OFFSET: tl.constexpr, KIND: tl.constexpr
 
 @triton.jit
 def no_offset(row, FORM: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
-    """`offset_by`, where there are no zero points."""
+    """Return `offset_by` without zero points."""
     return offset_by(tl.full(row.shape, 8.0 if FORM == "int4" else 0.0, tl.float32), FORM, 0, KIND, ASM)
 
 
-AT_ONCE = 1024  # words that a program dequantizes
-NUMBERS = {"int4": 4, "float4": 4, "int8": 2, "float8": 2}  # in a word
+WORDS_PER_PROGRAM = 1024  # of the dequantizing kernel
+VALUES_PER_WORD = {"int4": 4, "float4": 4, "int8": 2, "float8": 2}
 
 
 class Packed(NamedTuple):
-    """A matrix, or one of each expert: then everything has one more dimension, the first."""
+    """A packed matrix, or one per expert: then every tensor has a leading dimension."""
 
     form: str  # "int4", "int8", "float8", "float4"
     words: Tensor  # [outputs, W] int16
-    scales: Tensor  # [groups, outputs / high]: who makes neighbouring outputs reads neighbouring scales
-    zeros: Tensor | None  # as scales, where those lie as they are
-    apart: int  # divides `group`
-    group: int  # columns of a scale
-    tile: int = 1  # rows whose blocks lie together
-    scaled: str = ""  # how scales lie
+    scales: Tensor  # [groups, outputs / high]: scales of neighbouring outputs are contiguous
+    zeros: Tensor | None  # like scales; None: packed in `scales`, or there are none
+    value_stride: int  # columns between two values of a word; divides `group`
+    group: int  # columns per scale
+    tile: int = 1  # rows whose blocks are contiguous
+    scaled: str = ""  # packing of scales
     offset: int = NO_ZEROS
 
     @property
     def columns(self) -> int:
-        """There may be more than inputs: scales are 0 there."""
-        return NUMBERS[self.form] * self.words.shape[-1]
+        """Return the number of columns. There may be more than inputs; their scales are 0."""
+        return VALUES_PER_WORD[self.form] * self.words.shape[-1]
 
     @property
     def blocks(self) -> int:
-        return self.words.shape[-1] // self.apart
+        return self.words.shape[-1] // self.value_stride
 
     @property
     def outputs(self) -> int:
@@ -203,16 +203,17 @@ class Packed(NamedTuple):
         return {"e8m0": 4 * lines, "e4m3": 4 * (lines - 1)}.get(self.scaled, lines)
 
     def constants(self, x: Tensor) -> dict[str, Any]:
-        """What a kernel that multiplies x by it is compiled for."""
+        """Return the constants of a kernel that multiplies x by the matrix."""
         return {
-            "APART": self.apart, "GROUP": self.group if self.groups > 1 else 0, "HIGH": self.outputs // self.scales.shape[-1],
+            "VALUE_STRIDE": self.value_stride, "GROUP": self.group if self.groups > 1 else 0,
+            "HIGH": self.outputs // self.scales.shape[-1],
             "OFFSET": self.offset, "FORM": self.form, "PADDED": self.columns > x.shape[-1], "ASM": assembles(x),
             "TILE": self.tile, "SCALED": self.scaled,
         }  # fmt: skip
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What it is told."""
+        """Return the size arguments of kernels."""
         return {"WORDS": self.words.shape[-1], "SCALES": self.scales.shape[-1], "LINES": self.scales.shape[-2]}
 
     @property
@@ -221,21 +222,26 @@ class Packed(NamedTuple):
 
 
 def assembles(x: Tensor) -> bool:
-    """Whether numbers are unpacked in assembly, two at a time."""
+    """Return whether values are unpacked in assembly, two at a time."""
     return x.dtype != torch.float32 and isinstance(unpack, JITFunction)
 
 
 @triton.jit
-def column_of(at, place: tl.constexpr, APART: tl.constexpr, FORM: tl.constexpr):
-    """Of the numbers at a place of words `at`."""
+def column_of(at, place: tl.constexpr, VALUE_STRIDE: tl.constexpr, FORM: tl.constexpr):
+    """Return the columns of the values at a place of words `at`."""
     PER: tl.constexpr = 4 if FORM == "int4" or FORM == "float4" else 2
-    return at // APART * (PER * APART) + place * APART + at % APART
+    return at // VALUE_STRIDE * (PER * VALUE_STRIDE) + place * VALUE_STRIDE + at % VALUE_STRIDE
 
 
 @triton.jit
-def place_of(row, at, WORDS, APART: tl.constexpr, TILE: tl.constexpr):
+def place_of(row, at, WORDS, VALUE_STRIDE: tl.constexpr, TILE: tl.constexpr):
     """Of words `at` of rows, from the matrix's first on."""
-    return (row // TILE).to(tl.int64) * (WORDS * TILE) + at // APART * (TILE * APART) + row % TILE * APART + at % APART
+    return (
+        (row // TILE).to(tl.int64) * (WORDS * TILE)
+        + at // VALUE_STRIDE * (TILE * VALUE_STRIDE)
+        + row % TILE * VALUE_STRIDE
+        + at % VALUE_STRIDE
+    )
 
 
 @launched
@@ -251,7 +257,7 @@ def _dequantize(
     WORDS,
     SCALES,
     LINES,
-    APART: tl.constexpr,
+    VALUE_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     HIGH: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -270,12 +276,14 @@ def _dequantize(
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     real = n < rows
     row = n // outputs * (LINES * SCALES) + n % outputs // HIGH
-    j = tl.arange(0, APART)
+    j = tl.arange(0, VALUE_STRIDE)
     block = tl.program_id(1)
-    word = tl.load(matrix + place_of(n[:, None], block * APART + j[None, :], WORDS, APART, TILE), mask=real[:, None], other=0)
+    word = tl.load(
+        matrix + place_of(n[:, None], block * VALUE_STRIDE + j[None, :], WORDS, VALUE_STRIDE, TILE), mask=real[:, None], other=0
+    )
     offset = no_offset(row, FORM, kind, ASM)
     for i in tl.static_range(PER):
-        first = (block * PER + i) * APART
+        first = (block * PER + i) * VALUE_STRIDE
         group = first // GROUP if GROUP else 0
         scale = scale_of(scales, group, row, real, SCALES, SCALED)
         if SCALED == "e4m3":
@@ -288,11 +296,11 @@ def _dequantize(
 
 
 def dequantize(matrix: Packed, like: Tensor) -> Tensor:
-    """[..., outputs, inputs] of the type and the inputs of `like` [..., inputs]."""
+    """Return the matrix [..., outputs, inputs] in the dtype and with the inputs of `like` [..., inputs]."""
     words = matrix.words
     out = like.new_empty(*words.shape[:-1], like.shape[-1])
-    rows, high = words.numel() // words.shape[-1], AT_ONCE // matrix.apart
-    _dequantize[(cdiv(rows, high), words.shape[-1] // matrix.apart)](
+    rows, high = words.numel() // words.shape[-1], WORDS_PER_PROGRAM // matrix.value_stride
+    _dequantize[(cdiv(rows, high), words.shape[-1] // matrix.value_stride)](
         *matrix.tensors, out, rows, matrix.outputs, out.shape[-1], *matrix.sizes.values(), **matrix.constants(like),
         ROWS=high, **overlapping(),
     )  # fmt: skip

@@ -20,7 +20,7 @@ class Program(NamedTuple):
     warps: int
 
 
-UP, DOWN, DOWN_MORE = Program(1, 4), Program(1, 4), Program(2, 1)  # by measurement; the last for more than one token
+UP, DOWN, DOWN_MORE = Program(1, 4), Program(1, 4), Program(2, 1)  # by measurement; the last one for several tokens
 
 
 @launched
@@ -28,7 +28,7 @@ UP, DOWN, DOWN_MORE = Program(1, 4), Program(1, 4), Program(2, 1)  # by measurem
 def _up(
     x,  # [T, INNER]
     experts,  # [T * TOP_K]
-    matrices,  # [E, 2 * outputs, INNER] gate above up
+    matrices,  # [E, 2 * outputs, INNER] gate rows first
     biases,  # [E, 2 * outputs]
     out,  # [T * TOP_K, outputs]
     outputs,
@@ -74,9 +74,9 @@ def _down(
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """May begin when all before `_up` has ended: until it waits it reads only what was there then, past the near cache."""
+    """May begin before `_up` has ended: until it waits, it only reads what earlier kernels wrote, bypassing L1."""
     let_next_start(EARLY)
-    at = tl.arange(0, BLOCK_N * TOP_BLOCK)  # all slots of the first output, of the second, ...
+    at = tl.arange(0, BLOCK_N * TOP_BLOCK)  # all slots of the first output, then of the second, ...
     output = tl.program_id(1) * BLOCK_N + at // TOP_BLOCK
     slot = tl.program_id(0) * TOP_K + at % TOP_BLOCK
     inside = (output < outputs) & (at % TOP_BLOCK < TOP_K)
@@ -106,7 +106,7 @@ def few_slots_forward(
     x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: Gated, biases: ExpertBiases | None = None
 ) -> Tensor:
     tokens, top_k = experts.shape
-    before, behind = biases or (None, None)
+    before, after = biases or (None, None)
     _, size, inner_size = down.shape
     inner = x.new_empty(tokens * top_k, inner_size)
     out = torch.empty_like(x)
@@ -117,15 +117,15 @@ def few_slots_forward(
     )  # fmt: skip
     program = DOWN if tokens == 1 else DOWN_MORE
     _down[(tokens, cdiv(size, program.outputs))](
-        inner, weights, experts, down, down if behind is None else behind, out, size, INNER=inner_size, TOP_K=top_k,
-        BIAS=behind is not None, TOP_BLOCK=power_of_two(top_k),
+        inner, weights, experts, down, down if after is None else after, out, size, INNER=inner_size, TOP_K=top_k,
+        BIAS=after is not None, TOP_BLOCK=power_of_two(top_k),
         BLOCK_N=program.outputs, BLOCK_K=256 * program.warps, num_warps=program.warps, **overlapping(),
     )  # fmt: skip
     return out
 
 
 SUM_BLOCK = 1024
-STEP = 128  # slots a program sorts at a time
+STEP = 128  # slots per iteration
 
 
 @launched
@@ -167,7 +167,8 @@ def _place(
     ROWS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """A slot's place: all slots of lower experts, its expert's in earlier chunks, and its expert's before it in the chunk."""
+    """Find a slot's index: after all slots of lower experts, its expert's in earlier chunks, and its expert's before it in the
+    chunk."""
     let_next_start(EARLY)
     wait_for_previous(EARLY)
     mine = tl.program_id(0)
@@ -176,8 +177,8 @@ def _place(
     earlier = tl.zeros((EXPERT_BLOCK,), tl.int32)
     for first in tl.range(0, chunks, ROWS):
         chunk = first + tl.arange(0, ROWS)
-        there = (chunk < chunks)[:, None] & (expert < EXPERTS)[None, :]
-        count = tl.load(counts + chunk[:, None] * EXPERTS + expert[None, :], mask=there, other=0)
+        inside = (chunk < chunks)[:, None] & (expert < EXPERTS)[None, :]
+        count = tl.load(counts + chunk[:, None] * EXPERTS + expert[None, :], mask=inside, other=0)
         total += tl.sum(count, 0)
         earlier += tl.sum(tl.where((chunk < mine)[:, None], count, 0), 0)
     end = tl.cumsum(total, 0)
@@ -195,7 +196,7 @@ def _place(
 
 
 def sort_slots(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """experts [slots] of `count` -> order [slots] int64, ends [count] int32; slots of one expert keep their order."""
+    """Sort slots by expert: experts [slots] -> order [slots] int64, ends [count] int32; slots of one expert stay in order."""
     slots = len(experts)
     chunk = STEP if slots <= 64 * STEP else 8 * STEP
     chunks = cdiv(slots, chunk)
@@ -212,8 +213,8 @@ def sort_slots(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
 @triton.jit
 def _product(
     x,  # [rows, INNER]
-    matrices,  # [EXPERTS, outputs, INNER]; gated: [EXPERTS, 2 * outputs, INNER], gate above up
-    biases,  # [EXPERTS, as many as a matrix has rows]
+    matrices,  # [EXPERTS, outputs, INNER]; gated: [EXPERTS, 2 * outputs, INNER], gate rows first
+    biases,  # [EXPERTS, rows of a matrix]
     out,  # [slots, outputs]
     order,  # [slots] slots sorted by expert
     ends,  # [EXPERTS]
@@ -222,7 +223,7 @@ def _product(
     EXPERTS: tl.constexpr,
     SHARING: tl.constexpr,  # slots that read the same row of x
     BIAS: tl.constexpr,
-    KIND: tl.constexpr,  # an activation: the matrices are gated. "": they are plain
+    KIND: tl.constexpr,  # activation of gated matrices; "": not gated
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     EXPERT_BLOCK: tl.constexpr,
@@ -240,7 +241,7 @@ def _product(
         slot = tl.load(order + at, mask=at < stop, other=0)
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         high, row = outputs, n.to(tl.int64)
-        if KIND != "":  # gate and up in turn, so that both halves of a pair meet in the tile
+        if KIND != "":  # gate and up rows alternate, so that a tile has both
             high, row = 2 * outputs, (n % 2) * outputs + (n // 2).to(tl.int64)
         k = tl.arange(0, BLOCK_K)
         rows = x + (slot // SHARING)[:, None] * INNER + k[None, :]
@@ -262,7 +263,7 @@ def _product(
 
 
 class Blocks(NamedTuple):
-    m: int  # rows
+    m: int  # rows of x
     n: int  # rows of the matrix
     k: int
     warps: int
@@ -270,7 +271,7 @@ class Blocks(NamedTuple):
 
 
 def blocks(rows: float, dtype: torch.dtype) -> Blocks:
-    """For so many rows an expert on average."""
+    """Return block sizes for this average number of rows per expert."""
     if dtype == torch.float32:
         return Blocks(16, 32, 32, 4, 1)
     if rows <= 2:
@@ -292,14 +293,14 @@ def product(
     sharing: int,
     activation: Gated = "",
 ) -> Tensor:
-    """x [slots / sharing, inner], matrices [E, outputs, inner] -> [slots, outputs]: each slot's row through its expert.
+    """Multiply each slot's row by its expert: x [slots / sharing, inner], matrices [E, outputs, inner] -> [slots, outputs].
 
-    With an activation the matrices are [E, 2 * outputs, inner], gate above up.
+    With an activation the matrices are [E, 2 * outputs, inner], gate rows first.
     """
     experts, high, inner = matrices.shape
     slots, outputs = len(order), high // 2 if activation else high
     out = x.new_empty(slots, outputs)
-    most = min(slots, slots // block.m + experts)  # tiles that could have rows
+    most = min(slots, slots // block.m + experts)  # upper bound of tiles with rows
     _product[(cdiv(high, block.n), most)](
         x, matrices, matrices if biases is None else biases, out, order, ends, outputs, INNER=inner, EXPERTS=experts,
         SHARING=sharing, BIAS=biases is not None, **constants_of(activation), EXPERT_BLOCK=power_of_two(experts),
@@ -332,7 +333,7 @@ def _weighted_sum(
 
 
 def weighted_sum(y: Tensor, weights: Tensor, out: Tensor) -> Tensor:
-    """y [T * top_k, size], weights [T, top_k] -> out [T, size]."""
+    """Return out [T, size], the weighted sum of y [T * top_k, size] with weights [T, top_k]."""
     tokens, size = out.shape
     _weighted_sum[(tokens, cdiv(size, SUM_BLOCK))](
         y, weights, out, size, TOP_K=weights.shape[1], BLOCK=SUM_BLOCK, **overlapping()
@@ -344,17 +345,17 @@ def sorted_forward(
     x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: Gated, biases: ExpertBiases | None = None
 ) -> Tensor:
     top_k = experts.shape[1]
-    before, behind = biases or (None, None)
+    before, after = biases or (None, None)
     out = torch.empty_like(x)
     block = blocks(experts.numel() / len(up), x.dtype)
     order, ends = sort_slots(experts.flatten(), len(up))
     inner = product(x, up, before, order, ends, block, top_k, activation)
-    y = product(inner, down, behind, order, ends, block, 1)
+    y = product(inner, down, after, order, ends, block, 1)
     return weighted_sum(y, weights, out)
 
 
 def ungated_forward(x: Tensor, weights: Tensor, experts: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
-    """Without gates: up [E, I, H]."""
+    """Run experts without gates; up [E, I, H]."""
     block = blocks(experts.numel() / len(up), x.dtype)
     order, ends = sort_slots(experts.flatten(), len(up))
     inner = activate(product(x, up, None, order, ends, block, experts.shape[1]), activation)

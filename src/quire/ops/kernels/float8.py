@@ -1,14 +1,15 @@
-"""Floats of 8 bits, the same bits on every GPU, and in the interpreter, as torch's own conversions.
+"""8-bit floats with the same bits as torch's conversions, on every GPU and in the interpreter.
 
-BITS are those behind the point: 3 (e4m3fn) or 2 (e5m2). The exponent of such a number is put where float32 has its own, and
-what that makes too little is made up for by a factor; numbers below the least normal one come out right as well.
+BITS are mantissa bits: 3 (e4m3fn) or 2 (e5m2). The exponent is moved to where float32 has its own, and a factor makes up for
+the
+difference of biases; subnormal numbers are exact as well.
 """
 
 import triton
 import triton.language as tl
 
-# by type and BITS: how it is called, how far exponent and fraction go to the right in the upper half of 16 bits, where they are
-# then, and what the exponent lacks there, as a factor
+# by dtype and BITS: PTX type, right shift of exponent and mantissa in the upper byte of 16 bits, mask of both after it, and the
+# difference of exponent biases as a factor
 WIDENED = {
     ("bf16", 3): ("bf16x2", 4, 0x07F007F0, 0x7B807B80),
     ("bf16", 2): ("bf16x2", 3, 0x0FE00FE0, 0x77807780),
@@ -31,7 +32,7 @@ def _widening(name, bits, second):
 
 @triton.jit
 def wide_float8(numbers, BITS: tl.constexpr):
-    """Numbers 0 ... 255 -> float32. What is not a number comes out as some number: its scale is none either."""
+    """Return codes 0 ... 255 as float32. NaN becomes some finite value: its scale is NaN, too."""
     bits = numbers.to(tl.int32)
     UP: tl.constexpr = 23 - BITS
     MISSING: tl.constexpr = 2.0**120 if BITS == 3 else 2.0**112
@@ -42,7 +43,7 @@ def wide_float8(numbers, BITS: tl.constexpr):
 
 @triton.jit
 def unpack_float8(words, KIND: tl.constexpr, BITS: tl.constexpr):
-    """Words of two, int16, to their first and second numbers, of type KIND, which has them all."""
+    """Return the first and second values of words of two, int16, in dtype KIND, which represents them exactly."""
     if tl.bfloat16 == KIND:
         first = tl.inline_asm_elementwise(_widening("bf16", BITS, False), "=r,r", [words], tl.bfloat16, True, 2)
         second = tl.inline_asm_elementwise(_widening("bf16", BITS, True), "=r,r", [words], tl.bfloat16, True, 2)
@@ -56,12 +57,12 @@ def unpack_float8(words, KIND: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def narrow_float8(x, BITS: tl.constexpr):
-    """float32 within what 8 bits can hold -> uint8, to the nearest, of two the even one."""
+    """Round float32 values within the 8-bit range to uint8 codes, to nearest, ties to even."""
     UP: tl.constexpr = 23 - BITS
-    LEAST: tl.constexpr = 2.0**-6 if BITS == 3 else 2.0**-14  # normal number
-    STEPS: tl.constexpr = 2.0**9 if BITS == 3 else 2.0**16  # in one, below that
+    LEAST: tl.constexpr = 2.0**-6 if BITS == 3 else 2.0**-14  # smallest normal number
+    STEPS: tl.constexpr = 2.0**9 if BITS == 3 else 2.0**16  # steps per one below it
     MISSING: tl.constexpr = (120 if BITS == 3 else 112) << BITS
-    EVEN: tl.constexpr = 12582912.0  # to which float32 has no fractions
+    EVEN: tl.constexpr = 12582912.0  # float32 has no fractions at this magnitude
     size = tl.abs(x)
     bits = size.to(tl.int32, bitcast=True)
     normal = ((bits + ((1 << (UP - 1)) - 1) + ((bits >> UP) & 1)) >> UP) - MISSING

@@ -9,9 +9,11 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _turned(x, cos, sin, position, inside, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """x [N] pointers to 2 * HALF numbers, position [N] -> first and second of each pair [N, HALF_BLOCK] float32, turned, and
-    where [HALF_BLOCK] they belong."""
+def _rotated(x, cos, sin, position, inside, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Load pairs and apply RoPE. x [N]: pointers to 2 * HALF values, position [N].
+
+    Return the first and second of each pair [N, HALF_BLOCK] float32, their offsets [HALF_BLOCK], and the mask.
+    """
     pair = tl.arange(0, HALF_BLOCK)
     first_at = 2 * pair if INTERLEAVED else pair
     second_at = 2 * pair + 1 if INTERLEAVED else HALF + pair
@@ -48,8 +50,8 @@ def prepare_kernel(
     up_stride,
     page_stride,
     eps,
-    HEADS: tl.constexpr,  # whose queries go near; 0 = none do
-    ROWS: tl.constexpr,  # whether rows go to their pages
+    HEADS: tl.constexpr,  # heads whose queries are projected; 0: none
+    ROWS: tl.constexpr,  # whether rows are written to their pages
     NOPE: tl.constexpr,
     NOPE_BLOCK: tl.constexpr,
     RANK: tl.constexpr,
@@ -62,7 +64,8 @@ def prepare_kernel(
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Programs of heads take some numbers of some tokens' queries to the rows; behind the heads, rows go to their pages."""
+    """Programs of a head project some dimensions of some queries into the latent space; those after the heads write rows to
+    pages."""
     let_next_start(EARLY)
     head, part = tl.program_id(0), tl.program_id(1)
     t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -81,7 +84,7 @@ def prepare_kernel(
         tl.store(target[:, None] + n[None, :], value.to(near.dtype.element_ty), mask=real[:, None] & (n < RANK)[None, :])
         if part == 0:
             position = tl.load(positions + t, mask=real, other=0)
-            first, second, first_at, second_at, mask = _turned(
+            first, second, first_at, second_at, mask = _rotated(
                 source + NOPE, cos, sin, position, real, HALF, HALF_BLOCK, INTERLEAVED
             )
             tl.store(target[:, None] + RANK + first_at[None, :], first.to(near.dtype.element_ty), mask=mask)
@@ -101,7 +104,7 @@ def prepare_kernel(
             normed = (x * factor[:, None] * weight[None, :]).to(rows.dtype.element_ty).to(kv.dtype.element_ty)
             tl.store(target[:, None] + r[None, :], normed, mask=real[:, None] & in_rank[None, :])
             position = tl.load(row_positions + t, mask=real, other=0)
-            first, second, first_at, second_at, mask = _turned(
+            first, second, first_at, second_at, mask = _rotated(
                 source + RANK, cos, sin, position, real, HALF, HALF_BLOCK, INTERLEAVED
             )
             tl.store(target[:, None] + RANK + first_at[None, :], first.to(kv.dtype.element_ty), mask=mask)
@@ -118,7 +121,7 @@ def _fold(
     kv,
     table,  # pointer to the row's page table
     at,  # [N] positions of the rows
-    high,  # position after the last
+    high,  # position after the last one
     position,  # [M] of the queries
     page_stride,
     scale,
@@ -129,24 +132,24 @@ def _fold(
     PAGE_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """acc, peak and total with these rows taken in."""
+    """Return acc, peak and total after these rows."""
     r, e = tl.arange(0, RANK_BLOCK), tl.arange(0, END_BLOCK)
-    there = at < high
+    exists = at < high
     if MASKED:
-        page = tl.load(table + at // PAGE_SIZE, mask=there, other=0).to(tl.int64)
+        page = tl.load(table + at // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
     else:
         page = tl.load(table + at // PAGE_SIZE).to(tl.int64)
     place = kv + page * page_stride + (at % PAGE_SIZE) * (RANK + END)
     if MASKED or RANK != RANK_BLOCK or END != END_BLOCK:
-        row = tl.load(place[:, None] + r[None, :], mask=there[:, None] & (r < RANK)[None, :], other=0.0)
-        end = tl.load(place[:, None] + RANK + e[None, :], mask=there[:, None] & (e < END)[None, :], other=0.0)
+        row = tl.load(place[:, None] + r[None, :], mask=exists[:, None] & (r < RANK)[None, :], other=0.0)
+        end = tl.load(place[:, None] + RANK + e[None, :], mask=exists[:, None] & (e < END)[None, :], other=0.0)
     else:
         row = tl.load(place[:, None] + r[None, :])
         end = tl.load(place[:, None] + RANK + e[None, :])
     logit = tl.dot(q, tl.trans(row), input_precision="ieee")
     logit = tl.dot(q_end, tl.trans(end), logit, input_precision="ieee") * (scale * LOG2_E)
     if MASKED:
-        logit = tl.where(there[None, :] & (at[None, :] <= position[:, None]), logit, float("-inf"))
+        logit = tl.where(exists[None, :] & (at[None, :] <= position[:, None]), logit, float("-inf"))
     higher = tl.maximum(peak, tl.max(logit, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
     weight = tl.exp2(logit - base[:, None])
@@ -165,7 +168,7 @@ def latent_splits_kernel(
     weights,  # [parts, HEADS] float32: log2 of the sum of a part's weights
     tables,  # [R, max_pages]
     row_starts,  # [R + 1]
-    splits,  # [splits, 4] row (-1 = nothing to do), split of its rows, place among the parts (-1 = the only one), length
+    splits,  # [splits, 4] row (-1: nothing to do), split of its rows, index among the parts (-1: the only one), length
     page_stride,
     table_stride,
     scale,
@@ -224,7 +227,7 @@ def latent_tiles_kernel(
     tables,  # [R, max_pages]
     row_starts,  # [R + 1]
     kv_lengths,  # [R]
-    tiles,  # [tiles, 3] row (-1 = nothing to do), its first token within the row, nothing
+    tiles,  # [tiles, 3] row (-1: nothing to do), its first token within the row, unused
     page_stride,
     table_stride,
     scale,
@@ -254,7 +257,7 @@ def latent_tiles_kernel(
     real = (token < count) & (head < HEADS)
     lowest = length - count + first
     high = tl.minimum(lowest + BLOCK_M // BLOCK_H, length)
-    position = tl.minimum(length - count + token, high - 1)  # padding looks at what is there
+    position = tl.minimum(length - count + token, high - 1)  # padding attends to existing rows
     r, e = tl.arange(0, RANK_BLOCK), tl.arange(0, END_BLOCK)
     stored = real[:, None] & (r < RANK)[None, :]
     line = (start + token).to(tl.int64) * HEADS + head
@@ -265,7 +268,7 @@ def latent_tiles_kernel(
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     table = tables + row.to(tl.int64) * table_stride
-    clear = (lowest + 1) // BLOCK_N * BLOCK_N  # rows before it are seen by all
+    clear = (lowest + 1) // BLOCK_N * BLOCK_N  # all queries see the rows before it
     n = tl.arange(0, BLOCK_N)
     for begin in tl.range(0, clear, BLOCK_N):
         acc, peak, total = _fold(
@@ -298,7 +301,7 @@ def values_kernel(
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """What queries found where the rows are becomes values."""
+    """Project what queries found in the latent space to values."""
     let_next_start(EARLY)
     head = tl.program_id(0)
     t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -326,23 +329,23 @@ def _fold_expanded(
     NOPE: tl.constexpr, NOPE_BLOCK: tl.constexpr, VALUES: tl.constexpr, VALUE_BLOCK: tl.constexpr,
     HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """acc, peak and total with the keys at `at` [N] taken in."""
+    """Return acc, peak and total after the keys at `at` [N]."""
     d, v, pair = tl.arange(0, NOPE_BLOCK), tl.arange(0, VALUE_BLOCK), tl.arange(0, HALF_BLOCK)
     first_at = 2 * pair if INTERLEAVED else pair
     second_at = 2 * pair + 1 if INTERLEAVED else HALF + pair
-    there = at < high
+    exists = at < high
     line = made + at.to(tl.int64)[:, None] * made_stride
     end = ends + at.to(tl.int64)[:, None] * row_stride
-    turned = there[:, None] & (pair < HALF)[None, :]
-    key = tl.load(line + d[None, :], mask=there[:, None] & (d < NOPE)[None, :], other=0.0)
+    turned = exists[:, None] & (pair < HALF)[None, :]
+    key = tl.load(line + d[None, :], mask=exists[:, None] & (d < NOPE)[None, :], other=0.0)
     first = tl.load(end + first_at[None, :], mask=turned, other=0.0)
     second = tl.load(end + second_at[None, :], mask=turned, other=0.0)
-    value = tl.load(line + NOPE + v[None, :], mask=there[:, None] & (v < VALUES)[None, :], other=0.0)
+    value = tl.load(line + NOPE + v[None, :], mask=exists[:, None] & (v < VALUES)[None, :], other=0.0)
     logit = tl.dot(q, tl.trans(key), input_precision="ieee")
     logit = tl.dot(q_first, tl.trans(first), logit, input_precision="ieee")
     logit = tl.dot(q_second, tl.trans(second), logit, input_precision="ieee") * (scale * LOG2_E)
     if MASKED:
-        logit = tl.where(there[None, :] & (at[None, :] <= position[:, None]), logit, float("-inf"))
+        logit = tl.where(exists[None, :] & (at[None, :] <= position[:, None]), logit, float("-inf"))
     higher = tl.maximum(peak, tl.max(logit, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
     weight = tl.exp2(logit - base[:, None])
@@ -356,13 +359,13 @@ def _fold_expanded(
 def expanded_kernel(
     query,  # [K, HEADS, NOPE + 2 * HALF], as projected
     made,  # [S, HEADS, NOPE + VALUES]
-    held,  # [S, RANK + 2 * HALF] the rows that they were made of
+    held,  # [S, RANK + 2 * HALF] the latent rows
     out,  # [K, HEADS, VALUES]
     cos,  # [max_position, HALF]
     sin,  # [max_position, HALF]
     row_starts,  # [R + 1]
     kv_lengths,  # [R]
-    tiles,  # [tiles, 3] row, its first token within the row, place of its first key
+    tiles,  # [tiles, 3] row, its first token within the row, index of its first key
     query_stride,
     made_stride,
     scale,
@@ -396,14 +399,14 @@ def expanded_kernel(
     at_token = (start + token).to(tl.int64)
     source = query + at_token * query_stride + head * (NOPE + 2 * HALF)
     q = tl.load(source[:, None] + d[None, :], mask=real[:, None] & (d < NOPE)[None, :], other=0.0)
-    one, two, _first_at, _second_at, _mask = _turned(source + NOPE, cos, sin, position, real, HALF, HALF_BLOCK, INTERLEAVED)
+    one, two, _first_at, _second_at, _mask = _rotated(source + NOPE, cos, sin, position, real, HALF, HALF_BLOCK, INTERLEAVED)
     q_first, q_second = one.to(q.dtype), two.to(q.dtype)
     acc = tl.zeros((BLOCK_M, VALUE_BLOCK), tl.float32)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     keys = made + place.to(tl.int64) * made_stride + head * (NOPE + VALUES)
     ends = held + place.to(tl.int64) * (RANK + 2 * HALF) + RANK
-    clear = (lowest + 1) // BLOCK_N * BLOCK_N  # keys before it are seen by all
+    clear = (lowest + 1) // BLOCK_N * BLOCK_N  # all queries see the keys before it
     n = tl.arange(0, BLOCK_N)
     for begin in tl.range(0, clear, BLOCK_N):
         acc, peak, total = _fold_expanded(

@@ -1,10 +1,10 @@
-"""What adapters add to the matrix that makes keys and values of latents, where queries and what they find are taken through it
-head by head: a launch each, behind the one of the matrix itself. Tiles and tables are those of `adapters.py`.
+"""LoRA on the projection of latents to keys and values, applied to queries and results per head: one launch each, after the
+launch of the projection itself. Tiles and tables are those of `adapters.py`.
 
-    queries   near  += (query * up of the head's keys) * down
-    values    value += (found * down) * up of the head's values
+    queries   near  += (query * B of the head's keys) * A
+    values    value += (found * A) * B of the head's values
 
-With lengths (DoRA) the matrix itself is another one, by rows: queries are then taken through it anew.
+With gains (DoRA) rows of the projection itself change: queries are projected again.
 """
 
 import triton
@@ -15,7 +15,7 @@ from quire.ops.arguments import AdapterTable, AdapterTiles
 from quire.ops.kernels.adapters import program_for, ranks_at_once
 from quire.ops.kernels.launcher import cdiv, launched, let_next_start, overlapping, power_of_two, wait_for_previous
 
-LEAST, MOST = 16, 128  # of a block
+LEAST, MOST = 16, 128  # bounds of a block
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _near(
     near,  # [K, HEADS, RANK + TURNING]
     query_stride,
     matrix_stride,
-    stride,  # of places in the table
+    stride,  # between adapter slots in the table
     HEADS: tl.constexpr,
     NOPE: tl.constexpr,
     NOPE_BLOCK: tl.constexpr,
@@ -92,7 +92,7 @@ def _value(
     tiles,  # [N, 3] int32
     table,  # AdapterTable.entries
     out,  # [K, HEADS, VALUES]
-    stride,  # of places in the table
+    stride,  # between adapter slots in the table
     HEADS: tl.constexpr,
     NOPE: tl.constexpr,
     VALUES: tl.constexpr,
@@ -138,8 +138,11 @@ def _value(
 
 
 def add_to_near(near: Tensor, query: Tensor, matrix: Tensor, nope: int, rows: AdapterTiles, table: AdapterTable) -> None:
-    """near [K, heads, rank + turning], which it overwrites, of query [K, heads, nope + turning] and
-    matrix [heads, nope + values, rank]."""
+    """Apply adapters to projected queries near [K, heads, rank + rotary], in place.
+
+    query: [K, heads, nope + rotary]
+    matrix: [heads, nope + values, rank]
+    """
     (count, heads, wide), rank, large = query.shape, matrix.shape[2], near.dtype.itemsize > 2
     block_n = _block(rank) // (2 if large and rank >= MOST else 1)
     _near[(len(rows.tiles), heads, cdiv(rank, block_n))](
@@ -151,7 +154,7 @@ def add_to_near(near: Tensor, query: Tensor, matrix: Tensor, nope: int, rows: Ad
 
 
 def add_to_values(out: Tensor, found: Tensor, nope: int, rows: AdapterTiles, table: AdapterTable) -> None:
-    """out [K, heads, values], which it overwrites, of found [K, heads, rank]."""
+    """Apply adapters to out [K, heads, values], in place; found [K, heads, rank]."""
     (count, heads, values), rank, block_n = out.shape, found.shape[2], _block(out.shape[2])
     _value[(len(rows.tiles), heads, cdiv(values, block_n))](
         found, rows.order, rows.tiles, table.entries, out, table.stride, HEADS=heads, NOPE=nope, VALUES=values, RANK=rank,

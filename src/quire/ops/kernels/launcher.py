@@ -1,10 +1,12 @@
-"""Launching a Triton kernel with little work on the host.
+"""Launch Triton kernels with little host time.
 
-Triton binds, types and looks up the arguments of every launch anew, which takes longer than the launch itself. A kernel that is
-`launched` remembers its compiled forms by what they depend on: the types of its tensors and whether their addresses are
-multiples of 16, the kinds of its numbers, and its constants. The first launch of each kind is Triton's own; later ones hand
-addresses and numbers straight to the form's launcher. What that takes is not Triton's public interface: where it is not as
-known here, in the interpreter, and while somebody listens to launches, every launch is Triton's own.
+Triton binds, types and looks up the arguments of every launch, which takes longer than the launch. A kernel that is `launched`
+caches its compiled variants by what they depend on: dtypes of its tensors, whether their addresses are multiples of 16, the
+kinds
+of its numbers, and its constants. The first launch of each variant is Triton's own; later ones pass addresses and numbers to
+the
+variant's launcher. This is not Triton's public interface: if it differs from what is known here, in the interpreter, and while
+launch hooks are installed, every launch is Triton's own.
 
     kernel[grid](tensors ..., numbers and descriptors ..., CONSTANTS=..., num_warps=..., ...)
 """
@@ -31,19 +33,19 @@ from quire.files.wheel import cache_directory
 
 @triton.jit
 def tanh(x):
-    """By an exponential that can vanish but not overflow."""
+    """Return tanh(x), by an exponential that can underflow but not overflow."""
     small = tl.exp(-2.0 * tl.abs(x))
     size = (1.0 - small) / (1.0 + small)
     return tl.where(x < 0, -size, size)
 
 
 def cdiv(size: int, block: int) -> int:
-    """How many blocks it takes."""
+    """Return the number of blocks."""
     return -(-size // block)
 
 
 def power_of_two(size: int) -> int:
-    """The least that is not smaller."""
+    """Return the smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()
 
 
@@ -60,8 +62,8 @@ def let_next_start(EARLY: tl.constexpr):
 
 
 @triton.jit
-def ask_for(matrix, begin, end, STEP: tl.constexpr, MOST: tl.constexpr):
-    """Blocks begin ... end of rows, matrix [N, 1] pointers, are brought near, and not waited for."""
+def prefetch(matrix, begin, end, STEP: tl.constexpr, MOST: tl.constexpr):
+    """Prefetch blocks begin ... end of rows into the L2 cache; matrix [N, 1]: pointers."""
     at = tl.minimum(begin + tl.arange(0, MOST), end - 1)
     places = matrix + at[None, :] * STEP
     tl.inline_asm_elementwise(
@@ -71,36 +73,36 @@ def ask_for(matrix, begin, end, STEP: tl.constexpr, MOST: tl.constexpr):
 
 @cache
 def overlapping() -> dict[str, bool]:
-    """How to launch such a kernel: Hopper and later can, older devices and the interpreter run it as any other."""
+    """Return launch options for programmatic dependent launch, which requires Hopper or newer."""
     early = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
-CHOICES = ("TRITON_CACHE_DIR", "TRITON_HOME")  # environment: where the user wants compiled kernels to be kept
+CHOICES = ("TRITON_CACHE_DIR", "TRITON_HOME")  # environment variables that choose the directory of compiled kernels
 
 
 class Variants:
-    """Counts from the moment it is installed. Whoever listened to the compiler before goes on doing so."""
+    """Count compilations and cache loads from installation on. An earlier listener is still called."""
 
     def __init__(self) -> None:
         self.compilations = self.loads = 0
         self._lock = Lock()  # kernels may be compiled on several threads
-        self._before: Any = None
+        self._previous: Any = None
 
     def install(self) -> "Variants":
-        self._before, knobs.compilation.listener = knobs.compilation.listener, self
+        self._previous, knobs.compilation.listener = knobs.compilation.listener, self
         return self
 
-    def __call__(self, *, cache_hit: bool, **told: Any) -> None:
+    def __call__(self, *, cache_hit: bool, **details: Any) -> None:
         with self._lock:
             self.loads += cache_hit
             self.compilations += not cache_hit
-        if self._before is not None:
-            self._before(cache_hit=cache_hit, **told)
+        if self._previous is not None:
+            self._previous(cache_hit=cache_hit, **details)
 
 
 def choose_cache() -> None:
-    """Compiled kernels are kept beside Quire's other files, unless the user chose a place."""
+    """Store compiled kernels in Quire's cache directory, unless the user chose another."""
     if not any(os.environ.get(name) for name in CHOICES):
         os.environ["TRITON_CACHE_DIR"] = str(cache_directory() / "triton")
 
@@ -109,9 +111,9 @@ choose_cache()
 VARIANTS = Variants().install()
 
 
-# grid, stream, function; cooperative, overlapping; scratch memory, of the kernel and of profiles; sizes; three for listeners
-TAKEN = "iiiKKppOOOOOO"
-ALIGNED = 16  # bytes, or times
+# grid, stream, function; cooperative, overlapping; scratch memory of kernel and profiler; sizes; three for hooks
+LAUNCHER_FORMAT = "iiiKKppOOOOOO"
+ALIGNED = 16  # bytes, or a factor of integers
 INT32 = range(-(1 << 31), 1 << 31)
 REST_OF_GRID = ((1, 1, 1), (1, 1), (1,), ())
 
@@ -120,7 +122,7 @@ dtype_of = attrgetter("dtype")
 
 
 def launched(kernel: Any) -> Any:
-    """A decorator above `triton.jit`."""
+    """Decorate a kernel, above `triton.jit`."""
     return Launched(kernel) if isinstance(kernel, JITFunction) and LISTENERS is not None else kernel
 
 
@@ -129,9 +131,9 @@ class Launched:
         constant = [parameter.is_constexpr for parameter in kernel.params]
         assert constant == sorted(constant), f"the constants of {kernel.__name__} do not come last"
         self.kernel = kernel
-        self._constants = (None,) * sum(constant)  # a launcher takes them, and does not look at them
-        self._tensors: int | None = None  # how many arguments are tensors: the first ones
-        self._forms: dict[tuple[object, ...], tuple[Callable[..., None], tuple[object, ...]]] = {}
+        self._constants = (None,) * sum(constant)  # a launcher requires them, but ignores them
+        self._tensors: int | None = None  # number of arguments that are tensors; they come first
+        self._variants: dict[tuple[object, ...], tuple[Callable[..., None], tuple[object, ...]]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
@@ -145,25 +147,25 @@ class Launched:
         key = (device, *map(dtype_of, tensors), *map(kind_of, numbers), *options, *options.values())
         if reduce(or_, addresses, 0) % ALIGNED:
             key = (*key, *(address % ALIGNED == 0 for address in addresses))
-        form = self._forms.get(key)
-        if form is None or any(LISTENERS or ()):
-            self._launch_as_triton_does(grid, key, arguments, options)
+        variant = self._variants.get(key)
+        if variant is None or any(LISTENERS or ()):
+            self._launch_by_triton(grid, key, arguments, options)
             return
-        launcher, fixed = form
+        launcher, fixed = variant
         stream = driver.active.get_current_stream(device)
         launcher(*grid, *REST_OF_GRID[len(grid)], stream, *fixed, *addresses, *numbers, *self._constants)
 
-    def _launch_as_triton_does(
+    def _launch_by_triton(
         self, grid: tuple[int, ...], key: tuple[object, ...], arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
         compiled = self.kernel[grid](*arguments, **options)
-        form = form_of(compiled)
-        if form is not None:
-            self._forms[key] = form
+        variant = variant_of(compiled)
+        if variant is not None:
+            self._variants[key] = variant
 
 
 def kind_of(number: Any) -> object:
-    """What a compiled form may depend on: at least as fine as Triton's own distinctions."""
+    """Return what a variant may depend on for an argument: at least as fine as Triton's own distinctions."""
     if type(number) is int:
         if number == 1:
             return "one"
@@ -174,17 +176,17 @@ def kind_of(number: Any) -> object:
     return type(number)
 
 
-def form_of(compiled: Any) -> tuple[Callable[..., None], tuple[object, ...]] | None:
-    """The launcher of a compiled kernel, and what it takes between the stream and the arguments; None = it is not as known."""
+def variant_of(compiled: Any) -> tuple[Callable[..., None], tuple[object, ...]] | None:
+    """Return the launcher of a compiled kernel, and its arguments between stream and the kernel's; None: unknown interface."""
     try:
         taken = importlib.import_module("triton.backends.nvidia.driver")._BASE_ARGS_FORMAT
         run, sizes = compiled.run, compiled.packed_metadata
-        known = taken == TAKEN and len(sizes) == 3 and run.num_ctas == 1
-        alone = run.global_scratch_size == run.profile_scratch_size == 0
+        known = taken == LAUNCHER_FORMAT and len(sizes) == 3 and run.num_ctas == 1
+        no_scratch = run.global_scratch_size == run.profile_scratch_size == 0
         fixed = (
             compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, sizes, None, None, None
         )  # fmt: skip
-        return (run.launch, fixed) if known and alone else None
+        return (run.launch, fixed) if known and no_scratch else None
     except (ImportError, AttributeError, TypeError):
         return None
 
@@ -196,4 +198,4 @@ def _find_listeners() -> tuple[list[Any], list[Any]] | None:
         return None
 
 
-LISTENERS = _find_listeners()  # those who are told of each launch; None = not where they are known to be
+LISTENERS = _find_listeners()  # launch hooks; None: not where expected

@@ -9,13 +9,13 @@ from torch import Tensor, dtype
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.ops.kernels.activation import KINDS, activate, constants_of, gate_by
-from quire.ops.kernels.launcher import ask_for, cdiv, launched, let_next_start, overlapping, wait_for_previous
+from quire.ops.kernels.launcher import cdiv, launched, let_next_start, overlapping, prefetch, wait_for_previous
 from quire.ops.kernels.tiles import add_shares, put_outputs, turns_of
 
 
 @triton.jit
 def eighths(tile):
-    """[R, K] -> [R, K // 8]: sums of eight neighbours, which one thread has loaded."""
+    """Return sums of eight neighbours, which one thread has loaded: [R, K] -> [R, K // 8]."""
     return tl.sum(tl.reshape(tile, (tile.shape[0], tile.shape[1] // 8, 8)), 2)
 
 
@@ -29,14 +29,15 @@ def stream(
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """-> [R] float32. Waits for the previous kernel between the first load of the matrix and the first of x."""
+    """Return matrix rows times x, [R] float32. Waits for the previous kernel between the first load of the matrix and that of
+    x."""
     places = matrix + row.to(tl.int64)[:, None] * INNER + tl.arange(0, BLOCK_K)[None, :]
     return stream_from(x, places, inside, INNER, BLOCK_K, EARLY)
 
 
 @triton.jit
 def stream_from(x, places, inside, INNER: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr):
-    """places [R, BLOCK_K]: where the rows of the matrix begin."""
+    """Return the same for rows that begin at pointers places [R, BLOCK_K]."""
     k = tl.arange(0, BLOCK_K)
     tile = tl.load(places, mask=inside[:, None] & (k < INNER)[None, :], other=0.0)
     wait_for_previous(EARLY)
@@ -52,7 +53,7 @@ def stream_from(x, places, inside, INNER: tl.constexpr, BLOCK_K: tl.constexpr, E
 
 @triton.jit
 def pair_rows(first, outputs, PAIRS: tl.constexpr):
-    """Rows of gate and up in turn for outputs first ... first + PAIRS, and which of them there are."""
+    """Return alternating gate and up rows of outputs first ... first + PAIRS, and which of them exist."""
     at = tl.arange(0, 2 * PAIRS)
     output = first + at // 2
     return (at % 2) * outputs + output, output < outputs
@@ -60,7 +61,7 @@ def pair_rows(first, outputs, PAIRS: tl.constexpr):
 
 @triton.jit
 def pair_values(both, PAIRS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr):
-    """both [2 * PAIRS] = g0 u0 g1 u1 ... -> activation(gate) * up [PAIRS]."""
+    """Return activation(gate) * up [PAIRS] for both [2 * PAIRS] = g0 u0 g1 u1 ..."""
     gate, up = tl.split(tl.reshape(both, (PAIRS, 2)))
     return gate_by(gate, up, KIND, ALPHA, LIMIT, DTYPE)
 
@@ -70,12 +71,12 @@ def pair_values(both, PAIRS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constex
 def _linear(
     x,  # [rows, INNER]
     matrix,  # [outputs, INNER]; gated: [2 * outputs, INNER]
-    bias,  # as many as the matrix has rows
+    bias,  # one value per row of the matrix
     out,  # [rows, outputs]
     outputs,
     INNER: tl.constexpr,
     BIAS: tl.constexpr,
-    KIND: tl.constexpr,  # an activation: the matrix is gated. "": it is plain
+    KIND: tl.constexpr,  # activation of a gated matrix; "": not gated
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
@@ -99,13 +100,14 @@ def _linear(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "", kind: dtype | None = None) -> Tensor:
-    """x [..., inner], weight [outputs, inner] -> [..., outputs] of x's type or `kind`; with an activation: of
-    [2 * outputs, inner], gated."""
+    """Return x [..., inner] times weight [outputs, inner], in x's dtype or `kind`; with an activation the weight is
+    [2 * outputs, inner] and gated.
+    """
     x = x.contiguous()
     inner = x.shape[-1]
     outputs = len(weight) // 2 if activation else len(weight)
     out = x.new_empty(*x.shape[:-1], outputs, dtype=kind)
-    # as many loads in flight as a long or a short row of the matrix allows, by measurement
+    # as many loads in flight as the row length allows, by measurement
     matrix_rows, warps = (2, 8) if inner >= 2048 else (4, 4)
     block = matrix_rows // 2 if activation else matrix_rows
     # one axis: a vocabulary has more blocks than a second axis may have programs
@@ -116,11 +118,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "",
     return out
 
 
-ROWS = 16  # at most
-HIGH = 64  # rows of the matrix that a program takes
+MAX_FEW_ROWS = 16
+FEW_OUTPUTS = 64  # rows of the matrix per program
 FEW_WARPS = 4
-LINE = 64  # numbers that are asked for at once
-AHEAD = 2  # lines; more of them get in the way of what the kernel before still reads
+LINE = 64  # values per prefetched cache line
+AHEAD = 2  # prefetched lines; more compete with the reads of the previous kernel
 
 
 @launched
@@ -128,21 +130,21 @@ AHEAD = 2  # lines; more of them get in the way of what the kernel before still 
 def _few(
     x,  # [rows, inner]
     matrix,  # [outputs, inner]; gated: [2 * outputs, inner]
-    bias,  # as many as the matrix has rows
+    bias,  # one value per row of the matrix
     out,  # [rows, outputs]
-    sums,  # float32: of each share of each program's tile
-    turns,  # [tiles] zeros: how many shares are there
+    sums,  # float32 partial sums of each program's tile
+    turns,  # [tiles] zeros: counters of finished shares
     rows,
     outputs,
     inner,
-    PADDED: tl.constexpr,  # the last block has more columns than there are
+    PADDED: tl.constexpr,  # whether the last block exceeds the columns
     BIAS: tl.constexpr,
-    KIND: tl.constexpr,  # an activation: the matrix is gated. "": it is plain
+    KIND: tl.constexpr,  # activation of a gated matrix; "": not gated
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     SHARES: tl.constexpr,
     LINE: tl.constexpr,
-    AHEAD: tl.constexpr,  # lines of each row that are asked for before x is there
+    AHEAD: tl.constexpr,  # lines of each row that are prefetched before x is ready
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -160,11 +162,11 @@ def _few(
     end = tl.minimum(begin + each, inner)
     matrix += read.to(tl.int64)[:, None] * inner
     if EARLY:
-        ask_for(matrix, begin // LINE, tl.maximum(end // LINE, 1), LINE, AHEAD)
+        prefetch(matrix, begin // LINE, tl.maximum(end // LINE, 1), LINE, AHEAD)
         wait_for_previous(EARLY)
     k = tl.arange(0, BLOCK_K)
     r = tl.arange(0, ROWS)
-    there = r < rows
+    exists = r < rows
     columns = x + r[:, None] * inner + k[None, :]
     numbers = matrix + k[None, :]
     acc = tl.zeros((BLOCK_N, ROWS), tl.float32)
@@ -172,49 +174,52 @@ def _few(
         if PADDED:
             inside = (k < inner - from_here)[None, :]
             block = tl.load(numbers + from_here, mask=inside, other=0.0)
-            part = tl.load(columns + from_here, mask=there[:, None] & inside, other=0.0)
+            part = tl.load(columns + from_here, mask=exists[:, None] & inside, other=0.0)
         else:
             block = tl.load(numbers + from_here)
-            part = tl.load(columns + from_here, mask=there[:, None], other=0.0)
+            part = tl.load(columns + from_here, mask=exists[:, None], other=0.0)
         acc = tl.dot(block, tl.trans(part), acc, input_precision="ieee")
     if SHARES > 1:
         acc, last = add_shares(acc, sums, turns, tile, SHARES)
         if not last:
             return
-    put_outputs(acc, bias, out, read, begins, r, there, outputs, BIAS, KIND, ALPHA, LIMIT)
+    put_outputs(acc, bias, out, read, begins, r, exists, outputs, BIAS, KIND, ALPHA, LIMIT)
 
 
-class Way(NamedTuple):
-    """How a matrix is read."""
+class FewRowsConfig(NamedTuple):
+    """Launch configuration of `few_rows_linear`."""
 
-    columns: int  # at a time
+    columns: int  # per iteration
     stages: int
-    shares: int  # of the columns
+    shares: int  # that the columns are divided into
 
 
 def few_rows_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, way: Way, activation: str = "", kind: torch.dtype | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, config: FewRowsConfig, activation: str = "", kind: torch.dtype | None = None
 ) -> Tensor:
-    """x [..., inner], at most ROWS of them, weight [outputs, inner] -> [..., outputs] of x's type or `kind`; with an
-    activation: of [2 * outputs, inner], gated."""
+    """Return x [..., inner], at most MAX_FEW_ROWS rows, times weight [outputs, inner], in x's dtype or `kind`; with an
+    activation the
+    weight is [2 * outputs, inner] and gated.
+    """
     x = x.contiguous()
     inner = x.shape[-1]
     outputs = len(weight) // 2 if activation else len(weight)
     out = x.new_empty(*x.shape[:-1], outputs, dtype=kind)
-    tiles = cdiv(outputs, HIGH // 2 if activation else HIGH)
-    size = tiles * way.shares * ROWS * HIGH if way.shares > 1 else 1
-    _few[(tiles, way.shares)](
+    tiles = cdiv(outputs, FEW_OUTPUTS // 2 if activation else FEW_OUTPUTS)
+    size = tiles * config.shares * MAX_FEW_ROWS * FEW_OUTPUTS if config.shares > 1 else 1
+    _few[(tiles, config.shares)](
         x, weight, weight if bias is None else bias, out, x.new_empty(size, dtype=torch.float32), turns_of(x.device),
-        x.numel() // inner, outputs, inner, PADDED=inner % way.columns > 0, BIAS=bias is not None, **constants_of(activation),
-        SHARES=way.shares, LINE=LINE, AHEAD=AHEAD, ROWS=ROWS, BLOCK_N=HIGH, BLOCK_K=way.columns,
-        num_warps=FEW_WARPS, num_stages=way.stages, **overlapping(),
+        x.numel() // inner, outputs, inner, PADDED=inner % config.columns > 0, BIAS=bias is not None,
+        **constants_of(activation),
+        SHARES=config.shares, LINE=LINE, AHEAD=AHEAD, ROWS=MAX_FEW_ROWS, BLOCK_N=FEW_OUTPUTS, BLOCK_K=config.columns,
+        num_warps=FEW_WARPS, num_stages=config.stages, **overlapping(),
     )  # fmt: skip
     return out
 
 
-OUTPUTS = 64  # of a program
-BLOCK_K = 64  # numbers of a row at a time: 128 bytes, the widest the copy engine takes
-AT_ONCE = 2  # programs on a processor
+GATED_OUTPUTS = 64  # per program
+BLOCK_K = 64  # columns per iteration: 128 bytes, the maximum of the copy engine
+GATED_PROGRAMS_PER_SM = 2
 GATED_WARPS = 4
 
 
@@ -229,7 +234,7 @@ TILES = (Tile(32, 0, 5), Tile(64, 0, 4), Tile(64, 32, 3), Tile(128, 0, 3))
 
 @triton.jit
 def _put(gate, up, bias, out, n, r, rows, outputs, BIAS: tl.constexpr, KIND: tl.constexpr):
-    """gate, up [n, r] float32 -> out [r, n], each step rounded as the separate operators would."""
+    """Store gate, up [n, r] float32 as out [r, n], each step rounded as separate operators would."""
     kind: tl.constexpr = out.dtype.element_ty
     if BIAS:
         gate += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[:, None]
@@ -248,8 +253,8 @@ def _gated_rows(
     outputs,
     inner,
     x,  # descriptor of [rows, inner], ROWS at a time
-    x_more,  # the same, MORE at a time
-    matrix,  # descriptor of [2 * outputs, inner], gate above up
+    x_more,  # the same with MORE rows at a time
+    matrix,  # descriptor of [2 * outputs, inner], gate rows first
     BIAS: tl.constexpr,
     KIND: tl.constexpr,
     ROWS: tl.constexpr,
@@ -287,16 +292,16 @@ def _blocks(matrix: Tensor, rows: int) -> TensorDescriptor:
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """x [rows, inner], weight [2n, inner] = gate above up -> activation(gate) * up [rows, n]. A tile takes all rows."""
+    """Return activation(gate) * up [rows, n] for x [rows, inner], one tile, and weight [2n, inner], gate rows first."""
     x = x.contiguous()
     rows, inner = x.shape
     outputs = len(weight) // 2
     out = x.new_empty(rows, outputs)
     tile = next(tile for tile in TILES if tile.rows + tile.more >= rows)
-    _gated_rows[(cdiv(outputs, OUTPUTS),)](
+    _gated_rows[(cdiv(outputs, GATED_OUTPUTS),)](
         weight if bias is None else bias, out, rows, outputs, inner,
-        _blocks(x, tile.rows), _blocks(x, tile.more or tile.rows), _blocks(weight, OUTPUTS),
-        BIAS=bias is not None, KIND=KINDS[activation], ROWS=tile.rows, MORE=tile.more, BLOCK_N=OUTPUTS, BLOCK_K=BLOCK_K,
+        _blocks(x, tile.rows), _blocks(x, tile.more or tile.rows), _blocks(weight, GATED_OUTPUTS),
+        BIAS=bias is not None, KIND=KINDS[activation], ROWS=tile.rows, MORE=tile.more, BLOCK_N=GATED_OUTPUTS, BLOCK_K=BLOCK_K,
         num_warps=GATED_WARPS, num_stages=tile.stages, **overlapping(),
     )  # fmt: skip
     return out

@@ -11,12 +11,13 @@ from quire.ops.kernels.launcher import launched, let_next_start, overlapping, po
 
 
 @triton.jit
-def _keys(score, at, there):
-    """[...] int64 that rise with scores; of two that are equal the first is greater. Those that are not there are least."""
+def _keys(score, at, exists):
+    """Return [...] int64 keys that rise with scores; of equal scores the first has the greater key. Missing ones have the
+    least."""
     bits = score.to(tl.int32, bitcast=True)
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     least: tl.constexpr = -0x8000000000000000
-    return tl.where(there, (rising.to(tl.int64) << 32) - at, least)
+    return tl.where(exists, (rising.to(tl.int64) << 32) - at, least)
 
 
 @launched
@@ -30,7 +31,7 @@ def _choose(
     SIGMOID: tl.constexpr,
     CORRECTED: tl.constexpr,
     GROUPS: tl.constexpr,
-    EACH: tl.constexpr,  # experts of a group
+    EACH: tl.constexpr,  # experts per group
     TOP_GROUPS: tl.constexpr,
     GROUP_BEST: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -45,25 +46,25 @@ def _choose(
     token = tl.program_id(0).to(tl.int64)
     group, within = tl.arange(0, GROUP_BLOCK), tl.arange(0, EACH_BLOCK)
     at = group[:, None] * EACH + within[None, :]
-    there = (group < GROUPS)[:, None] & (within < EACH)[None, :]
-    logit = tl.load(logits + token * (GROUPS * EACH) + at, mask=there, other=float("-inf")).to(tl.float32)
+    exists = (group < GROUPS)[:, None] & (within < EACH)[None, :]
+    logit = tl.load(logits + token * (GROUPS * EACH) + at, mask=exists, other=float("-inf")).to(tl.float32)
     if SIGMOID:
-        score = tl.where(there, 1.0 / (1.0 + tl.exp(-logit)), 0.0)
+        score = tl.where(exists, 1.0 / (1.0 + tl.exp(-logit)), 0.0)
     else:
         most = tl.max(tl.max(logit, 1), 0)
         score = tl.exp(logit - most)
         score = score / tl.sum(tl.sum(score, 1), 0)
     ranked = score
     if CORRECTED:
-        ranked = score + tl.load(correction + at, mask=there, other=0.0)
+        ranked = score + tl.load(correction + at, mask=exists, other=0.0)
     least: tl.constexpr = -0x8000000000000000
-    key = _keys(ranked, at, there)
+    key = _keys(ranked, at, exists)
     if TOP_GROUPS < GROUPS:
         best = tl.max(key, 1)
-        judged = tl.max(tl.where(there, ranked, float("-inf")), 1)
+        group_score = tl.max(tl.where(exists, ranked, float("-inf")), 1)
         if GROUP_BEST > 1:
-            judged += tl.max(tl.where(there & (key != best[:, None]), ranked, float("-inf")), 1)
-        group_key = _keys(judged, group, group < GROUPS)
+            group_score += tl.max(tl.where(exists & (key != best[:, None]), ranked, float("-inf")), 1)
+        group_key = _keys(group_score, group, group < GROUPS)
         chosen = group < 0
         for _ in tl.static_range(TOP_GROUPS):
             greatest = tl.max(group_key, 0)
@@ -75,7 +76,7 @@ def _choose(
     weight = tl.zeros((TOP_BLOCK,), tl.float32)
     for i in tl.static_range(TOP_K):
         greatest = tl.max(tl.max(key, 1), 0)
-        own = there & (key == greatest)
+        own = exists & (key == greatest)
         picked = tl.where(top == i, tl.max(tl.max(tl.where(own, at, 0), 1), 0).to(tl.int64), picked)
         weight = tl.where(top == i, tl.sum(tl.sum(tl.where(own, score, 0.0), 1), 0), weight)
         key = tl.where(own, least, key)
@@ -112,7 +113,7 @@ def route_by_scores(
     return weights, chosen
 
 
-FEW_SLOTS = 64  # so few rarely share an expert
+FEW_SLOTS = 64  # up to which slots rarely share an expert
 
 
 @launched
@@ -128,7 +129,7 @@ def _route(
     TOP_BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Picks the greatest key TOP_K times. A key is a logit's bits made to rise with it, less the expert's number."""
+    """Pick the greatest key TOP_K times. A key is a logit's bits, made to rise with it, minus the expert's index."""
     let_next_start(EARLY)
     wait_for_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)

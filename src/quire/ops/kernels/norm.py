@@ -1,4 +1,4 @@
-"""Root-mean-square norm of rows, with the residual sum before it: one pass over memory, one program a row."""
+"""RMSNorm of rows, optionally after adding the residual, in one pass over memory; one program per row."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,7 @@ def _norm(
     x,  # [rows, SIZE]
     residual,  # [rows, SIZE]
     weight,  # [SIZE]
-    total,  # [rows, SIZE] x + residual, which is written
+    total,  # [rows, SIZE] output: x + residual
     eps,
     offset,
     SIZE: tl.constexpr,
@@ -65,7 +65,7 @@ def _rounded_norm(
     residual,  # [rows, SIZE]
     weight,  # [SIZE]
     total,  # [rows, SIZE] x + residual
-    out,  # as `write_rounded` has them
+    out,  # see `write_rounded`
     scales,
     given,
     eps,
@@ -75,7 +75,7 @@ def _rounded_norm(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
-    APART: tl.constexpr,
+    VALUE_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     GIVEN: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -83,7 +83,7 @@ def _rounded_norm(
 ):
     normed = _norm(x, residual, weight, total, eps, offset, SIZE, BLOCK, ADD, EARLY).to(tl.float32)
     row = tl.program_id(0).to(tl.int64)
-    write_rounded(normed, out, scales, given, row, 0, columns, height, APART, GROUP, GIVEN, LARGEST, BLOCK)
+    write_rounded(normed, out, scales, given, row, 0, columns, height, VALUE_STRIDE, GROUP, GIVEN, LARGEST, BLOCK)
 
 
 def _launch(x: Tensor, residual: Tensor, weight: Tensor, total: Tensor, eps: float, offset: float, add: bool) -> Tensor:
@@ -100,7 +100,7 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, total: Tensor, eps: flo
 
 
 def warps_of(block: int) -> int:
-    """The order of a sum depends on them."""
+    """Return the number of warps; the order of sums depends on it."""
     return min(max(block // 512, 1), 8)
 
 
@@ -118,12 +118,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset
 def rounded_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, rounding: Rounding
 ) -> tuple[RoundedRows, Tensor]:
-    """As `add_rms_norm`, of rows [rows, n] of two columns that are APART or more; no residual: x is the sum."""
+    """Return the same as `add_rms_norm`, quantized. x [rows, n] has at least 2 * VALUE_STRIDE columns; residual None: x is
+    the sum."""
     x = x.contiguous()
     added = x if residual is None else residual.contiguous()
     total = x if residual is None else empty_like(x)
     rows, size = x.shape
-    block, rounded = power_of_two(size), rounding.make_room(rows, x, x.dtype)
+    block, rounded = power_of_two(size), rounding.allocate(rows, x, x.dtype)
     if rows:
         _rounded_norm[(rows,)](
             x, added, weight, total, rounded.numbers, rounded.scales,

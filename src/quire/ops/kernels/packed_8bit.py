@@ -10,11 +10,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.ops.kernels.activation import constants_of, gate_by
 from quire.ops.kernels.bit_packing import Packed
-from quire.ops.kernels.launcher import ask_for, cdiv, launched, let_next_start, overlapping, wait_for_previous
+from quire.ops.kernels.launcher import cdiv, launched, let_next_start, overlapping, prefetch, wait_for_previous
 from quire.ops.kernels.tiles import add_shares, turns_of
 from quire.ops.quantized_layouts import RoundedRows
 
-GROUP = 128  # columns
+GROUP = 128  # columns per scale
 
 
 @launched
@@ -26,8 +26,8 @@ def _blocks(
     scales,  # [groups, SCALES]
     bias,  # [outputs]
     out,  # [rows, outputs]
-    sums,  # float32: of each share of each program's tile
-    turns,  # [tiles] zeros
+    sums,  # float32 partial sums of each program's tile
+    turns,  # [tiles] zeros: counters of finished shares
     rows,
     height,
     outputs,
@@ -39,7 +39,7 @@ def _blocks(
     SHARES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    TOGETHER: tl.constexpr,  # tiles of rows that run by the same outputs at about the same time
+    TOGETHER: tl.constexpr,  # row tiles that use the same outputs at about the same time
     EARLY: tl.constexpr,
 ):
     let_next_start(EARLY)
@@ -51,9 +51,9 @@ def _blocks(
     within = tile % (TOGETHER * column_tiles)
     r = (band * TOGETHER + within % high) * ROWS + tl.arange(0, ROWS)
     n = within // high * BLOCK_N + tl.arange(0, BLOCK_N)
-    read, there = tl.minimum(n, outputs - 1), tl.minimum(r, rows - 1)
+    read, row_read = tl.minimum(n, outputs - 1), tl.minimum(r, rows - 1)
     k = tl.arange(0, GROUP)
-    a = x + there.to(tl.int64)[:, None] * columns + k[None, :]
+    a = x + row_read.to(tl.int64)[:, None] * columns + k[None, :]
     b = matrix + read.to(tl.int64)[None, :] * columns + k[:, None]
     groups = columns // GROUP
     each = tl.cdiv(groups, SHARES)
@@ -61,15 +61,15 @@ def _blocks(
     end = tl.minimum(begin + each, groups)
     a += begin * GROUP
     b += begin * GROUP
-    ONE: tl.constexpr = HIGH % BLOCK_N == 0  # scale of a block of the matrix
+    ONE: tl.constexpr = HIGH % BLOCK_N == 0  # one scale per block of the matrix
     own = scales + within // high * BLOCK_N // HIGH
     acc = tl.zeros((ROWS, BLOCK_N), tl.float32)
-    factor = tl.load(rows_scale + begin * height + there)  # asked for a group ahead
+    factor = tl.load(rows_scale + begin * height + row_read)  # prefetched a group ahead
     if ONE:
         factor *= tl.load(own + begin * SCALES)
     for group in tl.range(begin, end):
         following = tl.minimum(group + 1, groups - 1)
-        next_factor = tl.load(rows_scale + following * height + there)
+        next_factor = tl.load(rows_scale + following * height + row_read)
         if ONE:
             next_factor *= tl.load(own + following * SCALES)
             acc += tl.dot(tl.load(a), tl.load(b)) * factor[:, None]
@@ -97,7 +97,7 @@ class Tile(NamedTuple):
 
 
 def blocks_product(x: RoundedRows, matrix: Packed, bias: Tensor | None, tile: Tile) -> Tensor:
-    """x [rows, inputs] -> [rows, outputs]."""
+    """Return x [rows, inputs] times the matrix [rows, outputs]."""
     rows, outputs = len(x), matrix.outputs
     out = x.numbers.new_empty(rows, outputs, dtype=x.dtype)
     words = matrix.words.view(torch.float8_e4m3fn)
@@ -114,18 +114,21 @@ def blocks_product(x: RoundedRows, matrix: Packed, bias: Tensor | None, tile: Ti
 
 
 def library_product(x: RoundedRows, matrix: Packed, scales: Tensor, bias: Tensor | None) -> Tensor | None:
-    """The same by torch, of multiples of a few rows; scales as `PackedMatrix.block_scales`. None = it is not for such sizes."""
+    """Return the same by torch, which requires a multiple of some row count; scales: `PackedMatrix.block_scales`. None: torch
+    does
+    not support these sizes.
+    """
     words = matrix.words.view(torch.float8_e4m3fn)
     try:
         out = torch._scaled_mm(x.numbers, words.t(), x.scales.t(), scales, out_dtype=x.dtype)[: len(x)]
-    except RuntimeError:  # it says so before anything is launched
+    except RuntimeError:  # raised before anything is launched
         return None
     return out if bias is None else out + bias
 
 
-LINE = 128  # bytes that are read together
-AHEAD = 2  # lines of a row
-TOGETHER = 8  # tiles of rows that run by the same outputs at about the same time
+LINE = 128  # bytes per cache line
+AHEAD = 2  # lines per row
+TOGETHER = 8  # row tiles that use the same outputs at about the same time
 
 
 @launched
@@ -133,18 +136,19 @@ TOGETHER = 8  # tiles of rows that run by the same outputs at about the same tim
 def _ints(
     words,  # [outputs, columns] int8: the matrix
     rows_scale,  # [rows] float32
-    scales,  # as many as the matrix has rows, float32
-    bias,  # the same
+    scales,  # [rows of the matrix] float32
+    bias,  # [rows of the matrix]
     out,  # [rows, outputs]
-    sums,  # int32: of each share of each program's tile
-    turns,  # [tiles] zeros: how many shares are there
+    sums,  # int32 partial sums of each program's tile
+    turns,  # [tiles] zeros: counters of finished shares
     rows,
     outputs,
     columns,
     x,  # descriptor of [rows, columns] int8, ROWS at a time
-    matrix,  # descriptor of it as [1, outputs, columns], BLOCK_N at a time; gated: [2, outputs, columns], half as many of both
+    # descriptor of the matrix as [1, outputs, columns], BLOCK_N at a time; gated: [2, outputs, columns], half as many of both
+    matrix,
     BIAS: tl.constexpr,
-    KIND: tl.constexpr,  # an activation: the matrix is gated. "": it is plain
+    KIND: tl.constexpr,  # activation of a gated matrix; "": not gated
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     SHARES: tl.constexpr,
@@ -153,7 +157,7 @@ def _ints(
     BLOCK_K: tl.constexpr,
     TOGETHER: tl.constexpr,
     LINE: tl.constexpr,
-    AHEAD: tl.constexpr,  # lines that are asked for before x is there
+    AHEAD: tl.constexpr,  # lines that are prefetched before x is ready
     EARLY: tl.constexpr,
 ):
     let_next_start(EARLY)
@@ -172,7 +176,7 @@ def _ints(
     at = tl.arange(0, BLOCK_N)
     read = tl.minimum(left + at % OUTPUTS, outputs - 1) + at // OUTPUTS * outputs
     if EARLY:
-        ask_for(words + (read.to(tl.int64) * columns)[:, None], begin // LINE, end // LINE, LINE, AHEAD)
+        prefetch(words + (read.to(tl.int64) * columns)[:, None], begin // LINE, end // LINE, LINE, AHEAD)
         wait_for_previous(EARLY)
     acc = tl.zeros((ROWS, BLOCK_N), tl.int32)
     for k in tl.range(begin, end, BLOCK_K):
@@ -201,7 +205,7 @@ class IntTile(NamedTuple):
     warps: int
     stages: int
     shares: int = 1  # of the columns
-    columns: int = 128  # at a time
+    columns: int = 128  # per iteration
 
 
 def ints_product(
@@ -214,8 +218,10 @@ def ints_product(
     tile: IntTile,
     kind: torch.dtype,
 ) -> Tensor:
-    """numbers [rows, columns] and matrix [outputs, columns] int8, with scales [rows] and [outputs] float32 -> [rows, outputs]
-    of that type; with an activation: of gates above ups [rows, outputs / 2]."""
+    """Return int8 numbers [rows, columns] times int8 matrix [outputs, columns], scaled by [rows] and [outputs] float32, in
+    dtype
+    `kind` [rows, outputs]; with an activation: gate rows first -> [rows, outputs / 2].
+    """
     rows, columns = numbers.shape
     parts = 2 if activation else 1
     outputs, wide = len(matrix) // parts, tile.high // parts

@@ -1,5 +1,7 @@
-"""Matrices of 4- and 8-bit numbers (`bit_packing.py`) times one row, as fast as they can be read: `linear.py` for few bits, and
-`experts.py` for experts of few bits. A program takes some rows of a matrix, whole, and multiplies in float32."""
+"""GEMM of 4- and 8-bit matrices (`bit_packing.py`) with one token, limited by memory bandwidth: `linear.py` and the few-slots
+kernels
+of `experts.py` for quantized weights. A program reads some rows of a matrix completely and multiplies in float32.
+"""
 
 from typing import NamedTuple
 
@@ -17,20 +19,22 @@ from quire.ops.kernels.linear import pair_rows, pair_values
 
 class Program(NamedTuple):
     outputs: int
-    words: int  # at a time
+    words: int  # per iteration
     warps: int
 
 
 @triton.jit
 def _stream(
     x, matrix, scales, zeros, row, scale_row, inside, inner,
-    WORDS: tl.constexpr, APART: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
+    WORDS: tl.constexpr, VALUE_STRIDE: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
     OFFSET: tl.constexpr, FORM: tl.constexpr, PADDED: tl.constexpr, ASM: tl.constexpr, LINES: tl.constexpr,
     TILE: tl.constexpr, SCALED: tl.constexpr, SPAN: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Rows [R] of a matrix times x, pointers [R, 1] or [1, 1] -> [R] float32. Waits for the previous kernel between the first
-    load of the matrix and the first of x."""
-    # numbers of 8 bits become float16 in one go
+    """Return rows [R] of a matrix times x, pointers [R, 1] or [1, 1], as [R] float32. Waits for the previous kernel between the
+    first
+    load of the matrix and that of x.
+    """
+    # 8-bit floats convert to float16 in one instruction
     kind: tl.constexpr = tl.float16 if FORM == "float8" and ASM else x.dtype.element_ty
     PER: tl.constexpr = 4 if FORM == "int4" or FORM == "float4" else 2
     R: tl.constexpr = row.shape[0]
@@ -38,11 +42,11 @@ def _stream(
     MIDDLE: tl.constexpr = 8.0 if FORM == "int4" else 0.0
     k = tl.arange(0, BLOCK_K)
     begins = tl.arange(0, SPANS) * SPAN
-    places = matrix + place_of(row[:, None], k[None, :], WORDS, APART, TILE)
+    places = matrix + place_of(row[:, None], k[None, :], WORDS, VALUE_STRIDE, TILE)
     word = tl.load(places, mask=inside[:, None] & (k < WORDS)[None, :], other=0)
     wait_for_previous(EARLY)
     constant = no_offset(row, FORM, kind, ASM)
-    CLOSE: tl.constexpr = GROUP % (PER * APART) == 0  # one scale for all places of a word
+    CLOSE: tl.constexpr = GROUP % (PER * VALUE_STRIDE) == 0  # one scale for all places of a word
     acc = tl.zeros((R, SPANS, SPAN // 8), tl.float32)
     for begin in tl.range(0, WORDS, BLOCK_K):
         following = begin + BLOCK_K
@@ -53,15 +57,15 @@ def _stream(
         if OFFSET:
             parts = tl.zeros((x.shape[0], BLOCK_K), tl.float32)
         for i in tl.static_range(PER):
-            column = column_of(at, i, APART, FORM)
-            there = (at < WORDS) & (column < inner) if PADDED else at < WORDS
-            part = tl.load(x + column[None, :], mask=there[None, :], other=0.0).to(tl.float32)
+            column = column_of(at, i, VALUE_STRIDE, FORM)
+            inside_row = (at < WORDS) & (column < inner) if PADDED else at < WORDS
+            part = tl.load(x + column[None, :], mask=inside_row[None, :], other=0.0).to(tl.float32)
             products += unpack(word, constant, i, FORM, 0, kind, ASM).to(tl.float32) * part
             if OFFSET:
                 parts += part
             if i == PER - 1 or not CLOSE:
                 sums = tl.sum(tl.reshape(products, (R, SPANS, SPAN // 8, 8)), 3)
-                group = (column_of(first, i, APART, FORM) // GROUP)[None, :] if GROUP else (first * 0)[None, :]
+                group = (column_of(first, i, VALUE_STRIDE, FORM) // GROUP)[None, :] if GROUP else (first * 0)[None, :]
                 if OFFSET:
                     shift = MIDDLE - zero_of(scales, zeros, group, scale_row[:, None], real, SCALES, SCALED)
                     each = tl.sum(tl.reshape(parts, (x.shape[0], SPANS, SPAN // 8, 8)), 3)
@@ -86,13 +90,13 @@ def _row(
     x,  # [rows, inner]
     matrix,  # [outputs, WORDS]; gated: [2 * outputs, WORDS]
     scales,  # [LINES, SCALES]
-    zeros,  # as scales
-    bias,  # as many as the matrix has rows
+    zeros,  # like scales
+    bias,  # one value per row of the matrix
     out,  # [rows, outputs]
     outputs,
     inner,
     WORDS: tl.constexpr,
-    APART: tl.constexpr,
+    VALUE_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     SCALES: tl.constexpr,
     HIGH: tl.constexpr,
@@ -122,7 +126,7 @@ def _row(
         row, inside = pair_rows(first, outputs, BLOCK_N)
     value = _stream(
         x + tl.zeros((1, 1), tl.int32), matrix, scales, zeros, row, row // HIGH, inside, inner,
-        WORDS, APART, GROUP, SCALES, OFFSET, FORM, PADDED, ASM, LINES, TILE, SCALED, SPAN, BLOCK_K, EARLY,
+        WORDS, VALUE_STRIDE, GROUP, SCALES, OFFSET, FORM, PADDED, ASM, LINES, TILE, SCALED, SPAN, BLOCK_K, EARLY,
     )  # fmt: skip
     if BIAS:
         value += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
@@ -132,8 +136,10 @@ def _row(
 
 
 def linear(x: Tensor, matrix: Packed, bias: Tensor | None, activation: str, program: Program) -> Tensor:
-    """x [rows, inputs] -> [rows, outputs]; with an activation: of gate rows above up rows [rows, outputs / 2]. For each row the
-    matrix is read anew."""
+    """Return x [rows, inputs] times the matrix [rows, outputs]; with an activation: gate rows first -> [rows, outputs / 2]. The
+    matrix
+    is read once per row of x.
+    """
     x = x.contiguous()
     rows, inputs = x.shape
     outputs = matrix.outputs // 2 if activation else matrix.outputs
@@ -142,7 +148,7 @@ def linear(x: Tensor, matrix: Packed, bias: Tensor | None, activation: str, prog
     block = max(1, program.outputs // 2) if activation else program.outputs
     _row[(rows * cdiv(outputs, block),)](
         x, *matrix.tensors, matrix.words if bias is None else bias, out, outputs, inputs, **matrix.sizes, **matrix.constants(x),
-        BIAS=bias is not None, KIND=gating, SPAN=matrix.apart, BLOCK_N=block, BLOCK_K=program.words,
+        BIAS=bias is not None, KIND=gating, SPAN=matrix.value_stride, BLOCK_N=block, BLOCK_K=program.words,
         num_warps=program.warps, **overlapping(),
     )  # fmt: skip
     return out
@@ -152,16 +158,16 @@ def linear(x: Tensor, matrix: Packed, bias: Tensor | None, activation: str, prog
 @triton.jit
 def _up(
     x,  # [T, inner]
-    matrices,  # [E, 2 * outputs, WORDS] gate above up
+    matrices,  # [E, 2 * outputs, WORDS] gate rows first
     scales,  # [E, LINES, SCALES]
-    zeros,  # as scales
+    zeros,  # like scales
     experts,  # [T * TOP_K]
     biases,  # [E, 2 * outputs]
     out,  # [T * TOP_K, outputs]
     outputs,
     inner,
     WORDS: tl.constexpr,
-    APART: tl.constexpr,
+    VALUE_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     SCALES: tl.constexpr,
     HIGH: tl.constexpr,
@@ -191,7 +197,7 @@ def _up(
     both = _stream(
         x + slot // TOP_K * inner + tl.zeros((1, 1), tl.int32), matrices, scales, zeros,
         expert * (2 * outputs) + row, expert * (LINES * SCALES) + row // HIGH, inside, inner,
-        WORDS, APART, GROUP, SCALES, OFFSET, FORM, PADDED, ASM, LINES, TILE, SCALED, SPAN, BLOCK_K, False,
+        WORDS, VALUE_STRIDE, GROUP, SCALES, OFFSET, FORM, PADDED, ASM, LINES, TILE, SCALED, SPAN, BLOCK_K, False,
     )  # fmt: skip
     if BIAS:
         both += tl.load(biases + expert * 2 * outputs + row, mask=inside, other=0.0).to(tl.float32)
@@ -206,7 +212,7 @@ def _down(
     x,  # [T * TOP_K, inner]
     matrices,  # [E, outputs, WORDS]
     scales,  # [E, LINES, SCALES]
-    zeros,  # as scales
+    zeros,  # like scales
     weights,  # [T * TOP_K] float32
     experts,  # [T * TOP_K]
     biases,  # [E, outputs]
@@ -214,7 +220,7 @@ def _down(
     outputs,
     inner,
     WORDS: tl.constexpr,
-    APART: tl.constexpr,
+    VALUE_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     SCALES: tl.constexpr,
     HIGH: tl.constexpr,
@@ -233,9 +239,9 @@ def _down(
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """May begin when all before `_up` has ended: until it waits it reads only what was there then, past the near cache."""
+    """May begin before `_up` has ended: until it waits, it only reads what earlier kernels wrote, bypassing L1."""
     let_next_start(EARLY)
-    at = tl.arange(0, BLOCK_N * TOP_BLOCK)  # all slots of the first output, of the second, ...
+    at = tl.arange(0, BLOCK_N * TOP_BLOCK)  # all slots of the first output, then of the second, ...
     output = tl.program_id(1) * BLOCK_N + at // TOP_BLOCK
     slot = tl.program_id(0) * TOP_K + at % TOP_BLOCK
     inside = (output < outputs) & (at % TOP_BLOCK < TOP_K)
@@ -245,7 +251,7 @@ def _down(
     each = _stream(
         x + (slot * inner)[:, None], matrices, scales, zeros, expert * outputs + output,
         expert * (LINES * SCALES) + output // HIGH, inside, inner,
-        WORDS, APART, GROUP, SCALES, OFFSET, FORM, PADDED, ASM, LINES, TILE, SCALED, SPAN, BLOCK_K, EARLY,
+        WORDS, VALUE_STRIDE, GROUP, SCALES, OFFSET, FORM, PADDED, ASM, LINES, TILE, SCALED, SPAN, BLOCK_K, EARLY,
     )  # fmt: skip
     if BIAS:
         each += tl.load(biases + expert * outputs + output, mask=inside, other=0.0).to(tl.float32)
@@ -264,22 +270,22 @@ def experts_forward(
     biases: ExpertBiases | None,
     programs: tuple[Program, Program],
 ) -> Tensor:
-    """Every slot reads its expert's matrices by itself."""
+    """Run experts; every slot reads its expert's matrices separately."""
     tokens, top_k = experts.shape
-    before, behind = biases or (None, None)
+    before, after = biases or (None, None)
     first, second = programs
     size, inner_size = down.outputs, up.outputs // 2
     inner = x.new_empty(tokens * top_k, inner_size)
     out = torch.empty_like(x)
     _up[(tokens * top_k, cdiv(inner_size, first.outputs))](
         x, *up.tensors, experts, weights if before is None else before, inner, inner_size, x.shape[1], **up.sizes,
-        **up.constants(x), TOP_K=top_k, BIAS=before is not None, **constants_of(activation), SPAN=up.apart,
+        **up.constants(x), TOP_K=top_k, BIAS=before is not None, **constants_of(activation), SPAN=up.value_stride,
         BLOCK_N=first.outputs, BLOCK_K=first.words, num_warps=first.warps, **overlapping(),
     )  # fmt: skip
     _down[(tokens, cdiv(size, second.outputs))](
-        inner, *down.tensors, weights, experts, weights if behind is None else behind, out, size, inner_size,
-        **down.sizes, **down.constants(inner), TOP_K=top_k, BIAS=behind is not None, TOP_BLOCK=power_of_two(top_k),
-        SPAN=down.apart, BLOCK_N=second.outputs, BLOCK_K=second.words, num_warps=second.warps,
+        inner, *down.tensors, weights, experts, weights if after is None else after, out, size, inner_size,
+        **down.sizes, **down.constants(inner), TOP_K=top_k, BIAS=after is not None, TOP_BLOCK=power_of_two(top_k),
+        SPAN=down.value_stride, BLOCK_N=second.outputs, BLOCK_K=second.words, num_warps=second.warps,
         **overlapping(),
     )  # fmt: skip
     return out

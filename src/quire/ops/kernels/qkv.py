@@ -1,9 +1,10 @@
-"""Head norms, rotation and the write to the cache in one launch, over the output of the merged projection.
+"""Head norms, RoPE and the write to the KV cache in one launch, over the output of the merged projection.
 
-A program takes a few heads of one token. Behind the query heads lie the key heads, then the value heads, in the order of a
-page's lanes: head - HEADS is the lane.
+A program handles some heads of one token. Query heads are followed by key heads, then value heads, in the order of a page's
+lanes:
+head - HEADS is the lane.
 
-    a head   [ first half of the pairs | second half | rest: does not turn ]       or, interleaved, [ pair | pair ... | rest ]
+    a head   [ first half of the pairs | second half | rest without RoPE ]       or, interleaved, [ pair | pair ... | rest ]
 """
 
 import triton
@@ -13,14 +14,14 @@ from torch import Tensor, finfo, uint8
 from quire.ops.arguments import HeadNorms, Rotation
 from quire.ops.kernels.float8 import narrow_float8
 from quire.ops.kernels.launcher import cdiv, launched, let_next_start, overlapping, power_of_two, wait_for_previous
-from quire.ops.kv import LEAST_SCALE, MANTISSA_BITS, kv_scales, lies_by_page
+from quire.ops.kv import MANTISSA_BITS, MIN_SCALE, is_contiguous_by_page, kv_scales
 
 HEADS_PER_PROGRAM = 8
 
 
 @triton.jit
 def _normed(x, factor, query_weight, key_weight, at, inside, offset, is_query, KIND: tl.constexpr):
-    """x [heads, n] float32, rounded as a norm's output would be."""
+    """Return normalized x [heads, n] in float32, rounded to KIND as a norm's output would be."""
     for_query = tl.load(query_weight + at, mask=inside, other=0.0).to(tl.float32)
     for_key = tl.load(key_weight + at, mask=inside, other=0.0).to(tl.float32)
     weight = tl.where(is_query[:, None], for_query[None, :], for_key[None, :]) + offset
@@ -29,7 +30,7 @@ def _normed(x, factor, query_weight, key_weight, at, inside, offset, is_query, K
 
 @triton.jit
 def _narrow(x, scale, BITS: tl.constexpr, MOST: tl.constexpr):
-    """x [heads, n] float32 -> uint8, by the scale [heads] of each."""
+    """Quantize x [heads, n] float32 to uint8 by the scale [heads] of each."""
     small = tl.div_rn(x, scale[:, None])
     return narrow_float8(tl.where(small > MOST, MOST, tl.where(small < -MOST, -MOST, small)), BITS)
 
@@ -51,10 +52,10 @@ def _place_heads(
     page_stride,
     eps,
     offset,
-    BITS: tl.constexpr,  # of numbers of 8 bits, behind the point; 0 = they have more
+    BITS: tl.constexpr,  # mantissa bits of 8-bit values; 0: 16 or 32 bits
     GIVEN: tl.constexpr,
-    MOST: tl.constexpr,  # that 8 bits can hold
-    LEAST: tl.constexpr,  # scale
+    MOST: tl.constexpr,  # largest 8-bit value
+    LEAST: tl.constexpr,  # smallest scale
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -97,21 +98,21 @@ def _place_heads(
         if REST > 0:
             squares += tl.sum(rest * rest, 1)
         factor = tl.rsqrt(squares / HEAD_DIM + eps)
-        keep = is_value[:, None]
+        is_unchanged = is_value[:, None]
         one = _normed(first, factor, query_weight, key_weight, first_at, in_half, offset, is_query, KIND)
         two = _normed(second, factor, query_weight, key_weight, second_at, in_half, offset, is_query, KIND)
-        first = tl.where(keep, first, one)
-        second = tl.where(keep, second, two)
+        first = tl.where(is_unchanged, first, one)
+        second = tl.where(is_unchanged, second, two)
         if REST > 0:
             three = _normed(rest, factor, query_weight, key_weight, rest_at, in_rest, offset, is_query, KIND)
-            rest = tl.where(keep, rest, three)
+            rest = tl.where(is_unchanged, rest, three)
     if ROTATE:
         angle = tl.load(positions + token) * HALF + pair
         c = tl.where(is_value[:, None], 1.0, tl.load(cos + angle, mask=in_half, other=1.0)[None, :])
         s = tl.where(is_value[:, None], 0.0, tl.load(sin + angle, mask=in_half, other=0.0)[None, :])
-        turned = first * c - second * s
+        rotated = first * c - second * s
         second = second * c + first * s
-        first = turned
+        first = rotated
     place = tl.load(write + token)
     lane = head - HEADS
     target = kv + (place // PAGE_SIZE) * page_stride + (lane[:, None] * PAGE_SIZE + place % PAGE_SIZE) * HEAD_DIM
@@ -119,7 +120,7 @@ def _place_heads(
     if BITS > 0:
         cached = exists & ~is_query
         scale = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
-        broken = tl.sum(first * 0.0, 1) + tl.sum(second * 0.0, 1)  # not a number if any of them is none, or infinite
+        broken = tl.sum(first * 0.0, 1) + tl.sum(second * 0.0, 1)  # NaN if any value is NaN or infinite
         if REST > 0:
             scale = tl.maximum(scale, tl.max(tl.abs(rest), 1))
             broken += tl.sum(rest * 0.0, 1)
@@ -156,20 +157,21 @@ def place_heads(
     given: Tensor | None = None,
 ) -> Tensor:
     _, _, kv_heads, page_size, head_dim = kv.shape
-    assert lies_by_page(kv) and qkv.stride(1) == 1
+    assert is_contiguous_by_page(kv) and qkv.stride(1) == 1
     tokens, lanes = qkv.shape[0], qkv.shape[1] // head_dim
     heads = lanes - 2 * kv_heads
     half = head_dim // 2 if rotation is None else rotation.cos.shape[1]
     cos, sin = (qkv, qkv) if rotation is None else (rotation.cos, rotation.sin)
     query_weight, key_weight = (qkv, qkv) if norms is None else (norms.query, norms.key)
     scales = kv_scales(kv)
-    cache, behind = (kv, kv) if scales is None else (kv.view(uint8), scales)
+    cache, scales_or_cache = (kv, kv) if scales is None else (kv.view(uint8), scales)
     if tokens:
         _place_heads[(tokens, cdiv(lanes, HEADS_PER_PROGRAM))](
-            qkv, cache, behind, behind if given is None else given, write, positions, cos, sin, query_weight, key_weight,
+            qkv, cache, scales_or_cache, scales_or_cache if given is None else given, write, positions, cos, sin,
+            query_weight, key_weight,
             qkv.stride(0), kv.stride(0), 0.0 if norms is None else norms.eps, 0.0 if norms is None else norms.offset,
             BITS=MANTISSA_BITS.get(kv.dtype, 0), GIVEN=given is not None,
-            MOST=0.0 if scales is None else finfo(kv.dtype).max, LEAST=LEAST_SCALE,
+            MOST=0.0 if scales is None else finfo(kv.dtype).max, LEAST=MIN_SCALE,
             HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size, HALF=half,
             ROTATE=rotation is not None, INTERLEAVED=rotation is not None and rotation.interleaved,
             NORM=norms is not None, HALF_BLOCK=power_of_two(half),

@@ -8,7 +8,7 @@ from torch import Tensor, empty
 from quire.ops.arguments import StateRows, TimeSteps
 from quire.ops.kernels.launcher import launched, power_of_two
 
-BLOCK = 512  # channels
+BLOCK = 512  # channels per program
 
 
 @launched
@@ -39,13 +39,13 @@ def _convolve(
     row = token
     if not SINGLE:
         at = tl.arange(0, ROWS)
-        behind = tl.load(starts + 1 + at, mask=at < rows, other=2147483647)
-        row = tl.minimum(tl.sum((behind <= token).to(tl.int32), 0), rows - 1).to(tl.int64)
+        row_ends = tl.load(starts + 1 + at, mask=at < rows, other=2147483647)
+        row = tl.minimum(tl.sum((row_ends <= token).to(tl.int32), 0), rows - 1).to(tl.int64)
     begin = tl.load(starts + row).to(tl.int64)
     count = tl.load(starts + row + 1) - begin
     entry = tl.load(entries + row)
-    kept = tl.where(entry >= 0, channels, 0)  # channels whose state is somebody's
-    held = tl.where(tl.load(ends + row) > count, kept, 0)  # and of them those that had one before
+    owned = tl.where(entry >= 0, channels, 0)  # channels whose state is somebody's
+    held = tl.where(tl.load(ends + row) > count, owned, 0)  # and of them those that had one before
     own = state + tl.minimum(tl.maximum(entry, 0), last) * channels * (WIDTH - 1) + lane * (WIDTH - 1)
     total = tl.zeros([BLOCK], tl.float32)
     if BIASED:
@@ -58,7 +58,7 @@ def _convolve(
         value = tl.where(here, new, old.to(new.dtype))
         total += value.to(tl.float32) * tl.load(weight + lane * WIDTH + tap, mask=inside, other=0.0).to(tl.float32)
         if SINGLE and tap > 0:
-            tl.store(own + (tap - 1), value.to(state.dtype.element_ty), mask=lane < kept)
+            tl.store(own + (tap - 1), value.to(state.dtype.element_ty), mask=lane < owned)
     if SILU:
         total = total * tl.sigmoid(total)
     tl.store(out + token * channels + lane, total.to(out.dtype.element_ty), mask=inside)
@@ -83,15 +83,15 @@ def _move_on(
     begin = tl.load(starts + row).to(tl.int64)
     stop = tl.load(starts + row + 1).to(tl.int64)
     entry = tl.load(entries + row)
-    kept = tl.where(entry >= 0, tl.where(stop > begin, channels, 0), 0)
-    held = tl.where(tl.load(ends + row) > stop - begin, kept, 0)
+    owned = tl.where(entry >= 0, tl.where(stop > begin, channels, 0), 0)
+    held = tl.where(tl.load(ends + row) > stop - begin, owned, 0)
     own = state + tl.minimum(tl.maximum(entry, 0), last) * channels * (WIDTH - 1) + lane * (WIDTH - 1)
-    for tap in tl.static_range(WIDTH - 1):  # what is read stands behind what is written
+    for tap in tl.static_range(WIDTH - 1):  # reads are ahead of writes
         source = stop - (WIDTH - 1) + tap
         here = source >= begin
-        new = tl.load(x + source * x_stride + lane, mask=lane < tl.where(here, kept, 0), other=0.0)
+        new = tl.load(x + source * x_stride + lane, mask=lane < tl.where(here, owned, 0), other=0.0)
         old = tl.load(own + (source - begin + WIDTH - 1), mask=lane < tl.where(here, 0, held), other=0.0)
-        tl.store(own + tap, tl.where(here, new.to(old.dtype), old), mask=lane < kept)
+        tl.store(own + tap, tl.where(here, new.to(old.dtype), old), mask=lane < owned)
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: StateRows, silu: bool) -> Tensor:
@@ -114,7 +114,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows
     return out
 
 
-COLUMNS = 16  # values of a head
+COLUMNS = 16  # values of a head per program
 EPS = 1e-6
 
 
@@ -156,8 +156,8 @@ def _delta_rule(
     entry = tl.load(entries + row)
     at, column = tl.arange(0, TALL), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     tall, inside = at < KEYS, column < VALUES
-    kept = tl.where(entry >= 0, tl.where(stop > begin, KEYS, 0), 0)
-    held = tl.where(tl.load(ends + row) > stop - begin, kept, 0)
+    owned = tl.where(entry >= 0, tl.where(stop > begin, KEYS, 0), 0)
+    held = tl.where(tl.load(ends + row) > stop - begin, owned, 0)
     own = state + (tl.minimum(tl.maximum(entry, 0), last) * heads + head) * KEYS * VALUES
     place = own + at[:, None] * VALUES + column[None, :]
     now = tl.load(place, mask=(at < held)[:, None] & inside[None, :], other=0.0)
@@ -183,7 +183,7 @@ def _delta_rule(
         wrong = share * (v - tl.sum(now * k[:, None], 0))
         now += k[:, None] * wrong[None, :]
         tl.store(out + (token * heads + head) * VALUES + column, tl.sum(now * q[:, None], 0), mask=inside)
-    tl.store(place, now, mask=(at < kept)[:, None] & inside[None, :])
+    tl.store(place, now, mask=(at < owned)[:, None] & inside[None, :])
 
 
 def delta_rule(
@@ -214,7 +214,7 @@ def delta_rule(
 def _gated_norm(
     x,  # [T, groups * SIZE] float32
     gate,  # [T, groups * SIZE]
-    weight,  # [groups * SIZE], or [SIZE] of all groups
+    weight,  # [groups * SIZE], or [SIZE] for all groups
     out,  # [T, groups * SIZE]
     eps,
     gate_stride,
@@ -255,8 +255,8 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int,
     return out
 
 
-PART = 32  # of a head, in rows of one token
-PIECE = 64  # tokens
+PART = 32  # values of a head per program, for one-token rows
+CHUNK_TOKENS = 64
 
 
 @triton.jit
@@ -304,8 +304,8 @@ def _single(
         at = tl.program_id(2) * PART + tl.arange(0, PART)
         across = tl.arange(0, WIDE)
         inside, wide = at < SIZE, across < WIDTH
-        kept = tl.where(entry >= 0, SIZE, 0)
-        held = tl.where(tl.load(ends + row) > 1, kept, 0)
+        owned = tl.where(entry >= 0, SIZE, 0)
+        held = tl.where(tl.load(ends + row) > 1, owned, 0)
         step = _time_step(tl.load(dt + token * dt_stride + head), tl.load(dt_bias + head), low, high)
         decay = tl.exp(-step * tl.exp(tl.load(a_log + head)))
         own = state + (tl.minimum(tl.maximum(entry, 0), last) * heads + head) * SIZE * WIDTH
@@ -317,7 +317,7 @@ def _single(
         now = (
             tl.load(place, mask=(at < held)[:, None] & wide[None, :], other=0.0) * decay + (step * value)[:, None] * b[None, :]
         )
-        tl.store(place, now, mask=(at < kept)[:, None] & wide[None, :])
+        tl.store(place, now, mask=(at < owned)[:, None] & wide[None, :])
         total = tl.sum(now * c[None, :], 1)
         if SKIPS:
             total += value * tl.load(skip + head)
@@ -352,7 +352,7 @@ def _several(
     WIDTH: tl.constexpr,
     TALL: tl.constexpr,
     WIDE: tl.constexpr,
-    PIECE: tl.constexpr,
+    CHUNK: tl.constexpr,
     SKIPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -362,17 +362,17 @@ def _several(
     stop = tl.load(starts + row + 1).to(tl.int64)
     if stop - begin > 1:
         entry = tl.load(entries + row)
-        at, across, turn = tl.arange(0, TALL), tl.arange(0, WIDE), tl.arange(0, PIECE)
+        at, across, turn = tl.arange(0, TALL), tl.arange(0, WIDE), tl.arange(0, CHUNK)
         inside, wide = at < SIZE, across < WIDTH
-        kept = tl.where(entry >= 0, SIZE, 0)
-        held = tl.where(tl.load(ends + row) > stop - begin, kept, 0)
+        owned = tl.where(entry >= 0, SIZE, 0)
+        held = tl.where(tl.load(ends + row) > stop - begin, owned, 0)
         own = state + (tl.minimum(tl.maximum(entry, 0), last) * heads + head) * SIZE * WIDTH
         place = own + at[:, None] * WIDTH + across[None, :]
         now = tl.load(place, mask=(at < held)[:, None] & wide[None, :], other=0.0)
         rate = -tl.exp(tl.load(a_log + head))
         bias = tl.load(dt_bias + head)
         group = head // repeats * WIDTH
-        for first in tl.range(begin, stop, PIECE):
+        for first in tl.range(begin, stop, CHUNK):
             token = first + turn
             there = token < stop
             step = _time_step(tl.load(dt + token * dt_stride + head, mask=there, other=0.0), bias, low, high)
@@ -396,7 +396,7 @@ def _several(
             left = tl.exp(whole - total) * step
             now = now * tl.exp(whole) + tl.dot(tl.trans(value * left[:, None]), b, input_precision=PRECISION)
             tl.store(out + (token[:, None] * heads + head) * SIZE + at[None, :], made, mask=there[:, None] & inside[None, :])
-        tl.store(place, now, mask=(at < kept)[:, None] & wide[None, :])
+        tl.store(place, now, mask=(at < owned)[:, None] & wide[None, :])
 
 
 def ssd(x: Tensor, steps: TimeSteps, key: Tensor, query: Tensor, skip: Tensor | None, state: Tensor, rows: StateRows) -> Tensor:
@@ -419,7 +419,7 @@ def ssd(x: Tensor, steps: TimeSteps, key: Tensor, query: Tensor, skip: Tensor | 
     )
     if not rows.single:
         _several[(count, heads)](
-            *tensors, *numbers, SIZE=size, WIDTH=width, TALL=max(16, power_of_two(size)), WIDE=wide, PIECE=PIECE,
+            *tensors, *numbers, SIZE=size, WIDTH=width, TALL=max(16, power_of_two(size)), WIDE=wide, CHUNK=CHUNK_TOKENS,
             SKIPS=skip is not None, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=8,
         )  # fmt: skip
     return out

@@ -1,6 +1,6 @@
-"""Rows rounded to 8 bits for products in 8 bits, and what such products give brought back to scale.
+"""Activation quantization to 8 bits, and scaling of the results of 8-bit GEMMs.
 
-The rounded rows lie as words of a packed matrix do (`packed.py`): of two columns that are APART, one beside the other.
+Quantized rows have the column order of packed words (`packed.py`): two columns that are VALUE_STRIDE are next to each other.
 """
 
 from typing import Any
@@ -15,22 +15,22 @@ from quire.ops.quantized_layouts import RoundedRows, Rounding
 
 
 def constants_of(rounding: Rounding) -> dict[str, Any]:
-    """For kernels that know `write_rounded`."""
+    """Return the constants of kernels that call `write_rounded`."""
     given = rounding.given is not None
-    return {"APART": rounding.apart, "GROUP": rounding.group, "GIVEN": given, "LARGEST": rounding.largest}
+    return {"VALUE_STRIDE": rounding.value_stride, "GROUP": rounding.group, "GIVEN": given, "LARGEST": rounding.largest}
 
 
 @triton.jit
 def write_rounded(
-    value,  # [BLOCK] float32, from column `first` on: a whole row, unless scales are by GROUP; 0 where it has none
+    value,  # [BLOCK] float32, from column `first` on: a whole row, unless scales are by GROUP; 0 beyond the row
     out,  # [rows, columns] of 8 bits
     scales,  # [rows] float32; by group [columns / GROUP, height]
-    given,  # [1] float32: the scale
+    given,  # [1] float32: a static scale
     row,
     first,
     columns,
     height,
-    APART: tl.constexpr,
+    VALUE_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     GIVEN: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -48,27 +48,27 @@ def write_rounded(
         if out.dtype.element_ty == tl.int8:
             number = tl.floor(tl.abs(number) + 0.5) * tl.where(number < 0, -1.0, 1.0)
         tl.store(scales + row, factor)
-    # not in the shape of `value`: Triton reads whatever is of one shape in the layout that suits the shortest of its numbers,
-    # and in that a norm's sum would be added up in another order than where it is not rounded
-    BLOCKS: tl.constexpr = BLOCK // (2 * APART)
-    apart = tl.reshape(number.to(out.dtype.element_ty), (BLOCKS, 2, APART))
-    beside = tl.reshape(tl.permute(apart, (0, 2, 1)), (BLOCKS, 2 * APART))
-    at = first + tl.arange(0, BLOCKS)[:, None] * (2 * APART) + tl.arange(0, 2 * APART)[None, :]
-    tl.store(out + row * columns + at, beside, mask=at < columns)
+    # Another shape than `value`: Triton loads all tensors of one shape in the layout that suits the narrowest one, and that
+    # would change the order of a norm's sum.
+    BLOCKS: tl.constexpr = BLOCK // (2 * VALUE_STRIDE)
+    separated = tl.reshape(number.to(out.dtype.element_ty), (BLOCKS, 2, VALUE_STRIDE))
+    paired = tl.reshape(tl.permute(separated, (0, 2, 1)), (BLOCKS, 2 * VALUE_STRIDE))
+    at = first + tl.arange(0, BLOCKS)[:, None] * (2 * VALUE_STRIDE) + tl.arange(0, 2 * VALUE_STRIDE)[None, :]
+    tl.store(out + row * columns + at, paired, mask=at < columns)
 
 
 @launched
 @triton.jit
 def _round_rows(
     x,  # [rows, inner]
-    given,  # [1] float32: the scale, where it is known
+    given,  # [1] float32: a static scale
     out,  # [rows, columns] of 8 bits
     scales,  # [rows] float32
     inner,
     columns,
-    APART: tl.constexpr,
+    VALUE_STRIDE: tl.constexpr,
     GIVEN: tl.constexpr,
-    LARGEST: tl.constexpr,  # of the numbers of 8 bits
+    LARGEST: tl.constexpr,  # largest 8-bit value
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -76,7 +76,7 @@ def _round_rows(
     wait_for_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
-    column = at // (2 * APART) * (2 * APART) + at % 2 * APART + at % (2 * APART) // 2
+    column = at // (2 * VALUE_STRIDE) * (2 * VALUE_STRIDE) + at % 2 * VALUE_STRIDE + at % (2 * VALUE_STRIDE) // 2
     value = tl.load(x + row * inner + column, mask=column < inner, other=0.0).to(tl.float32)
     scale = tl.load(given) if GIVEN else tl.maximum(tl.max(tl.abs(value), 0), 1e-10) / LARGEST
     number = tl.minimum(tl.maximum(value / scale, -LARGEST), LARGEST)
@@ -87,14 +87,14 @@ def _round_rows(
 
 
 def round_rows(x: Tensor, rounding: Rounding) -> RoundedRows:
-    """x [rows, inputs]; a row has one scale."""
+    """Quantize x [rows, inputs] with a scale per row."""
     x = x.contiguous()
     rows, inner = x.shape
-    rounded = rounding.make_room(rows, x, x.dtype)
+    rounded = rounding.allocate(rows, x, x.dtype)
     block, given = power_of_two(rounding.columns), rounding.given
     _round_rows[(rows,)](
         x, rounded.scales if given is None else given, rounded.numbers, rounded.scales, inner, rounding.columns,
-        APART=rounding.apart, GIVEN=given is not None, LARGEST=rounding.largest, BLOCK=block,
+        VALUE_STRIDE=rounding.value_stride, GIVEN=given is not None, LARGEST=rounding.largest, BLOCK=block,
         num_warps=min(16, max(1, block // 512)), **overlapping(),
     )  # fmt: skip
     return rounded
@@ -104,14 +104,14 @@ def round_rows(x: Tensor, rounding: Rounding) -> RoundedRows:
 @triton.jit
 def _round_groups(
     x,  # [rows, inner]
-    out,  # [rows, columns] of 8 bits, as words of a matrix lie: of two columns that are APART, one beside the other
+    out,  # [rows, columns] of 8 bits, in the column order of packed words
     scales,  # [columns / GROUP, height]
     height,
     inner,
     columns,
     GROUP: tl.constexpr,
     LARGEST: tl.constexpr,
-    BLOCK: tl.constexpr,  # groups
+    BLOCK: tl.constexpr,  # groups per program
     EARLY: tl.constexpr,
 ):
     let_next_start(EARLY)
@@ -132,10 +132,10 @@ def _round_groups(
 
 
 def round_groups(x: Tensor, rounding: Rounding) -> RoundedRows:
-    """x [rows, inputs]; each group of columns has a scale."""
+    """Quantize x [rows, inputs] with a scale per group of columns."""
     x = x.contiguous()
     rows, inner = x.shape
-    rounded = rounding.make_room(rows, x, x.dtype)
+    rounded = rounding.allocate(rows, x, x.dtype)
     block, columns = 16, rounding.columns
     _round_groups[(rows, cdiv(columns // rounding.group, block))](
         x, rounded.numbers, rounded.scales, len(rounded.numbers), inner, columns, GROUP=rounding.group,
@@ -145,7 +145,7 @@ def round_groups(x: Tensor, rounding: Rounding) -> RoundedRows:
 
 
 def round_all(x: Tensor, rounding: Rounding) -> RoundedRows:
-    """x [rows, inputs]."""
+    """Quantize x [rows, inputs]."""
     return round_groups(x, rounding) if rounding.group else round_rows(x, rounding)
 
 
@@ -154,8 +154,8 @@ def round_all(x: Tensor, rounding: Rounding) -> RoundedRows:
 def _rescale(
     x,  # [rows, outputs]; gated: [rows, 2 * outputs]
     rows_scale,  # [rows] float32
-    scale,  # as many as x has columns, float32
-    bias,  # the same
+    scale,  # [columns of x] float32
+    bias,  # [columns of x]
     out,  # [rows, outputs]
     outputs,
     BIAS: tl.constexpr,
@@ -187,7 +187,7 @@ def _rescale(
 
 
 def rescale(x: Tensor, rows_scale: Tensor, scale: Tensor, bias: Tensor | None, activation: str, kind: dtype) -> Tensor:
-    """x [rows, outputs] times the scale of its row and its column, plus the bias; with an activation gated."""
+    """Return x [rows, outputs] times the scales of rows and columns, plus the bias; with an activation gated."""
     rows, outputs = x.shape[0], x.shape[1] // 2 if activation else x.shape[1]
     out = x.new_empty(rows, outputs, dtype=kind)
     block = 1024
@@ -202,14 +202,14 @@ def rescale(x: Tensor, rows_scale: Tensor, scale: Tensor, bias: Tensor | None, a
 @triton.jit
 def _gate_rounded(
     x,  # [rows, 2 * size] gate, up
-    out,  # as `write_rounded` has them
+    out,  # see `write_rounded`
     scales,
     size,
     columns,
     height,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
-    APART: tl.constexpr,
+    VALUE_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     GIVEN: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -224,13 +224,13 @@ def _gate_rounded(
     up = tl.load(x + row * 2 * size + size + at, mask=at < size, other=0.0)
     active = activate(gate.to(tl.float32), KIND).to(gate.dtype).to(tl.float32)
     value = (active * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
-    write_rounded(value, out, scales, scales, row, first, columns, height, APART, GROUP, GIVEN, LARGEST, BLOCK)
+    write_rounded(value, out, scales, scales, row, first, columns, height, VALUE_STRIDE, GROUP, GIVEN, LARGEST, BLOCK)
 
 
 def gate_rounded(x: Tensor, activation: str, rounding: Rounding) -> RoundedRows:
-    """x [rows, 2n] = gate, up -> activation(gate) * up, rounded by groups."""
+    """Return activation(gate) * up of x [rows, 2n] = gate, up, quantized by groups."""
     rows, block = len(x), 1024
-    rounded = rounding.make_room(rows, x, x.dtype)
+    rounded = rounding.allocate(rows, x, x.dtype)
     _gate_rounded[(rows, cdiv(rounding.columns, block))](
         x, rounded.numbers, rounded.scales, x.shape[1] // 2, rounding.columns, len(rounded.numbers),
         KIND=KINDS[activation], BLOCK=block, **constants_of(rounding), num_warps=4, **overlapping(),

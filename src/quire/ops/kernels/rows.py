@@ -11,7 +11,7 @@ BLOCK = 512
 STRIDES = ["token_stride", "group_stride", "slot_stride", "row_group_stride", "row_stride", "write_stride"]
 
 
-# strides change from step to step, and nothing here gains by knowing them or how the numbers lie
+# strides change with every step, and specialization on them gains nothing
 @launched
 @triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=["slots", "ends"])
 def _fill_rows(
@@ -82,7 +82,7 @@ def fill_rows(
 @launched
 @triton.jit
 def _deliver(
-    runs,  # [runs, 4] int64: address, place of the first word, how many there are, and how many are written
+    runs,  # [runs, 4] int64: address, index of the first word, words available, words to write
     words,  # [.] int32
     BLOCK: tl.constexpr,
 ):
@@ -95,6 +95,8 @@ def _deliver(
 
 
 def deliver(runs: Tensor, words: Tensor, count: int, most: int) -> None:
-    """The first `count` of `runs`, none of which writes more than `most` words, a power of two, and no two to the same place.
-    Where more words are written than there are, the others are 0."""
+    """Write the first `count` runs, each of at most `most` words (a power of two) and to disjoint memory. Words beyond the
+    available
+    ones are 0.
+    """
     _deliver[(count,)](runs, words, BLOCK=most, num_warps=8)

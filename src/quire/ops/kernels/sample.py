@@ -1,11 +1,13 @@
-"""Drawing tokens in two launches, for greedy and random rows alike, without sorting the vocabulary.
+"""Sample tokens in two launches, for greedy and random rows alike, without sorting the vocabulary.
 
-    _scan   a program takes a chunk of a row: its largest logit, the noisiest one, its mass, and the maximum of each GROUP
-    _pick   a program takes a row and puts its chunks together: all there is to do for greedy and for unfiltered rows
+    _scan   one program per chunk of a row: its largest logit, the largest one with noise, its mass, and the maximum of each
+    GROUP
+    _pick   one program per row combines its chunks: enough for greedy and unfiltered rows
 
-The filters keep the head of the order "larger first, lower id first among equals", so a filtered row is drawn without knowing
-where the head ends: the noisiest token is the draw if it is kept; if it is not, nothing after it is, and the question remains
-for those before it. Only groups whose maximum reaches a bound are read again, which is few groups for the usual filters.
+Filters keep the head of the order "larger first, lower id first among equals", so a filtered row is sampled without knowing
+where
+the head ends: the token with the largest noisy logit is the sample if it is in the head. If not, no later token is, and the
+search goes on among the tokens before it. Only groups whose maximum reaches a bound are read again: few for the usual filters.
 """
 
 import torch
@@ -13,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.arguments import BROKEN, CHUNK, FARTHEST, GROUP, NOTHING_ALLOWED, DrawColumns, DrawScratch, Factors
+from quire.ops.arguments import BROKEN, CHUNK, GROUP, MAX_PENALIZED_LOGIT, NOTHING_ALLOWED, DrawColumns, DrawScratch, Factors
 from quire.ops.kernels.launcher import cdiv, launched, power_of_two
 
 BLOCK = 1024
-SAID: tl.constexpr = tl.constexpr(1 << 30)  # a bit for the prompt's tokens; those of the output are counted below it
+IN_PROMPT: tl.constexpr = tl.constexpr(1 << 30)  # bit of the prompt's tokens; the lower bits count output tokens
 
 
 @launched
@@ -36,31 +38,31 @@ def _penalize(
     logit_stride,
     token_stride,
     count_stride,
-    FARTHEST: tl.constexpr,
+    MAX_PENALIZED_LOGIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
     slot, end, prompt = tl.load(slots + place), tl.load(ends + place), tl.load(prompts + place)
-    said = tokens + slot * token_stride
+    history = tokens + slot * token_stride
     mine = counts + place * count_stride
     x = logits + tl.load(rows + place) * logit_stride
     repetition, frequency, presence = tl.load(repetitions + slot), tl.load(frequencies + slot), tl.load(presences + slot)
     for begin in tl.range(0, end, BLOCK):
         at = begin + tl.arange(0, BLOCK)
-        token = tl.load(said + at, mask=at < end, other=0)
-        tl.atomic_or(mine + token, SAID, mask=at < prompt, sem="relaxed")
+        token = tl.load(history + at, mask=at < end, other=0)
+        tl.atomic_or(mine + token, IN_PROMPT, mask=at < prompt, sem="relaxed")
         tl.atomic_add(mine + token, 1, mask=(at >= prompt) & (at < end), sem="relaxed")
     tl.debug_barrier()
     for begin in tl.range(0, end, BLOCK):
         at = begin + tl.arange(0, BLOCK)
-        token = tl.load(said + at, mask=at < end, other=0)
+        token = tl.load(history + at, mask=at < end, other=0)
         taken = tl.atomic_xchg(mine + token, 0, mask=at < end, sem="relaxed")
         first = (at < end) & (taken != 0)
-        count = (taken & (SAID - 1)).to(tl.float32)
+        count = (taken & (IN_PROMPT - 1)).to(tl.float32)
         before = tl.load(x + token, mask=first, other=0.0)
         value = tl.where(before > 0, tl.div_rn(before, repetition), before * repetition)
         value = value - frequency * count - tl.where(count > 0, presence, 0.0)
-        value = tl.minimum(tl.maximum(value, -FARTHEST), FARTHEST)
+        value = tl.minimum(tl.maximum(value, -MAX_PENALIZED_LOGIT), MAX_PENALIZED_LOGIT)
         tl.store(x + token, tl.where(before > float("-inf"), value, before), mask=first)
 
 
@@ -69,7 +71,7 @@ def penalize(
 ) -> None:
     _penalize[(len(row),)](
         logits, row, slot, end, prompt, tokens, *factors, counts,
-        logits.stride(0), tokens.stride(0), counts.stride(0), FARTHEST=FARTHEST, BLOCK=BLOCK, num_warps=8,
+        logits.stride(0), tokens.stride(0), counts.stride(0), MAX_PENALIZED_LOGIT=MAX_PENALIZED_LOGIT, BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
 
 
@@ -115,14 +117,14 @@ def _score_rows(
 ):
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, BLOCK)
-    mine, there = row * CHUNKS + chunk, chunk < CHUNKS
-    peak = tl.load(peaks + mine, mask=there, other=float("-inf"))
+    mine, exists = row * CHUNKS + chunk, chunk < CHUNKS
+    peak = tl.load(peaks + mine, mask=exists, other=float("-inf"))
     top = tl.max(peak)
     shift = tl.where(top > float("-inf"), top, 0.0)
-    mass = tl.sum(tl.load(masses + mine, mask=there, other=0.0) * tl.exp(peak - shift))
+    mass = tl.sum(tl.load(masses + mine, mask=exists, other=0.0) * tl.exp(peak - shift))
     tl.store(tops + row, shift)
     tl.store(spreads + row, tl.log(mass))
-    tl.store(ranks + row, tl.sum(tl.load(above + mine, mask=there, other=0)) + 1)
+    tl.store(ranks + row, tl.sum(tl.load(above + mine, mask=exists, other=0)) + 1)
 
 
 def score(logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,13 +142,13 @@ def score(logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return tops, spreads, ranks
 
 
-TILE = 4096  # tokens that _pick looks at together
+TILE = 4096  # tokens per iteration of _pick
 WARPS = 16
 
 GOLDEN: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
 FIRST_FACTOR: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9)
 SECOND_FACTOR: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
-NOWHERE: tl.constexpr = tl.constexpr(2**31 - 1)
+NO_TOKEN: tl.constexpr = tl.constexpr(2**31 - 1)
 LOWEST: tl.constexpr = tl.constexpr(float("-inf"))
 INFINITY: tl.constexpr = tl.constexpr(float("inf"))
 
@@ -160,7 +162,7 @@ def _mix(words):
 
 @triton.jit
 def _row_key(seeds, slot, end):
-    """[1] uint64: a block, because that is what wraps around everywhere."""
+    """Return a key [1] uint64 of seed and position; a block, since only blocks wrap around everywhere."""
     one = tl.arange(0, 1)
     seed = tl.load(seeds + slot + one).to(tl.uint64, bitcast=True)
     return _mix(seed + (one + end + 1).to(tl.uint64) * GOLDEN)
@@ -168,7 +170,7 @@ def _row_key(seeds, slot, end):
 
 @triton.jit
 def _noise(key, at):
-    """Gumbel noise of the ids `at` (any shape): -log(-log(1 - u)), where the inner logarithm is exact for small u."""
+    """Return Gumbel noise of the ids `at` (any shape): -log(-log(1 - u)), with an inner logarithm that is exact for small u."""
     bits = _mix(key + (at + 1).to(tl.uint64) * GOLDEN)
     u = (bits >> 11).to(tl.float32) * 1.1102230246251565e-16
     u = tl.minimum(tl.maximum(u, 5.551115123125783e-17), 0.9999999403953552)
@@ -179,7 +181,7 @@ def _noise(key, at):
 
 @triton.jit
 def _in_order(values):
-    """uint32 that compare as the floats do."""
+    """Return uint32 keys that compare as the floats do."""
     bits = values.to(tl.uint32, bitcast=True)
     return tl.where((bits >> 31) == 1, ~bits, bits | 0x80000000)
 
@@ -192,7 +194,7 @@ def _from_order(key):
 
 @triton.jit
 def _alike(keys, prefix, shift):
-    """Which keys have the bits that are known of the key that is looked for: those above the next digit."""
+    """Return which keys have the known bits of the key that is searched, those above the next digit."""
     return ((keys ^ prefix) >> shift) >> 8 == 0
 
 
@@ -203,8 +205,11 @@ def _digits(keys, shift):
 
 @triton.jit
 def _narrow(counts, prefix, rank, shift):
-    """counts [256] of the next digit among keys that share `prefix` -> the prefix with the digit of the rank-th largest key,
-    and its rank among those that share that too."""
+    """Extend `prefix` by the next digit of the rank-th largest key; counts [256]: of that digit among keys that share the
+    prefix.
+
+    Return the new prefix, and the key's rank among those that share it.
+    """
     digit = tl.arange(0, 256)
     reaching = tl.sum(counts) - tl.cumsum(counts) + counts
     found = tl.sum((reaching >= rank).to(tl.int32)) - 1
@@ -216,14 +221,14 @@ def _narrow(counts, prefix, rank, shift):
 @triton.jit
 def _scan(
     logits,  # [N, V] float32
-    drawers,  # [N] int64 slot, -1 = nobody draws
+    drawers,  # [N] int64 slot; -1: no sampling
     ends,  # [N] int64
     temperatures,  # [S] float32
     top_ks,  # [S] int64
     min_ps,  # [S] float32
     seeds,  # [S] int64
     peaks,  # [N, chunks] float32 largest logit
-    places,  # [N, chunks] int32 and its id
+    places,  # [N, chunks] int32 its id
     noisy_peaks,  # [N, chunks] float32 largest logit with noise
     noisy_places,  # [N, chunks] int32
     masses,  # [N, chunks] float32 sum of exponentials, relative to the chunk's own largest
@@ -244,11 +249,11 @@ def _scan(
         group = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
         at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         x = tl.load(logits + row * row_stride + at, mask=at < VOCABULARY, other=float("-inf"))
-        x = tl.where(x != x, INFINITY, x)  # what is no number counts as largest
+        x = tl.where(x != x, INFINITY, x)  # NaN counts as largest
         peak = tl.max(x)
         mine = row * CHUNKS + chunk
         tl.store(peaks + mine, peak)
-        tl.store(places + mine, tl.min(tl.where(x == peak, at, NOWHERE)))
+        tl.store(places + mine, tl.min(tl.where(x == peak, at, NO_TOKEN)))
         if temperature > 0:
             y = tl.div_rn(x, temperature)
             tl.store(groups + row * GROUPS + group, tl.max(y, axis=1), mask=group < GROUPS)
@@ -258,16 +263,16 @@ def _scan(
                 noisy = y + _noise(_row_key(seeds, slot, tl.load(ends + row))[:, None], at)
                 noisiest = tl.max(noisy)
                 tl.store(noisy_peaks + mine, noisiest)
-                tl.store(noisy_places + mine, tl.min(tl.where(noisy == noisiest, at, NOWHERE)))
+                tl.store(noisy_places + mine, tl.min(tl.where(noisy == noisiest, at, NO_TOKEN)))
 
 
 @triton.jit
 def _list_groups(groups, members, bound, GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr):
-    """Writes which groups have a maximum of at least `bound`; -> how many."""
+    """Write the groups with a maximum of at least `bound`; return how many."""
     group = tl.arange(0, GROUPS_BLOCK)
     reaches = (tl.load(groups + group, mask=group < GROUPS, other=float("-inf")) >= bound) & (group < GROUPS)
     place = tl.cumsum(reaches.to(tl.int32)) - 1
-    tl.debug_barrier()  # whoever still reads the last list
+    tl.debug_barrier()  # wait for readers of the last list
     tl.store(members + place, group, mask=reaches)
     tl.debug_barrier()
     return tl.sum(reaches.to(tl.int32))
@@ -275,13 +280,13 @@ def _list_groups(groups, members, bound, GROUPS: tl.constexpr, GROUPS_BLOCK: tl.
 
 @triton.jit
 def _listed(logits, members, begin, listed, temperature, VOCABULARY: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr):
-    """A tile of the tokens in listed groups: ids and logits after temperature; -inf where there is none."""
+    """Return a tile of the tokens in listed groups: ids, logits after temperature (-inf: no token), and which exist."""
     lane = tl.arange(0, TILE)
     entry = begin + lane // GROUP
     group = tl.load(members + entry, mask=entry < listed, other=0)
     at = group * GROUP + lane % GROUP
-    there = (entry < listed) & (at < VOCABULARY)
-    return at, tl.div_rn(tl.load(logits + at, mask=there, other=float("-inf")), temperature), there
+    exists = (entry < listed) & (at < VOCABULARY)
+    return at, tl.div_rn(tl.load(logits + at, mask=exists, other=float("-inf")), temperature), exists
 
 
 @triton.jit
@@ -289,7 +294,7 @@ def _kth_largest(
     logits, groups, members, rank, temperature,
     VOCABULARY: tl.constexpr, GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The rank-th largest logit after temperature. The rank-th largest of the groups' maxima is a bound below it."""
+    """Return the rank-th largest logit after temperature. The rank-th largest of the groups' maxima is a lower bound."""
     bound = tl.full((), float("-inf"), tl.float32)
     if rank < GROUPS:
         group = tl.arange(0, GROUPS_BLOCK)
@@ -307,9 +312,9 @@ def _kth_largest(
         shift = (tl.full((), 24, tl.uint32) - 8 * level).to(tl.uint32)
         counts = tl.zeros([256], tl.int32)
         for begin in tl.range(0, listed, TILE // GROUP):
-            _, y, there = _listed(logits, members, begin, listed, temperature, VOCABULARY, TILE, GROUP)
+            _, y, exists = _listed(logits, members, begin, listed, temperature, VOCABULARY, TILE, GROUP)
             keys = _in_order(y)
-            counts += tl.histogram(_digits(keys, shift), 256, there & _alike(keys, found, shift))
+            counts += tl.histogram(_digits(keys, shift), 256, exists & _alike(keys, found, shift))
         found, rank = _narrow(counts, found, rank, shift)
     return _from_order(found)
 
@@ -319,7 +324,7 @@ def _mass_before(
     logits, groups, members, pivot, place, temperature, top,
     VOCABULARY: tl.constexpr, GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Exponentials, relative to `top`, of the tokens that come before (pivot, place)."""
+    """Return the sum of exponentials, relative to `top`, of the tokens before (pivot, place)."""
     listed = _list_groups(groups, members, pivot, GROUPS, GROUPS_BLOCK)
     mass = tl.zeros([TILE], tl.float32)
     for begin in tl.range(0, listed, TILE // GROUP):
@@ -333,16 +338,16 @@ def _noisiest_before(
     logits, groups, members, key, pivot, place, temperature,
     VOCABULARY: tl.constexpr, GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The id of the largest noisy logit of the tokens that come before (pivot, place)."""
+    """Return the id of the largest noisy logit among the tokens before (pivot, place)."""
     listed = _list_groups(groups, members, pivot, GROUPS, GROUPS_BLOCK)
     best = tl.full([TILE], float("-inf"), tl.float32)
-    where = tl.full([TILE], NOWHERE, tl.int32)
+    where = tl.full([TILE], NO_TOKEN, tl.int32)
     for begin in tl.range(0, listed, TILE // GROUP):
         at, y, _ = _listed(logits, members, begin, listed, temperature, VOCABULARY, TILE, GROUP)
         noisy = tl.where((y > pivot) | ((y == pivot) & (at < place)), y + _noise(key, at), float("-inf"))
         where = tl.where(noisy > best, at, where)
         best = tl.maximum(noisy, best)
-    return tl.min(tl.where(best == tl.max(best), where, NOWHERE))
+    return tl.min(tl.where(best == tl.max(best), where, NO_TOKEN))
 
 
 @launched
@@ -362,8 +367,8 @@ def _pick(
     noisy_places,  # [N, chunks] int32
     masses,  # [N, chunks] float32
     groups,  # [N, groups] float32
-    members,  # [N, groups] int32, ours to write
-    faults,  # [N] int32 known before the logits were edited; -1 = they were not
+    members,  # [N, groups] int32 scratch
+    faults,  # [N] int32 known before the logits were edited; -1: not edited
     tokens,  # [S, L] int32
     out,  # [2, ...] int32: ids, faults
     row_stride,
@@ -387,7 +392,7 @@ def _pick(
         mine = row * CHUNKS + chunk
         peak = tl.load(peaks + mine, mask=chunk < CHUNKS, other=float("-inf"))
         largest = tl.max(peak)
-        token = tl.min(tl.where(peak == largest, tl.load(places + mine, mask=chunk < CHUNKS, other=NOWHERE), NOWHERE))
+        token = tl.min(tl.where(peak == largest, tl.load(places + mine, mask=chunk < CHUNKS, other=NO_TOKEN), NO_TOKEN))
         finite = (largest > LOWEST) & (largest < INFINITY)
         known = tl.load(faults + row)
         fault = tl.where((known == 0) & (largest == LOWEST), NOTHING_ALLOWED, known)
@@ -413,8 +418,8 @@ def _pick(
                 )
             else:
                 noisy = tl.load(noisy_peaks + mine, mask=chunk < CHUNKS, other=float("-inf"))
-                place = tl.load(noisy_places + mine, mask=chunk < CHUNKS, other=NOWHERE)
-                token = tl.min(tl.where(noisy == tl.max(noisy), place, NOWHERE))
+                place = tl.load(noisy_places + mine, mask=chunk < CHUNKS, other=NO_TOKEN)
+                token = tl.min(tl.where(noisy == tl.max(noisy), place, NO_TOKEN))
             if share < 1:
                 if (rank < VOCABULARY) | (least > 0):
                     mass = _mass_before(
@@ -429,7 +434,7 @@ def _pick(
                     before = _mass_before(
                         x, maxima, list_, pivot, token, temperature, top, VOCABULARY, GROUPS, GROUPS_BLOCK, TILE, GROUP
                     )
-                    # the first of all stays whatever the numbers are: there is nothing before it to go to
+                    # the first token always stays: there is none before it
                     undecided = ((before >= share * mass) & (before > 0)).to(tl.int32)
                     if undecided > 0:
                         token = _noisiest_before(

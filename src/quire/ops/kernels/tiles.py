@@ -1,4 +1,4 @@
-"""Which expert's rows a program multiplies, found on the device."""
+"""Tiles of GEMM kernels: the expert of a tile, found on the device, sums of shares, and outputs."""
 
 from functools import cache
 
@@ -12,9 +12,9 @@ from quire.ops.kernels.activation import gate_by
 
 @triton.jit
 def find_tile(ends, tile, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Slots are sorted by expert; ends [EXPERTS] is where each one's end, and tiles are ROWS of one expert.
+    """Return a tile's expert (EXPERTS: no such tile), its first slot, and the end of the expert's slots.
 
-    -> the tile's expert (EXPERTS: there is no such tile), its first slot, and where the expert's slots end.
+    Slots are sorted by expert; ends [EXPERTS] has the end of each expert's slots. A tile has up to ROWS slots of one expert.
     """
     each = tl.arange(0, EXPERT_BLOCK)
     end = tl.load(ends + each, mask=each < EXPERTS, other=0)
@@ -30,8 +30,12 @@ def find_tile(ends, tile, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, ROW
 
 @triton.jit
 def add_shares(acc, sums, turns, tile, SHARES: tl.constexpr):
-    """acc [N, M], the share of program_id(1); sums: of its type, room for every share of every tile; turns [tiles]: zeros,
-    and left so. -> the sum, and whether it is there: only who ends last has it."""
+    """Add the shares of a tile; program_id(1) has the share acc [N, M].
+
+    sums: room for every share of every tile, of acc's dtype
+    turns: [tiles] zeros; reset to zero
+    Return the sum, and whether it is complete: only the program that ends last has it.
+    """
     N: tl.constexpr = acc.shape[0]
     M: tl.constexpr = acc.shape[1]
     at = tl.arange(0, N)[:, None] * M + tl.arange(0, M)[None, :]
@@ -49,17 +53,19 @@ def add_shares(acc, sums, turns, tile, SHARES: tl.constexpr):
 
 @cache
 def turns_of(device: torch.device) -> Tensor:
-    """Zeros; every launch leaves them so."""
+    """Return counters that are zero before and after every launch."""
     return torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
 @triton.jit
 def put_outputs(
-    acc, bias, out, read, begins, target, there, outputs,
+    acc, bias, out, read, begins, target, exists, outputs,
     BIAS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """acc [N, R] float32 of matrix rows `read` [N], of a gated matrix gates above what they gate -> out [., outputs], from
-    `begins` on, in the rows target [R] that are there."""
+    """Store acc [N, R] float32 of matrix rows `read` [N] (gated: gate rows first) to out [., outputs], from column `begins` on,
+    in the
+    rows target [R] that exist.
+    """
     kind: tl.constexpr = out.dtype.element_ty
     if BIAS:
         acc += tl.load(bias + read).to(tl.float32)[:, None]
@@ -68,4 +74,4 @@ def put_outputs(
         gate, up = tl.split(tl.permute(both, (1, 2, 0)))
         acc = gate_by(gate, up, KIND, ALPHA, LIMIT, kind)
     n = begins + tl.arange(0, acc.shape[0])
-    tl.store(out + target[None, :] * outputs + n[:, None], acc.to(kind), mask=(n < outputs)[:, None] & there[None, :])
+    tl.store(out + target[None, :] * outputs + n[:, None], acc.to(kind), mask=(n < outputs)[:, None] & exists[None, :])
