@@ -8,7 +8,7 @@ from test_ranks import GREEDY, PROMPTS, SEEDED, family_engine, ids
 from forked import nursery
 from quire.engine.executor import workers
 from quire.features.experts.device import balance_of, settle, spread
-from quire.layers.moe import NOBODY
+from quire.layers.moe import FREE_SLOT
 from quire.types.errors import ConfigError
 
 
@@ -43,14 +43,14 @@ def test_experts_are_spread_by_load():
     for _ in range(200):
         ranks, experts = numbers.randint(2, 6), numbers.randint(6, 40)
         places = [experts // ranks + (rank < experts % ranks) + numbers.randint(0, 2) for rank in range(ranks)]
-        before = [[NOBODY] * room for room in places]
+        before = [[FREE_SLOT] * room for room in places]
         for _ in range(3):
             loads = [int(numbers.paretovariate(1.0)) for _ in range(experts)]
             after = settle(before, spread(loads, places), places)
             assert [len(one) for one in after] == places
-            assert {expert for one in after for expert in one} - {NOBODY} == set(range(experts))
+            assert {expert for one in after for expert in one} - {FREE_SLOT} == set(range(experts))
             for old, new in zip(before, after, strict=True):  # whoever stays keeps its place
-                assert all(new[old.index(expert)] == expert for expert in {*new} & {*old} - {NOBODY})
+                assert all(new[old.index(expert)] == expert for expert in {*new} & {*old} - {FREE_SLOT})
             assert 0 < balance_of(loads, after) <= 1
             before = after
 

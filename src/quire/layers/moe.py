@@ -18,7 +18,7 @@ from quire.ops.linear import linear_float
 from quire.ops.moe import experts_forward, route, route_by_scores, route_sparsemixer
 from quire.types.errors import ModelError
 
-NOBODY = -1  # a free expert slot
+FREE_SLOT = -1  # a free expert slot
 COPY_CHOICE_VALUES = 8  # activation values per token that choose among copies of an expert
 
 
@@ -34,11 +34,11 @@ class Balance:
         self.place(ranks)
 
     def place(self, ranks: Sequence[Sequence[int]]) -> None:
-        """ranks: the experts of every rank, slot by slot; NOBODY: a free slot. Slots are numbered through all ranks."""
+        """ranks: the experts of every rank, slot by slot; FREE_SLOT: a free slot. Slots are numbered through all ranks."""
         self.ranks = [list(experts) for experts in ranks]
         found: list[list[int]] = [[] for _ in self.loads]
         for place, expert in enumerate(expert for experts in ranks for expert in experts):
-            if expert != NOBODY:
+            if expert != FREE_SLOT:
                 found[expert].append(place)
         most = max(map(len, found))
         self._copies = torch.tensor([len(places) for places in found], device=self.loads.device)

@@ -112,9 +112,9 @@ class ShortConv(nn.Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, H] -> [T, H]."""
         conv, _ = self.core.bound()
-        before, behind, values = self.in_proj(x, batch.tokens).chunk(3, -1)
-        mixed = convolve(before * values, self.conv.weight, self.conv.bias, conv, rows_of(batch), silu=False)
-        out: Tensor = self.out_proj(behind * mixed, batch.tokens)
+        gate_in, gate_out, values = self.in_proj(x, batch.tokens).chunk(3, -1)
+        mixed = convolve(gate_in * values, self.conv.weight, self.conv.bias, conv, rows_of(batch), silu=False)
+        out: Tensor = self.out_proj(gate_out * mixed, batch.tokens)
         return out
 
 

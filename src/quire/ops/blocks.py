@@ -421,15 +421,15 @@ def _floats_of(stored: QuantizedMatrix, nbytes: int, device: torch.device) -> Fl
     return Float4("e2m1", 2 * (nbytes - 1), numbers.flatten(1), blocks[..., 0].contiguous())
 
 
-def stack_layouts(forms: list[Any]) -> PackedInts | Float4:
+def stack_layouts(matrices: list[Any]) -> PackedInts | Float4:
     """Stack one matrix per expert, all of one type."""
-    first: PackedInts | Float4 = forms[0]
-    numbers = torch.stack([form.numbers for form in forms])
+    first: PackedInts | Float4 = matrices[0]
+    numbers = torch.stack([matrix.numbers for matrix in matrices])
     if isinstance(first, Float4):
-        return replace(first, numbers=numbers, scale=torch.stack([form.scale for form in forms]))
-    dtype = torch.float32 if any(form.scale.dtype == torch.float32 for form in forms) else torch.float16
-    zeros = None if first.zeros is None else torch.stack([form.zeros for form in forms])
-    return replace(first, numbers=numbers, scale=torch.stack([form.scale.to(dtype) for form in forms]), zeros=zeros)
+        return replace(first, numbers=numbers, scale=torch.stack([matrix.scale for matrix in matrices]))
+    dtype = torch.float32 if any(matrix.scale.dtype == torch.float32 for matrix in matrices) else torch.float16
+    zeros = None if first.zeros is None else torch.stack([matrix.zeros for matrix in matrices])
+    return replace(first, numbers=numbers, scale=torch.stack([matrix.scale.to(dtype) for matrix in matrices]), zeros=zeros)
 
 
 def _by_rows(parts: IntegerParts, rows: int) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -183,9 +183,6 @@ class Float4(_Stack):
         return values if self.factor is None else values * self.factor
 
 
-FORMS: tuple[type[Any], ...] = (PackedInts, Float8, Int8, Float4)
-
-
 @cache
 def table_of(code: Code, device: torch.device) -> Tensor:
     return torch.tensor(TABLES[code], device=device)

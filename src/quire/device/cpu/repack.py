@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from quire.device.cpu.graph import ELEMENTS, FLOATS, OWN, Array, Graph, Runtime
-from quire.ops.blocks import GROUP, BlockMatrix, Integers, cut, has_half_factors, take_apart
+from quire.ops.blocks import GROUP, BlockMatrix, Integers, cut, has_half_factors, to_integers
 from quire.ops.native import float_tile, tile
 
 FLOAT = ELEMENTS[np.dtype(np.float32)]
@@ -69,7 +69,7 @@ class Packed:
 
 def pack(stored: Sequence[BlockMatrix], bias: Tensor | None) -> Packed:
     """Return the matrices, one below the other, as one. Of different widths the larger one is used."""
-    parts = [take_apart(part) for part in stored]
+    parts = [to_integers(part) for part in stored]
     for part in stored:
         part.forget()
     if len({part.bits for part in parts}) > 1:
@@ -164,7 +164,7 @@ class Tiles:
 def lay_out(stored: Sequence[BlockMatrix], bias: Tensor | None) -> Tiles:
     """Return the matrices, one below the other, in tiles. Of different widths the larger one is used."""
     outputs, groups, width = sum(map(len, stored)), stored[0].columns // GROUP, tile()
-    samples = [take_apart(part, 0, 1) for part in stored]
+    samples = [to_integers(part, 0, 1) for part in stored]
     bits, offsets = max(part.bits for part in samples), any(part.offset is not None for part in samples)
     exact = all(map(has_half_factors, stored))
     wide = not exact or (bits == 8 and offsets)
@@ -173,7 +173,7 @@ def lay_out(stored: Sequence[BlockMatrix], bias: Tensor | None) -> Tiles:
     memory = np.empty((-(-outputs // width), groups, nbytes), np.uint8)
     step = max(1, CHUNK_ELEMENTS // stored[0].columns // width) * width
     for start in range(0, outputs, step):
-        parts = [take_apart(part, low, high) for part, low, high, _ in cut(stored, start, min(start + step, outputs))]
+        parts = [to_integers(part, low, high) for part, low, high, _ in cut(stored, start, min(start + step, outputs))]
         parts = [part.widened() for part in parts] if bits == 8 else parts
         factors = zip(*(_factors(part, offsets) for part in parts), strict=True)
         scale, offset = (_by_tiles(torch.cat(some), width).to(kind).view(torch.uint8) for some in factors)

@@ -21,7 +21,7 @@ from quire.dist.mesh import Position
 from quire.features.base import Allocation, StepPart
 from quire.features.experts.exchange import SharedExperts
 from quire.features.experts.host import EplbConfig
-from quire.layers.moe import NOBODY, Balance, Experts
+from quire.layers.moe import FREE_SLOT, Balance, Experts
 from quire.models.decoder import Decoder
 from quire.prepare.shard import find_experts, share_experts
 from quire.types.errors import ConfigError
@@ -50,7 +50,7 @@ class Balancer:
         own = [range(total * rank // size, total * (rank + 1) // size) for rank in range(size)]
         copies = self._wanted.num_redundant_experts
         self._places = [len(own[rank]) + copies * (rank + 1) // size - copies * rank // size for rank in range(size)]
-        ranks = [[*experts, *[NOBODY] * (places - len(experts))] for experts, places in zip(own, self._places, strict=True)]
+        ranks = [[*experts, *[FREE_SLOT] * (places - len(experts))] for experts, places in zip(own, self._places, strict=True)]
         begins = sum(self._places[: self._position.rank])
         for parameter in _stacks(layer):
             room = self._places[self._position.rank] - len(parameter)
@@ -97,7 +97,7 @@ class Balancer:
             (rank, place, expert)
             for rank, experts in enumerate(after)
             for place, expert in enumerate(experts)
-            if expert not in (NOBODY, before[rank][place])
+            if expert not in (FREE_SLOT, before[rank][place])
         ]
         brought = {expert: self._bring(layer, expert) for expert in sorted({expert for _, _, expert in changed})}
         for rank, place, expert in changed:
@@ -170,12 +170,12 @@ def settle(before: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], pla
     """The experts of every rank, place by place: whoever stays on a rank stays where it is."""
     settled = []
     for old, new, room in zip(before, wanted, places, strict=True):
-        there = [expert if expert in new and expert not in old[:place] else NOBODY for place, expert in enumerate(old)]
+        there = [expert if expert in new and expert not in old[:place] else FREE_SLOT for place, expert in enumerate(old)]
         coming = list(new)
         for expert in there:
-            if expert != NOBODY:
+            if expert != FREE_SLOT:
                 coming.remove(expert)
-        there = [expert if expert != NOBODY or not coming else coming.pop(0) for expert in there]
+        there = [expert if expert != FREE_SLOT or not coming else coming.pop(0) for expert in there]
         settled.append(there[:room])
     return settled
 
@@ -183,7 +183,7 @@ def settle(before: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], pla
 def balance_of(loads: Sequence[int], ranks: Sequence[Sequence[int]]) -> float:
     """What ranks have to do on average, of what the one has that has most: 1 is even."""
     copies = [max(1, sum(expert in experts for experts in ranks)) for expert in range(len(loads))]
-    costs = [sum(loads[expert] / copies[expert] for expert in {*experts} - {NOBODY}) for experts in ranks]
+    costs = [sum(loads[expert] / copies[expert] for expert in {*experts} - {FREE_SLOT}) for experts in ranks]
     return sum(costs) / len(costs) / max(costs) if any(costs) else 1.0
 
 

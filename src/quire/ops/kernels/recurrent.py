@@ -44,7 +44,7 @@ def _convolve(
     begin = tl.load(starts + row).to(tl.int64)
     count = tl.load(starts + row + 1) - begin
     entry = tl.load(entries + row)
-    owned = tl.where(entry >= 0, channels, 0)  # channels whose state is somebody's
+    owned = tl.where(entry >= 0, channels, 0)  # channels of rows that have a state entry
     held = tl.where(tl.load(ends + row) > count, owned, 0)  # and of them those that had one before
     own = state + tl.minimum(tl.maximum(entry, 0), last) * channels * (WIDTH - 1) + lane * (WIDTH - 1)
     total = tl.zeros([BLOCK], tl.float32)
