@@ -86,10 +86,10 @@ class Heads:
 
 @dataclass(frozen=True)
 class Latents:
-    """What keys and values of all heads are made of: one row for each token, normed but for its end, which turns instead.
+    """How one cached row per token expands to the keys and values of all heads (multi-head latent attention).
 
-    row   [ rank: what keys and values are made of | rotary: turns, and is the same for all heads ]
-    up    of each head: rows that make the first part of its keys, above those that make its values
+    row   [ rank: normalized latent | rotary: key dimensions with RoPE, shared by all heads ]
+    up    for each head, the projection to its keys' dimensions without RoPE, above the projection to its values
     """
 
     norm: Tensor  # [rank]

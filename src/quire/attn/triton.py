@@ -384,7 +384,7 @@ def cut(batch: Batch, window: int | None, alike: SharedPrefix, shape: Geometry, 
 
 @dataclass(frozen=True)
 class Prompts:
-    """What is done for rows of several tokens."""
+    """The launch plan for rows of several tokens."""
 
     tiles: Ints  # [tiles, 3]
     copies: Ints  # [copies, 3]

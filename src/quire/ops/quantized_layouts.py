@@ -76,7 +76,7 @@ class _Stack:
 
 @dataclass(frozen=True)
 class PackedInts(_Stack):
-    """value = scale * (number - zero). Rows of a product are of the model's type."""
+    """value = scale * (number - zero). Products take rows in the model's dtype."""
 
     bits: int  # 4 or 8
     group: int  # inputs per scale; divides K

@@ -195,7 +195,7 @@ def _tile(
 
 @triton.jit
 def _seen(lowest, high, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first key that queries from `lowest` to before `high` see, and, in blocks from inside, where those keys begin and end
+    """Return the first key that queries from `lowest` to before `high` see, and the begin and end, in whole blocks, of the keys
     that all of them see."""
     low = 0
     begin = 0
@@ -317,9 +317,9 @@ def copy_kernel(
         even, odd = unpack_float8(value, tl.float32, BITS)
         value = (tl.interleave(even, odd) * value_scale[:, None]).to(kind)
     rows = head.to(tl.int64) * size + place + tl.arange(0, BLOCK)
-    inside = keys + rows[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    tl.store(inside, key)
-    tl.store(inside + tl.num_programs(0).to(tl.int64) * size * HEAD_DIM, value)
+    target = keys + rows[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    tl.store(target, key)
+    tl.store(target + tl.num_programs(0).to(tl.int64) * size * HEAD_DIM, value)
 
 
 @launched

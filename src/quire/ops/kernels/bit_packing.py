@@ -120,7 +120,7 @@ def scale_of(scales, group, row, real, SCALES, SCALED: tl.constexpr):
 
 @triton.jit
 def factor_of(scales, row, real, LINES, SCALES):
-    """What all "e4m3" scales of a row are multiplied by."""
+    """Return the factor of all "e4m3" scales of a row."""
     return tl.load(scales + (LINES - 1) * SCALES + row, mask=real, other=0).to(tl.float32, bitcast=True)
 
 
@@ -235,7 +235,7 @@ def column_of(at, place: tl.constexpr, VALUE_STRIDE: tl.constexpr, FORM: tl.cons
 
 @triton.jit
 def place_of(row, at, WORDS, VALUE_STRIDE: tl.constexpr, TILE: tl.constexpr):
-    """Of words `at` of rows, from the matrix's first on."""
+    """Return the offsets of words `at` of rows from the first word of the matrix."""
     return (
         (row // TILE).to(tl.int64) * (WORDS * TILE)
         + at // VALUE_STRIDE * (TILE * VALUE_STRIDE)

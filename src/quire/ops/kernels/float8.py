@@ -20,8 +20,8 @@ WIDENED = {
 
 @triton.constexpr_function
 def _widening(name, bits, second):
-    """The first, or second, bytes of two words in a register, $1, to two numbers of 16 bits, $0. An fma that adds -0 leaves a
-    -0 what it is."""
+    """Return PTX that converts the first (or second) bytes of two words in a register, $1, to two 16-bit numbers, $0. The fma
+    adds -0, which preserves -0."""
     kind, shift, mask, factor = WIDENED[name, bits]
     lines = [".reg .b32 half, size, factor, zero;", f"mov.b32 factor, {factor:#x};", "mov.b32 zero, 0x80008000;"]
     lines += [f"prmt.b32 half, 0, $1, {0x7050 if second else 0x6040:#x};"]

@@ -336,10 +336,10 @@ def _fold_expanded(
     exists = at < high
     line = made + at.to(tl.int64)[:, None] * made_stride
     end = ends + at.to(tl.int64)[:, None] * row_stride
-    turned = exists[:, None] & (pair < HALF)[None, :]
+    rotated = exists[:, None] & (pair < HALF)[None, :]
     key = tl.load(line + d[None, :], mask=exists[:, None] & (d < NOPE)[None, :], other=0.0)
-    first = tl.load(end + first_at[None, :], mask=turned, other=0.0)
-    second = tl.load(end + second_at[None, :], mask=turned, other=0.0)
+    first = tl.load(end + first_at[None, :], mask=rotated, other=0.0)
+    second = tl.load(end + second_at[None, :], mask=rotated, other=0.0)
     value = tl.load(line + NOPE + v[None, :], mask=exists[:, None] & (v < VALUES)[None, :], other=0.0)
     logit = tl.dot(q, tl.trans(key), input_precision="ieee")
     logit = tl.dot(q_first, tl.trans(first), logit, input_precision="ieee")

@@ -20,8 +20,8 @@ LEAST, MOST = 16, 128  # bounds of a block
 
 @triton.jit
 def _adapter_of(table, tiles, tile, stride):
-    """A tile's adapter: where the table has it, its rank and what lengths it has; and the tile's first place in the order, and
-    how many there are: none, where there is nothing to add."""
+    """Return the table entry, rank and gain of a tile's adapter, the tile's first index in the order, and its token count (0 if
+    there is nothing to add)."""
     entry = table + tl.load(tiles + tile * 3) * stride
     first, count = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
     rank, gain = tl.load(entry + 2).to(tl.int32), tl.load(entry + 3)

@@ -125,7 +125,7 @@ def _assembly(place, name, zeros):
 
 @triton.jit
 def _half_in(four, PLACE: tl.constexpr):
-    """The number of half precision at a place of words of 64 bits."""
+    """Return the float16 at index PLACE of 64-bit words."""
     return (four >> (PLACE % 4 * 16)).to(tl.int16).to(tl.float16, bitcast=True)
 
 
