@@ -104,7 +104,7 @@ class Encoder(Decoder):
     def run_blocks(self, x: Tensor, batch: Batch) -> Tensor:
         for block in self.layers:
             x = block(x, batch)
-        return batch.keep(x if self.final_norm is None else self.final_norm(x))
+        return batch.take_final(x if self.final_norm is None else self.final_norm(x))
 
     def logits(self, hidden: Tensor, tokens: Tokens) -> Tensor:  # noqa: ARG002
         """Return zeros: only warm-up and profile runs draw tokens."""
