@@ -55,7 +55,7 @@ def _size(count: int) -> str:
 
 
 def copied_values(infos: Mapping[str, TensorInfo], quantization: Quantization, keeps: frozenset[str]) -> int:
-    """Return the weights of a checkpoint in matrices that can have a copy (`ops.copies.can_be_copied`).
+    """Return the weights of a checkpoint in matrices that can have a copy (`ops.quantized.can_be_copied`).
 
     A matrix whose parts are quantized in different ways is dequantized; it is counted all the same.
     """
