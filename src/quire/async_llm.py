@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -30,6 +31,8 @@ from quire.engine.handle import EngineHandle, EngineListener, EngineStatus, Engi
 from quire.engine.router import start_engines
 from quire.engine.timeline import Timeline
 from quire.features.lora.client import AdapterClient, AdapterNames, Sharing
+from quire.features.pooling.host import supported_tasks
+from quire.features.pooling.requests import pooling_output, pools_tokens, prepare_pooling
 from quire.not_built import AsyncLLMNotBuilt, refuse_connector, refuse_stat_loggers
 from quire.text.inputs import InputProcessor, PreparedRequest, is_quick
 from quire.text.offload import TextOffload
@@ -41,6 +44,7 @@ from quire.types.adapter import LoRARequest
 from quire.types.engine_snapshot import EngineSnapshot
 from quire.types.errors import AdapterChanged, EngineDead, EngineError, NotSupported, QuireError, RequestError
 from quire.types.outputs import RequestOutput, TokenDelta
+from quire.types.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
 from quire.types.prompts import NO_EXTRAS, Extras, Prompt, PromptType
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
@@ -136,6 +140,14 @@ class AsyncLLM(EngineView, AsyncLLMNotBuilt):
     def num_open(self) -> int:
         """Requests that are not finished."""
         return len(self._outputs)
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """What the model can be asked for: generate, or pooling tasks."""
+        return supported_tasks(self.config)
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return self.supported_tasks
 
     @property
     def max_model_len(self) -> int:
@@ -259,9 +271,7 @@ class AsyncLLM(EngineView, AsyncLLMNotBuilt):
         extras = NO_EXTRAS if lora_request is None else (await self._adapters.use(lora_request)).extras
         how = Tokenization.of(tokenization_kwargs) if tokenization_kwargs else None
         prepared = await self._prepare(prompt, sampling_params, request_id, priority, cache_tenant, extras, how)
-        if data_parallel_rank is not None:
-            prepared = replace(prepared, requests=tuple(replace(one, engine=data_parallel_rank) for one in prepared.requests))
-        stream = self._open(prepared, trace_headers, arrived, at_once)
+        stream = self._open(on_engine(prepared, data_parallel_rank), trace_headers, arrived, at_once)
         try:
             answer, finished = stream.answer, False
             while not finished:
@@ -272,6 +282,44 @@ class AsyncLLM(EngineView, AsyncLLMNotBuilt):
                 output = answer.emit()
                 finished = output.finished
                 yield output
+        finally:
+            self._close(request_id, stream)
+
+    async def encode(
+        self,
+        prompt: PromptType | Prompt,
+        pooling_params: PoolingParams,
+        request_id: str,
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int = 0,
+        cache_tenant: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        data_parallel_rank: int | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+        """Yield the pooled values of a prompt, once. A request that failed has an `error`.
+
+        The rest is as in `generate`.
+        """
+        arrived = time.monotonic()
+        if self.state == "starting":
+            await self.wait_ready()
+        self._attend()
+        self._client.check(data_parallel_rank)
+        extras = NO_EXTRAS if lora_request is None else (await self._adapters.use(lora_request)).extras
+        how = Tokenization.of(tokenization_kwargs) if tokenization_kwargs else None
+        serial = f"{self._name}{next(self._serials):x}"
+        prepare = partial(
+            prepare_pooling, self._inputs, request_id, prompt, pooling_params, arrival=time.time(), how=how, priority=priority,
+            tenant=cache_tenant, engine_id=serial, extras=extras,
+        )  # fmt: skip
+        prepared = prepare() if is_quick(prompt, SamplingParams()) else await self.offload.thread(prepare)
+        stream = self._open(on_engine(prepared, data_parallel_rank), trace_headers, arrived, False)
+        try:
+            while not stream.answer.due:
+                await stream.news()
+            yield pooling_output(stream.answer.emit(), pools_tokens(prepared))
         finally:
             self._close(request_id, stream)
 
@@ -494,6 +542,13 @@ class AsyncLLM(EngineView, AsyncLLMNotBuilt):
         loop = asyncio.get_running_loop()
         if self.state != "dead" and (self._task is None or self._task.done() or self._task.get_loop() is not loop):
             self._task = loop.create_task(self._client.run(), name="quire-supervisor")
+
+
+def on_engine(prepared: PreparedRequest, engine: int | None) -> PreparedRequest:
+    """Return the request for one of several engines; None: for any."""
+    if engine is None:
+        return prepared
+    return replace(prepared, requests=tuple(replace(one, engine=engine) for one in prepared.requests))
 
 
 AsyncLLMEngine = AsyncLLM

@@ -10,6 +10,7 @@ from tqdm import tqdm
 from quire.beam import search_beams
 from quire.config.args import EngineArgs
 from quire.config.model_config import ModelConfig
+from quire.features.pooling.offline import PoolingMethods
 from quire.llm_engine import LLMEngine
 from quire.not_built import LLMNotBuilt
 from quire.obs.offline import OfflineMetrics
@@ -31,7 +32,7 @@ Messages = list[dict[str, Any]]
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 
 
-class LLM(LLMNotBuilt):
+class LLM(PoolingMethods, LLMNotBuilt):
     """A model in this process, or data_parallel_size of them in processes of their own. Keyword arguments are those of
     EngineArgs (`quire plan --help=all` lists them)."""
 

@@ -26,6 +26,7 @@ from quire.engine.handle import check_rank_call
 from quire.engine.replicas import Replicas
 from quire.engine.timeline import Stopwatch
 from quire.features.lora.client import AdapterNames, NamedAdapter
+from quire.features.pooling.host import supported_tasks
 from quire.features.structured.grammar.schema import unenforced
 from quire.not_built import LLMEngineNotBuilt, refuse_connector, refuse_stat_loggers
 from quire.progress import doing
@@ -237,6 +238,10 @@ class LLMEngine(LLMEngineNotBuilt):
 
     def get_num_unfinished_requests(self) -> int:
         return len(self.outputs)
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """Return what the model can be asked for: generate, or pooling tasks."""
+        return supported_tasks(self.config)
 
     def get_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

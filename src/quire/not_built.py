@@ -5,7 +5,6 @@ from typing import Any, NoReturn
 
 from quire.types.errors import NotSupported
 
-_POOLING = "pooling is not built, only text generation is"
 _NO_CODE = "no code is sent to ranks; collective_rpc calls their own methods"
 _NO_PROFILER = "profiling is not built; profile the process itself, for instance with torch.profiler around the calls"
 _KEPT = "sleep mode and weight updates are not built; weights stay as they were loaded"
@@ -39,7 +38,6 @@ def refuse_connector(reset_connector: bool) -> None:
 class NotBuilt:
     """What `LLM`, `LLMEngine` and `AsyncLLM` lack."""
 
-    encode = _refused("encode", _POOLING)
     start_profile = _refused("start_profile", _NO_PROFILER)
     stop_profile = _refused("stop_profile", _NO_PROFILER)
     sleep = _refused("sleep", _KEPT)
@@ -58,10 +56,6 @@ class NotBuilt:
 
 
 class LLMNotBuilt(NotBuilt):
-    embed = _refused("embed", _POOLING)
-    classify = _refused("classify", _POOLING)
-    score = _refused("score", _POOLING)
-    reward = _refused("reward", _POOLING)
     apply_model = _refused("apply_model", _NO_CODE)
 
     def reset_mm_cache(self) -> None:
@@ -69,6 +63,7 @@ class LLMNotBuilt(NotBuilt):
 
 
 class LLMEngineNotBuilt(NotBuilt):
+    encode = _refused("encode", "it pools through LLM.encode or AsyncLLM.encode")
     apply_model = _refused("apply_model", _NO_CODE)
     get_metrics = _refused("get_metrics", "metrics are counted by LLM.get_metrics and by the server")
     set_weight_version = _refused("set_weight_version", _KEPT)
@@ -84,9 +79,6 @@ class LLMEngineNotBuilt(NotBuilt):
 
     def is_sleeping(self) -> bool:
         return False
-
-    def get_supported_tasks(self) -> tuple[str, ...]:
-        return ("generate",)
 
 
 class AsyncLLMNotBuilt(NotBuilt):
@@ -111,6 +103,3 @@ class AsyncLLMNotBuilt(NotBuilt):
 
     async def is_paused(self) -> bool:
         return False
-
-    async def get_supported_tasks(self) -> tuple[str, ...]:
-        return ("generate",)

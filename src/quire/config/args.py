@@ -22,6 +22,7 @@ from quire.config.vllm_arguments import HINT_SHORT_FLAGS, HINTS, REFUSED, SHORT_
 from quire.features.experts.host import ExpertArgs
 from quire.features.kv_quant.host import CacheArgs
 from quire.features.lora.host import LoRAArgs
+from quire.features.pooling.host import PoolingArgs
 from quire.features.quantization.host import WeightArgs
 from quire.features.speculation.host import SpeculationArgs
 from quire.features.structured.host import StructuredArgs
@@ -250,7 +251,7 @@ class _CoreArgs:
 
 @_knows_others
 @dataclass
-class EngineArgs(ExpertArgs, LoRAArgs, SpeculationArgs, StructuredArgs, CacheArgs, WeightArgs, _CoreArgs):
+class EngineArgs(PoolingArgs, ExpertArgs, LoRAArgs, SpeculationArgs, StructuredArgs, CacheArgs, WeightArgs, _CoreArgs):
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             optional = field.default is None

@@ -4,6 +4,7 @@ from quire.features.experts.host import ExpertParallel
 from quire.features.host import Feature
 from quire.features.kv_quant.host import QuantizedCache
 from quire.features.lora.host import LoRA
+from quire.features.pooling.host import PoolingModels
 from quire.features.quantization.host import QuantizedWeights
 from quire.features.recurrent.host import Recurrent
 from quire.features.speculation.host import Speculation
@@ -11,7 +12,8 @@ from quire.features.structured.host import StructuredOutputs
 from quire.types.prompts import Extras
 
 FEATURES: tuple[Feature, ...] = (
-    ExpertParallel(), QuantizedWeights(), QuantizedCache(), LoRA(), Recurrent(), Speculation(), StructuredOutputs(),
+    ExpertParallel(), QuantizedWeights(), QuantizedCache(), PoolingModels(), LoRA(), Recurrent(), Speculation(),
+    StructuredOutputs(),
 )  # fmt: skip
 
 

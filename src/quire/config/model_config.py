@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from quire.config.config import Config
+from quire.features.pooling.host import pooling_of, supported_tasks
 
 
 class HFConfig(SimpleNamespace):
@@ -24,8 +25,15 @@ class ModelConfig:
     _config: Config
     max_model_len: int  # as fits the cache
 
-    runner_type = task = "generate"
     is_multimodal_model = is_encoder_decoder = use_mla = False
+
+    @property
+    def runner_type(self) -> str:
+        return "pooling" if pooling_of(self._config) else "generate"
+
+    @property
+    def task(self) -> str:
+        return supported_tasks(self._config)[0]
 
     @property
     def model(self) -> str:

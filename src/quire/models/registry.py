@@ -4,7 +4,7 @@ import importlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from quire.config.families import architectures, cards
+from quire.config.families import cards, family_of
 from quire.config.families.card import Card
 from quire.config.families.composites import COMPOSITES
 from quire.config.transformers_types import check_model_type
@@ -25,7 +25,7 @@ RECOMPUTED = "fallback:Recomputed"
 def find_family(facts: "ModelFacts") -> Card | None:
     """Return the card of the model, or of the text model of a multimodal one."""
     if facts.architecture not in COMPOSITES:
-        return architectures().get(facts.architecture)
+        return family_of(facts.architecture, facts.hf)
     return next((card for card in cards() if facts.hf.get("model_type") in card.text), None)
 
 

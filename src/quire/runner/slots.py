@@ -44,6 +44,7 @@ class Slots:
         self.cursor = np.zeros(slots, np.int64)  # [S]
         self.known = np.zeros(slots, np.int64)  # [S]
         self.loose = np.zeros(slots, np.bool_)  # [S] drafts were run: cursor and known are bounds
+        self.draws = np.ones(slots, np.bool_)  # [S] tokens are drawn after the last known one
         self.prompt_length = np.zeros(slots, np.int64)  # [S]
 
     def only(self, group: int) -> "Slots":
@@ -75,7 +76,7 @@ class Slots:
             if length > self.length:
                 raise EngineError(f"a request of {length} tokens was admitted to slots of {self.length}")
             self.cursor[slot], self.known[slot], self.prompt_length[slot] = admission.start, length, admission.prompt_length
-            self.loose[slot] = False
+            self.loose[slot], self.draws[slot] = False, admission.extras.pooling is None
             self.updates.write(self.tokens, slot * self.tokens.shape[1], admission.tokens)
 
     def _give(self, plan: StepPlan) -> None:
@@ -126,7 +127,7 @@ class Slots:
             return
         slot = plan.slot.astype(np.int64)
         start, reach, known, cursor = plan.end - plan.count, plan.end - plan.drafts, self.known[slot], self.cursor[slot]
-        wrong = (start != cursor) | (plan.sample != (reach == known))
+        wrong = (start != cursor) | (plan.sample != ((reach == known) & self.draws[slot]))
         if self.drafts:
             wrong &= ~self.loose[slot]
             wrong |= start > cursor
@@ -139,7 +140,7 @@ class Slots:
         rows = zip(plan.slot.tolist(), plan.end.tolist(), plan.count.tolist(), plan.shapes.each, strict=True)
         for slot, end, count, (sample, drafts) in rows:
             behind, left = self.cursor.item(slot) - (end - count), self.known.item(slot) - (end - drafts)
-            exact = not behind and sample == (not left)
+            exact = not behind and sample == (not left and self.draws.item(slot))
             if min(slot, behind, left) < 0 or drafts >= count or drafts > self.drafts or not (exact or self.loose.item(slot)):
                 return False
         return True

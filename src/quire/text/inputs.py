@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config.config import Config
 from quire.config.features import cache_salt
+from quire.features.pooling.host import ModelPooling, pooling_of
 from quire.text.prompts import PromptReader, Tokenization
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_files import AdapterTokenizers
@@ -68,10 +69,12 @@ class InputProcessor:
         stream_interval: int = 1,
         offload: "TextOffload | None" = None,
         tokenizers: AdapterTokenizers | None = None,
+        pooling: ModelPooling | None = None,
     ) -> None:
-        """`structured_outputs` are defaults of structured_outputs_config for answers in JSON. `tokenizers`: of adapters."""
+        """`pooling`: the model pools and generates nothing.
+        `structured_outputs` are defaults of structured_outputs_config for answers in JSON. `tokenizers`: of adapters."""
         self.prompts = PromptReader(tokenizer, vocab_size, max_model_len, offload, tokenizers)
-        self.tokenizer = tokenizer
+        self.tokenizer, self.pooling = tokenizer, pooling
         self.vocab_size = vocab_size
         self.max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
         self.eos_ids = frozenset(i for i in eos_ids if 0 <= i < vocab_size)
@@ -100,6 +103,7 @@ class InputProcessor:
             stream_interval=config.args.stream_interval,
             offload=offload,
             tokenizers=AdapterTokenizers(tokenizer, config.args.chat_template is not None) if config.more_tokens else None,
+            pooling=pooling_of(config),
         )
 
     def prepare(
@@ -126,6 +130,12 @@ class InputProcessor:
             raise InvalidParameter(f"priority must have at most 64 bits, got {priority!r:.40}", "priority")
         if not isinstance(params, SamplingParams):
             raise InvalidParameter(f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params")
+        if self.pooling is not None:
+            raise NotSupported(
+                f"this model generates no text; it supports {', '.join(self.pooling.tasks)}. Use embed, classify, score or "
+                "encode",
+                "model",
+            )
         if isinstance(prompt, Prompt) and extras == NO_EXTRAS:
             extras = prompt.extras
         prompts = self.prompts if extras.lora is None else self.prompts.of(extras)

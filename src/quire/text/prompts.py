@@ -232,8 +232,8 @@ class PromptReader:
 
     # ---- how long
 
-    def check(self, prompt: Prompt) -> tuple[int, ...]:
-        """Its tokens, if the model can be given them."""
+    def check(self, prompt: Prompt, answered: bool = True) -> tuple[int, ...]:
+        """Return the prompt's tokens. Raise what the model cannot be given. answered: there must be room for an answer."""
         ids, salt = prompt.ids, prompt.cache_salt
         if salt is not None and (not isinstance(salt, str) or not salt):
             raise InvalidParameter("cache_salt must be a non-empty string", "cache_salt")
@@ -242,7 +242,14 @@ class PromptReader:
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             bad = shown(next(i for i in ids if not 0 <= i < self.vocab_size))
             raise InvalidParameter(f"token id {bad} is out of vocabulary: ids go from 0 to {self.vocab_size - 1}", "prompt")
-        self.room(len(ids))
+        if answered:
+            self.room(len(ids))
+        elif len(ids) > self.max_model_len:
+            raise PromptTooLong(
+                f"the prompt has {len(ids)} tokens, and this model's maximum context length is {self.max_model_len}. Shorten "
+                "it, or set truncate_prompt_tokens",
+                "prompt",
+            )
         return tuple(ids)
 
     def room(self, tokens: int, asked: int | None = None, parameter: str = "prompt", asked_by: str = "max_tokens") -> int:

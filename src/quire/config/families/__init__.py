@@ -9,6 +9,7 @@ from quire.config.families.card import GGUF, Card, Config
 from quire.files.gguf import GGUFHeader
 from quire.types.errors import ModelError
 
+_LM_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _registered: list[Card] = []
 
 
@@ -46,6 +47,19 @@ def model_types() -> dict[str, Card]:
 def card_of(config: Config) -> Card | None:
     """Return the card of a config's `model_type`."""
     return model_types().get(str(config.get("model_type")))
+
+
+def has_lm_head(architecture: str) -> bool:
+    """Return whether a class of this name generates tokens, by its family's card or by its name."""
+    card = architectures().get(architecture)
+    names = (architecture,) if card is None else card.architectures
+    return any(name.endswith(_LM_HEADS) for name in names)
+
+
+def family_of(architecture: str, config: Config) -> Card | None:
+    """Return the card of a class, or, if it has another head than an LM head or none, that of its `model_type`."""
+    card = architectures().get(architecture)
+    return card_of(config) if card is None and not has_lm_head(architecture) else card
 
 
 def overflows_in_float16(config: Config) -> bool:

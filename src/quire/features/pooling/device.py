@@ -1,0 +1,294 @@
+"""The device half of pooling: hidden states of prompts become vectors or class scores next to the sampler's place.
+
+    states of a row ─► LAST, CLS, MEAN (sums of a slot over the chunks of its prompt), ALL, STEP
+                    ─► head or Dense layers ─► cut ─► normalization, sigmoid or softmax ─► host, float32
+
+A row's values do not depend on the other rows: sums are made token by token in float64, and on a CPU heads that are not packed
+multiply one row at a time.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from quire.attn.batch import PLAIN, Tokens
+from quire.device.base import Device
+from quire.features.base import Allocation, Pooled, StepPart
+from quire.features.pooling.host import CHUNK, ModelPooling
+from quire.features.pooling.sentence_files import Dense
+from quire.files.resolve import ModelFiles
+from quire.layers.embedding import PlainHead
+from quire.models.decoder import Decoder
+from quire.ops.activation import activate
+from quire.runner.transfer import upload
+from quire.text.tokenizer_files import load_tokenizer
+from quire.types.errors import EngineError, ModelError
+from quire.types.plan import Admission, Ints, Longs, StepRows
+from quire.types.pooling import Pooling
+
+EPSILON = 1e-12  # least norm that a vector is divided by
+
+
+class NoHead(nn.Module):
+    """The LM head of a model that draws nothing. Warm-up and profile runs, which draw, get zeros."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.total = vocab_size
+
+    def forward(self, hidden: Tensor, tokens: Tokens) -> Tensor:  # noqa: ARG002
+        return torch.zeros(len(hidden), self.total, device=hidden.device)
+
+
+@dataclass
+class Tenant:
+    """A request in a slot."""
+
+    pooling: Pooling
+    prompt_length: int
+    tokens: Ints  # its prompt, to find step_tag_id
+
+
+class PoolingPart(StepPart):
+    name = "pooling"
+
+    def __init__(
+        self,
+        device: Device,
+        dtype: torch.dtype,
+        pooling: ModelPooling,
+        tokenizer: str | None,
+        revision: str | None,
+        files: ModelFiles,
+        reserved: int,
+    ) -> None:
+        """tokenizer, revision, files: of the engine's tokenizer. reserved: bytes that pooling takes, see `step_bytes`."""
+        self._device, self._dtype, self._how, self._files = device, dtype, pooling, files
+        self._tokenizer, self._revision, self._reserved = tokenizer, revision, reserved
+        self._tenants: dict[int, Tenant] = {}
+        self._sums: Tensor | None = None  # [S, H] float64, made when a prompt's mean is first asked for
+        self._slots = 0
+        self._score: Callable[[Tensor], Tensor] | None = None
+        self._dense: list[tuple[Tensor, Tensor | None, str]] = []  # weight, bias, activation
+
+    # ---- the model's head ------------------------------------------------------------------------------------------------
+
+    def transform(self, model: Decoder) -> None:
+        how = self._how
+        if hasattr(model, "classify") or how.from_tokens:  # an encoder has its own head; the LM head has the classes
+            return
+        vocab, size = model.embed_tokens.total, model.embed_tokens.size
+        unread: list[tuple[str, str | None]] = [(r"^lm_head\.", None)]
+        with torch.device("meta"):
+            if how.head == "embed":
+                head: nn.Module = NoHead(vocab)
+                unread.append((r"^(score|classifier)\.", None))
+            elif how.layers == 1:
+                head = ClassHead(vocab, how.size, size, how.bias)
+                unread.append((r"^(score|classifier)\.(0\.)?", "lm_head.classes."))
+            else:
+                head = ClassHead(vocab, how.size, size, how.bias, hidden=True)
+                unread += [
+                    (r"^(score|classifier)\.0\.", "lm_head.hidden."),
+                    (r"^(score|classifier)\.\d+\.", "lm_head.classes."),
+                ]
+        model.lm_head = head  # type: ignore[assignment]
+        model.renames = (*model.renames, *unread)
+
+    def load(self, model: Decoder, reserved_bytes: Callable[[], int]) -> None:  # noqa: ARG002
+        how = self._how
+        if hasattr(model, "classify"):
+            classify: Any = model.classify
+            self._score = lambda states: classify(states, PLAIN)
+        elif how.from_tokens:
+            self._score = self._score_by_tokens(model)
+        elif how.head != "embed":
+            head = model.lm_head
+            assert isinstance(head, ClassHead)
+            self._score = head.score
+        if how.files is not None:
+            self._dense = [_load_dense(dense, self._device.torch_device) for dense in how.files.dense]
+
+    def _score_by_tokens(self, model: Decoder) -> Callable[[Tensor], Tensor]:
+        """Class logits from the rows of the LM head that belong to tokens."""
+        how, head = self._how, model.lm_head
+        ids = self._find_ids()
+        if isinstance(head.method, PlainHead) and head.group is None and head.bias is None:
+            rows = head.matrix()[torch.tensor(ids, device=self._device.torch_device)].float()
+            matrix = (rows[1:] - rows[:1] if how.difference else rows) * head.scale
+            if head.soft_cap is None:
+                return self._by_row(lambda states: functional.linear(states.float(), matrix))
+
+        def by_logits(states: Tensor) -> Tensor:
+            logits = torch.cat([model.logits(part, PLAIN)[:, ids] for part in torch.split(states, CHUNK)])
+            return logits[:, 1:] - logits[:, :1] if how.difference else logits
+
+        return by_logits
+
+    def _find_ids(self) -> list[int]:
+        tokenizer = load_tokenizer(self._files, tokenizer=self._tokenizer, revision=self._revision)
+        found = []
+        for token in self._how.from_tokens:
+            ids = tokenizer.encode(token, add_special_tokens=False)
+            if len(ids) != 1:
+                raise ModelError(f"classifier_from_token must name single tokens; {token!r} is {len(ids)} tokens of this model")
+            found += ids
+        return found
+
+    def _by_row(self, layer: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """On a CPU, run a layer one row at a time: how a matrix product sums depends on the number of rows."""
+        if self._device.torch_device.type != "cpu":
+            return layer
+        return lambda states: torch.cat([layer(row) for row in torch.split(states, 1)]) if len(states) else layer(states)
+
+    def reserved_bytes(self, max_seqs: int, recording: bool) -> int:  # noqa: ARG002
+        return self._reserved
+
+    # ---- requests --------------------------------------------------------------------------------------------------------
+
+    def allocate(self, allocation: Allocation) -> None:
+        self._tenants.clear()
+        self._sums, self._slots = None, len(allocation.slots.tokens)
+
+    def admit(self, slot: int, admission: Admission) -> None:
+        if (pooling := admission.extras.pooling) is not None:
+            self._tenants[slot] = Tenant(pooling, admission.prompt_length, admission.tokens)
+
+    def retire(self, slot: int) -> None:
+        self._tenants.pop(slot, None)
+
+    def graph_key(self, rows: StepRows) -> Hashable | None:  # noqa: ARG002
+        return False
+
+    def close(self) -> None:
+        self._score = self._sums = None
+        self._dense.clear()
+        self._tenants.clear()
+
+    # ---- pooling ---------------------------------------------------------------------------------------------------------
+
+    def pool(self, rows: StepRows, hidden: Tensor, index: Longs) -> Sequence[Pooled] | None:
+        owner, groups = rows.shapes.rows_of(rows.outputs.pool), dict[Pooling, list[tuple[int, Longs]]]()
+        starts = np.searchsorted(owner, np.arange(len(rows.slot) + 1))
+        means: dict[Pooling, list[int]] = {}
+        for row in np.unique(owner).tolist():
+            tenant, states = self._tenants[int(rows.slot[row])], index[starts[row] : starts[row + 1]]
+            end = int(rows.end[row])
+            if tenant.pooling.type == "MEAN":
+                self._add(int(rows.slot[row]), hidden, states, end - len(states))
+                if end == tenant.prompt_length:
+                    means.setdefault(tenant.pooling, []).append(row)
+            elif (chosen := _choose(tenant, states, end)) is not None:
+                groups.setdefault(tenant.pooling, []).append((row, chosen))
+        found = [self._finish(pooling, hidden, chosen) for pooling, chosen in groups.items()]
+        for pooling, mean in means.items():
+            slots = [int(rows.slot[row]) for row in mean]
+            assert self._sums is not None
+            lengths = [self._tenants[slot].prompt_length for slot in slots]
+            averages = self._sums[slots] / torch.tensor(lengths, dtype=torch.float64, device=hidden.device)[:, None]
+            found.append(Pooled(dict.fromkeys(mean, 1), self._activate(pooling, averages.float())))
+        return found
+
+    def _add(self, slot: int, hidden: Tensor, states: Longs, begin: int) -> None:
+        """Add the states of a row to the sum of its slot, in the order of tokens."""
+        if self._sums is None:
+            self._sums = torch.zeros(self._slots, hidden.shape[1], dtype=torch.float64, device=hidden.device)
+        total = self._sums[slot : slot + 1]
+        if not begin:
+            total.zero_()
+        for first in range(0, len(states), CHUNK):
+            part = hidden[upload(states[first : first + CHUNK], hidden.device)].double()
+            total.index_add_(0, torch.zeros(len(part), dtype=torch.int64, device=hidden.device), part)
+
+    def _finish(self, pooling: Pooling, hidden: Tensor, chosen: Sequence[tuple[int, Longs]]) -> Pooled:
+        index = np.concatenate([states for _, states in chosen])
+        parts = [
+            self._activate(pooling, hidden[upload(index[first : first + CHUNK], hidden.device)].float())
+            for first in range(0, max(1, len(index)), CHUNK)
+        ]
+        return Pooled({row: len(states) for row, states in chosen}, parts[0] if len(parts) == 1 else torch.cat(parts))
+
+    def _activate(self, pooling: Pooling, states: Tensor) -> Tensor:
+        """states [n, H] float32 -> [n, size] float32."""
+        if pooling.task.endswith("classify"):
+            if self._score is None:
+                raise EngineError("the model has no classification head")
+            scores = self._score(states.to(self._dtype)).float()
+            if pooling.activate:
+                scores = _apply(self._how.activation, scores)
+            ids = pooling.returned_token_ids
+            return scores if ids is None else scores[:, list(ids)]
+        for weight, bias, activation in self._dense:
+            states = self._by_row(lambda x, w=weight, b=bias: functional.linear(x, w, b))(states)  # type: ignore[misc]
+            states = _apply(activation, states)
+        if pooling.dimensions is not None:
+            states = states[:, : pooling.dimensions]
+        if pooling.activate:
+            exact = states.double()
+            states = (exact / exact.norm(dim=-1, keepdim=True).clamp_min(EPSILON)).float()
+        return states.contiguous()
+
+
+class ClassHead(NoHead):
+    """Class logits in float32, from one linear layer, or from two with a ReLU between them."""
+
+    def __init__(self, vocab_size: int, labels: int, size: int, bias: bool, hidden: bool = False) -> None:
+        super().__init__(vocab_size)
+        self.hidden = nn.Linear(size, size, bias=bias) if hidden else None
+        self.classes = nn.Linear(size, labels, bias=bias)
+
+    def score(self, states: Tensor) -> Tensor:
+        """states [n, H] -> [n, labels] float32."""
+        if states.device.type == "cpu" and len(states) > 1:  # a product's sums depend on the number of rows
+            return torch.cat([self.score(row) for row in torch.split(states, 1)])
+        x = states.float()
+        if self.hidden is not None:
+            x = _linear(self.hidden, x).relu()
+        return _linear(self.classes, x)
+
+
+def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    return functional.linear(x, layer.weight.float(), None if layer.bias is None else layer.bias.float())
+
+
+def _choose(tenant: Tenant, states: Longs, end: int) -> Longs | None:
+    """Return which of a row's states [n] have a result; None: the row brings nothing. end: position after its last token."""
+    begin = end - len(states)
+    match tenant.pooling.type:
+        case "LAST":
+            return states[-1:] if end == tenant.prompt_length else None
+        case "CLS":
+            return states[:1] if not begin else None
+        case "STEP":
+            chosen: Longs = states[tenant.tokens[begin:end] == tenant.pooling.step_tag_id]
+            return chosen
+        case _:
+            return states
+
+
+def _apply(name: str, x: Tensor) -> Tensor:
+    match name:
+        case "identity":
+            return x
+        case "sigmoid":
+            return x.sigmoid()
+        case "softmax":
+            return x.softmax(dim=-1)
+        case "tanh":
+            return x.tanh()
+        case _:
+            return activate(x, name)
+
+
+def _load_dense(dense: Dense, device: torch.device) -> tuple[Tensor, Tensor | None, str]:
+    tensors = load_file(dense.weights)
+    weight, bias = (tensors.get(f"linear.{name}") for name in ("weight", "bias"))
+    if weight is None:
+        raise ModelError(f"{dense.weights}: linear.weight is missing")
+    return weight.float().to(device), None if bias is None else bias.float().to(device), dense.activation

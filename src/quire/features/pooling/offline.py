@@ -1,0 +1,232 @@
+"""The pooling methods of `LLM`: embed, classify, score, reward, encode."""
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from quire.features.pooling.requests import (
+    as_pairs,
+    pair_prompt,
+    pooling_output,
+    pools_tokens,
+    prepare_pooling,
+    require_pooling,
+)
+from quire.text.inputs import InputProcessor, PreparedRequest
+from quire.text.prompts import Tokenization
+from quire.types.adapter import LoRARequest
+from quire.types.errors import EngineError, InvalidParameter, NotSupported
+from quire.types.outputs import RequestOutput
+from quire.types.pooling import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    PoolingTask,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from quire.types.prompts import Extras, Prompt, PromptType
+
+if TYPE_CHECKING:
+    from quire.llm_engine import LLMEngine
+
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None
+Params = PoolingParams | Sequence[PoolingParams] | None
+Results = list[PoolingRequestOutput[PoolingOutput]]
+
+
+class PoolingMethods:
+    """`LLM` has these methods; for a model that generates they raise NotSupported."""
+
+    llm_engine: "LLMEngine"
+    _ids: "itertools.count[int]"
+
+    if TYPE_CHECKING:
+
+        def _run(self, prepared: Sequence[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]: ...
+
+        def _extras_for(self, lora_request: Adapters, count: int) -> list[Extras]: ...
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """What the model can be asked for: generate, or pooling tasks."""
+        return self.llm_engine.get_supported_tasks()
+
+    def encode(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: Params = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: Adapters = None,
+        pooling_task: PoolingTask | None = None,
+        priority: Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> Results:
+        """Return one output per prompt, in order; its values are float32 arrays.
+
+        Everything is checked before anything runs. A request that fails while running has an `error` and no values; the others
+        are not affected. `pooling_task`: of parameters that name none; default: the model's first supported task.
+        """
+        batch = as_batch(prompts)
+        return self._encode(batch, pooling_params, use_tqdm, lora_request, pooling_task, priority, tokenization_kwargs)
+
+    def embed(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        *,
+        use_tqdm: bool = True,
+        pooling_params: Params = None,
+        lora_request: Adapters = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of each prompt. Raise EngineError if one failed."""
+        done = self._encode(as_batch(prompts), pooling_params, use_tqdm, lora_request, "embed", None, tokenization_kwargs)
+        return [EmbeddingRequestOutput.from_base(one) for one in done]
+
+    def classify(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        *,
+        pooling_params: Params = None,
+        use_tqdm: bool = True,
+        lora_request: Adapters = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Return the class probabilities of each prompt. Raise EngineError if one failed."""
+        done = self._encode(as_batch(prompts), pooling_params, use_tqdm, lora_request, "classify", None, tokenization_kwargs)
+        return [ClassificationRequestOutput.from_base(one) for one in done]
+
+    def reward(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        /,
+        *,
+        pooling_params: Params = None,
+        use_tqdm: bool = True,
+        lora_request: Adapters = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> Results:
+        """Return the rewards of each prompt: of every token or step, or of the prompt if the model scores whole prompts.
+
+        Scores of whole prompts are raw unless use_activation asks for probabilities.
+        """
+        whole = require_pooling(self._inputs).head == "classify"
+        if whole and pooling_params is None:
+            pooling_params = PoolingParams(use_activation=False)
+        task: PoolingTask = "classify" if whole else "token_classify"
+        return self._encode(as_batch(prompts), pooling_params, use_tqdm, lora_request, task, None, tokenization_kwargs)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: Adapters = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return the similarity of pairs: one text with one or several, or n texts with n.
+
+        A classifier with one class scores the pair as one prompt. Of an embedder the score is the cosine of the two vectors,
+        or, if every token has a vector, the sum over the first text's tokens of their largest similarity with the second's.
+        """
+        pairs, pooling = as_pairs(data_1, data_2), require_pooling(self._inputs)
+        if chat_template is not None:
+            raise NotSupported(
+                "chat_template is not supported by score; write the pair into prompts of classify", "chat_template"
+            )
+        if "score" not in pooling.tasks:
+            raise NotSupported(
+                f"score requires an embedding model or one class, and this model supports {', '.join(pooling.tasks)} with "
+                f"{pooling.size} classes. Use classify",
+                "model",
+            )
+        options = use_tqdm, lora_request
+        if pooling.head == "embed":
+            return self._score_vectors(pairs, "embed" if "embed" in pooling.tasks else "token_embed", pooling_params, *options)
+        keep = None if pooling_params is None else pooling_params.truncate_prompt_tokens
+        reader = self._inputs.prompts
+        longest = reader.max_model_len if keep == -1 else keep
+        prompts = [pair_prompt(reader, pooling, query, document, longest) for query, document in pairs]
+        done = self._encode(prompts, pooling_params, *options, "score", None, tokenization_kwargs)
+        return [ScoringRequestOutput.from_base(one) for one in done]
+
+    def _score_vectors(
+        self, pairs: Sequence[tuple[str, str]], task: PoolingTask, params: PoolingParams | None, use_tqdm: bool, lora: Adapters
+    ) -> list[ScoringRequestOutput]:
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        done = dict(zip(texts, self._encode(texts, params, use_tqdm, lora, task, None, None), strict=True))
+        for one in done.values():
+            if one.error is not None:
+                raise EngineError(one.error)
+        scored = []
+        for query, document in pairs:
+            first, second = done[query], done[document]
+            score = similarity(first.outputs.data, second.outputs.data)
+            ids = [*first.prompt_token_ids, *second.prompt_token_ids]
+            cached = first.num_cached_tokens + second.num_cached_tokens
+            scored.append(ScoringRequestOutput(f"{first.request_id}_{second.request_id}", ScoringOutput(score), ids, cached))
+        return scored
+
+    @property
+    def _inputs(self) -> InputProcessor:
+        return self.llm_engine.inputs
+
+    def _encode(
+        self,
+        batch: Sequence[PromptType | Prompt],
+        params: Params,
+        use_tqdm: bool,
+        lora_request: Adapters,
+        task: PoolingTask | None,
+        priority: Sequence[int] | None,
+        tokenization_kwargs: Mapping[str, Any] | None,
+    ) -> Results:
+        require_pooling(self._inputs)
+        how = Tokenization.of(tokenization_kwargs) if tokenization_kwargs else None
+        each = [params or PoolingParams()] * len(batch) if params is None or isinstance(params, PoolingParams) else list(params)
+        priorities = [0] * len(batch) if priority is None else list(priority)
+        for name, values in (("pooling_params", each), ("priority", priorities)):
+            if len(values) != len(batch):
+                raise InvalidParameter(f"{name} has {len(values)} entries for {len(batch)} prompts", name)
+        prepared = [
+            prepare_pooling(
+                self._inputs, str(next(self._ids)), prompt, one, arrival=time.time(), task=task, how=how,
+                priority=rank, extras=extras,
+            )
+            for prompt, one, rank, extras in zip(
+                batch, each, priorities, self._extras_for(lora_request, len(batch)), strict=True
+            )
+        ]  # fmt: skip
+        outputs = self._run(prepared, use_tqdm)
+        return [pooling_output(output, pools_tokens(one)) for output, one in zip(outputs, prepared, strict=True)]
+
+
+def similarity(first: Any, second: Any) -> float:
+    """Return the cosine of two vectors, or of [tokens, size] arrays the sum of each first token's largest similarity."""
+    if first.ndim == 1:
+        product = float(np.dot(first.astype(np.float64), second.astype(np.float64)))
+        return product / max(float(np.linalg.norm(first.astype(np.float64)) * np.linalg.norm(second.astype(np.float64))), 1e-12)
+    return float((first.astype(np.float64) @ second.astype(np.float64).T).max(axis=1).sum())
+
+
+def as_batch(prompts: Any) -> list[PromptType]:
+    """Return a list of prompts. A list of integers is one prompt."""
+    if isinstance(prompts, str | dict):
+        return [cast(PromptType, prompts)]
+    if not isinstance(prompts, list | tuple):
+        raise InvalidParameter(f"prompts must be a prompt or a list of prompts, not {type(prompts).__name__}", "prompts")
+    if not prompts:
+        raise InvalidParameter("prompts is empty. Give at least one prompt", "prompts")
+    if isinstance(prompts[0], int):
+        return [cast(PromptType, list(prompts))]
+    return list(prompts)

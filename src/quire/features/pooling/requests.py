@@ -1,0 +1,181 @@
+"""A prompt and pooling parameters become a request of the engine, and its output becomes a pooling output."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+
+from quire.config.features import cache_salt
+from quire.features.pooling.host import ModelPooling
+from quire.text.inputs import InputProcessor, PreparedRequest
+from quire.text.prompts import PromptReader, Tokenization
+from quire.types.errors import InvalidParameter, NotSupported
+from quire.types.outputs import RequestOutput
+from quire.types.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
+from quire.types.prompts import NO_EXTRAS, Extras, Prompt, PromptType
+from quire.types.request import EngineRequest
+from quire.types.sampling import RequestOutputKind, SamplingParams
+
+# Qwen3-Reranker was trained on this form
+_QWEN3_RERANKER = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. Note "
+    'that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: {instruction}\n<Query>: {query}\n'
+    "<Document>: {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+
+
+def require_pooling(inputs: InputProcessor) -> ModelPooling:
+    """Return how the model pools. Raise NotSupported if it generates."""
+    if inputs.pooling is None:
+        raise NotSupported(
+            "this model generates text and pools nothing. Start the engine with runner='pooling' for embeddings, or use a "
+            "model with a classification head",
+            "model",
+        )
+    return inputs.pooling
+
+
+def prepare_pooling(
+    inputs: InputProcessor,
+    request_id: str,
+    prompt: PromptType | Prompt,
+    params: PoolingParams,
+    *,
+    arrival: float,
+    task: str | None = None,
+    how: Tokenization | None = None,
+    priority: int = 0,
+    tenant: str | None = None,
+    engine_id: str | None = None,
+    extras: Extras = NO_EXTRAS,
+) -> PreparedRequest:
+    """Raise RequestError for anything this model cannot do. task: of requests whose parameters name none."""
+    pooling = require_pooling(inputs)
+    if not isinstance(params, PoolingParams):
+        raise InvalidParameter(f"pooling_params must be PoolingParams, got {type(params).__name__}", "pooling_params")
+    if isinstance(priority, bool) or not isinstance(priority, int) or not -(1 << 63) <= priority < 1 << 63:
+        raise InvalidParameter(
+            f"priority must be an integer of at most 64 bits (lower runs first), got {priority!r}", "priority"
+        )
+    if isinstance(prompt, Prompt):
+        extras = prompt.extras if extras == NO_EXTRAS else replace(extras, segment=prompt.extras.segment)
+    asked = pooling.request(params, task)
+    prompts = inputs.prompts if extras.lora is None else inputs.prompts.of(extras)
+    read = prompts.read(prompt, _tokenization(params, how, prompts.max_model_len), extras)
+    ids = prompts.check(read, answered=False)
+    if asked.step_tag_id is not None and asked.step_tag_id >= prompts.vocab_size:
+        raise InvalidParameter(
+            f"step_tag_id must be below {prompts.vocab_size}, the size of the vocabulary; got {asked.step_tag_id}",
+            "step_tag_id",
+        )
+    salt = cache_salt(read.extras)
+    salt = salt if read.cache_salt is None else (*salt, f"tenant={read.cache_salt}")
+    sampling = SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_reading_prefix_cache=asked.reads_all or bool(params.skip_reading_prefix_cache),
+    )
+    request = EngineRequest(
+        id=engine_id or request_id,
+        prompt=ids,
+        params=sampling,
+        seed=0,
+        stop_ids=frozenset(),
+        eos_ids=frozenset(),
+        arrival=arrival,
+        priority=priority,
+        tenant=tenant or "",
+        salt=salt if tenant is None else (*salt, f"owner={tenant}"),
+        extras=replace(read.extras, pooling=asked),
+    )
+    return PreparedRequest(request_id, read.text, ids, sampling, (request,))
+
+
+def _tokenization(params: PoolingParams, how: Tokenization | None, longest: int) -> Tokenization | None:
+    """Return how the prompt is tokenized. A truncated prompt keeps its beginning, as encoders do."""
+    keep = params.truncate_prompt_tokens
+    if keep is None:
+        return how
+    if keep > longest:
+        raise InvalidParameter(
+            f"truncate_prompt_tokens must be at most the model's context of {longest} tokens; got {keep}",
+            "truncate_prompt_tokens",
+        )
+    return replace(how or Tokenization(), truncate_prompt_tokens=longest if keep == -1 else keep, truncation_side="right")
+
+
+def pooling_output(output: RequestOutput, per_token: bool) -> PoolingRequestOutput[PoolingOutput]:
+    """Return a finished request as a pooling output; `error` says why it failed."""
+    choice, data = output.outputs[0], output.pooled
+    error = choice.error or (f"the request ended with {choice.finish_reason}" if data is None else None)
+    values = np.zeros((0, 0) if per_token else 0, np.float32) if data is None else data if per_token else data[0]
+    return PoolingRequestOutput(
+        request_id=output.request_id,
+        outputs=PoolingOutput(values),
+        prompt_token_ids=output.prompt_token_ids,
+        num_cached_tokens=output.num_cached_tokens,
+        prompt=output.prompt,
+        lora_request=output.lora_request,
+        error=error,
+    )
+
+
+def pools_tokens(prepared: PreparedRequest) -> bool:
+    """Return whether the result has a row for each token."""
+    pooling = prepared.requests[0].extras.pooling
+    return pooling is not None and pooling.per_token
+
+
+# ---- pairs of texts
+
+
+def pair_prompt(
+    prompts: PromptReader, pooling: ModelPooling, query: str, document: str, keep: int | None = None, extras: Extras = NO_EXTRAS
+) -> Prompt:
+    """Return the prompt of a cross-encoder. keep: most tokens; the end of the document is cut off.
+
+    Qwen3-Reranker has a template of its own; else the two texts stand as the tokenizer's template for pairs says.
+    """
+    tokenizer = prompts.tokenizer
+    if tokenizer is None:
+        raise InvalidParameter("scores of texts require a tokenizer. Remove skip_tokenizer_init", "data_1")
+    if pooling.template == "qwen3_reranker":
+        before, after = _QWEN3_RERANKER.format(instruction=INSTRUCTION, query=query, document="\0").split("\0")
+        head, tail = (tokenizer.encode(text, add_special_tokens=False) for text in (before, after))
+        body = tokenizer.encode(document, add_special_tokens=False)
+        ids = [*head, *_cut(body, keep, len(head) + len(tail)), *tail]
+        return Prompt(None if keep is not None else f"{before}{document}{after}", ids, extras=extras)
+    template = tokenizer.template
+    first, second = (tokenizer.encode(text, add_special_tokens=False) for text in (query, document))
+    ids, segment = template.join(first, _cut(second, keep, len(first) + template.pair_count))
+    return Prompt(None, ids, extras=replace(extras, segment=segment))
+
+
+def _cut(ids: Sequence[int], keep: int | None, others: int) -> list[int]:
+    return list(ids if keep is None else ids[: max(0, keep - others)])
+
+
+def as_pairs(data_1: object, data_2: object) -> list[tuple[str, str]]:
+    """Return the pairs of texts that are scored: 1 to 1, 1 to n or n to n."""
+    first, second = (_as_texts(data, name) for data, name in ((data_1, "data_1"), (data_2, "data_2")))
+    if len(first) == 1:
+        first *= len(second)
+    if len(first) != len(second):
+        raise InvalidParameter(
+            f"data_1 must have one text, or as many as data_2 ({len(second)}); got {len(first)}. Score each text on its own",
+            "data_1",
+        )
+    return list(zip(first, second, strict=True))
+
+
+def _as_texts(data: object, name: str) -> list[str]:
+    texts = [data] if isinstance(data, str) else list(data) if isinstance(data, list | tuple) else None
+    if texts is None or not all(isinstance(text, str) for text in texts):
+        raise InvalidParameter(f"{name} must be a text or a list of texts; got {type(data).__name__}", name)
+    if not texts:
+        raise InvalidParameter(f"{name} is empty. Give at least one text", name)
+    return cast(list[str], texts)
