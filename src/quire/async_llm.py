@@ -2,7 +2,7 @@
 
     prompt ─► InputProcessor ─► EngineClient ═ engine process ═► deltas ─► OutputProcessor ─► one Stream per request
 
-With data_parallel_size there are several such processes, behind an `EngineRouter`.
+With data_parallel_size there are several such processes, and an `EngineRouter`.
 
 An engine that dies is restarted, and its requests go on where they were; clients see a pause. All state belongs to one
 event loop, the one in use; work on texts leaves it for threads and processes (`text/offload.py`). Does not import torch.
@@ -155,7 +155,7 @@ class AsyncLLM(EngineView, AsyncLLMNotBuilt):
 
     @property
     def default_sampling(self) -> dict[str, Any]:
-        """SamplingParams fields for requests that do not say: the model's, then override_generation_config."""
+        """Return default SamplingParams fields: the model's, then those of override_generation_config."""
         return self.config.default_sampling
 
     async def wait_ready(self) -> None:
@@ -256,7 +256,7 @@ class AsyncLLM(EngineView, AsyncLLMNotBuilt):
         data_parallel_rank: int | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs as they come (sampling_params.output_kind says which), the last one with `finished`.
+        """Yield outputs (which ones: sampling_params.output_kind), the last one with `finished`.
 
         A bad request raises RequestError before the first output. Leaving the generator ends the request in the engine.
         `lora_request` is loaded if it is new; a `Prompt` may bring its adapter along.
@@ -424,7 +424,7 @@ class AsyncLLM(EngineView, AsyncLLMNotBuilt):
         if task is not None and not task.get_loop().is_closed():
             task.cancel()
 
-    # ---- what the engine says (called by the client) --------------------------------------------------------------------
+    # ---- events of the engine (called by the client) --------------------------------------------------------------------
 
     def on_ready(self, ready: ipc.Ready, engine: int = 0) -> None:
         self.config = as_started(self.config, ready)
@@ -433,7 +433,7 @@ class AsyncLLM(EngineView, AsyncLLMNotBuilt):
         self.prompts.max_model_len = min(self._lengths.values())
         self.pages = sum(each.pages for each in self.engines)
         self.timeline = ready.timeline
-        self._adapters.tell_again(engine)
+        self._adapters.pin_again(engine)
 
     def on_deltas(self, deltas: Sequence[TokenDelta], engine: int = 0) -> None:
         absorbed = self._outputs.absorb(deltas, engine)
@@ -524,12 +524,12 @@ class AsyncLLM(EngineView, AsyncLLMNotBuilt):
     def _submit(self) -> None:
         """Requests that came at the same time go to the engine as one message; those that have been left already do not go."""
         fresh, self._fresh = self._fresh, []
-        wanted = [request for request in fresh if self._outputs.user_id(request.id) is not None]
+        open_requests = [request for request in fresh if self._outputs.user_id(request.id) is not None]
         try:
-            self._client.add(wanted)
+            self._client.add(open_requests)
         except Exception as error:
             refusal = error if isinstance(error, QuireError) else EngineError(f"{type(error).__name__}: {error}")
-            for request in wanted:
+            for request in open_requests:
                 self.on_refused(request.id, refusal)
 
     def _close(self, request_id: str, stream: Stream) -> None:

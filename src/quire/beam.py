@@ -78,7 +78,7 @@ def _next_request(
 
 
 def _run_round(engine: LLMEngine, requests: list[EngineRequest], check: Callable[[], None]) -> dict[str, TopLogprobs]:
-    """Runs the requests to the end; whatever interrupts it, none stays behind."""
+    """Run the requests to the end; after an interruption none is left in the engine."""
     answers: dict[str, TopLogprobs] = {}
     waiting = {request.id for request in requests}
     try:

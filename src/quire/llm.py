@@ -66,8 +66,8 @@ class LLM(PoolingMethods, LLMNotBuilt):
         """One RequestOutput per prompt, in order.
 
         Everything is checked before anything runs. A request that fails while running comes back with finish_reason
-        "error" and its reason in `outputs[i].error`; the others are not touched. `tokenization_kwargs` say how prompts become
-        tokens: add_special_tokens, truncation, max_length ... (`text/prompts.py`). `lora_request`: the adapter of all
+        "error" and its reason in `outputs[i].error`; the others are not touched. `tokenization_kwargs` set how prompts are
+        tokenized: add_special_tokens, truncation, max_length ... (`text/prompts.py`). `lora_request`: the adapter of all
         prompts, or a list with one or None for each.
         """
         if mm_processor_kwargs:
@@ -255,7 +255,7 @@ class LLM(PoolingMethods, LLMNotBuilt):
         return list(params)
 
     def _run(self, prepared: Sequence[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
-        """Runs to the end; whatever interrupts it (Ctrl-C too), no request of this call stays behind."""
+        """Run to the end; after an interruption (also Ctrl-C) no request of this call is left in the engine."""
         engine = self.llm_engine
         done: dict[str, RequestOutput] = {}
         try:

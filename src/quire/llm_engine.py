@@ -3,7 +3,7 @@
 prompt ─► InputProcessor ─► EngineCore.add ... EngineCore.step ─► TokenDelta ─► OutputProcessor ─► RequestOutput
 
 With data_parallel_size there are several cores, in processes of their own, and what is stepped here is `Replicas`. Where ranks
-are started by somebody else, it is one of them (`engine/external.py`).
+are started by an external launcher, it is one of them (`engine/external.py`).
 """
 
 import logging
@@ -94,7 +94,7 @@ class LLMEngine(LLMEngineNotBuilt):
         lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> None:
-        """Checks and queues one request; a RequestError leaves the engine as it was. Inside it has a number behind its id: that
+        """Checks and queues one request; a RequestError leaves the engine as it was. Inside it has a number after its id: that
         may be used again while the core still has to report the end of its previous request."""
         extras, inside = self.extras_of(lora_request), f"{request_id}-{next(self._serials)}"
         self.submit(self.prepare(request_id, prompt, params, arrival_time, priority, extras=extras, engine_id=inside))
@@ -123,7 +123,7 @@ class LLMEngine(LLMEngineNotBuilt):
         self.core.constraints.check(params)
         if keywords := unenforced(params):
             listed = ", ".join(keywords)
-            warnings.warn(f"the answer is not held to everything that its JSON schema says, not to {listed}", stacklevel=3)
+            warnings.warn(f"the grammar does not enforce these keywords of the JSON schema: {listed}", stacklevel=3)
 
     def submit(self, prepared: PreparedRequest) -> None:
         self._check_open()
@@ -169,7 +169,7 @@ class LLMEngine(LLMEngineNotBuilt):
         return (known or self._load(lora_request)).extras
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Loads an adapter before anybody asks for it, or again (`load_inplace`): requests that run keep what they have."""
+        """Load an adapter before a request needs it, or again (`load_inplace`); running requests keep their version."""
         return self.extras_of(lora_request).lora is not None
 
     def remove_lora(self, lora_id: int) -> bool:

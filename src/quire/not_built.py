@@ -59,7 +59,7 @@ class LLMNotBuilt(NotBuilt):
     apply_model = _refused("apply_model", _NO_CODE)
 
     def reset_mm_cache(self) -> None:
-        """Do nothing: no media are kept."""
+        """Do nothing: no media are stored."""
 
 
 class LLMEngineNotBuilt(NotBuilt):
@@ -72,10 +72,10 @@ class LLMEngineNotBuilt(NotBuilt):
     has_unfinished_requests_dp = _refused("has_unfinished_requests_dp", "data-parallel engines step by themselves")
 
     def reset_mm_cache(self) -> None:
-        """Do nothing: no media are kept."""
+        """Do nothing: no media are stored."""
 
     def reset_encoder_cache(self) -> None:
-        """Do nothing: no media are kept."""
+        """Do nothing: no media are stored."""
 
     def is_sleeping(self) -> bool:
         return False
@@ -93,10 +93,10 @@ class AsyncLLMNotBuilt(NotBuilt):
     notify_kv_transfer_request_rejected = _refused("notify_kv_transfer_request_rejected", "KV cache transfer is not built")
 
     async def reset_mm_cache(self) -> None:
-        """Do nothing: no media are kept."""
+        """Do nothing: no media are stored."""
 
     async def reset_encoder_cache(self) -> None:
-        """Do nothing: no media are kept."""
+        """Do nothing: no media are stored."""
 
     async def is_sleeping(self) -> bool:
         return False

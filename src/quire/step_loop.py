@@ -43,9 +43,11 @@ def interrupts_between_steps() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def little_garbage_collection() -> Iterator[None]:
-    """A search through everything a process holds stops its steps for a tenth of a second: what exists already is left out.
-    Where the program has put objects aside itself, they are left as they are; that is asked until it is so, for the
-    answer counts them one by one."""
+    """Exclude existing objects from garbage collection, which would stop steps for a tenth of a second.
+
+    If the program has frozen objects itself, nothing changes. This is checked only until it is true, as the check counts the
+    objects one by one.
+    """
     global _put_aside
     _put_aside = _put_aside or gc.get_freeze_count() > 0
     if _put_aside:

@@ -102,7 +102,7 @@ class Engine:
             assert self.said[name] == (expected if reason == "length" else expected[: len(self.said[name])]), name
         self.core.adapters.check()
         self.core.scheduler.check()
-        assert all(not kept.holders and not kept.waiting for kept in self.core.adapters._kept.values())
+        assert all(not kept.holders and not kept.waiting for kept in self.core.adapters._states.values())
         stats = self.core.stats
         assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, stats.pages)
         self.core.stop()

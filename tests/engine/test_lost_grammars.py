@@ -287,7 +287,7 @@ def test_a_kill_from_outside_is_not_blamed_on_the_grammar(engine, monkeypatch):
 
 
 def test_kills_between_which_a_request_goes_on_are_not_counted_together(engine, monkeypatch):
-    monkeypatch.setattr(client, "MOST_LOSSES", 2)
+    monkeypatch.setattr(client, "MAX_LOSSES", 2)
     asked = {"alone": bound(1, regex="[abc]{30}")}
     expected, run = told(Run(engine, asked).finish()), Run(engine, asked)
     lane, kills = engine.core.constraints.grammars.first, 0
@@ -296,6 +296,6 @@ def test_kills_between_which_a_request_goes_on_are_not_counted_together(engine, 
         if entry is not None and entry.ready and kills < 3 and len(entry.tokens) > max(0, entry.tokens_at_kill):
             kills += 1
             os.kill(lane._process.pid, signal.SIGKILL)
-            entry.told = lane._sent + 1  # at work, whatever it has answered by now
+            entry.sent_in = lane._sent + 1  # at work, whatever it has answered by now
         run.turn()
     assert told(run.answers) == expected and kills == 3

@@ -212,7 +212,7 @@ def test_a_resumed_request_goes_on_where_it_was(llm):
         ({"structural_tag": {"structures": [], "triggers": ["<a"]}}, "structures"),
         (
             {"json": {"oneOf": [{"type": "string"}] * 2}, "strict": True},
-            "$: oneOf cannot be told from anyOf: alternatives 0 and",
+            "$: oneOf cannot be distinguished from anyOf: alternatives 0 and",
         ),
         ({"json": {"enum": ["x" * 300_000]}}, "262144"),
     ],

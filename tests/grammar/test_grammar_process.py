@@ -72,7 +72,7 @@ def test_a_request_is_followed_token_by_token(grammars, tokenizer):
     assert wait_ready(grammars) == (["one"], [])
     assert allowed(grammars, "one") == {a}
     for token, following in ((a, {b, c}), (b, {b, c}), (c, {1})):
-        grammars.tell("one", [token])
+        grammars.accept("one", [token])
         grammars.send()
         assert allowed(grammars, "one") == following
     assert grammars.forced() == [("one", [1])], "a complete text has to end"
@@ -90,10 +90,10 @@ def test_a_resumed_request_and_one_that_starts_later(grammars, tokenizer):
     assert allowed(grammars, "resumed") == {b, c}
     free = allowed(grammars, "later")
     assert {a, b, c} <= free and 1 not in free, "not before min_tokens"
-    grammars.tell("later", [c, a, c])
+    grammars.accept("later", [c, a, c])
     grammars.send()
     assert 1 in allowed(grammars, "later")
-    grammars.tell("later", [c])
+    grammars.accept("later", [c])
     grammars.send()
     assert allowed(grammars, "later") == {a}
     grammars.close("resumed")
@@ -105,8 +105,8 @@ def test_a_token_outside_the_grammar_ends_its_request_alone(grammars, tokenizer)
     for name in ("good", "bad"):
         grammars.open(spec(name))
     wait_ready(grammars, 2)
-    grammars.tell("good", [a])
-    grammars.tell("bad", [z])
+    grammars.accept("good", [a])
+    grammars.accept("bad", [z])
     grammars.send()
     assert not grammars.late(["good", "bad"], GENEROUS)
     [(name, why)] = grammars.news().refused
@@ -163,10 +163,10 @@ def test_a_crash_in_a_trial_is_a_refusal_and_others_go_on_meanwhile(grammars, to
     grammars.open(spec("deep", constraint={"grammar": chain}))
     grammars.open(spec("slow", constraint={"json": {"type": "integer", "multipleOf": 99_999_989}}))
     begun, answers, steps = time.monotonic(), {}, 0
-    grammars.tell("steady", [a])
+    grammars.accept("steady", [a])
     while len(answers) < 2:
         assert time.monotonic() - begun < PATIENCE
-        grammars.tell("steady", [b])
+        grammars.accept("steady", [b])
         grammars.send()
         assert not grammars.late(["steady"], GENEROUS)
         steps += 1
@@ -198,7 +198,7 @@ def test_a_late_mask_is_told_when_it_is_there(model, tokenizer, monkeypatch):
     wait_ready(grammars)
     os.kill(grammars._process.pid, signal.SIGSTOP)
     begun = time.monotonic()
-    grammars.tell("one", [a])
+    grammars.accept("one", [a])
     grammars.send()
     assert grammars.late(["one", "nobody"], 0.01) == ["one"]
     grammars.settle(PATIENCE)  # it is late anyway
@@ -219,7 +219,7 @@ def test_a_process_that_stays_silent_is_replaced(model, tokenizer, monkeypatch):
     grammars.open(spec("one"))
     wait_ready(grammars)
     os.kill(grammars._process.pid, signal.SIGSTOP)
-    grammars.tell("one", [a])
+    grammars.accept("one", [a])
     grammars.send()
     assert grammars.late(["one"], 0.01) == ["one"]
     assert wait_ready(grammars)[0] == ["one"] and grammars.losses == 1
@@ -244,7 +244,7 @@ def test_whoever_is_slow_goes_on_in_a_lane_of_its_own_and_is_given_up_there(mode
         refused = dict(news.refused)
         going = [name for name in texts if name not in waiting and told[name] < len(texts[name])]
         for name in going:
-            lanes.tell(name, [texts[name][told[name]]])
+            lanes.accept(name, [texts[name][told[name]]])
             told[name] += 1
         lanes.send()
         waiting |= set(lanes.late(going, 0.01))
@@ -275,10 +275,10 @@ def test_whoever_was_slow_waits_for_the_others(model, tokenizer, monkeypatch):
     os.kill(grammars._process.pid, signal.SIGSTOP)  # both messages are there when it goes on
     begin = tokenizer.encode("slow")[:1]
     for name in slow:
-        grammars.tell(name, begin)
+        grammars.accept(name, begin)
     grammars.send()
     for token in (a, b):
-        grammars.tell("quick", [token])
+        grammars.accept("quick", [token])
         grammars.send()
     os.kill(grammars._process.pid, signal.SIGCONT)
     assert grammars.late(["quick"], GENEROUS) == []

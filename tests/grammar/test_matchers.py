@@ -52,7 +52,7 @@ def allowed(grammar, matcher) -> set[int]:
 
 
 def spelled(tokenizer, tokens) -> str:
-    return tokenizer.pieces.join(tokens, started=True)[0].decode()
+    return tokenizer.token_bytes.join(tokens, started=True)[0].decode()
 
 
 def accepts(backend, text: str, **constraint) -> bool:
@@ -252,7 +252,7 @@ def test_what_one_text_uses_up_is_not_missing_for_another(backend, monkeypatch):
 
 
 def spelled_alone(tokenizer):
-    return [tokenizer.pieces.join([i], started=True)[0].decode(errors="replace") for i in range(len(tokenizer))]
+    return [tokenizer.token_bytes.join([i], started=True)[0].decode(errors="replace") for i in range(len(tokenizer))]
 
 
 @pytest.mark.parametrize(

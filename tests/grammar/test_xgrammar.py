@@ -137,7 +137,7 @@ def test_the_grammar_process_follows_it(tmp_path):
             refused |= dict(news.refused)
         assert ready == {"good", "json"} and 'Rule "other"' in refused["wrong"]
         for token, following in ((a, {b, c}), (b, {b, c}), (c, {1})):
-            grammars.tell("good", [token])
+            grammars.accept("good", [token])
             grammars.send()
             assert not grammars.late(["good"], PATIENCE)
             masks = grammars.masks(["good"]).view(np.uint8)

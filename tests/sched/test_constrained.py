@@ -41,7 +41,7 @@ class Script:
     def close(self, name) -> None:
         self.tokens.pop(name, None)
 
-    def tell(self, name, tokens) -> None:
+    def accept(self, name, tokens) -> None:
         if name in self.tokens:
             self.tokens[name] += tokens
 

@@ -271,7 +271,7 @@ def test_adapters_are_counted_and_seen(running, http):
 
 
 def test_what_is_unloaded_is_not_counted_any_more(running, folder, monkeypatch):
-    monkeypatch.setattr("quire.obs.metrics.MOST_ADAPTERS", 3)
+    monkeypatch.setattr("quire.obs.metrics.MAX_ADAPTERS", 3)
     metrics = Metrics("vllm", "tiny", 100, {})
     metrics.adapters, metrics.adapter_names = (
         running.llm.adapters_in_use,

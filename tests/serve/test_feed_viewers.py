@@ -8,8 +8,8 @@ import pytest
 
 from quire.config.server_args import ServerArgs
 from quire.obs.metrics import HttpMetrics, Metrics
-from quire.serve.engine_events import MOST_BYTES, MOST_WAITING, EngineEvents, Viewer, ViewerStream, encode
-from quire.serve.engine_views import PATIENCE, RequestTraces
+from quire.serve.engine_events import MAX_WAITING, MOST_BYTES, EngineEvents, Viewer, ViewerStream, encode
+from quire.serve.engine_views import END_TIMEOUT_S, RequestTraces
 from quire.serve.health import ServerState, Service
 from quire.serve.limits import ServerLimits
 from quire.types.engine_snapshot import PARTS, RequestSnapshot
@@ -24,11 +24,11 @@ def events_of(data):
 def test_a_viewer_that_does_not_read_holds_a_bounded_number_of_events():
     async def go():
         viewer = Viewer(None, lambda: encode("snapshot", {"t": 1.0}))
-        for i in range(10 * MOST_WAITING):
+        for i in range(10 * MAX_WAITING):
             viewer.push(encode("step", {"i": i}))
-            assert len(viewer._waiting) <= MOST_WAITING and viewer._bytes <= MOST_BYTES
+            assert len(viewer._waiting) <= MAX_WAITING and viewer._bytes <= MOST_BYTES
         gap, snapshot = events_of(await viewer.take())
-        assert gap == ("gap", {"lost": 10 * MOST_WAITING}) and snapshot[0] == "snapshot"
+        assert gap == ("gap", {"lost": 10 * MAX_WAITING}) and snapshot[0] == "snapshot"
         viewer.push(encode("step", {"i": -1}))
         assert events_of(await viewer.take()) == [("step", {"i": -1})], "it goes on from there"
         large = b"x" * (MOST_BYTES // 2)
@@ -57,7 +57,7 @@ def test_a_blocked_connection_loses_events_and_is_told_so():
         for i in range(1000):
             viewer.push(encode("step", {"i": i}))
         viewer.end(encode("bye", {}))
-        assert len(sent) == 2 and len(viewer._waiting) <= MOST_WAITING
+        assert len(sent) == 2 and len(viewer._waiting) <= MAX_WAITING
         room.set()
         await asyncio.sleep(0.01)
         await task
@@ -214,5 +214,5 @@ def test_what_nobody_speaks_of_again_is_forgotten():
     traces.end(over("2", 12.0))
     traces.tidy(13.0)
     assert traces.open and traces._ended
-    traces.tidy(13.0 + PATIENCE)
+    traces.tidy(13.0 + END_TIMEOUT_S)
     assert not traces.open and not traces._ended

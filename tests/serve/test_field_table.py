@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from scripted import Scripted, byte_tokenizer
 
 from quire.serve import field_table
-from quire.serve.field_table import GENERATING, HINTS, MOST_NAMES, PATHS, UnknownFields
+from quire.serve.field_table import GENERATING, HINTS, MAX_NAMES, PATHS, UnknownFields
 from quire.serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -232,7 +232,7 @@ def test_fields_that_nobody_knows_are_named_once_in_the_log(caplog):
     assert len(said) == 3 and "'max_tokns'" in said[0] and "did its client mean 'max_tokens'?" in said[0]
     assert "'line\\nend'" in said[1] and "\n" not in said[1] and len(said[2]) < 200
     fields.log(body, [f"field_{i}_of_many" for i in range(200)])
-    assert len(caplog.records) == MOST_NAMES + 1, "and one that says so"
+    assert len(caplog.records) == MAX_NAMES + 1, "and one that says so"
 
 
 def test_a_misspelt_field_reaches_the_log(server, caplog):

@@ -6,12 +6,12 @@ import json
 import time
 import weakref
 
-from quire.text.pacing import PIECE, TURN, LazyList, Pace, json_chunks
+from quire.text.pacing import SLICE_VALUES, TIME_SLICE_S, LazyList, Pace, json_chunks
 
 
 def test_pieces_are_the_same_json():
-    long = 'é\n☃"' * PIECE
-    value = {"a": [long, {"b": long, "c": None}], "n": list(range(3 * PIECE)), "e": [], "few": [1, "x", {"y": 2.5}]}
+    long = 'é\n☃"' * SLICE_VALUES
+    value = {"a": [long, {"b": long, "c": None}], "n": list(range(3 * SLICE_VALUES)), "e": [], "few": [1, "x", {"y": 2.5}]}
     lazy = {**value, "lazy": LazyList({"i": i} for i in range(1000)), "none": LazyList(())}
     pieces = asyncio.run(json_chunks(lazy, 1 << 16))
     assert len(pieces) > 5
@@ -33,7 +33,7 @@ def test_paced_work_has_a_turn_in_a_round_of_the_loop():
         for _ in range(4):
             await pace()
             rounds[-1] += 1
-            end = time.perf_counter() + 1.5 * TURN
+            end = time.perf_counter() + 1.5 * TIME_SLICE_S
             while time.perf_counter() < end:
                 pass
 

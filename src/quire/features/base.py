@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Allocation:
-    """The memory of a runner's slots. Parts keep their own per-slot state beside it."""
+    """The memory of a runner's slots. Parts have their own per-slot state."""
 
     pages: int  # usable KV cache pages; 0: a profile or warm-up run, whose results do not matter
     snapshots: int  # entries for saved recurrent states

@@ -47,7 +47,7 @@ def set_up_logging() -> None:
 
 
 def set_http_levels(level: str, access: bool, quiet_paths: Collection[str] = ()) -> None:
-    """What uvicorn says: from which level on, whether each request gets a line, and the paths that get none."""
+    """Set uvicorn's log level, whether each request is logged, and paths that are not logged."""
     number = TRACE if level == "trace" else logging.getLevelName(level.upper())
     logging.getLogger("uvicorn").setLevel(number)
     logging.getLogger("uvicorn.error").setLevel(max(number, logging.WARNING))  # the launcher logs start and stop
@@ -221,7 +221,7 @@ async def log_periodically(log: StatsLog, interval: float) -> None:
 
 
 def log_interval() -> float:
-    """Seconds between two lines, from the environment; ten if it says nothing."""
+    """Return the seconds between two lines, from the environment; 10 by default."""
     for name in INTERVAL_VARIABLES:
         if text := os.environ.get(name):
             try:

@@ -32,7 +32,7 @@ WHOLE_REQUEST = (
 )  # fmt: skip
 STEP_TOKENS = tuple(float(n) for n in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
 BY_ADAPTER = ("lora_name",)
-MOST_ADAPTERS = 1000  # whose values are kept between scrapes
+MAX_ADAPTERS = 1000  # whose values are stored between scrapes
 CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
@@ -79,7 +79,7 @@ class Metrics:
         self._cache_info = {name: str(value) for name, value in cache_info.items()}
         self._last: dict[int, Stats] = {}  # by engine
         self.adapters: Callable[[], AdaptersInUse] | None = None  # called on a scrape
-        self._room = MOST_ADAPTERS
+        self._room = MAX_ADAPTERS
         self.adapter_names: Callable[[], Iterable[str]] | None = None  # those that can be asked for
         self._add_state(board)
         self._add_tokens(board)
@@ -245,7 +245,7 @@ class Metrics:
             self.lora_generated.add(sum(request.generated), request.lora_name)
             if len(self.lora_requests.values) > self._room:
                 self._forget_adapters(self.boards)
-                self._room = max(MOST_ADAPTERS, 2 * len(self.lora_requests.values))
+                self._room = max(MAX_ADAPTERS, 2 * len(self.lora_requests.values))
         self.request_prompt.observe(request.prompt_tokens)
         self.request_computed.observe(request.prompt_tokens - request.cached_tokens)
         self.request_generated.observe_all(request.generated)

@@ -18,7 +18,7 @@ CARRIED = ("traceparent", "tracestate")
 
 
 def trace_headers(headers: Mapping[str, str]) -> dict[str, str] | None:
-    """Those of a request's headers that say which trace it belongs to."""
+    """Return the request's headers that identify its trace."""
     found = {name: value for name in CARRIED if (value := headers.get(name)) is not None}
     return found if "traceparent" in found else None
 

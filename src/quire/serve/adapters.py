@@ -53,7 +53,7 @@ def resolver_folder(settings: ServerArgs, environment: Mapping[str, str] = os.en
 
 
 def check_adapters(settings: ServerArgs, args: EngineArgs) -> None:
-    """Raises what is wrong with the server's settings and with the files they name, before anything is loaded."""
+    """Check the settings and the files they name before anything is loaded."""
     modules, enabled = read_modules(settings.lora_modules), args.enable_lora
     for name in ("lora_modules", "lora_resolver", "lora_resolver_dir", "allow_runtime_lora_updating"):
         if getattr(settings, name) and not enabled:
@@ -90,7 +90,7 @@ class ServedAdapters:
         return self._names.find(name)
 
     async def find(self, name: str) -> NamedAdapter | None:
-        """One that is there, or that a resolver knows. Who asks for the same one meanwhile waits for the same answer."""
+        """Return the adapter of a name, asking the resolvers if it is not loaded; concurrent requests share the answer."""
         found = self._names.find(name)
         if found is not None or not self._resolvers:
             return found
@@ -100,7 +100,7 @@ class ServedAdapters:
         return await asyncio.shield(self._finding[name])
 
     async def load(self, name: str, path: str, base: str | None = None, inplace: bool = False, only_new: bool = False) -> None:
-        """A name that another loads at the same time is loaded once; `only_new` refuses all but the first."""
+        """Load an adapter. Concurrent loads of one name load it once; `only_new` refuses all but the first."""
         if name in self._llm.config.served_names:
             raise InvalidParameter(f"{name!r} is the name of the model itself; give the adapter another one", "lora_name")
         there = self._names.find(name)
@@ -146,7 +146,7 @@ class ServedAdapters:
 
 
 async def load_modules(llm: AsyncLLM, settings: ServerArgs) -> None:
-    """What the server has from its start: one that cannot be loaded ends it."""
+    """Load the adapters of --lora-modules; an error ends the server."""
     adapters = ServedAdapters(llm, settings)
     for module in read_modules(settings.lora_modules):
         if adapters.get(module.name) is not None:  # another API process was first
@@ -221,7 +221,7 @@ class LoRAResolver(Protocol):
 
 
 class FolderResolver:
-    """DIRECTORY/NAME is the adapter NAME. Names that lead elsewhere are nobody's."""
+    """DIRECTORY/NAME is the adapter NAME. Names that lead out of the directory are unknown."""
 
     def __init__(self, directory: str) -> None:
         self._directory = Path(directory).expanduser().absolute()
@@ -250,7 +250,7 @@ def make_resolvers(names: Sequence[str], directory: str | None) -> list[LoRAReso
         if name not in brought:
             there = ", ".join(sorted(brought)) or "none"
             raise ConfigError(
-                f"lora_resolver: no installed package brings {name!r} (entry point group {GROUP}); there is {there}"
+                f"lora_resolver: no installed package has {name!r} in the entry point group {GROUP}; available: {there}"
             )
         try:
             resolver = brought[name].load()()

@@ -48,7 +48,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 def to_chat(request: CountTokensRequest, thinks: bool) -> ChatRequest:
     """The same request in OpenAI's terms. `thinks`: there is reasoning that can have a budget."""
     messages = _messages(request)
-    goes_on = messages[-1]["role"] == "assistant"  # the answer begins with what the last message says
+    goes_on = messages[-1]["role"] == "assistant"  # the answer continues the last message
     body: dict[str, Any] = {
         "model": request.model,
         "messages": messages,
@@ -71,8 +71,8 @@ def to_chat(request: CountTokensRequest, thinks: bool) -> ChatRequest:
     return chat_request(body)
 
 
-def in_anthropics_words(error: PromptTooLong) -> PromptTooLong:
-    """Clients look for these words, and shorten the conversation when they find them."""
+def as_anthropic_error(error: PromptTooLong) -> PromptTooLong:
+    """Return the error in Anthropic's words, by which clients decide to shorten the conversation."""
     found = _TOO_LONG.search(str(error))
     if found is None:
         return PromptTooLong(f"prompt is too long: {error}", error.parameter)
@@ -283,7 +283,7 @@ async def create_message(request: MessagesRequest, raw: Request) -> Response:
     try:
         turn = await prepare_turn(server, raw, chat, "msg", "toolu_", TERMS)
     except PromptTooLong as error:
-        raise in_anthropics_words(error) from None
+        raise as_anthropic_error(error) from None
     reply = _MessageReply(server, turn, chat)
     if request.stream:
         return EventStream(reply.stream(), ANTHROPIC, refusable=turn.job.has_grammar)
@@ -348,7 +348,7 @@ class _MessageReply:
         }
 
     def _usage(self, step: TurnDelta, tokens: int) -> dict[str, int]:
-        """Prompt tokens from the cache, and those that it has now, are counted apart from the others."""
+        """Return the usage; prompt tokens read from the cache and written to it are not part of input_tokens."""
         cached = self._server.reported_cached(step.output.num_cached_tokens) or 0
         created = self._server.reported_cached(step.output.num_cache_creation_tokens) or 0
         return {

@@ -54,7 +54,7 @@ def choose_id(scope: Scope) -> str:
 
 
 class RequestIds:
-    """Around everything, so that refusals have one as well."""
+    """Give every request an id, also those that are refused."""
 
     def __init__(self, app: ASGIApp, send_header: bool) -> None:
         self._app, self._send_header = app, send_header
@@ -123,7 +123,7 @@ def _log_access(scope: Any, status: int) -> None:
 
 
 class Rooted:
-    """Requests may come with the proxy's path before theirs, or without it."""
+    """Accept requests with or without the proxy's path prefix."""
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
         self._app, self._root_path = app, root_path.rstrip("/")
@@ -133,7 +133,7 @@ class Rooted:
 
 
 class Operations:
-    """Routes that answer whatever the state of the server."""
+    """Routes that answer in every state of the server."""
 
     def __init__(self, app: ASGIApp, routes: Sequence[Route]) -> None:
         self._app, self._routes = app, routes
@@ -153,7 +153,7 @@ class Operations:
 
 
 class Gate:
-    """Lets requests in while the model is loaded and the server is not about to end, and knows how many are inside."""
+    """Pass requests on while the model is loaded and the server is not shutting down, and count open requests."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
@@ -187,7 +187,7 @@ class _LastCall:
 
 
 class Meter:
-    """Counts requests, their durations and their sizes, by route; questions of operators are not counted."""
+    """Count requests, their durations and their sizes by route, except the operators' endpoints."""
 
     def __init__(self, app: ASGIApp, state: ServerState, uncounted: Sequence[BaseRoute]) -> None:
         self._app, self._state = app, state
@@ -255,7 +255,7 @@ def build_app(llm: AsyncLLM, settings: ServerArgs, limits: ServerLimits = LIMITS
 
 
 class Api(FastAPI):
-    """JSON endpoints are called from here: FastAPI's way to them takes longer than they do. All else goes that way."""
+    """Call JSON endpoints directly, which is faster than FastAPI's own dispatch. All other requests use that dispatch."""
 
     def __init__(self, **about: Any) -> None:
         super().__init__(**about)
@@ -296,9 +296,9 @@ class Boundary:
                 raise HttpError(431, f"the headers may have at most {self._limits.header_bytes} bytes")
             await self._app(scope, receive, send_start)
         except ClientGone:
-            if not started:  # it is counted, though the client is gone
+            if not started:  # for the metrics; the client has disconnected
                 await Response(status_code=CLIENT_GONE)(scope, receive, send_start)
         except Exception as error:
             if started:
-                raise  # half an answer is out: the connection must break
+                raise  # a part of the answer was sent: the connection must break
             await error_response(error, scope)(scope, receive, send_start)

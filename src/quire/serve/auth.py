@@ -20,12 +20,12 @@ from quire.text.workers.pool import current_tenant
 from quire.types.errors import ConfigError
 
 KEY_VARIABLES = ("QUIRE_API_KEY", "VLLM_API_KEY")
-_KEY_HEADERS = (b"authorization", b"x-api-key")  # the first that is there counts, and may be there once
+_KEY_HEADERS = (b"authorization", b"x-api-key")  # the first that is there counts, and may occur once
 _TENANT_SALT = b"quire prefix-cache tenant"
 
 
 def find_keys(settings: ServerArgs, environment: Mapping[str, str]) -> list[str]:
-    """The keys of the command line, or else the environment's. None with --no-auth."""
+    """Return the keys of the command line, or else the environment's; none with --no-auth."""
     if not settings.auth:
         return []
     if settings.api_key:
@@ -67,7 +67,7 @@ class Keys:
 def glance(routes: Sequence[Route]) -> Callable[[Scope], bool]:
     """Return a quick check whether a request may be for one of these routes, whatever a proxy put before its path.
 
-    A route's own pattern overlooks a line end behind the path; this does not.
+    A route's own pattern ignores a line end after the path; this check does not.
     """
     endings = tuple(route.path for route in routes)
     return lambda scope: scope["path"].endswith(endings)

@@ -21,11 +21,11 @@ from quire.text.workers.wire import Parse, not_json, too_deep, too_many
 
 
 class ClientGone(Exception):
-    """The client hung up; its work was cancelled."""
+    """The client disconnected; its work was cancelled."""
 
 
 class UnlessGone:
-    """What is done inside is cancelled when the client hangs up; ClientGone is raised then. The body must have been read."""
+    """Cancel the work inside when the client disconnects, and raise ClientGone. The body must have been read."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -64,27 +64,27 @@ async def _client_gone(receive: Receive) -> None:
 
 
 async def stop(*tasks: "asyncio.Task[Any]") -> None:
-    """Cancels what still runs and waits until it has ended."""
+    """Cancel the tasks and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-SHORT = 1 << 16  # bytes that are read in a moment, whatever they are
+SHORT = 1 << 16  # bytes that are parsed on the event loop
 
 
 @dataclass
 class Unparsed:
-    """Large bodies of all clients that are there and wait to be read."""
+    """Large bodies of all clients that wait to be parsed."""
 
     bytes: int = 0
 
 
 class JSONRoute(APIRoute):
-    """A route whose endpoint takes a JSON body and the request. FastAPI finds and documents it, and leaves the call to us."""
+    """A route whose endpoint takes a JSON body and the request. FastAPI routes and documents it; the call is made here."""
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Whatever is done for the client ends when it hangs up."""
+        """Answer the request; the work ends when the client disconnects."""
         request = Request(scope, receive)
         _check_content_type(request)
         body = self._checked(await self._parsed(await _read(request), request))
@@ -148,7 +148,7 @@ def parse_json(raw: bytes, limits: ServerLimits = LIMITS) -> Any:
         raise HttpError(400, not_json(error), "body") from None
     except RecursionError:
         raise HttpError(400, too_deep(limits.json_depth), "body") from None
-    # brackets inside of strings count as well, so a small number says that there is nothing to check
+    # brackets inside of strings count as well, so a small count needs no check
     if raw.count(b"[") + raw.count(b"{") > min(limits.json_depth, limits.json_containers):
         _check_shape(value, limits)
     return value
@@ -181,4 +181,4 @@ def _check_content_type(request: Request) -> None:
         raise HttpError(400, f"the content type must be application/json, got {kind or 'none'!r}", "content-type")
     coding = request.headers.get("content-encoding", "").strip().lower()
     if coding not in ("", "identity"):
-        raise HttpError(415, f"bodies are read as they are: send none in the encoding {coding!r}", "content-encoding")
+        raise HttpError(415, f"the encoding {coding!r} of bodies is not supported; send them unencoded", "content-encoding")

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: a conversation goes on."""
+"""/v1/chat/completions: chat requests of OpenAI's protocol, streamed or whole."""
 
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -51,16 +51,16 @@ class _ChatReply:
 
     async def answer(self) -> dict[str, Any]:
         step = await run_turn(self._server, self._turn, self._request)
-        said = [Message().add(choice.events) for choice in step.choices]
+        messages = [Message().add(choice.events) for choice in step.choices]
         job, output = self._job, step.output
         generated = sum(len(choice.token_ids) for choice in output.outputs)
-        reasoned = await self._reasoning_tokens(said, [choice.thought for choice in step.choices])
+        reasoned = await self._reasoning_tokens(messages, [choice.reasoning_tokens for choice in step.choices])
         asked = self._request.prompt_logprobs is not None
         cached = self._server.reported_cached(output.num_cached_tokens)
         return {
             **self._head("chat.completion"),
             "choices": few(
-                (self._choice(choice, one) for choice, one in zip(step.choices, said, strict=True)), generated + job.n
+                (self._choice(choice, one) for choice, one in zip(step.choices, messages, strict=True)), generated + job.n
             ),
             "service_tier": None,
             "system_fingerprint": self._server.fingerprint,
@@ -71,11 +71,11 @@ class _ChatReply:
             "metrics": timing_of(output.metrics, self._server.speculates) if job.timed and job.n == 1 else None,
         }
 
-    def _choice(self, choice: ChoiceDelta, said: Message) -> dict[str, Any]:
+    def _choice(self, choice: ChoiceDelta, message: Message) -> dict[str, Any]:
         part = choice.part
         return {
             "index": part.index,
-            "message": self._message(said),
+            "message": self._message(message),
             "logprobs": self._logprobs(part),
             "finish_reason": choice.finish_reason,
             "stop_reason": part.stop_reason,
@@ -86,8 +86,8 @@ class _ChatReply:
         job = self._job
         usage = StreamUsage(self._server, job, self._request.stream_options)
         tokens = [0] * job.n
-        said = [Message() for _ in range(job.n)]
-        thought: list[int | None] = [None] * job.n
+        messages = [Message() for _ in range(job.n)]
+        counts: list[int | None] = [None] * job.n
         head = self._head("chat.completion.chunk")
         begun = False
         async with aclosing(stream_turn(self._server, self._turn)) as steps:
@@ -99,16 +99,16 @@ class _ChatReply:
                         yield usage.mark({**head, "choices": [opening], **self._prompt()}, 0, 0, finished=False)
                 for choice in step.choices:
                     index = choice.part.index
-                    said[index].add(event for event in choice.events if isinstance(event, Reasoning))
-                    thought[index] = choice.thought
+                    messages[index].add(event for event in choice.events if isinstance(event, Reasoning))
+                    counts[index] = choice.reasoning_tokens
                     tokens[index] += len(choice.part.token_ids)
                     for chunk in self._chunks(choice):
                         event: dict[str, Any] = {**head, "choices": [chunk]}
                         if len(choice.part.token_ids) > FEW:  # its logprobs are made when they are written
                             event = Large(event)
                         yield usage.mark(event, 0, tokens[index], chunk["finish_reason"] is not None)
-        if usage.wanted:
-            yield {**head, "choices": [], **usage.final(sum(tokens), await self._reasoning_tokens(said, thought))}
+        if usage.include_usage:
+            yield {**head, "choices": [], **usage.final(sum(tokens), await self._reasoning_tokens(messages, counts))}
 
     def _openings(self) -> list[ChatChunkChoice]:
         """Every choice begins with its role and no text; an echoed message follows."""
@@ -143,29 +143,29 @@ class _ChatReply:
             last["token_ids"] = list(part.token_ids)
         return chunks
 
-    def _message(self, said: Message) -> ChatMessage:
-        content: str | None = self._echo + said.text
-        message: ChatMessage = {
+    def _message(self, message: Message) -> ChatMessage:
+        content: str | None = self._echo + message.text
+        answer: ChatMessage = {
             "role": self._role,
-            "content": None if not content and (said.calls or said.reasoning) else content,
+            "content": None if not content and (message.calls or message.reasoning) else content,
             "refusal": None,
             "annotations": None,
             "audio": None,
             "function_call": None,
-            "reasoning": said.reasoning or None,
+            "reasoning": message.reasoning or None,
         }
-        if said.calls:
-            message["tool_calls"] = [
+        if message.calls:
+            answer["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in said.calls
+                for call in message.calls
             ]
-        return message
+        return answer
 
-    async def _reasoning_tokens(self, said: Sequence[Message], thought: Sequence[int | None]) -> int | None:
+    async def _reasoning_tokens(self, messages: Sequence[Message], counts: Sequence[int | None]) -> int | None:
         """Count reasoning tokens; None where no reasoning is parsed."""
         if self._server.formats.reasoning is None:
             return None
-        answers = zip(said, thought, strict=True)
+        answers = zip(messages, counts, strict=True)
         return sum([await reasoning_tokens(self._server, one.reasoning, known) for one, known in answers])
 
     def _logprobs(self, choice: CompletionOutput) -> ChatLogprobs | None:

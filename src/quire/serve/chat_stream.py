@@ -1,6 +1,6 @@
-"""One turn of a conversation, whatever protocol asked for it: messages become a prompt, and how to read the answer is settled.
+"""One turn of a conversation in any protocol: messages become a prompt, the answer becomes events.
 
-Every protocol translates its request to a `ChatRequest`; what follows is the same for all.
+Every protocol translates its request to a `ChatRequest`; the rest is the same for all.
 """
 
 from collections.abc import AsyncGenerator
@@ -43,12 +43,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class ChoiceDelta:
-    """News of one choice."""
+    """A delta of one choice."""
 
     part: CompletionOutput
     events: list[Event]
     finish_reason: str | None
-    thought: int | None  # tokens of the reasoning, once it is known where it ends
+    reasoning_tokens: int | None  # known when the reasoning has ended
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Rendered:
 
 
 async def render_turn(server: Server, request: ChatRequest, terms: Terms = ()) -> Rendered:
-    """Refuses all that can be refused without an engine."""
+    """Check the request and render its prompt; raise every error that can be found without an engine."""
     try:
         return await _render(server, request, terms)
     except RequestError as error:
@@ -86,7 +86,7 @@ async def _render(server: Server, request: ChatRequest, terms: Terms) -> Rendere
     shown = request.tools
     described = server.formats.describe_tools and request.chat_template is None
     if use.mode == "none" and (described or server.settings.exclude_tools_when_tool_choice_none):
-        shown = None  # who must not call is not asked to in words
+        shown = None  # a model that must not call tools is not given their description
     prompt = await render_messages(server, request, request.messages, request.documents, shown, _effort(request))
     budget = _budget(server, request)
     inside = _thinks_already(server, prompt, request.continue_final_message)
@@ -98,7 +98,7 @@ async def _render(server: Server, request: ChatRequest, terms: Terms) -> Rendere
 async def prepare_turn(
     server: Server, raw: Request, request: ChatRequest, prefix: str, call_prefix: str = "chatcmpl-tool-", terms: Terms = ()
 ) -> Turn:
-    """The prefixes are those of the answer's id and of calls' ids, `terms` the protocol's own names of fields."""
+    """Prepare a turn. The prefixes are for the ids of the answer and of calls; `terms` are the protocol's names of fields."""
     rendered = await render_turn(server, request, terms)
     if rendered.use.forced:
         request = request.model_copy(update={"response_format": None})  # of the text, and there will be none
@@ -115,7 +115,7 @@ async def prepare_turn(
 
 
 async def stream_turn(server: Server, turn: Turn) -> TurnDeltas:
-    """The answers as they come. Leaving ends everything in the engine."""
+    """Yield the deltas of the answers. Closing the generator aborts the request in the engine."""
     readers: dict[int, AnswerReader] = {}
     pace = Pace()
     async with aclosing(run(server, turn.job)) as outputs:
@@ -130,7 +130,7 @@ async def stream_turn(server: Server, turn: Turn) -> TurnDeltas:
 
 
 async def run_turn(server: Server, turn: Turn, request: ChatRequest) -> TurnDelta:
-    """The whole answers."""
+    """Return the whole answers."""
     if turn.reading.ends_early and not request.use_beam_search:
         return await _gather(server, turn)
     gather = search_beams(server, turn.job, request) if request.use_beam_search else collect(server, turn.job)
@@ -143,7 +143,7 @@ async def run_turn(server: Server, turn: Turn, request: ChatRequest) -> TurnDelt
 
 
 async def _gather(server: Server, turn: Turn) -> TurnDelta:
-    """The whole answers, read as they come so that an answer that is complete can be ended in the engine."""
+    """Return the whole answers, read delta by delta so that the engine can be stopped when an answer is complete."""
     deltas: dict[int, list[ChoiceDelta]] = {}
     async with aclosing(stream_turn(server, turn)) as steps:
         async for step in steps:
@@ -155,7 +155,7 @@ async def _gather(server: Server, turn: Turn) -> TurnDelta:
 
 
 def _joined(deltas: list[ChoiceDelta]) -> ChoiceDelta:
-    """One choice from all that came of it."""
+    """Join the deltas of one choice."""
     parts = [delta.part for delta in deltas]
     whole = replace(
         parts[-1],
@@ -176,13 +176,13 @@ async def _delta(turn: Turn, output: RequestOutput, readers: dict[int, AnswerRea
 
 async def _read_choice(part: CompletionOutput, reader: AnswerReader, pace: Pace) -> ChoiceDelta:
     events = await reader.read(part, pace)
-    return ChoiceDelta(part, events, reader.finish_reason(part), reader.thought)
+    return ChoiceDelta(part, events, reader.finish_reason(part), reader.reasoning_tokens)
 
 
-async def reasoning_tokens(server: Server, reasoning: str, thought: int | None) -> int:
-    """Counted up to the token that ended it; where there was none, those of the text by itself."""
-    if thought is not None:
-        return thought
+async def reasoning_tokens(server: Server, reasoning: str, known: int | None) -> int:
+    """Return the number of reasoning tokens: up to the token that ended the reasoning, else those of its text."""
+    if known is not None:
+        return known
     return 0 if not reasoning else len(await server.llm.tokenize(reasoning, add_special_tokens=False))
 
 
@@ -215,14 +215,14 @@ def _reading(formats: ModelFormats, request: ChatRequest, use: ToolUse, inside: 
 
 
 def _set_up(server: Server, job: GenerationJob, rendered: Rendered, reading: Reading) -> None:
-    """What the reading asks of the engine."""
+    """Set the sampling parameters that reading the answer requires."""
     params, form, use = job.params[0], reading.form, rendered.use
     if form is not None and special_marks(form, server.formats.specials)[0]:
         params.skip_special_tokens = False  # the markers must be seen; the reading takes the rest out
     if reading.ends_early:
         params.output_kind = RequestOutputKind.DELTA
     if use.forced:
-        # arguments that no parameter names are of no use to anybody, and small models never stop inventing them
+        # without this, small models invent arguments that no parameter names
         params.structured_outputs = StructuredOutputsParams(
             json=use.answer_schema(), disable_any_whitespace=True, disable_additional_properties=True
         )
@@ -247,7 +247,7 @@ def _check_tools(request: ChatRequest, use: ToolUse) -> None:
             "structured_outputs",
         )
     if request.response_format is not None:
-        from_response_format(request.response_format)  # it may stand beside a tool, but not be nonsense
+        from_response_format(request.response_format)  # it is not used with a forced tool, but must be valid
     if request.use_beam_search:
         raise InvalidParameter(
             "a beam search cannot be made to call tools: leave use_beam_search out, or let the model decide (tool_choice auto)",
@@ -285,7 +285,7 @@ def _budget(server: Server, request: ChatRequest) -> int | None:
 
 
 def _thinks_already(server: Server, prompt: Prompt, continuing: bool) -> bool | None:
-    """Does the prompt end in the reasoning (True), behind it (False), or does it not say (None)?"""
+    """Does the prompt end in the reasoning (True), after it (False), or is that unknown (None)?"""
     thinking = server.formats.thinking
     if thinking is None:
         return None
@@ -304,11 +304,11 @@ def _thinks_already(server: Server, prompt: Prompt, continuing: bool) -> bool | 
     return None
 
 
-def _settled(server: Server, prompt: Prompt, inside: bool | None, wanted: bool) -> tuple[Prompt, bool | None]:
+def _settled(server: Server, prompt: Prompt, inside: bool | None, required: bool) -> tuple[Prompt, bool | None]:
     """A grammar waits for the end of the reasoning, and a budget forces it: it must be certain whether there is reasoning.
 
-    A model that would begin to think by itself is made to begin; one that may or may not, only if that is `wanted`. Where the
-    end is no single token it could be missed: there the grammar holds from the first token on, and nothing is thought.
+    A model that always begins with reasoning is made to begin; one that sometimes does, only if reasoning is `required`. An end
+    that is no single token could be missed: then the grammar holds from the first token on, without reasoning.
     """
     thinking = server.formats.thinking
     if thinking is None:
@@ -316,7 +316,7 @@ def _settled(server: Server, prompt: Prompt, inside: bool | None, wanted: bool) 
     if inside is False or server.formats.end_id is None:
         return prompt, False
     if inside is None and not thinking.opened:
-        if thinking.reopen and not wanted:
+        if thinking.reopen and not required:
             return prompt, False
         text = server.formats.opening or thinking.begin[0] + "\n"
         ids = _ids(server.llm.get_tokenizer(), text)

@@ -1,4 +1,4 @@
-"""/v1/completions: text goes on."""
+"""/v1/completions: completions of plain prompts, and SageMaker's /invocations."""
 
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -52,7 +52,7 @@ async def _prepare(server: Server, raw: Request, request: CompletionRequest) -> 
 
 
 class _CompletionChoice:
-    """One choice on its way to the client: what of it was shown, and where its text is."""
+    """One choice of the answer: what was sent of it, and the offsets of its text."""
 
     def __init__(self, server: Server, job: GenerationJob, request: CompletionRequest, prompt: int, echoed: str) -> None:
         """`echoed`: the prompt's text, if it is echoed."""
@@ -163,7 +163,7 @@ async def _stream(server: Server, job: GenerationJob, request: CompletionRequest
                 if first or len(part.token_ids) > FEW:
                     chunk = Large(chunk)
                 yield usage.mark(chunk, prompt, choice.tokens, part.finish_reason is not None)
-    if usage.wanted:
+    if usage.include_usage:
         yield {**head, "choices": [], **usage.final(sum(choice.tokens for choice in choices))}
 
 

@@ -1,12 +1,12 @@
 """One HTTP connection, within limits: every byte is counted before it is parsed, and each step of the client has a deadline.
 
-uvicorn's protocol does the work. It has no bounds of its own: an endless header is kept and copied again with every packet,
+uvicorn's protocol does the work. It has no bounds of its own: an endless header is stored and copied again with every packet,
 what follows a request is parsed and queued without end, and silent clients stay connected.
 
     idle ──► head ──► body ──► answer ──► idle ...        in each, `tick` counts the seconds that the client has to do its part
                 └───────┴────────► over                   refused: what still comes is thrown away until the client has read it
 
-What comes at once in large amounts is parsed a piece at a time, and the event loop turns in between.
+Large input is parsed in parts, and the event loop runs other work in between.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ from quire.serve.limits import UNREAD_BYTES, ConnectionLimits
 
 logger = logging.getLogger(__name__)
 
-PIECE = 64 * 2**10  # bytes parsed in one go
-ENOUGH = 2**20  # bytes that a client may still send after it was refused: cut off in the middle, it would not read why
+PARSE_BYTES = 64 * 2**10  # bytes that are parsed at a time
+MAX_DISCARDED_BYTES = 2**20  # that a client may still send after a refusal: if it were cut off, it would not read the refusal
 _BODY_HEADERS = (b"content-length", b"transfer-encoding")
 
 
@@ -88,7 +88,7 @@ class ClientConnection(HttpToolsProtocol):
         self.body_size = self.body_age = 0
         self._connection_limits, self._limits = connection_limits, connection_limits.limits
         self.arrived: Callable[[], None] | None = None  # called when the connection is made, before it counts
-        self._tells_ids = send_ids  # refusals have one, as all answers then
+        self._sends_ids = send_ids  # refusals have one, as all answers then
         self._flow: _Flow | None = None
         self._rest = b""  # read, and not parsed yet
         self._over = False  # what comes is thrown away
@@ -128,10 +128,10 @@ class ClientConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._over:
-            self._throw_away(len(data), ENOUGH)
+            self._throw_away(len(data), MAX_DISCARDED_BYTES)
         elif self._rest:
             self._rest += data
-        elif len(data) <= PIECE and not self.pipeline:
+        elif len(data) <= PARSE_BYTES and not self.pipeline:
             self._feed(data)
         else:
             self._rest = data
@@ -147,11 +147,11 @@ class ClientConnection(HttpToolsProtocol):
             self.pipeline.clear()
 
     def _go_on(self) -> None:
-        """Parses the next piece of what was read, unless requests are waiting that came before."""
+        """Parses the next part of what was read, unless requests are waiting that came before."""
         if not self._rest or self.pipeline:
             return
-        piece, self._rest = self._rest[:PIECE], self._rest[PIECE:]
-        self._feed(piece)
+        part, self._rest = self._rest[:PARSE_BYTES], self._rest[PARSE_BYTES:]
+        self._feed(part)
         if self._rest:
             self.loop.call_soon(self._go_on)
         elif self._flow is not None:
@@ -167,7 +167,7 @@ class ClientConnection(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._end_after_answer()  # nothing else is spoken here: what follows would be of another protocol
+            self._end_after_answer()  # other protocols are not supported: what follows would be one
         except httptools.HttpParserError as error:
             why = error.__context__
             if isinstance(why, _Refused):
@@ -182,7 +182,7 @@ class ClientConnection(HttpToolsProtocol):
         if self._in_head and self._head > most:
             self._refuse(431, f"the head of a request may have at most {most} bytes")
         elif not self._in_head and self._framing > most:
-            self._refuse(431, f"a body may have at most {most} bytes of trailers, or around each of its pieces")
+            self._refuse(431, f"a body may have at most {most} bytes of trailers, or of framing around each chunk")
 
     # ---- the parser's side ------------------------------------------------------------------------------------------------
 
@@ -221,9 +221,11 @@ class ClientConnection(HttpToolsProtocol):
 
     def _check_kind(self) -> None:
         if self.parser.get_http_version() not in ("1.0", "1.1"):
-            raise _Refused(505, "only versions 1.1 and 1.0 of HTTP are spoken here")
+            raise _Refused(505, "only HTTP 1.1 and 1.0 are supported")
         if self.parser.should_upgrade() and any(name in _BODY_HEADERS for name, _ in self.headers):
-            raise _Refused(400, "no other protocol is spoken here: send the request without Upgrade")  # its body is not parsed
+            raise _Refused(
+                400, "upgrades to another protocol are not supported: send the request without Upgrade"
+            )  # its body is not parsed
 
     def on_body(self, body: bytes) -> None:
         self._framing = 0
@@ -249,7 +251,7 @@ class ClientConnection(HttpToolsProtocol):
         self._age = 0
         if self._over:
             if self._due is not None and self._answered is not None and self._answered.response_complete:
-                self._tell(self._due)
+                self._write_refusal(self._due)
             return
         if self._rest:
             self.loop.call_soon(self._go_on)
@@ -264,7 +266,7 @@ class ClientConnection(HttpToolsProtocol):
     def tick(self) -> None:
         limits, cycle = self._limits, self._answered
         if self.flow.write_paused:
-            self._look_at_reader()
+            self._count_unread()
         else:
             self.unread = self.stalled = 0
         answering = cycle is not None and not cycle.response_complete
@@ -276,7 +278,7 @@ class ClientConnection(HttpToolsProtocol):
             waiting = self._head > 0 or cycle is None  # between two requests uvicorn's own timer runs
             self._age += waiting and not answering
             if self._age > limits.head_seconds:
-                self._be_late("the head of the request did not come")
+                self._time_out("the head of the request did not come")
         elif self.cycle.response_complete:
             self._age += 1
             if self._age > limits.linger_seconds:
@@ -284,11 +286,11 @@ class ClientConnection(HttpToolsProtocol):
         elif not self.flow.read_paused:
             self._age += 1
             if self._age > limits.body_seconds and self._progress < limits.body_progress:
-                self._be_late("the body of the request did not come, or too slowly")
+                self._time_out("the body of the request did not come, or too slowly")
             elif self._age > limits.body_seconds:
                 self._age = self._progress = 0
 
-    def _look_at_reader(self) -> None:
+    def _count_unread(self) -> None:
         unsent = self.transport.get_write_buffer_size()
         self.stalled = self.stalled + 1 if unsent == self._unsent else 0
         self._unsent = unsent
@@ -302,9 +304,9 @@ class ClientConnection(HttpToolsProtocol):
         self.unread = 0
         self.transport.abort()
 
-    def _be_late(self, why: str) -> None:
+    def _time_out(self, why: str) -> None:
         if self._in_head and not self._head:
-            self.transport.abort()  # it never said anything
+            self.transport.abort()  # nothing was received
         else:
             self._refuse(408, why)
 
@@ -317,7 +319,7 @@ class ClientConnection(HttpToolsProtocol):
 
     # ---- refusals ---------------------------------------------------------------------------------------------------------
 
-    def _hear_nothing(self) -> None:
+    def _discard_input(self) -> None:
         self._over, self._rest, self._age, self._thrown = True, b"", 0, 0
         self._connection_limits.busy(self)
         self._connection_limits.end_body(self)
@@ -328,7 +330,7 @@ class ClientConnection(HttpToolsProtocol):
     def _end_after_answer(self) -> None:
         """Stop reading. The answer that is due is sent."""
         self.pipeline.clear()
-        self._hear_nothing()
+        self._discard_input()
         if self._answered is None:
             return
         self._answered.keep_alive = False
@@ -346,7 +348,7 @@ class ClientConnection(HttpToolsProtocol):
                 if sending:
                     self.pipeline.popleft()  # the one that did not come whole
                 self._due = self._refusal(status, message, retry_after)
-                self._hear_nothing()
+                self._discard_input()
                 return
             if answered.response_started:
                 self._end_after_answer()
@@ -357,9 +359,9 @@ class ClientConnection(HttpToolsProtocol):
         if unfinished and answered is not None:
             answered.disconnected = True
             answered.message_event.set()
-        self._tell(b"" if was_answered else self._refusal(status, message, retry_after))
+        self._write_refusal(b"" if was_answered else self._refusal(status, message, retry_after))
 
-    def _tell(self, refusal: bytes) -> None:
+    def _write_refusal(self, refusal: bytes) -> None:
         self._due = None
         if self.transport.is_closing():
             return
@@ -378,7 +380,7 @@ class ClientConnection(HttpToolsProtocol):
         head = [
             "content-type: application/json",
             f"content-length: {len(body)}",
-            *([f"x-request-id: {secrets.token_hex(16)}"] if self._tells_ids else []),
+            *([f"x-request-id: {secrets.token_hex(16)}"] if self._sends_ids else []),
             *([] if retry_after is None else [f"retry-after: {retry_after}"]),
             "connection: close",
         ]

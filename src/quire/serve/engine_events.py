@@ -26,7 +26,7 @@ from quire.serve.limits import LIMITS, ServerLimits
 from quire.types.engine_snapshot import EVERY, EngineSnapshot
 from quire.types.stats import Arrived, OutputNews, Stats
 
-MOST_WAITING = 32  # events
+MAX_WAITING = 32  # events
 MOST_BYTES = 2**20  # of them
 HEARTBEAT = 10.0  # seconds without an event
 _HEADERS = [
@@ -37,12 +37,12 @@ _encoder = msgspec.json.Encoder()
 
 
 def encode(kind: str, event: dict[str, Any]) -> bytes:
-    """All but its number: that is each viewer's own."""
+    """Encode an event without its number, which differs between viewers."""
     return b"event: " + kind.encode() + b"\ndata: " + _encoder.encode(event) + b"\n\n"
 
 
 class Viewer:
-    """`snapshot` makes what a viewer that has lost events goes on from."""
+    """A viewer's queue of events. `snapshot` returns the state from which a viewer that has lost events continues."""
 
     def __init__(self, tenant: str | None, snapshot: Callable[[], bytes]) -> None:
         self.tenant = tenant
@@ -54,7 +54,7 @@ class Viewer:
 
     def push(self, *events: bytes) -> None:
         size = sum(map(len, events))
-        full = len(self._waiting) + len(events) > MOST_WAITING or self._bytes + size > MOST_BYTES
+        full = len(self._waiting) + len(events) > MAX_WAITING or self._bytes + size > MOST_BYTES
         if self._waiting and (self._lost or full):
             self._lost += len(self._waiting)
             self._waiting.clear()
@@ -73,7 +73,7 @@ class Viewer:
             self._news.set()
 
     async def take(self) -> bytes:
-        """What there is to send now; nothing when it is over."""
+        """Return the bytes to send now; empty at the end of the stream."""
         if not self._waiting and not self._lost and not self._over:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), HEARTBEAT)
@@ -96,7 +96,7 @@ class Viewer:
 
 
 class ViewerStream(Response):
-    """Events until the viewer goes, or the server. `left` is called then."""
+    """Events until the viewer disconnects or the server ends; then `left` is called."""
 
     def __init__(self, viewer: Viewer, left: Callable[[Viewer], None]) -> None:  # there is no body, so nothing is rendered
         self._viewer, self._left = viewer, left
@@ -120,7 +120,7 @@ BYE = {"reason": "the server is shutting down"}
 
 
 class EngineEvents:
-    """`several`: the server has more than one key, and a viewer sees only what is its own key's."""
+    """The endpoint. several: the server has more than one key, and a viewer sees only the requests of its own key."""
 
     def __init__(self, state: ServerState, several: bool, limits: ServerLimits = LIMITS) -> None:
         self._state, self._several, self._limits = state, several, limits
@@ -165,7 +165,7 @@ class _Watching:
         self._pages = views.PoolView([each.pages for each in self._llm.engines])
         self._stats = views.StatsView(service.metrics)
         self._latest: dict[int, EngineSnapshot] = {}  # by engine
-        self._told_engine, self._told_stats = self._engine_facts(), dict[str, Any]()
+        self._sent_engine, self._sent_stats = self._engine_facts(), dict[str, Any]()
         self._llm.observers.append(self)
         self._llm.watch(self._see)
         self._ticking = asyncio.get_running_loop().create_task(self._tick(), name="quire-feed")
@@ -212,7 +212,7 @@ class _Watching:
             _push(viewers, *(encode(kind, event) for kind, event in events if event is not None))
 
     def on_arrival(self, request: Arrived) -> None:
-        """The engine reports it."""
+        """Unused: the engine reports arrivals in snapshots."""
 
     def on_outputs(self, news: OutputNews) -> None:
         for request in news.finished:
@@ -221,7 +221,7 @@ class _Watching:
     def on_step(self, stats: Stats, tokens_in_step: int, now: float) -> None:
         """Unused: snapshots have more, and are less frequent."""
 
-    # ---- what is looked at -----------------------------------------------------------------------------------------------
+    # ---- polling ---------------------------------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
         """Poll what has no event of its own: engine states, the end of the server, statistics."""
@@ -229,11 +229,11 @@ class _Watching:
         while True:
             await asyncio.sleep(EVERY)
             try:
-                self._look_at_engine()
+                self._poll_engine()
                 if time.monotonic() >= due:
                     due += views.STATS_EVERY
                     self._traces.tidy(time.monotonic())
-                    self._tell_stats()
+                    self._send_stats()
             except Exception:
                 logger.exception("the feed of the engine's events failed")
             if self._state.draining and (self._state.closing or not self._state.open):
@@ -241,12 +241,12 @@ class _Watching:
                     viewer.end(encode("bye", BYE))
                 return
 
-    def _look_at_engine(self) -> None:
+    def _poll_engine(self) -> None:
         facts = self._engine_facts()
-        if facts == self._told_engine:
+        if facts == self._sent_engine:
             return
         now, events = time.monotonic(), []
-        for number, (old, new) in enumerate(zip(self._told_engine, facts, strict=True)):
+        for number, (old, new) in enumerate(zip(self._sent_engine, facts, strict=True)):
             (_, was, before), (_, state, restarts) = old, new
             if was == "ready" and (state != "ready" or restarts != before):
                 self._traces.lose(now, number)
@@ -256,16 +256,16 @@ class _Watching:
                 self._latest.pop(number, None)
             if old != new:
                 events.append(encode("engine", self._engine(number)))
-        self._told_engine = facts
+        self._sent_engine = facts
         changed_traces = self._traces.take()
         for tenant, viewers in self._by_tenant():
             changed = views.requests(changed_traces, tenant)
             _push(viewers, *events, *([] if changed is None else [encode("requests", changed)]))
 
-    def _tell_stats(self) -> None:
+    def _send_stats(self) -> None:
         stats = self._stats_now(measure=True)
-        if {**stats, "t": 0} != {**self._told_stats, "t": 0}:
-            self._told_stats = stats
+        if {**stats, "t": 0} != {**self._sent_stats, "t": 0}:
+            self._sent_stats = stats
             _push(self._viewers, encode("stats", stats))
 
     def _stats_now(self, measure: bool) -> views.Event:

@@ -26,10 +26,10 @@ from quire.types.stats import Finished
 
 # ---- traces of requests
 
-MOST_ENDED = 4096  # answers that ended, and whose engine has not said so yet
-KEPT = 256  # finished requests, for those who come to look later
-PATIENCE = 60.0  # seconds for an engine to report the end of a finished request: a step may be long
-# states -> what the time is that an engine lost in them
+MAX_ENDED = 4096  # answers that have ended before their engine reported it
+MAX_FINISHED_TRACES = 256  # for viewers that connect later
+END_TIMEOUT_S = 60.0  # for an engine to report the end of a finished request: a step may be long
+# state -> the part to which time in a lost engine counts
 _LOST = {
     "grammar": snapshots.GRAMMAR,
     "waiting": snapshots.QUEUE,
@@ -37,7 +37,7 @@ _LOST = {
     "decode": snapshots.DECODE,
     "preempted": snapshots.PREEMPTED,
 }
-# what is taken back first where the engine was notified of the end later than the client
+# parts that are shortened first if the client received the end before the engine
 _TAKEN_BACK = (
     snapshots.DECODE, snapshots.OTHERS, snapshots.MASKS, snapshots.PREEMPTED, snapshots.PROMPT, snapshots.QUEUE,
     snapshots.GRAMMAR, snapshots.RESTART, snapshots.UNSEEN, snapshots.PREPARE,
@@ -63,7 +63,7 @@ class RequestTrace:
     name: str
     choice: int
     arrived: float
-    engine: int = 0  # who has it, of several
+    engine: int = 0  # that runs it, of several
     before: list[float] = field(default_factory=lambda: [0.0] * len(PARTS))
     end: _Ended | None = None
     end_at: float = 0.0  # of the finished
@@ -91,7 +91,7 @@ class RequestTraces:
     def __init__(self, owner: Callable[[str], RequestAnswer | None]) -> None:
         self._owner = owner
         self.open: dict[str, RequestTrace] = {}  # by key
-        self.finished: deque[RequestTrace] = deque(maxlen=KEPT)
+        self.finished: deque[RequestTrace] = deque(maxlen=MAX_FINISHED_TRACES)
         self._ended: OrderedDict[str, _Ended] = OrderedDict()  # by key
         self._lost: dict[str, float] = {}  # key -> when its engine was lost
         self._down: dict[int, tuple[float, float]] = {}  # engine -> from when to when it was not there, the latest time
@@ -134,7 +134,7 @@ class RequestTraces:
                 self._finish(trace, ended)
             else:
                 self._ended[key] = ended
-        while len(self._ended) > MOST_ENDED:
+        while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
 
     def lose(self, now: float, engine: int = 0) -> None:
@@ -159,19 +159,19 @@ class RequestTraces:
         self._down[engine] = (self._down.get(engine, (0.0, 0.0))[0], now)
 
     def tidy(self, now: float) -> None:
-        """Forgets what no engine will speak of again."""
+        """Forget requests that no engine will report again."""
         for key, trace in list(self.open.items()):
-            if now - trace.seen.since > PATIENCE and self._owner(key) is None:
+            if now - trace.seen.since > END_TIMEOUT_S and self._owner(key) is None:
                 ended = self._ended.pop(key, None)
-                if ended is None or now - ended.finished > PATIENCE:
+                if ended is None or now - ended.finished > END_TIMEOUT_S:
                     self._drop(key)
                 else:
                     self._ended[key] = ended
-        while self._ended and now - next(iter(self._ended.values())).finished > PATIENCE:
+        while self._ended and now - next(iter(self._ended.values())).finished > END_TIMEOUT_S:
             self._ended.popitem(last=False)
 
     def of(self, tenant: str | None) -> Iterator[RequestTrace]:
-        """A tenant's open requests, newest first; None: everybody's."""
+        """Return a tenant's open requests, newest first; None: those of all tenants."""
         return (trace for trace in reversed(self.open.values()) if tenant is None or trace.seen.tenant == tenant)
 
     def finished_of(self, tenant: str | None, most: int) -> list[RequestTrace]:
@@ -297,8 +297,8 @@ def requests(changed_traces: list[RequestTrace], tenant: str | None) -> Event | 
     if not mine:
         return None
     events = list({trace.seen.key: trace for trace in mine}.values())  # each once, as it is now
-    kept = [trace.as_event() for trace in events[-MOST_REQUESTS:]]
-    return {"t": moment(time.monotonic()), "requests": kept, "more": len(events) - len(kept)}
+    shown = [trace.as_event() for trace in events[-MOST_REQUESTS:]]
+    return {"t": moment(time.monotonic()), "requests": shown, "more": len(events) - len(shown)}
 
 
 def step(seen: EngineSnapshot, llm: AsyncLLM, traces: RequestTraces, tenant: str | None, everywhere: Iterable[str]) -> Event:
@@ -331,7 +331,7 @@ def step(seen: EngineSnapshot, llm: AsyncLLM, traces: RequestTraces, tenant: str
 
 
 class PageView:
-    """One engine's map as its latest snapshots have it; what a cell is, depends on who looks."""
+    """One engine's page map, from its latest snapshots. The letter of a cell depends on the viewer's tenant."""
 
     def __init__(self, pages: int) -> None:
         self.cells = bytearray(cells_of(pages))
@@ -361,13 +361,13 @@ class PageView:
 
 
 class PoolView:
-    """The maps of all engines, one behind the other."""
+    """The page maps of all engines, one after the other."""
 
     def __init__(self, pages: Sequence[int]) -> None:
         self._maps = [PageView(each) for each in pages]
 
     def begin(self, engine: int, pages: int) -> None:
-        """An engine that nothing is known of yet."""
+        """Reset the map of an engine that has just started."""
         self._maps[engine] = PageView(pages)
 
     def see(self, seen: EngineSnapshot) -> None:
@@ -389,7 +389,7 @@ class PoolView:
 
 
 class StatsView:
-    """Numbers of /metrics, and how fast they rise."""
+    """Values of /metrics and their rates."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -397,7 +397,7 @@ class StatsView:
         self._rates = (0.0, 0.0, 0.0)
 
     def as_event(self, llm: AsyncLLM, compiling: int, viewers: int, measure: bool) -> Event:
-        """`measure`: the rates are those since the latest time that they were measured; else they are as they were."""
+        """Return the statistics. measure: compute the rates since the last measurement; otherwise repeat them."""
         metrics, stats, now = self._metrics, llm.stats, time.monotonic()
         finished = {labels[0]: int(count) for labels, count in metrics.success.values.items() if count}
         totals = (metrics.prompt_tokens.values[()], metrics.generation_tokens.values[()], float(sum(finished.values())))

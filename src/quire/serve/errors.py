@@ -61,9 +61,9 @@ class AnthropicErrorBody(TypedDict):
 
 logger = logging.getLogger(__name__)
 
-LONGEST_MESSAGE = 2000
-MOST_ERRORS_SHOWN = 5
-RETRY_AFTER = 5  # seconds; when to come back, to this server or to another one
+MAX_MESSAGE_CHARS = 2000
+MAX_ERRORS_SHOWN = 5
+RETRY_AFTER = 5  # seconds until a client should try again, here or at another server
 CLIENT_GONE = 499  # for access logs and metrics only
 
 _TYPES = {
@@ -90,8 +90,11 @@ _ADDRESSES = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 
 
 class HttpError(HTTPException):
-    """An answer other than 200, decided by the server itself. `own`: a path that the client named, as the message has it, and
-    as the client wrote it; it may appear in the message, with files directly in it."""
+    """An HTTP error that the server itself decides on.
+
+    own: a path that the client named, as it stands in the message, and as the client wrote it. This path and the files directly
+    in it may appear in the message.
+    """
 
     def __init__(self, status: int, message: str, parameter: str | None = None, own: tuple[str, str] | None = None) -> None:
         super().__init__(status_code=status, detail=message)
@@ -99,7 +102,7 @@ class HttpError(HTTPException):
 
 
 class GenerationFailed(EngineError):
-    """The engine ended one request with an error; the others go on."""
+    """The engine ended one request with an error; other requests continue."""
 
 
 def error_body(
@@ -110,7 +113,7 @@ def error_body(
 
 
 def describe(error: BaseException, request_id: str) -> ErrorBody:
-    """The error as its client may see it. Failures of the server are logged here, once."""
+    """Return the error as its client may see it. Failures of the server are logged here, once."""
     if isinstance(error, RequestError):
         status = 501 if isinstance(error, NotSupported) and error.parameter is None else 400
         return error_body(status, str(error), error.parameter)
@@ -136,7 +139,7 @@ def error_response(error: BaseException, scope: Any) -> Response:
 
 
 def shaped(body: ErrorBody, scope: Any) -> ErrorBody | AnthropicErrorBody:
-    """The error as the protocol of this path writes it."""
+    """Return the error in the protocol of the request's path."""
     return anthropic_error(body, request_id_of(scope)) if _ANTHROPIC_PATH in scope.get("path", "") else body
 
 
@@ -153,7 +156,7 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
 
 
 class JSONResponse(Response):
-    """An answer that is large is written in turns with other work, and sent in pieces."""
+    """A large answer is encoded in time slices between other work, and sent in chunks."""
 
     media_type = "application/json"
 
@@ -165,11 +168,11 @@ class JSONResponse(Response):
         if self._large is None:
             await super().__call__(scope, receive, send)
             return
-        pieces = await json_chunks(self._large)
-        self.headers["content-length"] = str(sum(map(len, pieces)))
+        chunks = await json_chunks(self._large)
+        self.headers["content-length"] = str(sum(map(len, chunks)))
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for i, piece in enumerate(pieces, start=1):
-            await send({"type": "http.response.body", "body": piece, "more_body": i < len(pieces)})
+        for i, chunk in enumerate(chunks, start=1):
+            await send({"type": "http.response.body", "body": chunk, "more_body": i < len(chunks)})
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -185,7 +188,7 @@ def request_id_of(scope: Any) -> str:
 
 
 def _describe_validation(errors: Sequence[Any]) -> ErrorBody:
-    shown = [f"{_dotted(error['loc'])}: {error['msg']}" for error in errors[:MOST_ERRORS_SHOWN]]
+    shown = [f"{_dotted(error['loc'])}: {error['msg']}" for error in errors[:MAX_ERRORS_SHOWN]]
     if len(errors) > len(shown):
         shown.append(f"and {len(errors) - len(shown)} more")
     plural = "s" if len(errors) != 1 else ""
@@ -199,25 +202,25 @@ def _dotted(location: Sequence[str | int]) -> str:
 
 
 def _clean(message: str, own: tuple[str, str] | None) -> str:
-    """Without files and addresses of this machine, and of bounded length."""
+    """Remove files and addresses of this machine, and bound the length."""
     here, written = own or ("", "")
     parts = re.split(rf"(?<![\w/]){re.escape(here)}(?![\w.@+~-])", message) if here else [message]
     message = (written.rstrip("/") or "/").join(_ADDRESSES.sub("<address>", _PATHS.sub("<path>", part)) for part in parts)
-    return message if len(message) <= LONGEST_MESSAGE else message[: LONGEST_MESSAGE - 3] + "..."
+    return message if len(message) <= MAX_MESSAGE_CHARS else message[: MAX_MESSAGE_CHARS - 3] + "..."
 
 
 # ---- errors that name the fields of the client's request
 
-Terms = tuple[tuple[str, str], ...]  # patterns of fields as a chat request has them, and what they are called instead
+Terms = tuple[tuple[str, str], ...]  # patterns of a chat request's fields, and their names in another protocol
 
-# places in the schema that makes a model call some tool (`ToolUse.answer_schema`)
+# positions in the schema that forces a tool call (`ToolUse.answer_schema`)
 _TOOL = re.compile(r"\$\.items(?:\.anyOf\[(\d+)\])?\.properties\.parameters\b")
 _DEFINITION = re.compile(r"\$\['\$defs'\]\['tool(\d+)[.:]([^']*)'\]")
 
 
 @dataclass(frozen=True)
 class FieldNames:
-    field: str = FIELD  # where the grammar of the request came from, in full
+    field: str = FIELD  # where the request's grammar came from, in full
     parameter: str = FIELD  # as OpenAI's `param` has it: not in full in a chat
     terms: Terms = ()
 
@@ -232,7 +235,7 @@ class FieldNames:
         return type(error)(message, parameter)
 
     def _placed(self, rest: str) -> tuple[str, str]:
-        """`rest` of a message, behind the name of the field."""
+        """Replace the place in `rest`, a message without the name of its field."""
         place = (_TOOL.search(rest) or _DEFINITION.search(rest)) if self.field == "tools" else None
         if place is None:
             return self.field + rest, self.parameter

@@ -115,7 +115,7 @@ class AnswerReader:
         self._reasoned = False
         self.ended = False  # the answer is complete, whatever else the model writes
         self._tokens = 0
-        self._thought: int | None = None
+        self._reasoning_tokens: int | None = None
         self._parser = None
         if reading.form is not None:
             self._parser = AnswerParser(reading.form, tools=reading.tools, inside=reading.inside, noise=reading.noise)
@@ -126,7 +126,7 @@ class AnswerReader:
             return [Text(part.text)] if part.text else []
         if self.ended:
             return []
-        if self._thought is None and self._reading.end_id is not None:
+        if self._reasoning_tokens is None and self._reading.end_id is not None:
             self._count(part.token_ids)
         mistaken = self._parser.mistaken
         turns = self._parser.turns(part.text, last=part.finish_reason is not None)
@@ -135,14 +135,14 @@ class AnswerReader:
             await pace()
             events += more
         cut = part.finish_reason == "length"
-        kept = self._keep_all(joined(events), cut)
+        passed_on = self._filter_all(joined(events), cut)
         if self._reading.on_call is not None:
-            for event in kept:
+            for event in passed_on:
                 if isinstance(event, ToolEnd):
                     self._reading.on_call("complete" if event.complete else "cut" if cut else "broken")
             for _ in range(self._parser.mistaken - mistaken):
                 self._reading.on_call("cut" if cut else "text")
-        return kept
+        return passed_on
 
     def finish_reason(self, part: CompletionOutput) -> str | None:
         """Return `tool_calls` if the arguments of all calls are complete, also where the length cut off what follows them."""
@@ -151,27 +151,27 @@ class AnswerReader:
         return part.finish_reason
 
     @property
-    def thought(self) -> int | None:
+    def reasoning_tokens(self) -> int | None:
         """Tokens of the reasoning; known when the token that ends it has come."""
-        return self._thought if self._reasoned else None
+        return self._reasoning_tokens if self._reasoned else None
 
     def _count(self, tokens: Iterable[int]) -> None:
         for token in tokens:
             if token == self._reading.end_id:
-                self._thought = self._tokens
+                self._reasoning_tokens = self._tokens
                 return
             self._tokens += (token,) != self._reading.begin_ids
 
-    def _keep_all(self, events: list[Event], cut: bool) -> list[Event]:
-        kept: list[Event] = []
+    def _filter_all(self, events: list[Event], cut: bool) -> list[Event]:
+        passed_on: list[Event] = []
         for event in events:
             for passed in [event] if self._repeats is None else self._repeats.feed(event):
-                known = self._keep(passed)
-                kept += [] if known is None else [known]
+                known = self._filter(passed)
+                passed_on += [] if known is None else [known]
             self.ended |= self._repeats is not None and self._repeats.repeated
             if self.ended:
-                return kept
-        return kept + self._cut_call() if cut and not self._called and self._left_out else kept
+                return passed_on
+        return passed_on + self._cut_call() if cut and not self._called and self._left_out else passed_on
 
     def _cut_call(self) -> list[Event]:
         """Return the call that was cut off before its arguments began, if its name is certain: only tools have names here."""
@@ -179,9 +179,9 @@ class AnswerReader:
         written = "" if found is None else "".join(found.groups())
         names = [name for name in self._reading.tools or () if f'{escape(name)}"'.startswith(written)]
         events: list[Event] = [ToolStart(0, names[0]), ToolEnd(0, complete=False)] if len(names) == 1 else []
-        return [known for event in events if (known := self._keep(event)) is not None]
+        return [known for event in events if (known := self._filter(event)) is not None]
 
-    def _keep(self, event: Event) -> Event | None:
+    def _filter(self, event: Event) -> Event | None:
         if isinstance(event, Reasoning):
             self._reasoned = True
             return event if self._reading.with_reasoning else None
@@ -343,7 +343,7 @@ class Items:
 
 
 class TextLogprobs:
-    """The tokens of one answer that no piece of text has claimed yet.
+    """The tokens of one answer that no piece of text has matched yet.
 
     The parser reports pieces of text, reasoning and tool calls, but not the tokens they came from. The tokens of a piece are
     found by their bytes: pieces appear in the answer in order, so each is searched for after the one before it.
@@ -355,7 +355,7 @@ class TextLogprobs:
         self._bytes = bytearray()
         self._tokens: list[tuple[int, int, TokenLogprobs | None]] = []  # where its bytes end, token id, logprobs
 
-    async def take(self, part: CompletionOutput, pieces: Sequence[ItemGrown], pace: Pace) -> list[list[ChatToken]]:
+    async def take(self, part: CompletionOutput, grown: Sequence[ItemGrown], pace: Pace) -> list[list[ChatToken]]:
         """Return the tokens of every piece, given the output that completed these pieces. Only pieces of text have any.
 
         A token that spans two pieces belongs to the first.
@@ -366,25 +366,25 @@ class TextLogprobs:
             self._tokens.append((len(self._bytes), token, chances))
         found: list[list[ChatToken]] = []
         done = 0
-        for piece, (start, end) in zip(pieces, self._spans(pieces), strict=True):
-            claimed: list[ChatToken] = []
+        for piece, (start, end) in zip(grown, self._spans(grown), strict=True):
+            matched: list[ChatToken] = []
             while done < len(self._tokens) and self._begin(done) < end:
                 stop, token, chances = self._tokens[done]
                 if stop > start and piece.item.kind == "text":
                     await pace()
-                    claimed.append(token_logprobs(token, chances, self._names, self._top))
+                    matched.append(token_logprobs(token, chances, self._names, self._top))
                 done += 1
-            found.append(claimed)
+            found.append(matched)
         self._drop(done)
         return found
 
-    def _spans(self, pieces: Sequence[ItemGrown]) -> list[tuple[int, int]]:
+    def _spans(self, grown: Sequence[ItemGrown]) -> list[tuple[int, int]]:
         """Return the bytes of every piece. The search begins at the end, where the parser is, so that markers between pieces
         (`</think>`) are not taken for text.
         """
         spans: list[tuple[int, int]] = []
         end = len(self._bytes)
-        for piece in reversed(pieces):
+        for piece in reversed(grown):
             text = piece.piece.encode(errors="replace")
             start = self._bytes.rfind(text, 0, end)
             if start >= 0:

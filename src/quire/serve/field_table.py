@@ -1,7 +1,7 @@
-"""One table of the fields of all requests: each works, is a hint that changes no answer, or is refused by name.
+"""The table of the fields of all requests: each works, is a hint that changes no answer, or is refused by name.
 
     works     a field of the protocol's model (serve/protocol.py), unless it is one of HINTS
-    hint      in HINTS: taken, and nothing follows from it
+    hint      in HINTS: accepted without effect
     refused   in REFUSED, or in the model of another protocol: an error, unless the value asks for nothing
     unknown   no protocol here has it: ignored, as in vLLM, with a warning in the log (serve/field_table.py)
 
@@ -51,12 +51,12 @@ _MATTERS: dict[type[RequestBody], tuple[str, ...]] = {
 }
 
 _ONE_ENGINE = "there is one engine"
-_NOBODY = "it says who asks, which nothing depends on"
+_CALLER = "caller metadata; ignored"
 _CACHED = "prompts are cached by their content, always"
-# name -> why nothing follows from it, whatever the protocol (unless a model makes something of it: WORK_SOMEWHERE)
+# name -> why it has no effect, in any protocol (unless a model makes something of it: WORK_SOMEWHERE)
 HINTS = {
-    "user": _NOBODY,
-    "safety_identifier": _NOBODY,
+    "user": _CALLER,
+    "safety_identifier": _CALLER,
     "metadata": "nothing depends on it",
     "store": "only /v1/responses stores answers",
     "session_id": _ONE_ENGINE,
@@ -74,7 +74,7 @@ _TEXT_ONLY = "this server takes text only"
 _NO_TRANSFER = "this engine transfers no cache to others"
 _NO_TOOLS = "the server calls no tools by itself"
 _LOGPROBS = "logprobs are in /v1/chat/completions"
-# name -> why there is nothing of the kind
+# name -> why it is not supported
 REFUSED = {
     **{f"guided_{kind}": f'its name is now structured_outputs: {{"{kind}": ...}}' for kind in (
         "json", "regex", "choice", "grammar", "json_object", "whitespace_pattern")},
@@ -95,7 +95,7 @@ REFUSED = {
     "kv_transfer_params": _NO_TRANSFER,
     "ec_transfer_params": _NO_TRANSFER,
     "vllm_xargs": "no installed plugin reads them",
-    "conversation": "conversations are not kept: send previous_response_id, or the whole input",
+    "conversation": "conversations are not stored: send previous_response_id, or the whole input",
     "max_tool_calls": _NO_TOOLS,
     "mcp_servers": _NO_TOOLS,
     "container": "the server runs no code",
@@ -103,9 +103,9 @@ REFUSED = {
     "enable_response_messages": "the input and output of a response are items",
     "previous_input_messages": "send them as input items",
 }  # fmt: skip
-# values that ask for nothing, besides None, the default where the field works, and what is false, 0 or empty there
+# values without effect, besides None, the default where the field works, and false, 0 or empty values
 NEUTRAL: dict[str, tuple[Any, ...]] = {"modalities": (["text"],), "best_of": (1,)}
-# what a field of another protocol is here
+# the name of another protocol's field in this one
 INSTEAD: dict[type[RequestBody], dict[str, str]] = {
     CompletionRequest: {
         "messages": "they are for /v1/chat/completions",
@@ -168,7 +168,7 @@ INSTEAD: dict[type[RequestBody], dict[str, str]] = {
 
 
 def check_fields(request: RequestBody) -> list[str]:
-    """Refuses what is not supported. Returns the names of unknown fields."""
+    """Raise an error for fields that are not supported; return the names of unknown fields."""
     if not request.model_extra:
         return []
     unknown = []
@@ -182,7 +182,7 @@ def check_fields(request: RequestBody) -> list[str]:
 
 
 def refusal(model: type[RequestBody], name: str) -> str | None:
-    """Why the field cannot be used in this protocol; None if it works, is a hint, or is unknown."""
+    """Return why the field is not supported in this protocol; None if it works, is a hint, or is unknown."""
     if name in model.model_fields or name in HINTS:
         return None
     if name in INSTEAD.get(model, {}):
@@ -209,21 +209,21 @@ def _asks_for_nothing(name: str, value: Any) -> bool:
     return (value == default and type(value) is type(default)) or (not value and default is not True)
 
 
-MOST_NAMES, LONGEST_NAME = 64, 64  # clients choose them
+MAX_NAMES, LONGEST_NAME = 64, 64  # clients choose them
 
 
 class UnknownFields:
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def log(self, body: BaseModel, names: Iterable[str]) -> None:
         for name in names:
             name = name[:LONGEST_NAME]
-            if name in self._told or len(self._told) == MOST_NAMES:
+            if name in self._logged or len(self._logged) == MAX_NAMES:
                 continue
-            self._told.add(name)
+            self._logged.add(name)
             near = difflib.get_close_matches(name, type(body).model_fields, n=1)
             hint = f"; did its client mean {near[0]!r}?" if near else ""
             logger.warning("a request has the field %s, which is unknown and ignored%s (logged once)", ascii(name), hint)
-            if len(self._told) == MOST_NAMES:
-                logger.warning("%d unknown fields have been named; others are ignored without a word", MOST_NAMES)
+            if len(self._logged) == MAX_NAMES:
+                logger.warning("%d unknown fields have been named; further ones are ignored without a log line", MAX_NAMES)

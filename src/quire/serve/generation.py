@@ -40,13 +40,13 @@ class GenerationJob:
     prompts: list[Prompt]
     params: list[SamplingParams]  # one per prompt
     priority: int
-    cache_tenant: str | None  # whose cached prompts may be shared
+    cache_tenant: str | None  # prompts are shared in the prefix cache within this tenant
     trace_headers: dict[str, str] | None
     timed: bool  # the answer carries its times
     field_names: FieldNames  # of its errors
-    rank: int | None = None  # of several engines, the one that is to have it
+    rank: int | None = None  # the engine that runs the job, of several
     created: int = field(default_factory=lambda: int(time.time()))
-    engine_ids: list[str] = field(default_factory=list)  # of its requests to the engine, as far as they have begun
+    engine_ids: list[str] = field(default_factory=list)  # of the engine requests that have started
 
     @property
     def n(self) -> int:
@@ -54,7 +54,7 @@ class GenerationJob:
 
     @property
     def has_grammar(self) -> bool:
-        """All of its prompts have the same: what the engine samples first shows that it was accepted."""
+        """Return whether the request has a grammar, the same for all prompts. The first output shows that it was accepted."""
         return self.params[0].structured_outputs is not None
 
     @property
@@ -85,7 +85,7 @@ def make_job(
 
 
 def run(server: Server, job: GenerationJob) -> Outputs:
-    """Outputs of all prompts as they come, each with its prompt's number. Closing it ends everything in the engine."""
+    """Yield outputs of all prompts, each with its prompt's number. Closing the generator aborts the requests in the engine."""
     streams = [_start(server, job, i) for i in range(len(job.prompts))]
     return _number(streams[0], job.field_names) if len(streams) == 1 else _merge(streams, job.field_names)
 
@@ -101,7 +101,7 @@ async def collect(server: Server, job: GenerationJob) -> list[RequestOutput]:
 
 
 def log_delta(server: Server, job: GenerationJob, output: RequestOutput) -> None:
-    """Log a piece of a stream, where the settings ask for it."""
+    """Log the delta of a stream if the settings ask for it."""
     settings = server.settings
     if settings.enable_log_outputs and settings.enable_log_deltas:
         for part in output.outputs:
@@ -132,7 +132,7 @@ def _start(server: Server, job: GenerationJob, i: int) -> AsyncGenerator[Request
 
 
 def answer_of(engine_id: str) -> tuple[str, int | None]:
-    """The id of the answer that one of these is for, and the number of its prompt; None for requests of the server itself."""
+    """Return the answer's id and the prompt's number of an engine request; the number is None for the server's own."""
     parts = engine_id.rsplit("-", 2)
     return (parts[0], int(parts[1])) if len(parts) == 3 and parts[1].isdigit() else (engine_id, None)
 
@@ -147,7 +147,7 @@ async def _number(stream: AsyncGenerator[RequestOutput, None], field_names: Fiel
 
 
 async def _merge(streams: Sequence[AsyncGenerator[RequestOutput, None]], field_names: FieldNames) -> Outputs:
-    """The queue is short: a reader that is slow slows its own streams, it does not fill memory."""
+    """Yield from all streams. The queue is short, so a slow reader slows its own streams instead of filling memory."""
     queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(maxsize=len(streams))
 
     async def pump(i: int) -> None:
@@ -163,7 +163,7 @@ async def _merge(streams: Sequence[AsyncGenerator[RequestOutput, None]], field_n
     pumps: list[asyncio.Task[None]] = []
 
     async def start() -> None:
-        """A few at a time: whatever is started together runs before anybody else has a turn."""
+        """Start some at a time, so that other work of the event loop runs in between."""
         for i in range(len(streams)):
             pumps.append(asyncio.create_task(pump(i)))
             if i % AT_ONCE == AT_ONCE - 1:
@@ -207,7 +207,7 @@ def usage_of(
 
 
 def timing_of(metrics: RequestMetrics | None, speculates: bool = False) -> Timing | None:
-    """`speculates`: it might have had drafts."""
+    """Return the timings of an answer. speculates: the engine uses speculative decoding."""
     if metrics is None:
         return None
     queued, scheduled = metrics.queued_ts, metrics.scheduled_ts
@@ -236,17 +236,17 @@ def timing_of(metrics: RequestMetrics | None, speculates: bool = False) -> Timin
 
 
 def _between(start: float, end: float) -> float | None:
-    """Milliseconds; a time of 0 has not come."""
+    """Return milliseconds; None if one of the times is 0 (not reached)."""
     return max(0.0, end - start) * 1000 if start and end else None
 
 
 class StreamUsage:
-    """A stream ends with a usage chunk if that is `wanted`; otherwise its last choice carries what concerns all of it."""
+    """Usage and timings of a stream: in a last chunk on request (`include_usage`), else with its last choice."""
 
     def __init__(self, server: Server, job: GenerationJob, options: StreamOptions | None) -> None:
         forced = server.settings.enable_force_include_usage
-        self.wanted = forced or (options is not None and bool(options.include_usage))
-        self._in_every_chunk = forced or (self.wanted and options is not None and bool(options.continuous_usage_stats))
+        self.include_usage = forced or (options is not None and bool(options.include_usage))
+        self._in_every_chunk = forced or (self.include_usage and options is not None and bool(options.continuous_usage_stats))
         self._server = server
         self._job = job
         self._cached = [0] * len(job.prompts)
@@ -258,10 +258,10 @@ class StreamUsage:
         self._last = output
 
     def mark(self, chunk: dict[str, Any], prompt: int, tokens: int, finished: bool) -> dict[str, Any]:
-        """A chunk of one choice, which has `tokens` so far, with usage and timings as asked for."""
+        """Add usage and timings to a chunk of one choice, which has `tokens` so far, as the request asks for."""
         if self._in_every_chunk:
             chunk["usage"] = usage_of(len(self._job.prompts[prompt].ids), tokens, None)
-        if finished and not self.wanted:
+        if finished and not self.include_usage:
             self._open -= 1
             chunk["system_fingerprint"] = self._server.fingerprint
             if self._open == 0:
@@ -275,7 +275,7 @@ class StreamUsage:
         return {"usage": usage, "system_fingerprint": self._server.fingerprint, **self._times()}
 
     def _times(self) -> dict[str, Any]:
-        """Times of several choices together would mean nothing."""
+        """Return the timings of a single choice; several choices together have none."""
         if not self._job.timed or len(self._cached) * self._job.n > 1 or self._last is None:
             return {}
         return {"metrics": timing_of(self._last.metrics, self._server.speculates)}

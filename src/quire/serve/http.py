@@ -182,7 +182,7 @@ Address = tuple[socket.AddressFamily, str]
 
 
 def find_addresses(settings: ServerArgs) -> list[Address]:
-    """The addresses that the host's name stands for; none for a Unix socket."""
+    """Return the addresses of the host name; none for a Unix socket."""
     if settings.uds is not None:
         return []
     try:
@@ -214,7 +214,7 @@ def listen(settings: ServerArgs, addresses: list[Address]) -> list[socket.socket
                 sockets.append(_listen_tcp(family, address, port))
             except OSError as error:
                 if error.errno in _NO_SUCH_FAMILY and len(addresses) > 1:
-                    continue  # the name has an IPv6 address, say, and this machine no IPv6
+                    continue  # such as an IPv6 address on a machine without IPv6
                 raise ConfigError(_why(error, address, port)) from None
             port = sockets[-1].getsockname()[1]
         if not sockets:
@@ -235,7 +235,7 @@ def url_of(settings: ServerArgs, sockets: list[socket.socket]) -> str:
 
 
 def page_of(settings: ServerArgs, sockets: list[socket.socket]) -> str | None:
-    """Where a browser on this machine finds the page; None where it does not."""
+    """Return the URL of the page for a browser on this machine; None if there is no page."""
     if settings.disable_page or settings.uds is not None:
         return None
     everywhere = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}

@@ -31,36 +31,36 @@ from quire.types.sampling import (
 from quire.types.structured import MOST_GRAMMAR_BYTES, StructuredOutputsParams, as_structured_outputs
 
 UNENFORCED = b"x-quire-schema-unenforced"
-SMALL = 1 << 14  # bytes of a schema that is looked over in no time
+SMALL = 1 << 14  # bytes of a schema that is checked on the event loop
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
 
 def structured_outputs(request: GenerationFields) -> StructuredOutputsParams | None:
-    """None: the answer is free."""
-    wanted = None if request.response_format is None else from_response_format(request.response_format)
+    """Return the constraint of the answer; None: there is none."""
+    constraint = None if request.response_format is None else from_response_format(request.response_format)
     if request.structured_outputs is None:
-        return wanted
-    if wanted is not None:
+        return constraint
+    if constraint is not None:
         raise InvalidParameter(
             "response_format and structured_outputs both constrain the answer: leave one out", "response_format"
         )
     return as_structured_outputs(request.structured_outputs)
 
 
-async def report_unenforced(raw: Request, wanted: StructuredOutputsParams | None, use: ToolUse | None = None) -> None:
-    """Puts into the answer's headers what the grammar does not hold to. Raises InvalidParameter for a strict tool's schema."""
-    if wanted is None or wanted.size > MOST_GRAMMAR_BYTES:
+async def report_unenforced(raw: Request, constraint: StructuredOutputsParams | None, use: ToolUse | None = None) -> None:
+    """List schema keywords that the grammar does not enforce in the answer's headers; in a strict tool they are an error."""
+    if constraint is None or constraint.size > MOST_GRAMMAR_BYTES:
         return
     closed = server_of(raw).llm.config.args.structured_outputs_config.get("disable_additional_properties", True)
-    if wanted.size <= SMALL:
-        keywords = _look_over(wanted, use, closed)
+    if constraint.size <= SMALL:
+        keywords = _look_over(constraint, use, closed)
     else:
-        keywords = await asyncio.to_thread(_look_over, wanted, use, closed)
+        keywords = await asyncio.to_thread(_look_over, constraint, use, closed)
     if keywords:
         raw.state.response_headers = [(UNENFORCED, ", ".join(keywords).encode("ascii", "replace"))]
 
 
-def _look_over(wanted: StructuredOutputsParams, use: ToolUse | None, closed: bool) -> list[str]:
+def _look_over(constraint: StructuredOutputsParams, use: ToolUse | None, closed: bool) -> list[str]:
     for i, (name, schema) in enumerate((use.schemas or {}).items() if use is not None and use.forced else ()):
         if use is not None and name in use.strict and use.name in (None, name):
             try:
@@ -68,7 +68,7 @@ def _look_over(wanted: StructuredOutputsParams, use: ToolUse | None, closed: boo
             except GrammarError as error:
                 field = f"tools[{i}].function.parameters"
                 raise InvalidParameter(f"{field}: {error}", field) from None
-    return unenforced(wanted, closed)
+    return unenforced(constraint, closed)
 
 
 def from_response_format(given: dict[str, Any]) -> StructuredOutputsParams | None:
@@ -105,7 +105,7 @@ SAME = tuple(
 
 
 def asked_tokens(request: GenerationFields) -> int | None:
-    """How many tokens the client itself asked for; None: it left that open."""
+    """Return the number of tokens that the client asked for; None: it set no limit."""
     if isinstance(request, ChatRequest):
         return request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     assert isinstance(request, CompletionRequest)
@@ -118,7 +118,7 @@ def only_echoes(request: GenerationFields) -> bool:
 
 
 def max_tokens_for(request: GenerationFields, prompts: PromptReader, prompt: Prompt, defaults: Mapping[str, Any]) -> int:
-    """What fits, at most what was asked for, at most the model's own limit."""
+    """Return the tokens that fit, at most as many as the request and the model's defaults allow."""
     asked = 1 if only_echoes(request) else asked_tokens(request)
     field = "prompt" if isinstance(request, CompletionRequest) else "messages"
     completion = isinstance(request, ChatRequest) and request.max_completion_tokens is not None
@@ -161,7 +161,7 @@ def _value(request: GenerationFields, name: str, defaults: Mapping[str, Any]) ->
 
 
 def wanted_logprobs(request: GenerationFields) -> tuple[int | None, int | None]:
-    """For the output, and for the prompt."""
+    """Return the number of logprobs for the output and for the prompt; None: none."""
     if isinstance(request, ChatRequest):
         return (request.top_logprobs or 0) if request.logprobs else None, request.prompt_logprobs
     assert isinstance(request, CompletionRequest)
@@ -170,7 +170,7 @@ def wanted_logprobs(request: GenerationFields) -> tuple[int | None, int | None]:
 
 
 def beam_params(request: GenerationFields, max_tokens: int) -> BeamSearchParams:
-    """A beam search looks for the likeliest text, so the model's sampling defaults do not apply to it."""
+    """Return the parameters of a beam search, to which the model's sampling defaults do not apply."""
     temperature = request.temperature
     if temperature not in (None, 0.0, 1.0):
         raise InvalidParameter(f"beam search works at temperature 0 or 1, got {temperature}", "temperature")
@@ -184,7 +184,7 @@ def beam_params(request: GenerationFields, max_tokens: int) -> BeamSearchParams:
 
 
 def check_request(request: GenerationFields) -> None:
-    """Fields that do not go together."""
+    """Raise an error for fields that are not supported together."""
     if request.stream_options is not None and not request.stream:
         raise InvalidParameter("stream_options can only be given together with stream=true", "stream_options")
     if request.prompt_logprobs is not None:
@@ -210,7 +210,7 @@ def check_request(request: GenerationFields) -> None:
 
 # ---- prompts
 
-AT_ONCE = 8  # texts that are tokenized together
+AT_ONCE = 8  # texts tokenized together
 TEXT_KEYS = ("text", "refusal", "thinking")
 _OPTIONS = {
     "messages", "conversation", "self", "tokenize", "add_generation_prompt", "continue_final_message", "add_special_tokens",
@@ -242,8 +242,8 @@ async def read_prompts(server: Server, request: CompletionRequest) -> list[Promp
 
 
 def _cut_ids(cut: Cut, ids: list[int]) -> Prompt:
-    count, kept = cut.of(ids)
-    return Prompt(None, ids if kept is None or count == len(kept) else kept)
+    count, part = cut.of(ids)
+    return Prompt(None, ids if part is None or count == len(part) else part)
 
 
 def _split(prompt: Any) -> list[str | list[int]]:
@@ -266,7 +266,7 @@ async def render_messages(
     variables: Mapping[str, Any] | None = None,
     cut: Cut | None = None,
 ) -> Prompt:
-    """The chat template's prompt of these messages. `variables` for it stand over the server's and under the request's."""
+    """Render messages with the chat template. `variables` override the server's; those of the request override both."""
     if request.add_generation_prompt and request.continue_final_message:
         raise InvalidParameter(
             "add_generation_prompt starts a new message and continue_final_message goes on with the last: set only one",
@@ -303,16 +303,17 @@ async def render_messages(
 
 
 def _completed(message: dict[str, Any]) -> dict[str, Any]:
-    """Clients and templates know what an assistant thought under two names; a message that has one gets both.
+    """Complete a message of the assistant for chat templates.
 
-    One that calls tools or thinks need not say anything; templates join what it says to other text all the same.
+    Clients and templates have two names for reasoning; a message with one of them gets both. A message with tool calls or
+    reasoning needs no content, but templates join it to other text, so it gets an empty one.
     """
     if message.get("role") != "assistant":
         return message
     if message.get("content") is None:
         message = {**message, "content": ""}
-    thought = message.get("reasoning", message.get("reasoning_content"))
-    return message if thought is None else {**message, "reasoning": thought, "reasoning_content": thought}
+    reasoning = message.get("reasoning", message.get("reasoning_content"))
+    return message if reasoning is None else {**message, "reasoning": reasoning, "reasoning_content": reasoning}
 
 
 def text_of(message: Mapping[str, Any]) -> str:
@@ -325,7 +326,7 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def _check_messages(server: Server, messages: Sequence[dict[str, Any]], may_be_cut: bool) -> None:
-    """Parts that are not text would vanish, or reach a template that cannot show them."""
+    """Raise an error for parts that are not text, and for too much text."""
     parts = characters = 0
     for i, message in enumerate(messages):
         content = message.get("content")

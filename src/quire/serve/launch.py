@@ -40,14 +40,14 @@ from quire.types.sampling import RequestOutputKind, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.1  # between two looks at the engine
+POLL_S = 0.1  # between two checks of the engine
 ENGINE_STOP_S = 5.0  # for the engine to end by itself
 
 
 def run_server(engine_args: EngineArgs, settings: ServerArgs, started: float, spare: Child | None = None) -> int:
     """Serve until a signal, and return the exit code. Bad settings are raised before anything is loaded.
 
-    `started` is when the user asked, in seconds of time.monotonic(); `spare` an engine process that was started meanwhile.
+    started: when the command began, in seconds of time.monotonic(). spare: an engine process that was started meanwhile.
     """
     _set_up(settings)
     interval = log_interval()
@@ -180,7 +180,7 @@ class ServerLaunch(Launch):
         return FAILED if llm.state == "dead" and not self._state.closing else 0
 
     async def _greet(self, llm: AsyncLLM, page: str | None) -> None:
-        """The sample, and last what to open, where that is easily found."""
+        """Open the page or print a sample answer, if the settings ask for it."""
         settings = self._settings
         if settings.open and page is not None:
             threading.Thread(target=webbrowser.open, args=(page,), name="quire-browser", daemon=True).start()
@@ -228,7 +228,7 @@ class ServerLaunch(Launch):
     # ---- its end ---------------------------------------------------------------------------------------------------------
 
     async def _drain(self, llm: AsyncLLM) -> None:
-        """Requests that are open may finish, until the deadline. Then they are aborted, and their clients get an error."""
+        """Let open requests finish until the deadline; then abort them, which their clients get as an error."""
         state, seconds = self._state, self._settings.shutdown_timeout
         logger.info("shutting down: %d open requests have %.0f s to finish; a second signal does not wait", state.open, seconds)
         if await state.wait_idle(seconds):
@@ -241,7 +241,7 @@ class ServerLaunch(Launch):
             logger.error("shutting down: %d responses could not be written", state.open)
 
     async def _end_after_loss(self) -> int:
-        """The engine is given up. Its requests have got their errors; their clients have to read them."""
+        """End the server after the engine was lost for good, when clients have read their errors."""
         logger.critical("the engine is dead: the server ends")
         self._state.draining = True
         if not await self._state.wait_idle(RESPONSE_GRACE_S):
@@ -272,7 +272,7 @@ MOST_TOKENS = 64
 
 
 async def print_sample(llm: AsyncLLM, question: str) -> None:
-    """Failing is no reason not to serve."""
+    """Print the answer to a question; an error is only logged."""
     try:
         print(f"> {question}\n{await _answer(llm, question)}", flush=True)
     except QuireError as error:
@@ -288,7 +288,7 @@ async def _answer(llm: AsyncLLM, question: str) -> str:
 
 
 async def _prompt(llm: AsyncLLM, question: str) -> PromptType:
-    """As a user's message, or, for a model without a chat template, as it is."""
+    """Return the question as a user's message, or as it is for a model without a chat template."""
     try:
         text, ids = await llm.render_chat([{"role": "user", "content": question}], add_generation_prompt=True)
     except RequestError:

@@ -32,22 +32,22 @@ def max_stop_strings() -> int:
 class ServerLimits:
     # of a connection
     url_bytes: int = 16 * 2**10  # 414
-    header_bytes: int = 64 * 2**10  # 431; of the whole head of a request, and of what stands around the pieces of a body
+    header_bytes: int = 64 * 2**10  # 431; of the head of a request, and of the framing around the chunks of a body
     headers: int = 256  # 431
-    pipelined: int = 16  # requests that came before the answer to the one before
+    pipelined: int = 16  # requests received before the previous one is answered
     head_seconds: int = 20  # 408; from the first byte of a request, or from the connection's beginning, to the end of its head
     body_seconds: int = 20  # 408; in which `body_progress` bytes of a body come, or all that is left of it
     body_progress: int = 16 * 2**10
     read_seconds: int = 300  # in which a client reads something of what was written for it
-    unread_bytes: int = 8 * 2**20  # of an answer that wait for a client which has read nothing for `stalled_seconds`
+    unread_bytes: int = 8 * 2**20  # of an answer whose client has read nothing for `stalled_seconds`
     stalled_seconds: int = 60
-    linger_seconds: int = 5  # in which a client that was answered early may finish what it was saying
+    linger_seconds: int = 5  # in which a client that was answered early may finish sending
 
     # of all connections together
     connections: int = 16 * 2**10
-    spare_descriptors: int = 128  # that connections leave to the rest of the process, a restart of the engine above all
+    spare_descriptors: int = 128  # reserved for the rest of the process, above all for a restart of the engine
     unfinished_bytes: int = 256 * 2**20  # 503; of bodies that are being received
-    unparsed_bytes: int = 256 * 2**20  # 503; of large bodies that are there and wait to be read
+    unparsed_bytes: int = 256 * 2**20  # 503; of large bodies that wait to be parsed
 
     all_unread_bytes: int = 512 * 2**20  # of answers that wait for their clients
 
@@ -110,7 +110,7 @@ _MEASURED = {
 
 
 def check_limits(request: Any, limits: ServerLimits = LIMITS) -> None:
-    """Every parameter whose size is bounded by itself."""
+    """Check every parameter that has a size limit of its own."""
     given = request.model_fields_set  # what was left out is small
     for name in _COUNTED:
         value = getattr(request, name) if name in given else None
@@ -143,8 +143,8 @@ def refuse_more(parameter: str, size: int, most: int, unit: str) -> None:
 # for which there is no room even so gets 503. Descriptors are reserved for the rest of the process: an engine that cannot be
 # restarted for lack of descriptors is lost to all clients.
 
-MOST_DESCRIPTORS = 2**16  # the limit is not raised above this
-ROOM = 7 / 8  # of unfinished or unread bytes, after connections were closed because of too many
+MAX_DESCRIPTORS = 2**16  # the limit is not raised above this
+FREED_SHARE = 7 / 8  # of the limit on unfinished or unread bytes that remains in use after connections were closed
 UNREAD_BYTES = "unread_bytes"  # in the state of a request: a function that returns what waits for the client in the API
 
 logger = logging.getLogger(__name__)
@@ -185,7 +185,7 @@ class ConnectionLimits:
         return len(self._members)
 
     def enter(self, member: LimitedConnection) -> bool:
-        """False: there is no room."""
+        """Count the connection; return False if there is no room for it."""
         full = len(self._members) >= self.most
         if full and self._idle:
             next(iter(self._idle)).make_room()
@@ -232,10 +232,10 @@ class ConnectionLimits:
         self._make_room_for_answers()
 
     def _make_room_for_bodies(self) -> None:
-        """Refuse the largest and slowest bodies first, so that a fast body is not refused because of slow ones."""
+        """Refuse the largest and slowest bodies first, so that slow bodies do not cause the refusal of a fast one."""
         worst = sorted(self._sending, key=lambda member: member.body_size * (1 + member.body_age), reverse=True)
         for member in worst:
-            if self.unfinished <= ROOM * self.limits.unfinished_bytes:
+            if self.unfinished <= FREED_SHARE * self.limits.unfinished_bytes:
                 return
             member.give_up_body()
 
@@ -245,14 +245,14 @@ class ConnectionLimits:
         if total <= most:
             return
         for member in sorted(self._members, key=lambda member: member.unread * (1 + member.stalled), reverse=True):
-            if total <= ROOM * most:
+            if total <= FREED_SHARE * most:
                 return
             total -= member.unread
             self._close_unread(member)
 
     def _close_unread(self, member: LimitedConnection) -> None:
         logger.warning(
-            "closed a connection: its client left %d bytes of the answer unread, and read nothing for %d s",
+            "closed a connection: %d bytes of the answer unread, no read for %d s",
             member.unread, member.stalled,
         )  # fmt: skip
         self.on_closed_unread()
@@ -262,11 +262,11 @@ class ConnectionLimits:
 def raise_descriptor_limit() -> int:
     """Raise the limit of descriptors as far as the system allows, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+    limit = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft == resource.RLIM_INFINITY or soft >= limit:
+        return MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     except (OSError, ValueError):  # the system refuses its own hard limit
         return soft
-    return wanted
+    return limit

@@ -42,9 +42,9 @@ class TokenNames:
 
     def _raw(self, token: int) -> bytes:
         assert self._tokenizer is not None
-        pieces = self._tokenizer.pieces
-        if pieces is not None:
-            return pieces.join([token], started=True)[0]
+        token_bytes = self._tokenizer.token_bytes
+        if token_bytes is not None:
+            return token_bytes.join([token], started=True)[0]
         return self._tokenizer.decode([token], skip_special_tokens=False).encode()
 
 
@@ -136,7 +136,7 @@ def few(values: Iterable[T], count: int) -> list[T]:
 
 
 class Joined(Sequence[TokenLogprobs | None]):
-    """Two tables one behind the other, without a copy of either."""
+    """Two tables, one after the other, without copying either."""
 
     def __init__(self, first: Positions, second: Positions) -> None:
         self._first, self._second = first, second

@@ -173,7 +173,7 @@ async def detokenize(request: DetokenizeRequest, raw: Request) -> Response:
 
 @info_router.get("/tokenizer_info", responses={404: {"model": ErrorBody}})
 async def tokenizer_info(raw: Request) -> Response:
-    """What tokenizer_config.json says, without the files' names, and the chat template in use."""
+    """Return the fields of tokenizer_config.json without file names, and the chat template in use."""
     tokenizer = server_of(raw).llm.tokenizer
     if tokenizer is None:
         raise HttpError(404, "there is no tokenizer: the server was started with skip_tokenizer_init")

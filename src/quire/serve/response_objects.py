@@ -74,7 +74,7 @@ def messages_of(request: ResponsesRequest) -> list[MessageDict]:
 
 
 def join_turns(messages: list[MessageDict]) -> list[MessageDict]:
-    """Reasoning, text and calls of one turn are several items here, and one message of the assistant in a chat."""
+    """Join the items of one turn (reasoning, text and calls) to one message of the assistant."""
     out: list[MessageDict] = []
     for message in messages:
         last = out[-1] if out else None
@@ -90,13 +90,13 @@ def join_turns(messages: list[MessageDict]) -> list[MessageDict]:
 
 
 def said_before(items: list[StoredItem]) -> list[MessageDict]:
-    """An earlier conversation as messages. Calls that broke off are left out: they have no answer."""
-    kept = [item for item in items if item["type"] != "function_call" or item["status"] == "completed"]
-    return join_turns([_message(item, "previous_response_id") for item in kept])
+    """Return an earlier conversation as messages, without incomplete calls: these have no answer."""
+    complete = [item for item in items if item["type"] != "function_call" or item["status"] == "completed"]
+    return join_turns([_message(item, "previous_response_id") for item in complete])
 
 
 def input_items(request: ResponsesRequest) -> list[StoredItem]:
-    """The request's own input as it is kept: every item has an id, every message its content in parts."""
+    """Return the request's own input as it is stored: every item has an id, every message its content in parts."""
     given = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
     return [_stored(item) for item in given]
 
@@ -104,12 +104,12 @@ def input_items(request: ResponsesRequest) -> list[StoredItem]:
 def _stored(item: dict[str, Any]) -> StoredItem:
     kind = item.get("type", "message")
     own = item.get("id")
-    kept = {"id": own if isinstance(own, str) else f"{_INPUT_PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind}
-    kept |= {"status": "completed"} | {key: value for key, value in item.items() if key not in kept and value is not None}
+    stored = {"id": own if isinstance(own, str) else f"{_INPUT_PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind}
+    stored |= {"status": "completed"} | {key: value for key, value in item.items() if key not in stored and value is not None}
     if kind == "message" and isinstance(item.get("content"), str):
         part = {"type": "output_text", "annotations": []} if item["role"] == "assistant" else {"type": "input_text"}
-        kept["content"] = [part | {"text": item["content"]}]
-    return kept
+        stored["content"] = [part | {"text": item["content"]}]
+    return stored
 
 
 def new_id(item: Item) -> str:
@@ -150,7 +150,7 @@ def _chance(token: TokenChance) -> dict[str, Any]:
 
 
 def settings_of(request: ResponsesRequest) -> dict[str, Any]:
-    """What a response repeats of its request."""
+    """Return the settings of the request that a response repeats."""
     form = request.text.format if request.text is not None and request.text.format is not None else {"type": "text"}
     reasoning = request.reasoning
     return {
@@ -258,7 +258,7 @@ def _format(form: dict[str, Any]) -> dict[str, Any]:
 
 
 def size_of(value: Any) -> int:
-    """Bytes of an object in the store, near enough, without a look at every character."""
+    """Estimate the bytes of an object in the store without reading every character."""
     size, rest = 0, [value]
     while rest:
         item = rest.pop()
@@ -285,7 +285,7 @@ class StoredResponse:
     bytes: int = field(default=0)
 
     async def cancel(self) -> None:
-        """Ends the work on it, if there still is any."""
+        """Cancel the work on the response if it still runs."""
         work, self.work = self.work, None
         if work is not None:
             await stop(work)
@@ -296,39 +296,39 @@ class StoredResponse:
 class ResponseStore:
     def __init__(self, most: int, most_bytes: int) -> None:
         self._most, self._most_bytes = most, most_bytes
-        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self.bytes = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._stored)
 
     def may_run(self, tenant: str | None, most: int) -> bool:
-        """May this tenant have one more in the background? With others about, no more than are left for them then."""
-        running = Counter(stored.tenant for stored in self._kept.values() if stored.work is not None)
+        """Return whether this tenant may run one more in the background, which leaves at least as many for other tenants."""
+        running = Counter(stored.tenant for stored in self._stored.values() if stored.work is not None)
         left = most - running.total()
         return left > 0 and (tenant is None or running[tenant] < left)
 
     def put(self, stored: StoredResponse) -> None:
-        """Keeps it, or what has become of it. One that is too large for the store is not kept."""
+        """Store a response or its new state. A response larger than the store is not stored."""
         name = stored.response["id"]
         self.drop(name)
         stored.bytes = size_of(stored.response) + size_of(stored.items)
         if stored.bytes > self._most_bytes and stored.work is None:
             return
-        self._kept[name] = stored
+        self._stored[name] = stored
         self.bytes += stored.bytes
-        if len(self._kept) > self._most or self.bytes > self._most_bytes:
+        if len(self._stored) > self._most or self.bytes > self._most_bytes:
             self._make_room()
 
     def _make_room(self) -> None:
         count, size = Counter[str | None](), Counter[str | None]()  # by tenant
         idle: dict[str | None, deque[StoredResponse]] = {}  # oldest first
-        for one in self._kept.values():
+        for one in self._stored.values():
             count[one.tenant] += 1
             size[one.tenant] += one.bytes
             if one.work is None:
                 idle.setdefault(one.tenant, deque()).append(one)
-        while idle and (len(self._kept) > self._most or self.bytes > self._most_bytes):
+        while idle and (len(self._stored) > self._most or self.bytes > self._most_bytes):
             held = size if self.bytes > self._most_bytes else count
             tenant = max(idle, key=lambda each: held[each])
             oldest = idle[tenant].popleft()
@@ -339,13 +339,13 @@ class ResponseStore:
                 del idle[tenant]
 
     def get(self, name: str, tenant: str | None) -> StoredResponse | None:
-        stored = self._kept.get(name)
+        stored = self._stored.get(name)
         if stored is None or stored.tenant != tenant:
             return None
-        self._kept.move_to_end(name)
+        self._stored.move_to_end(name)
         return stored
 
     def drop(self, name: str) -> None:
-        stored = self._kept.pop(name, None)
+        stored = self._stored.pop(name, None)
         if stored is not None:
             self.bytes -= stored.bytes

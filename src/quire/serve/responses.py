@@ -55,13 +55,11 @@ _DELTAS = {
 async def create_response(request: ResponsesRequest, raw: Request) -> Response:
     server = server_of(raw)
     await server.check(request)
-    server.check_kept(request)
+    server.check_stored(request)
     if request.background and (request.stream or request.store is False):
         raise InvalidParameter("background needs a response that is stored and not streamed", "background")
     if request.background and not server.responses.may_run(_tenant(raw), server.limits.background_responses):
-        raise HttpError(
-            429, "enough responses run in the background already: wait for one of yours, or of others", "background"
-        )
+        raise HttpError(429, "too many responses run in the background; wait until one has finished", "background")
     history = _history(server, raw, request)
     chat = to_chat(request, [*said_before(history), *messages_of(request)])
     turn = await prepare_turn(server, raw, chat, "resp", "call_", TERMS)
@@ -78,7 +76,7 @@ async def create_response(request: ResponsesRequest, raw: Request) -> Response:
 @stored_router.get("/v1/responses/{response_id}", responses=_ERRORS)
 async def retrieve_response(response_id: str, raw: Request, stream: bool = False) -> Response:
     if stream:
-        raise NotSupported("stream cannot be used here: a response is streamed while it is made, and kept whole", "stream")
+        raise NotSupported("stream cannot be used here: a stored response cannot be streamed", "stream")
     return json_response(_find(server_of(raw), raw, response_id).response)
 
 
@@ -90,7 +88,7 @@ async def list_input_items(
     order: Literal["asc", "desc"] = "desc",
     after: str | None = None,
 ) -> Response:
-    """What the response was made from: the items of its own input, behind those of the responses before it."""
+    """What the response was made from: the items of earlier responses, then those of its own input."""
     items = _find(server_of(raw), raw, response_id).items
     if order == "desc":
         items = items[::-1]
@@ -169,8 +167,8 @@ class _ResponseReply:
         if wants_logprobs(request):
             names = TokenNames(server.tokenizer_of(turn.job.prompts[0]), server.settings.return_tokens_as_token_ids)
             self._text_logprobs = TextLogprobs(names, request.top_logprobs or 0)
-        self._kept = StoredResponse({}, items, tenant)
-        self._store = request.store is not False and server.keeps_responses
+        self._stored = StoredResponse({}, items, tenant)
+        self._store = request.store is not False and server.stores_responses
         self._response: dict[str, Any] = {
             "id": turn.job.id,
             "object": "response",
@@ -207,18 +205,18 @@ class _ResponseReply:
                 for choice in step.choices:
                     pace.begin()
                     for change, tokens in await self._note(choice, pace):
-                        for event in self._tell(change, tokens):
+                        for event in self._events_of(change, tokens):
                             yield event
                     if choice.finish_reason is not None:
                         await self._complete(step, choice)
         yield self._event(f"response.{self._response['status']}", response=self._response)
 
     def start(self, request_id: str) -> dict[str, Any]:
-        """Goes on in the background; the store knows how far it is."""
+        """Run in the background; the store has the current state."""
         self._response["status"] = "queued"
-        self._kept.response = self._response
-        self._kept.work = asyncio.create_task(self._run(request_id))
-        self._server.responses.put(self._kept)
+        self._stored.response = self._response
+        self._stored.work = asyncio.create_task(self._run(request_id))
+        self._server.responses.put(self._stored)
         return dict(self._response)
 
     async def _run(self, request_id: str) -> None:
@@ -228,29 +226,29 @@ class _ResponseReply:
         except Exception as error:
             failure = describe(error, request_id)["error"]
             self._response |= {"status": "failed", "error": {"code": "server_error", "message": failure["message"]}}
-        self._kept.work = None
-        self._server.responses.put(self._kept)
+        self._stored.work = None
+        self._server.responses.put(self._stored)
 
     # ---- what has become of it
 
     async def _note(self, choice: ChoiceDelta, pace: Pace) -> list[tuple[Change, list[ChatToken]]]:
-        """Return what changed, and with each piece of text the logprobs of its tokens, where they are asked for."""
+        """Return the changes, each with the logprobs of its tokens if the request asks for them."""
         self._tokens += len(choice.part.token_ids)
         changes = self._items.add(choice.events)
-        news: dict[int, list[ChatToken]] = {}
+        logprobs: dict[int, list[ChatToken]] = {}
         if self._text_logprobs is not None:
-            pieces = [change for change in changes if isinstance(change, ItemGrown)]
-            for piece, tokens in zip(pieces, await self._text_logprobs.take(choice.part, pieces, pace), strict=True):
+            grown = [change for change in changes if isinstance(change, ItemGrown)]
+            for piece, tokens in zip(grown, await self._text_logprobs.take(choice.part, grown, pace), strict=True):
                 self._logprobs.setdefault(piece.index, []).extend(tokens)
-                news[id(piece)] = tokens
+                logprobs[id(piece)] = tokens
         if choice.finish_reason is not None:
             changes += self._items.cut() if choice.finish_reason == "length" else self._items.close()
         self._ids += [new_id(item) for item in self._items.items[len(self._ids) :]]
-        return [(change, news.get(id(change), [])) for change in changes]
+        return [(change, logprobs.get(id(change), [])) for change in changes]
 
     async def _complete(self, step: TurnDelta, choice: ChoiceDelta) -> None:
         cut = choice.finish_reason == "length"
-        reasoned = await reasoning_tokens(self._server, self._items.reasoning, choice.thought)
+        reasoned = await reasoning_tokens(self._server, self._items.reasoning, choice.reasoning_tokens)
         cached = self._server.reported_cached(step.output.num_cached_tokens) or 0
         created = self._server.reported_cached(step.output.num_cache_creation_tokens) or 0
         self._response |= {
@@ -267,8 +265,8 @@ class _ResponseReply:
             },
         }
         if self._store:
-            self._kept.response = self._response
-            self._server.responses.put(self._kept)
+            self._stored.response = self._response
+            self._server.responses.put(self._stored)
 
     def _output_item(self, index: int, item: Item, status: Status | None = None) -> dict[str, Any]:
         status = status or ("completed" if item.complete else "incomplete")
@@ -281,7 +279,7 @@ class _ResponseReply:
         self._number += 1
         return event
 
-    def _tell(self, change: Change, tokens: list[ChatToken]) -> Iterator[dict[str, Any]]:
+    def _events_of(self, change: Change, tokens: list[ChatToken]) -> Iterator[dict[str, Any]]:
         place: dict[str, Any] = {"item_id": self._ids[change.index], "output_index": change.index}
         item, call = change.item, change.item.kind == "call"
         if not call:

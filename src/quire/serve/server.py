@@ -45,7 +45,7 @@ def files_digest(files: ModelFiles) -> Mapping[str, str]:
     """
     try:
         return identity(files)
-    except ModelError:  # the files are gone, and the engine still has what it read
+    except ModelError:  # the files were removed; the engine still has what it read
         return {}
 
 
@@ -60,7 +60,7 @@ def system_fingerprint(config: Config) -> str:
     return f"quire-{__version__}-{hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()[:8]}"
 
 
-MOST_NAMES = 20  # in an error
+MAX_NAMES = 20  # in an error
 _PRINTABLE = re.compile(r"[\x21-\x7e]+")  # ids go into headers and logs
 
 
@@ -88,12 +88,12 @@ class Server:
         return ResponseStore(self.limits.stored_responses, self.limits.stored_bytes)
 
     @property
-    def keeps_responses(self) -> bool:
-        """With several API processes none knows what another has stored."""
+    def stores_responses(self) -> bool:
+        """Return whether responses are stored: several API processes cannot read each other's."""
         return self.settings.api_server_count == 1
 
-    def check_kept(self, body: ResponsesRequest) -> None:
-        for name in () if self.keeps_responses else ("background", "previous_response_id"):
+    def check_stored(self, body: ResponsesRequest) -> None:
+        for name in () if self.stores_responses else ("background", "previous_response_id"):
             if getattr(body, name):
                 raise InvalidParameter(
                     f"{name} is not supported here: a server with several API processes (--api-server-count) stores no "
@@ -118,7 +118,7 @@ class Server:
         return self.eos_ids if own is None else self.eos_ids | {own}
 
     def wants_timing(self, request: Request) -> bool:
-        """Does this answer carry its times? The server's setting, or the request's header."""
+        """Return whether the answer has timings: by the server's setting or the request's header."""
         return self.settings.enable_per_request_metrics or request.headers.get("x-request-metrics", "").lower() in ("1", "true")
 
     def count_call(self, outcome: str) -> None:
@@ -137,7 +137,7 @@ class Server:
         return ServedAdapters(self.llm, self.settings)
 
     def extras(self, model: str) -> Extras:
-        """What a request to this model brings along: the adapter, if it is the name of one."""
+        """Return the extras of a request to this model: the adapter, if it is the name of one."""
         if model in self.names:
             return NO_EXTRAS
         adapter = self.adapters.get(model)
@@ -146,25 +146,25 @@ class Server:
         return NO_EXTRAS if adapter is None else adapter.extras
 
     async def prompts(self, model: str | None) -> tuple[PromptReader, Extras]:
-        """What makes tokens of a request to this model, and what it brings along."""
+        """Return the prompt reader for requests to this model, and their extras."""
         extras = self.extras(model or self.names[0])
         if extras.lora is None or not extras.lora.added:
             return self.llm.prompts, extras
         return await asyncio.to_thread(self.llm.prompts.of, extras), extras
 
     def tokenizer_of(self, prompt: Prompt) -> Tokenizer | None:
-        """Its adapter's, if that has its own."""
+        """Return the tokenizer of the prompt's adapter if it has one, else the model's."""
         return self.llm.prompts.of(prompt.extras).tokenizer
 
     def no_such_model(self, name: str) -> HttpError:
         names = [*self.names, *(adapter.name for adapter in self.adapters.all)]
-        more = "" if len(names) <= MOST_NAMES else f" and {len(names) - MOST_NAMES} more"
+        more = "" if len(names) <= MAX_NAMES else f" and {len(names) - MAX_NAMES} more"
         return HttpError(
-            404, f"The model `{name:.200}` does not exist. This server has `{'`, `'.join(names[:MOST_NAMES])}`{more}.", "model"
+            404, f"The model `{name:.200}` does not exist. This server has `{'`, `'.join(names[:MAX_NAMES])}`{more}.", "model"
         )
 
     async def check(self, body: RequestBody) -> str:
-        """Refuses what can be refused without looking at the prompt; returns the model's name for the answer."""
+        """Check everything except the prompt; return the model's name for the answer."""
         check_limits(body, self.limits)
         known = body.model is None or body.model in self.names or await self.adapters.find(body.model) is not None
         if not known and not self.settings.accept_any_model_name:
@@ -181,7 +181,7 @@ def server_of(request: Request) -> Server:
 
 
 def answer_id(prefix: str, request: Request, body: GenerationFields) -> str:
-    """`chatcmpl-` and the like, before the id the client chose or a new one."""
+    """Return the answer's id: a prefix such as `chatcmpl`, and the id that the client chose or a new one."""
     chosen = request.headers.get("x-request-id") or body.request_id
     if chosen is None:
         return f"{prefix}-{request_id_of(request.scope)}"
@@ -193,7 +193,7 @@ def answer_id(prefix: str, request: Request, body: GenerationFields) -> str:
 
 
 def rank_of(request: Request, llm: AsyncLLM) -> int | None:
-    """Of several engines, the one that the header wishes for."""
+    """Return the number of the engine that the header asks for; None: any."""
     header = request.headers.get("x-data-parallel-rank")
     if header is None:
         return None
@@ -206,7 +206,7 @@ def rank_of(request: Request, llm: AsyncLLM) -> int | None:
 
 
 def priority_of(request: Request, body: GenerationFields, policy: str) -> int:
-    """The body's, or the header's if the body has none."""
+    """Return the priority of the body, or of the header if the body has none."""
     priority = body.priority
     header = request.headers.get("x-vllm-priority")
     if header is not None and "priority" not in body.model_fields_set:
@@ -215,8 +215,8 @@ def priority_of(request: Request, body: GenerationFields, policy: str) -> int:
         priority = int(header)
     if priority != 0 and policy != "priority":
         raise InvalidParameter(
-            f"priority={priority} has no meaning here: this server runs requests in order of arrival "
-            "(start it with scheduling_policy=priority)",
+            f"priority={priority} requires a server started with --scheduling-policy priority; "
+            "this one runs requests in order of arrival",
             "priority",
         )
     return priority

@@ -1,7 +1,7 @@
-"""Server-sent events: an async generator of JSON objects becomes a stream, written as one of two protocols does (`Wire`).
+"""Server-sent events: an async generator of JSON objects becomes a stream in the form of one protocol (`Wire`).
 
-A stream starts only with its first event, or after `HEADERS_TIMEOUT_S` without one: what goes wrong before that is an ordinary
-HTTP error. What goes wrong later is an event of its own. A request with a grammar may be refused after any time, so its stream
+A stream starts only with its first event, or after `HEADERS_TIMEOUT_S` without one: a failure before that is an ordinary
+HTTP error, a later failure is an event. A request with a grammar may be refused after any time, so its stream
 starts with its first event only.
 """
 
@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from quire.serve.errors import ErrorBody, anthropic_error, describe, request_id_of
 from quire.text.pacing import json_chunks
 
-HEADERS_TIMEOUT_S = 1.0  # a refusal takes milliseconds, a full queue may take minutes
+HEADERS_TIMEOUT_S = 1.0  # errors are found within milliseconds, a full queue may take minutes
 
 _encoder = msgspec.json.Encoder()
 Events = AsyncGenerator[Any, None]
@@ -43,12 +43,12 @@ def _without_line_ends(data: bytes) -> bytes:
 
 
 class Large(dict[str, Any]):
-    """An event that may be large, or have lazy lists in it: it is written in pieces."""
+    """An event that may be large or contain lazy lists: it is encoded in chunks."""
 
 
 async def _large(event: Large) -> list[bytes]:
-    pieces = [_without_line_ends(piece) for piece in await json_chunks(dict(event))]
-    return [b"data: " + pieces[0], *pieces[1:], b"\n\n"]
+    chunks = [_without_line_ends(chunk) for chunk in await json_chunks(dict(event))]
+    return [b"data: " + chunks[0], *chunks[1:], b"\n\n"]
 
 
 def encode_named(event: Any) -> bytes:
@@ -58,7 +58,7 @@ def encode_named(event: Any) -> bytes:
 
 @dataclass(frozen=True)
 class Wire:
-    """How events are written, how a failure in the middle of them is, and what ends a stream."""
+    """How a protocol encodes events and failures, and ends a stream."""
 
     encode: Callable[[Any], bytes]
     failure: Callable[[ErrorBody, str], Any]
@@ -105,7 +105,7 @@ class EventStream(Response):
 
 
 class _Head:
-    """The start of a response: sent when it is asked for the first time, or after `timeout` seconds."""
+    """The start of a response: sent before the first event, or after `timeout` seconds."""
 
     def __init__(self, send: Send, message: Message, timeout: float | None) -> None:
         self._send, self._message = send, message
@@ -118,7 +118,7 @@ class _Head:
         self._late = asyncio.ensure_future(self._send(self._message))
 
     def hold(self) -> None:
-        """From now on it is sent only if it is asked for."""
+        """Cancel the timer: only `send` sends it now."""
         if self._timer is not None:
             self._timer.cancel()
 

@@ -26,9 +26,9 @@ Mode = Literal["none", "auto", "required", "named"]
 
 @dataclass(frozen=True)
 class ToolUse:
-    """`schemas`: the parameters of every tool, by name. `name`: the one to be called, if that was said.
+    """`schemas`: the parameters of every tool, by name. `name`: the tool that must be called, if one was named.
 
-    Those of the tools in `strict` are refused if they say more than a grammar can hold to.
+    Schemas of tools in `strict` are refused if they have keywords that the grammar cannot enforce.
     """
 
     mode: Mode = "none"
@@ -179,7 +179,7 @@ class ModelFormats:
     end_id: int | None = None  # of the one that ends it; None: it is not a single token, or there is none
     opening: str = ""  # text that opens the reasoning; "": its mark
     forced_ids: tuple[int, ...] = ()  # end the reasoning when its budget is spent; none: end_id
-    describe_tools: bool = False  # the template says nothing of tools: the prompt describes them
+    describe_tools: bool = False  # the template does not read tools: the prompt describes them
 
     @property
     def thinking(self) -> Thinking | None:
@@ -246,11 +246,11 @@ def _suffix(tokenizer: Tokenizer | None) -> str:
 
 def _asked(settings: ServerArgs) -> list[tuple[str, Use]]:
     """Tool calls are always parsed: a request that has tools may be answered with calls, on any server."""
-    wanted: list[tuple[str, Use]] = [
+    parsers: list[tuple[str, Use]] = [
         (settings.tool_call_parser or AUTO, "tool calls"),
         (settings.reasoning_parser, "reasoning"),
     ]
-    return [(name, use) for name, use in wanted if name]
+    return [(name, use) for name, use in parsers if name]
 
 
 @lru_cache(maxsize=256)

@@ -31,7 +31,7 @@ NOT_BUILT = {
     **dict.fromkeys(("/reset_mm_cache", "/reset_encoder_cache"), _MEDIA),
     **dict.fromkeys(("/start_profile", "/stop_profile"), _PROFILE),
     **dict.fromkeys(("/scale_elastic_ep", "/is_scaling_elastic_ep"), _SCALE),
-    **dict.fromkeys(("/fault_tolerance/apply", "/fault_tolerance/status"), "lost engines are restarted without being asked"),
+    **dict.fromkeys(("/fault_tolerance/apply", "/fault_tolerance/status"), "lost engines are restarted automatically"),
     **dict.fromkeys(("/inference/v1/generate",), _TOKENS),
     **dict.fromkeys(("/v1/completions/render", "/v1/chat/completions/render"), _RENDER),
     **dict.fromkeys(("/v1/completions/derender", "/v1/chat/completions/derender"), "POST /detokenize returns text"),
@@ -88,7 +88,7 @@ ABSENT = {
     "/v1/embeddings": _EMBEDS, "/v2/embed": _EMBEDS, "/pooling": _EMBEDS,
     "/score": _SCORES, "/v1/score": _SCORES, "/rerank": _SCORES, "/v1/rerank": _SCORES, "/v2/rerank": _SCORES,
     "/classify": _SCORES,
-    "/v1/audio/transcriptions": _LISTENS, "/v1/audio/translations": _LISTENS, "/v1/audio/speech": "does not speak",
+    "/v1/audio/transcriptions": _LISTENS, "/v1/audio/translations": _LISTENS, "/v1/audio/speech": "does not make speech",
 }  # fmt: skip
 
 

@@ -178,7 +178,7 @@ class TokenizerBackend(Protocol):
     @property
     def special_ids(self) -> frozenset[int]: ...  # what skip_special_tokens leaves out
     @property
-    def pieces(self) -> TokenBytes | None: ...  # None: tokens depend on their neighbours
+    def token_bytes(self) -> TokenBytes | None: ...  # None: tokens depend on their neighbours
     @property
     def may_clean_up(self) -> bool: ...  # clean_up_tokenization_spaces was made for this kind of vocabulary
     @property
@@ -207,7 +207,7 @@ class LibraryBackend:
         self._added = {i: token.content for i, token in added.items()}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         form = None if tokenizer.decoder is None else read_form(json.loads(tokenizer.decoder.__getstate__()))
-        self.pieces = None if form is None else TokenBytes(form, self.token)
+        self.token_bytes = None if form is None else TokenBytes(form, self.token)
         self.may_clean_up = not isinstance(tokenizer.model, tokenizers.models.BPE)
         self.short = SHORT_CHARS if _takes_linear_time(tokenizer) else 0
 
@@ -235,8 +235,8 @@ class LibraryBackend:
             raise RequestError(f"the model's tokenizer cannot tokenize the text ({told(error)})", "prompt") from None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str:
-        if self.pieces is not None:
-            return self.pieces.decode(ids, self.special_ids if skip_special_tokens else frozenset())
+        if self.token_bytes is not None:
+            return self.token_bytes.decode(ids, self.special_ids if skip_special_tokens else frozenset())
         tokens = self._tokens(ids, skip_special_tokens, spaces_between_special_tokens)
         decoder = self._tokenizer.decoder
         try:
@@ -279,7 +279,7 @@ class TransformersBackend:
     """A tokenizer written in Python. Its `decode` is taken as it is, except that ids without a token decode to nothing."""
 
     short = 1 << 11
-    pieces = None
+    token_bytes = None
     characters_per_token = None
     words_apart = False
     may_clean_up = False  # it cleans up by itself

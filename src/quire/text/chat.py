@@ -23,9 +23,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from quire.types.errors import ConfigError, InvalidParameter, NotSupported, RequestError
 from quire.types.json_text import read_json
 
-MOST_OUTPUT = 64 * 2**20  # characters
-MOST_REPEATED = 2**20  # items a template may make with one `*`
-MOST_BITS = 4096  # of a number made with `**`
+MAX_OUTPUT = 64 * 2**20  # characters
+MAX_REPEATED = 2**20  # items a template may make with one `*`
+MAX_BITS = 4096  # of a number made with `**`
 CACHED_TEMPLATES = 64
 CONTENT_FORMATS = ("auto", "string", "openai")
 
@@ -144,8 +144,8 @@ class Template:
         try:
             for part in self._template.generate(variables):
                 size += len(part)
-                if size > MOST_OUTPUT:
-                    raise RequestError(f"the chat template wrote more than {MOST_OUTPUT} characters", "messages")
+                if size > MAX_OUTPUT:
+                    raise RequestError(f"the chat template wrote more than {MAX_OUTPUT} characters", "messages")
                 parts.append(part)
         except (RequestError, MemoryError):
             raise
@@ -167,12 +167,12 @@ def count_lexemes(source: str, most: int) -> int:
         found = (kind for _, kind, _ in _environment().lex(source) if kind not in ("data", "whitespace"))
         return sum(1 for _ in islice(found, most + 1))
     except jinja2.TemplateSyntaxError:
-        return 0  # who compiles it says what is wrong
+        return 0  # its compilation reports the error
 
 
 def _cut(prompt: str, final: str, marker: str) -> str:
     end = prompt.rfind(marker)
-    # a template may trim the content in front, and only there: behind it was the marker
+    # a template may trim the content in front, and only there: after it was the marker
     if end < 0 or not prompt[:end].endswith(final.lstrip()):
         raise RequestError(
             "continue_final_message needs a chat template that writes the last message's content as it is, "
@@ -190,15 +190,15 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":
             for items, times in ((left, right), (right, left)):
-                if isinstance(items, str | list | tuple) and isinstance(times, int) and len(items) * times > MOST_REPEATED:
+                if isinstance(items, str | list | tuple) and isinstance(times, int) and len(items) * times > MAX_REPEATED:
                     raise OverflowError(f"{len(items)} items repeated {times} times are too many")
-        elif isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MOST_BITS:
+        elif isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MAX_BITS:
             raise OverflowError("the power is too large")
         return super().call_binop(context, operator, left, right)
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant said, for training; here it is only its body."""
+    """`{% generation %}` marks the assistant's text for training; only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 the base class declares it so
 
@@ -368,7 +368,7 @@ def _text_of(part: str | Mapping[str, Any], where: str) -> str:
 
 
 def parse_tool_arguments(messages: Messages) -> list[dict[str, Any]]:
-    """OpenAI clients send the arguments of a call as a JSON string; templates expect what it says."""
+    """OpenAI clients send the arguments of a call as a JSON string; templates expect the object."""
     out = []
     for i, message in enumerate(messages):
         calls = message.get("tool_calls")
@@ -395,12 +395,12 @@ def _parsed_call(call: Any, where: str) -> Any:
 
 
 def with_content(messages: Messages) -> list[dict[str, Any]]:
-    """Most templates cannot do without, but where there are calls."""
+    """Add an empty content to messages without content and calls; most templates require one."""
     return [dict(m) if m.get("tool_calls") or m.get("content") is not None else {**m, "content": ""} for m in messages]
 
 
 def mark_final(messages: Messages) -> tuple[list[dict[str, Any]], str, str]:
-    """The messages with a marker behind the last one's content, that content, and the marker."""
+    """Return the messages with a marker after the last one's content, that content, and the marker."""
     *before, last = messages
     content = last.get("content")
     if isinstance(content, str):

@@ -34,11 +34,11 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> None:
-        pieces = tokenizer.pieces
+        token_bytes = tokenizer.token_bytes
         self._stream: _PieceStream | _WindowStream | _CleanedStream
-        if pieces is not None:
+        if token_bytes is not None:
             skip = tokenizer.special_ids if skip_special_tokens else frozenset()
-            self._stream = _PieceStream(pieces, prompt, skip)
+            self._stream = _PieceStream(token_bytes, prompt, skip)
         else:
             stream = _CleanedStream if tokenizer.cleans_up else _WindowStream
             self._stream = stream(tokenizer, prompt, skip_special_tokens, spaces_between_special_tokens)
@@ -55,17 +55,17 @@ class Detokenizer:
 class _PieceStream:
     """For tokenizers whose tokens are bytes: a text is their concatenation."""
 
-    def __init__(self, pieces: TokenBytes, prompt: Sequence[int], skip: frozenset[int]) -> None:
-        self._pieces = pieces
+    def __init__(self, token_bytes: TokenBytes, prompt: Sequence[int], skip: frozenset[int]) -> None:
+        self._token_bytes = token_bytes
         self._skip = skip
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        tail, self._started = pieces.context(prompt, skip)
+        tail, self._started = token_bytes.context(prompt, skip)
         self._decoder.decode(tail)
         self._shared = bool(self._decoder.getstate()[0])  # the character under way began in the prompt
 
     def feed(self, ids: Iterable[int]) -> str:
-        kept = [i for i in ids if i not in self._skip] if self._skip else ids
-        raw, self._started = self._pieces.join(kept, self._started)
+        shown = [i for i in ids if i not in self._skip] if self._skip else ids
+        raw, self._started = self._token_bytes.join(shown, self._started)
         return self._take(self._decoder.decode(raw))
 
     def finish(self) -> str:
@@ -248,11 +248,11 @@ class TokenTexts:
         return text
 
     def _completed(self, token: int, before: Sequence[int]) -> str:
-        pieces = self._tokenizer.pieces
-        if pieces is not None:
+        token_bytes = self._tokenizer.token_bytes
+        if token_bytes is not None:
             decoder = codecs.getincrementaldecoder("utf-8")("replace")
-            decoder.decode(pieces.context(before, frozenset())[0])
-            return decoder.decode(pieces.join([token], started=True)[0]).rstrip(_UNREADABLE)
+            decoder.decode(token_bytes.context(before, frozenset())[0])
+            return decoder.decode(token_bytes.join([token], started=True)[0]).rstrip(_UNREADABLE)
         known = self._decode(before).rstrip(_UNREADABLE)
         return self._decode([*before, token]).removeprefix(known).rstrip(_UNREADABLE)
 

@@ -1,6 +1,6 @@
-"""Prompt in, engine requests out: every check that needs the model's numbers.
+"""Turn a prompt into engine requests, with every check that needs the model's sizes.
 
-Knows nothing of scheduling: what leaves this file is tokens, resolved parameters and a seed.
+The result is tokens, resolved parameters and a seed; scheduling is not known here.
 """
 
 import itertools
@@ -36,7 +36,7 @@ _TOKEN_IDS = (
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """One user request, checked. `requests` has one entry per wanted completion (n); all but the first fork the first."""
+    """One user request, checked. `requests` has one entry per completion (n); all but the first fork the first."""
 
     id: str
     prompt: str | None
@@ -150,7 +150,7 @@ class InputProcessor:
             params.max_tokens = prompts.room(len(ids))
         if params.stream_interval is None:
             params.stream_interval = self._stream_interval
-        # with a grammar, the end is the grammar's matter: where nothing else may follow, the text ends, whatever others say
+        # with a grammar, the text ends where the grammar allows nothing else, also with ignore_eos
         eos_ids = frozenset() if params.ignore_eos and params.structured_outputs is None else self.ends(prompts)
         bad_words = _bad_word_ids(prompts.tokenizer, params.bad_words) if params.bad_words else ()
         if params.structured_outputs is not None:
@@ -245,7 +245,7 @@ def _bad_word_ids(tokenizer: Tokenizer | None, words: Iterable[str]) -> tuple[tu
 
 
 def refuse_media(mm_processor_kwargs: Any = None) -> None:
-    """What vLLM's calls take beside a prompt and its parameters, and is not built, is refused by name."""
+    """Refuse arguments of vLLM's calls that are not supported."""
     if mm_processor_kwargs:
         raise NotSupported("mm_processor_kwargs cannot be used: prompts are text", "mm_processor_kwargs")
 

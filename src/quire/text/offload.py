@@ -1,7 +1,7 @@
-"""Text work for an event loop: what is short is done by a thread, what is long or may not end by a process.
+"""Text work for an event loop: short work runs in threads, long or possibly endless work in processes.
 
-A thread does not hold up the loop as long as what it runs lets go of the interpreter, as tokenizing does here; but making
-a list of a million ids does not, and nothing ends a thread.
+Tokenizing releases the interpreter lock, so a thread does not block the event loop. Making a list of a million ids does not
+release it, and a thread cannot be killed.
 """
 
 import asyncio
@@ -17,16 +17,16 @@ import msgspec
 
 from quire.config.config import Config
 from quire.text.backends import unencodable
-from quire.text.pacing import PIECE, Pace, json_chunks
+from quire.text.pacing import SLICE_VALUES, Pace, json_chunks
 from quire.text.partial import LONG_CHARACTERS, parts
 from quire.text.tokenizer import Tokenizer
 from quire.text.workers import wire
 from quire.text.workers.pool import ProcessPool
 from quire.types.errors import EngineDead, InvalidParameter, RequestError
 
-MOST_THREADS = 4
-MOST_QUICK = 4  # processes for a model's own chat template
-MOST_LONG = 4  # processes for everything else; not more than there are processors
+MAX_THREADS = 4
+MAX_QUICK = 4  # processes for a model's own chat template
+MAX_LONG = 4  # processes for everything else; not more than there are processors
 SHORT_IDS = 4096  # token ids that are decoded by a thread
 logger = logging.getLogger(__name__)
 
@@ -43,19 +43,18 @@ class TextOffload:
             _ = tokenizer.characters_per_token  # reads the whole vocabulary once: before the first request
             if not tokenizer.short:
                 logger.info("tokenizer stages may take long for any text: texts are tokenized in separate processes")
-        self._threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="quire-text")
-        self._quick = ProcessPool(where, MOST_QUICK, self._threads)
-        self._long = ProcessPool(where, max(2, min(MOST_LONG, os.cpu_count() or 1)), self._threads)
+        self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="quire-text")
+        self._quick = ProcessPool(where, MAX_QUICK, self._threads)
+        self._long = ProcessPool(where, max(2, min(MAX_LONG, os.cpu_count() or 1)), self._threads)
 
-    def beside(self, tokenizer: Tokenizer) -> "TextOffload":
-        """The same threads and processes, for another tokenizer: an adapter's, which the processes do not have. Threads do
-        what is long, too."""
+    def for_tokenizer(self, tokenizer: Tokenizer) -> "TextOffload":
+        """Return an offload for an adapter's tokenizer. The processes do not have it, so threads do the long work, too."""
         other = copy.copy(self)
         other._tokenizer, other._foreign = tokenizer, True
         return other
 
     def start(self) -> None:
-        """Starts the process for chat templates ahead of the first chat."""
+        """Start the process for chat templates before the first chat."""
         self._quick.start()
 
     def stop(self) -> None:
@@ -82,9 +81,9 @@ class TextOffload:
         """
         tokenizer = self._has_tokenizer()
         if cut.keep is not None and len(text) > LONG_CHARACTERS and await self.thread(lambda: tokenizer.words_apart):
-            kept = await self._encode_end(text, add_special_tokens, cut)
-            if kept is not None:
-                return cut.keep + 1, kept
+            tokens = await self._encode_end(text, add_special_tokens, cut)
+            if tokens is not None:
+                return cut.keep + 1, tokens
         return await self._encode_whole(tokenizer, text, add_special_tokens, cut)
 
     async def _encode_end(self, text: str, add_special_tokens: bool, cut: wire.Cut) -> list[int] | None:
@@ -112,9 +111,9 @@ class TextOffload:
             return await self.thread(tokenizer.decode, ids, skip_special_tokens)
         pace, blob = Pace(), []
         try:
-            for i in range(0, len(ids), PIECE):
+            for i in range(0, len(ids), SLICE_VALUES):
                 await pace()
-                blob.append(array("q", ids[i : i + PIECE]).tobytes())
+                blob.append(array("q", ids[i : i + SLICE_VALUES]).tobytes())
         except (TypeError, OverflowError):
             raise InvalidParameter("token ids must be integers of at most 64 bits", "tokens") from None
         return str(await self._ask(self._long, wire.Decode(skip_special_tokens), blob, "decoding the tokens", "tokens"))
@@ -125,7 +124,7 @@ class TextOffload:
         *,
         add_special_tokens: bool,
         cut: wire.Cut = ALL,
-        most: int = wire.MOST_RENDERED,
+        most: int = wire.MAX_RENDERED,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -135,7 +134,7 @@ class TextOffload:
         describe_tools: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> tuple[str, int, list[int] | None]:
-        """The prompt of a conversation, how many tokens it has, and those that are wanted (see `encode`)."""
+        """Return the prompt of a conversation, its number of tokens, and the tokens that the cut leaves (see `encode`)."""
         tokenizer = self._has_tokenizer()
         template = tokenizer.choose_template(chat_template, bool(tools) and not describe_tools)
         job = wire.Render(
@@ -159,7 +158,7 @@ class TextOffload:
         return text, count, ids
 
     async def parse(self, raw: bytes, bounds: wire.Parse) -> Any:
-        """JSON. Long lists of integers in it are `wire.Ids`."""
+        """Parse JSON. Long lists of integers become `wire.Ids`."""
         return await self._ask(self._long, bounds, [raw], "reading the request body", "body")
 
     async def _encode_short(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
@@ -187,17 +186,17 @@ class TextOffload:
 
 
 def _flat(job: wire.Render) -> list[Any]:
-    """As the encoder would write it, but in the open: it can be written in pieces."""
+    """Return what the encoder would write, as plain values, so that it can be encoded in chunks."""
     return [type(job).__name__, *msgspec.structs.astuple(job)]
 
 
 async def _utf8(text: str) -> list[bytes]:
     pace = Pace()
-    pieces = []
+    chunks = []
     try:
-        for i in range(0, len(text), 2 * PIECE):
+        for i in range(0, len(text), 2 * SLICE_VALUES):
             await pace()
-            pieces.append(text[i : i + 2 * PIECE].encode())
+            chunks.append(text[i : i + 2 * SLICE_VALUES].encode())
     except UnicodeEncodeError:
         raise unencodable(text) from None
-    return pieces
+    return chunks

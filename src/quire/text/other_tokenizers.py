@@ -77,7 +77,7 @@ class PreTokenizing:
     patterns: tuple[str, ...]  # applied in order; matches and what lies between them are separate words
     nfc: bool = False
     ignore_merges: bool = False  # a word that is a token needs no merges to become it
-    add_bos: bool = False  # if the file does not say
+    add_bos: bool = False  # if the file has no such field
 
     def build(self) -> PreTokenizer:
         splits: list[PreTokenizer] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
@@ -202,8 +202,8 @@ class _Vocabulary:
             raise ModelError(
                 f"{self.source}: every text shall get a {name} token, but tokenizer.ggml.{name}_token_id is missing"
             )
-        wanted = default if asked is None else asked
-        return [self.tokens[token_id]] if wanted and token_id is not None else []
+        add = default if asked is None else asked
+        return [self.tokens[token_id]] if add and token_id is not None else []
 
     def named(self) -> dict[str, str]:
         ids = {name: self._id(key) for key, name in NAMED.items()}

@@ -94,7 +94,7 @@ class OutputProcessor:
         return None if owner is None else owner[0]
 
     def engine_ids(self, request_id: str) -> list[str]:
-        """The engine requests behind a user's request that are still open."""
+        """Return the engine requests of a user's request that are still open."""
         answer = self._answers.get(request_id)
         return [] if answer is None else [r.id for r in answer.prepared.requests if r.id in self._owners]
 
@@ -105,7 +105,7 @@ class OutputProcessor:
         return engine_id if engine_id in self._owners else None
 
     def forget(self, request_id: str) -> list[str]:
-        """Drops a user's request; returns the engine requests behind it that are still open."""
+        """Drop a user's request; return its engine requests that are still open."""
         answer = self._answers.pop(request_id, None)
         if answer is None:
             return []
@@ -303,12 +303,12 @@ class RequestAnswer:
         chunk, begin = self._unread.popleft()
         if table is None:
             return
-        wanted = min(len(chunk.rank), begin + len(self.prepared.prompt_ids) - len(table))
-        end = min(wanted, begin + max(1, entries // chunk.ids.shape[1]))
+        needed = min(len(chunk.rank), begin + len(self.prepared.prompt_ids) - len(table))
+        end = min(needed, begin + max(1, entries // chunk.ids.shape[1]))
         for i in range(begin, end):
             before = self._prompt_ids[max(0, len(table) - CONTEXT) : len(table)]
             table.append(read_logprobs(chunk, i, self._texts, before, ranked=True))
-        if end < wanted:
+        if end < needed:
             self._unread.appendleft((chunk, end))
 
 
@@ -331,7 +331,7 @@ class _GrowingChoice:
 
     index: int
     prepared: PreparedRequest
-    tokenizer: Tokenizer | None  # None: no text is wanted
+    tokenizer: Tokenizer | None  # None: the output has no text
     texts: TokenTexts | None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

@@ -1,6 +1,6 @@
-"""Long work on an event loop, in turns with everybody else's: nothing here runs for longer than a few milliseconds at a time.
+"""Long work on an event loop in time slices of a few milliseconds, between which other tasks run.
 
-JSON is written in pieces, and lists that are costly to make (`LazyList`) are made while they are written.
+JSON is encoded in chunks, and the values of a `LazyList` are made while they are encoded.
 """
 
 import asyncio
@@ -12,17 +12,17 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-TURN = 0.005  # seconds
-PIECE = 1 << 15  # characters of a string, or values, that are written at a time
+TIME_SLICE_S = 0.005  # seconds
+SLICE_VALUES = 1 << 15  # characters of a string, or values, that are written at a time
 FEW = 64  # values that are taken from a lazy list at a time
 
 _encode = msgspec.json.Encoder().encode
 
 
 class _Turns:
-    """The time that paced work has had in this round of an event loop. Who finds it used up waits for a round of its own.
+    """The time that sliced work has used in this round of an event loop. When it is used up, tasks wait for a later round.
 
-    It does not hold the loop that it is kept for.
+    It holds no reference to the loop.
     """
 
     def __init__(self) -> None:
@@ -55,9 +55,9 @@ _turns: WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns] = WeakKeyDictionary
 
 
 class Pace:
-    """Awaited before every piece of work, it waits for a turn whenever paced work has had its time in a round of the loop.
+    """Await it before every part of long work: it waits when sliced work has used its time in a round of the event loop.
 
-    What passes between two awaits counts as work; `begin` says that something else was waited for.
+    The time between two awaits counts as work; call `begin` after awaiting anything else.
     """
 
     __slots__ = ("_since", "_turns")
@@ -75,13 +75,13 @@ class Pace:
         turns = self._turns
         if self._since:
             turns.spend(time.perf_counter() - self._since)
-        while turns.used > TURN:
+        while turns.used > TIME_SLICE_S:
             await turns.wait()
         self._since = time.perf_counter()
 
 
 class LazyList:
-    """A list in JSON whose values are made when they are written. It can be written once, by `json_chunks`."""
+    """A JSON list whose values are made when they are encoded. It can be encoded once, by `json_chunks`."""
 
     __slots__ = ("values",)
 
@@ -90,11 +90,11 @@ class LazyList:
 
 
 async def json_chunks(value: Any, end: int = 1 << 20) -> list[bytes]:
-    """The JSON of a value in pieces of about `end` bytes. Depth is not bounded here: what is deep must have been refused."""
+    """Return the JSON of a value in chunks of about `end` bytes. The depth must have been checked before."""
     if is_light(value):
         return [_encode(value)]
     pace = Pace()
-    pieces: list[bytes] = []
+    chunks: list[bytes] = []
     gathered: list[bytes] = []
     size = 0
     await pace()
@@ -102,19 +102,19 @@ async def json_chunks(value: Any, end: int = 1 << 20) -> list[bytes]:
         gathered.append(part)
         size += len(part)
         if size >= end:
-            pieces.append(b"".join(gathered))
+            chunks.append(b"".join(gathered))
             gathered, size = [], 0
         await pace()
-    return [*pieces, b"".join(gathered)] if gathered else pieces
+    return [*chunks, b"".join(gathered)] if gathered else chunks
 
 
 def is_light(value: Any) -> bool:
-    """Is it written in a moment?"""
-    return _weigh(value, PIECE) < PIECE
+    """Return whether the value can be encoded at once."""
+    return _weigh(value, SLICE_VALUES) < SLICE_VALUES
 
 
 def _weigh(value: Any, most: int) -> int:
-    """Its values, and a part of its characters; `most` or more where that is reached before the end."""
+    """Return the number of values and an eighth of the characters, at most `most` or slightly more."""
     if isinstance(value, str):
         return 1 + len(value) // 8
     if isinstance(value, LazyList):
@@ -132,15 +132,15 @@ def _weigh(value: Any, most: int) -> int:
 
 
 def _parts(value: Any) -> Iterator[bytes]:
-    """Each is written in a moment."""
+    """Yield parts that are each encoded at once."""
     if isinstance(value, LazyList):
         yield from _written(value.values, FEW)
     elif is_light(value):
         yield _encode(value)
     elif isinstance(value, str):
         yield b'"'
-        for i in range(0, len(value), PIECE):
-            yield _encode(value[i : i + PIECE])[1:-1]
+        for i in range(0, len(value), SLICE_VALUES):
+            yield _encode(value[i : i + SLICE_VALUES])[1:-1]
         yield b'"'
     elif isinstance(value, dict):
         yield b"{"
@@ -167,8 +167,8 @@ def _written(values: Iterator[Any], few: int) -> Iterator[bytes]:
             group.clear()
 
     for item in values:
-        own = _weigh(item, PIECE)
-        if own >= PIECE:
+        own = _weigh(item, SLICE_VALUES)
+        if own >= SLICE_VALUES:
             yield from flush()
             if not first:
                 yield b","
@@ -177,7 +177,7 @@ def _written(values: Iterator[Any], few: int) -> Iterator[bytes]:
             continue
         group.append(item)
         weight += own
-        if weight >= PIECE // 8 or (few > 1 and len(group) >= few):
+        if weight >= SLICE_VALUES // 8 or (few > 1 and len(group) >= few):
             yield from flush()
     yield from flush()
     yield b"]"

@@ -1,4 +1,4 @@
-"""Prompts in all their forms become tokens here, offline and served, and their length is checked here.
+"""Read prompts of any kind, offline and served: tokenize them and check their length.
 
 The result is a `Prompt`. With an event loop, texts are processed in `text/offload.py`. `Tokenization` is how prompts of one
 call are tokenized (tokenization_kwargs), with the names of Hugging Face and vLLM.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_files import AdapterTokenizers
 from quire.text.tool_prompt import render_described, wants_words
-from quire.text.workers.wire import MOST_RENDERED, Cut
+from quire.text.workers.wire import MAX_RENDERED, Cut
 from quire.types.adapter import AdapterRef
 from quire.types.checks import shown
 from quire.types.errors import InvalidParameter, NotSupported, PromptTooLong, RequestError
@@ -28,7 +28,7 @@ class Tokenization:
     """`truncation` with `max_length`, or `truncate_prompt_tokens` (-1: as many as the model can take), cut a long prompt.
 
     Special tokens around it stay. What is cut off stands at the end, and at the beginning for `truncate_prompt_tokens`, unless
-    `truncation_side` says otherwise.
+    `truncation_side` is given.
     """
 
     add_special_tokens: bool = True
@@ -140,7 +140,7 @@ class PromptReader:
             return self
         tokenizer, offload = self._tokenizers.of(lora), self._offload
         if offload is not None and tokenizer is not None and tokenizer is not self.tokenizer:
-            offload = offload.beside(tokenizer)
+            offload = offload.for_tokenizer(tokenizer)
         return PromptReader(tokenizer, self.vocab_size + lora.added, self.max_model_len, offload)
 
     def open_tokenizer(self, lora: AdapterRef) -> Tokenizer | None:
@@ -199,23 +199,23 @@ class PromptReader:
         return [self.read(text, how) for text in texts]
 
     async def encode(self, text: str, add_special_tokens: bool, cut: Cut, parameter: str) -> Prompt:
-        """A text, beside an event loop."""
+        """Tokenize a text without blocking the event loop."""
         assert self._offload is not None
         count, ids = await self._offload.encode(text, add_special_tokens, cut)
-        return self._read_aside(text, count, ids, cut, parameter)
+        return self._read_offloaded(text, count, ids, cut, parameter)
 
     async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         assert self._offload is not None
         return await self._offload.decode(ids, skip_special_tokens)
 
     async def render(self, messages: Sequence[Mapping[str, Any]], cut: Cut, **options: Any) -> Prompt:
-        """A conversation, beside an event loop; the options are those of `TextOffload.render`."""
+        """Render a conversation without blocking the event loop. The options are those of `TextOffload.render`."""
         assert self._offload is not None
-        most = MOST_RENDERED if cut.keep is not None else self.most_characters
+        most = MAX_RENDERED if cut.keep is not None else self.most_characters
         text, count, ids = await self._offload.render(messages, cut=cut, most=most, **options)
-        return self._read_aside(text, count, ids, cut, "messages")
+        return self._read_offloaded(text, count, ids, cut, "messages")
 
-    def _read_aside(self, text: str, count: int, ids: list[int] | None, cut: Cut, parameter: str) -> Prompt:
+    def _read_offloaded(self, text: str, count: int, ids: list[int] | None, cut: Cut, parameter: str) -> Prompt:
         if ids is None:
             if cut.most > self.max_model_len:
                 raise PromptTooLong(f"{parameter} may have at most {cut.most} tokens, got {count}", parameter)
@@ -263,7 +263,7 @@ class PromptReader:
         return room
 
     def cut(self, keep: int | None, right: bool = False, asked: int | None = None) -> Cut:
-        """Which of a prompt's tokens are wanted: truncate_prompt_tokens, or all if they fit. -1: as many as fit, with an answer
+        """Return the cut of a prompt: truncate_prompt_tokens, or all tokens if they fit. -1: as many as fit, with an answer
         as long as is asked for."""
         if keep is None:
             return Cut(self.max_model_len)
@@ -280,7 +280,7 @@ class PromptReader:
     def most_characters(self) -> int:
         """Of a prompt that fits."""
         longest = None if self.tokenizer is None else self.tokenizer.characters_per_token
-        return MOST_RENDERED if longest is None else self.max_model_len * longest
+        return MAX_RENDERED if longest is None else self.max_model_len * longest
 
     def refuse_hopeless(self, characters: int, parameter: str) -> None:
         """A text that is too long even if all its tokens were the vocabulary's longest need not be tokenized."""
@@ -293,13 +293,13 @@ class PromptReader:
             )
 
     def _too_long(self, tokens: int, asked: int | None, parameter: str) -> PromptTooLong:
-        wanted = "at least 1 output token" if asked is None else f"{asked} output tokens"
+        requested = "at least 1 output token" if asked is None else f"{asked} output tokens"
         together = tokens + (1 if asked is None else asked)
         over, room = together - self.max_model_len, self.max_model_len - tokens
         ways = [f"ask for at most {room} output token{'s' * (room != 1)}"] if room > 0 else []
         ways += [f"shorten the prompt by at least {over}"] if over < tokens else []
         return PromptTooLong(
-            f"This model's maximum context length is {self.max_model_len} tokens. However, you requested {wanted} and your "
+            f"This model's maximum context length is {self.max_model_len} tokens. However, you requested {requested} and your "
             f"prompt has {tokens} tokens ({together} together): {', or '.join([*ways, 'raise max_model_len'])}",
             parameter,
         )
@@ -308,7 +308,7 @@ class PromptReader:
 def _checked_ids(ids: Any) -> list[int]:
     if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
         raise InvalidParameter(f"prompt_token_ids must be a list of integers, got {type(ids).__name__}", "prompt")
-    if set(map(type, ids)) != {int}:  # slower, and says which
+    if set(map(type, ids)) != {int}:  # find the wrong one
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int):
                 raise InvalidParameter(f"prompt_token_ids must be integers, got {token!r}", "prompt")

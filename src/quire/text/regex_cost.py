@@ -180,7 +180,7 @@ _PROPERTY = re.compile(r"\\[pP](\{\^?\w+\}|\w)")  # a class of characters that P
 
 
 class _Stages(msgspec.Struct):
-    """What tokenizer.json says of its stages. The vocabulary, which may have megabytes, is skipped."""
+    """Read the stages of a tokenizer.json. The vocabulary, which may have megabytes, is skipped."""
 
     normalizer: Any = None
     pre_tokenizer: Any = None
@@ -289,8 +289,8 @@ def _longest_replacement(table: Any) -> int:
 
 
 def _template(stage: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    pieces = stage.get("single")
-    return [piece for piece in pieces if isinstance(piece, Mapping)] if isinstance(pieces, list) else []
+    parts = stage.get("single")
+    return [piece for piece in parts if isinstance(piece, Mapping)] if isinstance(parts, list) else []
 
 
 def _table(value: Any) -> Mapping[str, Any]:

@@ -46,13 +46,13 @@ class CleanUpStream:
     def _pass(self, text: str, last: bool) -> str:
         for i, (old, new) in enumerate(_REPLACED):
             *done, rest = (self._held[i] + text).split(old)
-            kept = 0 if last else next((n for n in range(len(old) - 1, 0, -1) if rest.endswith(old[:n])), 0)
-            self._held[i] = rest[len(rest) - kept :]
-            text = new.join([*done, rest[: len(rest) - kept]])
+            withheld = 0 if last else next((n for n in range(len(old) - 1, 0, -1) if rest.endswith(old[:n])), 0)
+            self._held[i] = rest[len(rest) - withheld :]
+            text = new.join([*done, rest[: len(rest) - withheld]])
         return text
 
 
-MOST_IDS = 2**31
+MAX_IDS = 2**31
 
 # arguments that transformers' apply_chat_template takes for itself; a template must not get them in silence
 _ELSEWHERE = frozenset(
@@ -80,7 +80,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,  # bos_token, eos_token, ... as chat templates know them
         chat_templates: Mapping[str, str] | None = None,
         clean_up_tokenization_spaces: bool = False,
-        init_kwargs: Mapping[str, Any] | None = None,  # what its files say about it
+        init_kwargs: Mapping[str, Any] | None = None,  # fields of its files
     ) -> None:
         self._backend = backend
         self.init_kwargs: dict[str, Any] = dict(init_kwargs or {})
@@ -141,9 +141,9 @@ class Tokenizer:
         return self._named_id("unk_token")
 
     @property
-    def pieces(self) -> TokenBytes | None:
+    def token_bytes(self) -> TokenBytes | None:
         """Tokens as bytes; None where a token's text depends on its neighbours."""
-        return None if self.cleans_up else self._backend.pieces
+        return None if self.cleans_up else self._backend.token_bytes
 
     @property
     def short(self) -> int:
@@ -157,7 +157,7 @@ class Tokenizer:
 
     @property
     def characters_per_token(self) -> int | None:
-        """At most; None: it cannot be said."""
+        """Return the maximum; None: it is unknown."""
         return self._backend.characters_per_token
 
     @property
@@ -306,9 +306,9 @@ def _checked_ids(ids: Iterable[int]) -> list[int]:
         checked = [operator.index(i) for i in ids]
     except TypeError:
         raise RequestError(f"token ids must be integers, got {ids!r:.100}") from None
-    if checked and not 0 <= min(checked) <= max(checked) < MOST_IDS:
-        bad = next(i for i in checked if not 0 <= i < MOST_IDS)
-        raise RequestError(f"token ids must be at least 0 and less than {MOST_IDS}, got {bad}")
+    if checked and not 0 <= min(checked) <= max(checked) < MAX_IDS:
+        bad = next(i for i in checked if not 0 <= i < MAX_IDS)
+        raise RequestError(f"token ids must be at least 0 and less than {MAX_IDS}, got {bad}")
     return checked
 
 

@@ -91,9 +91,9 @@ def _read_library_tokenizer(path: Path, config: Mapping[str, Any]) -> tokenizers
 def _add_tokens(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
     """Tokens that only tokenizer_config.json knows, or knows to be special."""
     present = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
-    wanted = [_added_token(token) for _, token in sorted(_decoder_entries(config))]
-    wanted += [AddedToken(name, normalized=False, special=True) for name in _special_names(config)]
-    missing = {token.content: token for token in wanted if present.get(token.content) not in (True, token.special)}
+    required = [_added_token(token) for _, token in sorted(_decoder_entries(config))]
+    required += [AddedToken(name, normalized=False, special=True) for name in _special_names(config)]
+    missing = {token.content: token for token in required if present.get(token.content) not in (True, token.special)}
     tokenizer.add_tokens(list(missing.values()))
 
 
@@ -129,22 +129,22 @@ def _content(token: Any) -> str | None:
 
 
 def _set_prefix_space(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    wanted = config.get("add_prefix_space")
-    if isinstance(wanted, bool) and isinstance(tokenizer.pre_tokenizer, tokenizers.pre_tokenizers.ByteLevel):
-        tokenizer.pre_tokenizer.add_prefix_space = wanted
+    required = config.get("add_prefix_space")
+    if isinstance(required, bool) and isinstance(tokenizer.pre_tokenizer, tokenizers.pre_tokenizers.ByteLevel):
+        tokenizer.pre_tokenizer.add_prefix_space = required
 
 
 def _set_added_ends(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
     """add_bos_token and add_eos_token, where given, overrule what tokenizer.json puts around a text."""
     start, end = _ends(tokenizer)
-    wanted = [list(start), list(end)]
+    required = [list(start), list(end)]
     for side, (flag, name) in enumerate((("add_bos_token", "bos_token"), ("add_eos_token", "eos_token"))):
         token = _content(config.get(name))
         if isinstance(config.get(flag), bool) and (token is not None or not config[flag]):
-            wanted[side] = [str(token)] if config[flag] else []
-    if wanted == [start, end]:
+            required[side] = [str(token)] if config[flag] else []
+    if required == [start, end]:
         return
-    set_ends(tokenizer, *wanted)
+    set_ends(tokenizer, *required)
 
 
 def _ends(tokenizer: tokenizers.Tokenizer) -> tuple[list[str], list[str]]:
@@ -213,7 +213,7 @@ def _ask_transformers(path: Path, config: Mapping[str, Any]) -> tuple[LibraryBac
 
 
 def open_tokenizer(config: Config) -> Tokenizer | None:
-    """None if none is wanted (skip_tokenizer_init)."""
+    """Open the model's tokenizer; None with skip_tokenizer_init."""
     args = config.args
     if args.skip_tokenizer_init:
         return None
@@ -223,14 +223,14 @@ def open_tokenizer(config: Config) -> Tokenizer | None:
     return tokenizer
 
 
-MOST = 64  # that are kept
+MAX_ADAPTER_TOKENIZERS = 64  # in memory
 LONGEST_TEMPLATE = 1 << 16  # characters: more than any that is known has
-MOST_LEXEMES = 16_000  # of all templates: several times as many as any that is known has, and compiled in half a second
+MAX_LEXEMES = 16_000  # of all templates: several times as many as any that is known has, and compiled in half a second
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")  # where they may be
 
 
 class AdapterTokenizers:
-    """`fixed_template`: the chat template was chosen by hand, and is that of all."""
+    """Tokenizers of adapters. fixed_template: the user chose the chat template, and it is used for all adapters."""
 
     def __init__(self, base: Tokenizer | None, fixed_template: bool = False) -> None:
         self._base, self._fixed = base, fixed_template
@@ -238,7 +238,7 @@ class AdapterTokenizers:
         self._lock = Lock()
 
     def of(self, lora: AdapterRef | None) -> Tokenizer | None:
-        """The model's own, unless the adapter adds tokens and has files that say which. May be called by any thread."""
+        """Return the adapter's tokenizer if it adds tokens and has tokenizer files, else the model's. Thread-safe."""
         if lora is None or not lora.added or self._base is None:
             return self._base
         with self._lock:
@@ -249,7 +249,7 @@ class AdapterTokenizers:
         found = self._open(lora, self._base)
         with self._lock:
             self._read[lora.version] = found
-            while len(self._read) > MOST:
+            while len(self._read) > MAX_ADAPTER_TOKENIZERS:
                 self._read.popitem(last=False)
         return found
 
@@ -275,15 +275,15 @@ class AdapterTokenizers:
 
 
 def _check_templates(path: str, templates: str | dict[str, str] | None) -> None:
-    """Raises what would be wrong with every chat."""
+    """Raise an error for templates with which every chat would fail."""
     file = next(file for file in (Path(path) / name for name in TEMPLATES) if file.is_file() or file.name == TEMPLATES[-1])
-    left = MOST_LEXEMES
+    left = MAX_LEXEMES
     for template in [templates] if isinstance(templates, str) else (templates or {}).values():
         if len(template) > LONGEST_TEMPLATE:
             raise AdapterError(f"{file}: a chat template may have at most {LONGEST_TEMPLATE:,} characters", "lora_path")
         left -= count_lexemes(template, left)
         if left < 0:
-            raise AdapterError(f"{file}: chat templates may have at most {MOST_LEXEMES:,} words and signs", "lora_path")
+            raise AdapterError(f"{file}: chat templates may have at most {MAX_LEXEMES:,} words and signs", "lora_path")
         try:
             compile_template(template)
         except RequestError as error:

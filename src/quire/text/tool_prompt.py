@@ -1,4 +1,4 @@
-"""Tools for models whose chat template says nothing of them: described in words, and called as <tool_call>{...}</tool_call>.
+"""Tools for models whose chat template does not read them: the prompt describes them and asks for <tool_call>{...}</tool_call>.
 
 What the model is asked to write is what the format `generic` reads (`parse/formats.py`).
 """
@@ -25,17 +25,17 @@ What it returns will be given to you between <tool_response> and </tool_response
 
 
 def ignores_tools(template: str | Mapping[str, str] | None) -> bool:
-    """Read off the template's syntax: it does not run here."""
+    """Return whether a template does not read tools, from its syntax tree."""
     if isinstance(template, Mapping):
         template = template.get("tool_use", template.get("default"))
     try:
         return template is not None and not compile_template(template).reads_tools
-    except RequestError:  # requests will say what is wrong with it
+    except RequestError:  # requests report what is wrong with it
         return False
 
 
 def wants_words(template: str | Mapping[str, str] | None) -> bool:
-    """Does it neither read tools nor show another way to call them?"""
+    """Return whether the template neither reads tools nor has another format of calls."""
     return detect(template, "tool calls") in (None, GENERIC) and ignores_tools(template)
 
 
@@ -57,8 +57,8 @@ def describe_tools(messages: Messages, tools: Sequence[Mapping[str, Any]] | None
 
 
 def render_described(render: Callable[[Messages], str], messages: Messages, tools: Sequence[Mapping[str, Any]] | None) -> str:
-    """For templates that say nothing of tools. Those without a role for the system leave its words out, or raise: there the
-    first question begins with them.
+    """Render a conversation with a description of the tools. Templates without a system role leave the description out or
+    raise: then the first user message begins with it.
     """
     try:
         text = render(describe_tools(messages, tools, "system"))
@@ -100,9 +100,9 @@ def _without_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if message["role"] != "assistant" or not isinstance(calls, Sequence) or isinstance(calls, str) or not calls:
         return dict(message)
-    kept = {key: value for key, value in message.items() if key != "tool_calls"}
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
     written = [f"<tool_call>\n{json.dumps(_call(call), ensure_ascii=False)}\n</tool_call>" for call in calls]
-    return {**kept, "content": "\n".join([*filter(None, [_text(message.get("content"))]), *written])}
+    return {**rest, "content": "\n".join([*filter(None, [_text(message.get("content"))]), *written])}
 
 
 def _call(call: Any) -> Any:

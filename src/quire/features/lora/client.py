@@ -69,7 +69,7 @@ class AdapterNames:
         """Draw new keys from this sequence, so that API processes draw different ones."""
         self._fresh_keys = count(first, step)
 
-    def hear(self, name: str, adapter: NamedAdapter | None) -> None:
+    def apply_change(self, name: str, adapter: NamedAdapter | None) -> None:
         """Apply a change by another API process; None: the name was removed."""
         old = self._named.pop(name, None)
         if old is not None:
@@ -140,8 +140,10 @@ class AdapterNames:
     def look(
         self, lora: LoRARequest, gone: Callable[[], bool] = bool, expect: Callable[[AdapterRef], None] | None = None
     ) -> NamedAdapter:
-        """What the files are now. It reads them whole, so it may take a while, unless who asked is `gone`; it changes nothing
-        here. `expect`: told before that, for whoever may read them at the same time; their version remains to be seen."""
+        """Read the files' digest and return the adapter that they are now; the table does not change.
+
+        gone: returns true if the caller has stopped waiting; reading then ends. expect: called before that with a reference
+        without a version, so that engines can read the files at the same time."""
         path = absolute(lora.lora_path)
         check_header(path, self._bounds)
         before = stamp(path)
@@ -192,7 +194,7 @@ def absolute(path: str) -> str:
 
 
 async def load_everywhere(engines: Sequence["OneEngine"], ref: AdapterRef, pinned: bool) -> None:
-    """Returns when all engines have read it. An engine that is not there for good need not; what another refuses is raised."""
+    """Load an adapter on all engines that are not dead, and return when all have it; raise the error of any engine."""
     living = [engine for engine in engines if engine.state != "dead"] or engines[:1]
     outcomes = await asyncio.gather(*(engine.load_adapter(ref, pinned) for engine in living), return_exceptions=True)
     errors = [outcome for outcome in outcomes if outcome is not None]
@@ -202,20 +204,20 @@ async def load_everywhere(engines: Sequence["OneEngine"], ref: AdapterRef, pinne
 
 
 class Sharing(Protocol):
-    """Where several processes give names to adapters, all of them know the same names."""
+    """Keeps the names of adapters equal in all API processes."""
 
     def alone(self, name: str) -> AbstractAsyncContextManager[None]:
-        """Nobody else changes meanwhile what the name means: who loads, replaces, pins or removes it waits for whoever does so
-        already. What others made of it before is known here."""
+        """Lock the name: other tasks and processes that load, replace, pin or remove it wait. Their earlier changes have been
+        applied here."""
         ...
 
-    async def tell(self, name: str, adapter: NamedAdapter | None) -> None:
-        """Returns when all others know what the name means now; None = nothing."""
+    async def publish(self, name: str, adapter: NamedAdapter | None) -> None:
+        """Set the adapter of a name in all other processes; None: the name is removed. Returns when all have applied it."""
         ...
 
 
 class Unshared:
-    """One process alone: its own tasks take turns."""
+    """The names of a single API process: only its own tasks are serialized."""
 
     def __init__(self) -> None:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -226,25 +228,27 @@ class Unshared:
         async with lock:
             yield
 
-    async def tell(self, name: str, adapter: NamedAdapter | None) -> None:
+    async def publish(self, name: str, adapter: NamedAdapter | None) -> None:
         pass
 
 
 class AdapterClient:
-    """`engines`: every one of them has every adapter."""
+    """Loads, pins and removes adapters on all engines."""
 
     def __init__(self, names: AdapterNames, engines: Sequence["OneEngine"], shared: Sharing | None = None) -> None:
         self._names, self._engines, self._shared = names, engines, shared or Unshared()
-        self._looking: set[threading.Event] = set()  # to be set when nobody waits for it any more
+        self._looking: set[threading.Event] = set()  # set when no task waits for the read any more
 
     async def use(self, lora: LoRARequest, only_new: bool = False) -> NamedAdapter:
-        """What its name means. If it is new or to be loaded again, it is loaded; if it cannot be, the name means what it meant
-        before. `only_new`: a name that is there is refused, unless it is to be loaded again."""
+        """Return the adapter of the request's name. It is loaded if it is new or load_inplace is set; an error changes nothing.
+
+        only_new: a name that exists is refused without load_inplace.
+        """
         known = self._known(lora, only_new)
         if known is not None:
             return known
         async with self._shared.alone(lora.lora_name):
-            return self._known(lora, only_new) or await self._load(lora)  # by now another may have loaded it
+            return self._known(lora, only_new) or await self._load(lora)  # another task may have loaded it meanwhile
 
     def _known(self, lora: LoRARequest, only_new: bool) -> NamedAdapter | None:
         if only_new:
@@ -256,16 +260,16 @@ class AdapterClient:
         ending = asyncio.create_task(self._agree(found))
         try:
             return await asyncio.shield(ending)
-        except asyncio.CancelledError:  # half of it would be a name that some processes know and others do not
+        except asyncio.CancelledError:  # stopping half-way would leave a name that only some processes have
             await asyncio.wait({ending})
             raise
 
     async def _look(self, lora: LoRARequest) -> NamedAdapter:
-        """In a thread of its own: files may be large, and neither another adapter nor the end of the process waits for them."""
+        """Read the files' version in a thread of its own: files may be large, and nothing else may wait for them."""
         loop, gone = asyncio.get_running_loop(), threading.Event()
         found: asyncio.Future[NamedAdapter] = loop.create_future()
 
-        def tell(adapter: NamedAdapter | None, error: Exception | None) -> None:
+        def deliver(adapter: NamedAdapter | None, error: Exception | None) -> None:
             if adapter is not None and not found.done():
                 found.set_result(adapter)
             elif error is not None and not found.done():
@@ -280,8 +284,8 @@ class AdapterClient:
                 adapter = self._names.look(lora, gone.is_set, expect)
             except Exception as error:
                 failure = error
-            with suppress(RuntimeError):  # the event loop is gone, and so will we be
-                loop.call_soon_threadsafe(tell, adapter, failure)
+            with suppress(RuntimeError):  # the event loop has ended
+                loop.call_soon_threadsafe(deliver, adapter, failure)
 
         self._looking.add(gone)
         threading.Thread(target=look, name="quire-adapter", daemon=True).start()
@@ -292,25 +296,25 @@ class AdapterClient:
             self._looking.discard(gone)
 
     def _expect(self, ref: AdapterRef) -> None:
-        """Engines read files while their version is made out."""
+        """Let engines read the files while their version is computed."""
         for engine in self._engines:
             if engine.state != "dead":
                 engine.tell("expect_adapter", ref.path, ref.stamp)
 
     def stop(self) -> None:
-        """Who waits for files is told that there is no engine."""
+        """Stop reading files; tasks that wait for them fail."""
         for gone in self._looking:
             gone.set()
 
     async def _agree(self, found: NamedAdapter) -> NamedAdapter:
-        """Engines have it, and everybody knows its name."""
+        """Load the adapter on all engines, then publish its name."""
         try:
             await load_everywhere(self._engines, found.ref, found.pinned)
         except RequestError:
-            self._retire(self._names.unnamed(found.ref.version))  # on engines that took it
+            self._retire(self._names.unnamed(found.ref.version))  # on engines that loaded it
             raise
         self._retire(self._names.put(found))
-        await self._shared.tell(found.name, found)
+        await self._shared.publish(found.name, found)
         return found
 
     async def remove(self, key: int) -> bool:
@@ -318,10 +322,10 @@ class AdapterClient:
         if adapter is None:
             return False
         async with self._shared.alone(adapter.name):
-            if adapter.name not in self._names:  # any more
+            if adapter.name not in self._names:  # meanwhile
                 return False
             self._retire(self._names.remove(adapter.name))
-            await self._shared.tell(adapter.name, None)
+            await self._shared.publish(adapter.name, None)
         return True
 
     async def pin(self, key: int) -> bool:
@@ -329,33 +333,34 @@ class AdapterClient:
         if there is None:
             return False
         async with self._shared.alone(there.name):
-            adapter = self._names.find(there.name)  # by now another, perhaps
+            adapter = self._names.find(there.name)  # it may have changed meanwhile
             if adapter is None:
                 return False
             await load_everywhere(self._engines, adapter.ref, pinned=True)
             self._names.pin(adapter.name)
-            await self._shared.tell(adapter.name, self._names.find(adapter.name))
+            await self._shared.publish(adapter.name, self._names.find(adapter.name))
         return True
 
     def renewed(self, request: EngineRequest) -> EngineRequest | None:
-        """The same request with what its adapter's name means now. It had not begun, and the files of the version that it came
-        for have been replaced; None if the name means no other."""
+        """Return the request with the present version of its adapter's name; None if that is the same version.
+
+        Called for a request that had not begun when the files of its version were replaced."""
         old, now = request.extras, self._names.find(request.extras.lora_name)
         if now is None or old.lora is None or now.ref.version == old.lora.version:
             return None
         if old.lora.added or now.ref.added:
-            return None  # its text was made into tokens of the other version
+            return None  # its prompt was tokenized with the vocabulary of the old version
         extras = replace(old, lora=now.ref)
-        kept = tuple(part for part in request.salt if part not in cache_salt(old))
-        return replace(request, extras=extras, salt=(*cache_salt(extras), *kept))
+        others = tuple(part for part in request.salt if part not in cache_salt(old))
+        return replace(request, extras=extras, salt=(*cache_salt(extras), *others))
 
-    def tell_again(self, engine: int) -> None:
-        """To an engine that has just started. What is asked for, it is told with the requests."""
+    def pin_again(self, engine: int) -> None:
+        """Pin adapters on an engine that has just started. Requests bring their own adapters along."""
         for ref in self._names.pinned:
             self._engines[engine].pin_again(ref)
 
     def _retire(self, version: str | None) -> None:
-        """Behind the requests that are about to be sent."""
+        """Retire a version on all engines, after the requests that are about to be sent."""
         if version is not None:
             for engine in self._engines:
                 asyncio.get_running_loop().call_soon(engine.tell, "retire_adapter", version)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from quire.engine.executor.base import Executor
 
 
-LAST: Rank = (1 << 63, 0)  # of those that nobody waits for
+LAST: Rank = (1 << 63, 0)  # of adapters that no request waits for
 
 Tell = Callable[[RequestError | None], None]  # why it could not be loaded, or None: it was
 
@@ -43,10 +43,10 @@ class AdapterState:
     reading: bool = False
     place: int = 0
     pinned: bool = False
-    retired: bool = False  # nobody can ask for it any more
+    retired: bool = False  # no new request can use it
     holders: int = 0  # requests
     waiting: dict[str, Rank] = field(default_factory=dict)  # requests
-    told: list[tuple[AdapterRef, Tell]] = field(default_factory=list)  # to be told when it is loaded
+    listeners: list[tuple[AdapterRef, Tell]] = field(default_factory=list)  # called when it is loaded or refused
     failed: dict[str, RequestError] = field(default_factory=dict)  # by path: the same content may lie in several
     used: int = 0  # when it was, the latest time
 
@@ -59,14 +59,14 @@ class AdapterState:
         return not (self.holders or self.pinned)
 
     @property
-    def wanted(self) -> bool:
-        return bool(self.waiting or self.told) or (self.pinned and not self.place)
+    def is_needed(self) -> bool:
+        return bool(self.waiting or self.listeners) or (self.pinned and not self.place)
 
-    def tell(self, error: RequestError | None) -> None:
-        """Those who wait to hear of it, and no longer: why it cannot be had, or None."""
-        told, self.told = self.told, []
-        for ref, hear in told:
-            hear(error and self.failed.get(ref.path, error))
+    def report(self, error: RequestError | None) -> None:
+        """Call and clear the listeners: with the error, or None when it is loaded."""
+        listeners, self.listeners = self.listeners, []
+        for ref, listener in listeners:
+            listener(error and self.failed.get(ref.path, error))
 
 
 WAIT = 0.005  # seconds, while there is nothing else to do
@@ -88,14 +88,14 @@ class LoRAManager:
     ) -> None:
         self._roster, self._executor, self._refuse = roster, executor, refuse
         self.places, self._host = places, max(places, host)
-        self._kept: dict[str, AdapterState] = {}  # by version
-        self._line: dict[str, AdapterState] = {}  # those of them that are wanted and not there
+        self._states: dict[str, AdapterState] = {}  # by version
+        self._line: dict[str, AdapterState] = {}  # those that are needed and not on the device
         self._in_memory: dict[str, AdapterState] = {}  # or on the way
         self._seated: dict[int, AdapterState] = {}  # by place
         self._free = list(range(places, 0, -1))
         self._reader = AdapterReader(lambda ref: executor.read_adapter(ref), lambda ref: executor.read_ahead(ref))
         self._news = False  # something has changed since the latest turn
-        self._short = False  # somebody waits for a place
+        self._short = False  # a request waits for a slot
         self._passed = 0  # requests, meanwhile
         self._times = count(1)
         self.reads = self.puts = 0
@@ -113,35 +113,35 @@ class LoRAManager:
         ref = spec.extras.lora
         if ref is None:
             return
-        kept = self._keep(ref)
-        if kept.place and not (self._short and self._passed >= PASSES):
+        state = self._keep(ref)
+        if state.place and not (self._short and self._passed >= PASSES):
             self._passed += self._short
-            self._hold(kept, spec.id)
+            self._hold(state, spec.id)
             return
-        kept.waiting[spec.id] = self._roster.order.rank(self._roster.live[spec.id])
-        self._wait_for(kept)
+        state.waiting[spec.id] = self._roster.order.rank(self._roster.live[spec.id])
+        self._wait_for(state)
 
     def _left(self, request: Request) -> None:
         """Release the slot of a request that has ended."""
         ref = request.spec.extras.lora
-        kept = None if ref is None else self._kept.get(ref.version)
-        if kept is None:
+        state = None if ref is None else self._states.get(ref.version)
+        if state is None:
             return
-        if request.spec.id in kept.waiting:
-            del kept.waiting[request.spec.id]
-            if not kept.wanted:
-                self._line.pop(kept.ref.version, None)
+        if request.spec.id in state.waiting:
+            del state.waiting[request.spec.id]
+            if not state.is_needed:
+                self._line.pop(state.ref.version, None)
         elif request.place:
-            kept.holders -= 1
-            kept.used = next(self._times)
+            state.holders -= 1
+            state.used = next(self._times)
             request.place = 0
-        self._settle(kept)
+        self._settle(state)
         self._news = True
 
-    def _hold(self, kept: AdapterState, name: str) -> None:
-        kept.holders += 1
-        kept.used = next(self._times)
-        self._roster.live[name].place = kept.place
+    def _hold(self, state: AdapterState, name: str) -> None:
+        state.holders += 1
+        state.used = next(self._times)
+        self._roster.live[name].place = state.place
         self._roster.ready(name, "adapter")
 
     # ---- loading without a request ---------------------------------------------------------------------------------------
@@ -154,18 +154,18 @@ class LoRAManager:
         except NotSupported as error:
             tell(error)
             return
-        kept = self._keep(ref)
-        others = sum(other.pinned for other in self._kept.values() if other is not kept)
+        state = self._keep(ref)
+        others = sum(other.pinned for other in self._states.values() if other is not state)
         if pinned and others >= self.places:
-            self._settle(kept)
+            self._settle(state)
             tell(AdapterError(_all_pinned(self.places), "lora_request"))
             return
-        kept.retired, kept.pinned = False, kept.pinned or pinned
-        if kept.facts is not None and (kept.place or not kept.pinned):
+        state.retired, state.pinned = False, state.pinned or pinned
+        if state.facts is not None and (state.place or not state.pinned):
             tell(None)
             return
-        kept.told.append((ref, tell))
-        self._wait_for(kept)
+        state.listeners.append((ref, tell))
+        self._wait_for(state)
 
     def expect(self, path: str, stamp: str) -> None:
         """Read files ahead while the API process computes their version."""
@@ -174,22 +174,22 @@ class LoRAManager:
 
     def load_now(self, ref: AdapterRef, pinned: bool) -> None:
         """Load an adapter and wait for it, running `turn` here. Raise its error."""
-        told: list[RequestError | None] = []
-        self.load(ref, pinned, told.append)
-        while not told:
+        outcomes: list[RequestError | None] = []
+        self.load(ref, pinned, outcomes.append)
+        while not outcomes:
             self.turn()
             self.wait()
-        if told[0] is not None:
-            raise told[0]
+        if outcomes[0] is not None:
+            raise outcomes[0]
 
     def retire(self, version: str) -> None:
         """Drop a version that no name has any more, when its last request has ended."""
-        kept = self._kept.get(version)
-        if kept is not None:
-            kept.retired, kept.pinned = True, False
-            if not kept.wanted:
+        state = self._states.get(version)
+        if state is not None:
+            state.retired, state.pinned = True, False
+            if not state.is_needed:
                 self._line.pop(version, None)
-            self._settle(kept)
+            self._settle(state)
             self._news = True
 
     # ---- turns -----------------------------------------------------------------------------------------------------------
@@ -215,12 +215,12 @@ class LoRAManager:
             self._news = self._short = False
             self._fetch()
             self._fill()
-            if self._short and sum(kept.pinned for kept in self._seated.values()) == self.places:
+            if self._short and sum(state.pinned for state in self._seated.values()) == self.places:
                 error = AdapterError(_all_pinned(self.places), "lora_request")
                 failed = [each for each in self._in_order() if not each.pinned]
-                logger.warning("requests with %s end: %s", ", ".join(kept.ref.path for kept in failed), error)
-                for kept in failed:
-                    self._fail(kept, error)
+                logger.warning("requests with %s end: %s", ", ".join(state.ref.path for state in failed), error)
+                for state in failed:
+                    self._fail(state, error)
             self._trim()
 
     def stop(self) -> None:
@@ -229,14 +229,14 @@ class LoRAManager:
     def check(self) -> None:
         """Raise EngineError if the bookkeeping is inconsistent. For tests."""
         held = [r.spec.extras.lora.version for r in self._roster.live.values() if r.place and r.spec.extras.lora]
-        for version, kept in self._kept.items():
-            if kept.holders != held.count(version):
+        for version, state in self._states.items():
+            if state.holders != held.count(version):
                 raise EngineError(
-                    f"adapter {version:.8} has {kept.holders} holders, but {held.count(version)} requests have it"
+                    f"adapter {version:.8} has {state.holders} holders, but {held.count(version)} requests have it"
                 )
-            if kept.place and self._seated.get(kept.place) is not kept:
+            if state.place and self._seated.get(state.place) is not state:
                 raise EngineError(f"adapter {version:.8} is not in its place")
-            if (version in self._in_memory) != (kept.facts is not None or kept.reading):
+            if (version in self._in_memory) != (state.facts is not None or state.reading):
                 raise EngineError(f"adapter {version:.8} is not in memory, or is there unknown")
         if sorted([*self._free, *self._seated]) != list(range(1, self.places + 1)):
             raise EngineError(f"places are lost or doubled: free {self._free}, taken {list(self._seated)}")
@@ -244,122 +244,122 @@ class LoRAManager:
     # ---- inside ----------------------------------------------------------------------------------------------------------
 
     def _keep(self, ref: AdapterRef) -> AdapterState:
-        if ref.version not in self._kept:
-            self._kept[ref.version] = AdapterState(ref, used=next(self._times))
-        return self._kept[ref.version]
+        if ref.version not in self._states:
+            self._states[ref.version] = AdapterState(ref, used=next(self._times))
+        return self._states[ref.version]
 
-    def _wait_for(self, kept: AdapterState) -> None:
-        self._line[kept.ref.version] = kept
+    def _wait_for(self, state: AdapterState) -> None:
+        self._line[state.ref.version] = state
         self._news = True
         self._fetch()  # now, and not when the next step is planned
 
     def _came(self, ref: AdapterRef, outcome: Outcome) -> None:
-        kept = self._kept[ref.version]
+        state = self._states[ref.version]
         if isinstance(outcome, RequestError):
             if isinstance(outcome, AdapterChanged):  # something was read, perhaps
                 self._executor.forget_adapter(ref.version)
-            kept.failed[ref.path] = outcome
-            other = next((each for each in self._refs(kept) if each.path not in kept.failed), None)
+            state.failed[ref.path] = outcome
+            other = next((each for each in self._refs(state) if each.path not in state.failed), None)
             if other is not None:
                 self._reader.ask(other)
                 return
-            kept.reading, self._news = False, True
+            state.reading, self._news = False, True
             del self._in_memory[ref.version]
-            self._fail(kept, outcome)
+            self._fail(state, outcome)
             return
-        kept.reading, self._news = False, True
-        kept.ref, kept.facts = ref, outcome
-        kept.failed.clear()
+        state.reading, self._news = False, True
+        state.ref, state.facts = ref, outcome
+        state.failed.clear()
         self.reads += 1
-        self._settle(kept)
+        self._settle(state)
 
-    def _refs(self, kept: AdapterState) -> list[AdapterRef]:
+    def _refs(self, state: AdapterState) -> list[AdapterRef]:
         """Return the references of all requests and loads that wait for it."""
-        return [*(self._ref(name) or kept.ref for name in kept.waiting), *(ref for ref, _ in kept.told)]
+        return [*(self._ref(name) or state.ref for name in state.waiting), *(ref for ref, _ in state.listeners)]
 
     def _ref(self, name: str) -> AdapterRef | None:
         return self._roster.live[name].spec.extras.lora
 
     def _fill(self) -> None:
         """Give slots to waiting adapters, in order."""
-        for kept in self._in_order():
-            if kept.facts is None:
-                self._short = self._short or (bool(kept.waiting) and not kept.reading)  # there is no room to read it
+        for state in self._in_order():
+            if state.facts is None:
+                self._short = self._short or (bool(state.waiting) and not state.reading)  # there is no room to read it
                 continue
-            needed = bool(kept.waiting) or kept.pinned  # otherwise it was only to be read, and takes a place that is free
-            behind = self._short and bool(kept.waiting)
-            if behind or (not kept.place and (needed or self._free) and not self._seat(kept)):
-                self._short = self._short or bool(kept.waiting)
-                kept.tell(None)
-                if needed or kept.ref.version not in self._line:
+            needed = bool(state.waiting) or state.pinned  # otherwise it was only to be read, and takes a place that is free
+            behind = self._short and bool(state.waiting)
+            if behind or (not state.place and (needed or self._free) and not self._seat(state)):
+                self._short = self._short or bool(state.waiting)
+                state.report(None)
+                if needed or state.ref.version not in self._line:
                     continue
-            for name in list(kept.waiting):
-                self._hold(kept, name)
+            for name in list(state.waiting):
+                self._hold(state, name)
                 self._passed = 0
-            kept.waiting.clear()
-            del self._line[kept.ref.version]
-            kept.tell(None)
+            state.waiting.clear()
+            del self._line[state.ref.version]
+            state.report(None)
 
     def _fetch(self) -> None:
         """Start reading waiting adapters, as far as host memory allows."""
         room = True
-        for kept in self._in_order():
-            if kept.facts is not None or kept.reading:
+        for state in self._in_order():
+            if state.facts is not None or state.reading:
                 continue
-            room = room and self._make_room(kept)
-            if room or kept.told:  # who waits to hear whether it can be loaded at all is not kept waiting by others
-                kept.reading = True
-                self._in_memory[kept.ref.version] = kept
-                self._reader.ask(kept.ref)
+            room = room and self._make_room(state)
+            if room or state.listeners:  # a caller that loads it need not wait for other adapters
+                state.reading = True
+                self._in_memory[state.ref.version] = state
+                self._reader.ask(state.ref)
 
     def _in_order(self) -> Iterator[AdapterState]:
-        return iter(sorted(self._line.values(), key=lambda kept: kept.rank) if self._line else ())
+        return iter(sorted(self._line.values(), key=lambda state: state.rank) if self._line else ())
 
-    def _seat(self, kept: AdapterState) -> bool:
+    def _seat(self, state: AdapterState) -> bool:
         """Put the adapter in a slot, evicting an idle one if needed. Return False if no slot can be freed or it failed."""
         while self._free or self._evict():
             try:
-                self._executor.put_adapter(kept.ref, self._free[-1])
+                self._executor.put_adapter(state.ref, self._free[-1])
             except AdapterError as error:
                 changed = isinstance(error, AdapterChanged)  # as another rank found; otherwise more room is needed than a place
                 if not changed and self._evict():
                     continue
                 if changed or not any(other.holders for other in self._seated.values()):
-                    self._fail(kept, error)
+                    self._fail(state, error)
                 return False
             except EngineDead:
                 raise
             except Exception as error:
                 logger.exception("an adapter could not be put on the device")
-                self._fail(kept, AdapterError(f"{kept.ref.path}: {type(error).__name__}: {error}", "lora_request"))
+                self._fail(state, AdapterError(f"{state.ref.path}: {type(error).__name__}: {error}", "lora_request"))
                 return False
-            kept.place = self._free.pop()
-            self._seated[kept.place] = kept
+            state.place = self._free.pop()
+            self._seated[state.place] = state
             self.puts += 1
             return True
         return False
 
     def _evict(self) -> bool:
         """Free the slot of the least recently used idle adapter."""
-        victim = min((kept for kept in self._seated.values() if kept.idle), key=lambda kept: kept.used, default=None)
+        victim = min((state for state in self._seated.values() if state.idle), key=lambda state: state.used, default=None)
         if victim is not None:
             self._unseat(victim)
         return victim is not None
 
-    def _unseat(self, kept: AdapterState) -> None:
-        self._executor.drop_adapter(kept.place)
-        del self._seated[kept.place]
-        self._free.append(kept.place)
-        kept.place = 0
+    def _unseat(self, state: AdapterState) -> None:
+        self._executor.drop_adapter(state.place)
+        del self._seated[state.place]
+        self._free.append(state.place)
+        state.place = 0
 
-    def _make_room(self, wanted: AdapterState) -> bool:
+    def _make_room(self, new: AdapterState) -> bool:
         """Make room in host memory for one more adapter."""
         while len(self._in_memory) >= self._host:
             if self._forget_idle():
                 continue
-            last = max((kept for kept in self._line.values() if kept.facts is not None and kept.idle and not kept.told),
-                       key=lambda kept: kept.rank, default=None)  # fmt: skip
-            if last is None or last.rank <= wanted.rank:
+            read = (state for state in self._line.values() if state.facts is not None and state.idle and not state.listeners)
+            last = max(read, key=lambda state: state.rank, default=None)
+            if last is None or last.rank <= new.rank:
                 return False
             self._forget(last)
         return True
@@ -370,42 +370,42 @@ class LoRAManager:
 
     def _forget_idle(self) -> bool:
         """Free the host memory of the least recently used adapter that no request holds or waits for."""
-        idle = (kept for kept in self._in_memory.values() if kept.idle and not kept.wanted and not kept.reading)
-        victim = min(idle, key=lambda kept: kept.used, default=None)
+        idle = (state for state in self._in_memory.values() if state.idle and not state.is_needed and not state.reading)
+        victim = min(idle, key=lambda state: state.used, default=None)
         if victim is not None:
             self._discard(victim)
         return victim is not None
 
-    def _forget(self, kept: AdapterState) -> None:
-        if kept.place:
-            self._unseat(kept)
-        if kept.facts is not None:
-            kept.facts = None
-            del self._in_memory[kept.ref.version]
-            self._executor.forget_adapter(kept.ref.version)
+    def _forget(self, state: AdapterState) -> None:
+        if state.place:
+            self._unseat(state)
+        if state.facts is not None:
+            state.facts = None
+            del self._in_memory[state.ref.version]
+            self._executor.forget_adapter(state.ref.version)
 
-    def _settle(self, kept: AdapterState) -> None:
-        """What nobody wants and cannot be asked for, or never was there, goes."""
-        if kept.idle and not kept.wanted and not kept.reading and (kept.retired or kept.facts is None):
-            self._discard(kept)
+    def _settle(self, state: AdapterState) -> None:
+        """Discard an adapter that no request uses and that is retired or was never read."""
+        if state.idle and not state.is_needed and not state.reading and (state.retired or state.facts is None):
+            self._discard(state)
 
-    def _discard(self, kept: AdapterState) -> None:
-        self._forget(kept)
-        del self._kept[kept.ref.version]
+    def _discard(self, state: AdapterState) -> None:
+        self._forget(state)
+        del self._states[state.ref.version]
 
-    def _fail(self, kept: AdapterState, error: RequestError) -> None:
+    def _fail(self, state: AdapterState, error: RequestError) -> None:
         """Nobody can have it."""
         self._news = True
-        self._line.pop(kept.ref.version, None)
-        names = {name: self._ref(name) or kept.ref for name in kept.waiting}
-        kept.waiting.clear()
-        kept.pinned = False
-        if not kept.holders and not kept.reading:
-            self._discard(kept)
+        self._line.pop(state.ref.version, None)
+        names = {name: self._ref(name) or state.ref for name in state.waiting}
+        state.waiting.clear()
+        state.pinned = False
+        if not state.holders and not state.reading:
+            self._discard(state)
         for name, ref in names.items():
-            self._refuse(name, kept.failed.get(ref.path, error))
-        kept.tell(error)
-        kept.failed.clear()
+            self._refuse(name, state.failed.get(ref.path, error))
+        state.report(error)
+        state.failed.clear()
 
 
 def _all_pinned(places: int) -> str:

@@ -3,7 +3,7 @@
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
     '- prefix -----' '- module, as transformers calls it -' '- half -'
 
-What an adapter targets is read off its tensors: `target_modules` says how they came about, and has nothing to add.
+The targets of an adapter are read from its tensors; `target_modules` is not needed.
 """
 
 import logging
@@ -65,7 +65,7 @@ class Named:
 
     name: str
     values: Tensor
-    largest: float = math.inf  # no number of it is farther from 0
+    largest: float = math.inf  # largest absolute value, or more
 
     def wrong(self, message: str) -> AdapterError:
         return AdapterError(f"tensor {shown(self.name)} {message}", "lora_path")
@@ -73,7 +73,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Model:
-    """What there is to add to. parameters: those that layers hold as floats, by their own names."""
+    """The matrices of a model that adapters can change. parameters: those that layers hold as floats, by name."""
 
     sites: Mapping[str, Site]
     renames: Renames
@@ -94,7 +94,7 @@ def read_adapter(path: str, model: Model) -> tuple[Mapping[str, Addition], int]:
 
 
 def _read_tensors(files: AdapterFiles) -> list[Named]:
-    """What can be said of each alone has been checked."""
+    """Read the tensors; each is checked by itself."""
     try:
         if files.weights.suffix == ".safetensors":
             return _read_safetensors(files.weights)
@@ -112,7 +112,7 @@ def _read_tensors(files: AdapterFiles) -> list[Named]:
 
 
 def _check_archive(path: Path) -> None:
-    """torch.save does not compress. What says that it is larger than its file would take any amount of memory."""
+    """torch.save does not compress. Refuse archives that state more bytes than their file has."""
     with open_regular(path) as file:
         if file.read(4) != b"PK\x03\x04":  # an older format, which has no parts
             return
@@ -132,7 +132,7 @@ def _unpacked_bytes(path: Path) -> int:
 
 
 def _read_safetensors(path: Path) -> list[Named]:
-    """Not mapped: whoever writes a new version over it must not pull it from under us."""
+    """Read the tensors into memory. The file is not mapped, as it may be overwritten with a new version."""
     header = read_header(path, ADAPTER_LIMITS)
     for name, info in header.items():
         if info.dtype not in DTYPES:
@@ -148,8 +148,8 @@ def _read_safetensors(path: Path) -> list[Named]:
 
         def read(begin: int) -> float:
             some = room[begin : begin + PIECE]
-            done, wanted = 0, min(len(some), last - first - begin)
-            while done < wanted:
+            done, needed = 0, min(len(some), last - first - begin)
+            while done < needed:
                 came = os.preadv(file.fileno(), [some[done:].data], first + begin + done)
                 if not came:
                     raise AdapterError(f"{path.name} was changed while it was read", "lora_path")
@@ -169,7 +169,7 @@ def _read_safetensors(path: Path) -> list[Named]:
 
 class Reader:
     def __init__(self, config: AdapterConfig, model: Model, readable: bool = True) -> None:
-        """`readable`: are shapes in the file's header, for whoever has to know how many tokens there are?"""
+        """readable: the file's header has shapes, from which the API process counts added tokens."""
         self._config, self._model = config, model
         self._largest = 0
         self._tokens = AddedTokens(model.more, readable)
@@ -193,7 +193,7 @@ class Reader:
             first = next(iter(halves.values()))
             ours = rename(f"{module}.weight", self._model.renames)
             if ours is None:
-                logger.info("%s is of a part of the model that is not run, and is left aside", first.name)
+                logger.info("%s belongs to a part of the model that is not run: ignored", first.name)
                 continue
             path = ours.removesuffix(".weight")
             place = experts.find(path, self._model.sites)
@@ -237,10 +237,10 @@ class Reader:
                 raise halves["magnitude"].wrong("is of DoRA, which goes with use_dora, lora_A and lora_B of a linear layer")
             addition = replace(addition, magnitude=halves["magnitude"].values)
         elif self._config.dora and addition.down is not None:
-            raise first.wrong("has no lora_magnitude_vector beside it, though use_dora is true")
+            raise first.wrong("has no lora_magnitude_vector, though use_dora is true")
         if "added" in halves:
             if addition.down is None or not isinstance(site, LinearSite | HeadSite) or site.kind == "latent":
-                raise halves["added"].wrong("has no lora_A and lora_B of a linear layer beside it")
+                raise halves["added"].wrong("has no lora_A and lora_B of a linear layer")
             addition = replace(addition, added=scaled(halves["added"], self._config.scale_of(module)))
         if "bias" in halves:
             if not isinstance(site, LinearSite | HeadSite) or not site.biased:
@@ -249,7 +249,7 @@ class Reader:
         return self._with_whole(path, module, site, halves, addition)
 
     def _with_whole(self, path: str, module: str, site: Site, halves: dict[str, Named], addition: Addition) -> Addition | None:
-        """A saved copy counts as it is; the one that PEFT writes beside additions only if it is not the model's own."""
+        """Add a saved matrix; PEFT's copy next to low-rank additions counts only if it differs from the model's."""
         whole, outputs, inputs = halves.get("whole"), *site.shapes[path]
         shape = (inputs, outputs) if site.kind == "embedding" else (outputs, inputs)
         if whole is not None and site.kind not in ("head", "embedding"):
@@ -282,7 +282,7 @@ class Reader:
     def _halves(self, module: str, halves: dict[str, Named], first: Named) -> tuple[Named, Named]:
         for half, other in (("down", "up"), ("up", "down")):
             if half in halves and other not in halves:
-                raise halves[half].wrong(f"has no {HALF_OF[other]} beside it ({shown(module)} needs both)")
+                raise halves[half].wrong(f"has no {HALF_OF[other]} ({shown(module)} needs both)")
         if "down" not in halves:
             raise first.wrong("is nothing that an adapter can have for experts")
         return halves["down"], halves["up"]
@@ -293,7 +293,7 @@ class Reader:
     def check_rank(self, named: Named, rank: int, module: str, merged: int = 1) -> None:
         expected = self._config.rank_of(module)
         if rank != expected:
-            raise named.wrong(f"has rank {rank}, where adapter_config.json says {shown(expected)}")
+            raise named.wrong(f"has rank {rank}, where adapter_config.json has {shown(expected)}")
         if rank > self._model.max_rank * merged:
             raise named.wrong(f"has rank {rank}; {too_wide(-(-rank // merged), self._model.max_rank)}")
         self._largest = max(self._largest, rank)
@@ -338,7 +338,7 @@ def parse_name(named: Named) -> tuple[str, str]:
 def _check_numbers(name: str, shape: Sequence[int]) -> None:
     if not math.prod(shape):
         raise AdapterError(
-            f"tensor {shown(name)} has shape {shown(list(shape))}, and no numbers: an adapter has a rank of 1 or more",
+            f"tensor {shown(name)} has shape {shown(list(shape))}, and no values: the rank must be at least 1",
             "lora_path",
         )
 
@@ -348,13 +348,13 @@ def _checked(name: str, values: Tensor) -> Named:
     if not values.is_floating_point() or values.dtype.itemsize < 2:
         raise named.wrong(f"is stored as {str(values.dtype).removeprefix('torch.')}, where floats are needed")
     if values.layout is not torch.strided or values.device.type != "cpu":
-        raise named.wrong("is not stored as plain numbers")
+        raise named.wrong("is not stored as plain values")
     if values.untyped_storage().nbytes() < values.numel() * values.dtype.itemsize:
-        raise named.wrong(f"of shape {list(values.shape)} claims more numbers than its file has")
+        raise named.wrong(f"of shape {list(values.shape)} has more values than its file")
     _check_numbers(name, values.shape)
     largest = largest_of(values)
     if not math.isfinite(largest):
-        raise named.wrong("has numbers that are not finite (NaN or infinity)")
+        raise named.wrong("has values that are not finite (NaN or infinity)")
     if largest > LARGEST:
-        raise named.wrong(f"has a number of {largest:.0e}: more than {LARGEST:.0e} overflows")
+        raise named.wrong(f"has a value of {largest:.0e}: more than {LARGEST:.0e} overflows")
     return replace(named, largest=largest)

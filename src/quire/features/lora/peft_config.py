@@ -12,7 +12,7 @@ from quire.types.checks import is_finite
 from quire.types.errors import AdapterError, ModelError
 
 SIMPLE = re.compile(r"[\w.\-]*")  # a pattern that cannot take long
-MOST_PATTERNS = 10_000
+MAX_PATTERNS = 10_000
 EMBEDDING = ""  # among the names of `tokens`: the model's embedding, whatever it is called
 # what changes how an adapter is run, and is not built
 REFUSED = (
@@ -127,7 +127,7 @@ def _tokens(given: Any, wrong: Any) -> dict[str, tuple[int, ...]]:
 
 def _by_pattern(config: Mapping[str, Any], field: str, check: Any, where: str, wrong: Any) -> ByPattern:
     given = config.get(field) or {}
-    if not isinstance(given, dict) or len(given) > MOST_PATTERNS:
+    if not isinstance(given, dict) or len(given) > MAX_PATTERNS:
         raise wrong(f"{field} must be a table from names of modules to numbers, got {shown(given)}")
     return ByPattern(where, field, {key: check(value, f"{field}[{shown(key)}]", wrong) for key, value in given.items()})
 

@@ -41,7 +41,7 @@ class Addition:
     down: Tensor | None = None  # [rank, inputs]; of an embedding [rank, tokens]
     up: Tensor | None = None  # [outputs, rank]
     magnitude: Tensor | None = None  # [outputs] of DoRA: how long the rows of the sum shall be
-    added: Tensor | None = None  # [outputs] behind the product, multiplied by the scale
+    added: Tensor | None = None  # [outputs] added after the product, multiplied by the scale
     bias: Tensor | None = None  # [outputs] in place of the layer's own
     whole: Tensor | None = None  # [outputs, inputs] in place of the layer's own; of an embedding [tokens, size]
     more: Tensor | None = None  # [n, inputs], or of an embedding [n, size]: of tokens that the model does not have
@@ -183,19 +183,19 @@ class LinearSite:
         return total
 
     def _gain(self, parts: Sequence[LowRank], numbers: Numbers, known: Numbers) -> Tensor | None:
-        wanted = {name: numbers[f"{name}.magnitude"] for name in self._parts if f"{name}.magnitude" in numbers}
-        if not wanted:
+        magnitudes = {name: numbers[f"{name}.magnitude"] for name in self._parts if f"{name}.magnitude" in numbers}
+        if not magnitudes:
             return None
         if self.path not in known:
-            first = next(iter(wanted.values()))
+            first = next(iter(magnitudes.values()))
             lengths = self._row_lengths(parts, first)
             gain = torch.ones_like(lengths)
-            for name, magnitude in wanted.items():
+            for name, magnitude in magnitudes.items():
                 start = self._parts[name].local[0][0]
                 some = slice(start, start + len(magnitude))
                 gain[some] = magnitude.float() / lengths[some]
             known[self.path] = gain.to(first.dtype).cpu()
-        return known[self.path].to(next(iter(wanted.values())).device)
+        return known[self.path].to(next(iter(magnitudes.values())).device)
 
     def _row_lengths(self, parts: Sequence[LowRank], like: Tensor) -> Tensor:
         layer = self._layer

@@ -93,7 +93,7 @@ class StateBuffers:
         twice: bool = False,
     ) -> None:
         """slots: 0: all share one entry, in profile and warm-up runs.
-        allocate: pieces, and bytes of each -> raw memory [pieces, bytes] uint8, all zero.
+        allocate: entries, and bytes of each -> raw memory [entries, bytes] uint8, all zero.
         twice: a second state is saved for each slot.
         """
         self._shared = not slots
@@ -143,33 +143,33 @@ class Rollback:
     def __init__(self, slots: int, states: StateBuffers) -> None:
         self._states = states
         self._at: Longs = np.zeros(slots, np.int64)  # [slots] tokens that the state has seen
-        self._kept: Longs = np.full(slots, NOTHING, np.int64)  # [slots] tokens that the saved state has seen
+        self._saved_at: Longs = np.full(slots, NOTHING, np.int64)  # [slots] tokens that the saved state has seen
         self._keep: Ints = np.empty(0, np.int32)  # slots whose states are saved before the prepared step runs
 
     def admit(self, slot: int, start: int) -> None:
-        self._at[slot], self._kept[slot] = start, NOTHING
+        self._at[slot], self._saved_at[slot] = start, NOTHING
 
     def prepare(self, plan: StepPlan) -> tuple[StepRows | None, StepRows]:
         """Return rows to run before the step, without outputs, and the rows to run in its place. Then call `keep`."""
         slot, begin = plan.slot, plan.end.astype(np.int64) - plan.count
         ahead = self._at[slot] - begin
         back = np.flatnonzero(ahead)
-        kept = self._kept[slot[back]]
-        if (ahead < 0).any() or (kept == NOTHING).any() or (kept > begin[back]).any():
+        saved = self._saved_at[slot[back]]
+        if (ahead < 0).any() or (saved == NOTHING).any() or (saved > begin[back]).any():
             raise EngineError("a recurrent state cannot go back to where a row begins")
         self._states.copy(self._states.saved(slot[back]), slot[back])
-        far = back[begin[back] - kept > MAX_REPLAYED_TOKENS]
+        far = back[begin[back] - saved > MAX_REPLAYED_TOKENS]
         near = np.setdiff1d(back, far)
         keeps = plan.drafts > 0
         keeps[near] = False
         self._keep = slot[keeps]
-        self._kept[self._keep] = begin[keeps]
+        self._saved_at[self._keep] = begin[keeps]
         self._at[slot] = plan.end
         by = np.zeros_like(plan.count)
-        by[near] = begin[near] - self._kept[slot[near]]
+        by[near] = begin[near] - self._saved_at[slot[near]]
         first = None
         if len(far):
-            distance = (begin[far] - kept[np.searchsorted(back, far)]).astype(np.int32)
+            distance = (begin[far] - saved[np.searchsorted(back, far)]).astype(np.int32)
             first = _alone(plan, far, distance, begin[far].astype(np.int32))
         return first, _longer(plan, by) if len(near) else plan
 

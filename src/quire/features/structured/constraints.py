@@ -29,7 +29,7 @@ from quire.types.structured import StructuredOutputsParams
 # ---- lanes
 
 FIRST_LANE_CPU_S = 0.2  # processor time of slow masks in the first lane, for all open requests with one grammar
-MOST_REMEMBERED = 1024
+MAX_REMEMBERED = 1024
 
 
 class GrammarLanes:
@@ -84,8 +84,8 @@ class GrammarLanes:
         self.first.stop()
         self.second.stop()
 
-    def tell(self, name: str, tokens: Sequence[int]) -> None:
-        (self.second if name in self.second else self.first).tell(name, tokens)
+    def accept(self, name: str, tokens: Sequence[int]) -> None:
+        (self.second if name in self.second else self.first).accept(name, tokens)
 
     def guess(self, name: str, drafts: Sequence[int]) -> None:
         (self.second if name in self.second else self.first).guess(name, drafts)
@@ -119,16 +119,16 @@ class GrammarLanes:
         late = self.first.late(names, seconds)
         return late + self.second.late(names, 0.0) if len(self.second) else late
 
-    def masks(self, names: Sequence[str], behind: Sequence[int] | None = None) -> Words:
-        masks = self.first.masks(names, behind)
+    def masks(self, names: Sequence[str], drafts: Sequence[int] | None = None) -> Words:
+        masks = self.first.masks(names, drafts)
         for i, name in enumerate(names) if len(self.second) else ():
             if name in self.second:
-                masks[i] = self.second.masks([name], [behind[i] if behind else 0])[0]
+                masks[i] = self.second.masks([name], [drafts[i] if drafts else 0])[0]
         return masks
 
     def _remember(self, grammar: bytes) -> None:
         self._slow[grammar] = None
-        if len(self._slow) > MOST_REMEMBERED:
+        if len(self._slow) > MAX_REMEMBERED:
             self._slow.popitem(last=False)
 
 
@@ -136,18 +136,20 @@ class GrammarLanes:
 
 
 GRAMMAR_WAIT = 0.005  # seconds, while there is nothing else to do
-MASK_WAIT = 0.01  # seconds that a step waits for masks; rows whose masks come later sit it out
-JUMP_PRICE = 2  # steps that a row of several tokens costs everyone
+MASK_WAIT = 0.01  # seconds that a step waits for masks; rows whose masks are later are suspended
+JUMP_PRICE = 2  # steps by which a row of several tokens delays the other requests
 
 
 class Constraints:
-    """`tell` takes what was decided about requests here; it has to call `note`. Before a request asks for masks (`begun`) there
+    """`report` receives deltas that are decided here; it must call `note`. Before a request asks for masks (`begun`) there
     is nothing to note, to expect or to do before a plan."""
 
-    def __init__(self, scheduler: Scheduler, grammars: GrammarLanes | None, tell: Callable[[list[TokenDelta]], None]) -> None:
-        self.grammars, self._scheduler, self._tell = grammars, scheduler, tell
+    def __init__(self, scheduler: Scheduler, grammars: GrammarLanes | None, report: Callable[[list[TokenDelta]], None]) -> None:
+        self.grammars, self._scheduler, self._report = grammars, scheduler, report
         self.begun = False
-        self.on_refused: Callable[[str, RequestError], None] | None = None  # told of requests whose grammar or adapter is bad
+        self.on_refused: Callable[[str, RequestError], None] | None = (
+            None  # called for requests whose grammar or adapter is refused
+        )
 
     @property
     def losses(self) -> int:
@@ -160,12 +162,12 @@ class Constraints:
         return self.grammars
 
     def prepare(self) -> None:
-        """For engines that will be asked for grammars, before they are."""
+        """Start the grammar process before the first request needs it."""
         if self.grammars is not None:
             self.grammars.prepare()
 
     def check(self, params: StructuredOutputsParams) -> None:
-        """Waits until it is known whether this can be compiled. Raises RequestError if not."""
+        """Wait until the constraint is compiled. Raises RequestError if it cannot be."""
         self.supported().check(params)
 
     def open(self, request: EngineRequest) -> None:
@@ -173,15 +175,15 @@ class Constraints:
             self.supported().open(request)
 
     def note(self, deltas: list[TokenDelta]) -> None:
-        """Tokens that requests have now; those that ended need no grammar any more."""
+        """Pass new tokens on to the grammars, and close those of requests that ended."""
         for delta in deltas if self.grammars else ():
             if delta.finish_reason is not None:
                 self.supported().close(delta.request_id)
             else:
-                self.supported().tell(delta.request_id, delta.token_ids)
+                self.supported().accept(delta.request_id, delta.token_ids)
 
     def expect(self, scheduled: Scheduled, result: StepResult, drafted: Iterable[Request]) -> None:
-        """What the device drafts behind the tokens that were noted, or the host for requests."""
+        """Pass on draft tokens after the noted tokens, drafted on the device or on the host."""
         if not self.grammars:
             return
         for request in drafted:
@@ -200,22 +202,22 @@ class Constraints:
             self.grammars.stop()
 
     def before_plan(self, depth: int, ahead: bool) -> None:
-        """Takes in what grammars have to say. `ahead`: a step is in flight."""
+        """Apply the grammars' news and forced tokens. ahead: a step is in flight."""
         if self.grammars:
-            self._hear(self.grammars)
+            self._take_news(self.grammars)
             self._jump(self.grammars, depth, ahead)
 
     def masks(self, scheduled: Scheduled) -> Words:
-        """Of the masked draws. Rows whose masks are late sit the step out: what they draw does not count."""
+        """Return the masks of the masked draws. Rows whose masks are late are suspended: their tokens do not count."""
         grammars, plan = self.supported(), scheduled.plan
         rows = plan.draw_row[plan.masked]
         requests = [scheduled.requests[row] for row in rows.tolist()]
         names = [request.spec.id for request in requests]
         for name in grammars.late(list(dict.fromkeys(names)), MASK_WAIT):
             self._scheduler.suspend(name)
-        self._hear(grammars)
-        behind = plan.masked - np.searchsorted(plan.draw_row, rows)  # so many drafts
-        masks = grammars.masks(names, behind.tolist())
+        self._take_news(grammars)
+        drafts = plan.masked - np.searchsorted(plan.draw_row, rows)  # before each draw
+        masks = grammars.masks(names, drafts.tolist())
         for request, mask in zip(requests, masks, strict=True):
             token = forced_end(request)
             if token is not None:
@@ -223,23 +225,23 @@ class Constraints:
                 mask[token // 32] = 1 << token % 32
         return masks
 
-    def _hear(self, grammars: GrammarLanes) -> None:
-        """Grammars that are compiled or cannot be, have to be compiled again, or failed later."""
+    def _take_news(self, grammars: GrammarLanes) -> None:
+        """Apply which grammars were compiled, refused, lost or have failed."""
         news = grammars.news()
         for name in news.lost:
             self._scheduler.suspend(name)
         for name in news.ready:
             self._scheduler.ready(name)
         for name, error in news.failed:
-            self._tell(self._scheduler.end(name, error))
+            self._report(self._scheduler.end(name, error))
         for name, error in news.refused:
             self.refuse(name, refusal(error))
 
     def refuse(self, name: str, why: RequestError) -> None:
-        """Ends a request that was added and turned out to be wrong."""
+        """End a request that was added and is refused afterwards."""
         ending = self._scheduler.end(name, str(why))
         if self.on_refused is None:
-            self._tell(ending)
+            self._report(ending)
             return
         if self.grammars:
             self.grammars.close(name)
@@ -256,5 +258,5 @@ class Constraints:
         for name, tokens in grammars.forced():
             left = len(tokens) - self._scheduler.in_flight(name)  # a row in flight draws the first of them
             if not depth or left > JUMP_PRICE * self._scheduler.stats.running:
-                self._tell(self._scheduler.extend(name, tokens))
+                self._report(self._scheduler.extend(name, tokens))
         grammars.send()

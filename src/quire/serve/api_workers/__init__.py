@@ -1,4 +1,4 @@
-"""Several API processes on one port, with the same engines behind them (`--api-server-count`).
+"""Several API processes on one port that share the engines (`--api-server-count`).
 
     quire serve ─┬─ the router (this process): signals, the listening socket, engines with their supervisors, owners of requests
                  ├─ API process 1   HTTP, tokenizers, templates, detokenization: all of `serve` for one process

@@ -65,7 +65,7 @@ class EngineMirror(EngineView):
 
 
 class SharedNames:
-    """Adapter names, the same in all API processes: a change is granted by the router, and done when all processes have it."""
+    """Adapter names, equal in all API processes. The router grants each change; it is complete when all processes have it."""
 
     def __init__(self, router: "RouterClient") -> None:
         self._router = router
@@ -79,14 +79,14 @@ class SharedNames:
                 await self._router.ask(lambda number: wire.Claim(number, name))
                 yield
             finally:
-                self._router.say(wire.Yield(name))
+                self._router.post(wire.Yield(name))
 
-    async def tell(self, name: str, adapter: NamedAdapter | None) -> None:
+    async def publish(self, name: str, adapter: NamedAdapter | None) -> None:
         await self._router.ask(lambda number: wire.Name(number, name, adapter))
 
 
 class RouterClient(EngineGroup):
-    """`counted` returns this process's metrics and its number of open requests."""
+    """The engines of the router. `counted` returns this process's metrics and its number of open requests."""
 
     def __init__(self, channel: wire.WorkerChannel, engines: int, listener: EngineListener) -> None:
         self._channel, self._listener = channel, listener
@@ -96,9 +96,9 @@ class RouterClient(EngineGroup):
         self._open: set[str] = set()
         self._calls = PendingCalls()
         self._ready = asyncio.Event()
-        self._gone = False  # the router, or we
+        self._gone = False  # the router has ended, or this client was stopped
 
-    # ---- how they are ----------------------------------------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------------------------------------------
 
     @property
     def status(self) -> EngineStatus:
@@ -109,13 +109,13 @@ class RouterClient(EngineGroup):
         self.check()
 
     async def run(self) -> None:
-        """Listens to the router until it is gone."""
+        """Receive messages from the router until it ends."""
         try:
-            await self._channel.listen(self._hear)
+            await self._channel.listen(self._on_frame)
         finally:
             self._end("error", ROUTER_GONE)
 
-    # ---- asking ----------------------------------------------------------------------------------------------------------
+    # ---- requests and calls ----------------------------------------------------------------------------------------------
 
     def add(self, requests: Iterable[EngineRequest]) -> None:
         self.check()
@@ -141,17 +141,17 @@ class RouterClient(EngineGroup):
     def tell(self, engine: int, method: str, *args: Any) -> None:
         self._channel.post(wire.Notify(engine, method, list(args)))
 
-    def say(self, frame: Any) -> None:
+    def post(self, frame: Any) -> None:
         self._channel.post(frame)
 
     async def gather(self) -> wire.Gathered:
-        """What the other API processes have counted."""
+        """Return the counts of the other API processes."""
         found = await self.ask(wire.Gather)
         assert isinstance(found, wire.Gathered)
         return found
 
     def send_open(self) -> None:
-        """This process takes requests."""
+        """Report that this process takes requests."""
         self._channel.post(wire.Open())
 
     def send_counts(self, asked: int = -1) -> None:
@@ -174,9 +174,9 @@ class RouterClient(EngineGroup):
         self._end("abort", None)
         self._channel.close()
 
-    # ---- hearing ---------------------------------------------------------------------------------------------------------
+    # ---- messages from the router ----------------------------------------------------------------------------------------
 
-    async def _hear(self, frame: bytes) -> None:
+    async def _on_frame(self, frame: bytes) -> None:
         match wire.decode_down(frame):
             case wire.Deltas(engine, deltas):
                 self._open.difference_update(one.request_id for one in deltas if one.finish_reason is not None)
@@ -205,7 +205,7 @@ class RouterClient(EngineGroup):
                 self._calls.settle(gathered.id, gathered)
             case wire.Named(number, name, adapter):
                 if self.names is not None:
-                    self.names.hear(name, adapter)
+                    self.names.apply_change(name, adapter)
                 self._channel.post(wire.Noted(number))
             case wire.SendCounts(number):
                 self.send_counts(number)
@@ -228,8 +228,8 @@ class RouterClient(EngineGroup):
             self._listener.on_deltas([TokenDelta(name, [], reason, error=why) for name in names])
 
 
-KEYS = 1 << 16  # of adapters: each process has those that are its number more than a multiple of this
-TELL_EVERY = 1.0  # seconds; what was counted since is lost with a process that is killed
+KEYS = 1 << 16  # adapter keys: a process draws its own number plus multiples of this
+COUNTS_INTERVAL_S = 1.0  # a process that is killed loses at most these counts
 
 
 class ApiWorker:
@@ -250,7 +250,7 @@ class ApiWorker:
     async def send_counts(
         self, open_requests: Callable[[], int], boards: Sequence[Board], adapters: Callable[[], AdaptersInUse] | None
     ) -> None:
-        """From when requests are taken on."""
+        """Report that this process takes requests, then send its counts regularly."""
         router = self.router
         assert router is not None
 
@@ -262,7 +262,7 @@ class ApiWorker:
         router.send_open()
         with contextlib.suppress(EngineDead):
             while True:
-                await asyncio.sleep(TELL_EVERY)
+                await asyncio.sleep(COUNTS_INTERVAL_S)
                 router.send_counts()
 
     def _connect(self, listener: EngineListener) -> RouterClient:

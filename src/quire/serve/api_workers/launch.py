@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 WORKER_COMMAND = command_of("quire.serve.api_workers.process")
 FAILED, SIGNALLED = 1, 128
 T = TypeVar("T")
-POLL_S = 0.1  # between two looks at the processes
+POLL_S = 0.1  # between two checks of the processes
 EXIT_GRACE_S = 10.0  # for an API process, beyond its own deadline
 ENGINE_STOP_S = 5.0  # for engines to end by themselves
 SILENCE_S = 10.0  # an API process that serves sends a message every second
@@ -74,7 +74,7 @@ class WorkerProcess:
         return self.connection is not None and self.connection.serving
 
     async def wait(self, seconds: float) -> int:
-        """How it ended; it is killed if it does not in time."""
+        """Return the exit code; the process is killed if it does not end in time."""
         deadline = time.monotonic() + seconds
         while (code := self.process.poll()) is None:
             if time.monotonic() > deadline:
@@ -215,11 +215,11 @@ class ApiWorkersLaunch(Launch):
         await self._router.engines.wait_ready()
         while not all(worker.serving for worker in self._workers):
             if self._lost.is_set():
-                raise EngineError("the API processes cannot be started; their last lines say why")
+                raise EngineError("the API processes cannot be started; their last log lines give the reason")
             await asyncio.sleep(POLL_S / 5)
 
     async def _watch(self) -> None:
-        """Until the engines are dead, or API processes were lost too often. A process that hangs is killed, and so lost."""
+        """Return when the engines are dead or API processes were lost too often. A process that hangs is killed."""
         while self._router.engines is not None and self._router.engines.state != "dead" and not self._lost.is_set():
             await asyncio.sleep(POLL_S)
             for worker in self._workers:
@@ -271,7 +271,7 @@ class ApiWorkersLaunch(Launch):
     # ---- the end ---------------------------------------------------------------------------------------------------------
 
     async def _drain(self) -> int:
-        """API processes let their requests finish, and end; then the engines do."""
+        """End the API processes after their requests; the engines end after that."""
         for worker in self._workers:
             worker.process.terminate()
         seconds = self._settings.shutdown_timeout + EXIT_GRACE_S

@@ -1,4 +1,4 @@
-"""The router between engines and API processes. It knows which process has which request, and nothing of text."""
+"""The router between engines and API processes: it assigns each delta to the process of its request. It handles no text."""
 
 import asyncio
 import itertools
@@ -49,7 +49,7 @@ class Router:
         self._watched = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._named: dict[str, NamedAdapter] = {}  # adapters, as all API processes know them
-        self._claims: dict[str, list[tuple[WorkerConnection, int]]] = {}  # by name: the owner, then who waits
+        self._claims: dict[str, list[tuple[WorkerConnection, int]]] = {}  # by name: the owner, then the processes that wait
 
     @property
     def workers(self) -> list[WorkerConnection]:
@@ -238,10 +238,10 @@ class Router:
     # ---- inside ----------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        wanted = any(worker.watches for worker in self.workers)
-        if wanted != self._watched and self.engines is not None:
-            self._watched = wanted
-            self.engines.watch(wanted)
+        watched = any(worker.watches for worker in self.workers)
+        if watched != self._watched and self.engines is not None:
+            self._watched = watched
+            self.engines.watch(watched)
 
     def _start(self, work: Any) -> None:
         task = asyncio.ensure_future(work)

@@ -20,8 +20,8 @@ from quire.types.outputs import TokenDelta
 
 
 class Begin(WireMessage):
-    """The first frame. `name`: what the ids of this process's requests begin with. `first`: this process logs what all
-    processes know."""
+    """The first frame. `name`: prefix of the ids of this process's requests. `first`: this process writes the log lines
+    that would be the same in all processes."""
 
     args: EngineArgs
     settings: ServerArgs
@@ -59,16 +59,16 @@ class SendCounts(WireMessage):
 
 
 class Gathered(WireMessage):
-    """The answer to Gather: what all the other processes have counted, those that are gone included."""
+    """The answer to Gather: the counts of all other processes, also of those that have ended."""
 
     id: int
     open: int  # requests
     boards: list[list[BoardState]]
-    adapters: OpenAdapters  # of those who are there
+    adapters: OpenAdapters  # of the processes that run
 
 
 class Named(WireMessage):
-    """An adapter name has this meaning; None: it is removed. The answer is Noted."""
+    """Set the adapter of a name; None: the name is removed. The answer is Noted."""
 
     id: int
     name: str

@@ -33,7 +33,7 @@ class ToolStart(msgspec.Struct, frozen=True):
 
 class ToolArguments(msgspec.Struct, frozen=True):
     index: int
-    json: str  # the next piece: the pieces of a complete call together are one JSON value
+    json: str  # the next piece: the parts of a complete call together are one JSON value
 
 
 class ToolEnd(msgspec.Struct, frozen=True):
@@ -157,7 +157,7 @@ def is_object(text: str) -> bool:
 
 
 def write_settled(source: AnswerText, call: CallWriter, value: str) -> Pull[None]:
-    """Arguments that came whole: none are an empty object, and an object in a string is what the string says."""
+    """Write complete arguments: none are an empty object, and a string with an object is that object."""
     decoded = json.loads(value)
     if decoded is None or (isinstance(decoded, str) and not decoded.strip()):
         call.write("{}")

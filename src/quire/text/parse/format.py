@@ -22,7 +22,7 @@ class Calls:
     opening: str = ""
     opening_is_read: bool = True  # or is it part of the first call?
     end: str = ""  # nothing: calls are over when no other follows
-    closing: str = ""  # may stand behind the end
+    closing: str = ""  # may stand after the end
     several: bool = False  # more than one between begin and end
     between: str = ""
     noisy: bool = False  # text may stand in front of every one of several calls, and of the end: it is left out
@@ -34,7 +34,7 @@ class Calls:
 
     @property
     def in_text(self) -> bool:
-        """May they begin behind text?"""
+        """Return whether calls may begin after text."""
         return self.anywhere or not self.markerless
 
     @property
@@ -45,9 +45,9 @@ class Calls:
 
     @property
     def tail(self) -> tuple[str, ...]:
-        """Marks behind the arguments: where a call has gone wrong, they may still come, and mean nothing."""
-        behind = takewhile(lambda part: isinstance(part, Mark), reversed(self.call))
-        last = [part.text for part in behind if isinstance(part, Mark)]
+        """Marks after the arguments: where a call has gone wrong, they may still come, and mean nothing."""
+        trailing = takewhile(lambda part: isinstance(part, Mark), reversed(self.call))
+        last = [part.text for part in trailing if isinstance(part, Mark)]
         return tuple(mark for mark in (*last, self.end, self.closing) if len(mark) > SHORT)
 
     @property
@@ -66,7 +66,7 @@ class Thinking:
 
     begin: tuple[str, ...]
     end: tuple[str, ...]
-    opened: bool = False  # an answer begins with reasoning even where no mark says so
+    opened: bool = False  # an answer begins with reasoning even without a mark
     reopen: bool = False
     calls_end_it: bool = False
     phrases: bool = False  # the marks are words
@@ -77,7 +77,7 @@ class Thinking:
 class Channels:
     """Messages with headers: `start` role `channel` name [recipient] `message` body, and one of `ends`.
 
-    Without a `channel` the recipient says what a message is: reasoning for those in `reasoning`, text for those in `readers`
+    Without a `channel` the recipient decides what a message is: reasoning for those in `reasoning`, text for those in `readers`
     and for none, and otherwise calls, which are written as in `calls`.
     """
 
@@ -103,7 +103,7 @@ class Format:
     thinking: Thinking | None = None
     channels: Channels | None = None  # instead of the two above
     noise: tuple[str, ...] = ()  # strings without a meaning: they are left out
-    frames: tuple[str, ...] = ()  # marks around the answer: they are left out with the space beside them
+    frames: tuple[str, ...] = ()  # marks around the answer: they are left out with the space next to them
     spans: tuple[tuple[str, str], ...] = ()  # two strings that are left out with the few characters between them
     # The answer, and what follows the first of these strings, may begin with a word in front of one of the others. It is a
     # header, which is left out.

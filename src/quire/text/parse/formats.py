@@ -39,7 +39,7 @@ def _list(*begin: str, closing: str, envelope: Envelope = Envelope()) -> Calls: 
 # <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>, once per call
 _HERMES = _tagged("<tool_call>", "</tool_call>", ("<tool_call>", "arguments"))
 
-# {"name": "f", "parameters": {"a": 1}}; {"name": ...          also behind text
+# {"name": "f", "parameters": {"a": 1}}; {"name": ...          also after text
 _JSON_CALLS = Calls(
     ("{",), (Envelope(strict=True),), several=True, between=";", begin_is_read=False, markerless=True, anywhere=True
 )
@@ -330,7 +330,7 @@ _APERTUS = Format(
     in_template=("<|tools_prefix|>",),
 )
 
-# text<|message_sep|>, then: function call<|role_sep|>{"name": "f", "arguments": {"a": 1}}, or the same behind <|function_call|>
+# text<|message_sep|>, then: function call<|role_sep|>{"name": "f", "arguments": {"a": 1}}, or the same after <|function_call|>
 _GIGACHAT3 = Format(
     (Calls(("function call<|role_sep|>", "<|function_call|>"), (Envelope(),)),),
     frames=("<|message_sep|>",),
@@ -442,7 +442,7 @@ _OLMO = Format(
     in_template=("<function_calls>",),
 )
 
-# [{"name": "f", "arguments": {"a": 1}}, ...] by itself, behind a mark, or in a block of code
+# [{"name": "f", "arguments": {"a": 1}}, ...] by itself, after a mark, or in a block of code
 _XLAM = (
     _list("[TOOL_CALLS]", "<tool_call>", closing="</tool_call>"),
     Calls(
@@ -457,8 +457,8 @@ _INTERNLM = Format(
     (Calls(("<|action_start|>",), (Mark("<|plugin|>"), Envelope()), end="<|action_end|>"),), in_template=("<|action_start|>",)
 )
 
-# For models whose template says nothing: <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call> is what they are asked to
-# write; a list of such calls, one in a block of code, or one by itself is understood, too, if it calls a tool of the request.
+# For models whose template does not read tools: the prompt asks for <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>.
+# A list of such calls, one in a block of code, or one by itself is read, too, if it calls a tool of the request.
 GENERIC = Format(
     (
         _XLAM[0],

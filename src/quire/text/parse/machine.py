@@ -1,12 +1,12 @@
-"""The machine: an answer as text, in pieces of any size; events out, the same whatever the pieces were.
+"""The machine: the text of an answer, in chunks of any size, becomes events, which do not depend on the chunks.
 
     text ──begin of thinking──► reasoning ──end──► text ──begin of calls──► call, call ... ──end──► text
 
-It holds back only what may still turn out to be part of a marker, and space in front of it: space beside a marker belongs to
-the marker, and where text goes on after markers it goes on in a new line. A call whose text is not what the format says is
+It holds back only what may still turn out to be part of a marker, and space in front of it: space next to a marker belongs to
+the marker, and where text goes on after markers it goes on in a new line. A call whose text does not follow the format is
 text after all, marker included, as long as its arguments have not begun; after that the call is broken off where it went
-wrong, and what follows is text. Other calls beside it are read all the same. A call whose arguments are whole is complete,
-whatever marks may be missing behind them.
+wrong, and what follows is text. Other calls are read all the same. A call whose arguments are whole is complete,
+whatever marks may be missing after them.
 """
 
 import re
@@ -271,7 +271,7 @@ class AnswerParser:
     # ---- calls
 
     def _read_calls(self, mark: str, tables: list[Calls], kind: _Prose = Text) -> Pull[bool]:
-        """All calls behind this marker. If there are none, it was text, or whatever it stood in."""
+        """All calls after this marker. If there are none, it was text, or whatever it stood in."""
         source = self._source
         resumed = mark not in tables[0].begin
         back = len(mark) if resumed or not tables[0].begin_is_read else 0
@@ -366,7 +366,7 @@ class AnswerParser:
         return True
 
     def _skip_noise(self, shape: Calls, emitted: bool) -> Pull[None]:
-        """Leaves out text in front of a call and, behind a call that was `emitted`, in front of the end."""
+        """Leaves out text in front of a call and, after a call that was `emitted`, in front of the end."""
         source = self._source
         place = source.place()
         try:
@@ -378,7 +378,7 @@ class AnswerParser:
             source.keep()
 
     def _goes_on(self, shape: Calls) -> Pull[bool]:
-        """Does another call follow? If not, we are behind the end, or the text has left the format."""
+        """Does another call follow? If not, the end was read, or the text has left the format."""
         source = self._source
         yield from source.space()
         if shape.end and (yield from source.literal(shape.end)):

@@ -272,10 +272,10 @@ class PythonCall:
 
 @dataclass(frozen=True)
 class Parameters:
-    """The arguments one by one, between marks, as text: what a value is, the tool's schema says.
+    """The arguments one by one, between marks, as text; the tool's schema has their types.
 
     `kinds`: other ends of a key that say whether the value is a "string" or "json", for keys that the schema has no type for.
-    `lines`: a value has lines of its own, so one line end in front of it and one behind are not part of it. `stops` end a value
+    `lines`: a value has lines of its own, so a line end before it and one after it are not part of it. `stops` end a value
     whose own end is missing. `wrap`: two marks that may stand around a value. The parameters end with `end`, or, where that is
     none or was forgotten, in front of one of `before`.
     """
@@ -319,7 +319,7 @@ class Parameters:
         raise Malformed("a key does not end")
 
     def _read_end(self, source: AnswerText, some: bool) -> Pull[None]:
-        """What comes behind the last one must say that it was the last."""
+        """The text after the last argument must show that it was the last."""
         if self.end and (yield from source.literal(self.end)):
             return
         for mark in self.before:
@@ -414,13 +414,13 @@ def _read_identifier(source: AnswerText) -> Pull[str]:
 
 def read_all(source: AnswerText, end: Marks) -> Pull[str]:
     """The text in front of the next of the marks, which is not taken."""
-    pieces: list[str] = []
+    chunks: list[str] = []
     while True:
         found = end.find(source.text, source.at)
         sure = end.safe(source.text, source.at) if found is None else found[0]
-        pieces.append(source.take(sure - source.at))
+        chunks.append(source.take(sure - source.at))
         if found is not None:
-            return "".join(pieces)
+            return "".join(chunks)
         if not (yield from source.more()):
             raise Malformed("a parameter does not end")
 
@@ -428,7 +428,7 @@ def read_all(source: AnswerText, end: Marks) -> Pull[str]:
 # ---- elements
 
 ITEM = "item"  # name of the elements of a list
-TEXT_KEY = "$text"  # of text beside elements
+TEXT_KEY = "$text"  # of text between elements
 
 Content = str | list[tuple[str, Any]]  # of an element: text, or elements by name
 
@@ -475,10 +475,10 @@ def _parse(text: str, tag: str) -> list[tuple[str, Content]]:
         if mark[2] != name or len(stack) == 1:
             raise Malformed(f"{mark[2]!r:.40} is not the element that is open")
         stack.pop()
-        beside = "".join(texts)
-        if elements and beside.strip():
-            elements.append((TEXT_KEY, beside))
-        stack[-1][1].append((name, elements or beside))
+        text_between = "".join(texts)
+        if elements and text_between.strip():
+            elements.append((TEXT_KEY, text_between))
+        stack[-1][1].append((name, elements or text_between))
     if len(stack) > 1 or (text[at:] + "".join(stack[0][2])).strip():
         raise Malformed("the arguments are no elements")
     return stack[0][1]

@@ -65,7 +65,7 @@ def find_format(name: str, use: Use, suffix: str = "") -> Format:
         return form
     near = difflib.get_close_matches(name, names(use), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"there is no parser {name!r} for {use}{hint} Known: auto, {', '.join(names(use))}")
+    raise ConfigError(f"there is no parser {name!r} for {use}{hint}. Known: auto, {', '.join(names(use))}")
 
 
 def detect(template: str | Mapping[str, str] | None, use: Use) -> str | None:

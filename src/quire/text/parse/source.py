@@ -16,12 +16,12 @@ T = TypeVar("T")
 Pull = Generator[None, None, T]
 
 PIECE = 512  # characters that are shown at a time
-MOST_SPACE = 256  # characters beside a mark; what is more is text
+MAX_SPACE = 256  # characters of space next to a mark; further ones are text
 _SPACE = re.compile(r"\s*")
 
 
 class Malformed(Exception):
-    """The text is not what the format says it should be here; or it ended too early."""
+    """The text does not follow the format here, or it ended too early."""
 
 
 class AnswerText:
@@ -114,7 +114,7 @@ class AnswerText:
 
     def before_space(self, end: int) -> int:
         """Where the space begins that stands in front of `end`."""
-        tail = self.text[max(self.at, end - MOST_SPACE) : end]
+        tail = self.text[max(self.at, end - MAX_SPACE) : end]
         return end - len(tail) + len(tail.rstrip())
 
     def take(self, count: int) -> str:
@@ -176,7 +176,7 @@ class AnswerText:
             found = _SPACE.match(self.text, self.at)
             assert found is not None
             begin = found.end()
-            if begin - self.at > MOST_SPACE:
+            if begin - self.at > MAX_SPACE:
                 return "", ""
             if not self.ended and marks.may_grow(self.text, begin):
                 yield from self.more()

@@ -27,7 +27,7 @@ _JSON_SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|fal
 _PADDED_INTEGER = re.compile(r"([-+]?)0+(\d+)", re.ASCII)
 _ARGUMENT_NAME = re.compile(r"[^\W\d][\w.-]*")
 _VALUE_BEGINS = "\"'[({]})+-0123456789"
-LONGEST_LOOK_AHEAD = 64  # characters behind a quote that may end a string
+LONGEST_LOOK_AHEAD = 64  # characters after a quote that may end a string
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _ALL_WORDS = (*_WORDS, *_WORDS.values())
 _PLAIN = {quote: re.compile(rf"[^{quote}\\\x00-\x1f]+") for quote in "\"'"}
@@ -84,7 +84,7 @@ def marked(mark: str) -> Dialect:
 
 
 def read_value(source: AnswerText, emit: Emit, dialect: Dialect = JSON, strings: Strings | None = None) -> Pull[None]:
-    """Exactly one value; spaces inside of it are kept, those around it are not its business.
+    """Exactly one value; spaces inside of it are part of it, those around it are not.
 
     `strings`: of an object, the members that must be strings; their values are written as such.
     """
@@ -107,7 +107,7 @@ def read_value(source: AnswerText, emit: Emit, dialect: Dialect = JSON, strings:
             elif container.keyed:
                 done = False
                 continue
-        # behind a value
+        # after a value
         while inside:
             yield from _space(source, emit)
             if (yield from _close(source, emit, inside)):
@@ -121,22 +121,22 @@ def read_value(source: AnswerText, emit: Emit, dialect: Dialect = JSON, strings:
 
 def collect_value(source: AnswerText, dialect: Dialect = JSON) -> Pull[str]:
     """The whole value, as JSON."""
-    pieces: list[str] = []
-    yield from read_value(source, pieces.append, dialect)
-    return "".join(pieces)
+    chunks: list[str] = []
+    yield from read_value(source, chunks.append, dialect)
+    return "".join(chunks)
 
 
 def reread_value(source: AnswerText, text: str, dialect: Dialect = JSON, strings: Strings | None = None) -> Pull[str]:
     """Text that `source` gave, read as exactly one value, as JSON."""
-    own, pieces = AnswerText(), list[str]()
+    own, chunks = AnswerText(), list[str]()
     own.add(text)
     own.complete = True
-    for _ in read_value(own, pieces.append, dialect, strings):
+    for _ in read_value(own, chunks.append, dialect, strings):
         own.show()
         yield from source.pause()
     if own.at != len(own.text) or own.hides:
         raise Malformed("more than a value")
-    return "".join(pieces)
+    return "".join(chunks)
 
 
 def read_string(source: AnswerText) -> Pull[str]:
@@ -174,14 +174,14 @@ def _read_member(
     if strings is None or len(inside) > 1:
         yield from _read_key(source, emit, dialect)
         return False
-    pieces: list[str] = []
+    chunks: list[str] = []
 
     def note(piece: str) -> None:
-        pieces.append(piece)
+        chunks.append(piece)
         emit(piece)
 
     yield from _read_key(source, note, dialect)
-    key = json.loads("".join(pieces).rstrip().removesuffix(":"))
+    key = json.loads("".join(chunks).rstrip().removesuffix(":"))
     return strings(key) and (yield from read_as_string(source, emit, dialect))
 
 
@@ -323,7 +323,7 @@ def _json_scalar(word: str) -> str | None:
 
 
 def _padded_integer(word: str) -> str | None:
-    """An integer behind zeros, which neither JSON nor Python has."""
+    """An integer after zeros, which neither JSON nor Python has."""
     found = _PADDED_INTEGER.fullmatch(word)
     return None if found is None else found[1].replace("+", "") + found[2]
 
@@ -382,9 +382,9 @@ def _read_quoted(source: AnswerText, emit: Emit, dialect: Dialect, nested: bool)
 def _ends_string(source: AnswerText, nested: bool) -> Pull[bool]:
     """Can what follows this quote follow a string in the arguments of a Python call?"""
     while True:
-        behind = source.text[source.at + 1 :]
-        decided = _may_follow_string(behind.lstrip(), nested)
-        if decided is not None or len(behind) > LONGEST_LOOK_AHEAD:
+        following = source.text[source.at + 1 :]
+        decided = _may_follow_string(following.lstrip(), nested)
+        if decided is not None or len(following) > LONGEST_LOOK_AHEAD:
             return bool(decided)
         if not (yield from source.more()):
             return True
@@ -474,7 +474,7 @@ _WHOLE_FLOAT = re.compile(r"-?\d+\.0+", re.ASCII)
 
 
 def types_of(schema: Mapping[str, Any], key: str) -> set[str]:
-    """The JSON types a parameter may have; none are known where the schema does not say."""
+    """The JSON types a parameter may have; empty if the schema does not name them."""
     properties = schema.get("properties")
     found = properties.get(key) if isinstance(properties, Mapping) else None
     return schema_types(found) if isinstance(found, Mapping) else set()

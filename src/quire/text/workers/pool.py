@@ -62,7 +62,7 @@ class WorkerHandle:
                 raise
         ours.setblocking(False)
         self.asked = False  # it has a whole job, and its answer is not read to the end
-        self.ends = False  # it has said that its latest answer was the last
+        self.ends = False  # it has reported that its latest answer was the last
         self._socket = ours
         self._buffer = bytearray()
         self.end = weakref.finalize(self, _end, self._child, ours)
@@ -88,8 +88,8 @@ class WorkerHandle:
         loop = asyncio.get_running_loop()
         try:
             sizes = [sum(map(len, frame)) for frame in (head, blob)]
-            pieces = [_LENGTH.pack(sizes[0]), *head, _LENGTH.pack(sizes[1]), *blob]
-            for piece in [b"".join(pieces)] if sum(sizes) < _PIECE else pieces:
+            parts = [_LENGTH.pack(sizes[0]), *head, _LENGTH.pack(sizes[1]), *blob]
+            for piece in [b"".join(parts)] if sum(sizes) < _PIECE else parts:
                 await loop.sock_sendall(self._socket, piece)
             self.asked = True
             return await self.answer()

@@ -1,4 +1,4 @@
-"""What an event loop and its text processes say to each other.
+"""Messages between an event loop and its text processes.
 
 A job is two frames: what is to be done, in JSON, and bytes (a text, token ids, a body). An answer is frames, each with a mark
 in front: pieces of long strings and of long lists of integers, then the value they are part of. No frame takes long to read.
@@ -26,7 +26,7 @@ _PLACE, _BIG = 1, 2  # kinds of msgpack extensions: a string or list that was se
 LONGEST_REFUSAL = 4096  # characters
 RENDER_SECONDS = float(os.environ.get("QUIRE_TEMPLATE_SECONDS", "5"))  # of processor time
 TEMPLATE = "the chat template"
-MOST_RENDERED = 64 << 20  # characters
+MAX_RENDERED = 64 << 20  # characters
 
 
 class TokenizerSource(msgspec.Struct, array_like=True):
@@ -52,7 +52,7 @@ class Render(_Job):
     continue_final_message: bool
     variables: dict[str, Any]
     content_format: str
-    describe_tools: bool  # tools are described in words, for the template says nothing of them
+    describe_tools: bool  # the prompt describes the tools, as the template does not read them
     add_special_tokens: bool
     short: int
     most: int  # characters, beyond which it is refused
@@ -60,7 +60,7 @@ class Render(_Job):
 
 
 class Cut(msgspec.Struct, array_like=True):
-    """Which of a text's tokens are wanted: `keep` of one side, or all if they are at most `most`."""
+    """Which of a text's tokens are needed: `keep` of one side, or all if they are at most `most`."""
 
     most: int
     keep: int | None = None
@@ -69,7 +69,7 @@ class Cut(msgspec.Struct, array_like=True):
     after: int = 0  # special tokens at the end of the text, which stay
 
     def of(self, ids: list[int]) -> tuple[int, list[int] | None]:
-        """How many there are, and those that are wanted."""
+        """Return the number of tokens, and those that the cut leaves."""
         count = len(ids)
         if self.keep is None:
             return count, ids if count <= self.most else None

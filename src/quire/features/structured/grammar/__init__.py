@@ -2,7 +2,7 @@
 
     engine process                                  grammar process
     client.py   Open, Accept, Close ──────────────► worker.py      one matcher per request
-                Opened, Accepted, Masked ◄────────                 llguidance.py or xgrammar.py, behind backend.py
+                Opened, Accepted, Masked ◄────────                 llguidance.py or xgrammar.py (interface: backend.py)
                 masks: shared memory                    │ vetting.py   forks a child that tries every new grammar first
 
 A grammar that takes too much time, memory or stack while it is compiled ends a child process and nothing else. The first

@@ -1,4 +1,4 @@
-"""The seam: a library that can tell which tokens keep a text within a grammar."""
+"""The interface to a grammar library, which computes the tokens that keep a text within a grammar."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,26 +7,26 @@ from quire.types.structured import StructuredOutputsParams
 
 
 class GrammarError(Exception):
-    """What is wrong with a grammar, for whoever wrote it."""
+    """An error in a grammar, with a message for its author."""
 
 
 class Matcher(Protocol):
-    """Where one text stands in its grammar."""
+    """The state of one text in its grammar."""
 
     def copy(self) -> "Matcher":
-        """Another text at the same place. What one of them uses up is not missing for another."""
+        """Return an independent matcher in the same state, with limits of its own."""
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """The text goes on with these. If it may not, there is an `error`."""
+        """Append tokens to the text. Tokens that are not allowed set `error`."""
 
     def valid(self, tokens: Sequence[int]) -> int:
-        """With how many of these the text may go on."""
+        """Return the number of leading tokens that are allowed."""
 
     def rollback(self, count: int) -> None:
-        """The last so many tokens did not come. An `error` that they led to is gone with them."""
+        """Remove the last `count` tokens, and an `error` that they caused."""
 
     def forced(self) -> list[int]:
-        """The tokens that must come next; empty where there is a choice."""
+        """Return the tokens that must come next; empty if there is a choice."""
 
     @property
     def done(self) -> bool:
@@ -34,7 +34,7 @@ class Matcher(Protocol):
 
     @property
     def error(self) -> str | None:
-        """Why there are no more masks: the text left the grammar, or a step took more work than is allowed."""
+        """Why there are no more masks: the text left the grammar, or a step exceeded its work limit."""
 
 
 class GrammarBackend(Protocol):
@@ -42,10 +42,10 @@ class GrammarBackend(Protocol):
     eos_ids: tuple[int, ...]
 
     def translate(self, params: StructuredOutputsParams) -> str:
-        """What is asked in the library's own words. Raises GrammarError."""
+        """Return the constraint as source for `load`. Raises GrammarError."""
 
     def load(self, source: str) -> Matcher:
-        """Of what `translate` gave, at the beginning of a text. Raises GrammarError."""
+        """Return the matcher of a source, at the beginning of a text. Raises GrammarError."""
 
     def fill(self, rows: Sequence[tuple[Matcher, int]], address: int, room: int) -> None:
-        """Writes the mask of each matcher to its row of the `room` rows of masks at `address`, unless it has an `error`."""
+        """Write each matcher's mask to its row of the `room` rows at `address`, unless the matcher has an `error`."""

@@ -1,9 +1,8 @@
-"""The engine's side of structured outputs: who has a grammar, which tokens they must take, and masks of those they may.
+"""The engine's side of a grammar process: requests with grammars, their forced tokens, and their token masks.
 
-The grammar process runs beside the engine: tokens are told as they are known, masks are read when they are needed, and what is
-in between costs the engine nothing. Nobody waits for a mask that is late: news says when it is there. All that the process
-knows can be told again: if it is lost, its requests wait for another one, which hears their tokens so far, and go on. A grammar
-that kills it again is refused.
+The grammar process runs concurrently. Tokens are sent when they are known, and masks are read when they are needed. No step
+waits for a late mask: `News` reports when it is written. If the process is lost, its requests wait for another process, which
+receives their tokens so far. A grammar that kills a second process is refused.
 
 A process that another process killed (SIGKILL, SIGTERM) is no fault of the requests: it is replaced, with growing pauses
 between starts, as long as requests wait. Starts that fail by themselves are given up after MAX_FAILED_STARTS.
@@ -29,18 +28,18 @@ from quire.types.structured import FIELD, StructuredOutputsParams
 
 LONGEST_STEP = 5.0  # seconds of silence until an answer to sampled tokens is given up
 LONGEST_CHECK = 60.0  # the same for a grammar: the process may have to start, and others may be tried before it
-LONGEST_SILENCE = 20.0  # of a process that has grammars to tell us about; more than a trial takes
+LONGEST_SILENCE = 20.0  # without a message of a process that compiles grammars; longer than a trial takes
 ROWS = 4096  # of masks: requests with a grammar at a time; the others wait
 MAX_FAILED_STARTS = 3  # of processes that end or hang by themselves before they are up, one after the other
 MAX_KILLED_STARTS_S = 300.0  # seconds in which every process is killed from outside before it is up
 RESTART_PAUSE_S, MAX_RESTART_PAUSE_S = 0.05, 2.0  # before the second start in vain; doubled for each one after it
-MOST_DEATHS = 2  # of a process at work for a grammar, with nothing done in between, and the last time for no other
-MOST_LOSSES = 8  # of a process at work for one request
+MAX_DEATHS = 2  # of a process at work for a grammar, with nothing done in between, and the last time for no other
+MAX_LOSSES = 8  # of a process at work for one request
 MAX_MASK_CPU_S = 10.0  # processor time that the slow masks of a request's choices may take together
 MAX_MASK_CPU_S_PER_TOKEN = 0.02  # added for every token of them
-NO_START = "the grammar process does not start; the server's log says why"
-LOST = f"the grammar process was lost {MOST_LOSSES} times while it followed this request"
-DEADLY = "this grammar makes the library that follows it crash or hang, so it cannot be used; another way to say it may work"
+NO_START = "the grammar process does not start; the server's log has the reason"
+LOST = f"the grammar process was lost {MAX_LOSSES} times while it followed this request"
+DEADLY = "this grammar makes the library that follows it crash or hang, so it cannot be used; an equivalent grammar may work"
 TOO_SLOW = "its masks take too long ({:.1f} s for {} tokens), so it was given up; a grammar with less ambiguity may work"
 ALL = 0xFFFFFFFF
 
@@ -49,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class News:
-    """What the grammar process has said since it was last asked."""
+    """Reports of the grammar process since the last call."""
 
     ready: list[str] = field(default_factory=list)  # their masks are there
     lost: list[str] = field(default_factory=list)  # they were ready, and are not until they are named again
@@ -57,7 +56,7 @@ class News:
     failed: list[tuple[str, str]] = field(default_factory=list)  # what went wrong, and is not theirs to mend
 
     def move(self, name: str) -> None:
-        """Another process has to hear of it first."""
+        """The request must be opened in another process first."""
         self.lost.append(name)
         if name in self.ready:
             self.ready.remove(name)
@@ -71,7 +70,7 @@ class News:
 
 @dataclass(eq=False)
 class _OpenGrammar:
-    """A matcher: all that another process would have to be told."""
+    """A matcher, with all that another process needs to make it again."""
 
     number: int
     name: str | None  # None: it is only asked whether the grammar can be compiled
@@ -81,7 +80,7 @@ class _OpenGrammar:
     row: int = -1  # of its masks, while a process knows of it
     ready: bool = False
     awaited: bool = False  # its mask was late: news will name it
-    told: int = 0  # the number of the message with its latest tokens
+    sent_in: int = 0  # the number of the message with its latest tokens
     losses: int = 0  # of processes that were at work for it
     suspected: int = 0  # those of them since it was last ready: did it kill them?
     tokens_at_kill: int = -1  # len(tokens) when a process at work for it was last killed from outside
@@ -105,21 +104,21 @@ class Grammars:
         self._killed_starts = 0  # processes in a row that were killed from outside before they were up
         self._killed_since = 0.0  # the first of them
         self._next_start = 0.0  # time.monotonic() before which no process is started
-        self._heard = 0.0  # when it last said something
+        self._received_at = 0.0  # when its last message arrived
         self._deadly: set[bytes] = set()  # grammars
         each = 1 + start.drafts
         self._rows = list(range((start.rows - 1) * each, -1, -each))
         self._open: dict[str, _OpenGrammar] = {}
         self._by_number: dict[int, _OpenGrammar] = {}
         self._queue: list[_OpenGrammar] = []  # the process does not know of them yet
-        self._opening: dict[_OpenGrammar, float] = {}  # it was told, and has not answered; since when
+        self._opening: dict[_OpenGrammar, float] = {}  # opened and not answered; the time of opening
         self._lost: list[_OpenGrammar] = []  # a process that is gone knew of them
         self._numbers = self._sent = self._accepted = self._masked = 0
         self._unanswered: deque[tuple[int, float]] = deque()  # messages with tokens whose masks are to come, and when they left
         self._deferred: dict[_OpenGrammar, float] = {}  # the process makes their masks after others'; since when
         self._late: list[_OpenGrammar] = []  # awaited
-        self._tokens: dict[int, list[int]] = {}  # to be told
-        self._drafts: dict[int, list[int]] = {}  # behind them
+        self._tokens: dict[int, list[int]] = {}  # to be sent
+        self._drafts: dict[int, list[int]] = {}  # draft tokens after them
         self._news = News()
         self._forced: dict[int, list[int]] = {}
 
@@ -132,7 +131,7 @@ class Grammars:
     # ---- coming and going
 
     def open(self, request: EngineRequest) -> None:
-        """News will say that it is ready, or what is wrong."""
+        """Open a request; `news` reports that it is ready or what is wrong."""
         params = request.params
         assert params.structured_outputs is not None
         rules = wire.Rules(params.structured_outputs, params.ignore_eos, params.min_tokens)
@@ -185,7 +184,7 @@ class Grammars:
             raise entry.verdict or EngineError(f"the grammar process has not answered for {LONGEST_CHECK:g} s")
 
     def prepare(self) -> None:
-        """Starts the process before anybody needs it."""
+        """Start the process before a request needs it."""
         self._spawn(ahead=True)
 
     def stop(self) -> None:
@@ -198,18 +197,18 @@ class Grammars:
 
     # ---- the loop
 
-    def tell(self, name: str, tokens: Sequence[int]) -> None:
-        """The request goes on with these tokens; `send` sends all that was told."""
+    def accept(self, name: str, tokens: Sequence[int]) -> None:
+        """Append tokens to a request's text; `send` sends them."""
         entry = self._open.get(name)
         if entry is not None and tokens:
             entry.tokens += tokens
             if entry.ready:
                 self._forced.pop(entry.number, None)
-                entry.told = self._sent + 1
+                entry.sent_in = self._sent + 1
                 self._tokens.setdefault(entry.number, []).extend(tokens)
 
     def guess(self, name: str, drafts: Sequence[int]) -> None:
-        """Behind the tokens that it was just told of, the request may go on with these: their masks are wanted, too."""
+        """Note draft tokens after the latest tokens of a request: their masks are needed, too."""
         entry = self._open.get(name)
         if entry is not None and entry.number in self._tokens:
             self._drafts[entry.number] = list(drafts)[: self._start.drafts]
@@ -222,7 +221,7 @@ class Grammars:
             self._send(wire.Accept(self._sent, list(tokens.items()), list(drafts.items())))
 
     def wait(self, seconds: float) -> None:
-        """Until there is something to hear, or for so long."""
+        """Wait for a message, at most `seconds`."""
         self._read(seconds)
 
     def news(self) -> News:
@@ -234,13 +233,13 @@ class Grammars:
             self._send_queue()
         news, self._news = self._news, News()
         if any(entry.suspected for entry in (*self._queue, *self._opening)):
-            self._news.ready, news.ready = news.ready, []  # whoever goes on now would be a suspect, too
+            self._news.ready, news.ready = news.ready, []  # requests that continue now would be suspects, too
         return news
 
     def settle(self, seconds: float) -> None:
         """Waits until `forced` is up to date, but for those that are late anyway, for no longer than that."""
         if self._accepted < self._sent:
-            last = max((entry.told for entry in self._open.values() if entry.ready and not entry.awaited), default=0)
+            last = max((entry.sent_in for entry in self._open.values() if entry.ready and not entry.awaited), default=0)
             self._wait(lambda: self._accepted >= last, seconds)
 
     def forced(self) -> list[tuple[str, list[int]]]:
@@ -248,7 +247,7 @@ class Grammars:
         return [(self._by_number[number].name or "", tokens) for number, tokens in self._forced.items()]
 
     def late(self, names: Iterable[str], seconds: float) -> list[str]:
-        """Those whose masks do not come within that time. News will say when they are there."""
+        """Return the requests whose masks are not written within `seconds`; `news` reports them later."""
         entries = [entry for name in names if (entry := self._open.get(name)) is not None]
         self._wait(lambda: all(map(self._has_mask, entries)), seconds)
         late = [entry for entry in entries if entry.ready and not self._has_mask(entry)]
@@ -257,14 +256,16 @@ class Grammars:
         self._late += late
         return [entry.name or "" for entry in late]
 
-    def masks(self, names: Sequence[str], behind: Sequence[int] | None = None) -> Words:
-        """[names, words] the tokens that may come next, or behind so many drafts. All may where a request has no grammar any
-        more, or is lost."""
+    def masks(self, names: Sequence[str], drafts: Sequence[int] | None = None) -> Words:
+        """Return masks [names, words] of the tokens that may come next, after `drafts` draft tokens of each request.
+
+        All tokens are allowed for a request that has no grammar any more or whose process was lost.
+        """
         out: Words = np.full((len(names), self.words), ALL, np.uint32)
         for i, name in enumerate(names):
             entry = self._open.get(name)
             if entry is not None and entry.ready and self._process is not None:
-                out[i] = self._process.masks[entry.row + (behind[i] if behind else 0)]
+                out[i] = self._process.masks[entry.row + (drafts[i] if drafts else 0)]
         return out
 
     # ---- telling the process of matchers
@@ -337,7 +338,7 @@ class Grammars:
         return self._process is not None
 
     def _send(self, command: wire.Command) -> None:
-        """A process that is not there needs no command: the next one is told everything."""
+        """Send a command if there is a process; a new process receives everything."""
         if self._process is not None:
             self._process.mailbox.send(wire.encode(command))
 
@@ -355,7 +356,7 @@ class Grammars:
         if not process.mailbox.wait(max(0, math.ceil(1000 * wait))):
             return
         while self._process is process and (frame := process.mailbox.receive()) is not None:
-            self._heard = time.monotonic()
+            self._received_at = time.monotonic()
             self._hear(wire.decode_answer(frame), process)
         if process.mailbox.closed and self._process is process:
             self._lose("is gone", process.killed_from_outside())
@@ -364,11 +365,11 @@ class Grammars:
         """A process that is stuck or stopped is as good as gone."""
         now = time.monotonic()
         if self._process is not None and self._opening:
-            since = max(self._heard, next(iter(self._opening.values())))
+            since = max(self._received_at, next(iter(self._opening.values())))
             if now - since > (LONGEST_SILENCE if self._process.started else LONGEST_CHECK):
                 self._lose("does not answer")
         waiting = [when for _, when in islice(self._unanswered, 1)] + [min(self._deferred.values(), default=now)]
-        if self._process is not None and now - max(self._heard, min(waiting)) > LONGEST_STEP:
+        if self._process is not None and now - max(self._received_at, min(waiting)) > LONGEST_STEP:
             self._lose("does not answer")
 
     def _hear(self, answer: wire.Answer, process: Process) -> None:
@@ -420,7 +421,7 @@ class Grammars:
     def _force(self, number: int, tokens: list[int], message: int) -> None:
         """What message `message` led to is of no interest for one that has gone on since."""
         entry = self._by_number.get(number)
-        if tokens and entry is not None and entry.told <= message:
+        if tokens and entry is not None and entry.sent_in <= message:
             self._forced[number] = tokens
 
     def _fail_all(self, failed: Iterable[tuple[int, str]]) -> None:
@@ -435,7 +436,7 @@ class Grammars:
                 self._deferred.setdefault(entry, time.monotonic())
 
     def _has_mask(self, entry: _OpenGrammar) -> bool:
-        return entry.told <= self._masked and entry not in self._deferred
+        return entry.sent_in <= self._masked and entry not in self._deferred
 
     def _wake(self) -> None:
         """The masks of some that were late are there."""
@@ -456,7 +457,7 @@ class Grammars:
     # ---- losing it
 
     def _lose(self, why: str, killed: bool = False) -> None:
-        """Nobody is opened again before `_revive`: some of their tokens may not have been told yet."""
+        """Requests are opened again in `_revive`: some of their tokens may not have been sent yet."""
         process, self._process = self._process, None
         assert process is not None
         self.losses += 1
@@ -474,7 +475,7 @@ class Grammars:
         self._news.ready = []
         for entry in known:
             self._rows += [] if entry.row < 0 else [entry.row]
-            entry.row, entry.ready, entry.awaited, entry.told = -1, False, False, 0
+            entry.row, entry.ready, entry.awaited, entry.sent_in = -1, False, False, 0
         self._lost += known
         self._tokens, self._drafts, self._forced, self._opening, self._deferred, self._late = {}, {}, {}, {}, {}, []
         self._unanswered.clear()
@@ -485,7 +486,7 @@ class Grammars:
         for entry in at_work:
             entry.losses += 1
             entry.suspected += 1
-        if len(at_work) == 1 and at_work[0].suspected >= MOST_DEATHS:
+        if len(at_work) == 1 and at_work[0].suspected >= MAX_DEATHS:
             self._deadly.add(at_work[0].grammar)
 
     def _count_kill(self, at_work: list[_OpenGrammar]) -> None:
@@ -517,21 +518,21 @@ class Grammars:
             return
         lost, self._lost = self._lost, []
         for entry in lost:
-            if entry.losses >= MOST_LOSSES:
+            if entry.losses >= MAX_LOSSES:
                 self._fail(entry, LOST)
-        self._queue = [entry for entry in lost if entry.losses < MOST_LOSSES] + self._queue
+        self._queue = [entry for entry in lost if entry.losses < MAX_LOSSES] + self._queue
         self._queue.sort(key=lambda entry: entry.suspected)
         if self._start_is_hopeless:
             self._give_up(NO_START, self._fail)
         self._send_queue()
 
-    def _give_up(self, error: str, tell: Callable[[_OpenGrammar, str], None]) -> None:
+    def _give_up(self, error: str, report: Callable[[_OpenGrammar, str], None]) -> None:
         """There is no process to be had for those who wait."""
         self.stop()
         waiting, self._queue, self._opening = [*self._opening, *self._queue], [], {}
         self._failed_starts = self._killed_starts = 0
         for entry in waiting:
-            tell(entry, error)
+            report(entry, error)
 
 
 def fingerprint(params: StructuredOutputsParams) -> bytes:

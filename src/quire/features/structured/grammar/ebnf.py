@@ -1,7 +1,7 @@
 """Read EBNF as llama.cpp and xgrammar write it: `root ::= "a" [b-d]+ (rule | "x"){2,3}`, comments with #.
 
 An expression is a set of characters, a sequence, an alternative, a repetition or the name of a rule. Equal expressions are one
-object: they are compared by identity, and parts that many rules share are kept once.
+object: they are compared by identity, and parts that many rules share exist once.
 """
 
 import re
@@ -62,10 +62,10 @@ class Expressions:
         self.nothing = self.alt([])
 
     def chars(self, ranges: Iterable[tuple[int, int]]) -> Expression:
-        told = tidy(ranges)
-        if not told:
+        distinct = tidy(ranges)
+        if not distinct:
             return self.nothing
-        return self._make((Chars, told), lambda: Chars(1, 1, False, frozenset(), told))
+        return self._make((Chars, distinct), lambda: Chars(1, 1, False, frozenset(), distinct))
 
     def text(self, text: str) -> Expression:
         return self.seq([self.chars([(ord(c), ord(c))]) for c in text])
@@ -79,18 +79,24 @@ class Expressions:
         parts = [part for part in parts if not (isinstance(part, Seq) and not part.parts)]
         if len(parts) == 1:
             return parts[0]
-        told = tuple(parts)
-        return self._make((Seq, *map(id, told)), lambda: Seq(*_sums(told), all(p.nullable for p in told), _names(told), told))
+        distinct = tuple(parts)
+        return self._make(
+            (Seq, *map(id, distinct)),
+            lambda: Seq(*_sums(distinct), all(p.nullable for p in distinct), _names(distinct), distinct),
+        )
 
     def alt(self, parts: Sequence[Expression]) -> Expression:
         flat = [inner for part in parts for inner in (part.parts if isinstance(part, Alt) else (part,))]
         single = [part for part in flat if isinstance(part, Chars)]
         if len(single) > 1:
             flat = [self.chars(r for part in single for r in part.ranges), *(p for p in flat if not isinstance(p, Chars))]
-        told = tuple(dict.fromkeys(flat))
-        if len(told) == 1:
-            return told[0]
-        return self._make((Alt, *map(id, told)), lambda: Alt(*_sums(told), any(p.nullable for p in told), _names(told), told))
+        distinct = tuple(dict.fromkeys(flat))
+        if len(distinct) == 1:
+            return distinct[0]
+        return self._make(
+            (Alt, *map(id, distinct)),
+            lambda: Alt(*_sums(distinct), any(p.nullable for p in distinct), _names(distinct), distinct),
+        )
 
     def rep(self, part: Expression, least: int, most: int | None) -> Expression:
         if most == 0 or part is self.empty:
@@ -206,8 +212,8 @@ def _names(parts: Sequence[Expression]) -> frozenset[str]:
 
 
 ROOT = "root"
-MOST_NESTED = 100  # parentheses
-MOST_TIMES = 100_000
+MAX_NESTED = 100  # parentheses
+MAX_TIMES = 100_000
 _RULE = re.compile(r"[\w.-]+[ \t]*::=")
 _IS_EBNF = re.compile(rf"^[ \t]*{_RULE.pattern}", re.MULTILINE)
 _BLANK = re.compile(r"(?:\s|#[^\r\n]*)*")
@@ -248,8 +254,8 @@ class _Place:
 
 
 class _EbnfReader:
-    def __init__(self, text: str, forms: Expressions) -> None:
-        self._place, self._forms = _Place(text), forms
+    def __init__(self, text: str, expressions: Expressions) -> None:
+        self._place, self._expressions = _Place(text), expressions
         self._depth = 0
         self.rules: dict[str, Expression] = {}
 
@@ -271,14 +277,14 @@ class _EbnfReader:
         while self._place.sees("|"):
             self._place.at += 1
             parts.append(self._sequence())
-        return self._forms.alt(parts)
+        return self._expressions.alt(parts)
 
     def _sequence(self) -> Expression:
         place, parts = self._place, []
         place.skip()
         while place.text[place.at : place.at + 1] not in ("", "|", ")") and not _RULE.match(place.text, place.at):
             parts.append(self._repeated(self._element()))
-        return self._forms.seq(parts)
+        return self._expressions.seq(parts)
 
     def _element(self) -> Expression:
         place = self._place
@@ -290,19 +296,19 @@ class _EbnfReader:
             return self._group()
         if place.sees("."):
             place.at += 1
-            return self._forms.chars([(0, LAST)])
+            return self._expressions.chars([(0, LAST)])
         name = place.take(_NAME)
         if name is None:
             raise place.wrong(f"expected a text, a class of characters, a group or a rule, found {place.text[place.at]!r}")
-        return self._forms.ref(name[0])
+        return self._expressions.ref(name[0])
 
     def _group(self) -> Expression:
         place = self._place
         if place.sees("(="):
             raise place.wrong("a look-ahead, (= ...), cannot be used")
         self._depth += 1
-        if self._depth > MOST_NESTED:
-            raise place.wrong(f"more than {MOST_NESTED} groups in each other")
+        if self._depth > MAX_NESTED:
+            raise place.wrong(f"more than {MAX_NESTED} groups in each other")
         place.at += 1
         inner = self._alternatives()
         if not place.sees(")"):
@@ -317,7 +323,7 @@ class _EbnfReader:
         while place.at < len(place.text) and place.text[place.at] in "*+?{":
             if (found := place.take(_RANGE)) is not None and (found[1] or found[3]):
                 if max(len(found[1]), len(found[3] or "")) > 9:  # int() takes no more than 4,300 digits
-                    raise place.wrong(f"nothing can be repeated more than {MOST_TIMES} times")
+                    raise place.wrong(f"nothing can be repeated more than {MAX_TIMES} times")
                 least = int(found[1] or 0)
                 most = least if not found[2] else int(found[3]) if found[3] else None
             elif place.sees("{") or found is not None:
@@ -327,9 +333,9 @@ class _EbnfReader:
                 place.at += 1
             if most is not None and most < least:
                 raise place.wrong(f"{{{least},{most}}} is no range")
-            if max(least, most or 0) > MOST_TIMES:
-                raise place.wrong(f"nothing can be repeated more than {MOST_TIMES} times")
-            form = self._forms.rep(form, least, most)
+            if max(least, most or 0) > MAX_TIMES:
+                raise place.wrong(f"nothing can be repeated more than {MAX_TIMES} times")
+            form = self._expressions.rep(form, least, most)
             place.skip()
         return form
 
@@ -339,7 +345,7 @@ class _EbnfReader:
         while not place.sees('"'):
             codes.append(self._code('"'))
         place.at += 1
-        return self._forms.seq([self._forms.chars([(code, code)]) for code in codes])
+        return self._expressions.seq([self._expressions.chars([(code, code)]) for code in codes])
 
     def _class(self) -> Expression:
         place = self._place
@@ -357,8 +363,8 @@ class _EbnfReader:
                 raise place.wrong(f"the range goes backwards: {chr(low)!r} to {chr(high)!r}")
             ranges.append((low, high))
         place.at += 1
-        form = self._forms.chars(complement(ranges) if others else ranges)
-        if form is self._forms.nothing:
+        form = self._expressions.chars(complement(ranges) if others else ranges)
+        if form is self._expressions.nothing:
             place.at = begun
             raise place.wrong("no character is in this class")
         return form
@@ -395,9 +401,9 @@ class _EbnfReader:
         return ord(letter)
 
 
-def read_ebnf(text: str, forms: Expressions) -> dict[str, Expression]:
+def read_ebnf(text: str, expressions: Expressions) -> dict[str, Expression]:
     """The rules by name; every rule that is named in one exists, and one of them is `root`."""
-    reader = _EbnfReader(text, forms)
+    reader = _EbnfReader(text, expressions)
     reader.read()
     rules = reader.rules
     if ROOT not in rules:

@@ -64,8 +64,8 @@ LIMITS = LLParserLimits(
     max_lexer_states=50_000,  # about 100 MB
     verbose_errors=False,
 )
-MOST_THREADS = 8
-MOST_ENCODINGS = 1 << 14
+MAX_THREADS = 8
+MAX_ENCODINGS = 1 << 14
 SILENT = 0
 _RANGE = re.compile(r"Failed to generate regex for \w+ range: min=(?:None|Some\(([^)]*)\)), max=(?:None|Some\(([^)]*)\))")
 _COUNT = re.compile(r"Expected positive integer for '(\w+)', got (\d[\d.]*e\d+)$")
@@ -75,32 +75,32 @@ class TokenSpelling:
     """Our tokenizer as llguidance wants to see it."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        pieces = tokenizer.pieces
-        if pieces is None:
+        token_bytes = tokenizer.token_bytes
+        if token_bytes is None:
             raise GrammarError("structured outputs need a tokenizer whose tokens can be spelled one by one; this one's cannot")
         size = min(len(tokenizer), vocab_size)
-        self.tokens = pieces.spell_all(size) + [b""] * (vocab_size - size)  # [V]
+        self.tokens = token_bytes.spell_all(size) + [b""] * (vocab_size - size)  # [V]
         self.special_token_ids = sorted({i for i in (*tokenizer.special_ids, *eos_ids) if i < size})
         self._special = frozenset(self.special_token_ids)
         self.eos_token_id, self.bos_token_id = eos_ids[0], tokenizer.bos_token_id
         self._encode = tokenizer.encode
-        self._known = lru_cache(MOST_ENCODINGS)(self._spell)
+        self._known = lru_cache(MAX_ENCODINGS)(self._spell)
 
     def __call__(self, text: bytes) -> list[int]:
         return self._known(text)
 
     def _spell(self, text: bytes) -> list[int]:
-        """As ordinary tokens: what spells a special one is taken apart behind its first character."""
-        told = text.decode(errors="ignore")
-        if told.encode() != text:
+        """As ordinary tokens: the text of a special token is split after its first character."""
+        decoded = text.decode(errors="ignore")
+        if decoded.encode() != text:
             return []  # none: what is forced is left to the mask
-        if self._special.isdisjoint(self._encode(told, add_special_tokens=False)):
-            return self._spell_inner(told)
+        if self._special.isdisjoint(self._encode(decoded, add_special_tokens=False)):
+            return self._spell_inner(decoded)
         names = (self.tokens[i].decode(errors="ignore") for i in self._special)
         pattern = "|".join(re.escape(name) for name in names if len(name) > 1)
-        cuts = [place.start() + 1 for place in re.finditer(pattern, told)]
-        pieces = [self._spell_inner(told[begin:end]) for begin, end in pairwise([0, *cuts, len(told)])]
-        return [i for piece in pieces for i in piece] if all(pieces) else []
+        cuts = [place.start() + 1 for place in re.finditer(pattern, decoded)]
+        parts = [self._spell_inner(decoded[begin:end]) for begin, end in pairwise([0, *cuts, len(decoded)])]
+        return [i for part in parts for i in part] if all(parts) else []
 
     def _spell_inner(self, text: str) -> list[int]:
         """How the tokenizer writes `text` in the middle of a text: some put a space before a text's first word."""
@@ -190,7 +190,7 @@ class LLGuidance:
         self.words = -(-vocab_size // 32)
         spelling = TokenizerWrapper(TokenSpelling(tokenizer, vocab_size, eos_ids))
         self._tokenizer = LLTokenizer(spelling, eos_token=list(eos_ids))
-        self._threads: LLExecutor | None = None  # made late: whoever forks must have none
+        self._threads: LLExecutor | None = None  # made late: a process that forks must have none
 
     def translate(self, params: StructuredOutputsParams) -> str:
         return to_source(params)
@@ -212,13 +212,13 @@ class LLGuidance:
         return matcher
 
     def fill(self, rows: Sequence[tuple[Matcher, int]], address: int, room: int) -> None:
-        """One mask alone is made by the caller's own thread, so that its time can be told."""
+        """One mask alone is made by the caller's own thread, so that its time can be measured."""
         mine = [(matcher, row) for matcher, row in rows if isinstance(matcher, LLGuidanceMatcher)]
         if len(mine) == 1:
             self._fill_one(*mine[0], address)
         else:
             if self._threads is None:
-                self._threads = LLExecutor(max(1, min(MOST_THREADS, (os.cpu_count() or 1) // 2)))
+                self._threads = LLExecutor(max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2)))
             pairs = [(matcher.matcher, row) for matcher, row in mine]
             self._threads.unsafe_compute_mask_ptr(pairs, address, 4 * self.words, room)
         for matcher, row in mine:
@@ -230,7 +230,7 @@ class LLGuidance:
 
 
 def plain(error: str) -> str:
-    """Numbers that are too large for the library are told as such."""
+    """Report numbers that are too large for the library as such."""
     if (found := _RANGE.search(error)) is not None:
         bounds = " and ".join(
             f"{word} {value}" for word, value in zip(("minimum", "maximum"), found.groups(), strict=True) if value
@@ -252,7 +252,7 @@ def first_line(text: str) -> str:
 
 TEXT = r"/(.|\n)*/"
 PATTERNS = ("const_string", "regex")
-MOST_NESTED = 80  # names in a place
+MAX_NESTED = 80  # names in a place
 
 
 def tags_to_lark(tag: dict[str, Any], prepare: Callable[[dict[str, Any]], dict[str, Any]]) -> str:
@@ -294,7 +294,7 @@ class _Writer:
         kinds = (*PATTERNS, *self._kinds)
         if not isinstance(piece, dict) or piece.get("type") not in kinds:
             raise GrammarError(f"structural_tag: {place} must be an object whose type is one of {', '.join(kinds)}")
-        if place.count(".") > MOST_NESTED:
+        if place.count(".") > MAX_NESTED:
             raise GrammarError(f"structural_tag: {place} is nested too deeply")
         pattern = self._pattern(piece, place)
         if pattern is not None:
@@ -303,7 +303,7 @@ class _Writer:
 
     def _pattern(self, piece: Any, place: str) -> str | None:
         """Texts and patterns side by side are one pattern: of each of several the library would take as much as it can."""
-        kind = piece.get("type") if isinstance(piece, dict) and place.count(".") <= MOST_NESTED else None
+        kind = piece.get("type") if isinstance(piece, dict) and place.count(".") <= MAX_NESTED else None
         if kind == "const_string":
             return to_pattern(_text(piece, "value", place))
         if kind == "regex":

@@ -2,7 +2,7 @@
 
 `Rewriting` expresses keywords that the library does not know by others. A keyword that cannot be expressed is left out and
 reported, or refused with `strict`. Objects are closed: they have only the keys that they name, unless additionalProperties or
-unevaluatedProperties is given. Where several schemas describe one object (allOf, $ref beside properties ...), one more schema
+unevaluatedProperties is given. Where several schemas describe one object (allOf, $ref next to properties ...), one more schema
 that names all keys closes it.
 """
 
@@ -22,11 +22,11 @@ Schema = dict[str, Any]
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-MOST_ARRANGED = 100  # ways to put different values in a row, or to choose keys
+MAX_ARRANGED = 100  # ways to put different values in a row, or to choose keys
 MOST_PLACES = 16  # of an array in which something must be contained
-MOST_DEPENDENT = 4
-MOST_ALTERNATIVES = 64  # of oneOf that are compared, and keys of each
-MOST_COMPARED = 1  # objects in each other
+MAX_DEPENDENT = 4
+MAX_ALTERNATIVES = 64  # of oneOf that are compared, and keys of each
+MAX_COMPARED = 1  # objects in each other
 _NOTES = ("title", "description")
 _DIALECT = re.compile(r"https?://json-schema\.org/")
 
@@ -48,7 +48,7 @@ class Rewriting:
                     self.unheld.append(keyword)
         return self.node
 
-    # ---- one keyword each: it was taken out of the schema, and what it says is put back in other words, or not (False)
+    # ---- one method for each keyword: it was removed from the schema; return whether it could be expressed by other keywords
 
     def format(self, value: Any) -> bool:
         """One that is not known is a note to the reader, as the standard has it."""
@@ -73,14 +73,14 @@ class Rewriting:
         if not isinstance(value, list):
             return True
         numbered = [(i, {} if item is True else resolve(item, self.root)) for i, item in enumerate(value) if item is not False]
-        for (i, one), (j, other) in combinations(numbered[:MOST_ALTERNATIVES], 2):
+        for (i, one), (j, other) in combinations(numbered[:MAX_ALTERNATIVES], 2):
             if not disjoint(one, other, self.root):
                 self.reasons["oneOf"] = (
-                    f"cannot be told from anyOf: alternatives {i} and {j} may hold at the same time; give them different types "
-                    "or a required property with different const values, use anyOf, or leave out strict"
+                    f"cannot be distinguished from anyOf: alternatives {i} and {j} may hold at the same time; give them "
+                    "different types or a required property with different const values, use anyOf, or leave out strict"
                 )
                 return False
-        return len(numbered) <= MOST_ALTERNATIVES
+        return len(numbered) <= MAX_ALTERNATIVES
 
     def unique_items(self, value: Any) -> bool:
         node = self.node
@@ -91,7 +91,7 @@ class Rewriting:
         if values is None or not isinstance(least, int) or not isinstance(most, int | None):
             return False
         lengths = range(least, min(len(values), len(values) if most is None else most) + 1)
-        if len(values) > MOST_ARRANGED or sum(perm(len(values), n) for n in lengths) > MOST_ARRANGED:
+        if len(values) > MAX_ARRANGED or sum(perm(len(values), n) for n in lengths) > MAX_ARRANGED:
             return False
         for word in ("items", "minItems", "maxItems"):
             node.pop(word, None)
@@ -143,7 +143,7 @@ class Rewriting:
         missing = value - len(self._required)
         if missing <= 0:
             return True
-        if self.node.get("additionalProperties") is not False or comb(len(optional), missing) > MOST_ARRANGED:
+        if self.node.get("additionalProperties") is not False or comb(len(optional), missing) > MAX_ARRANGED:
             return False
         self._also({"anyOf": [{"required": list(names)} for names in combinations(optional, missing)]})
         return True
@@ -153,8 +153,8 @@ class Rewriting:
         if not isinstance(value, int) or not optional:
             self.node["maxProperties"] = value
             return True
-        absent = len(self._properties) - value  # so many of them must be
-        if self.node.get("additionalProperties") is not False or comb(len(optional), max(absent, 0)) > MOST_ARRANGED:
+        absent = len(self._properties) - value  # that many of them must be
+        if self.node.get("additionalProperties") is not False or comb(len(optional), max(absent, 0)) > MAX_ARRANGED:
             return False
         if absent > 0:
             self._also({"anyOf": [{"properties": dict.fromkeys(names, False)} for names in combinations(optional, absent)]})
@@ -184,7 +184,7 @@ class Rewriting:
     def dependencies(self, value: Any) -> bool:
         if value == {}:
             return True
-        if not isinstance(value, dict) or len(value) > MOST_DEPENDENT or types(self.node) != {"object"}:
+        if not isinstance(value, dict) or len(value) > MAX_DEPENDENT or types(self.node) != {"object"}:
             return False
         for name, needed in value.items():
             then = {"required": [name, *needed]} if isinstance(needed, list) else {"required": [name], "allOf": [needed]}
@@ -192,7 +192,7 @@ class Rewriting:
         return True
 
     def unevaluated_properties(self, value: Any) -> bool:
-        """Where all that is evaluated is named here, it says no more than additionalProperties does."""
+        """If all evaluated properties are named here, it equals additionalProperties."""
         if value is True:
             return True
         if self.node.keys() & {"allOf", "anyOf", "$ref", "additionalProperties"}:
@@ -207,7 +207,7 @@ class Rewriting:
         return True
 
     def condition(self, value: Any) -> bool:
-        """One of two: it holds, and what follows; or it does not, and the other. Without branches it says nothing."""
+        """Write `if` as two alternatives: the condition and `then`, or its negation and `else`."""
         holds, fails = (self.node.pop(word, True) for word in ("then", "else"))
         if value is None or (holds in (True, {}) and fails in (True, {})):
             return True
@@ -218,20 +218,20 @@ class Rewriting:
         return True
 
     def _negations(self, value: Any) -> list[Schema] | None:
-        """The ways in which an object is something else, where they can be told: a property has another of its values."""
+        """Return the negation of a schema if it can be expressed: a property has another of its values."""
         if types(self.node) != {"object"} or not isinstance(value, dict) or types(value) - {"object"}:
             return None
         tested, needed = _dict(value.get("properties")), _names(value.get("required"))
-        if not value.keys() <= {"type", "properties", "required", *_NOTES} or len(tested) > MOST_DEPENDENT:
+        if not value.keys() <= {"type", "properties", "required", *_NOTES} or len(tested) > MAX_DEPENDENT:
             return None
         ways: list[Schema] = [{"properties": {name: False}} for name in needed if name not in tested]
         for name, test in tested.items():
-            mine, wanted = finite(self._properties.get(name), self.root), finite(test, self.root)
-            if mine is None or wanted is None or not test.keys() <= {"const", "enum", *_NOTES}:
+            mine, expected = finite(self._properties.get(name), self.root), finite(test, self.root)
+            if mine is None or expected is None or not test.keys() <= {"const", "enum", *_NOTES}:
                 return None
-            if any(isinstance(item, float | list | dict) for item in (*mine, *wanted)):
+            if any(isinstance(item, float | list | dict) for item in (*mine, *expected)):
                 return None  # 1.0 is 1
-            written = {json.dumps(item) for item in wanted}
+            written = {json.dumps(item) for item in expected}
             rest = [item for item in mine if json.dumps(item) not in written]
             if name in needed:
                 ways.append({"properties": {name: {"enum": rest} if rest else False}})
@@ -239,7 +239,7 @@ class Rewriting:
                 ways.append({"properties": {name: {"enum": rest}}, "required": [name]})
         return ways
 
-    # ---- what it says so far
+    # ---- the properties known so far
 
     @property
     def _properties(self) -> Schema:
@@ -301,7 +301,7 @@ def _row(values: Sequence[Any]) -> Schema:
     return {"prefixItems": items, "items": False, "minItems": len(items), "maxItems": len(items)} if items else {"maxItems": 0}
 
 
-# ---- what schemas say
+# ---- keywords of schemas
 
 
 def disjoint(one: Schema, other: Schema, root: Schema, depth: int = 0) -> bool:
@@ -312,10 +312,10 @@ def disjoint(one: Schema, other: Schema, root: Schema, depth: int = 0) -> bool:
     values, other_values = _written_values(one), _written_values(other)
     if values is not None and other_values is not None:
         return not values & other_values
-    if kinds != {"object"} or others != {"object"} or depth > MOST_COMPARED:
+    if kinds != {"object"} or others != {"object"} or depth > MAX_COMPARED:
         return False
     both = set(_names(one.get("required"))) & set(_names(other.get("required")))
-    for name in sorted(both)[:MOST_ALTERNATIVES]:
+    for name in sorted(both)[:MAX_ALTERNATIVES]:
         mine, theirs = (resolve(_dict(schema.get("properties")).get(name, {}), root) for schema in (one, other))
         if disjoint(mine, theirs, root, depth + 1):
             return True
@@ -348,14 +348,14 @@ def _written_values(schema: Schema) -> set[str] | None:
 
 def finite(schema: Any, root: Schema) -> list[Any] | None:
     """All values there are, each once; None if they are not listed."""
-    told = resolve(schema, root)
-    if "const" in told:
-        return [told["const"]]
-    if isinstance(told.get("enum"), list):
-        return list({json.dumps(value, sort_keys=True): value for value in told["enum"]}.values())
+    resolved = resolve(schema, root)
+    if "const" in resolved:
+        return [resolved["const"]]
+    if isinstance(resolved.get("enum"), list):
+        return list({json.dumps(value, sort_keys=True): value for value in resolved["enum"]}.values())
     plain = {"type", "title", "description"}
-    if told.get("type") in ("boolean", "null") and set(told) <= plain:
-        return [True, False] if told["type"] == "boolean" else [None]
+    if resolved.get("type") in ("boolean", "null") and set(resolved) <= plain:
+        return [True, False] if resolved["type"] == "boolean" else [None]
     return None
 
 
@@ -386,18 +386,18 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 _SAME = ("allOf", "not", "if", "then", "else", "dependentSchemas", "dependencies")
 _OF_OBJECTS = ("properties", "patternProperties", "additionalProperties", "allOf", "$ref")
 _SAID = ("additionalProperties", "unevaluatedProperties")
-MOST_VISITS = 20_000  # to schemas, to find out who speaks of one object; the rest stays open
+MAX_VISITS = 20_000  # to schemas, to find out who speaks of one object; the rest stays open
 Place = tuple[str | int, ...]
 
 
 @dataclass
 class Preparation:
-    """Of one schema. `told` are the keywords that were left out, each with its place."""
+    """Of one schema. `dropped` are the keywords that were left out, each with its place."""
 
     root: Schema
     closed: bool = True
     strict: bool = False
-    told: list[tuple[Place, str]] = field(default_factory=list)
+    dropped: list[tuple[Place, str]] = field(default_factory=list)
     _open: dict[str, str] = field(
         default_factory=dict
     )  # copies of referred schemas that others close: their names by reference
@@ -428,7 +428,7 @@ class Preparation:
         for keyword in rewriting.unheld:
             if self.strict:
                 raise GrammarError(f"{pointer(place)}: {keyword} {rewriting.reasons.get(keyword, STRICT)}")
-            self.told.append((place, keyword))
+            self.dropped.append((place, keyword))
         return made
 
     def _inside(self, key: str, value: Any, place: Place, together: bool) -> Any:
@@ -459,8 +459,8 @@ class Preparation:
         words = node.keys() & {"properties", "allOf", "$ref"}
         if not words or words == {"$ref"}:
             return made  # alternatives and what is referred to are closed by themselves
-        names, patterns, said = self._keys(node, set())
-        if said or not names:
+        names, patterns, constrains = self._keys(node, set())
+        if constrains or not names:
             return made
         if not node.keys() & {*_SAME, "anyOf", "oneOf", "$ref"}:
             return {**made, "additionalProperties": False}
@@ -472,11 +472,11 @@ class Preparation:
     def _keys(self, node: Any, seen: set[str]) -> tuple[list[str], list[str], bool]:
         """The keys that are named for one object by all who speak of it, and whether one of them speaks of the others."""
         self._visits += 1
-        if not isinstance(node, dict) or self._visits > MOST_VISITS:
-            return [], [], self._visits > MOST_VISITS
+        if not isinstance(node, dict) or self._visits > MAX_VISITS:
+            return [], [], self._visits > MAX_VISITS
         names, patterns = list(_dict(node.get("properties"))), list(_dict(node.get("patternProperties")))
-        said = "properties" in node and not isinstance(node["properties"], dict)
-        said = said or any(word in node for word in _SAID)
+        constrains = "properties" in node and not isinstance(node["properties"], dict)
+        constrains = constrains or any(word in node for word in _SAID)
         inner = [part for word in ("allOf", "anyOf", "oneOf") for part in _list(node.get(word))]
         inner += [node.get("then"), node.get("else"), *_dict(node.get("dependentSchemas")).values()]
         reference = node.get("$ref")
@@ -485,9 +485,9 @@ class Preparation:
             inner.append(resolve({"$ref": reference}, self.root))
         empty = "properties" in node and not names
         for part in inner:
-            more, others, spoken = self._keys(part, seen)
-            names, patterns, said = names + more, patterns + others, said or spoken
-        return names or ([""] if empty else []), patterns, said
+            more, others, other_constrains = self._keys(part, seen)
+            names, patterns, constrains = names + more, patterns + others, constrains or other_constrains
+        return names or ([""] if empty else []), patterns, constrains
 
 
 def _list(value: Any) -> list[Any]:
@@ -509,8 +509,8 @@ def prepare_schema(schema: Schema, params: StructuredOutputsParams | None = None
 
 def unenforced(params: StructuredOutputsParams, closed: bool = True) -> list[str]:
     """The keywords of its JSON schemas that the grammar does not hold the answer to. `closed`: are objects, if it is silent?"""
-    said = params.disable_additional_properties
-    closed = params.json is None or (closed if said is None else said)
+    closed_by = params.disable_additional_properties
+    closed = params.json is None or (closed if closed_by is None else closed_by)
     found: dict[str, None] = {}
     for schema in _schemas(params):
         preparation = Preparation(schema, closed)
@@ -518,7 +518,7 @@ def unenforced(params: StructuredOutputsParams, closed: bool = True) -> list[str
             preparation.make()
         except GrammarError:
             continue
-        found |= dict.fromkeys(keyword for _, keyword in preparation.told)
+        found |= dict.fromkeys(keyword for _, keyword in preparation.dropped)
     return list(found)
 
 

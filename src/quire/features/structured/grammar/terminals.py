@@ -30,7 +30,7 @@ from quire.features.structured.grammar.ebnf import (
     to_regex,
 )
 
-MOST_COPIES = 4  # a part that may be repeated more often is taken to be repeated without end
+MAX_COPIES = 4  # a part that may be repeated more often is taken to be repeated without end
 
 
 class Alphabet:
@@ -86,7 +86,7 @@ def _build(form: Expression, made: Automaton, alphabet: Alphabet) -> tuple[list[
         case Seq():
             return _chain([_build(part, made, alphabet) for part in form.parts], made)
         case Rep():
-            endless = form.most is None or form.most > MOST_COPIES
+            endless = form.most is None or form.most > MAX_COPIES
             copies = 1 if endless else form.most or 1
             built = [_build(form.part, made, alphabet) for _ in range(copies)]
             if endless:
@@ -144,26 +144,26 @@ def _first_byte(code: int) -> int:
     return chr(code).encode()[0]
 
 
-MOST_SIZE = 20_000  # of a terminal
-MOST_DEPTH = 60
-MOST_WORK = 400_000  # steps, to find out what terminals have to do with each other; some 0.2 s
-MOST_ROUNDS = 4  # in which what does harm is taken apart step by step; then at once
-MOST_INLINE = 12  # larger parts that are no terminals get a rule of their own
+MAX_SIZE = 20_000  # of a terminal
+MAX_DEPTH = 60
+MAX_WORK = 400_000  # steps, to find out what terminals have to do with each other; some 0.2 s
+MAX_ROUNDS = 4  # in which what does harm is taken apart step by step; then at once
+MAX_INLINE = 12  # larger parts that are no terminals get a rule of their own
 START = "start"
 WHOLE = "root and its end"  # no rule of a user has blanks in its name
 
 
 def ebnf_to_lark(text: str, ends: Sequence[str] = ()) -> str:
     """One of `ends`, if there are any, comes behind every text of the grammar."""
-    forms = Expressions()
+    expressions = Expressions()
     try:
-        rules = read_ebnf(text, forms)
-        root = forms.ref(ROOT)
-        rules[WHOLE] = forms.seq([root, forms.alt([forms.text(end) for end in ends])]) if ends else root
-        rules = simplify(rules, forms)
-        if rules[WHOLE] is forms.nothing:
+        rules = read_ebnf(text, expressions)
+        root = expressions.ref(ROOT)
+        rules[WHOLE] = expressions.seq([root, expressions.alt([expressions.text(end) for end in ends])]) if ends else root
+        rules = simplify(rules, expressions)
+        if rules[WHOLE] is expressions.nothing:
             raise GrammarError("no text fits this grammar: its rules name each other without end")
-        return _Translation(forms, rules).lark()
+        return _Translation(expressions, rules).lark()
     except RecursionError:
         raise GrammarError("the grammar is nested too deeply") from None
 
@@ -171,18 +171,18 @@ def ebnf_to_lark(text: str, ends: Sequence[str] = ()) -> str:
 # ---- rules without recursion are written out where they are named
 
 
-def simplify(rules: dict[str, Expression], forms: Expressions) -> dict[str, Expression]:
+def simplify(rules: dict[str, Expression], expressions: Expressions) -> dict[str, Expression]:
     """The same rules. What is left of names in them are rules with recursion, and those too large to be written out."""
     groups = components(rules)
     done: dict[str, Expression] = {}
-    written = dict.fromkeys(endless(rules, groups), forms.nothing)  # those that may be written out
+    written = dict.fromkeys(endless(rules, groups), expressions.nothing)  # those that may be written out
     for group in groups:
         for name in group:
-            form = replace(rules[name], written, forms)
+            form = replace(rules[name], written, expressions)
             if name in form.names and len(group) == 1:
-                form = as_repetition(name, form, forms)
+                form = as_repetition(name, form, expressions)
             done[name] = form
-            if not form.names and form.size <= MOST_SIZE and form.depth <= MOST_DEPTH:
+            if not form.names and form.size <= MAX_SIZE and form.depth <= MAX_DEPTH:
                 written[name] = form
     return done
 
@@ -211,7 +211,7 @@ def _ends(form: Expression, endless: set[str]) -> bool:
     return True
 
 
-def as_repetition(name: str, form: Expression, forms: Expressions) -> Expression:
+def as_repetition(name: str, form: Expression, expressions: Expressions) -> Expression:
     """`a ::= x | y a` is `y* x`, and `a ::= x | a y` is `x y*`. Other rules stay what they are."""
     alternatives = form.parts if isinstance(form, Alt) else (form,)
     for side in (-1, 0):
@@ -219,27 +219,27 @@ def as_repetition(name: str, form: Expression, forms: Expressions) -> Expression
         for alternative in alternatives:
             parts = alternative.parts if isinstance(alternative, Seq) else (alternative,)
             if parts and isinstance(parts[side], Ref) and name in parts[side].names:
-                again.append(forms.seq(parts[:-1] if side else parts[1:]))
+                again.append(expressions.seq(parts[:-1] if side else parts[1:]))
             else:
                 others.append(alternative)
         if not any(name in part.names for part in (*again, *others)):
-            loop, once = forms.rep(forms.alt(again), 0, None), forms.alt(others)
-            return forms.seq([loop, once] if side else [once, loop])
+            loop, once = expressions.rep(expressions.alt(again), 0, None), expressions.alt(others)
+            return expressions.seq([loop, once] if side else [once, loop])
     return form
 
 
-def replace(form: Expression, written: dict[str, Expression], forms: Expressions) -> Expression:
+def replace(form: Expression, written: dict[str, Expression], expressions: Expressions) -> Expression:
     if form.names.isdisjoint(written):
         return form
     match form:
         case Ref():
             return written[form.name]
         case Seq():
-            return forms.seq([replace(part, written, forms) for part in form.parts])
+            return expressions.seq([replace(part, written, expressions) for part in form.parts])
         case Alt():
-            return forms.alt([replace(part, written, forms) for part in form.parts])
+            return expressions.alt([replace(part, written, expressions) for part in form.parts])
         case Rep():
-            return forms.rep(replace(form.part, written, forms), form.least, form.most)
+            return expressions.rep(replace(form.part, written, expressions), form.least, form.most)
     return form
 
 
@@ -283,8 +283,8 @@ def components(rules: dict[str, Expression]) -> list[list[str]]:
 class _Translation:
     """`opened` are expressions that may not be terminals; those are added that do harm as one, until none does."""
 
-    def __init__(self, forms: Expressions, rules: dict[str, Expression]) -> None:
-        self._forms, self._rules = forms, rules
+    def __init__(self, expressions: Expressions, rules: dict[str, Expression]) -> None:
+        self._expressions, self._rules = expressions, rules
         self._opened: set[Expression] = set()
         self._all_open = False
         self._automata: dict[Expression, Automaton] = {}
@@ -297,8 +297,8 @@ class _Translation:
         rounds = 0
         while harmful := self._find_harmful(made):
             rounds += 1
-            self._opened.update(harmful if rounds < MOST_ROUNDS else inside(harmful))
-            self._all_open = self._all_open or rounds > 2 * MOST_ROUNDS
+            self._opened.update(harmful if rounds < MAX_ROUNDS else inside(harmful))
+            self._all_open = self._all_open or rounds > 2 * MAX_ROUNDS
             made = self._divide()
         return made.lark()
 
@@ -314,32 +314,32 @@ class _Translation:
             if name not in names:
                 names[name] = f"rule{len(names)}"
                 self._to_do.append(name)
-            return self._forms.ref(names[name])
+            return self._expressions.ref(names[name])
 
         def build(form: Expression) -> Expression:
             terminal = self._terminal(form)
             if terminal is not None:
-                reference = self._forms.ref(made.terminal(terminal))
-                return self._forms.rep(reference, 0, 1) if form.nullable else reference
+                reference = self._expressions.ref(made.terminal(terminal))
+                return self._expressions.rep(reference, 0, 1) if form.nullable else reference
             match form:
                 case Ref():
                     return named(form.name)
                 case Rep():
-                    return self._forms.rep(part(form.part), form.least, form.most)
+                    return self._expressions.rep(part(form.part), form.least, form.most)
                 case Seq():
-                    return self._forms.seq([part(inner) for inner in self._neighbours(form)])
+                    return self._expressions.seq([part(inner) for inner in self._neighbours(form)])
                 case Alt():
-                    return self._forms.alt([part(inner) for inner in self._neighbours(form)])
+                    return self._expressions.alt([part(inner) for inner in self._neighbours(form)])
             return form
 
         def part(form: Expression) -> Expression:
             """A large one that many may share gets a name."""
-            if form.size <= MOST_INLINE or form.names or self._terminal(form) is not None:
+            if form.size <= MAX_INLINE or form.names or self._terminal(form) is not None:
                 return build(form)
             if form not in parts:
                 parts[form] = f"part{len(parts)}"
                 made.rules[parts[form]] = build(form)
-            return self._forms.ref(parts[form])
+            return self._expressions.ref(parts[form])
 
         while self._to_do:
             name = self._to_do.pop()
@@ -348,12 +348,12 @@ class _Translation:
 
     def _terminal(self, form: Expression) -> Expression | None:
         """The terminal that this expression is where it is not empty; None: it is made of several."""
-        if form.names or form is self._forms.empty:
+        if form.names or form is self._expressions.empty:
             return None
-        filled = self._forms.filled(form)
+        filled = self._expressions.filled(form)
         if isinstance(filled, Chars):
             return filled
-        if self._all_open or filled in self._opened or filled.size > MOST_SIZE or filled.depth > MOST_DEPTH:
+        if self._all_open or filled in self._opened or filled.size > MAX_SIZE or filled.depth > MAX_DEPTH:
             return None
         return filled
 
@@ -361,7 +361,7 @@ class _Translation:
         """The parts, those together that can be one terminal."""
         if isinstance(form, Alt):
             simple = [inner for inner in form.parts if not inner.names]
-            joined = self._forms.alt(simple)
+            joined = self._expressions.alt(simple)
             together = len(simple) > 1 and self._terminal(joined) is not None
             return [joined, *(inner for inner in form.parts if inner.names)] if together else form.parts
         out: list[Expression] = []
@@ -370,7 +370,7 @@ class _Translation:
             if inner is not None and not inner.names:
                 run.append(inner)
                 continue
-            joined = self._forms.seq(run)
+            joined = self._expressions.seq(run)
             out += [joined] if len(run) > 1 and self._terminal(joined) is not None else run
             run = []
             out += [] if inner is None else [inner]
@@ -394,9 +394,9 @@ class _Translation:
                     continue
                 if (begin >> i & begin >> j & 1) or self._share(before[i], before[j], terminals):
                     harmful.add(other)
-                if self._work > MOST_WORK:
+                if self._work > MAX_WORK:
                     self._all_open = True
-                    return {self._forms.empty}
+                    return {self._expressions.empty}
         return harmful
 
     def _share(self, some: int, others: int, terminals: Sequence[Expression]) -> bool:
@@ -509,9 +509,9 @@ def _to_lark(form: Expression) -> str:
     raise ValueError(form)
 
 
-def inside(forms: Iterable[Expression]) -> Iterator[Expression]:
+def inside(expressions: Iterable[Expression]) -> Iterator[Expression]:
     """They and all that they are made of."""
-    seen, todo = set(), list(forms)
+    seen, todo = set(), list(expressions)
     while todo:
         form = todo.pop()
         if form in seen:

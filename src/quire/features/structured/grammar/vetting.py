@@ -30,9 +30,9 @@ MOST_SECONDS = 1.5  # of a trial, unless others keep it from running:
 LEAST_WORK = 1.0  # seconds of processor time that it gets in any case, looked at that often:
 LOOK = 0.3
 LONGEST_TRIAL = 10.0  # seconds, however little it ran
-MOST_STEP_SECONDS = 0.1  # of processor time, for one mask
+MAX_STEP_SECONDS = 0.1  # of processor time, for one mask
 MOST_BYTES = 512 << 20  # that a trial may take beyond what there is
-MOST_TRIALS = 4  # at a time
+MAX_TRIALS = 4  # at a time
 LONGEST_WALK = 32  # tokens
 LONGEST_MESSAGE = 1000
 NICENESS = 5
@@ -40,7 +40,7 @@ GOOD = b"\0"  # before a source
 
 TOO_SLOW = f"the grammar is too complex: it could not be compiled within {MOST_SECONDS:g} s"
 TOO_DEEP = f"the grammar is too complex: compiling it took more than {MOST_BYTES >> 20} MiB or too deep a recursion"
-TOO_SLOW_STEP = f"the grammar is too complex: finding the tokens that may come next takes more than {MOST_STEP_SECONDS:g} s"
+TOO_SLOW_STEP = f"the grammar is too complex: finding the tokens that may come next takes more than {MAX_STEP_SECONDS:g} s"
 
 
 class VettingJob(msgspec.Struct, array_like=True):
@@ -117,7 +117,7 @@ class _Vetting:
                 if trial.deadline <= time.monotonic() and not trial.goes_on():
                     os.kill(trial.pid, signal.SIGKILL)
                     self._close(pipe, TOO_SLOW)
-            while self._waiting and len(self._trials) < MOST_TRIALS:
+            while self._waiting and len(self._trials) < MAX_TRIALS:
                 self._begin(self._waiting.popleft())
 
     def _begin(self, job: VettingJob) -> None:
@@ -141,11 +141,11 @@ class _Vetting:
         if news:
             self._trials[pipe].news += news
             return
-        said = self._trials[pipe].news
-        if said.startswith(GOOD):
-            self._close(pipe, None, said[len(GOOD) :].decode())
+        verdict = self._trials[pipe].news
+        if verdict.startswith(GOOD):
+            self._close(pipe, None, verdict[len(GOOD) :].decode())
         else:
-            self._close(pipe, said.decode(errors="replace") or TOO_DEEP)
+            self._close(pipe, verdict.decode(errors="replace") or TOO_DEEP)
 
     def _close(self, pipe: int, error: str | None, source: str = "") -> None:
         trial = self._trials.pop(pipe)
@@ -173,14 +173,14 @@ def try_out(backend: GrammarBackend, params: StructuredOutputsParams) -> bytes:
         source = backend.translate(params)
         _walk(backend, source)
     except GrammarError as error:
-        told = f"{_find(backend, params, str(error))}{error}"
+        message = f"{_find(backend, params, str(error))}{error}"
     except MemoryError:
-        told = TOO_DEEP
+        message = TOO_DEEP
     except Exception as error:
-        told = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
     else:
         return GOOD + source.encode()
-    return told[:LONGEST_MESSAGE].encode(errors="replace")
+    return message[:LONGEST_MESSAGE].encode(errors="replace")
 
 
 def _walk(backend: GrammarBackend, source: str) -> None:
@@ -191,7 +191,7 @@ def _walk(backend: GrammarBackend, source: str) -> None:
     for _ in range(LONGEST_WALK):
         begun = time.process_time()
         backend.fill([(matcher, 0)], mask.ctypes.data, 1)
-        if time.process_time() - begun > MOST_STEP_SECONDS:
+        if time.process_time() - begun > MAX_STEP_SECONDS:
             raise GrammarError(TOO_SLOW_STEP)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         allowed = allowed[~np.isin(allowed, backend.eos_ids)]

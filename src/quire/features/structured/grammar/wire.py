@@ -163,7 +163,7 @@ class Process:
             rows = start.rows * (1 + start.drafts)
             memory = anonymous_memory("quire-masks", 4 * rows * words)
             cleaning.callback(os.close, memory)
-            flags = [flag for flag, wanted in ((AHEAD, ahead), (GIVES_WAY, gives_way)) if wanted]
+            flags = [flag for flag, is_set in ((AHEAD, ahead), (GIVES_WAY, gives_way)) if is_set]
             shared = (theirs.fileno(), memory)
             self._child = spawn(COMMAND, ["{0}", "{1}", *flags], shared, settings=SINGLE_THREADED, with_thread=True)
             self.masks: Words = np.frombuffer(mmap.mmap(memory, 0), np.uint32).reshape(rows, words)

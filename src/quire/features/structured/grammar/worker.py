@@ -36,9 +36,9 @@ from quire.proc.channel import Frames
 from quire.proc.spawn import set_up
 from quire.text.tokenizer_files import read_tokenizer
 
-MOST_KEPT = 256  # compiled grammars
-MOST_KEPT_BYTES = 32 << 20  # of their texts
-MOST_REFUSED = 4096
+MAX_KEPT = 256  # compiled grammars
+MAX_KEPT_BYTES = 32 << 20  # of their texts
+MAX_REFUSED = 4096
 SLOW = 0.005  # seconds of processor time for one matcher's turn, from which on the engine is told
 SLOW_TOGETHER = 0.01  # by the clock, for all masks of a turn: from then on each is measured
 WATCHED_TURNS = 32
@@ -65,12 +65,12 @@ class CompiledGrammars:
     def keep(self, key: bytes, outcome: Matcher | str) -> None:
         if isinstance(outcome, str):
             self._bad[key] = outcome
-            if len(self._bad) > MOST_REFUSED:
+            if len(self._bad) > MAX_REFUSED:
                 self._bad.popitem(last=False)
             return
         self._good[key] = outcome
         self._bytes += len(key)
-        while len(self._good) > MOST_KEPT or (self._bytes > MOST_KEPT_BYTES and len(self._good) > 1):
+        while len(self._good) > MAX_KEPT or (self._bytes > MAX_KEPT_BYTES and len(self._good) > 1):
             self._bytes -= len(self._good.popitem(last=False)[0])
 
 

@@ -209,7 +209,7 @@ def test_a_burst_of_short_jobs_starts_no_more_processes(model, monkeypatch):
 
 
 def test_tenants_take_turns_and_nobody_overtakes(model, monkeypatch):
-    monkeypatch.setattr(offload_module, "MOST_QUICK", 1)
+    monkeypatch.setattr(offload_module, "MAX_QUICK", 1)
 
     async def work(offload: TextOffload) -> None:
         done: list[str] = []
@@ -353,7 +353,7 @@ def test_what_the_server_holds_is_not_counted_as_its_processes(model):
 
 
 def test_a_start_that_fails_or_is_given_up_makes_room_for_those_who_wait(model, monkeypatch):
-    monkeypatch.setattr(offload_module, "MOST_QUICK", 1)
+    monkeypatch.setattr(offload_module, "MAX_QUICK", 1)
     may_start, real = threading.Event(), pool.WorkerHandle.__init__
     failing = True
 
@@ -381,7 +381,7 @@ def test_a_start_that_fails_or_is_given_up_makes_room_for_those_who_wait(model, 
 
 def test_what_nobody_waits_for_is_ended(model, monkeypatch):
     monkeypatch.setattr(pool, "ABANDONED_JOB_S", 0.2)
-    monkeypatch.setattr(offload_module, "MOST_LONG", 2)
+    monkeypatch.setattr(offload_module, "MAX_LONG", 2)
 
     async def work(offload: TextOffload) -> None:
         assert await rendered(offload, "a") == "a"
