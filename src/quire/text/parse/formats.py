@@ -457,8 +457,9 @@ _INTERNLM = Format(
     (Calls(("<|action_start|>",), (Mark("<|plugin|>"), Envelope()), end="<|action_end|>"),), in_template=("<|action_start|>",)
 )
 
-# For models whose template does not read tools: the prompt asks for <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>.
-# A list of such calls, one in a block of code, or one by itself is read, too, if it calls a tool of the request.
+# For models whose template does not read tools. The prompt asks for
+# <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>. A list of such calls, one in a block of code, or one by itself
+# is read, too, if it calls a tool of the request.
 GENERIC = Format(
     (
         _XLAM[0],
