@@ -123,11 +123,11 @@ def test_a_bin_file_and_other_widths(checkpoint, tmp_path):
     torch.save(found, tmp_path / "adapter_model.bin")
     assert shelf.read(AdapterRef(1, "b", path)).bytes == 2 * 2 * 64 * 4
     for bad, message in (
-        (found | {A: found[A].to_sparse()}, "is not stored as plain numbers"),
+        (found | {A: found[A].to_sparse()}, "is not stored as plain values"),
         (found | {A: torch.zeros(1, 1).expand(1 << 30, 1 << 30)}, "has more values than its file"),
-        (found | {A: found[A].to("meta")}, "is not stored as plain numbers"),
+        (found | {A: found[A].to("meta")}, "is not stored as plain values"),
         (found | {A: torch.tensor(1.0)}, "has rank 0"),
-        (found | {A: torch.zeros(0, 48)}, r"lora_A.* has shape \[0, 48\], and no numbers"),
+        (found | {A: torch.zeros(0, 48)}, r"lora_A.* has shape \[0, 48\], and no values"),
         ({1: found[A]}, "is not a table of tensors"),
         ([found[A]], "is not a table of tensors"),
         (found | {A.replace("weight", "default.weight"): found[A]}, "is there twice"),
@@ -171,16 +171,16 @@ BAD = {
     ),
     "init_lora_weights is 'pissa'": (GOOD, {"init_lora_weights": "pissa"}),
     "is not a regular expression": (GOOD, {"rank_pattern": {"(": 3}}),
-    "has rank 2, where adapter_config.json says 3": (GOOD, {"r": 3}),
+    "has rank 2, where adapter_config.json has 3": (GOOD, {"r": 3}),
     "has rank 32; max_lora_rank is 16; start with --max-lora-rank 32": (halves(Q_PROJ, 48, 48, rank=32), {"r": 32}),
-    rf"{A}.* has shape \[0, 48\], and no numbers: an adapter has a rank of 1 or more": (halves(Q_PROJ, 48, 48, rank=0), {}),
-    r"has rank 2, where adapter_config.json says 10{199}\.\.\.$": (GOOD, {"r": 10**4000}),
+    rf"{A}.* has shape \[0, 48\], and no values: the rank must be at least 1": (halves(Q_PROJ, 48, 48, rank=0), {}),
+    r"has rank 2, where adapter_config.json has 10{199}\.\.\.$": (GOOD, {"r": 10**4000}),
     rf"{A}.* has no lora_B beside it": ({A: GOOD[A]}, {}),
     rf"{B}.* has no lora_A beside it": ({B: GOOD[B]}, {}),
     rf"{A}.* has shape \[2, 47\], where the model needs \[2, 48\]": (GOOD | {A: GOOD[A][:, :47]}, {}),
     rf"{B}.* has shape \[47, 2\]": (GOOD | {B: GOOD[B][:47]}, {}),
-    rf"{A}.* has numbers that are not finite": (GOOD | {A: GOOD[A].index_fill(1, torch.tensor([3]), torch.nan)}, {}),
-    rf"{B}.* has numbers that are not finite": (GOOD | {B: GOOD[B] * torch.inf}, {}),
+    rf"{A}.* has values that are not finite": (GOOD | {A: GOOD[A].index_fill(1, torch.tensor([3]), torch.nan)}, {}),
+    rf"{B}.* has values that are not finite": (GOOD | {B: GOOD[B] * torch.inf}, {}),
     rf"{A}.* is stored as int32": (GOOD | {A: GOOD[A].int()}, {}),
     r"layers\.9\..* is for a layer that the model does not have": (halves(Q_PROJ.replace("1", "9"), 48, 48), {}),
     r"wrong_proj.* is for a layer that the model does not have": (halves(Q_PROJ.replace("q_", "wrong_"), 48, 48), {}),
@@ -195,9 +195,9 @@ BAD = {
         {"base_model.model.lm_head.weight": torch.ones(204, 48)}, {},
     ),
     "no tensors that add anything": ({}, {}),
-    rf"{A}.* has a number of 3e\+38: more than 1e\+06 overflows": (GOOD | {A: torch.full_like(GOOD[A], 3e38)}, {}),
+    rf"{A}.* has a value of 3e\+38: more than 1e\+06 overflows": (GOOD | {A: torch.full_like(GOOD[A], 3e38)}, {}),
     rf"{A}.* and its lora_B add up to .*: more than 1e\+06 overflows": (GOOD, {"lora_alpha": 1e9}),
-    "lm_head.* has a number of 1e": ({"base_model.model.lm_head.weight": torch.full((199, 48), 1e30)}, {}),
+    "lm_head.* has a value of 1e": ({"base_model.model.lm_head.weight": torch.full((199, 48), 1e30)}, {}),
 }  # fmt: skip
 
 
