@@ -30,8 +30,7 @@ from quire.device.cuda import updates
 from quire.engine.core import EngineCore
 from quire.engine.executor.local import LocalExecutor
 from quire.runner import graph_inputs, transfer
-from quire.runner.graph_capture import StepRecorder
-from quire.runner.graphs import Graphs
+from quire.runner.graphs import Graphs, StepRecorder
 from quire.runner.sampler.pipeline import Sampler
 from quire.runner.step import Runner
 from quire.sched.results import Results

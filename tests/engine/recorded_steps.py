@@ -75,7 +75,7 @@ class Plans:
 @pytest.fixture
 def recording(monkeypatch):
     """Fused draws are kernels: here the sampler goes on from the logits, as it does for rows that ask for more than a draw."""
-    monkeypatch.setattr(graphs, "WANTED", 1)
+    monkeypatch.setattr(graphs, "EAGER_STEPS", 1)
     monkeypatch.setattr(CPUDevice, "records", True)
     monkeypatch.setattr(CPUDevice, "recorder", lambda _: Recorder())
     monkeypatch.setattr(CPUDevice, "prepare", lambda _, model, setting: Prepared(model.run_blocks))

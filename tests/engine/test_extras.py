@@ -67,5 +67,5 @@ def test_an_adapter_without_room_is_not_passed_over(tiny_model):
     [output] = llm.generate(prompts(Extras(adapter=1)), GREEDY, use_tqdm=False)
     assert output.outputs[0].finish_reason == "error" and "started without" in output.outputs[0].error
     [output] = llm.generate(prompts(Extras(pooling=Pooling("embed", "LAST"))), GREEDY, use_tqdm=False)
-    assert "uses pooling, which this engine was started without" in output.outputs[0].error
+    assert "a request requires pooling; the engine was started without it" in output.outputs[0].error
     assert llm.generate(prompts(Extras()), GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected(tiny_model, 0)

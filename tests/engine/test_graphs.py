@@ -11,8 +11,8 @@ from quire.attn import work_split
 from quire.attn.backend import Room
 from quire.attn.work_split import NOTHING_SHARED
 from quire.runner.buckets import Bucket
-from quire.runner.graph_capture import StepRecorder
-from quire.runner.prefixes import Prefixes
+from quire.runner.graphs import StepRecorder
+from quire.runner.slots import Prefixes
 
 pytestmark = pytest.mark.gpu
 
@@ -100,9 +100,9 @@ def test_larger_graphs_are_borrowed(directory, monkeypatch):
     args = {"device": "cuda", "dtype": "float32", "max_num_seqs": 16, "max_num_batched_tokens": 256}
     requests = workload(12)
     expected = play(open_model(directory, **args, enforce_eager=True, async_scheduling=False), requests)
-    monkeypatch.setattr("quire.runner.graphs.WANTED", 10**9)
+    monkeypatch.setattr("quire.runner.graphs.EAGER_STEPS", 10**9)
     monkeypatch.setattr(
-        "quire.runner.graphs.worth_having",
+        "quire.runner.graphs.idle_buckets",
         lambda *_: [Bucket(2, Room(64, 0)), Bucket(8, Room(128, 0)), Bucket(16, Room(64, 0))],
     )
     llm = open_model(directory, **args)

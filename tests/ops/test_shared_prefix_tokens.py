@@ -6,8 +6,8 @@ import torch
 from quire import LLM, SamplingParams
 from quire.attn import triton as backend
 from quire.attn import work_split
-from quire.runner import kv
-from quire.runner.prefixes import Prefixes
+from quire.runner import core
+from quire.runner.slots import Prefixes
 from tiny_model import make_model
 
 pytest.importorskip("triton")
@@ -36,7 +36,7 @@ def test_tokens_of_requests_with_common_prefixes(tmp_path, monkeypatch):
         return found[-1]
 
     monkeypatch.setattr(work_split, "SPLIT", 32)
-    monkeypatch.setattr(kv, "can_divide", lambda *given: False)  # page by page, as on a GPU
+    monkeypatch.setattr(core, "can_divide", lambda *given: False)  # page by page, as on a GPU
     monkeypatch.setattr(backend.TritonAttention, "refuse", lambda *given: [])
     monkeypatch.setattr(Prefixes, "_find", watched)
     assert generate(directory) == expected

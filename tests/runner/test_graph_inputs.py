@@ -9,23 +9,23 @@ from quire.attn.triton import FixedCuts
 from quire.attn.work_split import SPLIT, SharedPrefix, nothing_shared
 from quire.device.cuda.capture import MAX_GRAPH_BYTES, taken_between
 from quire.runner.buckets import (
-    MOST_ROOM,
+    MAX_ROOM,
     MOST_ROWS,
     MOST_TOKENS,
     Bucket,
+    draft_buckets,
+    drafter_buckets,
     final_room,
-    of_guesses,
+    idle_buckets,
     prompt_bucket,
     room_bucket,
     row_bucket,
     substitute,
     usual_room,
-    with_drafts,
-    worth_having,
 )
 from quire.runner.graph_inputs import pack, row_starts
 from quire.runner.graphs import allowance, fixed_plans
-from quire.runner.prefixes import Prefixes
+from quire.runner.slots import Prefixes
 
 
 @pytest.mark.parametrize(
@@ -38,12 +38,12 @@ def test_the_least_bucket_that_takes_the_rows(rows, max_seqs, size):
 
 def test_buckets_are_few():
     assert len({row_bucket(rows, MOST_ROWS) for rows in range(1, MOST_ROWS + 1)}) <= 20
-    assert len({room_bucket(Room(need, 0), 1) for need in range(MOST_ROOM.splits)}) <= 12
-    assert len({room_bucket(Room(70, shared), 1) for shared in range(MOST_ROOM.shared + 1)}) == 5
+    assert len({room_bucket(Room(need, 0), 1) for need in range(MAX_ROOM.splits)}) <= 12
+    assert len({room_bucket(Room(70, shared), 1) for shared in range(MAX_ROOM.shared + 1)}) == 5
     assert room_bucket(Room(2048, 0), 32) == Room(3072, 0) and room_bucket(Room(1023, 0), 1) == Room(1024, 0)
     assert room_bucket(Room(64, 0), 1) == Room(128, 0) and room_bucket(Room(9, 65), 7) == Room(64, 256)
-    assert room_bucket(Room(MOST_ROOM.splits - 1, 0), 1) == Room(MOST_ROOM.splits, 0)
-    assert room_bucket(Room(MOST_ROOM.splits, 0), 1) is None and room_bucket(Room(9, MOST_ROOM.shared + 1), 1) is None
+    assert room_bucket(Room(MAX_ROOM.splits - 1, 0), 1) == Room(MAX_ROOM.splits, 0)
+    assert room_bucket(Room(MAX_ROOM.splits, 0), 1) is None and room_bucket(Room(9, MAX_ROOM.shared + 1), 1) is None
 
 
 def test_a_somewhat_larger_graph_can_be_borrowed():
@@ -62,7 +62,7 @@ def test_a_somewhat_larger_graph_can_be_borrowed():
 
 @pytest.mark.parametrize("max_seqs", [1, 6, 256, 512])
 def test_what_is_recorded_in_idle_time_serves_usual_traffic(max_seqs):
-    buckets = worth_having(max_seqs, 2048)
+    buckets = idle_buckets(max_seqs, 2048)
     assert buckets[0].rows == 1 and len(buckets) == len(set(buckets)) <= 100
     for rows in range(1, max_seqs + 1):
         own = Bucket(row_bucket(rows, max_seqs), usual_room(row_bucket(rows, max_seqs), 4))
@@ -182,7 +182,7 @@ def test_numbers_of_no_rows_at_all():
 
 @pytest.mark.parametrize("max_seqs", [1, 6, 256])
 def test_steps_with_prompts_find_a_graph_after_idle_time(max_seqs):
-    buckets = worth_having(max_seqs, 2048)
+    buckets = idle_buckets(max_seqs, 2048)
     for rows in {1, min(3, max_seqs), min(50, max_seqs), min(64, max_seqs)}:
         for tokens in (rows + 1, 100, 512, 540, 1000, 1024, 2048):
             need = Room(3 * (rows - 1) - 1, 0, tokens // 32 + rows)
@@ -198,7 +198,7 @@ def test_steps_with_prompts_are_coarse():
     assert prompt_bucket(Room(0, 0, 1), 300, 1100, 512) == Bucket(513, Room(1024, 0, 128), 1280)
     assert prompt_bucket(Room(0, 0, 1), 5, MOST_TOKENS + 1, 256) is None
     assert prompt_bucket(Room(0, 0, 1), 513, 700, 512) is None
-    assert prompt_bucket(Room(MOST_ROOM.splits, 0, 1), 3, 500, 256) is None
+    assert prompt_bucket(Room(MAX_ROOM.splits, 0, 1), 3, 500, 256) is None
 
 
 def test_graphs_of_prompts_are_borrowed_by_prompts_alone():
@@ -260,9 +260,9 @@ def test_what_is_recorded_at_the_start_serves_rows_with_drafts(requests, drafts,
     need = Room(need.splits - len(slot), need.shared)
     size = row_bucket(len(slot), MOST_ROWS)
     own = Bucket(size, room_bucket(need, size))
-    recorded = with_drafts(8, MOST_ROWS)
+    recorded = draft_buckets(8, MOST_ROWS)
     assert own in recorded or substitute(own, need, recorded) is not None
     assert len(recorded) == len(set(recorded)) < 25
-    guesses, need, size = of_guesses(256, 8192), Room(requests * ((context - 1) // SPLIT), 0), row_bucket(requests, 256)
+    guesses, need, size = drafter_buckets(256, 8192), Room(requests * ((context - 1) // SPLIT), 0), row_bucket(requests, 256)
     own = Bucket(size, room_bucket(need, size))
     assert own in guesses or substitute(own, need, guesses) is not None

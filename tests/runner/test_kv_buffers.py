@@ -6,7 +6,7 @@ import torch
 
 from quire.cache.layout import make_layout
 from quire.device.cpu.device import CPUDevice
-from quire.runner.kv import KVBuffers
+from quire.runner.core import KVBuffers
 from quire.types.cache import KVLayout, LayerCache
 
 

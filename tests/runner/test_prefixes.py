@@ -3,7 +3,7 @@
 import numpy as np
 from runner_support import ints
 
-from quire.runner.prefixes import Prefixes
+from quire.runner.slots import Prefixes
 
 PAGE, KEYS = 4, 8
 

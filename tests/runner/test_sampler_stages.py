@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from runner_support import CPU, admission, rows_of
 
 from quire.runner.sampler.edits import Allowed, BadWords, Bias, MinTokens, Penalties
-from quire.runner.sampler.filters import FIRST_LOOK, MinP, Temperature, Truncation
+from quire.runner.sampler.filters import MASS_CANDIDATES, MinP, Temperature, Truncation
 from quire.runner.sampler.stage import Columns
 
 INF = np.inf
@@ -137,7 +137,7 @@ def test_truncation_with_ties(logits, k, p):
 @pytest.mark.parametrize("levels", [None, 40])
 def test_truncation_of_a_large_vocabulary(spread, levels):
     """Flat rows need more than a first look at the largest values; rounded ones have ties at every border."""
-    size = 6 * FIRST_LOOK
+    size = 6 * MASS_CANDIDATES
     noise = np.random.default_rng(3).normal(size=(4, size)) * spread
     logits = (np.round(noise * levels) / levels if levels else noise).astype(np.float32)
     params = [{"top_p": 0.9}, {"top_k": 40, "top_p": 0.8}, {"top_k": 5000}, {}]

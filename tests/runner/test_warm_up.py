@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.runner.profile_run import largest_step
 from quire.runner.slots import Slots
-from quire.runner.warmup import KINDS, LONG, warm_up_steps
+from quire.runner.warmup import KINDS, LONG, largest_step, warm_up_steps
 
 
 @pytest.mark.parametrize(("seqs", "tokens", "longest"), [(256, 8192, LONG), (1, 1, 1), (3, 64, 20), (512, 16, 300)])

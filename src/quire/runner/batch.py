@@ -56,18 +56,20 @@ def build_batch(
     shift = kept_starts[1:] - row_starts[1:]
     draw_slot, draw_end = slot[row], end[row] - (row_starts[1:][row] - 1 - draw)
     prompt = slots.prompt_length[draw_slot]
-    starts_there, slot_there, end_there, kept_starts_there, kept_there, logit_index, *rest = upload_together(
-        [row_starts, slot, end, kept_starts, kept_index, draw + shift[row], draw_slot, draw_end, prompt],
-        slots.device,
+    starts_on_device, slot_on_device, end_on_device, kept_starts_on_device, kept_on_device, logit_index, *rest = (
+        upload_together(
+            [row_starts, slot, end, kept_starts, kept_index, draw + shift[row], draw_slot, draw_end, prompt],
+            slots.device,
+        )
     )
-    starts_there = starts_there.int()
+    starts_on_device = starts_on_device.int()
     inputs = _blank(len(slot), int(row_starts[-1]), -(-int(end.max()) // slots.page_size), slots)
     slots.updates.deliver()
-    fill_rows(slot_there, end_there, starts_there, slots.tokens, slots.tables, slots.page_size, inputs)
+    fill_rows(slot_on_device, end_on_device, starts_on_device, slots.tokens, slots.tables, slots.page_size, inputs)
     batch = Batch(
         ids=inputs.ids,
         positions=inputs.positions,
-        row_starts=starts_there,
+        row_starts=starts_on_device,
         kv_lengths=inputs.kv_lengths,
         rows=tuple(zip(row_starts.tolist(), count.tolist(), end.tolist(), strict=False)),
         logit_index=logit_index,
@@ -77,9 +79,9 @@ def build_batch(
         ),
     )
     for part in parts:
-        batch = part.extend(batch, plan, slot_there)
+        batch = part.extend(batch, plan, slot_on_device)
     if not all_kept:
-        batch = with_final_tokens(batch, kept, kept_starts_there.int(), kept_there)
+        batch = with_final_tokens(batch, kept, kept_starts_on_device.int(), kept_on_device)
     return Built(batch, Rows(draw_slot, draw_end, prompt, rest[0], rest[1], rest[2], slots.tokens), shift)
 
 
@@ -88,8 +90,8 @@ def draws_of(plan: StepRows, slots: Slots) -> Rows:
     row = plan.draw_row
     slot, end = plan.slot[row].astype(np.int64), plan.end[row].astype(np.int64)
     prompt = slots.prompt_length[slot]
-    slot_there, end_there, prompt_there = upload_together([slot, end, prompt], slots.device)
-    return Rows(slot, end, prompt, slot_there, end_there, prompt_there, slots.tokens)
+    slot_on_device, end_on_device, prompt_on_device = upload_together([slot, end, prompt], slots.device)
+    return Rows(slot, end, prompt, slot_on_device, end_on_device, prompt_on_device, slots.tokens)
 
 
 def draws_batch(plan: StepRows, slots: Slots, parts: Iterable[StepPart]) -> Batch:
@@ -119,10 +121,10 @@ def _starts(counts: Longs) -> Longs:
 def _count_kept(plan: StepRows, row_starts: Longs) -> Longs:
     """Return [R] the number of last tokens that each row keeps."""
     outputs, kept = plan.outputs, np.zeros(len(plan.slot), np.int64)
-    for wanted in (outputs.draw, outputs.prompt_logprobs, outputs.pool):
-        if len(wanted):
-            row = plan.shapes.rows_of(wanted)
-            np.maximum.at(kept, row, row_starts[row + 1] - wanted)
+    for tokens in (outputs.draw, outputs.prompt_logprobs, outputs.pool):
+        if len(tokens):
+            row = plan.shapes.rows_of(tokens)
+            np.maximum.at(kept, row, row_starts[row + 1] - tokens)
     if not kept.any():
         kept[-1] = 1  # layers never get an empty batch
     return kept

@@ -3,7 +3,7 @@
 import gc
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -20,17 +20,15 @@ from quire.features.base import Allocation, StepPart
 from quire.models.decoder import Decoder
 from quire.runner.buckets import MOST_TOKENS
 from quire.runner.flight import StepFlight
-from quire.runner.graph_capture import Passage
-from quire.runner.graphs import Graphs, allowance, fixed_plans
-from quire.runner.kv import KVBuffers
-from quire.runner.profile_run import largest_step
+from quire.runner.graphs import Graphs, StageBuffers, allowance, fixed_plans
 from quire.runner.sampler.pipeline import Sampler
 from quire.runner.settings import DTYPES, RunnerSettings, describe_model
 from quire.runner.slots import Slots
-from quire.runner.warmup import LONG, apart, warm_up_parts, warm_up_products, warm_up_steps
-from quire.types.cache import CacheLayout, KVLayout
+from quire.runner.transfer import upload_together
+from quire.runner.warmup import LONG, largest_step, warm_up_parts, warm_up_products, warm_up_steps, without_ranks
+from quire.types.cache import CacheLayout, KVLayout, LayerCache, can_divide
 from quire.types.errors import ConfigError, EngineError
-from quire.types.plan import StepPlan
+from quire.types.plan import Ints, StepPlan
 from quire.types.stats import DeviceCounts
 
 if TYPE_CHECKING:
@@ -39,14 +37,69 @@ if TYPE_CHECKING:
 Part = TypeVar("Part", bound=StepPart)
 
 
+class KVBuffers:
+    """The memory of the KV cache: raw pages, and a typed view for each attention layer. `KVLayout` shows the layouts.
+
+    Each buffer has page 0, the null page that no live token uses, and then `pages` usable pages.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        layers: Sequence[LayerCache],
+        pages: int,
+        dtype: torch.dtype,
+        allocate: Callable[[int, int], Tensor],
+        kv_layout: KVLayout = KVLayout.PAGES,
+    ) -> None:
+        """allocate: pages, and bytes of each -> raw memory [pages, bytes] uint8, all zero."""
+        self._layout = layout
+        self._layers = layers
+        self._dtype = dtype
+        self._lines = 1  # equal parts of a buffer, each divided into pages
+        if kv_layout is not KVLayout.PAGES and can_divide(layout, layers, dtype.itemsize):
+            sides = layers[0].sides
+            self._lines = sides if kv_layout is KVLayout.SPLIT else sides * layers[0].kv_heads
+        self.raw = [allocate(pages + 1, layout.page_bytes) for _ in range(layout.buffers)]  # each [pages + 1, page_bytes]
+
+    def views(self) -> list[tuple[int, Tensor, int]]:
+        """Return (layer, its cache [pages + 1, sides, kv_heads, page_size, head_dim], its group) per layer of the layout."""
+        return [
+            (layer, self._view(self.raw[buffer], self._layers[layer]), index)
+            for index, group in enumerate(self._layout.groups)
+            for buffer, layer in enumerate(group.layers)
+        ]
+
+    def copy(self, source: Ints, target: Ints) -> None:
+        """Copy whole pages, in every buffer."""
+        if not len(source) or not self.raw:
+            return
+        read, write = upload_together([source, target], self.raw[0].device)
+        for buffer in self.raw:
+            lines = buffer.view(self._lines, len(buffer), -1)
+            lines[:, write] = lines[:, read]
+
+    def _view(self, raw: Tensor, layer: LayerCache) -> Tensor:
+        """Return the layer's typed view. A layer smaller than a page uses the first part of each page."""
+        size, sides, typed = self._layout.page_size, layer.sides, raw.view(self._dtype)
+        if self._lines > 1:
+            inner = sides * layer.kv_heads // self._lines  # contiguous heads of a page
+            parts = typed.view(sides, -1, len(raw), inner, size, layer.head_dim)
+            return parts.permute(2, 0, 1, 3, 4, 5).view(len(raw), sides, layer.kv_heads, size, layer.head_dim)
+        elements = sides * layer.kv_heads * size * layer.head_dim
+        return typed[:, :elements].view(len(raw), sides, layer.kv_heads, size, layer.head_dim)
+
+
 class SlotState(NamedTuple):
+    """The per-slot state of a runner, while its cache is allocated."""
+
     slots: Slots
     kv: KVBuffers
     sampler: Sampler
 
 
 class RunnerCore(ABC):
-    """Life: load, profile, allocate, then launch after launch; `close` gives all memory back."""
+    """The life of a runner: load, profile, allocate, then launch after launch; `close` frees all memory."""
 
     def __init__(
         self,
@@ -119,14 +172,14 @@ class RunnerCore(ABC):
         assert self._state is not None
         (slots, _, sampler), model, longest = self._state, self._loaded(), min(LONG, self._facts.max_position)
         max_seqs, max_tokens = self._settings.max_seqs, self._settings.max_batched_tokens
-        with apart(model, self._group):
+        with without_ranks(model, self._group):
             warm_up_parts(model, slots, sampler, self._vocabulary, longest, self._enter)
         for plan in warm_up_steps(max_seqs, max_tokens, longest):
             flight = self.launch(structs.replace(plan, guesses=np.full(len(plan.slot), slots.drafts, np.int32)))
             if flight.follows:
                 flight.result()
         hidden = torch.zeros(max_tokens, self._facts.hidden_size, dtype=self._dtype, device=slots.device)
-        with apart(model, self._group):
+        with without_ranks(model, self._group):
             warm_up_products(model, hidden, MOST_TOKENS, self.finishes)
             for part in self._parts:
                 part.warm_up(max_tokens)
@@ -192,13 +245,13 @@ class RunnerCore(ABC):
         if planners is not None:
             self.graphs = Graphs(
                 model, slots, sampler, planners, self._device.recorder(), self._vocabulary, settings.max_batched_tokens, drafts,
-                self._parts, self._passage(),
+                self._parts, self._stage_buffers(),
             )  # fmt: skip
             if pages and drafts:
                 with torch.inference_mode():
                     self.graphs.record_drafts()
 
-    def _passage(self) -> Passage | None:
+    def _stage_buffers(self) -> StageBuffers | None:
         """Return where recorded steps of a pipeline stage read and write hidden states."""
         return None
 
@@ -212,7 +265,7 @@ class RunnerCore(ABC):
         self._device.synchronize()
 
     def close(self) -> None:
-        """Give back all memory on the device. The other ranks must have ended."""
+        """Free all memory on the device. The other ranks must have ended."""
         for part in self._parts:
             part.close()
         if self._group is not None:
@@ -247,5 +300,5 @@ class RunnerCore(ABC):
 
     @torch.inference_mode()
     def idle(self) -> bool:
-        """Use a moment without requests: record one CUDA graph. Return False if there is nothing left to prepare."""
+        """Record one CUDA graph in idle time. Return False if nothing is left to prepare."""
         return (self.graphs is not None and self.graphs.record_next()) or any(part.idle() for part in self._parts)

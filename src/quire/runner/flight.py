@@ -34,7 +34,7 @@ class StepFlight:
         pooled: Sequence[Pooled] = (),
         follower: Follower | None = None,
     ) -> None:
-        """prompts: (row, report) pieces in the order of positions.
+        """prompts: (row, report) parts_of in the order of positions.
         draw: what was drawn, or makes the step's draws, in order.
         pooled: what was pooled of rows.
         follower: goes on when the tokens have reached the host.
@@ -98,7 +98,7 @@ class StepFlight:
             kept = slice(lengths.item(0)) if len(lengths) == 1 else spans(plan.shapes.first_draw, lengths)
         failed = {row: BROKEN_POOLED for row, values in pooled.items() if not np.isfinite(values).all()}
         if np.count_nonzero(fault) and np.count_nonzero(fault[kept]):
-            faults, kept, lengths = _leave_out(plan, fault, kept)
+            faults, kept, lengths = _split_failed(plan, fault, kept)
             failed |= faults
         logprobs: dict[int, TopLogprobs] = {}
         if drawn is not None and drawn.report is not None:
@@ -132,10 +132,10 @@ class StepFlight:
 
     def _read_prompts(self, arrays: Iterator[Array], failed: dict[int, str]) -> dict[int, TopLogprobs]:
         """Return prompt logprobs by row; add rows with broken logits to `failed` instead."""
-        pieces: dict[int, list[TopLogprobs]] = {}
+        parts_of: dict[int, list[TopLogprobs]] = {}
         for each, _ in self._prompts:
-            pieces.setdefault(each, []).append(to_top_logprobs(next(arrays), next(arrays), next(arrays)))
-        joined = {each: _join(parts) for each, parts in pieces.items()}
+            parts_of.setdefault(each, []).append(to_top_logprobs(next(arrays), next(arrays), next(arrays)))
+        joined = {each: _join(parts) for each, parts in parts_of.items()}
         for each, top in list(joined.items()):
             if (np.isnan(top.values) | np.isposinf(top.values)).any():
                 failed.setdefault(each, BROKEN_PROMPT)
@@ -170,7 +170,7 @@ def accept(plan: StepPlan, ids: Ints, fault: Ints, drafts: Ints) -> Longs:
     return np.array(lengths, np.int64)
 
 
-def _leave_out(plan: StepPlan, fault: Ints, kept: Ints | slice) -> tuple[dict[int, str], Ints, Ints]:
+def _split_failed(plan: StepPlan, fault: Ints, kept: Ints | slice) -> tuple[dict[int, str], Ints, Ints]:
     """Return the rows that failed and why, the draws of the other rows, and the number of tokens of each row."""
     row, good = plan.draw_row[kept], fault[kept] == GOOD
     failed = {int(row[i]): FAULTS[int(fault[kept][i])] for i in np.flatnonzero(~good)}

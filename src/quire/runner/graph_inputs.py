@@ -18,14 +18,14 @@ from quire.attn.batch import Batch, GroupView, LogitTokens
 from quire.attn.work_split import nothing_shared
 from quire.features.base import StepPart
 from quire.ops.arguments import RowInputs
-from quire.runner.buckets import MOST_ROOM, MOST_TOKENS, Bucket, final_room
+from quire.runner.buckets import MAX_ROOM, MOST_TOKENS, Bucket, final_room
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
 from quire.types.plan import Ints, Longs, StepRows
 
 NUMBERS = 4  # int64 of each row
-NOBODY = -1
-PADDING = np.array([[NOBODY], [1], [0], [NOBODY]])  # slot, end, prompt and drawer of padding rows
+NO_SLOT = -1
+PADDING = np.array([[NO_SLOT], [1], [0], [NO_SLOT]])  # slot, end, prompt and drawer of padding rows
 NOTHING: Ints = np.empty(0, np.int32)
 Integers = npt.NDArray[np.integer]
 Planners = list[tuple[FixedPlans, int | None]]
@@ -35,7 +35,7 @@ Planners = list[tuple[FixedPlans, int | None]]
 class Work:
     """Attention work of each group, split by its planner."""
 
-    pieces: list[Any]
+    splits: list[Any]
     final: list[Any]  # of the last token of each row, if rows have several
 
 
@@ -47,7 +47,7 @@ class Inputs:
         device, groups = slots.device, len(planners)
         self._slots, self._planners = slots, planners
         most = max_rows + 1  # ragged buckets have one more row, for unused tokens
-        rooms = (MOST_ROOM, final_room(MOST_ROOM))
+        rooms = (MAX_ROOM, final_room(MAX_ROOM))
         size = number_size(most) + start_size(most) + sum(planner.size(most, room) for planner, _ in planners for room in rooms)
         tokens = max(most, MOST_TOKENS)
         width = -(-slots.tables.shape[2] // 4) * 4  # rows of tables begin at multiples of 16 bytes
@@ -74,12 +74,12 @@ class Inputs:
             part.write_inputs(plan, bucket.rows)
         drawer: Integers = plan.slot
         if not plain or not plan.shapes.all_draw:
-            drawer = np.where(plan.sample & plain, plan.slot, NOBODY)
+            drawer = np.where(plan.sample & plain, plan.slot, NO_SLOT)
         self._send((plan.slot, plan.end, self._slots.prompt_length[plan.slot], drawer), plan.count, bucket, work)
 
     def write_again(self, plan: StepRows, plain: bool, work: Work) -> bool:
         """Send the latest decode step again with new ends. Return False if its attention work has changed."""
-        for (planner, _), cut, numbers in zip(self._planners, work.pieces, self._plans, strict=True):
+        for (planner, _), cut, numbers in zip(self._planners, work.splits, self._plans, strict=True):
             if not planner.renew(cut, plan.end, numbers):
                 return False
         rows = len(plan.end)
@@ -92,23 +92,25 @@ class Inputs:
     def sampler_rows(self, plan: StepRows, bucket: Bucket) -> Rows:
         """Return all rows of the written step for the sampler."""
         slot, end = plan.slot.astype(np.int64), plan.end.astype(np.int64)
-        slot_there, end_there, prompt_there, _ = (numbers[: len(slot)] for numbers in self.row_numbers(bucket))
-        return Rows(slot, end, self._slots.prompt_length[slot], slot_there, end_there, prompt_there, self._slots.tokens)
+        slot_on_device, end_on_device, prompt_on_device, _ = (numbers[: len(slot)] for numbers in self.row_numbers(bucket))
+        return Rows(
+            slot, end, self._slots.prompt_length[slot], slot_on_device, end_on_device, prompt_on_device, self._slots.tokens
+        )
 
     def write_nothing(self, bucket: Bucket) -> None:
         """Send a step without rows: all of the bucket's rows are padding."""
         for part in self._used(bucket):
             part.write_inputs(None, bucket.rows)
-        pieces = []
+        splits = []
         for planner, window in self._planners:
             cut = planner.cut(NOTHING, NOTHING, window, nothing_shared)
             assert cut is not None
-            pieces.append(cut[0])
-        self._send([NOTHING] * NUMBERS, NOTHING, bucket, Work(pieces, pieces))
+            splits.append(cut[0])
+        self._send([NOTHING] * NUMBERS, NOTHING, bucket, Work(splits, splits))
 
     def _send(self, numbers: Sequence[Integers], counts: Ints, bucket: Bucket, work: Work) -> None:
         planners = [planner for planner, _ in self._planners]
-        plans = [planner.numbers(cut, bucket.rows, bucket.room) for planner, cut in zip(planners, work.pieces, strict=True)]
+        plans = [planner.numbers(cut, bucket.rows, bucket.room) for planner, cut in zip(planners, work.splits, strict=True)]
         if bucket.tokens:
             last, room = zip(planners, work.final, strict=True), final_room(bucket.room)
             plans = [row_starts(counts, bucket), *plans, *(planner.numbers(cut, bucket.rows, room) for planner, cut in last)]

@@ -1,57 +1,172 @@
 """CUDA graphs of steps with few tokens: everything from slots to drawn tokens in one launch.
 
-A graph is recorded (`graph_capture.py`) for a bucket: a number of rows and tokens, and room for attention splits. Its inputs
-stay at fixed addresses (`graph_inputs.py`). This module decides which graph runs a step, and which are recorded.
+    fill      numbers, slots ─► ids, positions, key lengths, tables, write positions
+    model     ─► logits [rows, V]
+    draw      ─► ids and faults [2, rows], tokens to their slots
 
-Most buckets are for decode steps; the others are for steps with prompts, whose rows are ragged. Padding rows run token 0 on the
+A graph is recorded for a bucket: a number of rows and tokens, and room for attention splits. Its inputs have fixed addresses
+(`graph_inputs.py`). This module decides which graph runs a step, and which are recorded.
+
+Most buckets are for decode steps; the others are for steps with prompts, whose rows are ragged. Padding rows run token 0 on
+the
 null page, and their results are not read: in ragged steps the first one takes all unused tokens, and the others are empty. If
 rows need more than a draw (edits, logprobs), the graph draws for none of them, and the sampler continues from the logits.
 
-A bucket without a graph borrows that of a larger one, or the step runs eagerly. A bucket that is needed often is recorded in
-a step; that step is its first replay. Idle time is used to record buckets ahead. Recording takes as long as a few steps: ragged
+A bucket without a graph borrows a larger one, or the step runs eagerly. A bucket that is needed often is recorded in a step;
+that step is its first replay. Idle time is used to record buckets ahead. Recording takes as long as a few steps: ragged
 buckets that can borrow at little cost are recorded in idle time only. `buckets.py` has the sizes and the order.
 """
 
+import logging
 import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from quire.attn.backend import FixedPlans, Room
+from quire.attn.batch import Batch
 from quire.config.memory import graph_bytes
 from quire.device.base import Recorder, Recording
+from quire.dist.stages import Stage
 from quire.features.base import StepPart
 from quire.models.decoder import Decoder
+from quire.ops.rows import fill_rows
 from quire.runner.buckets import (
-    MOST_PROMPT_SPLITS,
+    MAX_PROMPT_SPLITS,
+    MAX_TILES,
     MOST_ROWS,
-    MOST_TILES,
     MOST_TOKENS,
     Bucket,
-    of_guesses,
+    draft_buckets,
+    drafter_buckets,
+    idle_buckets,
     prompt_bucket,
     room_bucket,
     row_bucket,
     substitute,
-    with_drafts,
-    worth_having,
 )  # fmt: skip
-from quire.runner.graph_capture import Draws, Passage, StageRecorder, StepRecorder
 from quire.runner.graph_inputs import Inputs, Planners, Work
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
 from quire.runner.transfer import upload
 from quire.types.plan import Ints, RowShapes, StepRows
 
-WANTED = 3  # eager steps of a bucket before it is recorded
-MISSED = 200  # borrowed replays of a bucket before it is recorded
-MOST_PREPARED = 15  # drafts of one request, whose steps are recorded at the start
+logger = logging.getLogger(__name__)
+EAGER_STEPS = 3  # eager steps of a bucket before it is recorded
+BORROWED_REPLAYS = 200  # borrowed replays of a bucket before it is recorded
+MAX_START_DRAFTS = 15  # drafts of one request, whose steps are recorded at the start
+
+
+class Draws(Protocol):
+    """The part of a sampler that draws without edits."""
+
+    def draw(self, logits: Tensor, drawer: Tensor, end: Tensor, tokens: Tensor) -> Tensor: ...
+
+    @property
+    def latest(self) -> Tensor: ...
+
+
+class StepRecorder:
+    """Record whole steps."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        slots: Slots,
+        sampler: Draws,
+        inputs: Inputs,
+        recorder: Recorder,
+        parts: Sequence[StepPart] = (),
+    ) -> None:
+        self._model, self._slots, self._sampler, self._inputs, self._recorder = model, slots, sampler, inputs, recorder
+        self._parts = parts
+
+    def record(self, bucket: Bucket) -> tuple[Recording | None, Tensor]:
+        """Record the step, and replay it for its result [rows, V].
+
+        Kernels that never ran may refuse to be recorded; then recording is repeated after an eager run. None: it failed
+        again.
+        """
+        logits = None
+        try:
+            recorded = self._capture(bucket)
+        except RuntimeError:
+            logits = self._forward(bucket)
+            try:
+                recorded = self._capture(bucket)
+            except RuntimeError as error:  # most likely out of memory
+                logger.warning("recording of a CUDA graph for %s failed; no more graphs are recorded", bucket, exc_info=error)
+                return None, logits
+        logger.debug("recorded a CUDA graph for %s", bucket)
+        return recorded, recorded.replay() if logits is None else logits
+
+    def _capture(self, bucket: Bucket) -> Recording:
+        return self._recorder.capture(partial(self._forward, bucket))
+
+    def _forward(self, bucket: Bucket) -> Tensor:
+        """Return logits [rows, V]; drawn tokens are in the slots and in the sampler's result.
+
+        Each run has its own batch: what layers cache in a batch, such as sines of positions, would be missing in a recording
+        that only
+        reads it.
+        """
+        batch = self._fill(bucket)
+        batch = self._inputs.keep_final(bucket, batch) if bucket.tokens else batch
+        hidden = self._model(batch)
+        for part in self._parts:
+            part.keep_states(hidden, len(batch.ids))
+        logits = self._model.logits(hidden, batch.final.tokens)
+        _, end, _, drawer = self._inputs.row_numbers(bucket)
+        self._sampler.draw(logits, drawer, end, self._slots.tokens)
+        return logits
+
+    def _fill(self, bucket: Bucket) -> Batch:
+        slots, inputs = self._slots, self._inputs
+        batch = inputs.batch(bucket)
+        slot, end, _, _ = inputs.row_numbers(bucket)
+        filled = inputs.rows(bucket)
+        fill_rows(slot, end, batch.row_starts, slots.tokens, slots.tables, slots.page_size, filled)
+        return inputs.extend(bucket, batch)
+
+
+@dataclass(frozen=True)
+class StageBuffers:
+    """The hidden states of a recorded pipeline stage: its input and its output."""
+
+    entry: Tensor | None  # [T, H]; None: this stage embeds
+    exit: Tensor  # [T, H]
+    last: bool  # the output has only the rows' last tokens
+
+    @classmethod
+    def of(cls, stage: Stage, columns: int, dtype: torch.dtype, device: torch.device) -> "StageBuffers":
+        places = [torch.zeros(MOST_TOKENS, columns, dtype=dtype, device=device) for _ in range(1 if stage.first else 2)]
+        return cls(None if stage.first else places[1], places[0], stage.last)
+
+
+class StageRecorder(StepRecorder):
+    """Record the layers of a pipeline stage: hidden states from `entry`, or embedded ids, to `exit`."""
+
+    def __init__(self, buffers: StageBuffers, *args: Any) -> None:
+        super().__init__(*args)
+        self._stage_buffers = buffers
+        self._nothing = torch.zeros(1, device=buffers.exit.device)  # what a recording returns
+
+    def _forward(self, bucket: Bucket) -> Tensor:
+        buffers, batch = self._stage_buffers, self._fill(bucket)
+        if buffers.last and bucket.tokens:
+            batch = self._inputs.keep_final(bucket, batch)
+        x = self._model.embed(batch) if buffers.entry is None else buffers.entry[: bucket.width]
+        hidden = self._model.body(x, batch)
+        buffers.exit[: len(hidden)].copy_(hidden)
+        return self._nothing
 
 
 def allowance(max_seqs: int, vocabulary: int, parts: Sequence[StepPart] = ()) -> int:
@@ -97,7 +212,7 @@ class ReplayedStep(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Undrawn:
+class PendingDraw:
     """Logits of a graph for the sampler, valid until the next step."""
 
     logits: Tensor  # [N, V] float32 of the rows that draw, which the sampler may overwrite
@@ -105,7 +220,9 @@ class Undrawn:
 
 
 class Graphs:
-    """Counts since the cache was allocated: `captures`, `replays`, and `eager` (small steps that no graph ran)."""
+    """CUDA graphs and their counts since the cache was allocated: `captures`, `replays`, and `eager` (small steps without a
+    graph).
+    """
 
     def __init__(
         self,
@@ -118,11 +235,11 @@ class Graphs:
         max_tokens: int,
         drafts: int = 0,
         parts: Sequence[StepPart] = (),
-        passage: Passage | None = None,
+        buffers: StageBuffers | None = None,
     ) -> None:
         """max_tokens: of a step, at most.
         drafts: rows that a slot may have in addition, one per draft token.
-        passage: the hidden states of a pipeline stage; None: the model is whole.
+        buffers: the hidden states of a pipeline stage; None: the model is whole.
         """
         self._keys: list[tuple[Hashable, ...]] = list(product(*(part.graph_keys for part in parts)))
         self._max_tokens = 0 if any(part.single_tokens for part in parts) else min(max_tokens, MOST_TOKENS)
@@ -131,16 +248,16 @@ class Graphs:
         self._max_rows = min(rows, MOST_ROWS)
         self._allowance = allowance(rows, vocabulary, parts)
         self._taken = 0  # bytes
-        self._wanted: Counter[Bucket] = Counter()
+        self._uses: Counter[Bucket] = Counter()
         self._recorded: dict[Bucket, Recording] = {}
         self._inputs = Inputs(slots, planners, self._max_rows, parts)
         self._device = recorder
         recorded = model, slots, sampler, self._inputs, recorder, parts
-        self._recorder = StepRecorder(*recorded) if passage is None else StageRecorder(passage, *recorded)
+        self._recorder = StepRecorder(*recorded) if buffers is None else StageRecorder(buffers, *recorded)
         self._latest: ReplayedStep | None = None
         self.captures = self.replays = self.eager = 0
 
-    def run(self, plan: StepRows, plain: bool, keys: tuple[Hashable, ...] = ()) -> Tensor | Undrawn | None:
+    def run(self, plan: StepRows, plain: bool, keys: tuple[Hashable, ...] = ()) -> Tensor | PendingDraw | None:
         """Replay a step, or record it. None: run it eagerly.
 
         plain: the rows need nothing but a draw; then the result are ids and faults [2, >= R] int32 of all rows.
@@ -154,12 +271,12 @@ class Graphs:
             return self._sampler.latest
         rows = self._inputs.sampler_rows(plan, bucket)
         if plan.shapes.all_draw:
-            return Undrawn(logits[: len(plan.slot)], rows)
+            return PendingDraw(logits[: len(plan.slot)], rows)
         drawing = np.flatnonzero(plan.sample)
-        return Undrawn(logits[upload(drawing, self._slots.device)], rows.take(drawing))
+        return PendingDraw(logits[upload(drawing, self._slots.device)], rows.take(drawing))
 
-    def pass_on(self, plan: StepRows, enter: Callable[[], None], keys: tuple[Hashable, ...] = ()) -> bool:
-        """Replay a pipeline stage, from the entry of the passage, where `enter` writes hidden states, to its exit.
+    def replay_stage(self, plan: StepRows, enter: Callable[[], None], keys: tuple[Hashable, ...] = ()) -> bool:
+        """Replay a pipeline stage, from the entry of the buffers, where `enter` writes hidden states, to its exit.
 
         False: run the step eagerly; `enter` was not called.
         """
@@ -202,19 +319,19 @@ class Graphs:
         return bucket
 
     def _stays(self, latest: ReplayedStep) -> bool:
-        """Return whether the borrowed graph is kept; False: the bucket's own graph is due."""
+        """Return whether the borrowed graph is used again; False: the bucket's own graph is due."""
         if latest.bucket == latest.own:
             return True
-        self._wanted[latest.own] += 1
-        return self._wanted[latest.own] < MISSED
+        self._uses[latest.own] += 1
+        return self._uses[latest.own] < BORROWED_REPLAYS
 
     def record_drafts(self) -> None:
         """Record before the first step: the time of the first steps decides whether drafts pay off."""
-        self._record_all(with_drafts(min(self._drafts, MOST_PREPARED), self._max_rows) if self._drafts else [])
+        self._record_all(draft_buckets(min(self._drafts, MAX_START_DRAFTS), self._max_rows) if self._drafts else [])
 
     def record_guesses(self) -> None:
         """Record the graphs of a draft model before the first step."""
-        self._record_all(of_guesses(self._max_rows, self._max_tokens))
+        self._record_all(drafter_buckets(self._max_rows, self._max_tokens))
 
     def _record_all(self, buckets: list[Bucket]) -> None:
         for bucket in buckets:
@@ -224,7 +341,7 @@ class Graphs:
 
     def record_next(self) -> bool:
         """Record the most useful bucket that has no graph. Return False if there is none, or no memory."""
-        likely = [bucket for bucket, _ in self._wanted.most_common()] + worth_having(self._max_rows, self._max_tokens)
+        likely = [bucket for bucket, _ in self._uses.most_common()] + idle_buckets(self._max_rows, self._max_tokens)
         likely = [bucket._replace(keys=keys) for bucket in likely for keys in (bucket.keys or self._keys[0], *self._keys)]
         bucket = next((bucket for bucket in likely if bucket not in self._recorded), None)
         if bucket is None or self._taken >= self._allowance:
@@ -249,9 +366,9 @@ class Graphs:
         if own in self._recorded:
             return own, own, work
         other = substitute(own, need, self._recorded)
-        self._wanted[own] += 1
-        enough = WANTED if other is None else sys.maxsize if own.tokens else MISSED
-        due = self._wanted[own] >= enough and self._taken < self._allowance
+        self._uses[own] += 1
+        enough = EAGER_STEPS if other is None else sys.maxsize if own.tokens else BORROWED_REPLAYS
+        due = self._uses[own] >= enough and self._taken < self._allowance
         chosen = own if due else other
         return None if chosen is None else (chosen, own, work)
 
@@ -272,14 +389,14 @@ class Graphs:
             cut = planner.cut(counts, lengths, window, find)
             if cut is None:
                 return None
-            work.pieces.append(cut[0])
+            work.splits.append(cut[0])
             splits, shared, tiles = max(splits, cut[1].splits), max(shared, cut[1].shared), max(tiles, cut[1].tiles)
             if cut[1].tiles:
                 final = planner.cut(np.ones_like(counts), lengths, window, find)
-                if final is None or final[1].splits - cut[1].splits > MOST_PROMPT_SPLITS:
+                if final is None or final[1].splits - cut[1].splits > MAX_PROMPT_SPLITS:
                     return None
                 work.final.append(final[0])
-        return (work, Room(splits - len(lengths), shared, tiles)) if tiles <= MOST_TILES else None
+        return (work, Room(splits - len(lengths), shared, tiles)) if tiles <= MAX_TILES else None
 
     def _record(self, bucket: Bucket) -> Tensor:
         """Record the bucket. Return the logits [rows, V] of the step whose inputs are written."""

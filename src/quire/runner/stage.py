@@ -4,7 +4,7 @@
     other stages   apply the plan ─► receive hidden states, own layers, send hidden states
 
 All stages get all plans, in the same order. Between the start of a step and its end the first stage may start other steps. Only
-the first stage knows token values. CUDA graphs contain a stage's layers (`graph_capture.py`); hidden states are sent and
+the first stage knows token values. CUDA graphs contain a stage's layers (`graphs.py`); hidden states are sent and
 received, and tokens are drawn, outside of them.
 """
 
@@ -22,7 +22,7 @@ from quire.models.decoder import Decoder
 from quire.prepare.stage import take_stage
 from quire.runner.batch import Built, build_batch, draws_batch, draws_of
 from quire.runner.flight import StepFlight
-from quire.runner.graph_capture import Passage
+from quire.runner.graphs import StageBuffers
 from quire.runner.sampler.stage import Rows
 from quire.runner.step import Runner, StepOutputs
 from quire.runner.transfer import Longs, upload
@@ -49,6 +49,8 @@ class Begun:
 
 
 class StageRunner(Runner):
+    """A runner of one pipeline stage."""
+
     def __init__(
         self,
         *args: Any,
@@ -69,7 +71,7 @@ class StageRunner(Runner):
         self._pipeline_rank, self._stage, self._layers = ring.own, ring.own.stage, tuple(layers)
         self._others, self._ends = ring.others, ring.ends
         self._all_kept = whole
-        self._way: Passage | None = None  # of replayed steps
+        self._buffers: StageBuffers | None = None  # of replayed steps
         self._entered = 0  # tokens of the latest replayed step
         self._undrawn: dict[int, Rows] = {}  # step -> its draws, whose tokens another rank of the first stage reports
 
@@ -86,13 +88,13 @@ class StageRunner(Runner):
         return self._stage.first
 
     def launch(self, plan: StepPlan) -> StepFlight:
-        """One step alone, on all ranks."""
+        """Run one step alone, on all ranks."""
         begun = self.begin(plan)
         return self.finish(begun) if self.finishes else StepFlight(plan, [], None)
 
     def close(self) -> None:
         self._ends.close()
-        self._way = None
+        self._buffers = None
         self._undrawn.clear()
         super().close()
 
@@ -121,44 +123,44 @@ class StageRunner(Runner):
         """Return the previous stage's output [T, H]."""
         x = self._ends.inlet.receive(self._others)
         if len(x) != run.tokens:
-            raise EngineError(f"step {plan.step} has {run.tokens} tokens, but hidden states of {len(x)} came")
+            raise EngineError(f"step {plan.step} has {run.tokens} tokens, but received hidden states of {len(x)}")
         return x
 
     def _replay_stage(self, plan: StepPlan, run: StepRows, owner: Longs | None) -> Begun | None:
-        """None: run the step eagerly."""
-        graphs, way = self.graphs, self._way
-        if graphs is None or way is None or run.tokens > len(way.exit):
+        """Replay a CUDA graph of the stage's layers. None: run the step eagerly."""
+        graphs, buffers = self.graphs, self._buffers
+        if graphs is None or buffers is None or run.tokens > len(buffers.exit):
             return None
         keys = self._graph_keys(run)
-        if keys is None or not graphs.pass_on(run, lambda: self._go_in(way, plan, run), keys):
+        if keys is None or not graphs.replay_stage(run, lambda: self._fill_entry(buffers, plan, run), keys):
             return None
         assert self._state is not None
         drawn_from = draws_batch(run, self._state.slots, self._parts) if self.finishes else None
-        self._ends.outlet.send(self._left(way, run))
+        self._ends.outlet.send(self._stage_output(buffers, run))
         return Begun(plan, run, owner, drawn_from=drawn_from)
 
-    def _go_in(self, way: Passage, plan: StepPlan, run: StepRows) -> None:
-        if way.entry is not None:
-            way.entry[: run.tokens].copy_(self._await(plan, run))
+    def _fill_entry(self, buffers: StageBuffers, plan: StepPlan, run: StepRows) -> None:
+        if buffers.entry is not None:
+            buffers.entry[: run.tokens].copy_(self._await(plan, run))
             if run.tokens < self._entered:  # padding runs as well, and must not be NaN from an earlier step
-                way.entry[run.tokens : self._entered].zero_()
+                buffers.entry[run.tokens : self._entered].zero_()
             self._entered = run.tokens
 
-    def _left(self, way: Passage, run: StepRows) -> Tensor:
+    def _stage_output(self, buffers: StageBuffers, run: StepRows) -> Tensor:
         """Return [K, H] what a replayed step sends: all tokens, or after the last layer those that are drawn from."""
-        if not way.last:
-            return way.exit[: run.tokens]
+        if not buffers.last:
+            return buffers.exit[: run.tokens]
         if run.shapes.all_draw:
-            return way.exit[: len(run.slot)]
+            return buffers.exit[: len(run.slot)]
         if not len(run.draw_row):
-            return way.exit[:1]
-        return way.exit[upload(run.draw_row.astype(np.int64), way.exit.device)]
+            return buffers.exit[:1]
+        return buffers.exit[upload(run.draw_row.astype(np.int64), buffers.exit.device)]
 
-    def _passage(self) -> Passage:
+    def _stage_buffers(self) -> StageBuffers:
         self._entered = 0
         device = self._device.torch_device
-        self._way = Passage.of(self._stage, self._facts.hidden_size, self._dtype, device)
-        return self._way
+        self._buffers = StageBuffers.of(self._stage, self._facts.hidden_size, self._dtype, device)
+        return self._buffers
 
     def _enter(self, batch: Batch) -> Tensor:
         if self._stage.first:
@@ -172,16 +174,16 @@ class StageRunner(Runner):
             return StepFlight(begun.plan, [], None)
         hidden = self._ends.inlet.receive(self._others)
         if len(hidden) != begun.kept:
-            raise EngineError(f"hidden states of {len(hidden)} tokens came out of step {begun.plan.step}, which kept others")
+            raise EngineError(f"step {begun.plan.step} kept {begun.kept} tokens, but received hidden states of {len(hidden)}")
         built = begun.built
-        outputs = self._draw_replayed(begun, hidden) if built is None else self._take_out(begun.run, built, hidden)
+        outputs = self._draw_replayed(begun, hidden) if built is None else self._outputs(begun.run, built, hidden)
         flight = self._fly(begun.plan, begun.run, begun.owner, outputs)
         if self._pending is not None and not self.draws_itself(begun.plan):
             self._undrawn[begun.plan.step] = self._pending
         return flight
 
     def _draw_replayed(self, begun: Begun, hidden: Tensor) -> StepOutputs:
-        """hidden [K, H] of the draws; of one unused token if there are none."""
+        """Return the outputs of a replayed step; hidden [K, H] of the draws, or of one unused token."""
         assert self._state is not None and begun.run is not None and begun.drawn_from is not None
         draws = draws_of(begun.run, self._state.slots)
         return StepOutputs(self._prepare_draw(hidden[: len(draws.slots)], draws, begun.drawn_from, None))
@@ -191,7 +193,7 @@ class StageRunner(Runner):
         """Write the tokens that the first rank of the first stage drew in `step`, before the next step begins."""
         rows = self._undrawn.pop(step, None)
         if rows is None or len(ids) != len(rows.slots):
-            raise EngineError(f"{len(ids)} drawn tokens came for {0 if rows is None else len(rows.slots)} draws of step {step}")
+            raise EngineError(f"got {len(ids)} drawn tokens for {0 if rows is None else len(rows.slots)} draws of step {step}")
         rows.tokens[rows.slot, rows.end] = upload(ids, rows.tokens.device)
 
     def take_drawn(self, ids: Ints) -> None:

@@ -1,7 +1,8 @@
 """The runner turns step plans into flights.
 
-It does what the plan says, in the plan's order, and decides nothing. It knows slots, not requests, and no feature: it calls the
-parts of features (`features/base.py`) in their order.
+It does what the plan says, in the plan's order, and decides nothing. It knows slots, not requests. It names no feature: it
+calls
+the parts of features (`features/base.py`) in their order.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -18,7 +19,7 @@ from quire.models.decoder import Decoder
 from quire.runner.batch import Built, build_batch, compute_logits
 from quire.runner.core import RunnerCore, SlotState
 from quire.runner.flight import StepFlight
-from quire.runner.graphs import Undrawn, recordable
+from quire.runner.graphs import PendingDraw, recordable
 from quire.runner.sampler.edits import Masks
 from quire.runner.sampler.logprobs import Report
 from quire.runner.sampler.pipeline import Drawn, Sampler
@@ -33,6 +34,8 @@ Draw = Drawn | Callable[[Masks | None], Drawn] | None  # what a step drew, or ho
 
 
 class StepOutputs(NamedTuple):
+    """What a step computed."""
+
     draw: Draw
     prompts: Sequence[tuple[int, Report]] = ()  # (row, prompt logprobs), in the order of positions
     pooled: Sequence[Pooled] = ()
@@ -41,8 +44,12 @@ class StepOutputs(NamedTuple):
 
 
 class Runner(RunnerCore):
-    """A launch that raises has taken the plan's retirements, admissions and table entries into account, but has run no row: the
-    slots are unchanged, and the next plan may be launched."""
+    """Run step plans.
+
+    A launch that raises has applied the plan's retirements, admissions and table entries, but has run no row: slots are
+    unchanged,
+    and the next plan may be launched.
+    """
 
     _pending: Rows | None = None  # draws of the latest step, whose tokens another rank reports
     _launched: StepPlan | None = None  # the latest step
@@ -62,19 +69,19 @@ class Runner(RunnerCore):
         outputs = self._replay(rows, plain)
         if outputs is None:
             built = build_batch(rows, slots, self._parts, whole=any(part.reads_all_tokens for part in self._parts))
-            outputs = self._take_out(rows, built, self._loaded()(built.batch))
+            outputs = self._outputs(rows, built, self._loaded()(built.batch))
         slots.advance(plan)
         if self.draws_itself(plan):
             self._pending = None
         return self._fly(plan, rows, owner, outputs)
 
     def _take_in(self, plan: StepPlan) -> SlotState:
-        """Apply everything of a plan but its rows."""
+        """Apply everything of a plan except its rows."""
         self._loaded()
         if self._state is None:
             raise EngineError("a step was launched before the cache was allocated")
         slots, kv, sampler = self._state
-        slots.updates.deliver()  # what a launch that failed left
+        slots.updates.deliver()  # left by a failed launch
         slots.take_in(plan)
         if plan.admitted or len(plan.retired):
             self._admit(plan, sampler)
@@ -102,7 +109,7 @@ class Runner(RunnerCore):
                 part.admit(admission.slot, admission)
         missing = {name for each in plan.admitted for name in each.extras.features} - {part.name for part in self._parts}
         if missing:
-            raise EngineError(f"a request uses {', '.join(sorted(missing))}, which this engine was started without")
+            raise EngineError(f"a request requires {', '.join(sorted(missing))}; the engine was started without it")
 
     def _arrange(self, plan: StepPlan) -> tuple[StepRows, Longs | None]:
         """Return the rows to run, and [rows] the plan's row of each, if they are not the plan's."""
@@ -126,12 +133,12 @@ class Runner(RunnerCore):
         replayed = None if self.graphs is None or keys is None else self.graphs.run(rows, plain, keys)
         if replayed is None:
             return None
-        if isinstance(replayed, Undrawn):
+        if isinstance(replayed, PendingDraw):
             return StepOutputs(partial(self._draw, replayed.logits, replayed.rows) if len(replayed.rows.slots) else None)
         return StepOutputs(Drawn(replayed, places=None if rows.shapes.all_draw else rows.draw_row))
 
-    def _take_out(self, rows: StepRows, built: Built, hidden: Tensor) -> StepOutputs:
-        """hidden [K, H] of the tokens that the batch keeps."""
+    def _outputs(self, rows: StepRows, built: Built, hidden: Tensor) -> StepOutputs:
+        """Return what the rows output; hidden [K, H] of the tokens that the batch keeps."""
         assert self._state is not None
         (slots, _, sampler), model, outputs = self._state, self._loaded(), rows.outputs
         prompts = report_prompts(rows, built, hidden, model, slots, sampler) if len(outputs.prompt_logprobs) else []
@@ -162,6 +169,7 @@ class Runner(RunnerCore):
         return self._state.sampler.sample(logits, rows, masks)
 
     def _fly(self, plan: StepPlan, rows: StepRows, owner: Longs | None, outputs: StepOutputs) -> StepFlight:
+        """Call the parts for the finished step and return its flight."""
         finished = FinishedStep(plan, rows, outputs.hidden, outputs.drawn_from)
         followers = [part.finish(finished) for part in self._parts]
         self._follower = next((follower for follower in followers if follower is not None), None)
@@ -182,22 +190,22 @@ class Runner(RunnerCore):
         if rows is None and not len(ids):
             return
         if rows is None or len(ids) != len(rows.slots):
-            raise EngineError(f"{len(ids)} drawn tokens came for {0 if rows is None else len(rows.slots)} draws")
+            raise EngineError(f"got {len(ids)} drawn tokens for {0 if rows is None else len(rows.slots)} draws")
         rows.tokens[rows.slot, rows.end] = upload(ids, rows.tokens.device)
 
     def complete(self, plan: StepPlan) -> StepPlan:
-        """Return the plan with what only the first rank knows, for the other ranks."""
+        """Return the plan with values that only the first rank knows, for the other ranks."""
         for part in self._parts:
             plan = part.complete(plan)
         return plan
 
     def follow(self, lengths: Ints) -> None:
-        """Go on after the latest step as the first rank does. lengths [R]: tokens that its rows brought."""
+        """Run the drafter after the latest step, as the first rank does. lengths [R]: accepted tokens of its rows."""
         if self._follower is not None and self._launched is not None:
             self._follower.follow(self._launched, lengths)
 
     @property
-    def waits_for_nobody(self) -> bool:
+    def ends_without_ranks(self) -> bool:
         """Whether launched work ends by itself when other ranks are lost."""
         return self._device.torch_device.type == "cpu"
 

@@ -32,19 +32,18 @@ def upload_together(arrays: Sequence[npt.NDArray[np.integer]], device: torch.dev
 
 
 def _upload_packed(arrays: Sequence[npt.NDArray[np.integer]], device: torch.device) -> list[Tensor]:
-    """Each array begins at a multiple of 16 bytes: Triton recompiles kernels for other alignments."""
+    """Upload with one copy. Each array begins at a multiple of 16 bytes: Triton recompiles kernels for other alignments."""
     starts = np.cumsum([0, *(len(array) + len(array) % 2 for array in arrays)]).tolist()
     packed = torch.empty(starts[-1], dtype=torch.int64, pin_memory=True)
     numbers = packed.numpy()
     for start, array in zip(starts, arrays, strict=False):
         numbers[start : start + len(array)] = array
-    there = packed.to(device, non_blocking=True)
-    return [there[start : start + len(array)] for start, array in zip(starts, arrays, strict=False)]
+    on_device = packed.to(device, non_blocking=True)
+    return [on_device[start : start + len(array)] for start, array in zip(starts, arrays, strict=False)]
 
 
 class Download:
-    """Copies of tensors to the host. They are queued here, after the work that makes them and before anything launched later;
-    `wait` waits for them."""
+    """Copies of tensors to the host, queued after the work that makes them. `wait` waits for them."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._host = [tensor.to("cpu", non_blocking=tensor.is_cuda).numpy() for tensor in tensors]
@@ -63,11 +62,11 @@ class Download:
             if meanwhile is None:
                 self._event.synchronize()
             else:
-                _look_after(self._event, meanwhile)
+                _poll(self._event, meanwhile)
         return self._host
 
 
-def _look_after(event: torch.cuda.Event, meanwhile: Callable[[float], None]) -> None:
+def _poll(event: torch.cuda.Event, meanwhile: Callable[[float], None]) -> None:
     """Wait for the event, polling as `synchronize` does."""
     began = looked = time.monotonic()
     while not event.query():  # type: ignore[no-untyped-call]

@@ -1,14 +1,17 @@
-"""Warm-up runs before the engine is ready, so that the first requests find their kernels compiled and loaded.
+"""Warm-up and profile runs before the engine is ready, so that the first requests find kernels compiled and loaded.
 
-First one layer of each kind and each kind of draw, in parallel threads: kernels that were never compiled on this machine are
-compiled at the same time. Then typical steps: decode, few and many rows, short and long contexts; prompts of several lengths;
-both mixed; with each kind of sampling. Everything runs on the null page, and the results are dropped.
+First one layer of each kind and each kind of draw run in parallel threads, so that kernels are compiled at the same time.
+Then
+typical steps follow: decode, few and many rows, short and long contexts, prompts of several lengths, both mixed, with each
+kind
+of sampling. Everything runs on the null page, and the results are dropped.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,42 +27,92 @@ from quire.layers.linear import Linear
 from quire.models.blocks import fused_norm
 from quire.models.decoder import Decoder
 from quire.runner.batch import build_batch
-from quire.runner.profile_run import GREEDY, MadeUpRequest, make_step
 from quire.runner.sampler.pipeline import Sampler
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
-from quire.types.plan import StepPlan
+from quire.types.plan import Admission, Outputs, RowShapes, StepPlan
 from quire.types.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+GREEDY = SamplingParams(temperature=0.0)
+COSTLY = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.1, logprobs=1)  # parameters that take the most memory
 RANDOM = SamplingParams(temperature=1.0)
 FILTERED = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.01)
 PENALIZED = SamplingParams(temperature=0.7, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1, logprobs=5)
 KINDS = (GREEDY, RANDOM, FILTERED, PENALIZED)
 LONG = 1024  # tokens of a context whose attention is split
-SINGLES = (1, 4, 16, 64, 256)  # decode rows
-ALIKE = 8  # decode rows that share a prefix
+DECODE_ROWS = (1, 4, 16, 64, 256)  # decode rows
+SHARED_ROWS = 8  # decode rows that share a prefix
 PROMPTS = (2, 16, 128, 1024)  # tokens
-DOZENS = (32, 64, 96, 128, 192)  # tokens, for layers that do not depend on rows
+TOKEN_COUNTS = (32, 64, 96, 128, 192)  # tokens, for layers that do not depend on rows
 MIXED = 3  # decode rows in a step with a prompt
 RECORDED = 4  # repetitions of a step, so that its CUDA graph is recorded and replayed
 THREADS = 8
-# rows of products that no graph is recorded for: in the last layer those that are drawn from, in the others all of a large
-# step; the distances are odd, for which kernel suits a number of rows depends on its last bits too
-FEW_ROWS, FEW_APART, MANY_APART = 512, 7, 97
+# tokens of GEMMs that no graph contains: the drawn tokens in the LM head, all tokens of a large step in other layers.
+# The steps are odd, because the choice of a kernel also depends on the low bits of the number of tokens
+FEW_ROWS, FEW_STEP, MANY_STEP = 512, 7, 97
+
+
+@dataclass(frozen=True)
+class MadeUpRequest:
+    """A request of `length` known tokens, of which the last `count` and `drafts` draft tokens are run."""
+
+    length: int
+    count: int
+    params: SamplingParams = GREEDY
+    drafts: int = 0
+
+
+def largest_step(max_seqs: int, max_batched_tokens: int, longest: int, drafts: int = 0) -> StepPlan:
+    """Return the largest step: max_seqs rows share max_batched_tokens tokens, with the costliest sampling and all drafts.
+
+    longest: no row is longer.
+    """
+    drafts = min(drafts, longest - 1, max_batched_tokens - 1)
+    rows = min(max_seqs, max_batched_tokens // (1 + drafts))
+    each, more = divmod(min(max_batched_tokens, rows * longest), rows)
+    more = min(more, longest - each)
+    known = [size - drafts for size in [each + more] + [each] * (rows - 1)]
+    return make_step([MadeUpRequest(size, size, COSTLY, drafts) for size in known])
+
+
+def make_step(requests: Sequence[MadeUpRequest], retired: int = 0) -> StepPlan:
+    """Return a step of new requests in slots 0, 1, ..., which all draw. The first `retired` slots are retired before.
+
+    No table entry is written: every token uses the null page.
+    """
+    rows = len(requests)
+    drafts = np.array([request.drafts for request in requests], np.int32)
+    count = drafts + np.array([request.count for request in requests], np.int32)
+    return StepPlan(
+        step=0,
+        retired=np.arange(retired, dtype=np.int32),
+        admitted=tuple(_admit(slot, request) for slot, request in enumerate(requests)),
+        slot=np.arange(rows, dtype=np.int32),
+        end=drafts + np.array([request.length for request in requests], np.int32),
+        shapes=RowShapes(count, drafts, Outputs.last(count, 1 + drafts)),
+        guesses=drafts,
+    )
+
+
+def _admit(slot: int, request: MadeUpRequest) -> Admission:
+    tokens, start = np.zeros(request.length, np.int32), request.length - request.count
+    return Admission(slot, tokens, request.length, start, request.params, seed=slot, stop_ids=(), bad_words=())
 
 
 @contextmanager
-def apart(model: nn.Module, group: Group | None) -> Iterator[None]:
+def without_ranks(model: nn.Module, group: Group | None) -> Iterator[None]:
     """Detach layers from the other ranks: results do not matter, and ranks may have different layers."""
-    meeting: list[Any] = [] if group is None else [layer for layer in model.modules() if getattr(layer, "group", None) is group]
-    for layer in meeting:
+    connected: list[Any] = (
+        [] if group is None else [layer for layer in model.modules() if getattr(layer, "group", None) is group]
+    )
+    for layer in connected:
         layer.group = None
     try:
         yield
     finally:
-        for layer in meeting:
+        for layer in connected:
             layer.group = group
 
 
@@ -74,10 +127,11 @@ def warm_up_parts(
     longest: int,
     enter: Callable[[Batch], Tensor] | None = None,
 ) -> None:
-    """Run each kind of layer in a thread of its own, for decode and for prompts, and each kind of draw.
+    """Run each kind of layer in its own thread, for decode and for prompts, and each kind of draw.
 
-    The slots must be free. A part that cannot be run like this is left to the steps. `enter`: what layers begin with, if the
-    model does not embed.
+    The slots must be free. A layer that cannot run alone runs first in a whole step. `enter`: returns the input of the first
+    layer,
+    if the model does not embed.
     """
     layers = list(_layers(model, slots, longest, enter or model.embed))
     jobs = [*layers[:1], *_draws(slots, sampler, vocabulary), *layers[1:]]
@@ -85,7 +139,7 @@ def warm_up_parts(
         for group in (jobs[:1], jobs[1:]):  # the first job initializes the compiler
             for future in [pool.submit(job) for job in group]:
                 if (error := future.exception()) is not None:
-                    logger.debug("a part of a step could not be run by itself", exc_info=error)
+                    logger.debug("a layer could not run alone; it runs first in a whole step", exc_info=error)
     drawn = np.arange(min(len(KINDS), len(slots.tokens)), dtype=np.int32)
     slots.retire(drawn)
     for slot in drawn.tolist():
@@ -95,9 +149,9 @@ def warm_up_parts(
 def _layers(model: Decoder, slots: Slots, longest: int, enter: Callable[[Batch], Tensor]) -> Iterator[Callable[[], None]]:
     """Yield jobs, one layer each. Norms first: their kernels are small."""
     attentions, norms, others = kinds_of_layers(model)
-    one, alike = [MadeUpRequest(longest, 1)], [MadeUpRequest(longest, 1)] * min(ALIKE, len(slots.tokens))
+    one, alike = [MadeUpRequest(longest, 1)], [MadeUpRequest(longest, 1)] * min(SHARED_ROWS, len(slots.tokens))
     long, prompt = [MadeUpRequest(longest, longest)], [MadeUpRequest(longest, min(longest, 16))]
-    some = [MadeUpRequest(min(longest, DOZENS[1]), min(longest, DOZENS[1]))]
+    some = [MadeUpRequest(min(longest, TOKEN_COUNTS[1]), min(longest, TOKEN_COUNTS[1]))]
     for layer in norms:
         yield partial(_run, enter, _batch(one, slots), lambda x, _, layer=layer: layer.add(x, None))
         yield partial(_run, enter, _batch(one, slots), lambda x, _, layer=layer: layer.add(x, x))
@@ -110,7 +164,7 @@ def _layers(model: Decoder, slots: Slots, longest: int, enter: Callable[[Batch],
         for layer in others:
             yield partial(_run, enter, _batch(requests, slots), _feed(layer))
     matrices, dtype = distinct_matrices(model), next(model.parameters()).dtype
-    for tokens in sorted({min(size, longest) for size in DOZENS}):
+    for tokens in sorted({min(size, longest) for size in TOKEN_COUNTS}):
         for layer in others:
             yield partial(_run, enter, _batch([MadeUpRequest(tokens, tokens)], slots), _feed(layer))
         for matrix in matrices:
@@ -121,16 +175,16 @@ def _layers(model: Decoder, slots: Slots, longest: int, enter: Callable[[Batch],
 
 @torch.inference_mode()
 def warm_up_products(model: Decoder, hidden: Tensor, recorded: int, head: bool = True) -> None:
-    """Products of steps with more tokens than are `recorded` as graphs; hidden [most tokens, H] has whatever numbers. `head`:
-    the model has one.
+    """Run GEMMs with more tokens than graphs contain; hidden [most tokens, H] has any values. `head`: the model has one.
 
-    The libraries have dozens of kernels for those, choose by the exact number of rows, and load a kernel when they first choose
-    it, for which they wait until the device is idle.
+    GEMM libraries have dozens of kernels for those. They choose by the exact number of tokens and load a kernel at its first
+    use,
+    for which they wait until the device is idle.
     """
-    few = range(1, min(FEW_ROWS, len(hidden)), FEW_APART)
+    few = range(1, min(FEW_ROWS, len(hidden)), FEW_STEP)
     for layer in distinct_matrices(model):
         x = hidden.new_zeros(len(hidden), layer.inputs)
-        for rows in (*few, *range(recorded + 1, len(hidden) + 1, MANY_APART)):
+        for rows in (*few, *range(recorded + 1, len(hidden) + 1, MANY_STEP)):
             layer(x[:rows], PLAIN)
     for rows in few if head else ():
         model.logits(hidden[:rows], PLAIN)
@@ -229,13 +283,13 @@ def _shapes(max_seqs: int, max_tokens: int, long: int) -> Iterator[Sequence[Made
     for params in KINDS:
         yield [MadeUpRequest(1, 1, params)]
     most = min(max_seqs, max_tokens)
-    for rows in sorted({min(size, most) for size in SINGLES}):
+    for rows in sorted({min(size, most) for size in DECODE_ROWS}):
         yield [MadeUpRequest(1 if row % 2 else long, 1, KINDS[row % len(KINDS)]) for row in range(rows)]
     for rows in sorted({1, min(4, most)}):
         for _ in range(RECORDED):
             yield [MadeUpRequest(long, 1, RANDOM)] * rows
     for tokens in (size for size in PROMPTS if size <= min(max_tokens, long)):
         yield [MadeUpRequest(tokens, tokens)]
-        beside = min(MIXED, max_seqs - 1, max_tokens - tokens)
-        if beside > 0:
-            yield [MadeUpRequest(tokens, tokens, RANDOM), *[MadeUpRequest(long, 1)] * beside]
+        decode = min(MIXED, max_seqs - 1, max_tokens - tokens)
+        if decode > 0:
+            yield [MadeUpRequest(tokens, tokens, RANDOM), *[MadeUpRequest(long, 1)] * decode]

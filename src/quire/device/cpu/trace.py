@@ -210,7 +210,7 @@ def _attend(attention: SelfAttention, qkv: Symbol, batch: "TracedBatch") -> Symb
     qkv.segments[-1].boundaries.append(Boundary(attention, qkv, target))
     lora, final = batch.tokens.lora, batch.final.tokens.lora
     if attention.last and lora is not None and final is not None:
-        final.there = True
+        final.known = True
         qkv.segments[-1].boundaries.append(Boundary(None, lora.places, final.places))
     qkv.segments.append(Segment())
     return target
@@ -251,7 +251,7 @@ def _keep(x: Symbol, batch: Batch) -> Symbol:  # noqa: ARG001
 
 
 def _add_lora(bank: LinearBank, out: Symbol, x: Symbol, lora: "TracedLoRA", own: Tensor | None) -> Symbol:  # noqa: ARG001
-    if not lora.there:
+    if not lora.known:
         raise Untraceable("LoRA of tokens that no attention dropped")
     table = lora.tables.of(bank, x.columns)
     emit: Emit = lambda graph, names: graph.add("LowRank", names, table=table.address)  # noqa: E731
@@ -305,7 +305,7 @@ class TracedLoRA:
 
     places: Symbol
     tables: LowRankTables
-    there: bool = True  # whether the adapter slots are known after the latest segment
+    known: bool = True  # whether the adapter slots are known after the latest segment
     tiles = None
 
 
@@ -335,5 +335,5 @@ def trace_body(body: Callable[[Any, Any], Any], columns: int, tables: LowRankTab
     if tables is None:
         return Trace(segments, first, body(first, TracedBatch()))
     places = Symbol(segments, 1)
-    final = TracedBatch(TracedLoRA(Symbol(segments, 1), tables, there=False))
+    final = TracedBatch(TracedLoRA(Symbol(segments, 1), tables, known=False))
     return Trace(segments, first, body(first, TracedBatch(TracedLoRA(places, tables), final)), places, tables)

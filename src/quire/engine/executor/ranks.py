@@ -26,7 +26,7 @@ from quire.types.plan import Ints, StepPlan, Words
 
 
 def join_group(device: Device, workers: Workers, position: Position) -> SharedMemoryGroup:
-    """The first rank's way to the others."""
+    """The first rank's buffers to the others."""
     if workers.remote:
         return NodesGroup(position, workers.memory, workers.peers, workers, workers.remote)
     return device.group(position, workers.memory, workers.peers, workers)
@@ -67,7 +67,7 @@ class DividedExecutor(LocalExecutor):
         if not lost:
             self._runner.synchronize()  # steps in flight need the other ranks
         self._workers.finish()
-        if not lost or self._runner.waits_for_nobody:
+        if not lost or self._runner.ends_without_ranks:
             super().stop()  # a GPU may wait for who is gone, and giving its memory back would wait for it
 
     def _meanwhile(self, seconds: float) -> None:

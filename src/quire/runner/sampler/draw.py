@@ -1,4 +1,11 @@
-"""The random draw: Gumbel-max over the tokens that the filters kept."""
+"""The random draw: Gumbel-max over the tokens that the filters kept, with random numbers that are a pure function.
+
+    key  = mix(seed + (position + 1) · GOLDEN)         one per row
+    bits = mix(key + (index + 1) · GOLDEN)             one per token of the vocabulary: the SplitMix64 sequence from `key`
+
+There is no generator state. So a token does not depend on the batch, the slot or the chunking, and a replayed request draws
+the same tokens again. The integers are the same on every device.
+"""
 
 import math
 
@@ -8,13 +15,18 @@ import torch
 from torch import Tensor
 
 from quire.runner.sampler.filters import largest
-from quire.runner.sampler.random import WORD, as_signed, gumbel, gumbel_unsigned, mix_unsigned, row_keys, steps
 from quire.runner.sampler.stage import Columns, Rows
 from quire.types.plan import Admission
 
-FEW = 8  # noise is computed only for kept tokens if they are less than 1/FEW of the vocabulary
-RARE = 64  # one in RARE tokens is loud: its noise is
-LOUD = 4.152  # above this; -log(-log(1 - 1/RARE)) is 4.151
+WORD = 2**64
+GOLDEN = 0x9E3779B97F4A7C15
+FIRST_FACTOR = 0xBF58476D1CE4E5B9
+SECOND_FACTOR = 0x94D049BB133111EB
+LARGEST_BELOW_ONE = 1.0 - 2.0**-24
+HALF_STEP = 2.0**-54
+FEW = 8  # noise is computed only for unfiltered tokens if they are less than 1/FEW of the vocabulary
+RARE = 64  # the noise of one in RARE tokens is
+LARGE_NOISE = 4.152  # above this; -log(-log(1 - 1/RARE)) is 4.151
 ROUNDING = 1e-6  # relative error of a sum of logit and noise
 LOWEST = float(np.finfo(np.float32).min)
 
@@ -22,7 +34,76 @@ Logits = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint64]
 
 
+def as_signed(word: int) -> int:
+    """Return the int64 with the same 64 bits, as torch stores them."""
+    word %= WORD
+    return word - WORD if word >= WORD // 2 else word
+
+
+def mix(words: Tensor) -> Tensor:
+    """Apply SplitMix64's finalizer in place to int64 words of any shape."""
+    if words.device.type == "cpu":
+        mix_unsigned(words.numpy().view(np.uint64))
+        return words
+    words ^= _shifted(words, 30)
+    words *= as_signed(FIRST_FACTOR)
+    words ^= _shifted(words, 27)
+    words *= as_signed(SECOND_FACTOR)
+    words ^= _shifted(words, 31)
+    return words
+
+
+def mix_unsigned(words: npt.NDArray[np.uint64]) -> None:
+    """Apply it to numpy words, whose unsigned loops are faster on a CPU."""
+    words ^= words >> np.uint64(30)
+    words *= np.uint64(FIRST_FACTOR)
+    words ^= words >> np.uint64(27)
+    words *= np.uint64(SECOND_FACTOR)
+    words ^= words >> np.uint64(31)
+
+
+def steps(count: int, device: torch.device) -> Tensor:
+    """Return [count] int64: the distance of the first indices from their key."""
+    return torch.arange(1, count + 1, device=device) * as_signed(GOLDEN)
+
+
+def row_keys(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Return keys [N] int64 for seeds and positions [N] int64 of the tokens to be drawn."""
+    return mix(seeds + (positions + 1) * as_signed(GOLDEN))
+
+
+def random_bits(keys: Tensor, steps: Tensor) -> Tensor:
+    """Return 64 random bits for each pair of keys and steps, int64, broadcast against each other."""
+    return mix(keys + steps)
+
+
+def uniform(bits: Tensor) -> Tensor:
+    """Return float32 strictly inside (0, 1). Small values keep full precision down to 2**-54: the tail decides draws."""
+    return _shifted(bits, 11).to(torch.float32).mul_(2.0**-53).clamp_(HALF_STEP, LARGEST_BELOW_ONE)
+
+
+def gumbel(keys: Tensor, steps: Tensor) -> Tensor:
+    """Return Gumbel noise, float32: argmax(logits + noise) is a draw from softmax(logits)."""
+    waiting = uniform(random_bits(keys, steps)).neg_().log1p_().neg_()  # exponential: -log(1 - u)
+    return waiting.log_().neg_()
+
+
+def gumbel_unsigned(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
+    """Return the noise of random bits for numpy, which starts sooner: for few. It falls as the bits rise."""
+    u = (words >> np.uint64(11)).astype(np.float32)
+    u *= np.float32(2.0**-53)
+    np.clip(u, np.float32(HALF_STEP), np.float32(LARGEST_BELOW_ONE), out=u)
+    return -np.log(-np.log1p(-u))
+
+
+def _shifted(words: Tensor, by: int) -> Tensor:
+    """Shift right logically: torch's shift is arithmetic, so copies of the sign are masked off."""
+    return (words >> by).bitwise_and_(2 ** (64 - by) - 1)
+
+
 class Draw:
+    """Draw tokens from filtered logits."""
+
     def __init__(self, columns: Columns, vocabulary: int) -> None:
         self.seed = columns.make(np.int64, 0)
         self._steps = steps(vocabulary, columns.device)  # [V]
@@ -31,7 +112,7 @@ class Draw:
         self.seed[slot] = as_signed(admission.seed)
 
     def choose(self, logits: Tensor, rows: Rows) -> Tensor:
-        """logits [N, V] -> ids [N] int64."""
+        """Return token ids [N] int64 for logits [N, V]."""
         keys = row_keys(self.seed.at(rows.slot), rows.end)
         if logits.device.type == "cpu":  # row by row: one fits the processor's cache
             chosen = [self._choose_one(row, key) for row, key in zip(logits.numpy(), keys.numpy().view(np.uint64), strict=True)]
@@ -61,16 +142,18 @@ def _noisiest(logits: Logits, bits: Words) -> int:
 
 
 def noisiest_of_many(logits: Logits, bits: Words) -> int:
-    """Compute logarithms for few tokens: the best loud token bounds the logit that another one must have."""
-    loud = np.flatnonzero(bits < np.uint64(WORD // RARE))
-    if not len(loud):
+    """Return the drawn token with few logarithms: the best token with large noise bounds the logit that another one must
+    have.
+    """
+    noisy = np.flatnonzero(bits < np.uint64(WORD // RARE))
+    if not len(noisy):
         return _noisiest(logits, bits)
-    sums = logits[loud] + gumbel_unsigned(bits[loud])
+    sums = logits[noisy] + gumbel_unsigned(bits[noisy])
     best = np.argmax(sums)
     reached = float(sums[best])
     if math.isfinite(reached):
-        reached = max(reached - LOUD - ROUNDING * abs(reached), LOWEST)
+        reached = max(reached - LARGE_NOISE - ROUNDING * abs(reached), LOWEST)
     large = logits >= np.float32(reached)
-    large[loud[best]] = True
+    large[noisy[best]] = True
     places = np.flatnonzero(large)
     return int(places[_noisiest(logits[places], bits[places])])

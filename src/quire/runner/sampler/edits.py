@@ -16,13 +16,13 @@ from quire.runner.sampler.stage import LEAST, MOST, Columns, Lists, Rows
 from quire.runner.transfer import Longs, upload
 from quire.types.plan import Admission, Words
 
-ANYTHING = -1  # matches any token in the beginning of a sequence
+ANYTHING = -1  # matches any token at the start of a sequence
 COUNTED_ROWS = 64  # rows whose tokens are counted at once on a GPU
 NO_PENALTIES = (1.0, 0.0, 0.0)  # repetition, frequency, presence
 
 
 class Allowed:
-    """allowed_token_ids: every other token is forbidden."""
+    """allowed_token_ids: forbids every other token."""
 
     fields = ("allowed_token_ids",)
 
@@ -53,7 +53,7 @@ class Allowed:
 
 
 class BadWords:
-    """bad_words: the token that would complete a forbidden sequence is forbidden.
+    """bad_words: forbids the token that would complete a forbidden sequence.
 
     Only generated tokens count as the beginning of a sequence: a word begun by the prompt may be completed, as in vLLM.
     """
@@ -89,7 +89,9 @@ class BadWords:
         return logits.index_put_((row, last), ban, accumulate=True)
 
     def _collect(self, rows: Rows) -> tuple[Longs, Longs, Longs]:
-        """For every word of every row: the row [W], the beginning [W, width] ending where the row ends, the last token [W]."""
+        """Return for every word of every row: the row [W], its beginning [W, width], aligned to the end of the row, its last
+        token [W].
+        """
         found = [(row, word) for row, slot in enumerate(rows.slots.tolist()) for word in self._words.get(slot, ())]
         width = max(len(word) for _, word in found) - 1
         beginning = np.full((len(found), width), ANYTHING, np.int64)
@@ -99,7 +101,7 @@ class BadWords:
 
 
 class MinTokens:
-    """min_tokens: token ids that end generation are forbidden until enough tokens are generated."""
+    """min_tokens: forbids tokens that end generation until enough tokens are generated."""
 
     fields = ("min_tokens",)
 
@@ -133,7 +135,7 @@ class MinTokens:
 
 
 class Bias:
-    """logit_bias: values added to the logits of some token ids."""
+    """logit_bias: adds values to the logits of some tokens."""
 
     fields = ("logit_bias",)
 
@@ -163,7 +165,7 @@ class Bias:
 class Penalties:
     """repetition_penalty over prompt and output; frequency_penalty and presence_penalty over the output alone.
 
-    They are computed anew each step from the slot's tokens, so preemption, replay and forks need no code here.
+    They are computed each step from the slot's tokens, so preemption, replay and forks need no code here.
     """
 
     fields = ("repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -171,7 +173,7 @@ class Penalties:
     def __init__(self, columns: Columns, vocabulary: int) -> None:
         self._device, self._vocabulary = columns.device, vocabulary
         self._columns = [columns.make(np.float32, neutral) for neutral in NO_PENALTIES]
-        self._factors = Factors(*(column.there for column in self._columns))
+        self._factors = Factors(*(column.on_device for column in self._columns))
         self._counts: Tensor | None = None
 
     def wants(self, admission: Admission) -> bool:
@@ -210,8 +212,12 @@ def _factors(admission: Admission) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class Masks:
-    """Tokens that grammars allow in this step. Bit v of a row, counted from the lowest bit of its first word, is token v.
-    Tokens after the last word are forbidden: grammars know the model's own tokens, not those that adapters add."""
+    """Tokens that grammars allow in this step.
+
+    Bit v of a row, counted from the lowest bit of its first word, is token v. Tokens after the last word are forbidden:
+    grammars
+    know the model's own tokens, not those that adapters add.
+    """
 
     rows: Longs  # [m] indices among the rows that draw
     bits: Words  # [m, W]

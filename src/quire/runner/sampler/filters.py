@@ -9,11 +9,11 @@ from quire.runner.sampler.stage import LEAST, Columns, Rows
 from quire.runner.transfer import Longs, upload
 from quire.types.plan import Admission
 
-FIRST_LOOK = 1024  # as many of the most likely tokens hold the mass of nearly every row
+MASS_CANDIDATES = 1024  # most likely tokens, which hold the mass of nearly every row
 
 
 def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [N, V] -> value [N] and index [N] int64 of the maximum; the first of equals. NaN counts as largest."""
+    """Return value [N] and index [N] int64 of the maximum of logits [N, V]; the first of equals. NaN counts as largest."""
     if logits.device.type != "cpu":
         value, index = logits.max(dim=1)
         return value, index
@@ -22,7 +22,7 @@ def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def top_values(logits: Tensor, count: int) -> Tensor:
-    """logits [N, V] -> the `count` largest values of each row [N, count] in falling order."""
+    """Return the `count` largest values of logits [N, V] per row [N, count], in falling order."""
     if logits.device.type != "cpu":
         if count == logits.shape[1]:
             return logits.sort(dim=1, descending=True).values
@@ -34,7 +34,7 @@ def top_values(logits: Tensor, count: int) -> Tensor:
 
 
 def drop_below(logits: Tensor, least: Tensor) -> Tensor:
-    """Puts -inf, in place, where logits [N, V] are smaller than least [N]."""
+    """Set logits [N, V] that are smaller than least [N] to -inf, in place."""
     if logits.device.type != "cpu":
         return logits.masked_fill_(logits < least[:, None], -torch.inf)
     below = least.nextafter(torch.tensor(-torch.inf))  # threshold_ keeps what is strictly larger, an order faster than masks
@@ -44,7 +44,7 @@ def drop_below(logits: Tensor, least: Tensor) -> Tensor:
 
 
 class Temperature:
-    """temperature: logits are divided by it. A slot at 0 is greedy and is not filtered."""
+    """temperature: divides the logits. A slot at 0 is greedy and is not filtered."""
 
     fields = ("temperature",)
 
@@ -58,7 +58,7 @@ class Temperature:
         self.column.reset(slot)
 
     def random(self, slots: Longs) -> npt.NDArray[np.bool_]:
-        """[N] which of these slots draw at random."""
+        """Return [N] which of these slots draw at random."""
         random: npt.NDArray[np.bool_] = self.column.host[slots] > 0
         return random
 
@@ -70,7 +70,7 @@ class Temperature:
 
 
 class MinP:
-    """min_p: tokens less likely than min_p times the most likely one are dropped."""
+    """min_p: drops tokens less likely than min_p times the most likely one."""
 
     fields = ("min_p",)
 
@@ -87,7 +87,7 @@ class MinP:
         return bool(self.column.used(rows.slots).any())
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
-        """p ≥ min_p · max p is, in logits, x ≥ max x + log min_p; log 0 = -inf keeps everything."""
+        """Compute p ≥ min_p · max p on logits: x ≥ max x + log min_p; log 0 = -inf keeps everything."""
         least = logits.amax(dim=1) + self.column.at(rows.slot).log()
         return drop_below(logits, least)
 
@@ -110,7 +110,7 @@ class Truncation:
     def admit(self, slot: int, admission: Admission) -> None:
         k = admission.params.top_k
         self.top_k[slot] = k if 0 < k < self._vocabulary else self._vocabulary
-        self.top_p[slot] = max(admission.params.top_p, LEAST)  # a share of nothing would keep no token
+        self.top_p[slot] = max(admission.params.top_p, LEAST)  # 0 would keep no token
 
     def retire(self, slot: int) -> None:
         self.top_k.reset(slot)
@@ -130,7 +130,7 @@ class Truncation:
     def _cut(self, logits: Tensor, rows: Rows) -> Tensor:
         k, p = self.top_k.at(rows.slot), self.top_p.at(rows.slot)
         nucleus = bool(self.top_p.used(rows.slots).any())
-        look = self._look(rows, nucleus)
+        look = self._candidates(rows, nucleus)
         values = top_values(logits, look)
         if self.top_k.used(rows.slots).any():
             least = values.gather(1, (k - 1).clamp(max=look - 1)[:, None])
@@ -139,18 +139,20 @@ class Truncation:
             values = torch.where(values >= least, values, -torch.inf)
         return cut_to_mass(logits, values, p) if nucleus else logits
 
-    def _look(self, rows: Rows, nucleus: bool) -> int:
-        """How many of the largest values are needed at first. More than a first look means waiting for the device to say
-        whether it was enough, which is free on a CPU only."""
+    def _candidates(self, rows: Rows, nucleus: bool) -> int:
+        """Return how many of the largest values are computed first.
+
+        More can only be added after the device was asked whether they suffice, which is free on a CPU only.
+        """
         if nucleus and self._device.type != "cpu":
             return self._vocabulary
         ks = self.top_k.host[rows.slots]
-        look = int(np.where(ks < self._vocabulary, ks, FIRST_LOOK if nucleus else 1).max())
+        look = int(np.where(ks < self._vocabulary, ks, MASS_CANDIDATES if nucleus else 1).max())
         return look if look < self._vocabulary // 4 else self._vocabulary
 
 
 def cut_to_mass(logits: Tensor, values: Tensor, p: Tensor) -> Tensor:
-    """Keeps the likeliest tokens up to mass p [N]. `values` [N, look] are the largest of `logits` [N, V], falling.
+    """Keep the most likely tokens up to mass p [N]. `values` [N, look] are the largest of `logits` [N, V], falling.
 
     values   9  7  7  7  5  2 ...        mass before each     0  .6  .7  .8  .9 ...
              └─ kept ─┘                  p = .75: three are kept, the threshold is 7, two of the three sevens stay
@@ -161,7 +163,7 @@ def cut_to_mass(logits: Tensor, values: Tensor, p: Tensor) -> Tensor:
     before = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], dim=1)
     count = (before < share).sum(dim=1, keepdim=True)
     threshold = values.gather(1, count - 1)
-    spare = count - (values > threshold).sum(dim=1, keepdim=True)  # how many tokens at the threshold stay
+    at_threshold = count - (values > threshold).sum(dim=1, keepdim=True)  # number of tokens at the threshold that stay
     threshold = torch.where(p[:, None] < 1, threshold, -torch.inf)
     complete = values.shape[1] == logits.shape[1]
     if not complete:
@@ -169,26 +171,26 @@ def cut_to_mass(logits: Tensor, values: Tensor, p: Tensor) -> Tensor:
         if short.any():
             _cut_deeper(logits, p, short)
             threshold = threshold.masked_fill_(short[:, None], -torch.inf)
-    return _keep(logits, values, threshold, spare)
+    return _keep(logits, values, threshold, at_threshold)
 
 
 def _cut_deeper(logits: Tensor, p: Tensor, short: Tensor) -> None:
-    """The mass lies deeper than we looked: starts over with all values of those rows."""
+    """Repeat with all values of the rows whose mass lies deeper."""
     deep = logits[short]
     logits[short] = cut_to_mass(deep, top_values(deep, deep.shape[1]), p[short])
 
 
-def _keep(logits: Tensor, values: Tensor, threshold: Tensor, spare: Tensor) -> Tensor:
-    """Drops what is below the threshold [N, 1], and of the tokens at it all but the first `spare` [N, 1]."""
+def _keep(logits: Tensor, values: Tensor, threshold: Tensor, at_threshold: Tensor) -> Tensor:
+    """Drop tokens below the threshold [N, 1], and of those at it all but the first `at_threshold` [N, 1]."""
     drop_below(logits, threshold.squeeze(1))
     finite = threshold > -torch.inf
     if logits.device.type != "cpu":
         equal = (logits == threshold) & finite
-        return logits.masked_fill_(equal & (equal.cumsum(dim=1) > spare), -torch.inf)
-    at_border = (values == threshold).sum(dim=1, keepdim=True) > spare
+        return logits.masked_fill_(equal & (equal.cumsum(dim=1) > at_threshold), -torch.inf)
+    at_border = (values == threshold).sum(dim=1, keepdim=True) > at_threshold
     at_end = (values[:, -1:] == threshold) & (values.shape[1] < logits.shape[1])
     crowded = ((at_border | at_end) & finite).squeeze(1)
     if crowded.any():
         equal = logits[crowded] == threshold[crowded]
-        logits[crowded] = logits[crowded].masked_fill_(equal & (equal.cumsum(dim=1) > spare[crowded]), -torch.inf)
+        logits[crowded] = logits[crowded].masked_fill_(equal & (equal.cumsum(dim=1) > at_threshold[crowded]), -torch.inf)
     return logits

@@ -13,7 +13,7 @@ from quire.runner.transfer import Longs, upload
 from quire.types.plan import Admission, TopLogprobs
 from quire.types.sampling import LogprobsMode
 
-NOT_WANTED = -1
+NOT_REQUESTED = -1
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Report:
 
 
 def top_ids(logits: Tensor, count: int) -> Tensor:
-    """logits [n, V] -> the ids of the `count` largest of each row [n, count], falling."""
+    """Return the ids of the `count` largest logits [n, V] per row [n, count], in falling order."""
     if count == 0:
         return torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
     if count == logits.shape[1]:
@@ -39,7 +39,7 @@ def top_ids(logits: Tensor, count: int) -> Tensor:
 
 
 class Logprobs:
-    """Which slots want logprobs, and of which tokens. Nothing is computed for the others."""
+    """The logprobs that slots request, and of which tokens. Nothing is computed for other slots."""
 
     fields = ("logprobs", "logprob_token_ids", "prompt_logprobs")
 
@@ -48,8 +48,8 @@ class Logprobs:
         self.processed = mode.startswith("processed")
         self._vocabulary = vocabulary
         self._device = device
-        self._width = np.full(slots, NOT_WANTED, np.int64)  # [S] tokens in addition to the chosen one
-        self._prompt_width = np.full(slots, NOT_WANTED, np.int64)  # [S] the same for prompt positions
+        self._width = np.full(slots, NOT_REQUESTED, np.int64)  # [S] tokens in addition to the chosen one
+        self._prompt_width = np.full(slots, NOT_REQUESTED, np.int64)  # [S] the same for prompt positions
         self._ids: dict[int, Longs] = {}  # slots that name their tokens
 
     def wants(self, admission: Admission) -> bool:
@@ -65,15 +65,15 @@ class Logprobs:
         self._prompt_width[slot] = self._count(params.prompt_logprobs)
 
     def retire(self, slot: int) -> None:
-        self._width[slot] = self._prompt_width[slot] = NOT_WANTED
+        self._width[slot] = self._prompt_width[slot] = NOT_REQUESTED
         self._ids.pop(slot, None)
 
-    def wanted(self, rows: Rows) -> Longs:
-        """The rows that want logprobs of the token they draw."""
-        return np.flatnonzero(self._width[rows.slots] != NOT_WANTED)
+    def requested(self, rows: Rows) -> Longs:
+        """Return the rows that request logprobs of the token they draw."""
+        return np.flatnonzero(self._width[rows.slots] != NOT_REQUESTED)
 
     def of_draws(self, logits: Tensor, chosen: Tensor, rows: Rows) -> Report:
-        """logits [n, V] of `rows`, which all want logprobs; their widths differ, and the report is as wide as the widest."""
+        """Return the report for logits [n, V] of `rows`, which all request logprobs. It is as wide as the widest row."""
         widths = self._width[rows.slots]
         others = top_ids(logits, int(widths.max()))
         named = [row for row, slot in enumerate(rows.slots.tolist()) if slot in self._ids]
@@ -85,11 +85,11 @@ class Logprobs:
         return self._report(logits, chosen, others)
 
     def of_prompt(self, logits: Tensor, targets: Tensor, slot: int) -> Report:
-        """logits [n, V] at positions of a prompt, targets [n] the tokens that follow them."""
+        """Return the report for logits [n, V] at prompt positions; targets [n] are the next tokens."""
         return self._report(logits, targets, top_ids(logits, int(self._prompt_width[slot])))
 
     def _report(self, logits: Tensor, chosen: Tensor, others: Tensor) -> Report:
-        """logits [n, V], chosen [n] and others [n, k] int64."""
+        """Return the report for logits [n, V], chosen [n] and others [n, k] int64."""
         ids = torch.cat([chosen[:, None], others], dim=1)
         peak, spread, rank = score(logits, chosen)
         values = logits.gather(1, ids)
@@ -103,7 +103,7 @@ class Logprobs:
 
     def _count(self, asked: int | None) -> int:
         if asked is None:
-            return NOT_WANTED
+            return NOT_REQUESTED
         return self._vocabulary if asked == -1 else min(asked, self._vocabulary)
 
 

@@ -22,8 +22,8 @@ from quire.types.errors import NO_TOKEN
 from quire.types.plan import Admission, Ints
 from quire.types.sampling import LogprobsMode
 
-FILTERS: tuple[type[Filter], ...] = ()  # further filters; those of the fused draw are not listed
-CACHED_LOGITS = 2**18  # that fit a CPU's cache while it filters them
+FILTERS: tuple[type[Filter], ...] = ()  # additional filters; those of the fused draw are not listed
+CACHED_LOGITS = 2**18  # elements that fit a CPU's cache while it filters them
 FAULTS = {
     BROKEN: "the model's logits are broken: they contain NaN or +inf, or no finite value at all",
     NOTHING_ALLOWED: NO_TOKEN,
@@ -50,11 +50,13 @@ class Drawn:
 
 
 class Sampler:
-    """Edits change the logits of every row; filters and the random draw are for rows with a temperature.
+    """The sampler: edits change the logits of every row; filters and the random draw are for rows with a temperature.
 
-    A greedy row takes the largest logit after the edits. Rows do not see each other: each follows its own parameters.
-    With CUDA filters and draw are two launches (`ops/sample.py`), which may be recorded; elsewhere they are stages. A filter
-    that those launches do not know (FILTERS) edits its own rows before them; other rows are drawn as if there were none.
+    A greedy row takes the largest logit after the edits. Each row follows its own parameters. With CUDA filters and draw are
+    two
+    launches (`ops/sample.py`), which may be recorded; on other devices they are stages. A filter that those launches lack
+    (FILTERS)
+    edits its own rows before them; other rows are drawn as without it.
     """
 
     def __init__(
@@ -91,12 +93,14 @@ class Sampler:
         self._special: set[int] = set()  # slots with edits, logprobs or unfused filters
         self._filtered: set[int] = set()  # slots with a filter that the fused draw lacks
         parameters = (self._temperature.column, truncation.top_k, truncation.top_p, min_p.column, self._draw.seed)
-        self._parameters = DrawColumns(*(column.there for column in parameters))
+        self._parameters = DrawColumns(*(column.on_device for column in parameters))
         self._scratch = DrawScratch(slots * (1 + drafts), vocabulary, device) if fused else None
 
     def for_drafts(self) -> "Sampler":
-        """Return a sampler of the same requests for one draft token per slot, with scratch memory of its own: a draft must not
-        overwrite what the latest step drew."""
+        """Return a sampler of the same requests for one draft token per slot.
+
+        It has its own scratch memory: a draft must not overwrite what the latest step drew.
+        """
         drafts = copy.copy(self)
         if self._scratch is not None:
             drafts._scratch = DrawScratch(self._slots, self.vocabulary, self._device)
@@ -166,9 +170,9 @@ class Sampler:
         fault, raw = None, None
         if edits or masks is not None or len(filtered):
             fault = _find_broken(largest(logits)[0])
-            wanted = self.logprobs.wanted(rows)
-            if len(wanted) and not self.logprobs.processed:
-                raw = logits[upload(wanted, self._device)]
+            requested = self.logprobs.requested(rows)
+            if len(requested) and not self.logprobs.processed:
+                raw = logits[upload(requested, self._device)]
         for stage in edits:
             logits = stage.apply(logits, rows)
         if masks is not None:
@@ -177,17 +181,17 @@ class Sampler:
 
     def report(self, result: Tensor, logits: Tensor, raw: Tensor | None, rows: Rows) -> Drawn:
         """Return the draws with the requested logprobs."""
-        wanted = self.logprobs.wanted(rows)
-        if not len(wanted):
+        requested = self.logprobs.requested(rows)
+        if not len(requested):
             return Drawn(result)
-        chosen = upload(wanted, self._device)
-        asking = rows.take(wanted)
+        chosen = upload(requested, self._device)
+        asking = rows.take(requested)
         report = self.logprobs.of_draws(logits[chosen] if raw is None else raw, result[0].long()[chosen], asking)
-        return Drawn(result, wanted, self.logprobs.widths(asking), report)
+        return Drawn(result, requested, self.logprobs.widths(asking), report)
 
     def _draws_fused(self, rows: Rows) -> bool:
         """Return whether the fused kernel draws: logprobs of filtered logits need the stages."""
-        return self._scratch is not None and not (self.logprobs.processed and len(self.logprobs.wanted(rows)))
+        return self._scratch is not None and not (self.logprobs.processed and len(self.logprobs.requested(rows)))
 
     def _filtered_rows(self, rows: Rows) -> Longs:
         """Return the rows with filters that must run before the fused draw."""

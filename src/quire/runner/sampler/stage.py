@@ -1,4 +1,4 @@
-"""The rows to sample, the interface of a stage, and the two forms of per-slot state."""
+"""The rows to sample, the interface of a stage, and the two kinds of per-slot state."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -48,7 +48,7 @@ class Rows:
 
 
 class PerSlot(Protocol):
-    """Keeps state per slot."""
+    """State per slot."""
 
     def admit(self, slot: int, admission: Admission) -> None: ...
 
@@ -56,7 +56,9 @@ class PerSlot(Protocol):
 
 
 class Part(PerSlot, Protocol):
-    """fields: the sampling parameters it reads. A request with defaults for all of them is not admitted to it."""
+    """A part of the sampler. fields: the sampling parameters it reads; it does not get requests with defaults for all of
+    them.
+    """
 
     @property
     def fields(self) -> tuple[str, ...]: ...
@@ -95,16 +97,18 @@ def concerns(part: Part, params: SamplingParams) -> bool:
 
 
 class Columns:
-    """Parameters of every slot in one buffer: one copy updates the device, at fixed addresses that CUDA graphs read. On a CPU
-    both sides are the same memory."""
+    """Parameters of every slot in one buffer: one copy updates the device, at fixed addresses that CUDA graphs read.
+
+    On a CPU both sides are the same memory.
+    """
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.device = device
         self._words = np.zeros((MOST_COLUMNS, slots), np.int64)  # [columns, S]; a narrower type uses the first part of its row
-        self._there = (
+        self._on_device = (
             torch.from_numpy(self._words) if device.type == "cpu" else torch.zeros(self._words.shape, dtype=torch.int64)
         )
-        self._there = self._there.to(device)
+        self._on_device = self._on_device.to(device)
         self._made = 0
         self.stale = False
 
@@ -112,23 +116,23 @@ class Columns:
         if self._made == MOST_COLUMNS:
             raise EngineError(f"a sampler has at most {MOST_COLUMNS} columns")
         host = self._words[self._made].view(dtype)[: self._words.shape[1]]
-        there = self._there[self._made].view(torch.from_numpy(host).dtype)[: len(host)]
+        on_device = self._on_device[self._made].view(torch.from_numpy(host).dtype)[: len(host)]
         self._made += 1
-        return Column(self, host, there, neutral)
+        return Column(self, host, on_device, neutral)
 
     def refresh(self, updates: DeviceUpdates) -> None:
         """Queue changed values for the device."""
         if self.stale and self.device.type != "cpu":
-            updates.write(self._there, 0, self._words[: self._made].view(np.int32).reshape(-1))
+            updates.write(self._on_device, 0, self._words[: self._made].view(np.int32).reshape(-1))
         self.stale = False
 
 
 class Column:
     """One value per slot, written by the host and read by the device after a refresh."""
 
-    def __init__(self, columns: Columns, host: npt.NDArray[Any], there: Tensor, neutral: float) -> None:
+    def __init__(self, columns: Columns, host: npt.NDArray[Any], on_device: Tensor, neutral: float) -> None:
         self.host = host  # [S]
-        self.there = there  # [S] on the device
+        self.on_device = on_device  # [S] on the device
         self._columns = columns
         self._neutral = neutral
         host[:] = neutral
@@ -149,7 +153,7 @@ class Column:
 
     def at(self, slot: Tensor) -> Tensor:
         """Return [N] the values of these slots."""
-        return self.there[slot]
+        return self.on_device[slot]
 
 
 class Lists:

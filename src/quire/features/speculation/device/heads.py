@@ -37,7 +37,7 @@ from quire.models.blocks import Block
 from quire.models.decoder import Decoder
 from quire.models.llama import Llama, Qwen2, Qwen3
 from quire.models.registry import build_model
-from quire.runner.kv import KVBuffers
+from quire.runner.core import KVBuffers
 from quire.runner.sampler.pipeline import Sampler
 from quire.runner.slots import Slots
 from quire.runner.transfer import upload

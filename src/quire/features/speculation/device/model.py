@@ -22,11 +22,10 @@ from quire.features.speculation.device.drafter import DeviceDrafter, Passes, Ran
 from quire.load.load import load_weights
 from quire.models.decoder import Decoder
 from quire.models.registry import build_model
-from quire.runner.graphs import Graphs, Undrawn, allowance, fixed_plans
-from quire.runner.kv import KVBuffers
-from quire.runner.prefixes import Prefixes
+from quire.runner.core import KVBuffers
+from quire.runner.graphs import Graphs, PendingDraw, allowance, fixed_plans
 from quire.runner.sampler.pipeline import Sampler
-from quire.runner.slots import Slots
+from quire.runner.slots import Prefixes, Slots
 from quire.types.cache import CacheLayout
 from quire.types.plan import Bools, Ints, StepPlan, StepRows
 
@@ -150,7 +149,7 @@ class DraftModel(DeviceDrafter):
         """Run rows and write the tokens that they draw to their slots."""
         assert self._model is not None and self._passes is not None
         replayed = None if self._graphs is None else self._graphs.run(plan, self._draws.plain(plan.slot))
-        if isinstance(replayed, Undrawn):
+        if isinstance(replayed, PendingDraw):
             if len(plan.outputs.draw):
                 self._draws.guess(replayed.logits, replayed.rows)
         elif replayed is None:
