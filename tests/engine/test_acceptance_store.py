@@ -9,7 +9,7 @@ import pytest
 from tiny import make_model, open_model
 
 from quire import SamplingParams
-from quire.engine import acceptance_store
+from quire.engine import speculation
 from quire.files import kept
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 4}
@@ -31,7 +31,7 @@ def test_the_next_engine_knows(model, tmp_path, monkeypatch):
         speculation._costs.took(1, 0, 1.0)
         speculation._costs.took(1, 3, 1.25)
     first.llm_engine.shutdown()
-    [told] = json.loads((tmp_path / "new" / acceptance_store.NAME).read_text()).values()
+    [told] = json.loads((tmp_path / "new" / speculation.NAME).read_text()).values()
     second = open_model(model, dtype="float32", speculative_config=NGRAM)
     costs = second.llm_engine.core.scheduler.speculation._costs
     assert costs.most >= 3 and costs.learnt() == {int(r): {int(d): x for d, x in f.items()} for r, f in told["costs"].items()}
@@ -68,9 +68,9 @@ BROKEN = {
 def opened(tmp_path, monkeypatch):
     """What an engine with this key knows, whose file is this."""
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
-    monkeypatch.setattr(acceptance_store, "_key", lambda config: "key")
+    monkeypatch.setattr(speculation, "_key", lambda config: "key")
     config = SimpleNamespace(args=SimpleNamespace(distributed_executor_backend=None))
-    return tmp_path / acceptance_store.NAME, lambda: acceptance_store.open_acceptance_store(config)
+    return tmp_path / speculation.NAME, lambda: speculation.open_acceptance_store(config)
 
 
 @pytest.mark.parametrize("broken", [pytest.param(text, id=name) for name, text in BROKEN.items()])
@@ -101,25 +101,23 @@ def test_what_is_no_file_is_left_alone(opened, caplog):
     found = open_it()
     found["remember"](GOOD)
     assert found["known"] is None and list(path.parent.iterdir()) == [path]
-    acceptance_store._write(path / "no" / "where" / acceptance_store.NAME, "key", GOOD)
-    acceptance_store._write(
-        path / "no" / "where" / acceptance_store.NAME / "file" / acceptance_store.NAME, "key", GOOD
+    speculation._write(path / "no" / "where" / speculation.NAME, "key", GOOD)
+    speculation._write(
+        path / "no" / "where" / speculation.NAME / "file" / speculation.NAME, "key", GOOD
     )  # no directory can be made there
 
 
 def test_the_longest_forgotten_go(opened):
     path, _ = opened
-    for name in ("key", *(f"other {i}" for i in range(acceptance_store.MAX_ENGINES))):
-        acceptance_store._write(path, name, GOOD)
-    assert len(kept.read_kept(path)) == acceptance_store.MAX_ENGINES and "key" not in kept.read_kept(path)
+    for name in ("key", *(f"other {i}" for i in range(speculation.MAX_ENGINES))):
+        speculation._write(path, name, GOOD)
+    assert len(kept.read_kept(path)) == speculation.MAX_ENGINES and "key" not in kept.read_kept(path)
 
 
 def test_two_write_at_once(opened):
     """Whoever reads finds a whole file, of one or of both."""
     path, open_it = opened
-    writers = [
-        threading.Thread(target=lambda: [acceptance_store._write(path, "key", GOOD) for _ in range(50)]) for _ in range(2)
-    ]
+    writers = [threading.Thread(target=lambda: [speculation._write(path, "key", GOOD) for _ in range(50)]) for _ in range(2)]
     for writer in writers:
         writer.start()
     found = [open_it()["known"] for _ in range(50)]

@@ -14,8 +14,7 @@ from patience import PATIENCE
 from quire import LLM, EngineArgs, SamplingParams
 from quire.cli.main import main
 from quire.engine import client, node_agent
-from quire.engine.agreement import terms_of
-from quire.engine.handshake import connect, receive_json, send_json
+from quire.engine.handshake import connect, receive_json, send_json, terms_of
 from quire.engine.node_agent import NodeAgent
 from quire.engine.node_listener import NodeListener
 from quire.types.errors import ConfigError, EngineError

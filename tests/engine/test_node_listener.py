@@ -18,8 +18,7 @@ from patience import PATIENCE
 from quire import EngineArgs
 from quire.engine import handshake, ipc, node_agent
 from quire.engine import node_listener as listener_module
-from quire.engine.agreement import difference, own_terms, terms_of
-from quire.engine.handshake import connect, receive_json, send_json
+from quire.engine.handshake import connect, difference, own_terms, receive_json, send_json, terms_of
 from quire.engine.node_agent import NodeAgent
 from quire.engine.node_listener import NodeListener, RemoteEngine
 from quire.engine.supervisor import Supervisor, SupervisorLimits

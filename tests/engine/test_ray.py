@@ -103,7 +103,7 @@ def test_two_nodes_of_a_cluster(checkpoint, cluster, monkeypatch):
         while True:
             ids(llm, PROMPTS, GREEDY)
     del llm
-    logger = logging.getLogger("quire.engine.executor.ray_placement")
+    logger = logging.getLogger("quire.engine.executor.ray_nodes")
     bell = Bell(lambda: cluster.add_node(**SMALL, node_ip_address="127.0.0.3"))
     logger.addHandler(bell)
     try:

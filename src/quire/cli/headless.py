@@ -12,8 +12,8 @@ from typing import NoReturn
 
 from quire.config.args import EngineArgs, connect_timeout
 from quire.engine import handshake
-from quire.engine.agreement import own_terms
 from quire.engine.executor import nodes
+from quire.engine.handshake import own_terms
 from quire.engine.node_agent import NodeAgent
 from quire.types.errors import ConfigError
 

@@ -27,7 +27,7 @@ from quire.config.args import EngineArgs, add_cli_arguments, nearest
 from quire.config.config import Config
 from quire.config.facts import sizes_of
 from quire.config.memory import parameter_parts
-from quire.engine.scheduling import make_scheduler
+from quire.engine.layouts import make_scheduler
 from quire.progress import doing, shown
 from quire.sched.scheduler import AHEAD, Scheduler
 from quire.sim.analytic import AnalyticTiming, windows_of

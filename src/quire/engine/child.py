@@ -27,7 +27,7 @@ COMMAND = command_of("quire.engine.process")
 PRELOADED_MODULES = (
     "quire.engine.assemble",
     "quire.runner.step",
-    "quire.engine.executor.ranks",
+    "quire.engine.executor.local",
     "quire.device.cpu.device",
     "quire.device.cpu.prepare",
     "quire.attn.cpu",

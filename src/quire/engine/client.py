@@ -92,7 +92,7 @@ class EngineClient(EngineView):
         companions: engines that share its experts.
         """
         if args.distributed_executor_backend == "ray":
-            from quire.engine.executor.ray_placement import export_group
+            from quire.engine.executor.ray_nodes import export_group
 
             export_group()
         self._listener, self._node_listener, self._number = listener, node_listener, engine

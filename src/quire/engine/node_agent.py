@@ -16,9 +16,8 @@ import msgspec
 
 from quire.config.args import EngineArgs
 from quire.engine import ipc
-from quire.engine.agreement import own_terms
 from quire.engine.child import Child, engine_fork_server
-from quire.engine.handshake import Address, cluster_key, connect, keep_alive, receive_json, send_json
+from quire.engine.handshake import Address, cluster_key, connect, keep_alive, own_terms, receive_json, send_json
 from quire.proc.channel import Channel
 from quire.types.errors import EngineError
 

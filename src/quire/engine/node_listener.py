@@ -19,9 +19,18 @@ import msgspec
 
 from quire.config.args import EngineArgs
 from quire.engine import ipc
-from quire.engine.agreement import Terms, difference
 from quire.engine.child import EngineConnection, first_frame
-from quire.engine.handshake import Address, HandshakeServer, Hello, cluster_key, keep_alive, listen, send_json
+from quire.engine.handshake import (
+    Address,
+    HandshakeServer,
+    Hello,
+    Terms,
+    cluster_key,
+    difference,
+    keep_alive,
+    listen,
+    send_json,
+)
 from quire.files.reading import shown, told
 from quire.proc.channel import Channel, Frames
 from quire.types.errors import EngineError

@@ -18,10 +18,10 @@ from typing import Any
 from quire.config.args import EngineArgs, local_engines
 from quire.config.config import Config
 from quire.engine import ipc
-from quire.engine.agreement import terms_of
 from quire.engine.child import COMMAND, Child, engine_fork_server
 from quire.engine.client import EngineClient, OpenRequest, check_number, engine_args
 from quire.engine.handle import EngineGroup, EngineHandle, EngineListener
+from quire.engine.handshake import terms_of
 from quire.engine.node_listener import NodeListener
 from quire.features.experts.peers import expert_peers_of
 from quire.sched.balancer import Balancer

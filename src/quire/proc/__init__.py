@@ -39,6 +39,6 @@ The process itself:
         return 0
 
 Frames are bounded: a peer on another machine gets a small limit until its handshake is checked (`Channel.allow`). Peers on
-one machine run the same code. Machines compare their versions in the handshake (`engine/agreement.py`) before the first frame.
+one machine run the same code. Machines compare their versions in the handshake (`engine/handshake.py`) before the first frame.
 Nothing received is ever executed or unpickled.
 """

@@ -1,17 +1,26 @@
 """The executor that runs the device half in this process."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from torch import AcceleratorError
 
+from quire.device.base import Device
+from quire.dist.mesh import Position
+from quire.dist.shared_memory import NodesGroup, SharedMemoryGroup
+from quire.engine.executor import wire
 from quire.engine.executor.base import Flight
+from quire.engine.executor.workers import Workers
 from quire.features.lora.device import LoRAPart
+from quire.progress import doing
 from quire.runner.flight import StepFlight
 from quire.runner.step import Runner
 from quire.types.adapter import AdapterFacts, AdapterRef
-from quire.types.errors import EngineDead, EngineError
-from quire.types.plan import StepPlan, StepResult, Words
+from quire.types.errors import AdapterChanged, AdapterError, EngineDead, EngineError
+from quire.types.plan import Ints, StepPlan, StepResult, Words
 from quire.types.stats import DeviceCounts
 
 
@@ -99,3 +108,161 @@ class LocalExecutor:
 
 def device_lost(error: AcceleratorError) -> EngineDead:
     return EngineDead(f"the device failed: {str(error).splitlines()[0]}")
+
+
+def join_group(device: Device, workers: Workers, position: Position) -> SharedMemoryGroup:
+    """The first rank's buffers to the others."""
+    if workers.remote:
+        return NodesGroup(position, workers.memory, workers.peers, workers, workers.remote)
+    return device.group(position, workers.memory, workers.peers, workers)
+
+
+class DividedExecutor(LocalExecutor):
+    """The first rank is in this process."""
+
+    def __init__(self, runner: Runner, workers: Workers) -> None:
+        super().__init__(runner)
+        self._workers = workers
+
+    def check(self) -> None:
+        self._workers.check()
+        super().check()
+
+    def call(self, method: str, *args: Any) -> Any:
+        """On all ranks; the answer is the first one's."""
+        return self.call_all(method, *args)[0]
+
+    def call_all(self, method: str, *args: Any) -> list[Any]:
+        self.check()
+        target = self.find(method)
+        self._workers.send(wire.CallRank(method, list(args)))
+        own = target(*args)
+        others = "another rank" if self._workers.count == 1 else f"{self._workers.count} other ranks"
+        with doing(f"starting {others}, and loading the weights there" if method == "load" else f"waiting for {others}"):
+            return [own, *self._workers.answers()]
+
+    def tell(self, command: wire.Command) -> None:
+        """All other ranks."""
+        self._workers.send(command)
+
+    def stop(self) -> None:
+        with contextlib.suppress(EngineDead):
+            self.check()
+        lost = self._workers.gone
+        if not lost:
+            self._runner.synchronize()  # steps in flight need the other ranks
+        self._workers.finish()
+        if not lost or self._runner.ends_without_ranks:
+            super().stop()  # a GPU may wait for who is gone, and giving its memory back would wait for it
+
+    def _meanwhile(self, seconds: float) -> None:
+        """Asked while a result is waited for, which may need what others have not sent."""
+        self.check()
+        self._workers.late(range(1, 1 + self._workers.count), seconds)
+
+    @contextmanager
+    def _in_step(self, plan: StepPlan) -> Iterator[None]:
+        """Around what the first rank does for a step that the others have begun: whatever ends it leaves them waiting, an
+        interrupt, too."""
+        try:
+            yield
+        except EngineDead:
+            raise
+        except BaseException as error:
+            dead = self._workers.give_up(f"the ranks are out of step: step {plan.step} failed on the first: {error!r}")
+            if isinstance(error, Exception):
+                raise dead from error
+            raise
+
+    # ---- adapters --------------------------------------------------------------------------------------------------------
+
+    def read_adapter(self, ref: AdapterRef) -> AdapterFacts:
+        self._workers.read_adapter(ref)
+        try:
+            return super().read_adapter(ref)
+        except BaseException:
+            self._workers.read_adapter(ref, wanted=False)
+            raise
+
+    def read_ahead(self, ref: AdapterRef) -> None:
+        self._workers.read_adapter(ref)
+        super().read_ahead(ref)
+
+    def put_adapter(self, ref: AdapterRef, place: int) -> None:
+        self._refuse(ref, self._ask_others("hold_adapter", ref.version))
+        self._tell_others("put_adapter", ref.version, place)
+        try:
+            super().put_adapter(ref, place)
+        except AdapterError:
+            self._workers.answers()
+            self._drop(place)
+            raise
+        wrong = self._workers.answers()
+        if any(wrong):
+            self._drop(place)
+        self._refuse(ref, wrong)
+
+    def drop_adapter(self, place: int) -> None:
+        self._drop(place)
+
+    def forget_adapter(self, version: str) -> None:
+        super().forget_adapter(version)
+        self._ask_others("forget_adapter", version)
+
+    def _drop(self, place: int) -> None:
+        super().drop_adapter(place)
+        self._ask_others("drop_adapter", place)
+
+    def _refuse(self, ref: AdapterRef, wrong: Sequence[Sequence[str]]) -> None:
+        """What is wrong on the other ranks (`features.lora.cache.Wrong`)."""
+        for rank, told in enumerate(wrong, 1):
+            if told:
+                kind, message = told
+                if kind == AdapterChanged.__name__:  # who asked may have its newer version
+                    raise AdapterChanged(message, "lora_path")
+                raise EngineError(f"rank {rank} cannot have {ref.path}: {message}")
+
+    def _tell_others(self, method: str, *args: Any) -> None:
+        self.check()
+        self._workers.send(wire.CallRank(method, list(args)))
+
+    def _ask_others(self, method: str, *args: Any) -> list[Any]:
+        self._tell_others(method, *args)
+        return self._workers.answers()
+
+
+class RanksFlight(LocalFlight):
+    """Of the first rank, which draws for all."""
+
+    def __init__(self, flight: StepFlight, executor: "RanksExecutor") -> None:
+        super().__init__(flight)
+        self._executor = executor
+
+    def draw(self, masks: Words) -> None:
+        super().draw(masks)
+        self._executor.drawn = self._flight.drawn_ids()
+
+
+class RanksExecutor(DividedExecutor):
+    """Every plan goes to all ranks, with the tokens that the step before drew; they run it side by side. Ranks are in step or
+    lost: a step that fails on one of them is the end of all."""
+
+    def __init__(self, runner: Runner, workers: Workers) -> None:
+        super().__init__(runner, workers)
+        self.drawn: Ints | None = None  # by the latest step; the other ranks are told with the next
+
+    def submit(self, plan: StepPlan) -> RanksFlight:
+        self.check()
+        drawn, self.drawn = self.drawn, None
+        plan = self._runner.complete(plan)
+        self._workers.send(wire.RunStep(drawn, plan))
+        with self._in_step(plan):
+            flight = self._runner.launch(plan)
+        flight.before_following, flight.meanwhile = self._follow, self._meanwhile
+        self.drawn = None if self._runner.draws_itself(plan) else flight.drawn_ids()
+        return RanksFlight(flight, self)
+
+    def _follow(self, lengths: Ints) -> None:
+        """All ranks draft, side by side."""
+        drawn, self.drawn = self.drawn, None
+        self._workers.send(wire.Follow(np.empty(0, np.int32) if drawn is None else drawn, lengths))

@@ -22,11 +22,11 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quire.engine.agreement import Terms
-from quire.engine.executor.claims import Claims, is_gone
+from quire.config.args import EngineArgs, connect_timeout
+from quire.engine.executor.candidates import Candidates, is_gone
 from quire.engine.handshake import (
     HANDSHAKE_TIMEOUT_S,
     RECONNECT_INTERVAL_S,
@@ -34,15 +34,19 @@ from quire.engine.handshake import (
     HandshakeServer,
     Hello,
     HungUp,
+    Terms,
+    cluster_key,
     connect,
     keep_alive,
     listen,
     receive_json,
     send_json,
+    terms_of,
 )  # fmt: skip
 from quire.features.experts.peers import Ends
 from quire.proc.fork_server import ForkServer
 from quire.proc.spawn import PARENT, ChildProcess, anonymous_memory, command_of, is_stopped, spawn
+from quire.progress import doing
 from quire.types.errors import EngineError
 
 WORKER = command_of("quire.engine.executor.worker")
@@ -50,7 +54,9 @@ REMOTE = "+"  # before the number of a rank of another node, among a rank's ends
 LOOK = 0.2  # seconds between looks at a node's ranks
 CHECK_EVERY_S = 1.0  # whether missing nodes can still come
 STOPPED = 0.5  # seconds that one may be stopped
-ENDS = 3.0  # seconds without a connection of those that nodes make at once when told where others are, if others claim a place
+ENDS = (
+    3.0  # seconds without a connection of those that nodes make at once when told where others are, if others candidate a place
+)
 
 
 class _Lost(Exception):
@@ -97,6 +103,28 @@ def share_ranks(ranks: int, nodes: int) -> list[range]:
     return [range(ranks * node // nodes, ranks * (node + 1) // nodes) for node in range(nodes)]
 
 
+def find_nodes(args: EngineArgs, ranks: int) -> tuple[EngineArgs, Links | None]:
+    """What ranks are told, and the links to those of other nodes if there are any."""
+    if args.distributed_executor_backend == "ray":
+        from quire.engine.executor.ray_nodes import start_nodes
+
+        links = start_nodes(args, ranks)
+        return replace(args, nnodes=len(links.ranks)), links
+    if args.distributed_executor_backend == "external_launcher":
+        from quire.engine.external import read_spot
+
+        return args, read_spot(os.environ, ranks).gather(connect_timeout(args), terms_of(args))
+    if args.nnodes == 1:
+        return args, None
+    address = (args.master_addr, args.master_port)
+    key, terms = cluster_key(), terms_of(args)
+    with (
+        listen(address) as listener,
+        doing(f"waiting for {args.nnodes - 1} other nodes at {address[0]}:{address[1]}"),
+    ):
+        return args, gather(listener, share_ranks(ranks, args.nnodes), key, connect_timeout(args), terms)
+
+
 # ---- node 0
 
 
@@ -115,34 +143,34 @@ def gather(
     """
     deadline = time.monotonic() + seconds
     with contextlib.closing(HandshakeServer(listener, key)) as handshakes:
-        claims = Claims(ranks, terms, handshakes.rejections)
-        with contextlib.closing(claims):
+        candidates = Candidates(ranks, terms, handshakes.rejections)
+        with contextlib.closing(candidates):
             while True:
-                while missing := claims.missing:
+                while missing := candidates.missing:
                     check()
                     came = handshakes.next(min(CHECK_EVERY_S, deadline - time.monotonic()))
                     if came is None and time.monotonic() < deadline:
                         continue
                     if came is None:
-                        refused = "".join(f"; node {node} was refused: {why}" for node, why in claims.refused.items())
+                        refused = "".join(f"; node {node} was refused: {why}" for node, why in candidates.refused.items())
                         raise EngineError(f"{missing} of {len(ranks)} nodes did not come in time{refused}")
-                    if not claims.hear(*came):
+                    if not candidates.hear(*came):
                         _turn_away(handshakes, came[0])
                 try:
-                    links = _try(claims, handshakes, ranks, deadline)
+                    links = _try(candidates, handshakes, ranks, deadline)
                 except (_Lost, OSError) as error:
                     handshakes.rejections.log("a node was none (%s): waiting for all of them again", error)
                 else:
-                    claims.refuse()
+                    candidates.refuse()
                     return links
 
 
-def _try(claims: Claims, handshakes: HandshakeServer, ranks: Sequence[range], deadline: float) -> Links:
-    """With those who claim to be the other nodes."""
-    there = claims.take()
-    links = Links(ranks, nodes={node: claim.connection for node, claim in there.items()}, meeting=secrets.token_hex(8))
-    links.models = {node: claim.model for node, claim in there.items()}
-    links.controls = {rank: control for claim in there.values() for rank, control in claim.controls.items()}
+def _try(candidates: Candidates, handshakes: HandshakeServer, ranks: Sequence[range], deadline: float) -> Links:
+    """With those who candidate to be the other nodes."""
+    there = candidates.take()
+    links = Links(ranks, nodes={node: candidate.connection for node, candidate in there.items()}, meeting=secrets.token_hex(8))
+    links.models = {node: candidate.model for node, candidate in there.items()}
+    links.controls = {rank: control for candidate in there.values() for rank, control in candidate.controls.items()}
     told = {
         "ranks": [[own.start, own.stop] for own in ranks],
         "nodes": [("", 0), *(there[node].place for node in sorted(there))],
@@ -154,7 +182,7 @@ def _try(claims: Claims, handshakes: HandshakeServer, ranks: Sequence[range], de
             connection.settimeout(HANDSHAKE_TIMEOUT_S)
             send_json(connection, told)
             connection.settimeout(None)
-        _take_ends(handshakes, links, deadline, claims)
+        _take_ends(handshakes, links, deadline, candidates)
     except BaseException:
         links.close()
         raise
@@ -346,8 +374,8 @@ def spawn_rank(
     return spawn(command, arguments, descriptors, server=server, with_thread=True)
 
 
-def _take_ends(handshakes: HandshakeServer, links: Links, deadline: float, claims: Claims | None = None) -> None:
-    """What nodes above this one connect. Node 0 has `claims`, for others."""
+def _take_ends(handshakes: HandshakeServer, links: Links, deadline: float, candidates: Candidates | None = None) -> None:
+    """What nodes above this one connect. Node 0 has `candidates`, for others."""
     above = [rank for ranks in links.ranks[links.node + 1 :] for rank in ranks]
     missing = {(rank, own) for rank in above for own in links.own}
     last = time.monotonic()
@@ -355,13 +383,13 @@ def _take_ends(handshakes: HandshakeServer, links: Links, deadline: float, claim
         links.check()
         if time.monotonic() > deadline:
             raise EngineError(f"{len(missing)} connections of other nodes did not come in time")
-        if claims is not None and claims.others and time.monotonic() - last > ENDS:
+        if candidates is not None and candidates.others and time.monotonic() - last > ENDS:
             raise _Lost(f"{len(missing)} connections did not come within {ENDS:.0f} s")
         came = handshakes.next(LOOK)
         if came is None:
             continue
         connection, said = came
-        if claims is not None and claims.hear(connection, said):
+        if candidates is not None and candidates.hear(connection, said):
             continue
         other: Any = said.get("from")
         own: Any = said.get("to")

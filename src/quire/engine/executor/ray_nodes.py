@@ -9,24 +9,178 @@ only starts and ends actors, and ends them with the engine. `ray` is an extra: p
 
 import atexit
 import contextlib
+import importlib
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from quire.config.args import EngineArgs, connect_timeout
 from quire.engine import handshake
-from quire.engine.agreement import own_terms, terms_of
 from quire.engine.executor import nodes
-from quire.engine.executor.ray_placement import Placement, RayNode, Wait, find_placement
+from quire.engine.executor.nodes import share_ranks
+from quire.engine.handshake import own_terms, terms_of
 from quire.proc.spawn import environment
 from quire.progress import doing
 from quire.types.errors import ConfigError, EngineError
 
-LOCAL_CPUS = "QUIRE_RAY_CPUS"  # of a cluster that is started here; default: as many as ranks are wanted
+GROUP = "QUIRE_RAY_PLACEMENT_GROUP"  # the id, in hexadecimal, of the group of the Ray actor that started this process
+PAUSE_S = 0.5  # between two looks at the cluster
+RESERVE_S = 3  # for the cluster to reserve CPUs that are free
+LOG_EVERY_S = 10.0
+RayNode = dict[str, Any]  # an entry of ray.nodes()
 logger = logging.getLogger(__name__)
+LOCAL_CPUS = "QUIRE_RAY_CPUS"  # of a cluster that is started here; default: as many as ranks are wanted
+
+
+@dataclass(frozen=True)
+class Placement:
+    nodes: Sequence[RayNode]  # the node of this process first
+    shares: Sequence[range]  # ranks of every node
+    release: Callable[[], None] = lambda: None  # give the reserved CPUs back
+
+
+class Wait:
+    """The time that a start has to find nodes."""
+
+    def __init__(self, seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
+        self._reason, self._logged_at = "", 0.0
+
+    @property
+    def left(self) -> float:
+        """Seconds; 0 when time is over."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def pause(self, reason: str) -> None:
+        """Wait a moment. Raise EngineError with the reason when time is over."""
+        if not self.left:
+            raise EngineError(f"Ray nodes were not available within engine_start_timeout: {reason}")
+        now = time.monotonic()
+        if reason != self._reason or now - self._logged_at > LOG_EVERY_S:
+            logger.warning("waiting for Ray nodes, for up to %.0f s: %s", self.left, reason)
+            self._reason, self._logged_at = reason, now
+        time.sleep(min(PAUSE_S, self.left))
+
+
+def export_group() -> None:
+    """Inside a Ray actor or task: name its cluster and placement group in the environment, for engine processes it starts."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return
+    group = ray.util.get_current_placement_group()
+    if group is not None:
+        os.environ[GROUP] = group.id.hex()
+        os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+
+
+def find_placement(ray: Any, ranks: int, count: int, wait: Wait) -> Placement:
+    """Reserve a CPU for every rank, once the cluster has them.
+
+    count: nodes to use; 1 = as few as have the CPUs.
+    """
+    here, group = ray.get_runtime_context().get_node_id(), _current_group(ray)
+    while True:
+        known = ray.nodes()
+        alive = sorted((node for node in known if node["Alive"]), key=lambda node: node["NodeID"] != here)
+        room = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in alive}
+        may_grow = len(alive) < len(known)  # a node was lost, and may come again
+        if group is not None:
+            state, room = _bundles(group)
+            if state != "CREATED" or not room.keys() <= {node["NodeID"] for node in alive}:
+                wait.pause(f"the placement group {group} is {state}")
+                continue
+            if here not in room:
+                raise ConfigError(f"the Ray placement group {group} has no bundle on the node of this process; add one")
+            alive, may_grow = [node for node in alive if node["NodeID"] in room], False
+        try:
+            shares = _share(ranks, count, [room[node["NodeID"]] for node in alive])
+        except ConfigError as error:
+            if not may_grow:
+                raise
+            wait.pause(str(error))
+            continue
+        used = alive[: len(shares)]
+        if group is not None:
+            return Placement(used, shares)
+        if (release := _reserve(ray, used, shares, wait)) is not None:
+            return Placement(used, shares, release)
+
+
+def _current_group(ray: Any) -> str | None:
+    """The id of the placement group of this actor or task, or of the one that started this process."""
+    group = ray.util.get_current_placement_group()
+    return os.environ.get(GROUP) or None if group is None else str(group.id.hex())
+
+
+def _bundles(group: str) -> tuple[str, dict[str, int]]:
+    """The state of a placement group, and by node how many ranks its bundles can have: one for each GPU, or each CPU if no
+    bundle has a GPU."""
+    entry = _groups().placement_group_table().get(group)
+    if entry is None or entry["state"] == "REMOVED":
+        raise ConfigError(f"the Ray placement group {group} of this process does not exist any more")
+    kind = "GPU" if any(bundle.get("GPU") for bundle in entry["bundles"].values()) else "CPU"
+    room: Counter[str] = Counter()
+    for index, bundle in entry["bundles"].items():
+        room[entry["bundles_to_node_id"][index]] += int(bundle.get(kind, 0))
+    return entry["state"], {node: size for node, size in room.items() if size}
+
+
+def _share(ranks: int, count: int, room: Sequence[int]) -> list[range]:
+    """Ranks of every node that is used. room: how many every node can have."""
+    if count > len(room):
+        raise ConfigError(f"nnodes={count}, and the Ray cluster has {len(room)}; lower it, or start more nodes")
+    if count > 1:
+        shares = share_ranks(ranks, count)
+    else:
+        shares, begun = [], 0
+        for size in room:
+            shares.append(range(begun, min(ranks, begun + size)))
+            begun = shares[-1].stop
+            if begun == ranks:
+                break
+    short = [node for node, share in enumerate(shares) if len(share) > room[node]]
+    if short or shares[-1].stop < ranks or not shares[0]:
+        there = ", ".join(map(str, room))
+        raise ConfigError(
+            f"{ranks} ranks need a CPU each, the first of them on this node; the nodes of the Ray cluster have {there}"
+        )
+    return [share for share in shares if share]
+
+
+def _reserve(ray: Any, used: Sequence[RayNode], shares: Sequence[range], wait: Wait) -> Callable[[], None] | None:
+    """A CPU for every rank, until the returned function is called or this process ends. None: a node was lost meanwhile."""
+    addresses = [node["NodeManagerAddress"] for node in used]
+    bundles = [{"CPU": float(len(share)), f"node:{address}": 0.001} for address, share in zip(addresses, shares, strict=True)]
+    group = _groups().placement_group(bundles, strategy="PACK")
+
+    def release() -> None:
+        with contextlib.suppress(Exception):  # the cluster may be gone
+            _groups().remove_placement_group(group)
+
+    try:
+        while not group.wait(timeout_seconds=min(RESERVE_S, wait.left)):
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            if not all(node["NodeID"] in alive for node in used):
+                release()
+                return None
+            free = int(ray.available_resources().get("CPU", 0))
+            sizes = ", ".join(f"{len(share)} on {address}" for address, share in zip(addresses, shares, strict=True))
+            wait.pause(f"ranks need a free CPU each ({sizes}); {free} CPUs of the cluster are free, others hold the rest")
+    except BaseException:
+        release()
+        raise
+    return release
+
+
+def _groups() -> Any:
+    return importlib.import_module("ray.util.placement_group")  # `ray.util` has a function of this name
 
 
 class _NodeLost(Exception):

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire.config.host import take_turns, wait_politely
 from quire.device.registry import VISIBLE
-from quire.engine.agreement import refuse_other_draft
 from quire.engine.executor import wire
 from quire.engine.executor.nodes import REMOTE
 from quire.engine.executor.workers import LOST
+from quire.engine.handshake import refuse_other_draft
 from quire.features.experts.peers import Ends, read_ends
 from quire.proc.channel import Frames
 from quire.proc.spawn import set_up
@@ -150,7 +150,7 @@ class Rank:
         if config.max_loras:
             take_turns()
         if config.stages > 1:
-            from quire.engine.pipeline import join_pipeline, make_stage_runner
+            from quire.engine.executor.stages import join_pipeline, make_stage_runner
 
             device = start_device(config, rank)
             ring = join_pipeline(config, device, rank, self._memory, self._peers, Others(), self._remote)

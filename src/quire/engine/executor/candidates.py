@@ -13,15 +13,14 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from quire.engine.agreement import Terms, difference
-from quire.engine.handshake import Address, Hello, RejectionLog, send_json
+from quire.engine.handshake import Address, Hello, RejectionLog, Terms, difference, send_json
 from quire.files.reading import shown
 
 MOST = 8  # for one place
 
 
 @dataclass(eq=False)
-class Claim:
+class Candidate:
     connection: socket.socket
     place: Address  # where it listens
     model: str  # the path of its model's files
@@ -34,16 +33,16 @@ class Claim:
             one.close()
 
 
-class Claims:
+class Candidates:
     def __init__(self, ranks: Sequence[range], terms: Terms, rejections: RejectionLog) -> None:
         """`ranks`: of every node. `terms`: what every node must have in common with node 0."""
         self._ranks, self._terms = ranks, terms
         self.refused: dict[int, str] = {}  # by node: what differed from node 0, until a node that agrees joins
-        self._lines: dict[int, list[Claim]] = {node: [] for node in range(1, len(ranks))}
+        self._lines: dict[int, list[Candidate]] = {node: [] for node in range(1, len(ranks))}
         self._rejections = rejections
 
     def hear(self, connection: socket.socket, said: Hello) -> bool:
-        """Of one who connected. False if that is no claim, and no connection for one."""
+        """Of one who connected. False if that is no candidate, and no connection for one."""
         if "node" in said:
             self._add(connection, said)
         elif "claim" in said:
@@ -63,14 +62,14 @@ class Claims:
             refuse(connection, found)
         else:
             own, line = self._ranks[node], self._lines[node]
-            claim = Claim(connection, (host, port), str(said.get("model")), set(own))
+            candidate = Candidate(connection, (host, port), str(said.get("model")), set(own))
             self.refused.pop(node, None)
             try:
-                send_json(connection, {"claim": claim.name, "own": [own.start, own.stop]})
+                send_json(connection, {"claim": candidate.name, "own": [own.start, own.stop]})
             except OSError:
                 connection.close()
                 return
-            line.append(claim)
+            line.append(candidate)
             if len(line) > MOST:
                 oldest = next((one for one in line if one.missing), line[0])
                 line.remove(oldest)
@@ -78,47 +77,49 @@ class Claims:
 
     def _connect(self, connection: socket.socket, said: Hello) -> None:
         name, rank = said["claim"], said.get("control")
-        claim = next((one for line in self._lines.values() for one in line if one.name == name), None)
-        if claim is None or type(rank) is not int or rank not in claim.missing:
+        candidate = next((one for line in self._lines.values() for one in line if one.name == name), None)
+        if candidate is None or type(rank) is not int or rank not in candidate.missing:
             self._rejections.log("one who connected as a rank is none that is awaited")
             connection.close()
         else:
-            claim.missing.remove(rank)
-            claim.controls[rank] = connection
+            candidate.missing.remove(rank)
+            candidate.controls[rank] = connection
 
     @property
     def missing(self) -> int:
         """Places for which nobody is there with all connections."""
         for line in self._lines.values():
-            for claim in [one for one in line if is_gone(one.connection)]:
-                line.remove(claim)
-                claim.close()
-        return sum(all(claim.missing for claim in line) for line in self._lines.values())
+            for candidate in [one for one in line if is_gone(one.connection)]:
+                line.remove(candidate)
+                candidate.close()
+        return sum(all(candidate.missing for candidate in line) for line in self._lines.values())
 
     @property
     def others(self) -> bool:
         """Is there anybody with all connections beside those who were taken?"""
-        return any(not claim.missing for line in self._lines.values() for claim in line)
+        return any(not candidate.missing for line in self._lines.values() for candidate in line)
 
-    def take(self) -> Mapping[int, Claim]:
+    def take(self) -> Mapping[int, Candidate]:
         """Of every place the newest, now that none is missing."""
-        taken = {node: next(claim for claim in reversed(line) if not claim.missing) for node, line in self._lines.items()}
-        for node, claim in taken.items():
-            self._lines[node].remove(claim)
+        taken = {
+            node: next(candidate for candidate in reversed(line) if not candidate.missing) for node, line in self._lines.items()
+        }
+        for node, candidate in taken.items():
+            self._lines[node].remove(candidate)
         return taken
 
     def refuse(self) -> None:
         """Those that are left: all nodes are there."""
         for node, line in self._lines.items():
-            for claim in line:
-                refuse(claim.connection, f"node_rank {node} is there already")
-                claim.close()
+            for candidate in line:
+                refuse(candidate.connection, f"node_rank {node} is there already")
+                candidate.close()
             line.clear()
 
     def close(self) -> None:
         for line in self._lines.values():
-            for claim in line:
-                claim.close()
+            for candidate in line:
+                candidate.close()
             line.clear()
 
 
