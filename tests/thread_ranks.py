@@ -20,7 +20,7 @@ from quire.types.errors import EngineDead
 class ThreadWorkers:
     """In the place of `Workers`."""
 
-    def __init__(self, args, size, hang_timeout, links=None, companions=None, gpus="", drafts=None):
+    def __init__(self, args, size, hang_timeout, links=None, expert_peers=None, gpus="", drafts=None):
         self.memory, self.remote, self.count, self.gone = anonymous_memory("threads"), {}, size - 1, False
         ends = [{} for _ in range(size)]
         for first, second in itertools.combinations(range(size), 2):
@@ -38,7 +38,7 @@ class ThreadWorkers:
         rank = self.ranks[number]
         while (frame := self._asked[number].get()) is not None:
             try:
-                report = rank.obey(wire.decode_command(frame))
+                report = rank.execute(wire.decode_command(frame))
             except Exception as error:  # told to whoever waits
                 self._told[number].put(error)
                 for peer in peers.values():

@@ -16,7 +16,7 @@ from quire.dist import shared_memory
 from quire.dist.mesh import Position, evenly
 from quire.dist.shared_memory import NodesGroup
 from quire.engine.executor import nodes
-from quire.engine.handshake import receive_json, listen, send_json
+from quire.engine.handshake import listen, receive_json, send_json
 from quire.proc.spawn import anonymous_memory
 from quire.types.errors import EngineError
 
@@ -128,15 +128,15 @@ def test_who_is_let_in():
         for one in (links, *joined):
             one.close()
     assert "the key (QUIRE_CLUSTER_KEY) differs" in refused[0] and "node_rank 7 is not one of 1 to 1" in refused[1]
-    with listen(("127.0.0.1", 0)) as listener, pytest.raises(EngineError, match="1 of 2 nodes did not come in time"):
+    with listen(("127.0.0.1", 0)) as listener, pytest.raises(EngineError, match="1 of 2 nodes did not connect in time"):
         nodes.gather(listener, nodes.share_ranks(2, 2), "", 0.05, TERMS)
 
 
 def test_a_node_that_differs_is_refused_and_named_when_time_is_over():
-    differs = "its dtype is 'half', machine 0's is 'auto'; leave it out there"
+    differs = "its dtype is 'half', machine 0's is 'auto'; remove it on that machine"
     with listen(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as other:
         send_json(other, {"key": "", "node": 1, "host": "127.0.0.1", "port": 1, **TERMS, "arguments": {"dtype": "half"}})
-        with pytest.raises(EngineError, match=f"1 of 2 nodes did not come in time; node 1 was refused: {differs}"):
+        with pytest.raises(EngineError, match=f"1 of 2 nodes did not connect in time; node 1 was refused: {differs}"):
             nodes.gather(listener, nodes.share_ranks(2, 2), "", 1.0, {**TERMS, "arguments": {"dtype": "auto"}})
         assert receive_json(other, PATIENCE) == {"refused": differs}
 
@@ -166,7 +166,7 @@ def strangers(address, *hellos, reset=False):
     ],
 )
 def test_strangers_do_not_keep_nodes_from_meeting(monkeypatch, hellos, reset):
-    monkeypatch.setattr(nodes, "ENDS", 1.0)
+    monkeypatch.setattr(nodes, "PEER_CONNECT_TIMEOUT_S", 1.0)
     with listen(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(3) as others:
         address = listener.getsockname()
         first = others.submit(nodes.gather, listener, nodes.share_ranks(3, 3), "", 30.0, TERMS)
@@ -182,9 +182,8 @@ def test_strangers_do_not_keep_nodes_from_meeting(monkeypatch, hellos, reset):
             one.close()
 
 
-
 def test_a_place_is_free_again_when_no_ranks_come(monkeypatch):
-    monkeypatch.setattr(nodes, "ENDS", 1.0)
+    monkeypatch.setattr(nodes, "PEER_CONNECT_TIMEOUT_S", 1.0)
     with listen(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as other:
         address = listener.getsockname()
         first = other.submit(nodes.gather, listener, nodes.share_ranks(2, 2), "", PATIENCE, TERMS)

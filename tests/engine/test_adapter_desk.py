@@ -316,7 +316,7 @@ def test_every_end_gives_the_adapter_back(engine, how, when):
     elif how == "refuse":
         engine.core.constraints.refuse("a", RequestError("its grammar is wrong"))
     else:
-        engine.core._tell(engine.core.scheduler.end("a", "it failed"))
+        engine.core._queue_deltas(engine.core.scheduler.end("a", "it failed"))
     engine.add("b", engine.adapter("b", "2"))
     engine.check()
     assert engine.ended["b"] == "length"

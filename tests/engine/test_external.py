@@ -43,7 +43,7 @@ def test_all_ranks_have_the_same_answers(tiny_model, launched, shared_llm):
         )  # fmt: skip
         with pytest.raises(EngineDead, match="rank 1"):
             llm.generate(external_rank.TEXT[:1], external_rank.GREEDY, use_tqdm=False)
-        assert "rank 1 is at 'add' and rank 0 at 'add' of something else" in other.stdout.readline()
+        assert "rank 1 called 'add' and rank 0 'add' with other arguments" in other.stdout.readline()
         llm.llm_engine.shutdown()
     assert other.returncode == 0
 

@@ -133,7 +133,7 @@ def test_rows_must_follow_the_cursor(row, message):
     run(device, FIRST)
     with pytest.raises(EngineError, match=message):
         device.submit(plan(1, rows=[row]))
-    with pytest.raises(EngineError, match="had a tenant"):
+    with pytest.raises(EngineError, match="had a request"):
         device.submit(plan(1, admit=[admission()], rows=[(0, 5, 5, True)]))
 
 

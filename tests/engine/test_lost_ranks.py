@@ -43,13 +43,13 @@ def wait_for_the_end(pids: list[int]) -> None:
 
 
 def test_a_stopped_rank_is_named_and_ends_with_the_engine(tiny_model, monkeypatch):
-    monkeypatch.setattr(workers, "STOPPED", 0.1)
+    monkeypatch.setattr(workers, "STOPPED_TIMEOUT_S", 0.1)
     llm = open_model(tiny_model, tensor_parallel_size=2)
     [pid] = ranks_of(os.getpid())
     llm.generate(TEXT, GREEDY, use_tqdm=False)
     os.kill(pid, signal.SIGSTOP)
     for _ in range(2):  # and again: it does not go on
-        with pytest.raises(EngineDead, match=rf"rank 1 \(process {pid}\) is stopped \(SIGSTOP\), and kept the other ranks"):
+        with pytest.raises(EngineDead, match=rf"rank 1 \(process {pid}\) is stopped \(SIGSTOP\), and delayed the other ranks"):
             llm.generate(TEXT, GREEDY, use_tqdm=False)
     llm.llm_engine.shutdown()
     assert not lives(pid)

@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
 
 def test_a_stopped_stage_is_named_and_ends_with_the_engine(tiny_model, monkeypatch):
-    monkeypatch.setattr(workers, "STOPPED", 0.1)
+    monkeypatch.setattr(workers, "STOPPED_TIMEOUT_S", 0.1)
     llm = open_model(tiny_model, pipeline_parallel_size=2)
     [pid] = ranks_of(os.getpid())
     llm.generate(TEXT, GREEDY, use_tqdm=False)

@@ -68,17 +68,17 @@ def meeting():
 
 def test_those_who_only_claim_a_place_keep_nobody_waiting(meeting, monkeypatch):
     """Not even once, however many there are: nobody is tried in vain."""
-    monkeypatch.setattr(nodes, "ENDS", 10 * PATIENCE)
+    monkeypatch.setattr(nodes, "PEER_CONNECT_TIMEOUT_S", 10 * PATIENCE)
     strangers = [meeting.claim() for _ in range(20)]
     meeting.connect({"claim": "none", "control": 1})
     meeting.connect({"control": 1})
     meeting.finish(meeting.begin())
     assert "own" in receive_json(strangers[-1], PATIENCE)
-    assert receive_json(strangers[-1], PATIENCE) == {"refused": "node_rank 1 is there already"}
+    assert receive_json(strangers[-1], PATIENCE) == {"refused": "node_rank 1 has joined already"}
 
 
 def test_those_who_connect_to_node_0_and_to_nobody_else_cost_a_moment_each(meeting, monkeypatch):
-    monkeypatch.setattr(nodes, "ENDS", 0.3)
+    monkeypatch.setattr(nodes, "PEER_CONNECT_TIMEOUT_S", 0.3)
     gathering = meeting.begin()
     for _ in range(2):
         stranger = meeting.claim()

@@ -76,7 +76,7 @@ def changed(model, directory, file, change):
 def test_a_node_with_another_model_is_refused(tiny_model, tmp_path, node_listener, caplog, file, change, message):
     other = changed(tiny_model, tmp_path, file, change)
     args = EngineArgs(str(other), data_parallel_size=3, data_parallel_rpc_port=node_listener.address[1])
-    with pytest.raises(EngineError, match=f"machine 0 refused this one: {message}"):
+    with pytest.raises(EngineError, match=f"machine 0 refused this machine: {message}"):
         NodeAgent(args, 1, 2).run()
     assert message in caplog.text
     good, told = come(node_listener, **HELLO, **own_terms(EngineArgs(str(tiny_model))))
@@ -89,8 +89,8 @@ def test_what_must_agree(tiny_model, terms):
         return difference(terms, own_terms(EngineArgs(str(tiny_model), **given)))
 
     assert refusal() is None
-    assert refusal(dtype="half") == "its dtype is 'float16', machine 0's is 'auto'; leave it out there"
-    assert refusal(max_model_len=64) == "its max_model_len is 64, machine 0's is None; leave it out there"
+    assert refusal(dtype="half") == "its dtype is 'float16', machine 0's is 'auto'; remove it on that machine"
+    assert refusal(max_model_len=64) == "its max_model_len is 64, machine 0's is None; remove it on that machine"
     assert refusal(load_format="dummy") == "its model is not machine 0's: 'weights' is missing"
     assert difference(terms, {**terms, "version": "\ud800" * 9999}).startswith("its Quire is '\\ud800")
     assert difference(terms, {**terms, "files": []}) == "its model is not machine 0's: 'config.json' is missing"
@@ -159,7 +159,7 @@ def test_accepts_again_when_there_are_descriptors(node_listener, terms, caplog):
                 while True:
                     filled.append(os.dup(0))
             node.connect(node_listener.address)
-            until(lambda: "nodes cannot connect now, and will be able to later" in caplog.text)
+            until(lambda: "nodes cannot connect for the moment" in caplog.text)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
             for descriptor in filled:
@@ -223,7 +223,7 @@ def test_only_who_waits_is_handed_over(tiny_model, node_listener, terms, spoil):
 
 
 def test_a_node_that_begins_nothing(tiny_model, node_listener, terms, monkeypatch):
-    monkeypatch.setattr(listener_module, "BEGIN", 0.1)
+    monkeypatch.setattr(listener_module, "BEGIN_TIMEOUT_S", 0.1)
     node, _ = come(node_listener, **HELLO, **terms)
     engine = RemoteEngine(EngineArgs(str(tiny_model)), node_listener, 1)
     until(lambda: engine.ending() is not None)
@@ -265,7 +265,7 @@ def test_frames_of_no_engine_are_a_lost_connection(tiny_model, node_listener, te
         task = asyncio.create_task(supervisor.run())
         for bad in (b"", b"\xc1", b"\x81\xa1x\x01", b"\x93\x01\x02\x03"):
             await asyncio.wait_for(life(bad), PATIENCE)
-            assert "a fault of its node (127.0.0.1): it said what no engine says" in supervisor.last_loss
+            assert "a fault of its node (127.0.0.1): invalid message" in supervisor.last_loss
         await asyncio.wait_for(life(None), PATIENCE)
         assert supervisor.restarts == 4 and news == ["ready", "lost"] * 4 + ["ready"]
         task.cancel()
@@ -281,8 +281,8 @@ LONG = struct.pack("<I", (1 << 32) - 1)
     ("bad", "message"),
     [
         (LONG, "it announced a message of 4,294,967,295 bytes, and 1,048,576 are the most"),
-        (hello(b"junk"), "it said what no engine says"),
-        (hello(ipc.encode(ipc.Failed("EngineError", "because"))), "it said Failed before it had begun"),
+        (hello(b"junk"), "invalid message"),
+        (hello(ipc.encode(ipc.Failed("EngineError", "because"))), "Failed before the engine had begun"),
         (hello(ipc.encode(ipc.Begun(7))) + LONG, "bytes, and 1,073,741,824 are the most"),
         (None, "the connection to its node"),
     ],

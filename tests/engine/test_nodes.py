@@ -88,8 +88,8 @@ def test_a_node_with_other_weights_is_refused_and_one_with_the_same_gives_the_to
     node.join(PATIENCE)
     assert codes == [1] and over == [True]
     difference = "its model is not machine 0's: 'weights' is another one"
-    assert f"node 1 ('127.0.0.1') is refused: {difference}" in caplog.text
-    assert f"node 0 refused this one: {difference}" in capsys.readouterr().err
+    assert f"rejected node 1 ('127.0.0.1'): {difference}" in caplog.text
+    assert f"node 0 refused this node: {difference}" in capsys.readouterr().err
 
 
 def test_a_node_with_another_draft_model_is_refused(checkpoint, port, monkeypatch):
@@ -131,7 +131,7 @@ def test_a_node_joins_again_when_node_0_vanished_without_closing(checkpoint, mon
         for connection in (*lost.nodes.values(), *lost.controls.values(), *lost.ends[0].values()):
             vanish(connection)
         found = nodes.gather(listener, shares, "", PATIENCE, terms)
-        nodes.NodeLine(1, found.nodes[1]).close()
+        nodes.NodeConnection(1, found.nodes[1]).close()
         node.join(PATIENCE)
         for one in (unanswered, lost, found):
             one.close()

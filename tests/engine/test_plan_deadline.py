@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from quire.engine import ipc
-from quire.engine.plan_deadline import EASING, FORESEEN, LEAST_LEAD, MOST_LEAD, PlanDeadline
+from quire.engine.plan_deadline import LEAD_DECAY, MAX_LEAD_S, MIN_LEAD_S, PREDICTED_SHARE, PlanDeadline
 from quire.engine.process import EngineLoop
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
@@ -27,14 +27,14 @@ def steady() -> PlanDeadline:
     return deadline  # a step of 8 rows of one token is in flight, and began at 1 + 2 * STEP
 
 
-SPARE = FORESEEN * STEP - HOST
+SPARE = PREDICTED_SHARE * STEP - HOST
 
 
 def test_even_steps_are_foreseen_after_one_has_been_timed():
     deadline = PlanDeadline()
     assert turn(deadline, 1.0) == 0.0
-    assert turn(deadline, 1.0 + STEP) == pytest.approx(SPARE - LEAST_LEAD)
-    assert turn(deadline, 1.0 + 2 * STEP, rows=7) == pytest.approx(SPARE - LEAST_LEAD)
+    assert turn(deadline, 1.0 + STEP) == pytest.approx(SPARE - MIN_LEAD_S)
+    assert turn(deadline, 1.0 + 2 * STEP, rows=7) == pytest.approx(SPARE - MIN_LEAD_S)
 
 
 @pytest.mark.parametrize(
@@ -48,22 +48,22 @@ def test_a_step_behind_a_prompt_is_not_foreseen():
     deadline = steady()
     turn(deadline, 1.0 + 3 * STEP, 8, 300)
     assert turn(deadline, 1.0 + 8 * STEP, 9) == 0.0  # how long the prompt took says nothing
-    assert turn(deadline, 1.0 + 9 * STEP, 9) == pytest.approx(SPARE - LEAST_LEAD)
+    assert turn(deadline, 1.0 + 9 * STEP, 9) == pytest.approx(SPARE - MIN_LEAD_S)
 
 
 def test_when_the_device_had_to_wait_plans_are_made_earlier():
     deadline = steady()
     assert turn(deadline, 1.0 + 3.5 * STEP, waited=0.0) == 0.0  # too late: when the step ended is not known
     assert turn(deadline, 1.0 + 4.5 * STEP) == 0.0
-    assert turn(deadline, 1.0 + 5.5 * STEP) == pytest.approx(SPARE - 2 * LEAST_LEAD * EASING**2)
+    assert turn(deadline, 1.0 + 5.5 * STEP) == pytest.approx(SPARE - 2 * MIN_LEAD_S * LEAD_DECAY**2)
     for i in range(20):
         turn(deadline, 2.0 + i * STEP)
         deadline.due = 1.0
         turn(deadline, 2.0 + i * STEP, waited=0.0)
-    assert deadline._lead == MOST_LEAD
+    assert deadline._lead == MAX_LEAD_S
     for i in range(400):
         turn(deadline, 3.0 + i * STEP)
-    assert deadline._lead == LEAST_LEAD
+    assert deadline._lead == MIN_LEAD_S
 
 
 class Core:

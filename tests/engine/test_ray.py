@@ -80,7 +80,7 @@ def generate_in_task(directory):
 def test_two_nodes_of_a_cluster(checkpoint, cluster, monkeypatch):
     directory = checkpoint("llama").directory
     for args, message in (
-        ({"tensor_parallel_size": 3}, "3 ranks need a CPU each, .* the nodes of the Ray cluster have 1, 1"),
+        ({"tensor_parallel_size": 3}, "3 ranks require a CPU each, .* the nodes of the Ray cluster have 1, 1"),
         ({"tensor_parallel_size": 3, "nnodes": 3}, "nnodes=3, and the Ray cluster has 2"),
         ({"tensor_parallel_size": 2, "data_parallel_size": 2}, "data_parallel_size=2 is not supported"),
     ):
@@ -88,7 +88,7 @@ def test_two_nodes_of_a_cluster(checkpoint, cluster, monkeypatch):
             family_engine(directory, distributed_executor_backend="ray", **args)
     with monkeypatch.context() as patch:
         patch.setattr(ray_nodes, "terms_of", lambda args: ray_nodes.own_terms(args) | {"version": "other"})
-        with pytest.raises(EngineError, match=r"node 1 \(127.0.0.3\) could not start .* refused this one: its Quire is"):
+        with pytest.raises(EngineError, match=r"node 1 \(127.0.0.3\) could not start .* refused this node: its Quire is"):
             family_engine(directory, **ON_RAY)
 
     prompts, params = PROMPTS * 2, [GREEDY] * len(PROMPTS) + [SEEDED] * len(PROMPTS)
@@ -112,7 +112,7 @@ def test_two_nodes_of_a_cluster(checkpoint, cluster, monkeypatch):
         logger.removeHandler(bell)
     assert ids(llm, prompts, params) == expected
     assert [rank["stage"] for rank in llm.collective_rpc("describe_rank")] == [0, 1]
-    with pytest.raises(EngineError, match=r"within engine_start_timeout: 3 ranks need a CPU each, .* cluster have 1, 1"):
+    with pytest.raises(EngineError, match=r"within engine_start_timeout: 3 ranks require a CPU each, .* cluster have 1, 1"):
         family_engine(directory, tensor_parallel_size=3, distributed_executor_backend="ray", engine_start_timeout=1.0)
     with pytest.raises(EngineError, match=r"within engine_start_timeout: ranks need a free CPU each .* 0 CPUs .* are free"):
         family_engine(directory, **ON_RAY, engine_start_timeout=1.0)

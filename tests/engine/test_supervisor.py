@@ -163,7 +163,7 @@ def test_a_hung_step_is_told_apart_from_a_frozen_process(tiny_model, tmp_path, c
 
     run(scene(), llm)
     assert "in one step for" in caplog.text and "silent" not in caplog.text
-    assert re.search(r"the engine is back after \d+\.\d s; 1 open request goes on", caplog.text)
+    assert re.search(r"the engine is back after \d+\.\d s; 1 open request continues", caplog.text)
 
 
 def test_busy_for_says_how_long_a_step_takes(tiny_model, tmp_path):
@@ -467,7 +467,7 @@ def test_a_large_report_does_not_hold_the_event_loop():
 
     async def scene():
         task = asyncio.create_task(others())
-        await supervisor._hear(StepReport(deltas, Stats(1, 0, 1, 1, 0, 0, 0), 1000))
+        await supervisor._handle(StepReport(deltas, Stats(1, 0, 1, 1, 0, 0, 0), 1000))
         task.cancel()
 
     run(scene())

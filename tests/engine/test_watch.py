@@ -8,7 +8,7 @@ from quire.cache.pool import Pool
 from quire.engine.core import EngineCore
 from quire.engine.executor.fake import FakeExecutor
 from quire.engine.executor.fake_model import FakeModel
-from quire.engine.watch import PIECE, PageMap
+from quire.engine.watch import MAP_CHUNK_CELLS, PageMap
 from quire.sched.scheduler import Scheduler
 from quire.types import engine_snapshot as snapshots
 from quire.types.cache import LayerCache
@@ -184,8 +184,8 @@ def test_a_large_map_is_told_in_pieces_of_a_bounded_number_of_cells():
     pool.take(10)
     told = {}
     while pages.stale:
-        first, cells = pages.next_piece()
-        assert len(cells) <= PIECE
+        first, cells = pages.next_chunk()
+        assert len(cells) <= MAP_CHUNK_CELLS
         told |= {first + i: cell for i, cell in enumerate(cells)}
     assert len(told) == 4000 <= snapshots.CELLS and sorted(told) == list(range(4000))
     assert told[0] == snapshots.USED == told[1] and told[2] == snapshots.BLANK, "pages 1 and 6 of those taken in a row"

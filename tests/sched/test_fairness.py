@@ -43,7 +43,7 @@ def test_slots_are_shared_equally_and_each_tenant_is_served_in_order():
     full = 0
     while all(desk.scheduler._queue._lines.get(tenant) for tenant in "abc"):
         plan = desk.step()
-        of = Counter(next(name[0] for name, spec in desk.specs.items() if spec.seed == desk.executor.tenants[slot].seed)
+        of = Counter(next(name[0] for name, spec in desk.specs.items() if spec.seed == desk.executor.admissions[slot].seed)
                      for slot in plan.slot.tolist())  # fmt: skip
         full += of == dict.fromkeys("abc", 3)
         assert len(desk.plans) < 4 or max(of.values()) <= 4

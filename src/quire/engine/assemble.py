@@ -1,6 +1,6 @@
-"""Put an engine core together: the model on its device, KV cache, scheduler and executor.
+"""Assemble an engine core: the model on its device, KV cache, scheduler and executor, and the processes of other ranks.
 
-Importing this file does not import torch: only the local executor needs it.
+Importing this file does not import torch.
 """
 
 import contextlib
@@ -39,13 +39,15 @@ if TYPE_CHECKING:
     from quire.engine.executor.workers import Workers
     from quire.features.experts.exchange import SharedExperts
 
-RANK_TIMEOUT_SHARE = 0.9  # of the time after which an engine counts as hung: a rank that hangs is reported before
+RANK_TIMEOUT_SHARE = 0.9  # of engine_hang_timeout: a hanging rank is reported before the engine counts as hung
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class StartedCore:
+    """A started engine core and what the start decided."""
+
     core: EngineCore
     max_model_len: int
     pages: int
@@ -53,10 +55,10 @@ class StartedCore:
 
 
 def resolve_here(args: EngineArgs, watch: Stopwatch, serving: bool = False, engine: int = 0, rank: int | None = None) -> Config:
-    """Return the configuration of an engine in this process, or of a rank of one. What torch is not needed for is checked
-    before it is imported.
+    """Return the configuration of an engine in this process, or of a rank. Whatever does not need torch is checked before its
+    import.
 
-    engine: its number among those on this machine.
+    engine: number of the engine on this machine.
     """
     engines, sharing = local_engines(args), args.kv_cache_memory_bytes is not None
     ranks = args.tensor_parallel_size * args.pipeline_parallel_size
@@ -97,7 +99,7 @@ def start_core(config: Config, watch: Stopwatch | None = None, ends: Ends | None
     if facts.unsupported_reason:
         raise ModelError(facts.unsupported_reason)
     layout = whole_layout(config)
-    speculation = make_speculation(config, watch, start_core)  # a model that drafts by text takes its memory first
+    speculation = make_speculation(config, watch, start_core)  # a text drafter allocates its memory first
     try:
         if config.args.distributed_executor_backend == "fake":
             executor, capacity = start_fake(config, facts, layout, watch)
@@ -134,11 +136,11 @@ def make_grammars(config: Config, drafts: int) -> GrammarLanes:
 def start_local(
     config: Config, facts: ModelFacts, layout: CacheLayout, watch: Stopwatch, ends: Ends | None = None
 ) -> tuple[Executor, Capacity]:
-    """Start the model in this process, or the first rank's share of it.
+    """Start the model in this process, or the first rank's share of it, and the processes of the other ranks.
 
     ends: connections to the engines that share its experts.
     """
-    workers = None if config.world == 1 else start_workers(config, ends)  # they import torch while this process does
+    workers = None if config.world == 1 else start_workers(config, ends)  # they import torch at the same time as this process
     executor: Executor | None = None
     try:
         import_torch()
@@ -148,7 +150,7 @@ def start_local(
         device = start_device(config)
         if config.device_facts.advice and facts.files.format == "gguf" and config.args.dtype == "auto":
             logger.warning("%s, or set dtype='float32' to keep it", config.device_facts.advice)
-        experts = None if ends is None else meet_expert_peers(config, ends, workers)
+        experts = None if ends is None else connect_expert_peers(config, ends, workers)
         executor = make_executor(config, device, workers, None if experts is None else experts[1])
         load_model(config, executor, layout, watch)
         if experts is not None:
@@ -217,7 +219,7 @@ def allocate_cache(config: Config, executor: Executor, layout: CacheLayout, devi
     return capacity
 
 
-def meet_expert_peers(config: Config, ends: Ends, workers: "Workers | None") -> "tuple[ExpertPeerWatch, SharedExperts]":
+def connect_expert_peers(config: Config, ends: Ends, workers: "Workers | None") -> "tuple[ExpertPeerWatch, SharedExperts]":
     """Connect to the engines that share experts with this one."""
     args = config.args
     patience = connect_timeout(args), RANK_TIMEOUT_SHARE * step_timeout(args)
@@ -226,13 +228,13 @@ def meet_expert_peers(config: Config, ends: Ends, workers: "Workers | None") -> 
 
 
 def start_workers(config: Config, ends: Ends | None = None) -> "Workers":
-    """Start the other ranks' processes, which begin to import what they need."""
+    """Start the processes of the other ranks, which begin their imports."""
     from quire.engine.executor.nodes import find_nodes
     from quire.engine.executor.workers import Workers
     from quire.engine.handshake import draft_files
 
     args, facts = config.args, config.facts
-    told = replace(
+    rank_args = replace(
         args,
         model=str(facts.files.path.absolute()),
         revision=None,
@@ -241,7 +243,7 @@ def start_workers(config: Config, ends: Ends | None = None) -> "Workers":
         max_num_batched_tokens=config.max_batched_tokens,
         max_num_seqs=config.max_seqs,
     )
-    told, links = find_nodes(told, config.world)
+    rank_args, links = find_nodes(rank_args, config.world)
     gpus = ",".join(named_gpus() or map(str, range(config.device_facts.count))) if config.device == "cuda" else ""
     drafts = {} if links is None else draft_files(config)
-    return Workers(told, config.world, RANK_TIMEOUT_SHARE * step_timeout(args), links, ends, gpus, drafts)
+    return Workers(rank_args, config.world, RANK_TIMEOUT_SHARE * step_timeout(args), links, ends, gpus, drafts)

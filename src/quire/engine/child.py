@@ -1,7 +1,7 @@
-"""One engine process as its parent holds it: the process, the connection to it, its log, and its journal.
+"""One engine process as its parent has it: the process, its connection, its log and its journal.
 
-Whatever happens, `close` leaves nothing behind, and it happens at the latest when this process ends. Nor does a process that is
-killed: the journal is a file without a name.
+`close` frees everything, at the latest when this process ends. Nothing is left of a killed process either: the journal is a
+file without a name.
 """
 
 import errno
@@ -33,7 +33,7 @@ PRELOADED_MODULES = (
     "quire.attn.cpu",
     "quire.engine.process",
     "quire.engine.executor.worker",
-)  # by the fork server
+)  # in the fork server
 
 
 class EngineConnection:
@@ -43,12 +43,12 @@ class EngineConnection:
 
     @property
     def fd(self) -> int:
-        """Readable when there are reports, or never will be again (`closed`)."""
+        """A descriptor that is readable when there are reports, or never will be again (`closed`)."""
         return self._channel.fileno()
 
     @property
     def closed(self) -> bool:
-        """The engine process will send no more reports."""
+        """Whether the engine process will send no more reports."""
         return self._channel.closed
 
     @property
@@ -67,10 +67,9 @@ class EngineConnection:
 
 
 class Child(EngineConnection):
-    """Without arguments, the process waits for `begin`, and spends the time importing what an engine with a model needs.
+    """An engine process of this machine.
 
-    `engine` is its number, of args.data_parallel_size; `serving`: requests come and go while others wait for their tokens.
-    `server`: forks it, if it can. `ends`: its ways to engines that share its experts.
+    Without arguments the process waits for `begin`, and meanwhile imports what an engine with a model needs.
     """
 
     def __init__(
@@ -82,6 +81,13 @@ class Child(EngineConnection):
         server: ForkServer | None = None,
         ends: Ends | None = None,
     ) -> None:
+        """Start the process.
+
+        engine: its number, of args.data_parallel_size.
+        serving: requests arrive while others run.
+        server: forks the process, if it can.
+        ends: connections to engines that share its experts.
+        """
         start = None if args is None else first_frame(args, engine, serving)
         self._journal = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed with the rest
         try:
@@ -116,7 +122,7 @@ class Child(EngineConnection):
         self._process = process
         try:
             self._log = LogPipe(os.fdopen(inner, "rb"), f"(engine {process.pid})")
-        except RuntimeError as error:  # the system gives no thread
+        except RuntimeError as error:  # the system has no thread left
             self._finalizer()
             raise OSError(errno.EAGAIN, str(error)) from None
         if start is not None:
@@ -128,14 +134,14 @@ class Child(EngineConnection):
 
     @property
     def stopped(self) -> bool:
-        """By SIGSTOP and its kin."""
+        """Whether it is stopped, by SIGSTOP for example."""
         return is_stopped(self.pid)
 
     def begin(self, args: EngineArgs, engine: int = 0, serving: bool = True) -> None:
         self._channel.send(first_frame(args, engine, serving))
 
     def receive(self) -> ipc.Report | None:
-        """The next report, None if there is none now."""
+        """Return the next report, None if there is none now."""
         frame = self.receive_frame()
         return None if frame is None else ipc.decode_report(frame)
 
@@ -143,12 +149,12 @@ class Child(EngineConnection):
         return self._channel.receive()
 
     def ending(self) -> str | None:
-        """How the process ended; None while it lives."""
+        """Return how the process ended; None while it lives."""
         code = self._process.poll()
         return None if code is None else exit_reason(code)
 
-    def last_words(self) -> str:
-        """The end of its log, for a message."""
+    def log_tail(self) -> str:
+        """Return the end of its log, for an error message."""
         return "".join(f"\n  {line}" for line in self.last_lines())
 
     def last_lines(self) -> list[str]:
@@ -156,18 +162,18 @@ class Child(EngineConnection):
         return list(self._log.lines)
 
     def in_flight(self) -> set[str]:
-        """The requests that it worked on when it died."""
+        """Return the requests that were running when it died."""
         self._journal.seek(0)
         return set(
             self._journal.read().partition(ipc.JOURNAL_END)[0].decode(errors="replace").split("\n")
-        )  # half written, perhaps
+        )  # it may be incomplete
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
             self._process.kill()
 
     def stop(self, timeout: float) -> None:
-        """Asks the process to end, waits up to `timeout` seconds, then ends it."""
+        """Ask the process to end, wait up to `timeout` seconds, then kill it."""
         if timeout > 0 and self._process.poll() is None:
             self.send(ipc.Stop())
             self._channel.drain(timeout)
@@ -181,7 +187,7 @@ class Child(EngineConnection):
 
 
 def engine_fork_server() -> LazyForkServer:
-    """Return what makes restarts of engines quick, once it is prepared."""
+    """Return the fork server that makes restarts of engines fast, once it is prepared."""
     return LazyForkServer(PRELOADED_MODULES)
 
 

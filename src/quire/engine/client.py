@@ -1,11 +1,12 @@
-"""The engine as the API process sees it: requests go in, deltas come out, and a lost engine is only a pause.
+"""An engine as the API process sees it: requests go in, deltas come out, and the loss of an engine is only a pause.
 
-For every open request the client keeps the request and the tokens told so far. When an engine was lost, the next one gets them
-all again, and each goes on where its tokens end: random numbers, penalties and limits depend on positions alone.
+For every open request the client keeps the request and the tokens it has reported. After a loss the next engine gets all of
+them
+again, and each request continues after its tokens: random numbers, penalties and limits depend on positions only.
 
-A request that makes engines crash must not take the others with it for ever. Who was worked on at two crashes in a row without
-any progress is a suspect; suspects are sent last and one at a time, the next when the one before has made progress. Whoever it
-happens to MOST_STRIKES times ends with an error.
+A request that crashes engines must not block the others forever. A request that was running in two crashes in a row without
+progress is a suspect. Suspects are sent last and one at a time, the next when the previous one has made progress. After
+MAX_STRIKES such crashes a request ends with an error.
 """
 
 import asyncio
@@ -31,9 +32,9 @@ from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest, FinishReason
 from quire.types.stats import Stats
 
-SUSPECT, MOST_STRIKES = 2, 3
-WARM_AFTER = 3.0  # seconds after an engine is ready, in which the first requests have the machine to themselves
-AT_ONCE = 1 << 16  # tokens of requests in one message to the engine
+SUSPECT_STRIKES, MAX_STRIKES = 2, 3
+WARM_AFTER_S = 3.0  # after an engine is ready: the fork server does not slow the first requests
+MAX_MESSAGE_TOKENS = 1 << 16  # of requests in one message to the engine
 
 
 @dataclass(eq=False)
@@ -42,26 +43,26 @@ class OpenRequest:
 
     spec: EngineRequest
     tokens: list[int] = field(default_factory=list)
-    scored: int = 0  # prompt positions whose logprobs came
-    strikes: int = 0  # crashes in a row at which it was worked on, without progress since the one before
-    sent_with: int = -1  # what `told` was when the present engine got it; -1: it has not got it
+    scored: int = 0  # prompt positions whose logprobs were reported
+    strikes: int = 0  # crashes in a row while it was running, without progress in between
+    sent_with: int = -1  # `reported` when the present engine got it; -1: it has not got it
 
     @property
-    def told(self) -> int:
+    def reported(self) -> int:
         return len(self.tokens) + self.scored
 
     @property
     def progressed(self) -> bool:
-        return self.told > self.sent_with
+        return self.reported > self.sent_with
 
-    def again(self) -> EngineRequest:
-        self.sent_with = self.told
-        return replace(self.spec, resumed=tuple(self.tokens), scored=self.scored) if self.told else self.spec
+    def replayed(self) -> EngineRequest:
+        self.sent_with = self.reported
+        return replace(self.spec, resumed=tuple(self.tokens), scored=self.scored) if self.reported else self.spec
 
 
 @dataclass(eq=False, slots=True)
 class OpenCall:
-    """What an engine is asked to do, the next one if this one is lost."""
+    """A call to the engine; the next engine gets it if this one is lost."""
 
     command: ipc.CallMethod | ipc.LoadAdapter
     future: asyncio.Future[Any]
@@ -70,8 +71,7 @@ class OpenCall:
 
 
 class EngineClient(EngineView):
-    """`spare` is a process that waits for its arguments: it becomes the first engine. `engine`: its number, of several;
-    `serving`: requests come and go while others wait for their next token."""
+    """One engine, restarted when it is lost."""
 
     def __init__(
         self,
@@ -83,13 +83,16 @@ class EngineClient(EngineView):
         serving: bool = True,
         warm: LazyForkServer | None = None,
         node_listener: NodeListener | None = None,
-        companions: ExpertPeers | None = None,
+        expert_peers: ExpertPeers | None = None,
     ) -> None:
         """Start an engine.
 
-        warm: the fork server of restarts; by default the client has its own, if warm_restart asks for it.
+        spare: a process that waits for its arguments: it becomes the first engine.
+        engine: its number, of several.
+        serving: requests arrive while others run.
+        warm: the fork server of restarts; by default the client has its own, if warm_restart is set.
         node_listener: the engine is on another node, which connects there.
-        companions: engines that share its experts.
+        expert_peers: engines that share its experts.
         """
         if args.distributed_executor_backend == "ray":
             from quire.engine.executor.ray_nodes import export_group
@@ -100,26 +103,26 @@ class EngineClient(EngineView):
         self._warms = bool(args.warm_restart) and args.distributed_executor_backend != "fake" and tuple(command) == COMMAND
         self._open: dict[str, OpenRequest] = {}
         self._suspects: deque[OpenRequest] = deque()
-        self._probe: OpenRequest | None = None  # the suspect whose progress is awaited
+        self._probe: OpenRequest | None = None  # the suspect that is running
         self._calls: dict[int, OpenCall] = {}
         self._numbers = itertools.count()
         self._outbox: deque[OpenRequest] = deque()  # to be sent
-        self._sending = False  # the rest of them has its turn soon
-        self._sent_now: list[OpenRequest] = []  # with the latest message
-        self.replayed_requests = 0  # requests that another engine had before
+        self._sending = False  # the rest will be sent soon
+        self._sent_now: list[OpenRequest] = []  # in the latest message
+        self.replayed_requests = 0  # requests that a lost engine had
         self._watched = False
         self.heir: Callable[[list[OpenRequest]], list[OpenRequest]] = lambda orphans: orphans  # see `on_dead`
         self.relief: Callable[[list[OpenRequest]], list[OpenRequest]] = lambda _: []  # returns those taken
         self.on_given_up: Callable[[QuireError], None] = lambda error: None  # noqa: ARG005
-        self.stats: Stats | None = None  # as of the latest step
+        self.stats: Stats | None = None  # of the latest step
         self.pages = 0  # of the cache; 0 until an engine is ready
         spares = [] if spare is None else [spare]
 
         def start() -> AnyChild:
             if node_listener is not None:
                 return RemoteEngine(args, node_listener, engine, serving)
-            if companions is not None:
-                ends = companions.take(engine)
+            if expert_peers is not None:
+                ends = expert_peers.take(engine)
                 try:
                     return Child(args, command, engine, serving, self._warm.get(), ends)
                 finally:
@@ -133,11 +136,11 @@ class EngineClient(EngineView):
         name = "the engine" if args.data_parallel_size == 1 else f"engine {engine}"
         self.supervisor = Supervisor(start, SupervisorLimits.of(args), self, name)
 
-    # ---- how it is -------------------------------------------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------------------------------------------
 
     @property
     def engines(self) -> "list[EngineClient]":
-        """Of a router there are several."""
+        """Itself; a router has several."""
         return [self]
 
     @property
@@ -154,17 +157,17 @@ class EngineClient(EngineView):
         )  # fmt: skip
 
     async def wait_ready(self) -> None:
-        """Raises why the engine could not start."""
+        """Return when the engine takes requests; raise why it could not start."""
         await self.supervisor.wait_ready()
 
     async def run(self) -> None:
-        """Listens to the engine until it is dead. May be cancelled and run again, on another event loop too."""
+        """Receive reports until the engine is dead. May be cancelled and run again, on another event loop too."""
         await self.supervisor.run()
 
-    # ---- asking ----------------------------------------------------------------------------------------------------------
+    # ---- commands --------------------------------------------------------------------------------------------------------
 
     def add(self, requests: Iterable[EngineRequest]) -> None:
-        """What cannot be sent now is sent when an engine is ready."""
+        """Add requests. Those that cannot be sent now are sent when an engine is ready."""
         self.check()
         fresh = [OpenRequest(request) for request in requests]
         self._open.update((entry.spec.id, entry) for entry in fresh)
@@ -178,7 +181,7 @@ class EngineClient(EngineView):
             raise
 
     def abort(self, ids: Iterable[str]) -> None:
-        """No more is heard of these requests. Unknown ids are ignored."""
+        """End requests: nothing more is reported of them. Unknown ids are ignored."""
         gone = [entry for name in ids if (entry := self._open.pop(name, None)) is not None]
         sent = [entry.spec.id for entry in gone if entry.sent_with >= 0]
         if sent and self.supervisor.state == "ready":
@@ -186,26 +189,26 @@ class EngineClient(EngineView):
         self._go_on()
 
     def watch(self, watched: bool) -> None:
-        """Engines tell what they see, the present one and those after it, or they stop collecting it."""
+        """Let this engine and those after it report snapshots, or stop it."""
         self._watched = watched
         if self.supervisor.state == "ready":
             self.supervisor.send(ipc.Watch(watched))
 
     async def call(self, method: str, *args: Any) -> Any:
-        """A method of the engine core; waits for an engine if there is none now."""
+        """Call a method of the engine core; wait for an engine if none is ready."""
         return await self._answer(ipc.CallMethod(next(self._numbers), method, list(args)))
 
     async def load_adapter(self, ref: AdapterRef, pinned: bool) -> None:
-        """Returns when the engine has read it; raises why it cannot."""
+        """Return when the engine has read the adapter; raise why it cannot."""
         await self._answer(ipc.LoadAdapter(next(self._numbers), ref, pinned))
 
-    def tell(self, method: str, *args: Any) -> None:
-        """As `call`, without waiting; nothing happens if there is no engine now."""
+    def notify(self, method: str, *args: Any) -> None:
+        """Call a method without waiting; does nothing if no engine is ready."""
         if self.supervisor.state == "ready":
             self.supervisor.send(ipc.CallMethod(next(self._numbers), method, list(args)))
 
     def pin_again(self, ref: AdapterRef) -> None:
-        """What an engine before this one had pinned."""
+        """Pin an adapter that the previous engine had pinned."""
         self.supervisor.send(ipc.LoadAdapter(next(self._numbers), ref, pinned=True))
 
     async def _answer(self, command: ipc.CallMethod | ipc.LoadAdapter) -> Any:
@@ -220,29 +223,29 @@ class EngineClient(EngineView):
             del self._calls[command.id]
 
     def check(self, engine: int | None = None) -> None:
-        """Raises EngineDead if there is no engine and never will be, InvalidParameter if there is none of this number."""
+        """Raise EngineDead if no engine will ever be ready again, InvalidParameter if this number is out of range."""
         check_number(engine, 1)
         if self.supervisor.state == "dead":
             raise EngineDead(str(self.supervisor.error))
 
     def stop(self, timeout: float) -> None:
-        """Ends the engine. Open requests end with `abort`."""
+        """End the engine. Open requests end with `abort`."""
         self.supervisor.stop(timeout)
         self._warm.close()
         self._end_all("abort", None, EngineDead("the engine was shut down"))
 
-    # ---- hearing (called by the supervisor) ------------------------------------------------------------------------------
+    # ---- reports (called by the supervisor) ------------------------------------------------------------------------------
 
     def on_ready(self, ready: ipc.Ready) -> None:
         self.pages = ready.pages
         if self._warms:
-            asyncio.get_running_loop().call_later(WARM_AFTER, self._prepare)
+            asyncio.get_running_loop().call_later(WARM_AFTER_S, self._prepare)
         self._listener.on_ready(ready, self._number)
         if self._watched:
             self.supervisor.send(ipc.Watch(True))
         waiting = sorted(self._open.values(), key=lambda entry: entry.strikes)
-        self._suspects = deque(entry for entry in waiting if entry.strikes >= SUSPECT)
-        self._send([entry for entry in self._open.values() if entry.strikes < SUSPECT])
+        self._suspects = deque(entry for entry in waiting if entry.strikes >= SUSPECT_STRIKES)
+        self._send([entry for entry in self._open.values() if entry.strikes < SUSPECT_STRIKES])
         for call in self._calls.values():
             self._ask(call)
         if len(self._suspects) == len(self._open):
@@ -277,9 +280,11 @@ class EngineClient(EngineView):
         match answer:
             case ipc.Refused(name):
                 entry = self._open.pop(name, None)
-                if entry is not None and entry.told and not answer.added:  # a smaller engine than the one that took it
+                if (
+                    entry is not None and entry.reported and not answer.added
+                ):  # the new engine is smaller than the one that accepted it
                     self._listener.on_deltas(
-                        [_last(name, "error", f"it could not go on after a restart: {answer.message}")], self._number
+                        [_last(name, "error", f"it could not continue after a restart: {answer.message}")], self._number
                     )
                 elif entry is not None:
                     self._listener.on_refused(name, ipc.request_error(answer))
@@ -301,30 +306,30 @@ class EngineClient(EngineView):
                 entry.sent_with = -1
         self._suspects.clear()
         self._probe = None
-        guilty = [name for name, entry in self._open.items() if entry.strikes >= MOST_STRIKES]
+        guilty = [name for name, entry in self._open.items() if entry.strikes >= MAX_STRIKES]
         for name in guilty:
             del self._open[name]
         if guilty:
-            why = f"the engine was lost {MOST_STRIKES} times in a row while it worked on this request"
+            why = f"the engine was lost {MAX_STRIKES} times in a row while it ran this request"
             self._listener.on_deltas([_last(name, "error", why) for name in guilty], self._number)
         for call in self._calls.values():
             call.strikes, call.sent = call.strikes + call.sent, False
-            if call.strikes >= MOST_STRIKES and not call.future.done():
-                call.future.set_exception(EngineDead(f"the engine was lost {MOST_STRIKES} times in a row while it did this"))
-        if self._node_listener is not None and self._open:  # nobody knows when its node comes again, if it does
+            if call.strikes >= MAX_STRIKES and not call.future.done():
+                call.future.set_exception(EngineDead(f"the engine was lost {MAX_STRIKES} times in a row during this call"))
+        if self._node_listener is not None and self._open:  # its node may never connect again
             left = self.heir(list(self._open.values()))
             self._open = {entry.spec.id: entry for entry in left}
         self.relieve()
 
     def relieve(self) -> None:
-        """While the engine restarts, let other engines take requests that it had not begun."""
+        """Let other engines take requests that had not begun, while this engine restarts."""
         if self.supervisor.state not in ("ready", "dead"):
-            not_begun = [entry for entry in self._open.values() if not entry.told and not entry.strikes]
+            not_begun = [entry for entry in self._open.values() if not entry.reported and not entry.strikes]
             for entry in self.relief(not_begun):
                 del self._open[entry.spec.id]
 
     def on_dead(self, error: QuireError) -> None:
-        """The engine is given up. Whoever inherits its requests returns those that nobody can have: they end."""
+        """End requests when the engine is given up; those that another engine takes continue there."""
         orphans = list(self._open.values())
         left = self.heir(orphans) if orphans else []
         self._open = {entry.spec.id: entry for entry in left}
@@ -332,14 +337,14 @@ class EngineClient(EngineView):
         self.on_given_up(error)
 
     def adopt(self, entries: Iterable[OpenRequest]) -> None:
-        """Requests that another engine had begun go on in this one, from their token logs."""
+        """Continue requests of another engine after the tokens that they have."""
         for entry in entries:
             entry.sent_with = -1
             self._open[entry.spec.id] = entry
-            if entry.strikes >= SUSPECT:
+            if entry.strikes >= SUSPECT_STRIKES:
                 self._suspects.append(entry)
         if self.supervisor.state == "ready":
-            self._send([entry for entry in self._open.values() if entry.sent_with < 0 and entry.strikes < SUSPECT])
+            self._send([entry for entry in self._open.values() if entry.sent_with < 0 and entry.strikes < SUSPECT_STRIKES])
             self._go_on()
 
     # ---- inside ----------------------------------------------------------------------------------------------------------
@@ -349,7 +354,7 @@ class EngineClient(EngineView):
         self.supervisor.send(call.command)
 
     def _send(self, entries: Sequence[OpenRequest]) -> None:
-        """So much at a time that others have their turn in between."""
+        """Send requests in several messages, so that other tasks run in between."""
         self._outbox.extend(entries)
         if not self._sending:
             self._send_some()
@@ -357,11 +362,11 @@ class EngineClient(EngineView):
     def _send_some(self) -> None:
         self._sending = False
         if self.supervisor.state != "ready":
-            self._outbox.clear()  # all that is open will be sent to the next engine
+            self._outbox.clear()  # all open requests will be sent to the next engine
             return
         batch: list[OpenRequest] = []
         prompts, tokens = set[int](), 0
-        while self._outbox and tokens < AT_ONCE:
+        while self._outbox and tokens < MAX_MESSAGE_TOKENS:
             entry = self._outbox.popleft()
             if self._open.get(entry.spec.id) is not entry or entry.sent_with >= 0:
                 continue
@@ -370,14 +375,14 @@ class EngineClient(EngineView):
             batch.append(entry)
         if self._outbox:
             self._sending = True
-            asyncio.get_running_loop().call_soon(self._send_more)
+            asyncio.get_running_loop().call_soon(self._send_rest)
         self._sent_now = batch
         if batch:
-            self.replayed_requests += sum(1 for entry in batch if entry.told or entry.strikes)
-            self.supervisor.send(ipc.add([entry.again() for entry in batch]))
+            self.replayed_requests += sum(1 for entry in batch if entry.reported or entry.strikes)
+            self.supervisor.send(ipc.add([entry.replayed() for entry in batch]))
 
-    def _send_more(self) -> None:
-        """Nobody waits for this to return: what cannot be sent is told as a refusal."""
+    def _send_rest(self) -> None:
+        """Send the next message. It runs as a callback: what cannot be sent is reported as a refusal."""
         try:
             self._send_some()
         except Exception as error:
@@ -387,7 +392,7 @@ class EngineClient(EngineView):
                     self._listener.on_refused(entry.spec.id, refusal)
 
     def _go_on(self) -> None:
-        """The next suspect may be sent when the one before has made progress or is gone."""
+        """Send the next suspect when the previous one has made progress or is gone."""
         probe = self._probe
         if probe is not None and not probe.progressed and probe.spec.id in self._open:
             return
@@ -411,14 +416,14 @@ class EngineClient(EngineView):
 
 
 def check_number(engine: int | None, engines: int) -> None:
-    """Can a request wish for this engine?"""
+    """Raise InvalidParameter if a request names an engine that does not exist."""
     if engine is not None and not 0 <= engine < engines:
         there = "there is one engine, 0" if engines == 1 else f"there are {engines} engines, 0 to {engines - 1}"
         raise InvalidParameter(f"data_parallel_rank {engine} is out of range: {there}", "data_parallel_rank")
 
 
 def engine_args(config: Config) -> EngineArgs:
-    """What engine processes are told. The files are found by now: neither a start nor a restart asks the hub again."""
+    """Return the arguments of engine processes, with files that were found: no start or restart contacts the hub again."""
     if config.args.distributed_executor_backend == "external_launcher":
         raise ConfigError(
             "distributed_executor_backend=external_launcher is for LLM, whose script every rank runs; a server, AsyncLLM and "
@@ -430,12 +435,12 @@ def engine_args(config: Config) -> EngineArgs:
         revision=None,
         download_dir=None,
         hf_token=None,
-        generation_config="vllm",  # defaults of requests are resolved here
+        generation_config="vllm",  # request defaults are resolved in this process
     )
 
 
 def as_started(config: Config, ready: ipc.Ready) -> Config:
-    """With what was decided in the engine process."""
+    """Return the configuration with what the engine process decided."""
     return replace(
         config,
         device=ready.device,

@@ -1,6 +1,6 @@
-"""The engine core: the one loop that joins a scheduler with an executor.
+"""The engine core: the loop that joins a scheduler with an executor.
 
-It has no thread and no clock but the one it is given: the caller turns it with `step`. It knows no text, models or sockets.
+It has no thread, and its clock is an argument: the caller runs it by `step`. It knows no text, models or sockets.
 """
 
 import logging
@@ -25,14 +25,13 @@ from quire.types.request import EngineRequest, Request
 from quire.types.stats import Stats
 
 logger = logging.getLogger(__name__)
-SHORT = 0.01  # seconds without a step that are planning, and not waiting for work
+PLANNING_S = 0.01  # shorter pauses of the device are planning, not waiting for work
 
 
 class EngineCore:
-    """`depth` is how many steps may be in flight while the next one is planned: 0 is synchronous, 1 overlaps CPU and device.
-    `adapters`: how many there may be on the device, and in the host's memory."""
+    """An engine: scheduler, executor, grammars and LoRA adapters."""
 
-    number = 0  # of several engines; this is one
+    number = 0  # of several engines; here there is one
 
     def __init__(
         self,
@@ -44,24 +43,29 @@ class EngineCore:
         adapters: tuple[int, int] = (0, 0),
     ) -> None:
         self.scheduler, self.executor, self.depth, self._clock = scheduler, executor, depth, clock
-        self.constraints = Constraints(scheduler, grammars, self._tell)
+        self.constraints = Constraints(scheduler, grammars, self._queue_deltas)
         self.adapters = LoRAManager(scheduler.roster, executor, *adapters, self.constraints.refuse)
-        # whether it was launched behind another, and whether something had to be prepared for it
+        # per step: whether another was in flight at its launch, and whether kernels or graphs were made for it
         self._flights: deque[tuple[Scheduled, Flight, bool, bool]] = deque()
         self._prepared = 0  # kernels and graphs so far
-        self._deltas: list[TokenDelta] = []  # to be handed out by the next step
-        self._busy_since = 0.0  # the device with the first of them
-        self._landed_at = 0.0  # the latest
-        self._guessed = 0.0  # seconds behind it, until drafts were there
-        self.tokens = self.rows = 0  # run by the latest step
-        self.waited = 0.0  # seconds, by the latest step, for the device
-        self.watch: Watch | None = None  # for viewers, while there are any
-        self.before_admission: Callable[[list[str]], None] | None = None  # told who runs when new ones join, before they do
+        self._deltas: list[TokenDelta] = []  # returned by the next step
+        self._busy_since = 0.0  # when the device began the first flight
+        self._landed_at = 0.0  # when the latest flight ended
+        self._guessed = 0.0  # seconds after it, until draft tokens were ready
+        self.tokens = self.rows = 0  # of the latest step
+        self.waited = 0.0  # seconds that the latest step waited for the device
+        self.watch: Watch | None = None  # None without viewers
+        self.before_admission: Callable[[list[str]], None] | None = (
+            None  # called with the running requests before new ones join
+        )
 
     def add(self, request: EngineRequest) -> None:
-        """A request with a grammar runs when that is compiled, one with an adapter when that is on the device. If the grammar
-        cannot be compiled or followed in reasonable time, or the adapter be read, `constraints.on_refused` is told, or a last
-        delta tells."""
+        """Add a request. It runs once its grammar is compiled and its LoRA adapter is on the device.
+
+        If the grammar cannot be compiled or followed in time, or the adapter cannot be read, `constraints.on_refused` is
+        called or a
+        last delta reports it.
+        """
         masked, adapted = request.params.needs_masks, request.extras.lora is not None
         if masked:
             self.constraints.supported()
@@ -74,8 +78,8 @@ class EngineCore:
             self.adapters.open(request)
 
     def abort(self, ids: Iterable[str]) -> None:
-        """Ends requests now; the next step says so with their last delta. Unknown and finished ids are ignored."""
-        self._tell(self.scheduler.abort(ids))
+        """End requests now; the next step returns their last deltas. Unknown and finished ids are ignored."""
+        self._queue_deltas(self.scheduler.abort(ids))
 
     def release(self, ids: Iterable[str]) -> None:
         self.scheduler.release(ids)
@@ -84,15 +88,15 @@ class EngineCore:
         return self.scheduler.reset_prefix_cache(preempt_running)
 
     def retire_adapter(self, version: str) -> None:
-        """No request will ask for it any more."""
+        """Release an adapter that no request will use again."""
         self.adapters.retire(version)
 
     def expect_adapter(self, path: str, stamp: str) -> None:
-        """It will be asked for soon, unless its files have changed by then."""
+        """Read an adapter ahead, unless its files have changed."""
         self.adapters.expect(path, stamp)
 
     def call_all(self, method: str) -> list[Any]:
-        """On every rank, the answers in their order."""
+        """Call a method on every rank; return the results in their order."""
         return self.executor.call_all(method)
 
     def be_watched(self, watched: bool) -> None:
@@ -106,7 +110,7 @@ class EngineCore:
 
     @property
     def ahead(self) -> bool:
-        """Is a step in flight?"""
+        """Whether a step is in flight."""
         return bool(self._flights)
 
     @property
@@ -117,7 +121,7 @@ class EngineCore:
         )  # fmt: skip
 
     def step(self) -> list[TokenDelta]:
-        """One turn of the loop: plan and submit a step, take in those that are due."""
+        """Run one turn of the loop: plan and submit a step, take the results that are due."""
         while self._flights and self.scheduler.waits:
             self._land(*self._flights.popleft())
         if self.constraints.begun:
@@ -142,18 +146,18 @@ class EngineCore:
         return deltas
 
     def idle(self) -> bool:
-        """For moments without work: lets the executor prepare for some. False = it has nothing left to prepare."""
+        """Prepare for later steps in idle time. Return False if nothing is left to prepare."""
         speculation = self.scheduler.speculation
         more = self.executor.idle()
         self._has_prepared()
         return more or (speculation is not None and speculation.idle())
 
     def check(self) -> None:
-        """For moments without work: raises EngineDead if the executor is lost."""
+        """Raise EngineDead if the executor is lost. Called in idle time."""
         self.executor.check()
 
     def stop(self) -> None:
-        """Lets the executor go. Requests that are not finished by now get no answer."""
+        """Stop the executor. Unfinished requests get no more deltas."""
         self._flights.clear()
         self.constraints.stop()
         self.adapters.stop()
@@ -176,13 +180,13 @@ class EngineCore:
             self._fail(scheduled, error)
 
     def _has_prepared(self) -> bool:
-        """Since this was asked last: what then took long says nothing of the next time."""
+        """Return whether kernels or graphs were made since the last call: the time of such a step is not representative."""
         counts, before = self.executor.counts, self._prepared
         self._prepared = counts.captures + counts.compilations
         return self._prepared != before
 
     def _draw_masked(self, scheduled: Scheduled, flight: Flight) -> None:
-        while self._flights:  # masks depend on their tokens
+        while self._flights:  # masks depend on the tokens of earlier steps
             self._land(*self._flights.popleft())
         flight.draw(self._masks(scheduled))
 
@@ -194,8 +198,8 @@ class EngineCore:
         self.watch.waited_for_masks(scheduled.plan.step, self._clock() - began)
         return masks
 
-    def _tell(self, deltas: list[TokenDelta]) -> None:
-        """To be handed out."""
+    def _queue_deltas(self, deltas: list[TokenDelta]) -> None:
+        """Return deltas with the next step."""
         self._deltas += deltas
         if self.constraints.begun:
             self.constraints.note(deltas)
@@ -212,14 +216,14 @@ class EngineCore:
             ended = self._clock()
             self.waited += ended - began
             guessed, self._guessed = self._guessed, 0.0
-            paused = self._busy_since - self._landed_at - guessed  # the device, before this step
+            paused = self._busy_since - self._landed_at - guessed  # idle time of the device before this step
             busy, self._busy_since = ended - self._busy_since, ended
-            waited = guessed + (paused if not ahead and 0 < paused < SHORT else 0.0)
+            waited = guessed + (paused if not ahead and 0 < paused < PLANNING_S else 0.0)
             self.scheduler.took(scheduled, *((0.0, 0.0) if prepared else (busy, waited)), not ahead)
             self._landed_at = ended
             if self.watch is not None:
                 self.watch.landing(scheduled, result, busy, ended)
-            self._tell(self.scheduler.commit(scheduled, result))
+            self._queue_deltas(self.scheduler.commit(scheduled, result))
             if self.watch is not None:
                 self.watch.landed()
             speculation = self.scheduler.speculation
@@ -228,7 +232,7 @@ class EngineCore:
                 self.constraints.expect(scheduled, result, drafted)
 
     def _guess(self, speculation: Speculation, scheduled: Scheduled, result: StepResult) -> list[Request]:
-        """Drafts by the host, which count as a wait of the device if they are more than a look at a text."""
+        """Draft on the host. It counts as a wait of the device, unless the drafter only looks at text."""
         began = self._clock()
         drafted = speculation.landed(scheduled, result)
         if speculation.ahead:
@@ -236,6 +240,6 @@ class EngineCore:
         return drafted
 
     def _fail(self, scheduled: Scheduled, error: Exception) -> None:
-        """A lost step ends its own requests and no others."""
+        """End the requests of a failed step, and no others."""
         logger.error("step %d failed", scheduled.plan.step, exc_info=error)
-        self._tell(self.scheduler.fail(scheduled, f"{type(error).__name__}: {error}"))
+        self._queue_deltas(self.scheduler.fail(scheduled, f"{type(error).__name__}: {error}"))

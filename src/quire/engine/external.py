@@ -1,11 +1,13 @@
-"""Ranks that somebody else starts, torchrun for one: every rank runs the same script, and each `LLM` in it is one rank of the
-same model (`distributed_executor_backend="external_launcher"`).
+"""Ranks that an external launcher such as torchrun starts: every rank runs the same script, and each `LLM` in it is one rank
+of the
+model (`distributed_executor_backend="external_launcher"`).
 
-    rank 0     its calls do what they always do (`Leader`) ──── plans and calls, as to any rank ────►  ┐
-               ... and what came of each is told to the others ── Did(step, deltas), Did(add), ... ──► │ the same calls in their
-    others     (`Follower`) do what ranks do until that comes, which is then their own answer     ◄────┘ scripts
+    rank 0     its calls run as usual (`Leader`) ────────────── plans and calls, as to any rank ───────►  ┐
+               ... and the outcome of each is sent to the others ── Did(step, deltas), Did(add), ... ──► │ the same calls in
+their
+    others     (`Follower`) run plans until that outcome arrives, and return it as their own          ◄──┘ scripts
 
-So all ranks have the same answers, whatever was drawn, and whoever asks for something else than rank 0 is told so.
+So all ranks return the same results. A rank that makes another call than rank 0 fails with an error.
 """
 
 import contextlib
@@ -43,21 +45,21 @@ from quire.types.structured import StructuredOutputsParams
 T = TypeVar("T")
 
 
-AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun itself listens at MASTER_PORT
-_turns: Iterator[int] = itertools.count()  # engines of this process that met so
+AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # set if torchrun itself listens at MASTER_PORT
+_turns: Iterator[int] = itertools.count()  # engines of this process that used the store
 
 
 @dataclass(frozen=True)
-class Spot:
-    """A rank's place, as its launcher tells it."""
+class LaunchedRank:
+    """A rank as its launcher describes it."""
 
     rank: int
     world: int
     address: handshake.Address
-    agent: bool  # the launcher has the port: it keeps for us where rank 0 listens
+    agent: bool  # the launcher has the port and stores the port of rank 0
 
     def gather(self, seconds: float, terms: Terms) -> nodes.Links:
-        """Rank 0 waits for the others."""
+        """Wait for the other ranks, as rank 0."""
         shares = nodes.share_ranks(self.world, self.world)
         own = (self.address[0], 0) if self.agent else self.address
         with handshake.listen(own) as listener, doing(f"waiting for {self.world - 1} other ranks at {own[0]}"):
@@ -78,7 +80,7 @@ class Spot:
         return TCPStore(*self.address, is_master=False, timeout=timedelta(seconds=seconds))
 
 
-def read_spot(environ: Mapping[str, str], world: int) -> Spot:
+def read_launched_rank(environ: Mapping[str, str], world: int) -> LaunchedRank:
     asked = "distributed_executor_backend=external_launcher"
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if not environ.get(name)]
@@ -96,7 +98,7 @@ def read_spot(environ: Mapping[str, str], world: int) -> Spot:
             f"{asked}: RANK {rank} of WORLD_SIZE {size}, but tensor_parallel_size times pipeline_parallel_size is {world}; "
             "they must be the same"
         )
-    return Spot(rank, size, (environ["MASTER_ADDR"], port), environ.get(AGENT) == "True")
+    return LaunchedRank(rank, size, (environ["MASTER_ADDR"], port), environ.get(AGENT) == "True")
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,9 @@ class StartedRank:
 
 
 def start_rank(config: Config, watch: Stopwatch) -> StartedRank:
-    spot = read_spot(os.environ, config.world)
-    if spot.rank:
-        follower = Follower(config, spot)
+    launched = read_launched_rank(os.environ, config.world)
+    if launched.rank:
+        follower = Follower(config, launched)
         watch.lap("rank")
         return StartedRank(follower, follower.max_model_len, watch.read())
     started = start_core(config, watch)
@@ -121,21 +123,21 @@ def start_rank(config: Config, watch: Stopwatch) -> StartedRank:
 
 
 class Checks:
-    """Of grammars, before anything runs."""
+    """Checks grammars before anything runs."""
 
     def __init__(self, check: Callable[[StructuredOutputsParams], None]) -> None:
         self.check = check
 
 
 class Leader:
-    """Rank 0's engine core, as its script has it."""
+    """Rank 0's engine core."""
 
     number = 0
 
     def __init__(self, core: EngineCore, config: Config, max_model_len: int, pages: int) -> None:
         self.core = core
-        self.constraints = Checks(lambda params: self._told("check", 0, lambda: core.constraints.check(params)))
-        self._told("start", _digest_args(config), lambda: [max_model_len, pages])
+        self.constraints = Checks(lambda params: self._share("check", 0, lambda: core.constraints.check(params)))
+        self._share("start", _digest_args(config), lambda: [max_model_len, pages])
 
     @property
     def stats(self) -> Stats:
@@ -146,15 +148,15 @@ class Leader:
         return self.core.has_unfinished
 
     def add(self, request: EngineRequest) -> None:
-        self._told("add", _digest(request), lambda: self.core.add(request))
+        self._share("add", _digest(request), lambda: self.core.add(request))
 
     def abort(self, ids: Iterable[str]) -> None:
         if names := list(ids):
-            self._told("abort", len(names), lambda: self.core.abort(names))
+            self._share("abort", len(names), lambda: self.core.abort(names))
 
     def release(self, ids: Iterable[str]) -> None:
         if names := list(ids):
-            self._told("release", len(names), lambda: self.core.release(names))
+            self._share("release", len(names), lambda: self.core.release(names))
 
     def step(self) -> list[TokenDelta]:
         core = self.core
@@ -162,92 +164,92 @@ class Leader:
         def report(deltas: list[TokenDelta]) -> ipc.Report:
             return ipc.StepReport(deltas, core.stats, core.tokens)
 
-        return self._told("step", 0, core.step, report)
+        return self._share("step", 0, core.step, report)
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
-        return self._told("reset_prefix_cache", int(preempt_running), lambda: self.core.reset_prefix_cache(preempt_running))
+        return self._share("reset_prefix_cache", int(preempt_running), lambda: self.core.reset_prefix_cache(preempt_running))
 
     def load_adapter(self, ref: AdapterRef, pinned: bool) -> None:
-        self._told("load_adapter", zlib.crc32(ref.path.encode()), lambda: self.core.adapters.load_now(ref, pinned))
+        self._share("load_adapter", zlib.crc32(ref.path.encode()), lambda: self.core.adapters.load_now(ref, pinned))
 
     def retire_adapter(self, version: str) -> None:
-        self._told("retire_adapter", 0, lambda: self.core.retire_adapter(version))
+        self._share("retire_adapter", 0, lambda: self.core.retire_adapter(version))
 
     def call_all(self, method: str) -> list[Any]:
-        return self._told("call_all", zlib.crc32(method.encode()), lambda: self.core.call_all(method))
+        return self._share("call_all", zlib.crc32(method.encode()), lambda: self.core.call_all(method))
 
     def stop(self) -> None:
         self.core.stop()
 
-    def _told(
+    def _share(
         self,
         what: str,
         digest: int,
         call: Callable[[], T],
         report: Callable[[T], ipc.Report] = lambda value: ipc.Reply(0, value),
     ) -> T:
-        """The others get the same, or the same error."""
+        """Call, and send the value or the error to the other ranks."""
         try:
             value = call()
         except Exception as error:
             kind = type(error).__name__ if isinstance(error, QuireError) else EngineDead.__name__
             with contextlib.suppress(QuireError):
-                self._tell(what, digest, ipc.Reply(0, None, str(error), kind, getattr(error, "parameter", None)))
+                self._send_outcome(what, digest, ipc.Reply(0, None, str(error), kind, getattr(error, "parameter", None)))
             if not isinstance(error, RequestError):
-                self.core.executor.stop()  # nobody is to wait for us
+                self.core.executor.stop()  # no rank must wait for this one
             raise
-        self._tell(what, digest, report(value))
+        self._send_outcome(what, digest, report(value))
         return value
 
-    def _tell(self, what: str, digest: int, report: ipc.Report) -> None:
-        self.core.executor.tell(wire.Did(what, digest, ipc.encode(report)))  # type: ignore[attr-defined]
+    def _send_outcome(self, what: str, digest: int, report: ipc.Report) -> None:
+        self.core.executor.send(wire.Did(what, digest, ipc.encode(report)))  # type: ignore[attr-defined]
 
 
 class Follower:
-    """A rank that is not the first, as its script has it: an engine core whose answers are rank 0's."""
+    """The engine core of another rank, whose results are those of rank 0."""
 
     number = 0
     has_unfinished = False  # rank 0 knows
 
-    def __init__(self, config: Config, spot: Spot) -> None:
-        self._name = f"rank {spot.rank}"
-        with doing(f"{self._name}: waiting for rank 0 at {spot.address[0]}:{spot.address[1]}"):
-            links = self._links = spot.join(config.args)
-        control = links.controls[spot.rank]
+    def __init__(self, config: Config, launched: LaunchedRank) -> None:
+        self._name = f"rank {launched.rank}"
+        with doing(f"{self._name}: waiting for rank 0 at {launched.address[0]}:{launched.address[1]}"):
+            links = self._links = launched.join(config.args)
+        control = links.controls[launched.rank]
         self._memory = anonymous_memory("quire-ranks")
-        self._frames, self._rank = Frames(control), Rank(self._memory, {}, links.ends.get(spot.rank, {}))
+        self._frames, self._rank = Frames(control), Rank(self._memory, {}, links.ends.get(launched.rank, {}))
         self._dead: str | None = None
         self.stats = NOTHING
-        self.constraints = Checks(lambda _: self._hear("check", 0))
+        self.constraints = Checks(lambda _: self._outcome("check", 0))
         with doing(f"{self._name}: starting"):
-            self.max_model_len, pages = self._hear("start", _digest_args(config))
+            self.max_model_len, pages = self._outcome("start", _digest_args(config))
         self.stats = msgspec.structs.replace(NOTHING, pages=pages)
 
     def add(self, request: EngineRequest) -> None:
-        self._hear("add", _digest(request))
+        self._outcome("add", _digest(request))
 
     def abort(self, ids: Iterable[str]) -> None:
         if names := list(ids):
-            self._hear("abort", len(names))
+            self._outcome("abort", len(names))
 
     def release(self, ids: Iterable[str]) -> None:
         if names := list(ids):
-            self._hear("release", len(names))
+            self._outcome("release", len(names))
 
     def step(self) -> list[TokenDelta]:
-        return list(self._hear("step", 0))
+        return list(self._outcome("step", 0))
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
-        return bool(self._hear("reset_prefix_cache", int(preempt_running)))
+        return bool(self._outcome("reset_prefix_cache", int(preempt_running)))
 
     def load_adapter(self, ref: AdapterRef, pinned: bool) -> None:  # noqa: ARG002
-        self._hear("load_adapter", zlib.crc32(ref.path.encode()))
+        self._outcome("load_adapter", zlib.crc32(ref.path.encode()))
 
     def retire_adapter(self, version: str) -> None:  # noqa: ARG002
-        self._hear("retire_adapter", 0)
+        self._outcome("retire_adapter", 0)
 
     def call_all(self, method: str) -> list[Any]:
-        return list(self._hear("call_all", zlib.crc32(method.encode())))
+        return list(self._outcome("call_all", zlib.crc32(method.encode())))
 
     def stop(self) -> None:
         if self._dead is None:
@@ -255,12 +257,12 @@ class Follower:
             self._links.close()
             os.close(self._memory)
 
-    def _hear(self, what: str, digest: int) -> Any:
-        """Does what rank 0 says, until it says what came of this call."""
+    def _outcome(self, what: str, digest: int) -> Any:
+        """Run what rank 0 sends until the outcome of this call arrives; return it."""
         if self._dead is not None:
             raise EngineDead(self._dead)
         try:
-            told = self._obey()
+            outcome = self._serve()
         except (RankLost, OSError):
             raise self._lost(f"{self._name}: rank 0 has ended, or lost another rank") from None
         except QuireError as error:
@@ -268,12 +270,12 @@ class Follower:
             raise
         except Exception as error:
             raise self._lost(f"{self._name} failed: {error!r}") from error
-        if (told.what, told.digest) != (what, digest):
+        if (outcome.what, outcome.digest) != (what, digest):
             raise self._lost(
-                f"{self._name} is at {what!r} and rank 0 at {told.what!r}{' of something else' * (told.what == what)}: with "
-                "distributed_executor_backend=external_launcher all ranks make the same calls, with the same arguments"
+                f"{self._name} called {what!r} and rank 0 {outcome.what!r}{' with other arguments' * (outcome.what == what)}. "
+                "With distributed_executor_backend=external_launcher all ranks must make the same calls."
             )
-        match ipc.decode_report(told.report):
+        match ipc.decode_report(outcome.report):
             case ipc.StepReport(deltas, stats, _):
                 self.stats = stats
                 return deltas
@@ -281,9 +283,9 @@ class Follower:
                 return value
             case ipc.Reply(_, _, message, kind, parameter):
                 raise self._error(str(message), kind, parameter)
-        raise self._lost(f"{self._name}: rank 0 said what no rank says")
+        raise self._lost(f"{self._name}: rank 0 sent an invalid message")
 
-    def _obey(self) -> wire.Did:
+    def _serve(self) -> wire.Did:
         while True:
             while (frame := self._frames.next()) is None:
                 if not self._frames.receive():
@@ -292,7 +294,7 @@ class Follower:
             if isinstance(command, wire.Did):
                 return command
             try:
-                answer = self._rank.obey(command)
+                answer = self._rank.execute(command)
             except RankLost:
                 raise
             except Exception as error:
@@ -307,7 +309,7 @@ class Follower:
         return EngineDead(why)
 
     def _error(self, message: str, kind: str, parameter: str | None) -> QuireError:
-        """The one that rank 0 raised."""
+        """Return the error that rank 0 raised."""
         found = getattr(errors, kind, EngineDead)
         if issubclass(found, RequestError):
             return found(message, parameter)

@@ -127,7 +127,7 @@ class OneEngine(EngineView, Protocol):
     async def load_adapter(self, ref: AdapterRef, pinned: bool) -> None:
         """Return when the engine has read the adapter; raise why it cannot."""
 
-    def tell(self, method: str, *args: Any) -> None:
+    def notify(self, method: str, *args: Any) -> None:
         """Call a method of the engine core without waiting; does nothing while no engine is ready."""
 
     def pin_again(self, ref: AdapterRef) -> None:

@@ -1,11 +1,15 @@
-"""The handshake between machines (nodes) over TCP: a node that connects identifies itself in one JSON message.
+"""The handshake between machines (nodes) over TCP, and the terms that they must have in common.
 
     HandshakeServer    accept ─► a hello in time, with the right key ──► admitted: the connection and the hello
                              └─► anything else, or silence ────────────► closed
 
-A peer that knows the key (QUIRE_CLUSTER_KEY; none by default) is admitted: run nodes in a network that others cannot reach.
-Nothing received is ever executed or unpickled. At most MAX_SILENT_CONNECTIONS may be silent: one more closes the connection
-that has been silent for longest, and its node may connect again.
+A node identifies itself in one JSON message. A peer that knows the key (QUIRE_CLUSTER_KEY; none by default) is admitted: run
+nodes in a network that others cannot reach. Nothing received is ever executed or unpickled. At most MAX_SILENT_CONNECTIONS
+may
+be silent: one more closes the connection that has been silent for longest, and its node may connect again.
+
+Machine 0's arguments apply everywhere. A machine whose version, model files or arguments differ is refused, and both machines
+log what differs. This holds for engines that serve the same model and for ranks of one engine.
 """
 
 import contextlib
@@ -50,12 +54,12 @@ logger = logging.getLogger(__name__)
 
 
 def terms_of(args: EngineArgs) -> Terms:
-    """Machine 0's."""
+    """Return machine 0's terms."""
     return _terms(args, wants_weights(args), ARGUMENTS)
 
 
 def own_terms(args: EngineArgs) -> Terms:
-    """Another machine's: of arguments those that were given. Whether weights are wanted, machine 0 knows."""
+    """Return another machine's terms, with the arguments that were given. Machine 0 knows whether weights are needed."""
     given = [name for name in ARGUMENTS if getattr(args, name) != _default(name)]
     try:
         return _terms(args, wants_weights(args), given)
@@ -64,14 +68,14 @@ def own_terms(args: EngineArgs) -> Terms:
 
 
 def difference(ours: Terms, theirs: Terms) -> str | None:
-    """What another machine has to change, if anything."""
+    """Return what another machine has to change, or None."""
     if theirs.get("version") != ours["version"]:
         return f"its Quire is {shown(theirs.get('version'))}, machine 0's is {ours['version']}"
     if found := _different_file(ours["files"], _object(theirs, "files")):
         return f"its model is not machine 0's: {found}"
     for name, value in _object(theirs, "arguments").items():
         if name in ours["arguments"] and value != ours["arguments"][name]:
-            return f"its {name} is {shown(value)}, machine 0's is {shown(ours['arguments'][name])}; leave it out there"
+            return f"its {name} is {shown(value)}, machine 0's is {shown(ours['arguments'][name])}; remove it on that machine"
     return None
 
 
@@ -89,7 +93,7 @@ def refuse_other_draft(config: Config, expected: dict[str, str]) -> None:
 
 
 def _different_file(ours: dict[str, str], theirs: dict[str, Any]) -> str | None:
-    """The first file that differs, and how. Weights that machine 0 does not read are not compared."""
+    """Return the first file that differs, and how. Weights that machine 0 does not read are not compared."""
     for name in sorted({*ours, *theirs}):
         if ours.get(name) == theirs.get(name) or (name == WEIGHTS and name not in ours):
             continue
@@ -103,8 +107,8 @@ def _terms(args: EngineArgs, weights: bool, names: "tuple[str, ...] | list[str]"
     arguments = {name: getattr(args, name) for name in names}
     if "dtype" in arguments:
         arguments["dtype"] = FLOAT_NAMES.get(args.dtype, args.dtype)
-    told = {"version": __version__, "files": identity(files), "arguments": arguments, "model": str(files.path.absolute())}
-    return dict(json.loads(json.dumps(told, default=repr)))
+    terms = {"version": __version__, "files": identity(files), "arguments": arguments, "model": str(files.path.absolute())}
+    return dict(json.loads(json.dumps(terms, default=repr)))
 
 
 def _default(name: str) -> Any:
@@ -223,10 +227,10 @@ def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
     data = b""
     while len(data) < count:
         connection.settimeout(max(0.01, deadline - time.monotonic()))
-        piece = connection.recv(count - len(data))
-        if not piece:
+        chunk = connection.recv(count - len(data))
+        if not chunk:
             raise HungUp("the peer closed the connection")
-        data += piece
+        data += chunk
     return data
 
 
@@ -268,7 +272,7 @@ class HandshakeServer:
             until = min([deadline, *(one.until for one in self._silent.values())])
             ready = self._poll(max(0.0, until - now))
             for descriptor in [one for one in self._silent if one in ready]:
-                if (hello := self._hear(self._silent[descriptor])) is not None:
+                if (hello := self._read_hello(self._silent[descriptor])) is not None:
                     return self._silent.pop(descriptor).admit(), hello
             if self._listener.fileno() in ready:
                 self._accept()
@@ -298,10 +302,10 @@ class HandshakeServer:
                 f"no handshake, and {MAX_SILENT_CONNECTIONS} newer connections are silent, too",
             )
 
-    def _hear(self, pending: "_Pending") -> Hello | None:
+    def _read_hello(self, pending: "_Pending") -> Hello | None:
         """Return its hello; None: not complete, or the connection was rejected."""
         try:
-            hello = pending.hear()
+            hello = pending.receive()
             if hello is None or hmac.compare_digest(str(hello.get("key", "")).encode(errors="replace"), self._key):
                 return hello
             self.rejections.log("rejected node: its key (%s) differs", KEY)
@@ -323,23 +327,23 @@ class _Pending:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self.connection, self.until = connection, time.monotonic() + HANDSHAKE_TIMEOUT_S
-        self._data, self._wanted = bytearray(), LENGTH.size
+        self._data, self._expected_bytes = bytearray(), LENGTH.size
 
-    def hear(self) -> Hello | None:
+    def receive(self) -> Hello | None:
         """Return the hello once it is complete. Bytes after it stay in the socket for the next reader."""
-        while len(self._data) < self._wanted:
+        while len(self._data) < self._expected_bytes:
             try:
-                piece = self.connection.recv(self._wanted - len(self._data))
+                chunk = self.connection.recv(self._expected_bytes - len(self._data))
             except BlockingIOError:
                 return None
-            if not piece:
+            if not chunk:
                 raise HungUp("the peer closed the connection")
-            self._data += piece
+            self._data += chunk
             if len(self._data) == LENGTH.size:
                 (size,) = LENGTH.unpack(self._data)
                 if size > MAX_HELLO_BYTES:
                     raise EngineError("the peer sent an invalid message")
-                self._wanted += size
+                self._expected_bytes += size
         return parse(self._data[LENGTH.size :])
 
     def admit(self) -> socket.socket:

@@ -58,19 +58,19 @@ class Add(WireMessage):
 
 def add(requests: Sequence[EngineRequest]) -> Add:
     owners = Counter(id(request.prompt) for request in requests)
-    places: dict[int, int] = {}
+    indices: dict[int, int] = {}
     prompts: list[tuple[int, ...]] = []
-    told, shared = [], {}
+    sent, shared = [], {}
     for request in requests:
         key = id(request.prompt)
         if owners[key] > 1:
-            if key not in places:
-                places[key] = len(prompts)
+            if key not in indices:
+                indices[key] = len(prompts)
                 prompts.append(request.prompt)
-            shared[request.id] = places[key]
+            shared[request.id] = indices[key]
             request = replace(request, prompt=())
-        told.append(request)
-    return Add(told, prompts, shared)
+        sent.append(request)
+    return Add(sent, prompts, shared)
 
 
 class Abort(WireMessage):
@@ -142,7 +142,7 @@ class Beat(WireMessage):
 
 
 class Refused(WireMessage):
-    """A request that was rejected, when it was added or (`added`) later."""
+    """A request that was rejected when it was added, or later (`added`)."""
 
     id: str
     kind: str
@@ -172,7 +172,7 @@ class Failed(WireMessage):
 
 
 class Begun(WireMessage):
-    pid: int  # there
+    pid: int  # on its machine
 
 
 class Ended(WireMessage):
@@ -194,12 +194,12 @@ decode_report: Callable[[bytes], Report] = decoder(Report, DTYPES)
 
 
 def request_error(refused: Refused) -> errors.QuireError:
-    """The same error the engine raised."""
+    """Return the error that the engine raised."""
     return _request_error(refused.kind, refused.message, refused.parameter)
 
 
 def reply_error(reply: Reply) -> errors.QuireError:
-    """The same error the engine raised."""
+    """Return the error that the engine raised."""
     return _request_error(reply.kind, str(reply.error), reply.parameter) if reply.kind else errors.EngineError(reply.error)
 
 

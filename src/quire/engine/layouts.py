@@ -1,4 +1,7 @@
-"""The cache layout of an engine, whose model may be divided among ranks and stages. Importing this does not import torch."""
+"""The KV cache layout of an engine, whose model may be divided among ranks and stages, and its scheduler.
+
+Importing this does not import torch.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -22,7 +25,7 @@ from quire.types.cache import DTYPE_BYTES, CacheLayout
 logger = logging.getLogger(__name__)
 
 TEXT_DRAFTER_BYTES = 1 << 30  # of its cache, unless one request alone needs more
-MORE_TOKENS = 2  # its tokens for each of the model's, at most
+MAX_TOKEN_RATIO = 2  # its tokens for each of the model's, at most
 
 
 def whole_layout(config: Config) -> CacheLayout:
@@ -63,8 +66,8 @@ def draft_layout(config: Config) -> CacheLayout | None:
     return make_layout(facts.layers, config.page_size, DTYPE_BYTES[config.dtype]) if facts and facts.layers else None
 
 
-def draft_forms(config: Config, facts: ModelFacts) -> frozenset[str] | None:
-    """Return the quantized forms (`DeviceFacts.keeps`) that a draft model keeps; None: its weights are floats."""
+def draft_quantized_layouts(config: Config, facts: ModelFacts) -> frozenset[str] | None:
+    """Return the quantized layouts (`DeviceFacts.keeps`) that a draft model keeps; None: its weights are floats."""
     quantization = choose_quantization(None, facts.quantization, facts.files.format == "gguf")
     kept = config.device == "cpu" and choose_keep_quantized(config.args, facts, config.device_facts, quantization)
     return config.device_facts.keeps if kept else None
@@ -77,10 +80,10 @@ def cache_sizes(config: Config) -> Sizes:
 
 
 def model_share(config: Config, layout: CacheLayout) -> float:
-    """Return the model's part of the cache's memory; the rest is for what features keep beside each page."""
+    """Return the model's part of the cache's memory; the rest is for what features store with each page."""
     sizes = cache_sizes(config)
-    beside = sum(feature.memory(config, sizes).per_page for feature in FEATURES)
-    return layout.bytes_per_page / (layout.bytes_per_page + beside) if beside else 1.0
+    features = sum(feature.memory(config, sizes).per_page for feature in FEATURES)
+    return layout.bytes_per_page / (layout.bytes_per_page + features) if features else 1.0
 
 
 def fit_cache(config: Config, layout: CacheLayout, budget: int, override: int | None) -> Capacity:
@@ -106,7 +109,7 @@ def text_drafter_config(
     own_args = EngineArgs(
         model=str(path), dtype=args.dtype, device=config.device, seed=config.seed, enforce_eager=args.enforce_eager,
         load_format="dummy" if args.load_format == "dummy" else "auto", max_num_batched_tokens=config.max_batched_tokens,
-        max_num_seqs=config.max_seqs, max_model_len=min(facts.max_position, MORE_TOKENS * config.max_model_len),
+        max_num_seqs=config.max_seqs, max_model_len=min(facts.max_position, MAX_TOKEN_RATIO * config.max_model_len),
         dequantized_copies=False,
     )  # fmt: skip
     own = resolve(own_args, lambda: config.device, lambda _: config.device_facts, facts, complete=complete)
@@ -131,7 +134,11 @@ def fit_or_warn(config: Config, layout: CacheLayout, budget: int, override: int 
 def make_scheduler(
     config: Config, layout: CacheLayout, pages: int, max_model_len: int, parameters: int, **more: Any
 ) -> Scheduler:
-    """parameters: of the model, which every step reads. more: further arguments of Scheduler."""
+    """Make the scheduler of an engine, or of a simulated one.
+
+    parameters: of the model, which every step reads.
+    more: further arguments of Scheduler.
+    """
     budget: Budget | None = None
     if config.steps_follow_load and config.device_facts.times_steps:
         budget = TimedBudget(config.scheduled_tokens)

@@ -18,7 +18,7 @@ from quire.config.memory import activation_bytes, form_weight_bytes, graph_bytes
 from quire.config.quantization import FORMS, Quantization, choose_quantization, quantized_bytes
 from quire.config.speculative import MTP
 from quire.device.registry import open_device
-from quire.engine.layouts import cache_sizes, draft_forms, model_share, text_drafter_config
+from quire.engine.layouts import cache_sizes, draft_quantized_layouts, model_share, text_drafter_config
 from quire.engine.runners import bounded_facts
 from quire.features.host import Memory, Sizes
 from quire.features.quantization.host import may_copy
@@ -47,7 +47,7 @@ def rank_sizes(config: Config) -> Sequence[Sizes]:
     copied = largest_part(config, _count_copied(config)) if may_copy(config) else 0
     found = []
     for rank, (adapter, values) in enumerate(_build_ranks(config)):
-        # a draft model is whole on every rank of the first stage; one that drafts by text is an engine beside the first rank
+        # a draft model is whole on every rank of the first stage; a text drafter is an engine on the first rank
         drafts = _draft_sizes(config) if rank < (config.ranks if config.text_drafter is None else 1) else {}
         expert = weights * parts.expert // max(1, parts.total)
         found.append(Sizes(largest_part(config, weights), adapter, values, copied, expert, **drafts))
@@ -80,7 +80,7 @@ def largest_part(config: Config, weights: int) -> int:
 
 
 def largest_step(config: Config) -> int:
-    """Return the estimated bytes of a step's activations. With drafts, each of them has logits, too."""
+    """Return the estimated bytes of a step's activations. Draft tokens have logits too."""
     tokens, drafts = config.max_batched_tokens, 0 if config.speculation is None else config.speculation.num_speculative_tokens
     rows = min(tokens, config.max_seqs * (1 + drafts))
     return activation_bytes(config.facts.hf, element_bytes=DTYPE_BYTES[config.dtype], tokens=tokens, rows=rows)
@@ -97,7 +97,7 @@ def reserved_graph_bytes(config: Config) -> int:
 
 
 def least_cache(config: Config, layout: CacheLayout) -> int:
-    """Return the bytes of a rank's cache as it was asked for, or of one longest request and all recurrent states."""
+    """Return the bytes of a rank's cache as configured, or of one longest request and all recurrent states."""
     args = config.args
     if args.kv_cache_memory_bytes is not None:
         return args.kv_cache_memory_bytes
@@ -132,7 +132,7 @@ def _draft_sizes(config: Config) -> dict[str, int]:
     if config.draft_facts is not None:
         facts = config.draft_facts
         quantization = choose_quantization(None, facts.quantization, facts.files.format == "gguf")
-        weights, _ = weights_of(facts, quantization, draft_forms(config, facts) or frozenset(), config.dtype)
+        weights, _ = weights_of(facts, quantization, draft_quantized_layouts(config, facts) or frozenset(), config.dtype)
         return {"draft_weights": weights, "draft_step": _draft_step(config, facts), "draft_page": page}
     return {}
 

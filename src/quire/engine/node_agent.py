@@ -1,9 +1,9 @@
-"""Engines of this machine that another one serves: `quire serve --headless --data-parallel-start-rank N`.
+"""Run engines of this machine that another one serves: `quire serve --headless --data-parallel-start-rank N`.
 
     node 0 ═ TCP ═ a thread for each engine ═ its process
 
-Arguments are node 0's, but for the model's files, which are this command's. An engine that is lost is told, with the requests
-it worked on, and node 0 asks for the next one over a new connection. When node 0 ends, so does this.
+Arguments are node 0's, except for the model's files, which are this command's. The loss of an engine is reported with the
+requests that were running, and node 0 starts the next one over a new connection. This process ends with node 0.
 """
 
 import logging
@@ -21,20 +21,22 @@ from quire.engine.handshake import Address, cluster_key, connect, keep_alive, ow
 from quire.proc.channel import Channel
 from quire.types.errors import EngineError
 
-LOOK = 0.1  # seconds between looks at the process
-LAST = 0.01  # of one that has closed its connection
-STOPPED = 0.5  # seconds that it may be stopped
-FAREWELL = 5.0  # seconds for an engine to end by itself, and for the last words to leave
-PAUSE = 0.2  # seconds between two lives of an engine
-WARM_AFTER = 3.0  # seconds after an engine is ready
+POLL_S = 0.1  # between checks of the process
+CLOSED_POLL_S = 0.01  # the same, after it has closed its connection
+STOPPED_TIMEOUT_S = 0.5  # that it may be stopped (SIGSTOP)
+STOP_TIMEOUT_S = 5.0  # for an engine to end by itself, and for its last reports
+RECONNECT_S = 0.2  # between two processes of an engine
+WARM_AFTER_S = 3.0  # after an engine is ready
 STOP = ipc.encode(ipc.Stop())
 
 logger = logging.getLogger(__name__)
 
 
 class NodeAgent:
+    """The engines of this machine."""
+
     def __init__(self, args: EngineArgs, first: int, count: int) -> None:
-        """`args` of the command here: engines `first` to `first + count - 1`."""
+        """args: of the command on this machine, for engines `first` to `first + count - 1`."""
         self._args, self._first, self._count, self._terms = args, first, count, own_terms(args)
         self._address: Address = (args.data_parallel_address, args.data_parallel_rpc_port)
         self._warm, self._lock = engine_fork_server(), threading.Lock()
@@ -42,9 +44,9 @@ class NodeAgent:
         self.errors: list[Exception] = []
 
     def run(self) -> None:
-        """Until node 0 has ended. Raises what the first engine failed with to reach it."""
+        """Run until node 0 has ended. Raises why the first engine could not reach it."""
         threads = [
-            threading.Thread(target=self._keep, args=(number,), name=f"quire-engine-{number}", daemon=True)
+            threading.Thread(target=self._run_engine, args=(number,), name=f"quire-engine-{number}", daemon=True)
             for number in range(self._count)
         ]
         try:
@@ -58,49 +60,49 @@ class NodeAgent:
         finally:
             self._over.set()
             for thread in threads:
-                thread.join(FAREWELL)
+                thread.join(STOP_TIMEOUT_S)
             self._warm.close()
 
-    def _keep(self, number: int) -> None:
-        """One engine, life after life."""
+    def _run_engine(self, number: int) -> None:
+        """Run one engine, process after process."""
         try:
             while not self._over.is_set():
                 if self._serve(number):
                     return
-                self._over.wait(PAUSE)
+                self._over.wait(RECONNECT_S)
         except Exception as error:
             self.errors.append(error)
 
     def _serve(self, number: int) -> bool:
-        """One life. True: node 0 has ended, and said so."""
+        """Run one process of an engine. Return True if node 0 has ended the engine."""
         engine = self._first + number
         logger.info("engine %d: waiting for machine 0 at %s:%d", engine, *self._address)
         connection = connect(self._address, time.monotonic() + self._args.engine_start_timeout)
         with connection:
             try:
                 send_json(connection, {"key": cluster_key(), "engine": engine, "clock": time.monotonic(), **self._terms})
-                told = receive_json(connection, FAREWELL)
-            except (EngineError, OSError):  # it ends, or has ended
+                reply = receive_json(connection, STOP_TIMEOUT_S)
+            except (EngineError, OSError):  # node 0 is ending
                 return False
-            if "refused" in told:
-                raise EngineError(f"machine 0 refused this one: {told['refused']}")
+            if "refused" in reply:
+                raise EngineError(f"machine 0 refused this machine: {reply['refused']}")
             keep_alive(connection)
             channel = Channel(connection, ipc.MAX_FIRST_MESSAGE_BYTES)
-            start = self._order(channel)
+            start = self._receive_start(channel)
             channel.allow(ipc.MAX_MESSAGE_BYTES)
             if not isinstance(start, ipc.StartEngine):
                 return start is not None
             logger.info("engine %d starts", engine)
             with self._lock:
                 server = self._warm.get()
-            child = Child(self._own(start.args), engine=number, serving=start.serving, server=server)
+            child = Child(self._own_args(start.args), engine=number, serving=start.serving, server=server)
             try:
                 return self._relay(channel, child, start)
             finally:
                 child.close()
 
-    def _order(self, channel: Channel) -> ipc.Command | None:
-        """What node 0 wants, which may come late: it has another node for this engine now. None: it is gone."""
+    def _receive_start(self, channel: Channel) -> ipc.Command | None:
+        """Return node 0's command, which may be late while another node has this engine. None: it is gone."""
         while not self._over.is_set() and not channel.closed:
             frame = channel.receive()
             if frame is not None:
@@ -108,7 +110,7 @@ class NodeAgent:
                     return ipc.decode_command(frame)
                 except msgspec.MsgspecError as error:
                     raise EngineError(f"{self._address[0]}, port {self._address[1]}, is not machine 0: {error}") from None
-            channel.wait(int(1000 * LOOK))
+            channel.wait(int(1000 * POLL_S))
         self._refuse_fault(channel)
         return None
 
@@ -116,20 +118,20 @@ class NodeAgent:
         if channel.fault:
             raise EngineError(f"{self._address[0]}, port {self._address[1]}, is not machine 0: {channel.fault}")
 
-    def _own(self, args: EngineArgs) -> EngineArgs:
-        here = self._args
+    def _own_args(self, args: EngineArgs) -> EngineArgs:
+        own = self._args
         return replace(
             args,
-            model=here.model,
-            revision=here.revision,
-            download_dir=here.download_dir,
-            hf_token=here.hf_token,
+            model=own.model,
+            revision=own.revision,
+            download_dir=own.download_dir,
+            hf_token=own.hf_token,
             data_parallel_size_local=self._count,
             data_parallel_start_rank=0,
         )
 
     def _relay(self, channel: Channel, child: Child, start: ipc.StartEngine) -> bool:
-        """Carries what the two say until one of them is gone. True: node 0 wanted the end."""
+        """Relay messages until either side is gone. Return True if node 0 ended the engine."""
         channel.send(ipc.encode(ipc.Begun(child.pid)))
         warm_at: float | None = None
         stopped_since: float | None = None
@@ -139,7 +141,7 @@ class NodeAgent:
             waiting.register(channel.fileno(), select.POLLIN | (select.POLLOUT if channel.full else 0))
             if not child.closed:
                 waiting.register(child.fd, select.POLLIN | (select.POLLOUT if child.full else 0))
-            waiting.poll(1000 * (LAST if child.closed else LOOK))
+            waiting.poll(1000 * (CLOSED_POLL_S if child.closed else POLL_S))
             channel.flush()
             child.flush()
             while (frame := channel.receive()) is not None:
@@ -147,25 +149,25 @@ class NodeAgent:
                 child.send_frame(frame)
             while (frame := child.receive_frame()) is not None:
                 if warm_at is None and isinstance(ipc.decode_report(frame), ipc.Ready):
-                    warm_at = time.monotonic() + WARM_AFTER
+                    warm_at = time.monotonic() + WARM_AFTER_S
                 channel.send(frame)
             if warm_at is not None and time.monotonic() > warm_at and start.args.warm_restart:
                 warm_at = float("inf")
                 with self._lock:
                     self._warm.prepare()
             stopped_since = (stopped_since or time.monotonic()) if child.stopped else None
-            if stopped_since is not None and time.monotonic() - stopped_since > STOPPED:
-                return self._tell(channel, child, "SIGSTOP: it was stopped, and is killed")
+            if stopped_since is not None and time.monotonic() - stopped_since > STOPPED_TIMEOUT_S:
+                return self._report_end(channel, child, "SIGSTOP: it was stopped, so it is killed")
             if child.closed and child.ending() is not None:
-                self._tell(channel, child, str(child.ending()))
+                self._report_end(channel, child, str(child.ending()))
                 return stopping
         self._refuse_fault(channel)
         return stopping
 
-    def _tell(self, channel: Channel, child: Child, how: str) -> bool:
-        """Node 0 of an engine's end."""
+    def _report_end(self, channel: Channel, child: Child, how: str) -> bool:
+        """Report the end of an engine to node 0."""
         child.kill()
         logger.info("the engine process %d ended with %s", child.pid, how)
         channel.send(ipc.encode(ipc.Ended(how, sorted(child.in_flight()), child.last_lines())))
-        channel.drain(FAREWELL)
+        channel.drain(STOP_TIMEOUT_S)
         return False

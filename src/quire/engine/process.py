@@ -81,19 +81,22 @@ class Link:
         self._channel.drain(REPORT_DRAIN_S)
 
     def receive(self) -> ipc.Command | None:
-        """The next command, None if there is none now."""
+        """Return the next command, None if there is none now."""
         frame = self._channel.receive()
         return None if frame is None else ipc.decode_command(frame)
 
 
 class EngineLoop:
-    """Runs one engine core and obeys commands."""
+    """Run one engine core and execute commands."""
 
     def __init__(
         self, core: EngineCore, link: Link, pulse: Heartbeat, gathers: bool = True, idle_wait: int = IDLE_POLL_MS
     ) -> None:
-        """gathers: plan the next step shortly before the one in flight ends. The first stage of a pipeline has nothing to do
-        until then, so it plans at once. idle_wait: milliseconds between checks of the executor."""
+        """gathers: plan the next step shortly before the one in flight ends. The first stage of a pipeline is idle until
+        then, so it
+        plans at once.
+        idle_wait: milliseconds between checks of the executor.
+        """
         self._core, self._link, self._pulse, self._gathers = core, link, pulse, gathers
         core.constraints.on_refused = partial(self._refuse, added=True)
         self._deadline, self._idle_wait = PlanDeadline(), idle_wait
@@ -104,7 +107,7 @@ class EngineLoop:
         while not self.stopping:
             if not self._core.has_unfinished:
                 self._pulse.busy_since = 0.0
-                wait = self._tell_viewers()
+                wait = self._report_snapshot()
                 if not self._link.wait(patience if preparing else wait):
                     self._pulse.busy_since = time.monotonic() if preparing else 0.0
                     preparing, patience = preparing and self._core.idle(), 0
@@ -117,11 +120,11 @@ class EngineLoop:
                 began = time.monotonic()
                 deltas = self._core.step()
                 self._link.send(ipc.StepReport(deltas, self._core.stats, self._core.tokens))
-                self._tell_viewers()
+                self._report_snapshot()
                 rows = self._core.rows if self._core.ahead and self._gathers else 0
                 self._deadline.turned(began, time.monotonic(), self._core.waited, rows, self._core.tokens)
 
-    def _tell_viewers(self) -> int:
+    def _report_snapshot(self) -> int:
         """Report a snapshot if one is due; return the milliseconds until the next check."""
         watch = self._core.watch
         if watch is None:
@@ -136,7 +139,7 @@ class EngineLoop:
         due = self._deadline.due
         while not self.stopping:
             while not self.stopping and (command := self._link.receive()) is not None:
-                self._obey(command)
+                self._execute(command)
                 due = self._deadline.due - ADMISSION_S
             left = int(1000 * (due - time.monotonic()))
             if left <= 0 or not self._core.has_unfinished:
@@ -147,7 +150,7 @@ class EngineLoop:
                     return
                 self._core.adapters.turn()  # a request that waits for the adapter may join the next step
 
-    def _obey(self, command: ipc.Command) -> None:
+    def _execute(self, command: ipc.Command) -> None:
         match command:
             case ipc.Add():
                 for request in command.restored():

@@ -1,9 +1,9 @@
 """Several engine processes as one engine core that its caller steps: data parallelism for `LLM`.
 
-    caller's thread    add, abort, step                ┆    its own thread    an event loop that runs the router
+    caller's thread    add, abort, step                ┆    own thread        an event loop that runs the router
                        step ◄── queue of deltas ◄──────┆───── on_deltas ◄───── EngineRouter ═ engine processes
 
-A lost engine is restarted here, too, and its requests go on. Does not import torch.
+A lost engine is restarted, and its requests continue. Does not import torch.
 """
 
 import asyncio
@@ -33,15 +33,15 @@ from quire.types.request import EngineRequest
 from quire.types.stats import NOTHING, Stats, together
 from quire.types.structured import StructuredOutputsParams
 
-TURN = 0.1  # seconds that a step waits for news; Ctrl-C comes between two steps
-FAREWELL = 5.0  # seconds for engines to end by themselves
+STEP_WAIT_S = 0.1  # seconds that a step waits for deltas; Ctrl-C comes between two steps
+STOP_TIMEOUT_S = 5.0  # seconds for engines to end by themselves
 
 
 class _Inbox:
-    """What engines said, until the caller takes it. It knows nothing of who that is, so that whoever is forgotten can go."""
+    """Reports of engines until the caller takes them. It does not refer to the caller, so that a forgotten `LLM` is freed."""
 
     def __init__(self) -> None:
-        self.news: queue.SimpleQueue[tuple[int, Sequence[TokenDelta]]] = queue.SimpleQueue()
+        self.deltas: queue.SimpleQueue[tuple[int, Sequence[TokenDelta]]] = queue.SimpleQueue()
         self.ready: dict[int, ipc.Ready] = {}
         self.engines: list[EngineClient] = []
         self.pinned: dict[str, AdapterRef] = {}  # adapters, by version
@@ -52,20 +52,20 @@ class _Inbox:
             self.engines[engine].pin_again(ref)
 
     def on_deltas(self, deltas: Sequence[TokenDelta], engine: int = 0) -> None:
-        self.news.put((engine, deltas))
+        self.deltas.put((engine, deltas))
 
     def on_step(self, report: ipc.StepReport, engine: int = 0) -> None:
-        """The clients keep what is asked for."""
+        """Do nothing: the clients have the stats."""
 
     def on_snapshot(self, snapshot: EngineSnapshot, engine: int = 0) -> None:
-        """Nobody watches."""
+        """Do nothing: there are no viewers."""
 
     def on_refused(self, engine_id: str, error: QuireError) -> None:
-        self.news.put((0, [TokenDelta(engine_id, [], "error", error=str(error))]))
+        self.deltas.put((0, [TokenDelta(engine_id, [], "error", error=str(error))]))
 
 
 class _Grammars:
-    """Grammars are followed by the engines; whether one can be compiled is asked before anything runs."""
+    """Check grammars before anything runs; the engines follow them."""
 
     def __init__(self, lanes: GrammarLanes) -> None:
         self._lanes = lanes
@@ -76,7 +76,7 @@ class _Grammars:
 
 
 class Replicas:
-    """What `LLMEngine` asks of an `EngineCore`. Construction returns when all engines are ready."""
+    """The methods of `EngineCore` that `LLMEngine` uses, for several engines. Construction returns when all are ready."""
 
     def __init__(self, config: Config, watch: Stopwatch, command: Sequence[str] = COMMAND) -> None:
         inbox = self._inbox = _Inbox()
@@ -131,19 +131,19 @@ class Replicas:
         return bool(self._open)
 
     def add(self, request: EngineRequest) -> None:
-        """Raises RequestError for what could never run."""
+        """Add a request. Raises RequestError if it can never run."""
         self._router.check()
         self._limits.admissible_length(request)
         self._open.add(request.id)
         self._fresh.append(request)
 
     def abort(self, ids: Iterable[str]) -> None:
-        """No more is heard of these requests. Unknown ids are ignored."""
+        """End requests: nothing more is reported of them. Unknown ids are ignored."""
         gone = {name for name in ids if name in self._open}
         if gone:
             self._open -= gone
             self._fresh = [request for request in self._fresh if request.id not in gone]
-            self._ask(self._router.abort, list(gone))
+            self._run_in_loop(self._router.abort, list(gone))
 
     def release(self, ids: Iterable[str]) -> None:
         names = list(ids)
@@ -151,14 +151,14 @@ class Replicas:
             self._call("release", names)
 
     def step(self) -> list[TokenDelta]:
-        """What engines have said; waits a moment if they said nothing."""
+        """Return the next deltas of an engine; wait a moment if there are none."""
         if self._fresh:
             fresh, self._fresh = self._fresh, []
-            self._ask(self._router.add, fresh)
-        if self._router.state == "dead" and self._inbox.news.empty():
+            self._run_in_loop(self._router.add, fresh)
+        if self._router.state == "dead" and self._inbox.deltas.empty():
             raise EngineDead("; ".join(str(each.supervisor.error) for each in self.engines))
         try:
-            self.number, deltas = self._inbox.news.get(timeout=TURN)
+            self.number, deltas = self._inbox.deltas.get(timeout=STEP_WAIT_S)
         except queue.Empty:
             return []
         known = [delta for delta in deltas if delta.request_id in self._open]
@@ -169,7 +169,7 @@ class Replicas:
         return bool(self._call("reset_prefix_cache", preempt_running))
 
     def load_adapter(self, ref: AdapterRef, pinned: bool) -> None:
-        """On every engine; raises why it cannot be."""
+        """Load an adapter in every engine; raise why it cannot be loaded."""
         loading = load_everywhere(self.engines, ref, pinned)
         try:
             asyncio.run_coroutine_threadsafe(loading, self._loop).result()
@@ -190,8 +190,8 @@ class Replicas:
     def _call(self, method: str, *args: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(self._router.call(method, *args), self._loop).result()
 
-    def _ask(self, method: Any, *args: Any) -> None:
-        """In the router's thread; returns when it is done."""
+    def _run_in_loop(self, method: Any, *args: Any) -> None:
+        """Call a method in the router's thread; return when it is done."""
         done: Future[None] = Future()
 
         def run() -> None:
@@ -218,13 +218,13 @@ def _run(loop: asyncio.AbstractEventLoop, ended: threading.Event) -> None:
 
 
 def _end(loop: asyncio.AbstractEventLoop, router: EngineRouter, ended: threading.Event) -> None:
-    """When nobody holds the engines any more, and at the latest when this process ends."""
+    """End the engines when `LLM` is freed, and at the latest when this process ends."""
 
     def stop() -> None:
         try:
-            router.stop(FAREWELL)
+            router.stop(STOP_TIMEOUT_S)
         finally:
             loop.stop()
 
     loop.call_soon_threadsafe(stop)
-    ended.wait(2 * FAREWELL)
+    ended.wait(2 * STOP_TIMEOUT_S)

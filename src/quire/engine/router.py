@@ -1,13 +1,14 @@
 """Several engines as one: what `EngineClient` is to one engine process, this is to N of them.
 
     add ─► Balancer ─┬─► EngineClient 0 ═ engine process
-                     ├─► EngineClient 1 ═ engine process        each with a supervisor of its own
-                     └─► ...                         deltas ─► whoever uses the router, as they come
+                     ├─► EngineClient 1 ═ engine process        each with its own supervisor
+                     └─► ...                         deltas ─► listener, as they arrive
 
-A request that has begun stays with its engine. A lost engine is restarted and gets its requests again, by its own supervisor.
-Requests that it had not begun move to other engines, as these get free slots. New requests go to engines that are ready, if
-there are any. The requests of an engine that is given up for good go on in the others, from their token logs: the router is
-dead when all of them are.
+A request that has begun stays with its engine. A lost engine is restarted by its supervisor and gets its requests again.
+Requests
+that it had not begun move to other engines when these have free slots. New requests go to ready engines, if there are any.
+The
+requests of an engine that is given up continue in the others. The router is dead when all engines are.
 """
 
 import asyncio
@@ -30,11 +31,11 @@ from quire.types.errors import CompanionLost, QuireError
 from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest
 
-CAUSE = 5.0  # seconds for it to show
+CAUSE_TIMEOUT_S = 5.0  # for the cause of a loss to be reported
 
 
 class EngineRouter(EngineGroup):
-    """`spare` is a process that waits for its arguments: it becomes the first engine. `serving`: see `EngineClient`."""
+    """Several engines."""
 
     def __init__(
         self,
@@ -44,41 +45,42 @@ class EngineRouter(EngineGroup):
         spare: Child | None = None,
         serving: bool = True,
     ) -> None:
+        """Start the engines. spare: a process that waits for its arguments; serving: see `EngineClient`."""
         self._balancer, self._listener = Balancer(args.data_parallel_size), listener
         self._caching = args.enable_prefix_caching
         self._node_listener: NodeListener | None = None
         self.engines: list[EngineClient] = []
-        warm = engine_fork_server()  # for all of them
-        self._companions = expert_peers_of(args)
+        warm = engine_fork_server()  # shared by all
+        self._expert_peers = expert_peers_of(args)
         here = local_engines(args)
         if here < args.data_parallel_size:
             address = (args.data_parallel_address, args.data_parallel_rpc_port)
             self._node_listener = NodeListener(address, range(here, args.data_parallel_size), terms_of(args))
-        if spare is not None and (not here or self._companions is not None):
+        if spare is not None and (not here or self._expert_peers is not None):
             spare.close()
             spare = None
         try:
             for number in range(args.data_parallel_size):
                 first, spare = spare, None
                 node_listener = self._node_listener if number >= here else None
-                client = EngineClient(args, self, command, first, number, serving, warm, node_listener, self._companions)
+                client = EngineClient(args, self, command, first, number, serving, warm, node_listener, self._expert_peers)
                 self.engines.append(client)
                 self.engines[-1].heir = self._inherit
                 self.engines[-1].relief = self._relieve
-                if self._companions is not None:
+                if self._expert_peers is not None:
                     self.engines[-1].on_given_up = self._give_up
         except BaseException:
             self.stop(0.0)
             raise
 
-    # ---- how they are ----------------------------------------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------------------------------------------
 
     @property
     def num_open(self) -> int:
         return sum(engine.num_open for engine in self.engines)
 
     async def wait_ready(self) -> None:
-        """Until all are. Raises why one of them could not start."""
+        """Wait for all engines. Raises why one of them could not start."""
         waiting = [asyncio.ensure_future(self._wait(number)) for number in range(len(self.engines))]
         try:
             await asyncio.gather(*waiting)
@@ -95,8 +97,8 @@ class EngineRouter(EngineGroup):
             raise type(error)(message if message.startswith("engine ") else f"engine {number}: {message}") from error
 
     async def _cause(self, number: int, error: QuireError) -> tuple[int, QuireError]:
-        """Whoever shares experts ends with whoever could not start; the cause may come a moment later."""
-        deadline = time.monotonic() + CAUSE
+        """Return the engine and error that caused a failed start: engines that share experts fail together."""
+        deadline = time.monotonic() + CAUSE_TIMEOUT_S
         while isinstance(error, CompanionLost) and time.monotonic() < deadline:
             for other, engine in enumerate(self.engines):
                 other_error = engine.supervisor.error
@@ -106,10 +108,10 @@ class EngineRouter(EngineGroup):
         return number, error
 
     async def run(self) -> None:
-        """Listens to the engines until all are dead."""
+        """Receive reports until all engines are dead."""
         await asyncio.gather(*(engine.run() for engine in self.engines))
 
-    # ---- asking ----------------------------------------------------------------------------------------------------------
+    # ---- commands --------------------------------------------------------------------------------------------------------
 
     def add(self, requests: Iterable[EngineRequest]) -> None:
         self.check()
@@ -127,7 +129,7 @@ class EngineRouter(EngineGroup):
             raise
 
     def abort(self, ids: Iterable[str]) -> None:
-        """No more is heard of these requests. Unknown ids are ignored."""
+        """End requests: nothing more is reported of them. Unknown ids are ignored."""
         shares: dict[int, list[str]] = {}
         for name in ids:
             number = self._balancer.engine(name)
@@ -142,7 +144,7 @@ class EngineRouter(EngineGroup):
             engine.watch(watched)
 
     async def call(self, method: str, *args: Any) -> Any:
-        """A method of every engine core; of answers that say yes or no, yes if all do, otherwise the first one's."""
+        """Call a method of every engine core. Return whether all returned True, or the first result if they are not bools."""
         self.check()
         if method == "reset_prefix_cache":
             self._balancer.forget_pages()
@@ -152,7 +154,7 @@ class EngineRouter(EngineGroup):
         return all(answers) if all(isinstance(answer, bool) for answer in answers) else answers[0]
 
     def check(self, engine: int | None = None) -> None:
-        """Raises EngineDead if no engine is left, or not this one, and InvalidParameter if there is none of this number."""
+        """Raise EngineDead if no engine is left, or not this one; InvalidParameter if its number is out of range."""
         check_number(engine, len(self.engines))
         if self.state == "dead":
             self.engines[0].check()
@@ -160,7 +162,7 @@ class EngineRouter(EngineGroup):
             self.engines[engine].check()
 
     def stop(self, timeout: float) -> None:
-        """Ends all engines. Open requests end with `abort`."""
+        """End all engines. Open requests end with `abort`."""
         if timeout > 0:
             for engine in self.engines:
                 if engine.state == "ready":
@@ -169,8 +171,8 @@ class EngineRouter(EngineGroup):
             engine.stop(timeout)
         if self._node_listener is not None:
             self._node_listener.close()
-        if self._companions is not None:
-            self._companions.close()
+        if self._expert_peers is not None:
+            self._expert_peers.close()
 
     # ---- what engines report ---------------------------------------------------------------------------------------------
 
@@ -201,7 +203,7 @@ class EngineRouter(EngineGroup):
     # ---- requests of lost engines ----------------------------------------------------------------------------------------
 
     def _inherit(self, orphans: list[OpenRequest]) -> list[OpenRequest]:
-        """Of an engine that is given up. A wish for that one cannot be met any more."""
+        """Move requests of an engine that is given up to the others. A request that named that engine runs elsewhere."""
         takers = self._takers()
         if not takers:
             return orphans
@@ -239,13 +241,13 @@ class EngineRouter(EngineGroup):
         return [entry for share in shares.values() for entry in share]
 
     def _give_up(self, error: QuireError) -> None:
-        """Of engines that share experts none can go on without the others."""
+        """End all engines that share experts: none can continue without the others."""
         for engine in self.engines:
             if engine.state != "dead":
                 engine.supervisor.doom(error)
 
     def _takers(self) -> list[int]:
-        """Who may get requests: the ready ones, or else those that will be."""
+        """Return the engines that may get requests: ready ones, or else those that will be ready."""
         states = [engine.state for engine in self.engines]
         ready = [number for number, state in enumerate(states) if state == "ready"]
         return ready or [number for number, state in enumerate(states) if state != "dead"]
@@ -254,6 +256,6 @@ class EngineRouter(EngineGroup):
 def start_engines(
     config: Config, listener: EngineListener, command: Sequence[str] = COMMAND, spare: Child | None = None
 ) -> EngineHandle:
-    """`spare` is an engine process that was started ahead."""
+    """Start one engine or several. spare: an engine process that was started ahead."""
     args = engine_args(config)
     return (EngineRouter if args.data_parallel_size > 1 else EngineClient)(args, listener, command, spare)

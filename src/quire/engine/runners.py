@@ -12,7 +12,7 @@ from quire.config.host import threads_wanted, wait_politely
 from quire.device.base import Device
 from quire.device.registry import open_device
 from quire.dist.mesh import ALONE, Position, share_layers
-from quire.engine.layouts import draft_forms, draft_layout, whole_layout
+from quire.engine.layouts import draft_layout, draft_quantized_layouts, whole_layout
 from quire.features.base import StepPart
 from quire.features.experts.host import read_eplb
 from quire.progress import doing
@@ -35,7 +35,7 @@ def import_torch() -> None:
 
 
 def start_device(config: Config, rank: int = 0) -> Device:
-    """Open the device. Ranks other than the first have chosen theirs before."""
+    """Open the device. Ranks other than the first have already selected theirs."""
     import torch
 
     device = open_device(config.device)
@@ -101,7 +101,7 @@ def make_parts(
 
 
 def join_expert_peers(config: Config, ends: "Ends", watch: "Watch") -> "SharedExperts":
-    """ends: of one rank."""
+    """Connect a rank to the engines that share its experts. ends: connections of this rank."""
     from quire.features.experts.exchange import ExpertsGroup, SharedExperts
     from quire.runner.settings import DTYPES
 
@@ -147,7 +147,7 @@ def make_device_drafter(config: Config) -> "DeviceDrafter":
     if head is None:
         from quire.features.speculation.device.model import DraftModel
 
-        return DraftModel(facts, own, group, most, args.load_format, config.seed, draft_forms(config, facts))
+        return DraftModel(facts, own, group, most, args.load_format, config.seed, draft_quantized_layouts(config, facts))
     from quire.features.speculation.device.heads import LAYERS, HeadDrafter
 
     head = replace(head, facts=facts)

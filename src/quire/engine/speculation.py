@@ -1,4 +1,4 @@
-"""Speculation of an engine, as the configuration has it: drafters of the host, and what drafts are expected to cost.
+"""Speculation of an engine: drafters of the host, the expected cost of drafts, and a file of measured costs.
 
 Importing this file does not import torch.
 """
@@ -38,21 +38,24 @@ VERSION = 1  # of the measurement
 
 logger = logging.getLogger(__name__)
 # measured on an H200 with an 8B model
-GPU_RIDGE = 150.0  # tokens of a step up to which its time does not grow
+GPU_RIDGE = 150.0  # tokens of a step up to which its time is constant
 GPU_WAIT = 0.25  # of a step: the host's time between steps that are not planned ahead
 GPU_LEAST_LAYER = 0.2  # of a layer of the target model: the time of the smallest draft layer
 DRAFT_LAUNCH = 0.05  # of a step: the time to launch a drafter, however small
 
 
 def open_acceptance_store(config: "Config") -> dict[str, Any]:
-    """Return arguments of Speculation: `known` measurements, and `remember` to store new ones. A fake executor has none."""
+    """Return arguments of Speculation: `known` measurements and `remember`, which stores new ones in a file.
+
+    The file is for the next engine with the same model and device. A fake executor has none.
+    """
     if config.args.distributed_executor_backend == "fake":
         return {}
     path, key = cache_directory() / NAME, _key(config)
     known = None
     try:
-        told = read_kept(path)
-        known = _known(told[key]) if key in told else None
+        stored = read_kept(path)
+        known = _known(stored[key]) if key in stored else None
     except FileNotFoundError:
         pass
     except (OSError, *WRONG) as error:
@@ -72,19 +75,19 @@ def _key(config: "Config") -> str:
     return " | ".join(map(str, parts))
 
 
-def _known(told: Any) -> dict[str, Any]:
+def _known(stored: Any) -> dict[str, Any]:
     """Return checked values. Raises one of `WRONG`."""
     costs: dict[int, dict[int, float]] = {}
-    for rows, found in _few(told["costs"]):
-        costs[_count(rows)] = {_count(drafts): _positive(ratio) for drafts, ratio in _few(found)}
+    for rows, found in _checked_items(stored["costs"]):
+        costs[_count(rows)] = {_count(drafts): _positive(ratio) for drafts, ratio in _checked_items(found)}
     known: dict[str, Any] = {"costs": costs}
-    if "right" in told:
-        first, later, outcomes = told["right"]
+    if "right" in stored:
+        first, later, outcomes = stored["right"]
         known["right"] = _share(first), _share(later), min(max(0, int(outcomes)), MAX_COUNT)
     return known
 
 
-def _few(sizes: Any) -> ItemsView[str, Any]:
+def _checked_items(sizes: Any) -> ItemsView[str, Any]:
     if len(sizes) > MAX_SIZES:
         raise ValueError
     items: ItemsView[str, Any] = sizes.items()
@@ -109,15 +112,15 @@ def _share(value: Any) -> float:
     return float(value)
 
 
-def _write(path: Path, key: str, learnt: Mapping[str, Any]) -> None:
-    """Add the entry to those of other engines in the file."""
+def _write(path: Path, key: str, measured: Mapping[str, Any]) -> None:
+    """Add the entry to the file."""
     known: dict[str, Any] = {}
     with suppress(OSError, *WRONG):
-        for other, told in read_kept(path).items():
+        for other, stored in read_kept(path).items():
             with suppress(*WRONG):
-                known[other] = _known(told)
+                known[other] = _known(stored)
     known.pop(key, None)
-    write_kept(path, dict([*known.items(), (key, learnt)][-MAX_ENGINES:]))
+    write_kept(path, dict([*known.items(), (key, measured)][-MAX_ENGINES:]))
 
 
 def make_speculation(config: Config, watch: Stopwatch, start: "Callable[[Config], StartedCore]") -> Speculation | None:

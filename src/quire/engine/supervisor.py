@@ -28,8 +28,8 @@ from quire.types.outputs import TokenDelta
 
 AnyChild = Child | RemoteEngine
 
-TICK = 0.1  # seconds between checks of the process
-CHUNK = 128  # deltas that are passed on before the event loop runs other tasks
+CHECK_INTERVAL_S = 0.1  # seconds between checks of the process
+DELTAS_PER_TURN = 128  # deltas that are passed on before the event loop runs other tasks
 CLOSED_POLL_S = 0.01  # between checks of a process that has closed its connection
 LAST_REPORTS_S = 0.05  # for the last reports of an ended process to arrive
 STOPPED_TIMEOUT_S = 0.5  # silence after which a stopped process (SIGSTOP) is lost
@@ -64,10 +64,12 @@ class Listener(Protocol):
 
 @dataclass(frozen=True)
 class SupervisorLimits:
+    """Time limits and restarts of an engine."""
+
     dead_after: float
     hang_timeout: float
     start_timeout: float
-    most_restarts: int
+    max_restarts: int
     restart_window: float
 
     @classmethod
@@ -82,6 +84,8 @@ class SupervisorLimits:
 
 
 class Supervisor:
+    """Supervise one engine process."""
+
     def __init__(
         self, start: Callable[[], AnyChild], limits: SupervisorLimits, listener: Listener, name: str = "the engine"
     ) -> None:
@@ -94,16 +98,16 @@ class Supervisor:
         self._lost_by: str | None = None  # why the present engine is being replaced
         self.last_loss: str | None = None  # why the latest one was
         self._lost_at = 0.0  # when the latest one that had been ready was
-        self._restart_limit = RestartLimit(limits.most_restarts, limits.restart_window)
+        self._restart_limit = RestartLimit(limits.max_restarts, limits.restart_window)
         self._doom: QuireError | None = None  # why it must not be restarted
         self._waiters: set[asyncio.Future[None]] = set()
         self._detach: Callable[[], None] = lambda: None
         self.heard_at = self._born = time.monotonic()
-        self._silence = Silence(TICK)
+        self._silence = Silence(CHECK_INTERVAL_S)
         self._busy = 0.0  # seconds in the present step, by the latest heartbeat
         self._child: AnyChild | None = start()
 
-    # ---- what others may know -------------------------------------------------------------------------------------------
+    # ---- state ----------------------------------------------------------------------------------------------------------
 
     @property
     def busy_for(self) -> float:
@@ -125,10 +129,10 @@ class Supervisor:
             finally:
                 self._waiters.discard(waiter)
 
-    # ---- what others may ask --------------------------------------------------------------------------------------------
+    # ---- commands -------------------------------------------------------------------------------------------------------
 
     def send(self, command: ipc.Command) -> None:
-        """Only while ready."""
+        """Send a command. Only while the engine is ready."""
         assert self._child is not None
         self._child.send(command)
         if self._child.full:
@@ -161,14 +165,14 @@ class Supervisor:
     # ---- the watch ------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until the engine is dead. May be cancelled and run again, on another event loop too."""
+        """Run until the engine is dead. May be cancelled and run again, on another event loop too."""
         try:
             while (child := self._child) is not None:
                 self._lost_by = self._lost_by or await self._watch(child)
                 if self._child is child:
                     await self._replace(child, self._lost_by)
                 self._lost_by = None
-        except Exception as error:  # a bug of ours: callers must not wait for ever
+        except Exception as error:  # a bug: callers must not wait forever
             logger.exception("the engine's supervisor failed")
             self._give_up(EngineDead(f"the engine's supervisor failed: {type(error).__name__}: {error}"))
 
@@ -181,7 +185,7 @@ class Supervisor:
         def tick() -> None:
             nonlocal ticker
             wake.set()
-            ticker = loop.call_later(TICK, tick)
+            ticker = loop.call_later(CHECK_INTERVAL_S, tick)
 
         def detach() -> None:
             self._detach = lambda: None
@@ -200,7 +204,7 @@ class Supervisor:
             while True:
                 wake.clear()
                 while self._child is child and (report := child.receive()) is not None:
-                    await self._hear(report)
+                    await self._handle(report)
                     if isinstance(report, ipc.Failed):
                         return report.message
                 if self._child is not child:
@@ -220,13 +224,13 @@ class Supervisor:
             if self._child is child:
                 detach()
 
-    async def _hear(self, report: ipc.Report) -> None:
+    async def _handle(self, report: ipc.Report) -> None:
         self.heard_at, self._busy = time.monotonic(), 0.0
         self._silence.heard()
         match report:
             case ipc.StepReport(deltas):
-                for i in range(0, len(deltas), CHUNK):
-                    self._listener.on_deltas(deltas[i : i + CHUNK] if len(deltas) > CHUNK else deltas)
+                for i in range(0, len(deltas), DELTAS_PER_TURN):
+                    self._listener.on_deltas(deltas[i : i + DELTAS_PER_TURN] if len(deltas) > DELTAS_PER_TURN else deltas)
                     await asyncio.sleep(0)
                 self._listener.on_step(report)
             case ipc.Seen(snapshot):
@@ -245,7 +249,7 @@ class Supervisor:
                         self._name,
                         gone,
                         count,
-                        " goes on" if count == 1 else "s go on",
+                        " continues" if count == 1 else "s continue",
                     )
                 self._listener.on_ready(report)
             case ipc.Failed():
@@ -276,12 +280,12 @@ class Supervisor:
             return
         in_flight = child.in_flight() if was == "ready" else set()
         child.close()
-        if was == "starting" and isinstance(child, RemoteEngine) and child.strange and self._in_time:
-            logger.warning("%s has not come: %s. Waiting for another node", self._name, reason)
+        if was == "starting" and isinstance(child, RemoteEngine) and child.never_began and self._in_time:
+            logger.warning("%s did not start: %s. Waiting for another node", self._name, reason)
             self._child = self._start()
             return
         if was == "starting":
-            self._give_up(self._failure or EngineDead(f"{self._name} could not start: {reason}{child.last_words()}"))
+            self._give_up(self._failure or EngineDead(f"{self._name} could not start: {reason}{child.log_tail()}"))
             return
         self.last_loss = reason
         logger.error("%s was lost: %s", self._name, reason)
@@ -309,7 +313,7 @@ class Supervisor:
             return True
         logger.critical("%s is given up", self._name)
         limits = self._limits
-        times = f"restarted {limits.most_restarts} times in {limits.restart_window:.0f} s, the most allowed"
+        times = f"restarted {limits.max_restarts} times in {limits.restart_window:.0f} s, the most allowed"
         self._give_up(EngineDead(f"{self._name} was lost: {reason}. It was {times}"))
         return False
 
@@ -327,7 +331,7 @@ class Supervisor:
                 if error.errno not in OUT_OF_RESOURCES:
                     raise
                 self._restart_limit.failed_starts += 1
-                logger.error("the engine cannot be restarted now, and will be later: %s", error)
+                logger.error("the engine cannot be restarted now; trying again: %s", error)
             else:
                 self.restarts += 1
                 logger.warning("restarting %s (restart %d)", self._name, self.restarts)

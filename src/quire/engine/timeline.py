@@ -1,7 +1,8 @@
-"""Where the seconds of a start went: laps that follow each other without gaps, so that they add up to the wall clock.
+"""Where the seconds of a start went: consecutive laps without gaps, which add up to the wall clock.
 
-A stopwatch is read as a timeline, which can be logged, measured and sent to another process: the clock is the
-machine's, the same for every process on it. What a lap contains is not known here.
+A stopwatch is read as a timeline, which can be logged, measured and sent to another process: all processes of a machine have
+the
+same clock. The content of a lap is not known here.
 """
 
 import os
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-UNNAMED = 0.02  # the share of the whole from which time without a name is shown
+UNNAMED = 0.02  # share of the total from which unnamed time is shown
 OTHER = "other"
 STAT = Path("/proc/self/stat")
 _imported = time.monotonic()
@@ -19,7 +20,7 @@ _first = True  # no engine has been started in this process
 
 
 class Timeline(msgspec.Struct, frozen=True, array_like=True):
-    """`parts` are seconds by name, in order; they add up to `total` (but for less than UNNAMED of it)."""
+    """`parts` are seconds by name, in order; they add up to `total`, except for less than UNNAMED of it."""
 
     parts: list[tuple[str, float]]
     total: float
@@ -27,7 +28,7 @@ class Timeline(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, parts: Sequence[tuple[str, float]], began: float, ended: float) -> "Timeline":
-        """Equal names become one part; what has no name becomes a part of its own if it is long enough to be asked about."""
+        """Merge parts of equal names; unnamed time becomes a part if it is long enough."""
         merged: dict[str, float] = {}
         for name, seconds in parts:
             merged[name] = merged.get(name, 0.0) + seconds
@@ -38,18 +39,18 @@ class Timeline(msgspec.Struct, frozen=True, array_like=True):
         return cls(list(merged.items()), total, began)
 
     def within(self, began: float, before: str, after: str, ended: float) -> "Timeline":
-        """The timeline of a longer stretch of which this is the middle: what came before and after gets a name each."""
+        """Return the timeline of a longer period, with names for the time before and after this one."""
         end = self.began + self.total
         return Timeline.of([(before, max(0.0, self.began - began)), *self.parts, (after, max(0.0, ended - end))], began, ended)
 
     def __str__(self) -> str:
-        """What takes a hundredth of a second is worth a word."""
-        told = [f"{name} {seconds:.2f}" for name, seconds in self.parts if seconds >= 0.005]
-        return f"{self.total:.2f} s = {' + '.join(told)}"
+        """Return the parts of at least 5 ms."""
+        parts = [f"{name} {seconds:.2f}" for name, seconds in self.parts if seconds >= 0.005]
+        return f"{self.total:.2f} s = {' + '.join(parts)}"
 
 
 class Stopwatch:
-    """Laps without gaps. `since` is when the first lap began, in seconds of time.monotonic(); now unless told."""
+    """Laps without gaps. `since`: when the first lap began, by time.monotonic(); now by default."""
 
     def __init__(self, since: float | None = None) -> None:
         self._began = self._last = time.monotonic() if since is None else since
@@ -57,7 +58,9 @@ class Stopwatch:
 
     @classmethod
     def of_engine(cls, before: str) -> "Stopwatch":
-        """For an engine that is started now. The life of the process so far is the first lap of its first engine."""
+        """Return the stopwatch of an engine that starts now. The first lap of a process's first engine is the life of the
+        process so far.
+        """
         global _first
         if not _first:
             return cls()
@@ -67,7 +70,7 @@ class Stopwatch:
         return watch
 
     def lap(self, name: str) -> None:
-        """What happened since the lap before was `name`."""
+        """Name the time since the previous lap."""
         now = time.monotonic()
         self._laps.append((name, now - self._last))
         self._last = now
@@ -77,7 +80,7 @@ class Stopwatch:
 
 
 def _on_fork() -> None:
-    """This process was forked from one that had imported everything."""
+    """Note that this process was forked from one that had imported everything."""
     global _imported
     _imported = time.monotonic()
 
@@ -86,9 +89,9 @@ os.register_at_fork(after_in_child=_on_fork)
 
 
 def process_start() -> float:
-    """When this process began, in seconds of time.monotonic(); where the system does not say, when this file was imported."""
+    """Return when this process began, by time.monotonic(); if unknown, when this file was imported."""
     try:
-        ticks = int(STAT.read_text().rpartition(")")[2].split()[19])  # field 22, counted behind the name in parentheses
+        ticks = int(STAT.read_text().rpartition(")")[2].split()[19])  # field 22, counted after the name in parentheses
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
         return _imported

@@ -1,11 +1,12 @@
-"""What viewers of the engine see of it. It exists only while there are any: the core and the scheduler tell it what happens.
+"""What viewers of the engine see. It exists only while there are viewers: the core and the scheduler report to it.
 
-    request    grammar ─► waiting ─► prompt ─► decode ─► finished      `moved`: by the scheduler, in whatever order
+    request    grammar ─► waiting ─► prompt ─► decode ─► finished      `moved`: by the scheduler, in any order
                              └◄─ preempted ◄─┘                          `landed`: from prompt to decode, with the first token
 
-A request's time is settled when its state changes. What decoding requests lose to others is the same for all of them, so there
-is one clock for that, and one for the waits for masks, and each request notes what they said when it began. So most requests
-cost nothing in most steps.
+The time of a request is added up when its state changes. The time that decoding requests lose to others is the same for all,
+so
+there is one clock for it and one for waits for masks. Each request notes both clocks when it begins, so most requests cost
+nothing in most steps.
 """
 
 import time
@@ -23,24 +24,24 @@ from quire.types.engine_snapshot import EngineSnapshot, RequestSnapshot, Request
 from quire.types.plan import StepResult
 from quire.types.request import Request
 
-PIECE = 512  # cells of the map in one snapshot
-WALK = 2048  # page-table entries that are asked for their owner before a snapshot
-MOST_MOVED = 1024  # requests told in one snapshot
+MAP_CHUNK_CELLS = 512  # cells of the page map in one snapshot
+MAX_WALKED_ENTRIES = 2048  # page-table entries whose owner is looked up before a snapshot
+MAX_MOVED = 1024  # requests in one snapshot
 
-_Kept = TypeVar("_Kept")
+_Value = TypeVar("_Value")
 
 
 class _Watched:
     __slots__ = (
-        "accepted", "aside", "drafted", "fresh", "length", "masks", "parts", "request", "seen", "shared", "since", "state",
+        "accepted", "drafted", "fresh", "idle_s", "length", "masks", "parts", "request", "seen", "shared", "since", "state",
     )  # fmt: skip
 
     def __init__(self, request: Request, state: RequestState, now: float, fresh: bool) -> None:
         self.request, self.state, self.since, self.seen, self.fresh = request, state, now, now, fresh
         self.parts = [0.0] * len(snapshots.PARTS)
         self.length = len(request.tokens)  # when it began to run
-        self.shared = self.masks = 0.0  # what the clocks said when it began to decode
-        self.aside = 0.0  # seconds of steps without a row of it, since then
+        self.shared = self.masks = 0.0  # the clocks when it began to decode
+        self.idle_s = 0.0  # seconds of steps without a row of it, since then
         self.drafted = self.accepted = 0
 
 
@@ -68,7 +69,7 @@ class Watch:
     def stop(self) -> None:
         self._roster.on_move = None
 
-    # ---- what happens ----------------------------------------------------------------------------------------------------
+    # ---- events ----------------------------------------------------------------------------------------------------------
 
     def moved(self, request: Request, to: Place) -> None:
         now, state = self._clock(), _state(request, to)
@@ -93,14 +94,14 @@ class Watch:
         self._masks += seconds
 
     def landing(self, scheduled: Scheduled, result: StepResult, seconds: float, now: float) -> None:
-        """Before the step is committed. It kept the device busy for so long, until now."""
+        """Note a step before it is committed. It kept the device busy for `seconds`, until now."""
         plan, rows = scheduled.plan, len(scheduled.requests)
         tokens, prompt, drafted, accepted = plan.tokens, 0, 0, 0
         waited = _take(self._mask_waits, plan.step) or 0.0 if self._mask_waits else 0.0
         left_out = _take(self._left_out, plan.step) or [] if self._left_out else []
         for record in left_out:
             if record.state == "decode":
-                record.aside += seconds
+                record.idle_s += seconds
         decoding = rows
         for record in self._prompting.values():
             there = 0 <= record.request.admitted <= plan.step and record not in left_out
@@ -123,27 +124,27 @@ class Watch:
         self._preempted, self._last = 0, scheduled
 
     def landed(self) -> None:
-        """After that."""
+        """Note the first tokens of requests, after the commit."""
         if self._prompting:
             for record in [each for each in self._prompting.values() if len(each.request.tokens) > each.length]:
                 self._enter(record, "decode")
 
-    # ---- what is told ----------------------------------------------------------------------------------------------------
+    # ---- snapshots -------------------------------------------------------------------------------------------------------
 
     @property
     def pending(self) -> bool:
         return bool(self._steps or self._moved or self._pages.stale)
 
     def look(self) -> EngineSnapshot | None:
-        """What is new, if it is time for that."""
+        """Return what is new, if a snapshot is due."""
         now = self._clock()
         if now < self._next or not self.pending:
             return None
         self._next = now + (snapshots.EVERY if len(self._running) <= snapshots.MANY else 2 * snapshots.EVERY)
         steps, self._steps = list(self._steps), deque(maxlen=snapshots.MOST_STEPS)
         skipped, self._skipped = self._skipped, 0
-        told = list(self._moved)[:MOST_MOVED]
-        for record in told:
+        moved = list(self._moved)[:MAX_MOVED]
+        for record in moved:
             del self._moved[record]
         running = list(self._running)
         row = np.zeros(self._roster.max_seqs, np.int32)
@@ -154,12 +155,12 @@ class Watch:
         if self._guesses:
             records = self._running.values()
             guesses = (_ints([each.drafted for each in records]), _ints([each.accepted for each in records]))
-        if steps or told:
+        if steps or moved:
             self._pages.changed()
         self._pages.walk(running, self._roster.tenants)
-        first, cells = self._pages.next_piece()
+        first, cells = self._pages.next_chunk()
         return EngineSnapshot(
-            now, steps, skipped, [_tell(record) for record in told], self._roster.compiling,
+            now, steps, skipped, [_snapshot(record) for record in moved], self._roster.compiling,
             [request.spec.id for request in running], row[[request.slot for request in running]],
             _ints([request.computed for request in running]), _ints(drawn),
             first, cells, self._pages.tenants, self._pages.pool.blank, self._pages.pool.cached, guesses,
@@ -177,7 +178,7 @@ class Watch:
         if state in ("prompt", "decode"):
             self._running[request] = record
             record.length = len(request.tokens)
-            record.shared, record.masks, record.aside = self._shared, self._masks, 0.0
+            record.shared, record.masks, record.idle_s = self._shared, self._masks, 0.0
         else:
             self._running.pop(request, None)
         if state == "prompt":
@@ -186,13 +187,13 @@ class Watch:
             self._prompting.pop(request, None)
 
     def _settle(self, record: _Watched, now: float) -> None:
-        """The time since the latest change gets its names."""
+        """Add the time since the latest change to its parts."""
         elapsed, parts, state = now - record.since, record.parts, record.state
         record.since = now
         if state != "decode":
             parts[_part(record)] += elapsed
             return
-        masks, others = self._masks - record.masks, self._shared - record.shared + record.aside
+        masks, others = self._masks - record.masks, self._shared - record.shared + record.idle_s
         if not record.request.spec.params.needs_masks:
             masks, others = 0.0, others + masks
         others = min(elapsed, others)
@@ -214,8 +215,11 @@ class Watch:
 
 
 class PageMap:
-    """The pool as cells, told a piece at a time. Whose a page is, is asked of the tables of the running, some at a time, where
-    there are several tenants."""
+    """The page pool as cells, reported in chunks.
+
+    If there are several tenants, the owner of a page is looked up in the tables of running requests, a limited number at a
+    time.
+    """
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
@@ -225,15 +229,15 @@ class PageMap:
         self._cells = -(-pool.pages // self._each) if self._each else 0
         self._owners: bytearray | None = None  # of pages, while there are several tenants
         self._first = self._walked = 0
-        self._untold = self._cells
+        self._pending_cells = self._cells
 
     @property
     def stale(self) -> bool:
-        """Has something changed since a piece was told?"""
-        return self._untold > 0
+        """Whether something has changed since the last chunk."""
+        return self._pending_cells > 0
 
     def changed(self) -> None:
-        self._untold = self._cells
+        self._pending_cells = self._cells
 
     def walk(self, running: list[Request], tenants: Iterable[str]) -> None:
         for tenant in [each for each in tenants if each not in self._numbers]:
@@ -244,7 +248,7 @@ class PageMap:
             return
         if self._owners is None:
             self._owners = bytearray([snapshots.STRANGER]) * (self.pool.pages + 1)
-        owners, left = self._owners, WALK
+        owners, left = self._owners, MAX_WALKED_ENTRIES
         for i in range(len(running)):
             request = running[(self._walked + i) % len(running)]
             number = self._numbers.get(request.spec.tenant, snapshots.STRANGER)
@@ -256,11 +260,11 @@ class PageMap:
                 break
         self._walked = (self._walked + i + 1) % len(running)
 
-    def next_piece(self) -> tuple[int, bytes]:
+    def next_chunk(self) -> tuple[int, bytes]:
         first = self._first
-        last = min(self._cells, first + PIECE)
+        last = min(self._cells, first + MAP_CHUNK_CELLS)
         self._first = last % self._cells if self._cells else 0
-        self._untold -= last - first
+        self._pending_cells -= last - first
         pages = slice(1 + first * self._each, 1 + last * self._each, self._each or None)
         kinds = self.pool.kinds(pages)
         if self._owners is None:
@@ -279,16 +283,18 @@ def _state(request: Request, place: Place) -> RequestState:
     return "finished"
 
 
-def _take(kept: "dict[int, _Kept]", step: int) -> "_Kept | None":
-    """What was kept for a step; what was kept for lost ones before goes."""
-    found = kept.pop(step, None)
-    for old in [each for each in kept if each < step]:
-        del kept[old]
+def _take(values: "dict[int, _Value]", step: int) -> "_Value | None":
+    """Return the value of a step, and drop values of earlier steps, which were lost."""
+    found = values.pop(step, None)
+    for old in [each for each in values if each < step]:
+        del values[old]
     return found
 
 
 def _part(record: _Watched) -> int:
-    """What the time of those who do not decode is; late masks make a request that had run wait in its grammar's place."""
+    """Return the part of a request that does not decode. After a late mask, a request that had run waits in the grammar
+    state.
+    """
     match record.state:
         case "grammar":
             return snapshots.GRAMMAR if record.request.admitted < 0 else snapshots.MASKS
@@ -300,7 +306,7 @@ def _part(record: _Watched) -> int:
             return snapshots.PREEMPTED
 
 
-def _tell(record: _Watched) -> RequestSnapshot:
+def _snapshot(record: _Watched) -> RequestSnapshot:
     request = record.request
     spec = request.spec
     return RequestSnapshot(

@@ -1,4 +1,4 @@
-"""The seam between deciding and executing: whoever can run a StepPlan is an executor."""
+"""The interface between deciding and executing: an executor runs step plans."""
 
 from typing import Any, Protocol
 
@@ -8,53 +8,62 @@ from quire.types.stats import DeviceCounts
 
 
 class Flight(Protocol):
-    """A step on its way."""
+    """A step in flight."""
 
     def draw(self, masks: Words) -> None:
-        """A step with masked rows gets their masks [masked, W], before its result is awaited and the next step submitted."""
+        """Give a step with masked rows their masks [masked, W], before its result is awaited and the next step submitted."""
 
     def result(self) -> StepResult:
-        """Waits for the step. Raises if it was lost."""
+        """Wait for the step. Raises if it was lost."""
 
 
 class Executor(Protocol):
     @property
     def counts(self) -> DeviceCounts:
-        """Since the start. Asked after every step."""
+        """Counts since the start. Read after every step."""
 
     def submit(self, plan: StepPlan) -> Flight:
-        """Starts a step without waiting for it. Steps take effect in the order they were submitted."""
+        """Start a step without waiting for it. Steps take effect in the order in which they were submitted."""
 
     def idle(self) -> bool:
-        """Told when there is nothing to run: it may prepare for later steps, a fraction of a second at a time. False = no more
-        to prepare."""
+        """Prepare for later steps while there is nothing to run, for a fraction of a second. Return False if nothing is left
+        to prepare.
+        """
 
     def check(self) -> None:
-        """Asked now and then while there is nothing to run. Raises EngineDead if no step could be run any more."""
+        """Raise EngineDead if no step can run any more. Called regularly while there is nothing to run."""
 
     def call(self, method: str, *args: Any) -> Any:
-        """Anything else asked of the device side, by name; waits for the answer. Where several ranks share a model, each is
-        asked, and the first one's answer returned."""
+        """Call any other method of the device side; wait for the result. It is called on every rank; the first rank's result
+        is returned.
+        """
 
     def call_all(self, method: str, *args: Any) -> list[Any]:
-        """The same, with the answers of all ranks in their order."""
+        """Call a method on every rank; return all results in their order."""
 
     def read_adapter(self, ref: AdapterRef) -> AdapterFacts:
-        """Reads and checks an adapter's files; it stays in the host's memory under its version until it is forgotten. May be
-        called from another thread, while steps run. Raises an AdapterError that names the file, the field or the tensor."""
+        """Read and check an adapter's files. It stays in host memory under its version until `forget_adapter`.
+
+        May be called from another thread while steps run. Raises an AdapterError that names the file, the field or the
+        tensor.
+        """
 
     def read_ahead(self, ref: AdapterRef) -> None:
-        """The files that have this stamp may be asked for, under a version that is not known yet. Called as `read_adapter`."""
+        """Read files of this stamp, which may be used later under a version that is not known yet. Called like
+        `read_adapter`.
+        """
 
     def put_adapter(self, ref: AdapterRef, place: int) -> None:
-        """Host to device, between steps: rows of later steps whose place this is run with it. It was read, and not forgotten;
-        places begin at 1. Whoever was in the place is gone, so no tenant may have it."""
+        """Copy a read adapter to the device, between steps. Rows of later steps with this slot run with it.
+
+        place: adapter slot, from 1 on. No request may use the adapter that is in it.
+        """
 
     def drop_adapter(self, place: int) -> None:
-        """Its memory on the device is given back, between steps. No tenant may have the place; it may be empty already."""
+        """Free an adapter slot on the device, between steps. No request may use it; it may be empty already."""
 
     def forget_adapter(self, version: str) -> None:
-        """Its memory on the host is given back; where it lies on the device it stays."""
+        """Free an adapter's host memory; its copy on the device stays."""
 
     def stop(self) -> None:
-        """Lets go of the device. No step may be submitted afterwards."""
+        """Release the device. No step may be submitted afterwards."""

@@ -1,9 +1,10 @@
-"""Who says to be which node, while node 0 waits for all of them. Importing this imports no torch.
+"""Connections that claim to be nodes, while node 0 waits for all nodes. Importing this does not import torch.
 
-    claims a place ──► is asked for the control connections of its ranks ──► they come: it may be taken, when all places can be
+    claims a node number ──► is asked for the control connections of its ranks ──► all connected: the candidate is complete
 
-All who claim a place are asked at once, and who only claims it keeps nobody waiting. Of several whose connections came the
-newest is tried first; the others wait until it has proved to be a node, or none.
+All candidates are asked at once, so one that only claims a number delays no other. Of several complete candidates for a node
+the
+newest is tried first; the others wait until it has turned out to be a node or not.
 """
 
 import contextlib
@@ -16,17 +17,19 @@ from dataclasses import dataclass, field
 from quire.engine.handshake import Address, Hello, RejectionLog, Terms, difference, send_json
 from quire.files.reading import shown
 
-MOST = 8  # for one place
+MAX_PER_NODE = 8  # candidates
 
 
 @dataclass(eq=False)
 class Candidate:
+    """A connection that claims to be a node."""
+
     connection: socket.socket
-    place: Address  # where it listens
+    address: Address  # where it listens
     model: str  # the path of its model's files
-    missing: set[int]  # ranks whose control connections are to come
+    missing: set[int]  # ranks whose control connections are missing
     controls: dict[int, socket.socket] = field(default_factory=dict)  # by rank
-    name: str = field(default_factory=lambda: secrets.token_hex(8))  # by which its connections are known
+    name: str = field(default_factory=lambda: secrets.token_hex(8))  # names it in its other connections
 
     def close(self) -> None:
         for one in (self.connection, *self.controls.values()):
@@ -34,35 +37,39 @@ class Candidate:
 
 
 class Candidates:
+    """The candidates for all other nodes."""
+
     def __init__(self, ranks: Sequence[range], terms: Terms, rejections: RejectionLog) -> None:
-        """`ranks`: of every node. `terms`: what every node must have in common with node 0."""
+        """ranks: of every node.
+        terms: what every node must have in common with node 0.
+        """
         self._ranks, self._terms = ranks, terms
-        self.refused: dict[int, str] = {}  # by node: what differed from node 0, until a node that agrees joins
-        self._lines: dict[int, list[Candidate]] = {node: [] for node in range(1, len(ranks))}
+        self.refused: dict[int, str] = {}  # by node: what differed from node 0, until a matching node joins
+        self._candidates: dict[int, list[Candidate]] = {node: [] for node in range(1, len(ranks))}
         self._rejections = rejections
 
-    def hear(self, connection: socket.socket, said: Hello) -> bool:
-        """Of one who connected. False if that is no candidate, and no connection for one."""
-        if "node" in said:
-            self._add(connection, said)
-        elif "claim" in said:
-            self._connect(connection, said)
-        return "node" in said or "claim" in said
+    def receive(self, connection: socket.socket, hello: Hello) -> bool:
+        """Handle a hello. Return False if it is neither a candidate's nor one of its connections."""
+        if "node" in hello:
+            self._add(connection, hello)
+        elif "claim" in hello:
+            self._connect(connection, hello)
+        return "node" in hello or "claim" in hello
 
-    def _add(self, connection: socket.socket, said: Hello) -> None:
-        node, host, port = said.get("node"), said.get("host"), said.get("port")
+    def _add(self, connection: socket.socket, hello: Hello) -> None:
+        node, host, port = hello.get("node"), hello.get("host"), hello.get("port")
         if not isinstance(host, str) or type(port) is not int:
-            self._rejections.log("one who connected as a node is not one: it did not say where it listens")
+            self._rejections.log("rejected connection on the cluster port: no address to connect to")
             connection.close()
-        elif type(node) is not int or node not in self._lines:
-            refuse(connection, f"node_rank {shown(node)} is not one of 1 to {len(self._lines)}")
-        elif (found := difference(self._terms, said)) is not None:
+        elif type(node) is not int or node not in self._candidates:
+            refuse(connection, f"node_rank {shown(node)} is not one of 1 to {len(self._candidates)}")
+        elif (found := difference(self._terms, hello)) is not None:
             self.refused[node] = found
-            self._rejections.log("node %d (%s) is refused: %s", node, shown(host), found, level=logging.ERROR)
+            self._rejections.log("rejected node %d (%s): %s", node, shown(host), found, level=logging.ERROR)
             refuse(connection, found)
         else:
-            own, line = self._ranks[node], self._lines[node]
-            candidate = Candidate(connection, (host, port), str(said.get("model")), set(own))
+            own, line = self._ranks[node], self._candidates[node]
+            candidate = Candidate(connection, (host, port), str(hello.get("model")), set(own))
             self.refused.pop(node, None)
             try:
                 send_json(connection, {"claim": candidate.name, "own": [own.start, own.stop]})
@@ -70,16 +77,16 @@ class Candidates:
                 connection.close()
                 return
             line.append(candidate)
-            if len(line) > MOST:
+            if len(line) > MAX_PER_NODE:
                 oldest = next((one for one in line if one.missing), line[0])
                 line.remove(oldest)
                 oldest.close()
 
-    def _connect(self, connection: socket.socket, said: Hello) -> None:
-        name, rank = said["claim"], said.get("control")
-        candidate = next((one for line in self._lines.values() for one in line if one.name == name), None)
+    def _connect(self, connection: socket.socket, hello: Hello) -> None:
+        name, rank = hello["claim"], hello.get("control")
+        candidate = next((one for line in self._candidates.values() for one in line if one.name == name), None)
         if candidate is None or type(rank) is not int or rank not in candidate.missing:
-            self._rejections.log("one who connected as a rank is none that is awaited")
+            self._rejections.log("rejected connection on the cluster port: no such rank is expected")
             connection.close()
         else:
             candidate.missing.remove(rank)
@@ -87,37 +94,38 @@ class Candidates:
 
     @property
     def missing(self) -> int:
-        """Places for which nobody is there with all connections."""
-        for line in self._lines.values():
+        """Number of nodes without a complete candidate."""
+        for line in self._candidates.values():
             for candidate in [one for one in line if is_gone(one.connection)]:
                 line.remove(candidate)
                 candidate.close()
-        return sum(all(candidate.missing for candidate in line) for line in self._lines.values())
+        return sum(all(candidate.missing for candidate in line) for line in self._candidates.values())
 
     @property
-    def others(self) -> bool:
-        """Is there anybody with all connections beside those who were taken?"""
-        return any(not candidate.missing for line in self._lines.values() for candidate in line)
+    def any_complete(self) -> bool:
+        """Whether there is a complete candidate other than those that were taken."""
+        return any(not candidate.missing for line in self._candidates.values() for candidate in line)
 
     def take(self) -> Mapping[int, Candidate]:
-        """Of every place the newest, now that none is missing."""
+        """Return the newest complete candidate of every node. None may be missing."""
         taken = {
-            node: next(candidate for candidate in reversed(line) if not candidate.missing) for node, line in self._lines.items()
+            node: next(candidate for candidate in reversed(line) if not candidate.missing)
+            for node, line in self._candidates.items()
         }
         for node, candidate in taken.items():
-            self._lines[node].remove(candidate)
+            self._candidates[node].remove(candidate)
         return taken
 
     def refuse(self) -> None:
-        """Those that are left: all nodes are there."""
-        for node, line in self._lines.items():
+        """Refuse the remaining candidates: all nodes have joined."""
+        for node, line in self._candidates.items():
             for candidate in line:
-                refuse(candidate.connection, f"node_rank {node} is there already")
+                refuse(candidate.connection, f"node_rank {node} has joined already")
                 candidate.close()
             line.clear()
 
     def close(self) -> None:
-        for line in self._lines.values():
+        for line in self._candidates.values():
             for candidate in line:
                 candidate.close()
             line.clear()
@@ -129,7 +137,7 @@ def refuse(connection: socket.socket, why: str) -> None:
 
 
 def is_gone(connection: socket.socket) -> bool:
-    """Has the other end hung up? What it said stays to be heard."""
+    """Return whether the peer has closed the connection. Data that it sent before stays readable."""
     try:
         return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:

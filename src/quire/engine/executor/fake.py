@@ -1,8 +1,9 @@
-"""An executor without a model: the engine and server can run on it, and no slip in pages, tables, copies or cursors hides.
+"""An executor without a model, for the engine, the server and tests: any mistake in pages, tables, copies or cursors shows.
 
-It believes only the plan: page tables are built from its entries, tokens come from admissions and its own samples, and what a
-row reads is whatever lies in the pages its table names. Where a slot stands it knows by itself, as drafts may have been wrong.
-What it computes is in `fake_model`. It knows no requests and no text.
+It uses only the plan: page tables are built from its entries, tokens come from admissions and its own samples, and a row
+reads
+whatever is in the pages of its table. It tracks the position of each slot itself, because drafts may have been wrong.
+`fake_model` computes the tokens. It knows no requests and no text.
 """
 
 import os
@@ -30,18 +31,18 @@ from quire.types.plan import Admission, Ints, StepPlan, StepResult, TopLogprobs,
 from quire.types.plan import Words as Masks
 from quire.types.stats import NO_COUNTS, DeviceCounts
 
-FAKE_LATENCY = "QUIRE_FAKE_LATENCY"  # environment: seconds that a step takes
+FAKE_LATENCY = "QUIRE_FAKE_LATENCY"  # environment: seconds per step
 MAX_FAKE_PAGES = 1 << 17
 MOST_DRAFTS = 8
 POISON = np.uint64(0xDEADDEADDEADDEAD)
-LOST = b"lost"  # a state
+LOST = b"lost"  # state of a lost step
 Longs = npt.NDArray[np.int64]
-Guess = Callable[[Admission, int], Sequence[int]]  # tenant, position -> the tokens that are expected there and behind
+Guess = Callable[[Admission, int], Sequence[int]]  # admission, position -> the expected tokens from there on
 
 
 @dataclass(frozen=True)
 class Faults:
-    """Failures on order. A step lost in `submit` has no effect; one lost in `result` leaves poison in its pages."""
+    """Failures on demand. A step lost in `submit` has no effect; one lost in `result` leaves poison in its pages."""
 
     rows: Collection[tuple[int, int]] = ()  # (step, slot) whose row is reported as failed
     submit: Collection[int] = ()  # steps
@@ -49,7 +50,7 @@ class Faults:
 
 
 class FakeFlight:
-    """`run` takes the masks of the step's masked rows, if it has any."""
+    """A step. `run` takes the masks of its masked rows, if it has any."""
 
     def __init__(self, ready: float, masked: bool, run: Callable[[Masks | None], StepResult | EngineError]) -> None:
         self._ready, self._run = ready, run
@@ -70,7 +71,7 @@ class FakeFlight:
 
 
 class FakeExecutor:
-    """`latency` is how long a step keeps the device busy, in seconds; `guess` makes drafts, where a plan has any."""
+    """latency: seconds that a step keeps the device busy. guess: makes drafts, if a plan has any."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class FakeExecutor:
         guess: Guess | None = None,
         recurrent: bool = False,
     ) -> None:
-        """`recurrent`: what every slot and snapshot would have as its state is known by the tokens before it."""
+        """recurrent: check the state of every slot and snapshot, known by the tokens before it."""
         self._guess = guess
         self._states: dict[int, bytes] | None = {} if recurrent else None  # entry -> the tokens that made it
         self.model, self.size, self.latency, self.faults = model, layout.page_size, latency, faults or Faults()
@@ -94,15 +95,15 @@ class FakeExecutor:
         self.sums: Words = self.cells.sum(axis=1, dtype=np.uint64)  # [pages] of the cells, kept up to date
         self.tables: Ints = np.zeros((len(layout.groups), max_seqs, width), np.int32)  # [groups, slots, page index]
         self.tokens: Ints = np.zeros((max_seqs, max_model_len + 1), np.int32)  # [slots, positions]
-        self.known: Longs = np.zeros(max_seqs, np.int64)  # [slots] tokens, 0 = no tenant
+        self.known: Longs = np.zeros(max_seqs, np.int64)  # [slots] tokens, 0: the slot is free
         self.cursor: Longs = np.zeros(max_seqs, np.int64)  # [slots] positions run so far, without drafts that were wrong
-        self.bound: Longs = np.zeros(max_seqs, np.int64)  # [slots] the same, had all drafts been right
+        self.bound: Longs = np.zeros(max_seqs, np.int64)  # [slots] the same, if all drafts had been right
         self.seeds: Words = np.zeros(max_seqs, np.uint64)  # [slots]
         self.flavours: Words = np.zeros(max_seqs, np.uint64)  # [slots] of their adapters
-        self.adapters: dict[int, str] = {}  # place -> version
-        self._read: dict[str, AdapterFacts] = {}  # version -> what was found
-        self.tenants: dict[int, Admission] = {}
-        self._special: set[int] = set()  # slots whose params ask for more than a token
+        self.adapters: dict[int, str] = {}  # adapter slot -> version
+        self._read: dict[str, AdapterFacts] = {}  # version -> its facts
+        self.admissions: dict[int, Admission] = {}
+        self._special: set[int] = set()  # slots whose params require more than a token
         self._busy_until = 0.0
         self._stopped = False
 
@@ -115,7 +116,7 @@ class FakeExecutor:
             raise EngineDead("the executor was stopped; no step can be submitted")
         if plan.step in self.faults.submit:
             raise EngineError(f"step {plan.step} failed on order, in submit")
-        self._seat(plan)
+        self._apply(plan)
         self._busy_until = max(self._busy_until, time.monotonic()) + self.latency
         return FakeFlight(self._busy_until, len(plan.masked) > 0, partial(self._finish, plan))
 
@@ -137,11 +138,11 @@ class FakeExecutor:
         return [self.call(method, *args)]
 
     def read_adapter(self, ref: AdapterRef) -> AdapterFacts:
-        """Of the files only the configuration has to make sense."""
+        """Read the configuration only."""
         files = find_adapter(ref.path)
         rank = read_config(files).get("r")
         if type(rank) is not int or rank < 1:
-            raise AdapterError(f"{files.config}: r must be a whole number from 1 up, got {rank!r}", "lora_path")
+            raise AdapterError(f"{files.config}: r must be an integer of at least 1; got {rank!r}", "lora_path")
         self._read[ref.version] = AdapterFacts(rank, files.weights.stat().st_size)
         return self._read[ref.version]
 
@@ -150,7 +151,7 @@ class FakeExecutor:
 
     def put_adapter(self, ref: AdapterRef, place: int) -> None:
         if ref.version not in self._read:
-            raise EngineError(f"{ref.path} was not read, so it cannot be put in place {place}")
+            raise EngineError(f"{ref.path} was not read, so it cannot be put in adapter slot {place}")
         self.adapters[place] = ref.version
 
     def drop_adapter(self, place: int) -> None:
@@ -164,22 +165,22 @@ class FakeExecutor:
 
     # ---- before the rows: retire, admit, tables, copies ------------------------------------------------------------------
 
-    def _seat(self, plan: StepPlan) -> None:
+    def _apply(self, plan: StepPlan) -> None:
         for slot in plan.retired.tolist():
             self.tables[:, slot] = 0
             self.known[slot] = self.cursor[slot] = self.bound[slot] = 0
-            self.tenants.pop(slot, None)
+            self.admissions.pop(slot, None)
             self._special.discard(slot)
-        for tenant in plan.admitted:
-            slot = tenant.slot
-            if slot in self.tenants:
-                raise EngineError(f"slot {slot} was admitted while it had a tenant")
-            self.tenants[slot] = tenant
-            self.tokens[slot, : len(tenant.tokens)] = tenant.tokens
-            params = tenant.params
-            self.known[slot], self.cursor[slot], self.bound[slot] = len(tenant.tokens), tenant.start, tenant.start
-            self.flavours[slot] = self._flavour(tenant)
-            self.seeds[slot] = 0 if params.greedy else tenant.seed & 2**64 - 1
+        for admission in plan.admitted:
+            slot = admission.slot
+            if slot in self.admissions:
+                raise EngineError(f"slot {slot} was admitted while it had a request")
+            self.admissions[slot] = admission
+            self.tokens[slot, : len(admission.tokens)] = admission.tokens
+            params = admission.params
+            self.known[slot], self.cursor[slot], self.bound[slot] = len(admission.tokens), admission.start, admission.start
+            self.flavours[slot] = self._flavour(admission)
+            self.seeds[slot] = 0 if params.greedy else admission.seed & 2**64 - 1
             if params.logprobs is not None or params.min_tokens:
                 self._special.add(slot)
         if (plan.given_position != self.known[plan.given_slot] + _counts_before(plan.given_slot)).any():
@@ -188,8 +189,8 @@ class FakeExecutor:
         np.add.at(self.known, plan.given_slot, 1)
         self.tables[plan.entry_group, plan.entry_slot, plan.entry_index] = plan.entry_page
         if self._states is not None:
-            for tenant in plan.admitted:
-                self._states[tenant.slot] = b""
+            for admission in plan.admitted:
+                self._states[admission.slot] = b""
             for entry, slot in zip(plan.load_entry.tolist(), plan.load_slot.tolist(), strict=True):
                 if entry not in self._states:
                     raise EngineError(f"a state was loaded from entry {entry}, where none was saved")
@@ -200,10 +201,10 @@ class FakeExecutor:
         self.cells[plan.copy_to] = self.cells[plan.copy_from]
         self.sums[plan.copy_to] = self.sums[plan.copy_from]
 
-    def _flavour(self, tenant: Admission) -> int:
-        place = tenant.extras.adapter
+    def _flavour(self, admission: Admission) -> int:
+        place = admission.extras.adapter
         if place and place not in self.adapters:
-            raise EngineError(f"a row asks for adapter {place}, but that place is empty")
+            raise EngineError(f"a row uses adapter slot {place}, which is empty")
         return flavour(self.adapters[place]) if place else 0
 
     # ---- the rows --------------------------------------------------------------------------------------------------------
@@ -215,8 +216,8 @@ class FakeExecutor:
         self._expect(plan, slots, end)
         if self._states is not None:
             self._move_states(self._states, plan, end, lost)
-        fresh = np.isin(slots, [tenant.slot for tenant in plan.admitted])
-        single = (count == 1) & ~fresh  # these read only what earlier steps wrote; the others may read each other, in order
+        fresh = np.isin(slots, [admission.slot for admission in plan.admitted])
+        single = (count == 1) & ~fresh  # these read only what earlier steps wrote; others may read each other, in order
         self._write(slots[single], end[single] - 1, lost)
         for i in np.flatnonzero(~single):
             positions = np.arange(end[i] - count[i], end[i])
@@ -228,7 +229,7 @@ class FakeExecutor:
         ids, row = drawn[kept], plan.draw_row[kept]
         self.cursor[slots] = end - np.where(plan.sample, 1 + plan.drafts - lengths, 0)
         self.bound[slots] = plan.end
-        if self._states is not None:  # behind drafts that were wrong they go back
+        if self._states is not None:  # after wrong drafts they are restored
             for slot in slots[plan.drafts > 0].tolist():
                 if self._states[slot] != LOST:
                     self._states[slot] = self.tokens[slot, : self.cursor[slot]].tobytes()
@@ -248,7 +249,7 @@ class FakeExecutor:
         return StepResult(plan.step, lengths, ids, logprobs, scores, pooled, drafts, failed)
 
     def _check_rows(self, plan: StepPlan, slots: Longs, end: Longs, count: Longs) -> None:
-        """`end` is where the rows really end."""
+        """Raise if a row is not where its slot is. end: where the rows really end."""
         if (slots < 0).any():
             raise EngineError("a row has no slot")
         if len(set(slots.tolist())) < len(slots):
@@ -257,12 +258,12 @@ class FakeExecutor:
         if (count < 1).any() or (begin < self.cursor[slots]).any() or (begin > self.bound[slots]).any():
             raise EngineError("a row does not begin where its slot's last one ended")
         for slot in slots[self.flavours[slots] != 0].tolist():
-            if self._flavour(self.tenants[slot]) != int(self.flavours[slot]):
-                raise EngineError(f"the adapter of slot {slot} was changed under its tenant")
+            if self._flavour(self.admissions[slot]) != int(self.flavours[slot]):
+                raise EngineError(f"the adapter of slot {slot} was changed during its request")
         known = self.known[slots] + plan.drafts
         if (end > known).any():
             raise EngineError("a row ends after its last token")
-        draws = np.array([self.tenants[slot].extras.pooling is None for slot in slots.tolist()], np.bool_)
+        draws = np.array([self.admissions[slot].extras.pooling is None for slot in slots.tolist()], np.bool_)
         if (plan.sample != ((end == known) & draws)).any():
             raise EngineError("a row samples before its last token, or does not sample after it")
 
@@ -276,14 +277,14 @@ class FakeExecutor:
             states[entry] = states[slot]
 
     def _expect(self, plan: StepPlan, slots: Longs, end: Longs) -> None:
-        """Drafts that come with the plan."""
+        """Take the drafts of the plan."""
         if len(plan.draft_token):
             if (end != plan.end)[plan.drafts > 0].any() or len(plan.draft_token) != plan.drafts.sum():
-                raise EngineError("drafts were told of a slot that does not stand where they belong")
+                raise EngineError("drafts do not follow the last token of their slot")
             self.tokens[np.repeat(slots, plan.drafts), spans(end - plan.drafts, plan.drafts)] = plan.draft_token
 
     def _draw(self, plan: StepPlan, slots: Longs, positions: Ints, masks: Masks | None) -> Ints:
-        """slots and positions [draws] of the new tokens -> them."""
+        """Return the new tokens for slots and positions [draws]."""
         if not len(slots):
             return np.empty(0, np.int32)
         drawn = self.model.draw(
@@ -296,13 +297,13 @@ class FakeExecutor:
             for i, mask in zip(plan.masked.tolist(), masks, strict=True):
                 drawn[i] = self.model.within(int(drawn[i]), mask)
         for i, slot in enumerate(slots.tolist()) if self._special else ():
-            tenant = self.tenants[slot]
-            if positions[i] - tenant.prompt_length < tenant.params.min_tokens:
-                drawn[i] = self.model.without(int(drawn[i]), tenant.stop_ids)
+            admission = self.admissions[slot]
+            if positions[i] - admission.prompt_length < admission.params.min_tokens:
+                drawn[i] = self.model.without(int(drawn[i]), admission.stop_ids)
         return drawn
 
     def _accept(self, plan: StepPlan, drawn: Ints, places: Ints) -> Ints:
-        """[rows] how many of the tokens drawn [draws] go into each row's text: those before the first wrong draft, and one."""
+        """Return [rows] how many of the drawn tokens are kept: those before the first wrong draft, and one."""
         lengths = plan.sample.astype(np.int32)
         for row in np.flatnonzero(plan.drafts).tolist():
             index = np.flatnonzero(plan.draw_row == row)
@@ -316,7 +317,7 @@ class FakeExecutor:
             return
         for slot in slots.tolist():
             known = int(self.known[slot])
-            drafts = self._guess(self.tenants[slot], known)[: self.tokens.shape[1] - known]
+            drafts = self._guess(self.admissions[slot], known)[: self.tokens.shape[1] - known]
             self.tokens[slot, known : known + len(drafts)] = drafts
 
     def _drafts(self, slot: int) -> Ints:
@@ -324,7 +325,7 @@ class FakeExecutor:
         return self.tokens[slot, known : known + MOST_DRAFTS].copy()
 
     def _write(self, slots: Longs, positions: Longs, lost: bool) -> None:
-        """One token of each slot."""
+        """Write one token of each slot."""
         index, offset = positions // self.size, positions % self.size
         before, tokens = np.maximum(positions - 1, 0), self.tokens[slots, positions]
         for group, window in enumerate(self.model.windows):
@@ -339,7 +340,7 @@ class FakeExecutor:
             self.cells[pages, offset] = values
 
     def _write_span(self, slot: int, positions: Longs, lost: bool) -> None:
-        """Many tokens of one slot."""
+        """Write several tokens of one slot."""
         index, offset, before = positions // self.size, positions % self.size, positions[:1] - 1
         for group, window in enumerate(self.model.windows):
             pages = self._pages(group, np.full_like(positions, slot), index)
@@ -360,12 +361,12 @@ class FakeExecutor:
         return pages
 
     def _clear(self, pages: Longs) -> None:
-        """A page that is written from its start has a new owner: whatever was left in it must not be mistaken for content."""
+        """Poison pages that are written from their start: old content must not be mistaken for new."""
         self.cells[pages] = POISON
         self.sums[pages] = self.cells[:1].sum(dtype=np.uint64)
 
     def _digest(self, group: int, slots: Longs, end: npt.NDArray[np.integer]) -> Words:
-        """Sum of the visible cells of each row: whole pages, less what lies before the window and after the end. → [rows]"""
+        """Return [rows] the sum of the visible cells: whole pages, less what is before the window and after the end."""
         window = self.model.windows[group]
         start = np.zeros_like(end) if window is None else np.maximum(end - window, 0)
         first, last = start // self.size, (end - 1) // self.size
@@ -384,21 +385,21 @@ class FakeExecutor:
     def _score(
         self, plan: StepPlan, slots: Longs, ids: Ints, row: Ints, places: Ints
     ) -> tuple[dict[int, TopLogprobs], dict[int, TopLogprobs]]:
-        """Logprobs of the tokens drawn, and of the prompt's."""
+        """Return the logprobs of drawn tokens and of prompt tokens."""
         logprobs, prompt_logprobs = {}, {}
         for i in np.unique(row).tolist() if self._special else ():
-            wanted = self.tenants[int(slots[i])].params.logprobs
-            if wanted is not None:
-                logprobs[i] = self._top(ids[row == i], wanted)
+            count = self.admissions[int(slots[i])].params.logprobs
+            if count is not None:
+                logprobs[i] = self._top(ids[row == i], count)
         scored = plan.outputs.prompt_logprobs
         rows = plan.shapes.rows_of(scored)
         for i in np.unique(rows).tolist():
             chosen = self.tokens[slots[i], places[scored[rows == i]] + 1]
-            prompt_logprobs[i] = self._top(chosen, self.tenants[int(slots[i])].params.prompt_logprobs or 0)
+            prompt_logprobs[i] = self._top(chosen, self.admissions[int(slots[i])].params.prompt_logprobs or 0)
         return logprobs, prompt_logprobs
 
     def _top(self, chosen: Ints, k: int) -> TopLogprobs:
-        """The chosen token leads, the ids after it follow at half a nat each. chosen [positions] → [positions, 1 + k]"""
+        """Return [positions, 1 + k]: the chosen tokens, then the ids after them, each half a nat less likely."""
         k = self.model.vocab_size if k < 0 else k
         steps = np.concatenate([[0], np.arange(k)])
         ids = ((chosen[:, None] + steps) % self.model.vocab_size).astype(np.int32)
@@ -407,12 +408,12 @@ class FakeExecutor:
 
 
 def _counts_before(slots: Ints) -> Ints:
-    """How often each slot occurs before its place: [3, 3, 5, 3] -> [0, 1, 0, 2]."""
+    """Return how often each slot occurs before its index: [3, 3, 5, 3] -> [0, 1, 0, 2]."""
     return np.array([int((slots[:i] == slot).sum()) for i, slot in enumerate(slots)], np.int32)
 
 
 def start_fake(config: Config, facts: ModelFacts, layout: CacheLayout, watch: Stopwatch) -> tuple[Executor, Capacity]:
-    """Start without a model. Unless its size is given, the cache holds a full batch of the longest requests, within reason."""
+    """Start without a model. By default the cache holds a full batch of the longest requests, up to MAX_FAKE_PAGES."""
     args = config.args
     override = args.num_gpu_blocks_override
     if override is None and args.kv_cache_memory_bytes is None:

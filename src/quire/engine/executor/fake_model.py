@@ -1,6 +1,6 @@
-"""What the fake executor computes: a "model" whose next token is a hash of everything its attention may see.
+"""The fake executor's "model": the next token is a hash of everything that its attention may see.
 
-For every position each cache group stores one 64-bit cell, a function of the cell before it, the token and the position:
+For every position each cache group stores one 64-bit cell, a function of the previous cell, the token and the position:
 
     cell[g][p] = cell[g][p-1] + weight(g, token[p], p) + flavour       (a window of 1 cannot see p-1 and starts at 0)
     digest[g]  = sum of the cells visible from the last position        (all of them, or the last `window`)
@@ -29,7 +29,7 @@ ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 @dataclass(frozen=True)
 class FakeModel:
-    """`eos_probability` is the chance of `eos_id` at every position; it is never drawn otherwise."""
+    """`eos_probability`: the probability of `eos_id` at every position; it is never drawn otherwise."""
 
     windows: tuple[int | None, ...]  # [groups] None = sees everything
     vocab_size: int = 1000
@@ -43,12 +43,12 @@ class FakeModel:
         return cls(tuple(group.window for group in layout.groups), vocab_size, eos_id, eos_probability)
 
     def weights(self, group: int, tokens: npt.NDArray[np.integer], positions: npt.NDArray[np.integer]) -> Words:
-        """tokens, positions [n] → [n]."""
+        """Return [n] for tokens and positions [n]."""
         x = tokens.astype(np.uint64) * np.uint64(TOKEN) + positions.astype(np.uint64) * np.uint64(POSITION)
         return mix(x + np.uint64(GROUP * (group + 1) & MASK))
 
     def draw(self, digests: list[Words], seeds: Words, positions: npt.NDArray[np.integer]) -> Ints:
-        """digests [groups][rows], seeds [rows], positions [rows] of the new tokens → tokens [rows]."""
+        """Return tokens [rows] for digests [groups][rows], seeds [rows] and positions [rows] of the new tokens."""
         x = mix(seeds + positions.astype(np.uint64) * np.uint64(SEED))
         for digest in digests:
             x = mix(x ^ digest)
@@ -68,8 +68,11 @@ class FakeModel:
         min_tokens: int = 0,
         adapter: str = "",
     ) -> list[int]:
-        """The answer to a prompt, from the definition above: up to `max_tokens` tokens, or to a stop id (which is included).
-        `adapter`: the version of the one it runs with."""
+        """Return the answer to a prompt by the definition above: up to `max_tokens` tokens, or up to a stop id, which is
+        included.
+
+        adapter: version of the adapter that it runs with.
+        """
         added = flavour(adapter) if adapter else 0
         cells: list[list[int]] = [[] for _ in self.windows]
         answer: list[int] = []
@@ -97,24 +100,24 @@ class FakeModel:
         return answer
 
     def within(self, token: int, mask: npt.NDArray[np.uint32]) -> int:
-        """One of the tokens that a mask [words] allows, as arbitrary as `token`; `token` itself if it allows none."""
+        """Return one of the tokens that a mask [words] allows, as arbitrary as `token`; `token` itself if it allows none."""
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), count=self.vocab_size, bitorder="little"))
         return int(allowed[token % len(allowed)]) if len(allowed) else token
 
     def without(self, token: int, stop_ids: Collection[int]) -> int:
-        """The next token id, going up, that is no stop id."""
+        """Return the next token id that is no stop id."""
         return next(
             (t % self.vocab_size for t in range(token, token + self.vocab_size) if t % self.vocab_size not in stop_ids), token
         )
 
 
 def flavour(version: str) -> int:
-    """What an adapter adds to every cell. Never 0."""
+    """Return what an adapter adds to every cell. Never 0."""
     return int.from_bytes(sha256(version.encode()).digest()[:8], "little") | 1
 
 
 def mix(x: Words) -> Words:
-    """Scrambles 64-bit words so that every input bit reaches every output bit."""
+    """Mix 64-bit words so that every input bit affects every output bit."""
     for shift, factor in ROUNDS:
         x = (x ^ x >> np.uint64(shift)) * np.uint64(factor)
     return x ^ x >> np.uint64(31)

@@ -1,4 +1,8 @@
-"""The executor that runs the device half in this process."""
+"""Executors whose first rank is in this process: alone, or with other ranks in processes of `workers.py`.
+
+Ranks run the same steps or are lost together. All ranks read LoRA adapters at the same time, and all have an adapter or none
+(`features/lora/cache.py`).
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -42,10 +46,9 @@ class LocalFlight:
 
 
 class LocalExecutor:
-    """On a CPU a step is finished when `submit` returns; on a GPU it is only launched.
+    """Run the device half in this process. On a CPU a step is finished when `submit` returns; on a GPU it is only launched.
 
-    A step that fails may be followed by others, unless the device itself reported an error: then nothing works in this process
-    any more.
+    Steps may follow a failed one, unless the device itself reported an error: then nothing works in this process any more.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -77,7 +80,7 @@ class LocalExecutor:
         return [self.call(method, *args)]
 
     def find(self, method: str) -> Callable[..., Any]:
-        """A public method of the runner."""
+        """Return a public method of the runner."""
         target = None if method.startswith("_") else getattr(self._runner, method, None)
         if not callable(target):
             raise EngineError(f"a runner has no method {method!r}")
@@ -111,14 +114,14 @@ def device_lost(error: AcceleratorError) -> EngineDead:
 
 
 def join_group(device: Device, workers: Workers, position: Position) -> SharedMemoryGroup:
-    """The first rank's buffers to the others."""
+    """Connect the first rank to the others."""
     if workers.remote:
         return NodesGroup(position, workers.memory, workers.peers, workers, workers.remote)
     return device.group(position, workers.memory, workers.peers, workers)
 
 
 class DividedExecutor(LocalExecutor):
-    """The first rank is in this process."""
+    """An executor with several ranks, the first in this process."""
 
     def __init__(self, runner: Runner, workers: Workers) -> None:
         super().__init__(runner)
@@ -129,7 +132,7 @@ class DividedExecutor(LocalExecutor):
         super().check()
 
     def call(self, method: str, *args: Any) -> Any:
-        """On all ranks; the answer is the first one's."""
+        """Call a method on all ranks; return the first rank's result."""
         return self.call_all(method, *args)[0]
 
     def call_all(self, method: str, *args: Any) -> list[Any]:
@@ -141,8 +144,8 @@ class DividedExecutor(LocalExecutor):
         with doing(f"starting {others}, and loading the weights there" if method == "load" else f"waiting for {others}"):
             return [own, *self._workers.answers()]
 
-    def tell(self, command: wire.Command) -> None:
-        """All other ranks."""
+    def send(self, command: wire.Command) -> None:
+        """Send a command to all other ranks."""
         self._workers.send(command)
 
     def stop(self) -> None:
@@ -153,17 +156,18 @@ class DividedExecutor(LocalExecutor):
             self._runner.synchronize()  # steps in flight need the other ranks
         self._workers.finish()
         if not lost or self._runner.ends_without_ranks:
-            super().stop()  # a GPU may wait for who is gone, and giving its memory back would wait for it
+            super().stop()  # a GPU may wait for a lost rank, and freeing its memory would wait too
 
     def _meanwhile(self, seconds: float) -> None:
-        """Asked while a result is waited for, which may need what others have not sent."""
+        """Check the other ranks while a result is awaited: it may need their data."""
         self.check()
         self._workers.late(range(1, 1 + self._workers.count), seconds)
 
     @contextmanager
     def _in_step(self, plan: StepPlan) -> Iterator[None]:
-        """Around what the first rank does for a step that the others have begun: whatever ends it leaves them waiting, an
-        interrupt, too."""
+        """Guard what the first rank does for a step that other ranks have begun. Any exception, also an interrupt, ends all
+        ranks.
+        """
         try:
             yield
         except EngineDead:
@@ -190,7 +194,7 @@ class DividedExecutor(LocalExecutor):
 
     def put_adapter(self, ref: AdapterRef, place: int) -> None:
         self._refuse(ref, self._ask_others("hold_adapter", ref.version))
-        self._tell_others("put_adapter", ref.version, place)
+        self._send_others("put_adapter", ref.version, place)
         try:
             super().put_adapter(ref, place)
         except AdapterError:
@@ -214,25 +218,25 @@ class DividedExecutor(LocalExecutor):
         self._ask_others("drop_adapter", place)
 
     def _refuse(self, ref: AdapterRef, wrong: Sequence[Sequence[str]]) -> None:
-        """What is wrong on the other ranks (`features.lora.cache.Wrong`)."""
-        for rank, told in enumerate(wrong, 1):
-            if told:
-                kind, message = told
-                if kind == AdapterChanged.__name__:  # who asked may have its newer version
+        """Raise what is wrong on the other ranks (`features.lora.cache.Wrong`)."""
+        for rank, failure in enumerate(wrong, 1):
+            if failure:
+                kind, message = failure
+                if kind == AdapterChanged.__name__:  # the caller may use the newer version
                     raise AdapterChanged(message, "lora_path")
-                raise EngineError(f"rank {rank} cannot have {ref.path}: {message}")
+                raise EngineError(f"rank {rank} cannot load {ref.path}: {message}")
 
-    def _tell_others(self, method: str, *args: Any) -> None:
+    def _send_others(self, method: str, *args: Any) -> None:
         self.check()
         self._workers.send(wire.CallRank(method, list(args)))
 
     def _ask_others(self, method: str, *args: Any) -> list[Any]:
-        self._tell_others(method, *args)
+        self._send_others(method, *args)
         return self._workers.answers()
 
 
 class RanksFlight(LocalFlight):
-    """Of the first rank, which draws for all."""
+    """A step of the first rank, which draws for all."""
 
     def __init__(self, flight: StepFlight, executor: "RanksExecutor") -> None:
         super().__init__(flight)
@@ -244,12 +248,15 @@ class RanksFlight(LocalFlight):
 
 
 class RanksExecutor(DividedExecutor):
-    """Every plan goes to all ranks, with the tokens that the step before drew; they run it side by side. Ranks are in step or
-    lost: a step that fails on one of them is the end of all."""
+    """Tensor parallelism: every plan goes to all ranks, with the tokens that the previous step drew; all run it at the same
+    time.
+
+    A step that fails on one rank ends all of them.
+    """
 
     def __init__(self, runner: Runner, workers: Workers) -> None:
         super().__init__(runner, workers)
-        self.drawn: Ints | None = None  # by the latest step; the other ranks are told with the next
+        self.drawn: Ints | None = None  # by the latest step; the other ranks get it with the next
 
     def submit(self, plan: StepPlan) -> RanksFlight:
         self.check()
@@ -263,6 +270,6 @@ class RanksExecutor(DividedExecutor):
         return RanksFlight(flight, self)
 
     def _follow(self, lengths: Ints) -> None:
-        """All ranks draft, side by side."""
+        """Let all ranks draft at the same time."""
         drawn, self.drawn = self.drawn, None
         self._workers.send(wire.Follow(np.empty(0, np.int32) if drawn is None else drawn, lengths))

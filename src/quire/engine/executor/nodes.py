@@ -1,16 +1,17 @@
-"""How ranks on several machines, the nodes, find each other. Importing this imports no torch.
+"""How ranks on several machines, the nodes, connect to each other. Importing this does not import torch.
 
-    node 0, in the engine        listens at the address that all know ◄── every other node: hello, and its version and model
-    node k connects to node 0    a control connection for each of its ranks: who does not is none, and keeps nobody waiting
-                                 node 0 tells all who has which ranks ──► and where they listen
+    node 0, in the engine        listens at an address that all know ◄── every other node: hello, with its version and model
+    node k connects to node 0    a control connection for each of its ranks: without them it is no node, and delays no other
+                                 node 0 sends all nodes the ranks ──► and addresses of all nodes
     ... and to all nodes below   a connection for each pair of ranks
-    node k starts its ranks      which inherit their ends, as ranks of node 0 do (`workers.py`)
+    node k starts its ranks      which inherit their ends, like the ranks of node 0 (`workers.py`)
 
-A node whose version, model files or arguments differ from node 0's is refused (`agreement.py`), and both log what differs.
-Whoever came so far and does not connect to the others was none: node 0 hangs up on all of them, and they come again.
+A node whose version, model files or arguments differ from node 0's is refused (`handshake.py`), and both log what differs. If
+a
+peer of all these steps does not connect to the others, node 0 disconnects all nodes, and they connect again.
 
-Whoever can connect can be a rank, if it knows the key (QUIRE_CLUSTER_KEY; none by default): run it in a network that others
-cannot reach. Nothing received is ever executed or unpickled.
+A peer that knows the key (QUIRE_CLUSTER_KEY; none by default) can be a rank: run nodes in a network that others cannot reach.
+Nothing received is ever executed or unpickled.
 """
 
 import contextlib
@@ -50,31 +51,31 @@ from quire.progress import doing
 from quire.types.errors import EngineError
 
 WORKER = command_of("quire.engine.executor.worker")
-REMOTE = "+"  # before the number of a rank of another node, among a rank's ends
-LOOK = 0.2  # seconds between looks at a node's ranks
-CHECK_EVERY_S = 1.0  # whether missing nodes can still come
-STOPPED = 0.5  # seconds that one may be stopped
-ENDS = (
+REMOTE = "+"  # prefix of the number of a rank of another node
+POLL_S = 0.2  # between checks of a node's ranks
+CHECK_EVERY_S = 1.0  # whether missing nodes can still connect
+STOPPED_TIMEOUT_S = 0.5  # that a rank may be stopped (SIGSTOP)
+PEER_CONNECT_TIMEOUT_S = (
     3.0  # seconds without a connection of those that nodes make at once when told where others are, if others candidate a place
 )
 
 
-class _Lost(Exception):
-    """One of those who meet is gone, or none of them: they begin again."""
+class _Disconnected(Exception):
+    """A node is gone, or was none: all nodes connect again."""
 
 
 @dataclass
 class Links:
-    """What a node's ranks have of others. The sockets are inherited by them."""
+    """The connections of a node to others. Its ranks inherit the sockets."""
 
     ranks: Sequence[range]  # of every node
     node: int = 0
-    controls: dict[int, socket.socket] = field(default_factory=dict)  # by rank; on node 0 those of ranks elsewhere
-    ends: dict[int, dict[int, socket.socket]] = field(default_factory=dict)  # own rank -> a rank elsewhere -> connection
-    nodes: dict[int, socket.socket] = field(default_factory=dict)  # on node 0: to every other node; elsewhere to node 0
-    models: dict[int, str] = field(default_factory=dict)  # on node 0: where every other node has the model's files
-    meeting: str = ""  # connections of an earlier one are not taken
-    then: Callable[[], None] = lambda: None  # when they are closed
+    controls: dict[int, socket.socket] = field(default_factory=dict)  # by rank; on node 0 those of remote ranks
+    ends: dict[int, dict[int, socket.socket]] = field(default_factory=dict)  # own rank -> remote rank -> connection
+    nodes: dict[int, socket.socket] = field(default_factory=dict)  # on node 0: to every other node; on others: to node 0
+    models: dict[int, str] = field(default_factory=dict)  # on node 0: the model's path on every other node
+    meeting: str = ""  # id of this attempt; connections of an earlier one are refused
+    then: Callable[[], None] = lambda: None  # called after they are closed
 
     @property
     def own(self) -> range:
@@ -86,7 +87,7 @@ class Links:
     def check(self) -> None:
         for node, connection in self.nodes.items():
             if is_gone(connection):
-                raise _Lost(f"node {node} has hung up")
+                raise _Disconnected(f"node {node} has disconnected")
 
     def close(self) -> None:
         for one in (
@@ -99,21 +100,21 @@ class Links:
 
 
 def share_ranks(ranks: int, nodes: int) -> list[range]:
-    """As evenly as can be, the first nodes have the first ranks."""
+    """Divide the ranks as evenly as possible; the first nodes have the first ranks."""
     return [range(ranks * node // nodes, ranks * (node + 1) // nodes) for node in range(nodes)]
 
 
 def find_nodes(args: EngineArgs, ranks: int) -> tuple[EngineArgs, Links | None]:
-    """What ranks are told, and the links to those of other nodes if there are any."""
+    """Return the arguments of ranks, and the links to other nodes, if there are any."""
     if args.distributed_executor_backend == "ray":
         from quire.engine.executor.ray_nodes import start_nodes
 
         links = start_nodes(args, ranks)
         return replace(args, nnodes=len(links.ranks)), links
     if args.distributed_executor_backend == "external_launcher":
-        from quire.engine.external import read_spot
+        from quire.engine.external import read_launched_rank
 
-        return args, read_spot(os.environ, ranks).gather(connect_timeout(args), terms_of(args))
+        return args, read_launched_rank(os.environ, ranks).gather(connect_timeout(args), terms_of(args))
     if args.nnodes == 1:
         return args, None
     address = (args.master_addr, args.master_port)
@@ -136,10 +137,10 @@ def gather(
     terms: Terms,
     check: Callable[[], None] = lambda: None,
 ) -> Links:
-    """Waits for all other nodes, and for what their ranks connect. If those of one do not, all nodes come again.
+    """Wait for all other nodes and for the connections of their ranks. If some are missing, all nodes connect again.
 
-    terms: node 0's; a node that differs is refused, and another one may come in its place. check: called while nodes are
-    missing; raises if it is known that they will not come.
+    terms: node 0's; a node that differs is refused, and another one may replace it.
+    check: called while nodes are missing; raises if they will not connect.
     """
     deadline = time.monotonic() + seconds
     with contextlib.closing(HandshakeServer(listener, key)) as handshakes:
@@ -148,32 +149,32 @@ def gather(
             while True:
                 while missing := candidates.missing:
                     check()
-                    came = handshakes.next(min(CHECK_EVERY_S, deadline - time.monotonic()))
-                    if came is None and time.monotonic() < deadline:
+                    admitted = handshakes.next(min(CHECK_EVERY_S, deadline - time.monotonic()))
+                    if admitted is None and time.monotonic() < deadline:
                         continue
-                    if came is None:
+                    if admitted is None:
                         refused = "".join(f"; node {node} was refused: {why}" for node, why in candidates.refused.items())
-                        raise EngineError(f"{missing} of {len(ranks)} nodes did not come in time{refused}")
-                    if not candidates.hear(*came):
-                        _turn_away(handshakes, came[0])
+                        raise EngineError(f"{missing} of {len(ranks)} nodes did not connect in time{refused}")
+                    if not candidates.receive(*admitted):
+                        _reject(handshakes, admitted[0])
                 try:
-                    links = _try(candidates, handshakes, ranks, deadline)
-                except (_Lost, OSError) as error:
-                    handshakes.rejections.log("a node was none (%s): waiting for all of them again", error)
+                    links = _connect_all(candidates, handshakes, ranks, deadline)
+                except (_Disconnected, OSError) as error:
+                    handshakes.rejections.log("a node failed to join (%s): waiting for all nodes again", error)
                 else:
                     candidates.refuse()
                     return links
 
 
-def _try(candidates: Candidates, handshakes: HandshakeServer, ranks: Sequence[range], deadline: float) -> Links:
-    """With those who candidate to be the other nodes."""
+def _connect_all(candidates: Candidates, handshakes: HandshakeServer, ranks: Sequence[range], deadline: float) -> Links:
+    """Connect the complete candidates to each other."""
     there = candidates.take()
     links = Links(ranks, nodes={node: candidate.connection for node, candidate in there.items()}, meeting=secrets.token_hex(8))
     links.models = {node: candidate.model for node, candidate in there.items()}
     links.controls = {rank: control for candidate in there.values() for rank, control in candidate.controls.items()}
     told = {
         "ranks": [[own.start, own.stop] for own in ranks],
-        "nodes": [("", 0), *(there[node].place for node in sorted(there))],
+        "nodes": [("", 0), *(there[node].address for node in sorted(there))],
         "meeting": links.meeting,
     }
     try:
@@ -193,9 +194,10 @@ def _try(candidates: Candidates, handshakes: HandshakeServer, ranks: Sequence[ra
 
 
 def join(first: Address, node: int, host: str, key: str, seconds: float, terms: Terms) -> Links:
-    """Joins node 0, and again when node 0 hangs up; raises EngineError if it refuses this node.
+    """Join node 0, again if it disconnects. Raises EngineError if it refuses this node.
 
-    host: where this node can be reached by others. terms: this node's version, model files and arguments.
+    host: the address of this node.
+    terms: this node's version, model files and arguments.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -203,11 +205,11 @@ def join(first: Address, node: int, host: str, key: str, seconds: float, terms: 
             links = Links((), node, nodes={0: connect(first, deadline)})
             try:
                 hello = {"node": node, "host": host, "port": listener.getsockname()[1], **terms}
-                _meet(links, handshakes, first, hello, key, deadline)
-            except (_Lost, HungUp, OSError) as error:
+                _join_once(links, handshakes, first, hello, key, deadline)
+            except (_Disconnected, HungUp, OSError) as error:
                 links.close()
                 if time.monotonic() > deadline:
-                    raise EngineError(f"{first[0]}, port {first[1]}, has hung up: {error}") from None
+                    raise EngineError(f"{first[0]}, port {first[1]}, has disconnected: {error}") from None
             except BaseException:
                 links.close()
                 raise
@@ -216,15 +218,15 @@ def join(first: Address, node: int, host: str, key: str, seconds: float, terms: 
         time.sleep(RECONNECT_INTERVAL_S)
 
 
-def _meet(links: Links, handshakes: HandshakeServer, first: Address, who: Hello, key: str, deadline: float) -> None:
+def _join_once(links: Links, handshakes: HandshakeServer, first: Address, who: Hello, key: str, deadline: float) -> None:
     to_first, node = links.nodes[0], links.node
     keep_alive(to_first)
     send_json(to_first, {"key": key, **who})
-    asked = _heard_of(to_first, deadline)
+    asked = _receive(to_first, deadline)
     for rank in range(*asked["own"]):
         links.controls[rank] = connect(first, deadline, links.check)
         send_json(links.controls[rank], {"key": key, "claim": asked["claim"], "control": rank})
-    told = _heard_of(to_first, deadline)
+    told = _receive(to_first, deadline)
     links.ranks = [range(*ranks) for ranks in told["ranks"]]
     links.meeting = told["meeting"]
     places = [first, *(tuple(place) for place in told["nodes"][1:])]
@@ -238,15 +240,15 @@ def _meet(links: Links, handshakes: HandshakeServer, first: Address, who: Hello,
     _take_ends(handshakes, links, deadline)
 
 
-def _heard_of(first: socket.socket, deadline: float) -> dict[str, Any]:
+def _receive(first: socket.socket, deadline: float) -> dict[str, Any]:
     told = receive_json(first, deadline - time.monotonic())
     if "refused" in told:
-        raise EngineError(f"node 0 refused this one: {told['refused']}")
+        raise EngineError(f"node 0 refused this node: {told['refused']}")
     return told
 
 
 class NodeRanks:
-    """The ranks of a node that is not the first, started here."""
+    """The ranks of a node other than the first, started here."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
@@ -270,12 +272,12 @@ class NodeRanks:
                 inherited.close()
 
     def watch(self) -> bool:
-        """Until a rank or node 0 is gone, which is then told. True: node 0 has ended, and said so."""
+        """Report ends of ranks until one of them or node 0 is gone. Return True if node 0 ended the engine."""
         first, since, told = self._links.nodes[0], dict[int, float](), set[int]()
         waiting = select.poll()
         waiting.register(first, select.POLLIN)
         while True:
-            if waiting.poll(1000 * LOOK):
+            if waiting.poll(1000 * POLL_S):
                 with contextlib.suppress(EngineError, OSError):
                     return bool(receive_json(first, HANDSHAKE_TIMEOUT_S).get("over"))
                 return False
@@ -283,7 +285,7 @@ class NodeRanks:
                 code = process.poll()
                 stopped = code is None and is_stopped(process.pid)
                 begun = since.setdefault(rank, time.monotonic()) if stopped else since.pop(rank, None)
-                if stopped and begun is not None and time.monotonic() - begun > STOPPED:
+                if stopped and begun is not None and time.monotonic() - begun > STOPPED_TIMEOUT_S:
                     code = -signal.SIGSTOP
                 if code is not None and rank not in told:
                     told.add(rank)
@@ -299,7 +301,7 @@ class NodeRanks:
 
 
 def run_node(first: Address, node: int, host: str, key: str, seconds: float, terms: Terms) -> bool:
-    """One life of an engine. True: it was over; otherwise another one may be started, and this node is wanted again."""
+    """Run this node's ranks once. Return True if the engine is over; else this node may be needed again."""
     ranks = NodeRanks(join(first, node, host, key, seconds, terms))
     try:
         return ranks.watch()
@@ -307,10 +309,10 @@ def run_node(first: Address, node: int, host: str, key: str, seconds: float, ter
         ranks.end()
 
 
-# ---- as node 0 has ranks elsewhere
+# ---- remote ranks, on node 0
 
 
-class NodeLine:
+class NodeConnection:
     """The connection to another node."""
 
     def __init__(self, node: int, connection: socket.socket) -> None:
@@ -319,7 +321,7 @@ class NodeLine:
         self._gone = False
 
     def ending(self, rank: int) -> int | None:
-        """How a rank ended, as its node told; a node that is gone has hung up."""
+        """Return how a rank ended, as its node reported; SIGHUP if the node is gone."""
         while not self._gone and _readable(self._connection):
             try:
                 told = receive_json(self._connection, HANDSHAKE_TIMEOUT_S)
@@ -335,18 +337,18 @@ class NodeLine:
 
 
 class RemoteProcess:
-    """What `subprocess.Popen` has of a process of ours."""
+    """A remote rank with the methods of `subprocess.Popen`."""
 
-    pid = 0  # nobody's here
+    pid = 0  # no process of this machine
 
-    def __init__(self, rank: int, line: NodeLine) -> None:
-        self.rank, self.line = rank, line
+    def __init__(self, rank: int, connection: NodeConnection) -> None:
+        self.rank, self.connection = rank, connection
 
     def poll(self) -> int | None:
-        return self.line.ending(self.rank)
+        return self.connection.ending(self.rank)
 
     def kill(self) -> None:
-        """It ends with its connections."""
+        """Do nothing: it ends with its connections."""
 
     def wait(self, timeout: float | None = None) -> int:  # noqa: ARG002
         return 0
@@ -361,49 +363,49 @@ def spawn_rank(
     memory: int,
     local: Mapping[int, socket.socket],
     remote: Mapping[int, socket.socket],
-    companions: Ends | None = None,
+    expert_peers: Ends | None = None,
     server: ForkServer | None = None,
 ) -> ChildProcess:
-    """local, remote: the rank's connections to ranks of this node and of others."""
+    """Start the process of a rank. local, remote: its connections to ranks of this node and of others."""
     names = [*map(str, local), *(f"{REMOTE}{rank}" for rank in remote)]
     arguments = [PARENT, "{0}", "{1}", ",".join(f"{name}:{{{i}}}" for i, name in enumerate(names, 2))]
     descriptors = [control.fileno(), memory, *(end.fileno() for end in (*local.values(), *remote.values()))]
-    if companions is not None:
-        arguments.append(companions.say([f"{{{len(descriptors) + i}}}" for i in range(len(companions.descriptors))]))
-        descriptors += companions.descriptors
+    if expert_peers is not None:
+        arguments.append(expert_peers.say([f"{{{len(descriptors) + i}}}" for i in range(len(expert_peers.descriptors))]))
+        descriptors += expert_peers.descriptors
     return spawn(command, arguments, descriptors, server=server, with_thread=True)
 
 
 def _take_ends(handshakes: HandshakeServer, links: Links, deadline: float, candidates: Candidates | None = None) -> None:
-    """What nodes above this one connect. Node 0 has `candidates`, for others."""
+    """Accept the connections of nodes with higher numbers. candidates: on node 0, to handle other connections."""
     above = [rank for ranks in links.ranks[links.node + 1 :] for rank in ranks]
     missing = {(rank, own) for rank in above for own in links.own}
     last = time.monotonic()
     while missing:
         links.check()
         if time.monotonic() > deadline:
-            raise EngineError(f"{len(missing)} connections of other nodes did not come in time")
-        if candidates is not None and candidates.others and time.monotonic() - last > ENDS:
-            raise _Lost(f"{len(missing)} connections did not come within {ENDS:.0f} s")
-        came = handshakes.next(LOOK)
-        if came is None:
+            raise EngineError(f"{len(missing)} connections of other nodes are missing")
+        if candidates is not None and candidates.any_complete and time.monotonic() - last > PEER_CONNECT_TIMEOUT_S:
+            raise _Disconnected(f"{len(missing)} connections are missing after {PEER_CONNECT_TIMEOUT_S:.0f} s")
+        admitted = handshakes.next(POLL_S)
+        if admitted is None:
             continue
-        connection, said = came
-        if candidates is not None and candidates.hear(connection, said):
+        connection, hello = admitted
+        if candidates is not None and candidates.receive(connection, hello):
             continue
-        other: Any = said.get("from")
-        own: Any = said.get("to")
-        known = said.get("meeting") == links.meeting and type(other) is int and type(own) is int
+        other: Any = hello.get("from")
+        own: Any = hello.get("to")
+        known = hello.get("meeting") == links.meeting and type(other) is int and type(own) is int
         if not known or (other, own) not in missing:
-            _turn_away(handshakes, connection)
+            _reject(handshakes, connection)
             continue
         missing.remove((other, own))
         last = time.monotonic()
         links.ends.setdefault(own, {})[other] = connection
 
 
-def _turn_away(handshakes: HandshakeServer, connection: socket.socket) -> None:
-    handshakes.rejections.log("one who connected as a rank is none that is awaited")
+def _reject(handshakes: HandshakeServer, connection: socket.socket) -> None:
+    handshakes.rejections.log("rejected connection on the cluster port: no such rank is expected")
     connection.close()
 
 

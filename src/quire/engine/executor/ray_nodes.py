@@ -3,8 +3,11 @@
     this node     the engine, and the first ranks (`workers.py`)
     other nodes   an actor each, which starts the node's ranks and watches them (`nodes.run_node`)
 
-A placement group reserves a CPU for every rank while they live (`ray_placement.py`). Data goes over our own connections; Ray
-only starts and ends actors, and ends them with the engine. `ray` is an extra: pip install 'quire[ray]'.
+A placement group reserves a CPU for every rank. Inside a Ray actor or task that has a placement group, ranks use its bundles.
+A cluster that has lost a node gets time to replace it: a start waits for nodes until `engine_start_timeout`.
+
+Data goes over our own connections; Ray only starts and ends actors, and ends them with the engine. `ray` is an extra:
+pip install 'quire[ray]'.
 """
 
 import atexit
@@ -31,12 +34,12 @@ from quire.progress import doing
 from quire.types.errors import ConfigError, EngineError
 
 GROUP = "QUIRE_RAY_PLACEMENT_GROUP"  # the id, in hexadecimal, of the group of the Ray actor that started this process
-PAUSE_S = 0.5  # between two looks at the cluster
+PAUSE_S = 0.5  # between two checks of the cluster
 RESERVE_S = 3  # for the cluster to reserve CPUs that are free
 LOG_EVERY_S = 10.0
 RayNode = dict[str, Any]  # an entry of ray.nodes()
 logger = logging.getLogger(__name__)
-LOCAL_CPUS = "QUIRE_RAY_CPUS"  # of a cluster that is started here; default: as many as ranks are wanted
+LOCAL_CPUS = "QUIRE_RAY_CPUS"  # of a cluster that is started here; default: the number of ranks
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ def find_placement(ray: Any, ranks: int, count: int, wait: Wait) -> Placement:
         known = ray.nodes()
         alive = sorted((node for node in known if node["Alive"]), key=lambda node: node["NodeID"] != here)
         room = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in alive}
-        may_grow = len(alive) < len(known)  # a node was lost, and may come again
+        may_grow = len(alive) < len(known)  # a lost node may come back
         if group is not None:
             state, room = _bundles(group)
             if state != "CREATED" or not room.keys() <= {node["NodeID"] for node in alive}:
@@ -114,14 +117,16 @@ def find_placement(ray: Any, ranks: int, count: int, wait: Wait) -> Placement:
 
 
 def _current_group(ray: Any) -> str | None:
-    """The id of the placement group of this actor or task, or of the one that started this process."""
+    """Return the placement group of this actor or task, or of the one that started this process."""
     group = ray.util.get_current_placement_group()
     return os.environ.get(GROUP) or None if group is None else str(group.id.hex())
 
 
 def _bundles(group: str) -> tuple[str, dict[str, int]]:
-    """The state of a placement group, and by node how many ranks its bundles can have: one for each GPU, or each CPU if no
-    bundle has a GPU."""
+    """Return the state of a placement group, and by node the number of ranks its bundles can have.
+
+    A rank needs a GPU, or a CPU if no bundle has a GPU.
+    """
     entry = _groups().placement_group_table().get(group)
     if entry is None or entry["state"] == "REMOVED":
         raise ConfigError(f"the Ray placement group {group} of this process does not exist any more")
@@ -133,7 +138,7 @@ def _bundles(group: str) -> tuple[str, dict[str, int]]:
 
 
 def _share(ranks: int, count: int, room: Sequence[int]) -> list[range]:
-    """Ranks of every node that is used. room: how many every node can have."""
+    """Return the ranks of every node that is used. room: how many every node can have."""
     if count > len(room):
         raise ConfigError(f"nnodes={count}, and the Ray cluster has {len(room)}; lower it, or start more nodes")
     if count > 1:
@@ -149,13 +154,13 @@ def _share(ranks: int, count: int, room: Sequence[int]) -> list[range]:
     if short or shares[-1].stop < ranks or not shares[0]:
         there = ", ".join(map(str, room))
         raise ConfigError(
-            f"{ranks} ranks need a CPU each, the first of them on this node; the nodes of the Ray cluster have {there}"
+            f"{ranks} ranks require a CPU each, the first of them on this node; the nodes of the Ray cluster have {there}"
         )
     return [share for share in shares if share]
 
 
 def _reserve(ray: Any, used: Sequence[RayNode], shares: Sequence[range], wait: Wait) -> Callable[[], None] | None:
-    """A CPU for every rank, until the returned function is called or this process ends. None: a node was lost meanwhile."""
+    """Reserve a CPU for every rank until the returned function is called or this process ends. None: a node was lost."""
     addresses = [node["NodeManagerAddress"] for node in used]
     bundles = [{"CPU": float(len(share)), f"node:{address}": 0.001} for address, share in zip(addresses, shares, strict=True)]
     group = _groups().placement_group(bundles, strategy="PACK")
@@ -188,14 +193,14 @@ class _NodeLost(Exception):
 
 
 class _Agent:
-    """What an actor does."""
+    """The actor of a node."""
 
     def run(self, first: tuple[str, int], node: int, host: str, key: str, args: EngineArgs) -> bool:
         return nodes.run_node(tuple(first), node, host, key, connect_timeout(args), own_terms(args))  # type: ignore[arg-type]
 
 
 def start_nodes(args: EngineArgs, ranks: int) -> nodes.Links:
-    """args.nnodes: nodes to use; 1 = as few as have the CPUs."""
+    """Start ranks on other nodes. args.nnodes: nodes to use; 1: as few as have the CPUs."""
     ray = _import()
     _connect(ray, ranks)
     wait = Wait(args.engine_start_timeout)
@@ -261,7 +266,7 @@ def _import() -> Any:
     try:
         import ray
     except ModuleNotFoundError:
-        raise ConfigError("distributed_executor_backend=ray needs the extra ray: pip install 'quire[ray]'") from None
+        raise ConfigError("distributed_executor_backend=ray requires the extra ray: pip install 'quire[ray]'") from None
     return ray
 
 

@@ -1,12 +1,13 @@
-"""The executor whose model is divided into stages of a pipeline, each of one rank or of several: the first rank is in this
-process, the others in `workers.py`'s.
+"""The executor and the ranks of pipeline parallelism: stages of one rank or of several.
 
     this process    begin 1 │ begin 2 │ finish 1 │ begin 3 │ finish 2 │ ...
     stage 1                 │ 1 ........ │ 2 ........ │ 3 ........ │
 
-Every plan goes to all ranks. A step is begun when it is submitted, and finished when its result is wanted, or before a step
-that needs what it draws or gives a slot of it away. So any order of plans is right; those are quick that leave the requests of
-the last few steps alone, as the scheduler's are.
+Every plan goes to all ranks. A step begins when it is submitted. It finishes when its result is awaited, or before a step
+that
+needs its tokens or reuses its slots. So any order of plans is correct; plans that leave the requests of the last few steps
+alone
+are fast, as the scheduler's are.
 """
 
 import socket
@@ -44,7 +45,7 @@ class StageFlight:
         self._slots, self._draws = {*plan.slot.tolist()}, {*plan.slot[plan.sample].tolist()}
 
     def comes_before(self, plan: StepPlan) -> bool:
-        """Has it to be finished before the plan is begun?"""
+        """Return whether it must be finished before the plan begins."""
         taken = {*plan.retired.tolist(), *plan.given_slot.tolist(), *(admission.slot for admission in plan.admitted)}
         return not self._slots.isdisjoint(taken) or not self._draws.isdisjoint(plan.slot.tolist())
 
@@ -63,14 +64,14 @@ class StageFlight:
 
 
 class StagesExecutor(DividedExecutor):
-    """Ranks are in step or lost: a step that fails on one of them is the end of all."""
+    """Pipeline parallelism. A step that fails on one rank ends all of them."""
 
     def __init__(self, runner: StageRunner, workers: Workers, ring: Ring) -> None:
         super().__init__(runner, workers)
         self._stage = runner
         self._mates = [rank for rank in ring.own.stage_ranks if rank != ring.own.rank]
         self._open: deque[StageFlight] = deque()  # begun, not finished
-        self._drawn: dict[int, Ints] = {}  # step -> what the other ranks of this stage have not been told
+        self._drawn: dict[int, Ints] = {}  # step -> drawn tokens that the other ranks of this stage do not have yet
 
     def submit(self, plan: StepPlan) -> StageFlight:
         self.check()
@@ -84,9 +85,9 @@ class StagesExecutor(DividedExecutor):
         self._open.append(flight)
         return flight
 
-    def finish(self, wanted: StageFlight) -> StepFlight:
-        """It, and whatever was begun before."""
-        while wanted.flight is None:
+    def finish(self, flight_to_finish: StageFlight) -> StepFlight:
+        """Finish a step and all that were begun before it."""
+        while flight_to_finish.flight is None:
             flight = self._open.popleft()
             plan = flight.begun.plan
             with self._in_step(plan):
@@ -95,17 +96,17 @@ class StagesExecutor(DividedExecutor):
                 flight.flight = self._stage.finish(flight.begun)
             flight.flight.before_following, flight.flight.meanwhile = self._follow, self._meanwhile
             self.note_drawn(flight)
-        return wanted.flight
+        return flight_to_finish.flight
 
     def _follow(self, lengths: Ints) -> None:
-        """All ranks of this stage draft, side by side: steps are run one at a time then."""
+        """Let all ranks of this stage draft at the same time; steps then run one at a time."""
         if self._mates:
             drawn, self._drawn = self._drawn, {}
             self._workers.send(wire.Follow(next(iter(drawn.values()), NOTHING), lengths), self._mates)
 
     def note_drawn(self, flight: StageFlight) -> None:
-        told = self._mates and not self._stage.draws_itself(flight.begun.plan)
-        ids = flight.flight.drawn_ids() if told and flight.flight is not None else None
+        shared = self._mates and not self._stage.draws_itself(flight.begun.plan)
+        ids = flight.flight.drawn_ids() if shared and flight.flight is not None else None
         if ids is not None:
             self._drawn[flight.begun.plan.step] = ids
 

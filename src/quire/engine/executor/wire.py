@@ -1,5 +1,4 @@
-"""What the first rank and the others say to each other beside the parts of their sums: msgpack frames with their length in
-front. Nothing received is ever executed or unpickled."""
+"""Messages between the first rank and the others: msgpack frames. Nothing received is ever executed or unpickled."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,42 +15,43 @@ from quire.types.plan import Ints, StepPlan
 
 
 class StartRank(WireMessage):
-    args: EngineArgs  # with which any process comes to the same configuration
+    args: EngineArgs  # any process resolves them to the same configuration
     rank: int
     draft_files: dict[str, str] = field(default_factory=dict)  # digests of node 0's (`agreement.draft_files`), on other nodes
-    gpus: str = ""  # those of its engine, by their names, where the first rank has GPUs; "" = as the machine has them
+    gpus: str = ""  # of its engine, by name, if the first rank has GPUs; "": all of the machine
 
 
 class RunStep(WireMessage):
-    """The first rank alone draws: `drawn` is what the step before drew, if it did."""
+    """A step. Only the first rank draws: `drawn` are the tokens of the previous step, if it drew any."""
 
     drawn: Ints | None
     plan: StepPlan
 
 
 class Follow(WireMessage):
-    """A model or head that drafts goes on behind the latest step, on every rank: what it drew, and how many tokens its rows
-    brought."""
+    """Run the drafter after the latest step: drawn tokens, and how many tokens its rows accepted."""
 
     drawn: Ints
     lengths: Ints
 
 
 class BeginStep(WireMessage):
-    """Of a pipeline: the rows go through a rank's stage. `drawn`: what steps that are finished drew, for the first stage."""
+    """Run rows through a pipeline stage. drawn: tokens of finished steps, for the first stage."""
 
     drawn: dict[int, Ints]
     plan: StepPlan
 
 
 class FinishStep(WireMessage):
-    """Of a pipeline: the first stage takes what came out of the last one. Steps are finished in the order they were begun."""
+    """Finish a step on the first pipeline stage, with the output of the last one. Steps are finished in the order in which
+    they began.
+    """
 
     step: int
 
 
 class CallRank(WireMessage):
-    """One of a runner's public methods, by name. The answer is an Answer."""
+    """A call of a public method of the runner. The reply is an Answer."""
 
     method: str
     args: list[Any]
@@ -59,22 +59,25 @@ class CallRank(WireMessage):
 
 class ReadAdapter(WireMessage):
     """Read an adapter into host memory while steps run. There is no reply: `hold_adapter` returns the outcome
-    (`features/lora/cache.py`). wanted=False: the first rank could not read it."""
+    (`features/lora/cache.py`). wanted=False: the first rank could not read it.
+    """
 
     ref: AdapterRef
     wanted: bool = True
 
 
 class Did(WireMessage):
-    """To ranks that run the same script (`engine/external.py`): what came of a call in the first one's. digest: of what was
-    asked. report: a frame of `ipc`."""
+    """The outcome of a call on rank 0, for ranks that run the same script (`engine/external.py`).
+
+    digest: of the call's arguments. report: a frame of `ipc`.
+    """
 
     what: str
     digest: int
     report: bytes
 
 
-# ---- to it
+# ---- to the first rank
 
 
 class Answer(WireMessage):
@@ -82,11 +85,11 @@ class Answer(WireMessage):
 
 
 class RankFailed(WireMessage):
-    """Its last words."""
+    """The last message of a rank that failed."""
 
     kind: str
     message: str
-    step: int | None  # in which it failed; None = before there were any
+    step: int | None  # in which it failed; None: before the first
 
 
 Command = StartRank | RunStep | Follow | BeginStep | FinishStep | CallRank | ReadAdapter | Did

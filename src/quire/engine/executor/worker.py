@@ -1,8 +1,9 @@
 """A rank other than the first: `python -m quire.engine.executor.worker PARENT SOCKET MEMORY RANK:SOCKET,...`, started by
 `workers.py` alone.
 
-It does what the first rank says: makes its share of the model and runs the plans that the first rank runs. What comes of a step
-it does not draw itself but is told. Ctrl-C is the first rank's matter.
+It executes commands of the first rank: it builds its share of the model and runs the same plans. It gets drawn tokens from
+the
+first rank. Ctrl-C is ignored: the first rank decides.
 """
 
 import contextlib
@@ -35,16 +36,16 @@ if TYPE_CHECKING:
     from quire.runner.step import Runner
 
 FAILED = 1
-LULL = 50  # milliseconds
+IDLE_MS = 50  # milliseconds
 logger = logging.getLogger("quire.engine.executor.worker")
 
 
 class RankLost(Exception):
-    """Another rank is gone, and the first one knows which."""
+    """Another rank is gone; the first rank knows which."""
 
 
-class Others:
-    """A rank that is not the first ends with the others, and waits for them as long as they live."""
+class OtherRanks:
+    """The watch of a rank that is not the first: it ends with the others, and waits for them as long as they live."""
 
     def lost(self, rank: int) -> NoReturn:
         raise RankLost(f"rank {rank} is gone")
@@ -54,23 +55,33 @@ class Others:
 
 
 class Rank:
+    """A rank of the model."""
+
     def __init__(
         self,
         memory: int,
         peers: Mapping[int, socket.socket],
         remote: Mapping[int, socket.socket],
-        companions: Ends | None = None,
+        expert_peers: Ends | None = None,
         on_lost: Callable[[Exception], None] = logger.error,
     ) -> None:
-        """peers: connections to ranks of this node; remote: to those of others. companions: to those of other engines, which
-        share its experts; `on_lost` is told, in any thread, when they are gone."""
-        self._memory, self._peers, self._remote, self._companions, self._on_lost = memory, peers, remote, companions, on_lost
+        """peers, remote: connections to ranks of this node, and of others.
+        expert_peers: to ranks of other engines, which share its experts; `on_lost` is called, in any thread, when they are
+        gone.
+        """
+        self._memory, self._peers, self._remote, self._expert_peers, self._on_lost = (
+            memory,
+            peers,
+            remote,
+            expert_peers,
+            on_lost,
+        )
         self._runner: Runner | None = None
-        self._adapters: RankAdapters | None = None  # since the first was asked for
-        self._begun: deque[Begun] = deque()  # steps of a pipeline that are to be finished here
-        self.step: int | None = None  # that is run
+        self._adapters: RankAdapters | None = None  # since the first use
+        self._begun: deque[Begun] = deque()  # steps of a pipeline that this rank must finish
+        self.step: int | None = None  # the latest one
 
-    def obey(self, command: wire.Command) -> wire.Report | None:
+    def execute(self, command: wire.Command) -> wire.Report | None:
         match command:
             case wire.StartRank():
                 self._runner = self._start(command)
@@ -102,9 +113,9 @@ class Rank:
                 return wire.Answer(self._call(method, args))
         return None
 
-    def use_lull(self, quiet: Callable[[int], bool]) -> None:
-        """When nothing is asked for a while, a GPU records steps, as the first rank's does."""
-        runner, patience = self._runner, LULL
+    def use_idle_time(self, quiet: Callable[[int], bool]) -> None:
+        """Record CUDA graphs if there is no command for a while, as the first rank does."""
+        runner, patience = self._runner, IDLE_MS
         while runner is not None and runner.graphs is not None and quiet(patience) and runner.idle():
             patience = 0
 
@@ -153,17 +164,17 @@ class Rank:
             from quire.engine.executor.stages import join_pipeline, make_stage_runner
 
             device = start_device(config, rank)
-            ring = join_pipeline(config, device, rank, self._memory, self._peers, Others(), self._remote)
+            ring = join_pipeline(config, device, rank, self._memory, self._peers, OtherRanks(), self._remote)
             return make_stage_runner(config, device, ring)
         position = Position(rank, config.ranks, args.enable_expert_parallel)
         device = start_device(config, rank)
         if self._remote:
-            group: SharedMemoryGroup = NodesGroup(position, self._memory, self._peers, Others(), self._remote)
+            group: SharedMemoryGroup = NodesGroup(position, self._memory, self._peers, OtherRanks(), self._remote)
         else:
-            group = device.group(position, self._memory, self._peers, Others())
+            group = device.group(position, self._memory, self._peers, OtherRanks())
         exchange = None
-        if self._companions is not None:
-            exchange = join_expert_peers(config, self._companions, Others())
+        if self._expert_peers is not None:
+            exchange = join_expert_peers(config, self._expert_peers, OtherRanks())
             exchange.on_dead = self._on_lost
         return make_runner(config, device, position, group, exchange)
 
@@ -182,14 +193,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not set_up("rank", options, parent, [connection, memory, *(fd for _, fd in pairs)]):
         return LOST
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("quire").setLevel(logging.ERROR)  # whatever else there is to say, the first rank says as well
+    logging.getLogger("quire").setLevel(logging.ERROR)  # the first rank logs the same
     control = socket.socket(fileno=int(connection))
     frames = Frames(control)
     wait_politely()
     sockets = {name: socket.socket(fileno=int(fd)) for name, fd in pairs}
     local = {int(name): end for name, end in sockets.items() if not name.startswith(REMOTE)}
-    elsewhere = {int(name): end for name, end in sockets.items() if name.startswith(REMOTE)}
-    rank = Rank(int(memory), local, elsewhere, read_ends(options), lambda error: _end(frames, rank, error))
+    remote = {int(name): end for name, end in sockets.items() if name.startswith(REMOTE)}
+    rank = Rank(int(memory), local, remote, read_ends(options), lambda error: _end(frames, rank, error))
     try:
         return _serve(frames, rank, control)
     except (RankLost, OSError):  # OSError: of the connection
@@ -197,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end(frames: Frames, rank: Rank, error: Exception) -> NoReturn:
-    """In a thread: the engine's others notice, and know why, or are told."""
+    """End the process, in another thread. The other ranks notice it and get the reason."""
     if not isinstance(error, RankLost):
         logger.error("a rank's experts failed", exc_info=error)
         with contextlib.suppress(OSError):
@@ -208,11 +219,11 @@ def _end(frames: Frames, rank: Rank, error: Exception) -> NoReturn:
 def _serve(frames: Frames, rank: Rank, connection: socket.socket) -> int:
     while True:
         while (frame := frames.next()) is None:
-            rank.use_lull(partial(_quiet, connection))
+            rank.use_idle_time(partial(_is_quiet, connection))
             if not frames.receive():
                 return 0
         try:
-            report = rank.obey(wire.decode_command(frame))
+            report = rank.execute(wire.decode_command(frame))
         except RankLost:
             raise
         except Exception as error:
@@ -226,8 +237,8 @@ def _serve(frames: Frames, rank: Rank, connection: socket.socket) -> int:
             frames.send(wire.encode(report))
 
 
-def _quiet(connection: socket.socket, milliseconds: int) -> bool:
-    """Has nobody said anything for so long?"""
+def _is_quiet(connection: socket.socket, milliseconds: int) -> bool:
+    """Return whether nothing arrives for this long."""
     waiting = select.poll()
     waiting.register(connection, select.POLLIN)
     return not waiting.poll(milliseconds)

@@ -1,10 +1,11 @@
-"""The processes of all ranks but the first, as the first one has them. Importing this imports no torch.
+"""The processes of all ranks but the first, as the first one has them. Importing this does not import torch.
 
-    first rank ──── StartRank, CallRank, RunStep ────► a rank          one connection each; BeginStep, FinishStep in a pipeline
+    first rank ──── StartRank, CallRank, RunStep ────► a rank          one connection each; BeginStep, FinishStep in a
+pipeline
     first rank ◄─── Answer, RankFailed ────────────── a rank
     any rank   ◄─── a byte for every turn ──────────► any other        `dist/shared_memory.py`
 
-A rank ends with this process, however that ends: by a signal of the system, and by the end of its connections.
+A rank ends with this process in any case: by a signal of the system, and by the end of its connections.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ import msgspec
 from quire.config.args import EngineArgs
 from quire.engine import ipc
 from quire.engine.executor import wire
-from quire.engine.executor.nodes import Links, NodeLine, RemoteProcess, spawn_rank
+from quire.engine.executor.nodes import Links, NodeConnection, RemoteProcess, spawn_rank
 from quire.features.experts.peers import Ends
 from quire.proc.channel import MAX_FRAME_BYTES, Frames, FrameTooLong
 from quire.proc.fork_server import usable_parent_server
@@ -36,12 +37,12 @@ from quire.types.errors import CompanionLost, EngineDead, QuireError
 
 COMMAND = command_of("quire.engine.executor.worker")
 LOST = 3  # the exit code of a rank that ends because another one is gone
-LOOK = 0.5  # seconds between looks at those who are waited for
-STOPPED = 0.5  # seconds that a stopped process may keep the others waiting
-LAST_WORDS = 1.0  # seconds for the cause of a loss to show
-SOON = 0.2  # where a rank may also end because another engine did
-MOST_ELSEWHERE = 1 << 26  # bytes of an answer of a rank on another node
-SENDING = 30.0  # seconds for a message to find room: a rank reads whenever it waits
+POLL_S = 0.5  # between checks of late ranks
+STOPPED_TIMEOUT_S = 0.5  # that a stopped process (SIGSTOP) may delay the others
+FAILURE_TIMEOUT_S = 1.0  # for the cause of a loss to be reported
+SHARED_FAILURE_TIMEOUT_S = 0.2  # the same, if a rank may end because another engine did
+MAX_REMOTE_ANSWER_BYTES = 1 << 26  # of a rank on another node
+SEND_TIMEOUT_S = 30.0  # for a message to be accepted: a rank reads whenever it waits
 
 
 class Worker:
@@ -54,30 +55,30 @@ class Worker:
         connection: socket.socket,
         stage: int | None = None,
     ) -> None:
-        """stage: of a pipeline, if there is one."""
+        """stage: its pipeline stage, if there are several."""
         self.rank, self.process, self._stage = rank, process, stage
-        self._sending = Lock()  # adapters are asked for by another thread
+        self._sending = Lock()  # another thread sends `ReadAdapter`
         self.failure: wire.RankFailed | None = None
         self.answers: list[Any] = []
         self.closed = False  # its connection
-        most = MOST_ELSEWHERE if isinstance(process, RemoteProcess) else MAX_FRAME_BYTES
+        most = MAX_REMOTE_ANSWER_BYTES if isinstance(process, RemoteProcess) else MAX_FRAME_BYTES
         self.socket, self._frames = connection, Frames(connection, most)
-        connection.settimeout(SENDING)
+        connection.settimeout(SEND_TIMEOUT_S)
 
     @property
     def name(self) -> str:
         stage = "" if self._stage is None else f"stage {self._stage}, "
         if isinstance(self.process, RemoteProcess):
-            return f"rank {self.rank} ({stage}on node {self.process.line.node})"
+            return f"rank {self.rank} ({stage}on node {self.process.connection.node})"
         return f"rank {self.rank} ({stage}process {self.process.pid})"
 
     def send(self, frame: bytes) -> None:
-        """OSError = it does not read, or is gone."""
+        """Send a frame. Raises OSError if the rank does not read or is gone."""
         with self._sending:
             self._frames.send(frame)
 
-    def take_in(self) -> None:
-        """Whatever it has said."""
+    def receive(self) -> None:
+        """Receive its messages."""
         while not self.closed and _wait([self], 0.0):
             try:
                 self.closed = not self._frames.receive()
@@ -94,14 +95,14 @@ class Worker:
         try:
             frame = self._frames.next()
             return None if frame is None else wire.decode_report(frame)
-        except (FrameTooLong, msgspec.MsgspecError) as error:  # somebody else is there
+        except (FrameTooLong, msgspec.MsgspecError) as error:  # the peer is no rank
             self.closed = True
             self.failure = wire.RankFailed("EngineError", str(error), None)
             return None
 
 
 class Workers:
-    """`memory` and `peers` are the first rank's own ends of what joins all ranks."""
+    """All other ranks. `memory` and `peers` are the first rank's own ends of the connections between ranks."""
 
     def __init__(
         self,
@@ -109,15 +110,20 @@ class Workers:
         size: int,
         hang_timeout: float,
         links: Links | None = None,
-        companions: Ends | None = None,
+        expert_peers: Ends | None = None,
         gpus: str = "",
         draft_files: Mapping[str, str] | None = None,
     ) -> None:
-        """args, draft_files: see `StartRank`. hang_timeout: seconds that a rank may keep the others waiting for its part of a
-        sum. links: to ranks on other nodes, which are started there. companions: of all ranks, to engines that share their
-        experts. gpus: of this node, see `StartRank`."""
+        """Start the ranks.
+
+        args, draft_files: see `StartRank`.
+        hang_timeout: seconds that a rank may delay the others.
+        links: to ranks on other nodes, which are started there.
+        expert_peers: of all ranks, to engines that share their experts.
+        gpus: of this node, see `StartRank`.
+        """
         links = links or Links([range(size)])
-        self._hang_timeout, self._shares = hang_timeout, companions is not None
+        self._hang_timeout, self._shares = hang_timeout, expert_peers is not None
         self._dead: EngineDead | None = None  # why
         workers: list[Worker] = []
         self._workers: Sequence[Worker] = workers
@@ -131,25 +137,25 @@ class Workers:
             for rank in links.own[1:]:
                 for end in (*ends[rank].values(), *links.ends.get(rank, {}).values()):
                     handed.callback(end.close)
-            self._lines = {node: NodeLine(node, connection) for node, connection in links.nodes.items()}
+            self._connections = {node: NodeConnection(node, connection) for node, connection in links.nodes.items()}
             try:
                 for rank in range(1, size):
                     stage = rank // args.tensor_parallel_size if args.pipeline_parallel_size > 1 else None
                     if rank in links.own:
-                        own = None if companions is None else companions.of(companions.first + rank)
+                        own = None if expert_peers is None else expert_peers.of(expert_peers.first + rank)
                         workers.append(_start(rank, self.memory, ends[rank], links.ends.get(rank, {}), stage, own))
                         start = wire.StartRank(args, rank, gpus=gpus)
                     else:
                         node = links.node_of(rank)
-                        workers.append(Worker(rank, RemoteProcess(rank, self._lines[node]), links.controls[rank], stage))
+                        workers.append(Worker(rank, RemoteProcess(rank, self._connections[node]), links.controls[rank], stage))
                         start = wire.StartRank(replace(args, model=links.models[node]), rank, dict(draft_files or {}))
                     workers[-1].send(wire.encode(start))
             except BaseException:
                 self.end()
                 raise
             finally:
-                if companions is not None:
-                    companions.close(range(companions.first + 1, companions.first + size))
+                if expert_peers is not None:
+                    expert_peers.close(range(expert_peers.first + 1, expert_peers.first + size))
 
     @property
     def count(self) -> int:
@@ -157,18 +163,18 @@ class Workers:
 
     @property
     def gone(self) -> bool:
-        """Is a rank lost?"""
+        """Whether a rank is lost."""
         return self._dead is not None
 
     def finish(self) -> None:
-        """The end of the engine, and not only of its ranks: other nodes need not wait for another one."""
+        """End the engine for good: other nodes need not wait for a restart."""
         if self._dead is None and self.end.alive:
-            for line in self._lines.values():
-                line.close()
+            for connection in self._connections.values():
+                connection.close()
         self.end()
 
     def check(self) -> None:
-        """Raises why, if a rank is lost."""
+        """Raise EngineDead if a rank is lost."""
         if self._dead is not None:
             raise type(self._dead)(str(self._dead))
         if not self.end.alive:
@@ -178,12 +184,12 @@ class Workers:
                 self.lost(worker.rank)
 
     def give_up(self, reason: str, kind: type[EngineDead] = EngineDead) -> EngineDead:
-        """From now on `check` says so: the ranks are not in step any more."""
+        """Return the error that `check` raises from now on: the ranks are out of step."""
         self._dead = self._dead or kind(reason)
         return type(self._dead)(str(self._dead))
 
     def send(self, command: wire.Command, ranks: Collection[int] | None = None) -> None:
-        """To these; None = to all."""
+        """Send a command to these ranks; None: to all."""
         frame = wire.encode(command)
         for worker in self._workers:
             if ranks is not None and worker.rank not in ranks:
@@ -191,46 +197,46 @@ class Workers:
             try:
                 worker.send(frame)
             except TimeoutError:
-                raise self.give_up(f"{worker.name} has not read for {SENDING:.0f} s") from None
+                raise self.give_up(f"{worker.name} has not read for {SEND_TIMEOUT_S:.0f} s") from None
             except OSError:
                 self.lost(worker.rank)
 
     def read_adapter(self, ref: AdapterRef, wanted: bool = True) -> None:
-        """Asked in any thread. Whoever is gone, the next step will tell."""
+        """Let all ranks read an adapter. Called in any thread; a lost rank is reported by the next step."""
         frame = wire.encode(wire.ReadAdapter(ref, wanted))
         for worker in self._workers:
             with contextlib.suppress(OSError):
                 worker.send(frame)
 
     def answers(self) -> list[Any]:
-        """Of all, to one CallRank, in the order of ranks. They may take their time."""
+        """Return the answers of all ranks to one CallRank, in their order. There is no time limit."""
         began = time.monotonic()
         while late := [worker for worker in self._workers if not worker.answers]:
-            heard = _wait(late, LOOK)
+            received = _wait(late, POLL_S)
             for worker in late:
-                worker.take_in()
+                worker.receive()
                 if worker.failure is not None or worker.closed:
                     self.lost(worker.rank)
-            if not heard:
+            if not received:
                 self._refuse_stopped(late, time.monotonic() - began)
         return [worker.answers.pop(0) for worker in self._workers]
 
-    # ---- those who are waited for
+    # ---- late and lost ranks
 
     def lost(self, rank: int) -> NoReturn:
-        """Names who failed, and how: ranks that end only because another one did are not the cause."""
-        deadline = time.monotonic() + (SOON if self._shares else LAST_WORDS)
+        """Raise with the rank that failed, and how. Ranks that end only because another one did are not the cause."""
+        deadline = time.monotonic() + (SHARED_FAILURE_TIMEOUT_S if self._shares else FAILURE_TIMEOUT_S)
         while True:
             codes = {worker: worker.process.poll() for worker in self._workers}
             for worker in self._workers:
-                worker.take_in()
+                worker.receive()
             told = [worker for worker in self._workers if worker.failure is not None]
             if told:
                 raise self._failed(told[0])
             ended = [(worker, code) for worker, code in codes.items() if code is not None]
             for worker, code in ended:
                 if code != LOST:
-                    raise self.give_up(f"{worker.name} {_fate(code, elsewhere=not worker.process.pid)}")
+                    raise self.give_up(f"{worker.name} {_exit_description(code, remote=not worker.process.pid)}")
             if time.monotonic() > deadline:
                 if self._shares and ended:
                     raise self.give_up("another engine, which has some of its experts, is gone", CompanionLost)
@@ -239,25 +245,25 @@ class Workers:
             time.sleep(0.01)
 
     def late(self, ranks: Sequence[int], seconds: float) -> None:
-        self.refuse_stopped(seconds)  # whoever is late may itself wait for another one
+        self.refuse_stopped(seconds)  # a late rank may itself wait for another one
         late = [worker for worker in self._workers if worker.rank in ranks]
         if seconds > self._hang_timeout:
             names = " and ".join(worker.name for worker in late)
-            raise self.give_up(f"{names} kept the other ranks waiting for {seconds:.1f} s (engine_hang_timeout)")
+            raise self.give_up(f"{names} delayed the other ranks for {seconds:.1f} s (engine_hang_timeout)")
 
     def refuse_stopped(self, seconds: float) -> None:
-        """Raises who is, of all, if it has kept somebody waiting."""
+        """Raise if any rank is stopped and has delayed the others."""
         self._refuse_stopped(self._workers, seconds)
 
     def _refuse_stopped(self, late: Iterable[Worker], seconds: float) -> None:
         for worker in late:
-            if not worker.process.pid and worker.process.poll() is not None:  # its node has told
+            if not worker.process.pid and worker.process.poll() is not None:  # its node has reported it
                 self.lost(worker.rank)
-            if seconds >= STOPPED and worker.process.pid and is_stopped(worker.process.pid):
-                raise self.give_up(f"{worker.name} is stopped (SIGSTOP), and kept the other ranks waiting for {seconds:.1f} s")
+            if seconds >= STOPPED_TIMEOUT_S and worker.process.pid and is_stopped(worker.process.pid):
+                raise self.give_up(f"{worker.name} is stopped (SIGSTOP) and delayed the other ranks for {seconds:.1f} s")
 
     def _failed(self, worker: Worker) -> QuireError:
-        """A start fails as that of one process would."""
+        """Return the error of a failed rank. A failed start raises the same error as in one process."""
         failure = worker.failure
         assert failure is not None
         where = "" if failure.step is None else f" in step {failure.step}"
@@ -267,14 +273,14 @@ class Workers:
         return ipc.start_error(ipc.Failed(failure.kind, f"{worker.name}: {failure.message}"))
 
 
-def _fate(code: int, elsewhere: bool) -> str:
-    if elsewhere and -code in (signal.SIGSTOP, signal.SIGHUP):  # what its node told, or that it tells no more
+def _exit_description(code: int, remote: bool) -> str:
+    if remote and -code in (signal.SIGSTOP, signal.SIGHUP):  # as its node reported, or the node is gone
         return "is stopped (SIGSTOP)" if -code == signal.SIGSTOP else "is gone: the connection to its node was closed"
     return f"ended with {exit_reason(code)}"
 
 
 def _wait(workers: Iterable[Worker], seconds: float) -> bool:
-    """Until one of them has said something, or is gone."""
+    """Wait until one of them has sent something or is gone."""
     waiting = select.poll()
     for worker in workers:
         waiting.register(worker.socket, select.POLLIN)
@@ -287,12 +293,12 @@ def _start(
     peers: dict[int, socket.socket],
     remote: dict[int, socket.socket],
     stage: int | None,
-    companions: Ends | None,
+    expert_peers: Ends | None,
 ) -> Worker:
     ours, theirs = socket.socketpair()
     with theirs:
         try:
-            process = spawn_rank(COMMAND, theirs, memory, peers, remote, companions, usable_parent_server())
+            process = spawn_rank(COMMAND, theirs, memory, peers, remote, expert_peers, usable_parent_server())
         except BaseException:
             ours.close()
             raise
@@ -300,7 +306,7 @@ def _start(
 
 
 def _end(owner: int, workers: Sequence[Worker], peers: dict[int, socket.socket], memory: int, links: Links) -> None:
-    if os.getpid() != owner:  # a fork of it
+    if os.getpid() != owner:  # a fork of this process
         return
     for worker in workers:
         worker.process.kill()

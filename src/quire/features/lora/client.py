@@ -299,7 +299,7 @@ class AdapterClient:
         """Let engines read the files while their version is computed."""
         for engine in self._engines:
             if engine.state != "dead":
-                engine.tell("expect_adapter", ref.path, ref.stamp)
+                engine.notify("expect_adapter", ref.path, ref.stamp)
 
     def stop(self) -> None:
         """Stop reading files; tasks that wait for them fail."""
@@ -363,4 +363,4 @@ class AdapterClient:
         """Retire a version on all engines, after the requests that are about to be sent."""
         if version is not None:
             for engine in self._engines:
-                asyncio.get_running_loop().call_soon(engine.tell, "retire_adapter", version)
+                asyncio.get_running_loop().call_soon(engine.notify, "retire_adapter", version)

@@ -57,8 +57,8 @@ class EngineMirror(EngineView):
     async def load_adapter(self, ref: AdapterRef, pinned: bool) -> None:
         await self._client.load_adapter(self._number, ref, pinned)
 
-    def tell(self, method: str, *args: Any) -> None:
-        self._client.tell(self._number, method, *args)
+    def notify(self, method: str, *args: Any) -> None:
+        self._client.notify(self._number, method, *args)
 
     def pin_again(self, ref: AdapterRef) -> None:
         """The router does so itself."""
@@ -138,7 +138,7 @@ class RouterClient(EngineGroup):
     async def load_adapter(self, engine: int, ref: AdapterRef, pinned: bool) -> None:
         await self.ask(lambda number: wire.LoadOn(number, engine, ref, pinned))
 
-    def tell(self, engine: int, method: str, *args: Any) -> None:
+    def notify(self, engine: int, method: str, *args: Any) -> None:
         self._channel.post(wire.Notify(engine, method, list(args)))
 
     def post(self, frame: Any) -> None:

@@ -150,7 +150,7 @@ class Router:
                 self._start(self._call(worker, number, engines.engines[engine].load_adapter(ref, pinned)))
                 await asyncio.sleep(0)
             case wire.Notify(engine, method, args):
-                engines.engines[engine].tell(method, *args)
+                engines.engines[engine].notify(method, *args)
             case wire.Claim(number, name):
                 waiting = self._claims.setdefault(name, [])
                 waiting.append((worker, number))
