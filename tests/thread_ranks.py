@@ -59,8 +59,8 @@ class ThreadWorkers:
                 raise answer
         return answers
 
-    def read_adapter(self, ref, wanted=True):
-        self.send(wire.ReadAdapter(ref, wanted))
+    def read_adapter(self, ref, needed=True):
+        self.send(wire.ReadAdapter(ref, needed))
 
     def check(self):
         pass

@@ -112,7 +112,7 @@ class EngineGroup(EngineView):
 
 
 class OneEngine(EngineView, Protocol):
-    """One of the engines behind a handle."""
+    """One of the engines of a handle."""
 
     @property
     def stats(self) -> Stats | None: ...

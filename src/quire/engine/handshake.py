@@ -148,7 +148,7 @@ def address_towards(first: Address) -> str:
 
 
 def connect(address: Address, deadline: float, check: Callable[[], None] = lambda: None) -> socket.socket:
-    """Connect, trying again until the deadline. `check` raises when the connection is no longer wanted."""
+    """Connect, trying again until the deadline. `check` raises when the connection is no longer needed."""
     while True:
         check()
         try:

@@ -69,8 +69,8 @@ def draft_layout(config: Config) -> CacheLayout | None:
 def draft_quantized_layouts(config: Config, facts: ModelFacts) -> frozenset[str] | None:
     """Return the quantized layouts (`DeviceFacts.keeps`) that a draft model keeps; None: its weights are floats."""
     quantization = choose_quantization(None, facts.quantization, facts.files.format == "gguf")
-    kept = config.device == "cpu" and choose_keep_quantized(config.args, facts, config.device_facts, quantization)
-    return config.device_facts.keeps if kept else None
+    quantized = config.device == "cpu" and choose_keep_quantized(config.args, facts, config.device_facts, quantization)
+    return config.device_facts.keeps if quantized else None
 
 
 def cache_sizes(config: Config) -> Sizes:

@@ -14,7 +14,7 @@ MAX_FRAME_BYTES = (1 << 32) - 1  # what the length prefix can express
 
 
 class FrameTooLong(ConnectionError):
-    """The peer announced a frame above the limit. None of it is kept."""
+    """The peer announced a frame above the limit. None of it is stored."""
 
 
 class Frames:

@@ -223,12 +223,12 @@ def _add_parts(part: Symbol, group: Group) -> Symbol:
     return target
 
 
-def _join_parts(part: Symbol, group: Group, kept: range, total: int) -> Symbol:
+def _join_parts(part: Symbol, group: Group, columns: range, total: int) -> Symbol:
     target, segments = Symbol(part.segments, total), part.segments
     if not segments[-1].steps and len(segments) > 1:  # right after an attention
-        segments[-2].boundaries.append(Boundary(None, part, target, group, kept))
+        segments[-2].boundaries.append(Boundary(None, part, target, group, columns))
     else:
-        segments[-1].boundaries.append(Boundary(None, part, target, group, kept))
+        segments[-1].boundaries.append(Boundary(None, part, target, group, columns))
         segments.append(Segment())
     return target
 

@@ -185,7 +185,7 @@ class DividedExecutor(LocalExecutor):
         try:
             return super().read_adapter(ref)
         except BaseException:
-            self._workers.read_adapter(ref, wanted=False)
+            self._workers.read_adapter(ref, needed=False)
             raise
 
     def read_ahead(self, ref: AdapterRef) -> None:

@@ -55,9 +55,7 @@ REMOTE = "+"  # prefix of the number of a rank of another node
 POLL_S = 0.2  # between checks of a node's ranks
 CHECK_EVERY_S = 1.0  # whether missing nodes can still connect
 STOPPED_TIMEOUT_S = 0.5  # that a rank may be stopped (SIGSTOP)
-PEER_CONNECT_TIMEOUT_S = (
-    3.0  # seconds without a connection of those that nodes make at once when told where others are, if others candidate a place
-)
+PEER_CONNECT_TIMEOUT_S = 3.0  # for connections between nodes, if there are other candidates
 
 
 class _Disconnected(Exception):
@@ -172,7 +170,7 @@ def _connect_all(candidates: Candidates, handshakes: HandshakeServer, ranks: Seq
     links = Links(ranks, nodes={node: candidate.connection for node, candidate in there.items()}, meeting=secrets.token_hex(8))
     links.models = {node: candidate.model for node, candidate in there.items()}
     links.controls = {rank: control for candidate in there.values() for rank, control in candidate.controls.items()}
-    told = {
+    setup = {
         "ranks": [[own.start, own.stop] for own in ranks],
         "nodes": [("", 0), *(there[node].address for node in sorted(there))],
         "meeting": links.meeting,
@@ -181,7 +179,7 @@ def _connect_all(candidates: Candidates, handshakes: HandshakeServer, ranks: Seq
         for connection in links.nodes.values():
             keep_alive(connection)
             connection.settimeout(HANDSHAKE_TIMEOUT_S)
-            send_json(connection, told)
+            send_json(connection, setup)
             connection.settimeout(None)
         _take_ends(handshakes, links, deadline, candidates)
     except BaseException:
@@ -226,10 +224,10 @@ def _join_once(links: Links, handshakes: HandshakeServer, first: Address, who: H
     for rank in range(*asked["own"]):
         links.controls[rank] = connect(first, deadline, links.check)
         send_json(links.controls[rank], {"key": key, "claim": asked["claim"], "control": rank})
-    told = _receive(to_first, deadline)
-    links.ranks = [range(*ranks) for ranks in told["ranks"]]
-    links.meeting = told["meeting"]
-    places = [first, *(tuple(place) for place in told["nodes"][1:])]
+    message = _receive(to_first, deadline)
+    links.ranks = [range(*ranks) for ranks in message["ranks"]]
+    links.meeting = message["meeting"]
+    places = [first, *(tuple(place) for place in message["nodes"][1:])]
     hello = {"key": key, "meeting": links.meeting}
     for rank in links.own:
         for below in range(node):
@@ -241,10 +239,10 @@ def _join_once(links: Links, handshakes: HandshakeServer, first: Address, who: H
 
 
 def _receive(first: socket.socket, deadline: float) -> dict[str, Any]:
-    told = receive_json(first, deadline - time.monotonic())
-    if "refused" in told:
-        raise EngineError(f"node 0 refused this node: {told['refused']}")
-    return told
+    message = receive_json(first, deadline - time.monotonic())
+    if "refused" in message:
+        raise EngineError(f"node 0 refused this node: {message['refused']}")
+    return message
 
 
 class NodeRanks:
@@ -273,7 +271,7 @@ class NodeRanks:
 
     def watch(self) -> bool:
         """Report ends of ranks until one of them or node 0 is gone. Return True if node 0 ended the engine."""
-        first, since, told = self._links.nodes[0], dict[int, float](), set[int]()
+        first, since, reported = self._links.nodes[0], dict[int, float](), set[int]()
         waiting = select.poll()
         waiting.register(first, select.POLLIN)
         while True:
@@ -287,8 +285,8 @@ class NodeRanks:
                 begun = since.setdefault(rank, time.monotonic()) if stopped else since.pop(rank, None)
                 if stopped and begun is not None and time.monotonic() - begun > STOPPED_TIMEOUT_S:
                     code = -signal.SIGSTOP
-                if code is not None and rank not in told:
-                    told.add(rank)
+                if code is not None and rank not in reported:
+                    reported.add(rank)
                     with contextlib.suppress(OSError):
                         send_json(first, {"ended": rank, "code": code})
 
@@ -324,8 +322,8 @@ class NodeConnection:
         """Return how a rank ended, as its node reported; SIGHUP if the node is gone."""
         while not self._gone and _readable(self._connection):
             try:
-                told = receive_json(self._connection, HANDSHAKE_TIMEOUT_S)
-                self._ended.setdefault(int(told["ended"]), int(told["code"]))
+                message = receive_json(self._connection, HANDSHAKE_TIMEOUT_S)
+                self._ended.setdefault(int(message["ended"]), int(message["code"]))
             except (EngineError, OSError, KeyError, ValueError, TypeError, OverflowError):
                 self._gone = True
         return self._ended.get(rank, -signal.SIGHUP if self._gone else None)

@@ -59,11 +59,11 @@ class CallRank(WireMessage):
 
 class ReadAdapter(WireMessage):
     """Read an adapter into host memory while steps run. There is no reply: `hold_adapter` returns the outcome
-    (`features/lora/cache.py`). wanted=False: the first rank could not read it.
+    (`features/lora/cache.py`). needed=False: the first rank could not read it.
     """
 
     ref: AdapterRef
-    wanted: bool = True
+    needed: bool = True
 
 
 class Did(WireMessage):

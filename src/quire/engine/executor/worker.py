@@ -93,8 +93,8 @@ class Rank:
             case wire.Follow(drawn, lengths):
                 self._started.take_drawn(drawn)
                 self._started.follow(lengths)
-            case wire.ReadAdapter(ref, wanted):
-                if wanted:
+            case wire.ReadAdapter(ref, needed):
+                if needed:
                     self._own_adapters.ask(ref)
                 else:
                     self._own_adapters.forget_adapter(ref.version)

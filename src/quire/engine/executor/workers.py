@@ -201,9 +201,9 @@ class Workers:
             except OSError:
                 self.lost(worker.rank)
 
-    def read_adapter(self, ref: AdapterRef, wanted: bool = True) -> None:
+    def read_adapter(self, ref: AdapterRef, needed: bool = True) -> None:
         """Let all ranks read an adapter. Called in any thread; a lost rank is reported by the next step."""
-        frame = wire.encode(wire.ReadAdapter(ref, wanted))
+        frame = wire.encode(wire.ReadAdapter(ref, needed))
         for worker in self._workers:
             with contextlib.suppress(OSError):
                 worker.send(frame)
@@ -230,9 +230,9 @@ class Workers:
             codes = {worker: worker.process.poll() for worker in self._workers}
             for worker in self._workers:
                 worker.receive()
-            told = [worker for worker in self._workers if worker.failure is not None]
-            if told:
-                raise self._failed(told[0])
+            failed = [worker for worker in self._workers if worker.failure is not None]
+            if failed:
+                raise self._failed(failed[0])
             ended = [(worker, code) for worker, code in codes.items() if code is not None]
             for worker, code in ended:
                 if code != LOST:
