@@ -1,8 +1,9 @@
-"""A model with another vocabulary drafts: it reads the text in its own tokens and goes on, and what it says is encoded in the
-tokens of the model it drafts for.
+"""Draft with a model that has another vocabulary: it reads the text in its own tokens, and its answer is encoded in the
+target's.
 
-It is an engine of its own, in this process, with a cache of its own. All texts of a step are gone on with together. Every one
-of its requests is a fork of the one before for the same text, whose pages are held: what it has read is not run again.
+It is an engine in this process, with its own KV cache. All texts of a step are drafted in one batch. Each of its requests is
+a
+fork of the previous one for the same text, whose pages are held: nothing is run twice.
 """
 
 import logging
@@ -136,12 +137,12 @@ def encode_behind(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 class Reader:
-    """One text, as the other model reads it."""
+    """One text in the tokens of the draft model."""
 
     def __init__(self, retokenizer: Retokenizer) -> None:
         self.retokenizer = retokenizer
         self.turns = 0
-        self.latest: str | None = None  # of its requests: its pages are held
+        self.latest: str | None = None  # request, whose pages are held
 
 
 class TextDrafter:
@@ -154,17 +155,20 @@ class TextDrafter:
         vocabularies: tuple[int, int],
         end: int | None,
     ) -> None:
-        """`core`: of the model that drafts, for texts of up to `length` of its tokens, which `ends` end. `tokenizers` and
-        `vocabularies`: of the model it drafts for, and its own. `end` is the draft that stands for the end."""
+        """core: engine of the draft model, for texts of up to `length` of its tokens.
+        ends: its end-of-sequence ids.
+        tokenizers, vocabularies: of the target model and of the draft model.
+        end: the draft token that stands for the end.
+        """
         self._core, self._length, self._ends = core, length, ends
         self._tokenizers, self._end = tokenizers, end
         self._vocabulary, self._rows = vocabularies
         self._readers: dict[str, Reader] = {}
-        self._forgotten: list[str] = []  # held for requests that go on from them
+        self._forgotten: list[str] = []  # previous requests, held until their forks have started
         self._broken = False
 
     def propose_all(self, texts: Mapping[str, Text], most: int) -> Mapping[str, Sequence[int]]:
-        """Up to `most` tokens behind each text. Whatever goes wrong is told once, and then there are no drafts any more."""
+        """Return up to `most` draft tokens for each text. After an error, which is logged, there are no drafts any more."""
         if self._broken:
             return {}
         try:
@@ -172,12 +176,12 @@ class TextDrafter:
         except EngineDead:
             raise
         except Exception:
-            logger.exception("the draft model failed; there are no drafts any more")
+            logger.exception("the draft model failed; requests run without drafts from now on")
             self._broken = True
             return {}
 
     def leave(self, name: str) -> None:
-        """The text is complete, or was given up."""
+        """Release a text that is complete or aborted."""
         reader = self._readers.pop(name, None)
         if reader is not None and reader.latest is not None:
             self._core.release([reader.latest])

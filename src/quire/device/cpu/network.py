@@ -105,7 +105,7 @@ class Emitter:
         return self._flat(normed)
 
     def _turn(self, shape: AttentionShape, x: str, rotation: Rotation) -> str:
-        """Add the rotation of the first components of each head of x [T, heads * head_dim], in pairs that are half a head distant.
+        """Add the rotation of the first components of each head of x [T, heads * head_dim], in pairs, half a head between.
 
         OpenVINO fuses this pattern into one operator if all components are rotated.
         """
