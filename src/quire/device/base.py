@@ -63,8 +63,7 @@ class Recorder(Protocol):
         """Record what `run` launches, without running it.
 
         The result (float32, contiguous) is valid until the next replay of any recording. Raises RuntimeError if `run` cannot
-        be
-        recorded, or must run once before it can be recorded.
+        be recorded, or must run once before it can be recorded.
         """
         ...
 

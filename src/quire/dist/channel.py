@@ -4,8 +4,7 @@
     a step    write to a slot ─► message: number of rows ─► the receiver reads the slot in place
 
 There are more slots than steps in flight, so a sender never waits for a free one. A receiver sleeps until a message arrives;
-a
-dead peer's closed socket wakes it. The memory is anonymous and freed with its processes.
+a dead peer's closed socket wakes it. The memory is anonymous and freed with its processes.
 
 Between nodes, hidden states follow the message over TCP (`Remote...`). A device may have a channel of its own
 (`Device.channel`).
@@ -119,7 +118,9 @@ def open_outlet(shape: Shape, neighbours: Neighbours, watch: Watch) -> Sink:
     following = neighbours.next_rank
     if following in neighbours.remote:
         return RemoteOutlet(following, neighbours.remote[following], watch)
-    return Outlet(shape, neighbours.memory, neighbours.offset_of(neighbours.rank), following, neighbours.peers[following], watch)
+    return Outlet(
+        shape, neighbours.memory, neighbours.offset_of(neighbours.rank), following, neighbours.peers[following], watch
+    )
 
 
 class _End:

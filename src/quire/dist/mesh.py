@@ -14,6 +14,7 @@ MIN_UNEVEN_GRAINS = 8  # per rank; from there on, one grain more on some ranks d
 @dataclass(frozen=True)
 class Position:
     """The place of a rank in its group."""
+
     rank: int
     size: int  # number of ranks
     expert_parallel: bool = False  # each rank has whole experts; else a part of every expert
@@ -55,8 +56,7 @@ class HeadDivision:
     """How attention heads are divided: on every rank each KV head serves the same number of query heads.
 
     With at most as many ranks as KV heads, each rank has some KV heads with all their query heads. With more, several ranks
-    have
-    the same KV head, and each has some of its query heads.
+    have the same KV head, and each has some of its query heads.
     """
 
     queries: int

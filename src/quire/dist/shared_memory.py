@@ -47,6 +47,7 @@ def group_bytes(ranks: int, chunk_bytes: int = CHUNK_BYTES) -> int:
 
 class SharedMemoryGroup:
     """Collectives of ranks on one machine."""
+
     chunk_bytes = CHUNK_BYTES
 
     def __init__(
@@ -148,6 +149,7 @@ class SharedMemoryGroup:
 
 class NodesGroup(SharedMemoryGroup):
     """Collectives of ranks on several nodes."""
+
     def __init__(
         self,
         position: Position,

@@ -27,6 +27,7 @@ from quire.dist.shared_memory import NodesGroup, SharedMemoryGroup, Watch, group
 @dataclass(frozen=True)
 class Stage:
     """A stage of the pipeline."""
+
     index: int
     layers: tuple[range, ...]  # of every stage
 

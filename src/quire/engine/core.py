@@ -63,8 +63,7 @@ class EngineCore:
         """Add a request. It runs once its grammar is compiled and its LoRA adapter is on the device.
 
         If the grammar cannot be compiled or followed in time, or the adapter cannot be read, `constraints.on_refused` is
-        called or a
-        last delta reports it.
+        called or a last delta reports it.
         """
         masked, adapted = request.params.needs_masks, request.extras.lora is not None
         if masked:

@@ -1,6 +1,5 @@
 """Ranks that an external launcher such as torchrun starts: every rank runs the same script, and each `LLM` in it is one rank
-of the
-model (`distributed_executor_backend="external_launcher"`).
+of the model (`distributed_executor_backend="external_launcher"`).
 
     rank 0     its calls run as usual (`Leader`) ────────────── plans and calls, as to any rank ───────►  ┐
                ... and the outcome of each is sent to the others ── Did(step, deltas), Did(add), ... ──► │ the same calls in

@@ -5,8 +5,7 @@
                                      a request that arrives here is in step 9, not in step 10
 
 A decode step takes about as long as the previous one. Other steps are not predicted; the next one is then planned at once. If
-the
-device had to wait for a plan, later plans are made earlier. There is no clock in this module.
+the device had to wait for a plan, later plans are made earlier. There is no clock in this module.
 """
 
 PREDICTED_SHARE = 0.9  # of the last step's time: the next may be shorter

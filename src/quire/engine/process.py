@@ -93,8 +93,7 @@ class EngineLoop:
         self, core: EngineCore, link: Link, pulse: Heartbeat, gathers: bool = True, idle_wait: int = IDLE_POLL_MS
     ) -> None:
         """gathers: plan the next step shortly before the one in flight ends. The first stage of a pipeline is idle until
-        then, so it
-        plans at once.
+        then, so it plans at once.
         idle_wait: milliseconds between checks of the executor.
         """
         self._core, self._link, self._pulse, self._gathers = core, link, pulse, gathers

@@ -5,10 +5,8 @@
                      └─► ...                         deltas ─► listener, as they arrive
 
 A request that has begun stays with its engine. A lost engine is restarted by its supervisor and gets its requests again.
-Requests
-that it had not begun move to other engines when these have free slots. New requests go to ready engines, if there are any.
-The
-requests of an engine that is given up continue in the others. The router is dead when all engines are.
+Requests that it had not begun move to other engines when these have free slots. New requests go to ready engines, if there are
+any. The requests of an engine that is given up continue in the others. The router is dead when all engines are.
 """
 
 import asyncio

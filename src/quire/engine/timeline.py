@@ -1,8 +1,7 @@
 """Where the seconds of a start went: consecutive laps without gaps, which add up to the wall clock.
 
 A stopwatch is read as a timeline, which can be logged, measured and sent to another process: all processes of a machine have
-the
-same clock. The content of a lap is not known here.
+the same clock. The content of a lap is not known here.
 """
 
 import os

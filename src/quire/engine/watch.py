@@ -4,8 +4,7 @@
                              └◄─ preempted ◄─┘                          `landed`: from prompt to decode, with the first token
 
 The time of a request is added up when its state changes. The time that decoding requests lose to others is the same for all,
-so
-there is one clock for it and one for waits for masks. Each request notes both clocks when it begins, so most requests cost
+so there is one clock for it and one for waits for masks. Each request notes both clocks when it begins, so most requests cost
 nothing in most steps.
 """
 

@@ -115,8 +115,7 @@ class StepRecorder:
         """Return logits [rows, V]; drawn tokens are in the slots and in the sampler's result.
 
         Each run has its own batch: what layers cache in a batch, such as sines of positions, would be missing in a recording
-        that only
-        reads it.
+        that only reads it.
         """
         batch = self._fill(bucket)
         batch = self._inputs.keep_final(bucket, batch) if bucket.tokens else batch

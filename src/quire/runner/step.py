@@ -1,8 +1,7 @@
 """The runner turns step plans into flights.
 
 It does what the plan says, in the plan's order, and decides nothing. It knows slots, not requests. It names no feature: it
-calls
-the parts of features (`features/base.py`) in their order.
+calls the parts of features (`features/base.py`) in their order.
 """
 
 from collections.abc import Callable, Hashable, Sequence

@@ -3,8 +3,7 @@
 First one layer of each kind and each kind of draw run in parallel threads, so that kernels are compiled at the same time.
 Then
 typical steps follow: decode, few and many rows, short and long contexts, prompts of several lengths, both mixed, with each
-kind
-of sampling. Everything runs on the null page, and the results are dropped.
+kind of sampling. Everything runs on the null page, and the results are dropped.
 """
 
 import logging

@@ -1,8 +1,7 @@
 """Choose the fastest kernels for this CPU. Own kernels are always best where they exist; then nothing is measured.
 
 Otherwise libraries are measured once per CPU, number of threads and library versions, and the outcome is cached. Other
-processes
-may use the CPU meanwhile, so what counts is the processor time of one thread, which waiting does not increase.
+processes may use the CPU meanwhile, so what counts is the processor time of one thread, which waiting does not increase.
 """
 
 import logging

@@ -1,8 +1,7 @@
 """Compile a quantized decoder into one OpenVINO network, from embedded tokens to the last hidden states, including attention.
 
 It is for steps of few tokens; with many, the decoder itself is faster. The cache must have pages of 32 tokens and separate
-keys
-and values. OpenVINO calls its attention operator experimental, so its results are checked before it is used.
+keys and values. OpenVINO calls its attention operator experimental, so its results are checked before it is used.
 """
 
 import logging
@@ -159,8 +158,7 @@ def describe(batch: Batch) -> dict[str, npt.NDArray[np.int32] | npt.NDArray[np.i
 
     If there are fewer decode rows than threads, OpenVINO splits keys among threads, and sums differ in their last bits from
     those of larger batches. An empty row prevents it: OpenVINO splits only if every row has one token. With many keys the
-    split
-    is worth it.
+    split is worth it.
     """
     [view] = batch.groups
     table, tokens, longest = view.tables.numpy(), len(batch.ids), max(length for _, _, length in batch.rows)

@@ -138,8 +138,7 @@ def _convert_paged(node: Any) -> list[Any]:
     """Convert the attention operator.
 
     Inputs: query, key, value [T, columns]; keys and values in pages [P, kv_heads, PAGE, head_dim]; cached tokens [R]; first
-    token of each
-    row [R + 1]; pages of all rows; first page of each row [R + 1]; length of the longest row [].
+    token of each row [R + 1]; pages of all rows; first page of each row [R + 1]; length of the longest row [].
     """
     operators = importlib.import_module("openvino.op")
     constant = importlib.import_module("openvino.opset13").constant

@@ -90,8 +90,7 @@ class CompiledBody:
 
         Those rows run last: they may read keys that other rows write, but not the other way round
         (`DeviceFacts.single_rows_share`). Rows whose adapter the compiled body does not support run in the decoder itself;
-        rows with
-        different adapters never read each other's keys.
+        rows with different adapters never read each other's keys.
         """
         lora = batch.tokens.lora
         if lora is not None and len(plain := self._find_plain(batch, lora)) < len(batch.rows):

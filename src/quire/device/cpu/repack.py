@@ -10,8 +10,7 @@ without offsets are signed. Scales and offsets have half precision if the file h
 twelve or sixteen outputs, input by input.
 
 **OpenVINO** quantizes activations to 8 bits per group of 32 and adds integers, so the result of a token does not depend on
-the
-rest of the batch. It supports scales with integer zero points only. Other offsets are rounded to zero points. The
+the rest of the batch. It supports scales with integer zero points only. Other offsets are rounded to zero points. The
 remainders, fractions of a scale, are quantized and appended to the values. Then it is one product again:
 
     x @ (scale * (values + zero) + remainder)  =  (x, sums of x per group) @ (scale * (values + zero), unit * remainders)

@@ -6,10 +6,8 @@
     sender      before it reuses a slot, its stream waits for `read`
 
 Slots are memory of the sender's GPU, which both processes have mapped (CUDA's inter-process handles), like the events. The
-message
-means that `written` was recorded, not that it has happened. No kernel waits for another process. A process that dies leaves
-at
-most an event that never happens; the process that waits for results watches for that.
+message means that `written` was recorded, not that it has happened. No kernel waits for another process. A process that dies
+leaves at most an event that never happens; the process that waits for results watches for that.
 
 At the start, the receiver reads a probe that the sender wrote. If it cannot (GPUs without peer access, systems without such
 handles), hidden states go through the host's memory, as on CPUs. They also do so between nodes.
@@ -86,8 +84,7 @@ class CUDAEnds:
         """Exchange handles with the neighbours.
 
         Both ends of a rank may lead to the same neighbour, over one connection: every rank first sends the handle of its
-        slots, then
-        replies whether it can read those of the previous rank.
+        slots, then replies whether it can read those of the previous rank.
         """
         peers, previous, following = self._neighbours.peers, self._neighbours.previous_rank, self._neighbours.next_rank
         sending = self._sending = _Sending(self._shape, self._links) if following in peers else None

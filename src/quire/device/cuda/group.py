@@ -5,14 +5,11 @@
 
 The host never waits for its GPU: a byte means that an event was recorded, an event that a part was written. A part may be
 overwritten two turns later: by then our stream has waited for events that the others recorded after they read it. If every
-rank has
-its own GPU, large sums go through NCCL: all parts are gathered and then added in the same order. All sums do so if GPUs
-cannot
-access each other's memory.
+rank has its own GPU, large sums go through NCCL: all parts are gathered and then added in the same order. All sums do so if
+GPUs cannot access each other's memory.
 
 The NCCL process group belongs to this object. torch.distributed's default group is never used: a program may hold two
-engines, or
-use it itself.
+engines, or use it itself.
 """
 
 import hashlib

@@ -3,8 +3,7 @@
     claims a node number ──► is asked for the control connections of its ranks ──► all connected: the candidate is complete
 
 All candidates are asked at once, so one that only claims a number delays no other. Of several complete candidates for a node
-the
-newest is tried first; the others wait until it has turned out to be a node or not.
+the newest is tried first; the others wait until it has turned out to be a node or not.
 """
 
 import contextlib

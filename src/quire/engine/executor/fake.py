@@ -1,8 +1,7 @@
 """An executor without a model, for the engine, the server and tests: any mistake in pages, tables, copies or cursors shows.
 
 It uses only the plan: page tables are built from its entries, tokens come from admissions and its own samples, and a row
-reads
-whatever is in the pages of its table. It tracks the position of each slot itself, because drafts may have been wrong.
+reads whatever is in the pages of its table. It tracks the position of each slot itself, because drafts may have been wrong.
 `fake_model` computes the tokens. It knows no requests and no text.
 """
 

@@ -7,8 +7,7 @@
     node k starts its ranks      which inherit their ends, like the ranks of node 0 (`workers.py`)
 
 A node whose version, model files or arguments differ from node 0's is refused (`handshake.py`), and both log what differs. If
-a
-peer of all these steps does not connect to the others, node 0 disconnects all nodes, and they connect again.
+a peer of all these steps does not connect to the others, node 0 disconnects all nodes, and they connect again.
 
 A peer that knows the key (QUIRE_CLUSTER_KEY; none by default) can be a rank: run nodes in a network that others cannot reach.
 Nothing received is ever executed or unpickled.

@@ -4,10 +4,8 @@
     stage 1                 │ 1 ........ │ 2 ........ │ 3 ........ │
 
 Every plan goes to all ranks. A step begins when it is submitted. It finishes when its result is awaited, or before a step
-that
-needs its tokens or reuses its slots. So any order of plans is correct; plans that leave the requests of the last few steps
-alone
-are fast, as the scheduler's are.
+that needs its tokens or reuses its slots. So any order of plans is correct; plans that leave the requests of the last few
+steps alone are fast, as the scheduler's are.
 """
 
 import socket

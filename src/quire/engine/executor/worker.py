@@ -2,8 +2,7 @@
 `workers.py` alone.
 
 It executes commands of the first rank: it builds its share of the model and runs the same plans. It gets drawn tokens from
-the
-first rank. Ctrl-C is ignored: the first rank decides.
+the first rank. Ctrl-C is ignored: the first rank decides.
 """
 
 import contextlib

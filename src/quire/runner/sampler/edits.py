@@ -215,8 +215,7 @@ class Masks:
     """Tokens that grammars allow in this step.
 
     Bit v of a row, counted from the lowest bit of its first word, is token v. Tokens after the last word are forbidden:
-    grammars
-    know the model's own tokens, not those that adapters add.
+    grammars know the model's own tokens, not those that adapters add.
     """
 
     rows: Longs  # [m] indices among the rows that draw

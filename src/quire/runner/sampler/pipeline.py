@@ -53,10 +53,8 @@ class Sampler:
     """The sampler: edits change the logits of every row; filters and the random draw are for rows with a temperature.
 
     A greedy row takes the largest logit after the edits. Each row follows its own parameters. With CUDA filters and draw are
-    two
-    launches (`ops/sample.py`), which may be recorded; on other devices they are stages. A filter that those launches lack
-    (FILTERS)
-    edits its own rows before them; other rows are drawn as without it.
+    two launches (`ops/sample.py`), which may be recorded; on other devices they are stages. A filter that those launches lack
+    (FILTERS) edits its own rows before them; other rows are drawn as without it.
     """
 
     def __init__(
