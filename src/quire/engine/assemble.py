@@ -229,7 +229,7 @@ def connect_expert_peers(config: Config, ends: Ends, workers: "Workers | None") 
 
 def start_workers(config: Config, ends: Ends | None = None) -> "Workers":
     """Start the processes of the other ranks, which begin their imports."""
-    from quire.engine.executor.nodes import find_nodes
+    from quire.engine.executor.launch import find_nodes
     from quire.engine.executor.workers import Workers
     from quire.engine.handshake import draft_files
 

@@ -10,94 +10,35 @@ So all ranks return the same results. A rank that makes another call than rank 0
 """
 
 import contextlib
-import itertools
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
-from quire.config.args import EngineArgs, connect_timeout
 from quire.config.config import Config
-from quire.engine import handshake, ipc
+from quire.engine import ipc
 from quire.engine.assemble import start_core
 from quire.engine.core import EngineCore
-from quire.engine.executor import nodes, wire
+from quire.engine.executor import wire
+from quire.engine.executor.launch import LaunchedRank, read_launched_rank
 from quire.engine.executor.worker import Rank, RankLost
-from quire.engine.handshake import Terms, own_terms
 from quire.engine.timeline import Stopwatch, Timeline
 from quire.proc.channel import Frames
 from quire.proc.spawn import anonymous_memory
 from quire.progress import doing
 from quire.types import errors
 from quire.types.adapter import AdapterRef
-from quire.types.errors import ConfigError, EngineDead, QuireError, RequestError
+from quire.types.errors import EngineDead, QuireError, RequestError
 from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest
 from quire.types.stats import NOTHING, Stats
 from quire.types.structured import StructuredOutputsParams
 
 T = TypeVar("T")
-
-
-AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # set if torchrun itself listens at MASTER_PORT
-_turns: Iterator[int] = itertools.count()  # engines of this process that used the store
-
-
-@dataclass(frozen=True)
-class LaunchedRank:
-    """A rank as its launcher describes it."""
-
-    rank: int
-    world: int
-    address: handshake.Address
-    agent: bool  # the launcher has the port and stores the port of rank 0
-
-    def gather(self, seconds: float, terms: Terms) -> nodes.Links:
-        """Wait for the other ranks, as rank 0."""
-        shares = nodes.share_ranks(self.world, self.world)
-        own = (self.address[0], 0) if self.agent else self.address
-        with handshake.listen(own) as listener, doing(f"waiting for {self.world - 1} other ranks at {own[0]}"):
-            if self.agent:
-                self._store(seconds).set(f"quire/{next(_turns)}", str(listener.getsockname()[1]))
-            return nodes.gather(listener, shares, handshake.cluster_key(), seconds, terms)
-
-    def join(self, args: EngineArgs) -> nodes.Links:
-        seconds, first = connect_timeout(args), self.address
-        if self.agent:
-            first = (first[0], int(self._store(seconds).get(f"quire/{next(_turns)}")))
-        host = handshake.address_towards(first)
-        return nodes.join(first, self.rank, host, handshake.cluster_key(), seconds, own_terms(args))
-
-    def _store(self, seconds: float) -> Any:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        return TCPStore(*self.address, is_master=False, timeout=timedelta(seconds=seconds))
-
-
-def read_launched_rank(environ: Mapping[str, str], world: int) -> LaunchedRank:
-    asked = "distributed_executor_backend=external_launcher"
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in names if not environ.get(name)]
-    if missing:
-        raise ConfigError(
-            f"{asked}: every rank runs this script, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment, as "
-            f"torchrun starts them; {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
-        )
-    try:
-        rank, size, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    except ValueError:
-        raise ConfigError(f"{asked}: RANK, WORLD_SIZE and MASTER_PORT must be numbers") from None
-    if size != world or not 0 <= rank < size:
-        raise ConfigError(
-            f"{asked}: RANK {rank} of WORLD_SIZE {size}, but tensor_parallel_size times pipeline_parallel_size is {world}; "
-            "they must be the same"
-        )
-    return LaunchedRank(rank, size, (environ["MASTER_ADDR"], port), environ.get(AGENT) == "True")
 
 
 @dataclass(frozen=True)

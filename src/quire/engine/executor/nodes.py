@@ -22,10 +22,9 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from quire.config.args import EngineArgs, connect_timeout
 from quire.engine.executor.candidates import Candidates, is_gone
 from quire.engine.handshake import (
     HANDSHAKE_TIMEOUT_S,
@@ -35,18 +34,15 @@ from quire.engine.handshake import (
     Hello,
     HungUp,
     Terms,
-    cluster_key,
     connect,
     keep_alive,
     listen,
     receive_json,
     send_json,
-    terms_of,
 )  # fmt: skip
 from quire.features.experts.peers import Ends
 from quire.proc.fork_server import ForkServer
 from quire.proc.spawn import PARENT, ChildProcess, anonymous_memory, command_of, is_stopped, spawn
-from quire.progress import doing
 from quire.types.errors import EngineError
 
 WORKER = command_of("quire.engine.executor.worker")
@@ -99,28 +95,6 @@ class Links:
 def share_ranks(ranks: int, nodes: int) -> list[range]:
     """Divide the ranks as evenly as possible; the first nodes have the first ranks."""
     return [range(ranks * node // nodes, ranks * (node + 1) // nodes) for node in range(nodes)]
-
-
-def find_nodes(args: EngineArgs, ranks: int) -> tuple[EngineArgs, Links | None]:
-    """Return the arguments of ranks, and the links to other nodes, if there are any."""
-    if args.distributed_executor_backend == "ray":
-        from quire.engine.executor.ray_nodes import start_nodes
-
-        links = start_nodes(args, ranks)
-        return replace(args, nnodes=len(links.ranks)), links
-    if args.distributed_executor_backend == "external_launcher":
-        from quire.engine.external import read_launched_rank
-
-        return args, read_launched_rank(os.environ, ranks).gather(connect_timeout(args), terms_of(args))
-    if args.nnodes == 1:
-        return args, None
-    address = (args.master_addr, args.master_port)
-    key, terms = cluster_key(), terms_of(args)
-    with (
-        listen(address) as listener,
-        doing(f"waiting for {args.nnodes - 1} other nodes at {address[0]}:{address[1]}"),
-    ):
-        return args, gather(listener, share_ranks(ranks, args.nnodes), key, connect_timeout(args), terms)
 
 
 # ---- node 0
