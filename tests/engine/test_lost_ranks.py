@@ -49,7 +49,7 @@ def test_a_stopped_rank_is_named_and_ends_with_the_engine(tiny_model, monkeypatc
     llm.generate(TEXT, GREEDY, use_tqdm=False)
     os.kill(pid, signal.SIGSTOP)
     for _ in range(2):  # and again: it does not go on
-        with pytest.raises(EngineDead, match=rf"rank 1 \(process {pid}\) is stopped \(SIGSTOP\), and delayed the other ranks"):
+        with pytest.raises(EngineDead, match=rf"rank 1 \(process {pid}\) is stopped \(SIGSTOP\) and delayed the other ranks"):
             llm.generate(TEXT, GREEDY, use_tqdm=False)
     llm.llm_engine.shutdown()
     assert not lives(pid)
