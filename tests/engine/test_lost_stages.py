@@ -24,7 +24,7 @@ def test_a_stopped_stage_is_named_and_ends_with_the_engine(tiny_model, monkeypat
     llm.generate(TEXT, GREEDY, use_tqdm=False)
     os.kill(pid, signal.SIGSTOP)
     for _ in range(2):  # and again: it does not go on
-        with pytest.raises(EngineDead, match=rf"rank 1 \(stage 1, process {pid}\) is stopped \(SIGSTOP\) and delayed the other"):
+        with pytest.raises(EngineDead, match=rf"rank 1 \(stage 1, process {pid}\) is stopped \(SIGSTOP\) and delayed"):
             llm.generate(TEXT, GREEDY, use_tqdm=False)
     llm.llm_engine.shutdown()
     assert not lives(pid)
