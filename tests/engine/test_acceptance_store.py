@@ -9,7 +9,7 @@ import pytest
 from tiny import make_model, open_model
 
 from quire import SamplingParams
-from quire.engine import speculation
+from quire.engine import speculation as store
 from quire.files import kept
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 4}
@@ -31,7 +31,7 @@ def test_the_next_engine_knows(model, tmp_path, monkeypatch):
         speculation._costs.took(1, 0, 1.0)
         speculation._costs.took(1, 3, 1.25)
     first.llm_engine.shutdown()
-    [told] = json.loads((tmp_path / "new" / speculation.NAME).read_text()).values()
+    [told] = json.loads((tmp_path / "new" / store.NAME).read_text()).values()
     second = open_model(model, dtype="float32", speculative_config=NGRAM)
     costs = second.llm_engine.core.scheduler.speculation._costs
     assert costs.most >= 3 and costs.learnt() == {int(r): {int(d): x for d, x in f.items()} for r, f in told["costs"].items()}
@@ -68,9 +68,9 @@ BROKEN = {
 def opened(tmp_path, monkeypatch):
     """What an engine with this key knows, whose file is this."""
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
-    monkeypatch.setattr(speculation, "_key", lambda config: "key")
+    monkeypatch.setattr(store, "_key", lambda config: "key")
     config = SimpleNamespace(args=SimpleNamespace(distributed_executor_backend=None))
-    return tmp_path / speculation.NAME, lambda: speculation.open_acceptance_store(config)
+    return tmp_path / store.NAME, lambda: store.open_acceptance_store(config)
 
 
 @pytest.mark.parametrize("broken", [pytest.param(text, id=name) for name, text in BROKEN.items()])
@@ -101,23 +101,21 @@ def test_what_is_no_file_is_left_alone(opened, caplog):
     found = open_it()
     found["remember"](GOOD)
     assert found["known"] is None and list(path.parent.iterdir()) == [path]
-    speculation._write(path / "no" / "where" / speculation.NAME, "key", GOOD)
-    speculation._write(
-        path / "no" / "where" / speculation.NAME / "file" / speculation.NAME, "key", GOOD
-    )  # no directory can be made there
+    store._write(path / "no" / "where" / store.NAME, "key", GOOD)
+    store._write(path / "no" / "where" / store.NAME / "file" / store.NAME, "key", GOOD)  # no directory can be made there
 
 
 def test_the_longest_forgotten_go(opened):
     path, _ = opened
-    for name in ("key", *(f"other {i}" for i in range(speculation.MAX_ENGINES))):
-        speculation._write(path, name, GOOD)
-    assert len(kept.read_kept(path)) == speculation.MAX_ENGINES and "key" not in kept.read_kept(path)
+    for name in ("key", *(f"other {i}" for i in range(store.MAX_ENGINES))):
+        store._write(path, name, GOOD)
+    assert len(kept.read_kept(path)) == store.MAX_ENGINES and "key" not in kept.read_kept(path)
 
 
 def test_two_write_at_once(opened):
     """Whoever reads finds a whole file, of one or of both."""
     path, open_it = opened
-    writers = [threading.Thread(target=lambda: [speculation._write(path, "key", GOOD) for _ in range(50)]) for _ in range(2)]
+    writers = [threading.Thread(target=lambda: [store._write(path, "key", GOOD) for _ in range(50)]) for _ in range(2)]
     for writer in writers:
         writer.start()
     found = [open_it()["known"] for _ in range(50)]
