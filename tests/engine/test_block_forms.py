@@ -58,7 +58,7 @@ def largest(values):
 
 @pytest.mark.parametrize("kind", WHOLE_NUMBERS)
 def test_forms_have_the_values_of_the_file(kind, monkeypatch):
-    monkeypatch.setattr("quire.ops.blocks.AT_ONCE", 4096)  # several runs
+    monkeypatch.setattr("quire.ops.blocks.VALUES_AT_ONCE", 4096)  # several runs
     matrix = stored(kind)
     form, expected = to_layout(matrix, torch.device("cpu")), values_of(matrix)
     bits, group, offset = WHOLE_NUMBERS[kind]

@@ -161,7 +161,7 @@ BROKEN = {
     "zero": ("self_attn.v_scale", torch.tensor(0.0), r"v_scale has a scale that is not a positive finite"),
     "NaN": ("self_attn.k_scale", torch.tensor(torch.nan), r"k_scale has a scale that is not a positive finite"),
     "too many": ("self_attn.k_scale", torch.ones(6), r"k_scale must have 1 value or one per head \(2\); got 6"),
-    "zero points": ("self_attn.k_zero_point", torch.zeros(1), r"k_zero_point: a cache of 8 bits with zero points is not built"),
+    "zero points": ("self_attn.k_zero_point", torch.zeros(1), r"k_zero_point: zero points are not supported for an 8-bit"),
     "elsewhere": ("mlp.k_scale", torch.ones(1), r"mlp\.k_scale is a KV cache scale, but 'layers\.0\.mlp' is not an attention"),
 }  # fmt: skip
 

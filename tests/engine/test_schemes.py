@@ -291,7 +291,7 @@ def test_wrong_details_are_named(checkpoint, tmp_path, what):
     ],
 )
 def test_patterns_that_take_forever_are_refused(checkpoint, tmp_path, monkeypatch, scheme, config, field):
-    monkeypatch.setattr("quire.layers.quant.patterns.SECONDS", 0.5)
+    monkeypatch.setattr("quire.layers.quant.patterns.MATCH_LIMIT_S", 0.5)
     directory = damaged(checkpoint(scheme), tmp_path / "slow", config=config)
     with pytest.raises(
         ModelError, match=rf"{field}: pattern '\(\[a-z\._0-9\]\+\)\+X' takes longer than [0-9.]+ s for model\.layers"
