@@ -342,19 +342,19 @@ def test_masks_along_drafts_are_those_of_one_who_went_there(model, tokenizer):
         everything = set(range(32 * made.words))
         for name in ("draft", "later", "other"):
             made.guess(name, [a])  # nothing was told yet
-        made.tell("draft", [a])
+        made.accept("draft", [a])
         made.guess("draft", [b, c, 1])
-        made.tell("later", [b])
+        made.accept("later", [b])
         made.guess("later", [c, c, a])
         made.send()
         assert along("draft") == [{b, c}, {b, c}, {1}, everything], "min_tokens give way where nothing else may follow"
         assert along("later") == [everything - {1}, everything - {1}, {a}, {b, c}]
-        made.tell("draft", [b])
+        made.accept("draft", [b])
         made.guess("draft", [a, b, c])
         made.send()
         assert along("draft") == [{b, c}, everything, everything, everything], "nobody gets behind a forbidden draft"
-        made.tell("draft", [b, c])
-        made.tell("other", [a])
+        made.accept("draft", [b, c])
+        made.accept("other", [a])
         made.send()
         assert (along("draft")[0], along("other")[0]) == ({1}, {b, c})
     finally:
