@@ -8,7 +8,7 @@ from quire.layers.embedding import PositionEmbedding
 from quire.layers.mlp import GatedMLP
 from quire.layers.packed_attention import ALiBi, RelativeBias
 from quire.models.alibi import alibi_slopes
-from quire.models.encoder import Classifier, Encoder, count_labels
+from quire.models.encoder import Classifier, Encoder, Renames, count_labels
 from quire.types.errors import ModelError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ POOLER = ((r"^classifier\.(?=weight|bias)", "classifier.out_proj."), (r"^pooler\
 class BERT(Encoder):
     """Sequence classification has the pooler: a dense layer with tanh on the first token's state."""
 
-    renames = ((r"^(bert|new)\.", ""), (r"^cls\.", None), *_EMBEDDINGS, *_BLOCKS, *POOLER)
+    renames: Renames = ((r"^(bert|new)\.", ""), (r"^cls\.", None), *_EMBEDDINGS, *_BLOCKS, *POOLER)
 
     def __init__(self, facts: "ModelFacts") -> None:
         kind = facts.hf.get("position_embedding_type") or self.positions
@@ -58,14 +58,14 @@ class Roberta(BERT):
     """The first positions are those of padding; the pooler is never used."""
 
     first_position = 2
-    renames = (
+    renames: Renames = (
         (r"^roberta\.", ""), NO_POOLER, (r"^lm_head\.", None), *_EMBEDDINGS, *_BLOCKS,
         (r"^classifier\.(?=weight|bias)", "classifier.out_proj."),
     )  # fmt: skip
 
 
 class DistilBERT(Encoder):
-    renames = (
+    renames: Renames = (
         (r"^distilbert\.", ""),
         (r"^vocab_(transform|layer_norm|projector)\.", None),
         *_EMBEDDINGS,
@@ -88,7 +88,7 @@ class MPNet(Encoder):
     """A learned bias for each head and distance, shared by all layers."""
 
     first_position = 2
-    renames = (
+    renames: Renames = (
         (r"^mpnet\.", ""), NO_POOLER, (r"^lm_head\.", None), *_EMBEDDINGS,
         (r"^encoder\.relative_attention_bias\.", "position_bias."),
         (r"\.attention\.attn\.([qkvo])\.", r".self_attn.\1_proj."),
@@ -106,7 +106,7 @@ class JinaV2(BERT):
     """ALiBi in both directions and a gated feed-forward."""
 
     positions = "alibi"
-    renames = (
+    renames: Renames = (
         *BERT.renames[:-2],
         (r"\.mlp\.gated_layers\.", ".mlp.gate_up."),
         (r"\.mlp\.wo\.", ".mlp.down_proj."),

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
 
 
+Renames = tuple[tuple[str, str | None], ...]
+
+
 class PostNormBlock(nn.Module):
     """A norm after each residual sum."""
 
@@ -74,8 +77,7 @@ class Encoder(Decoder):
     recordable = False
     first_position = 0  # index of the first token's learned position
     tokens_have_dense = False  # the head of token classification has the dense layer of sequence classification
-    renames: tuple[tuple[str, str | None], ...] = ()
-    kept: tuple[tuple[str, str | None], ...] = ()  # renames of heads, before `renames`; heads that are not built are not read
+    renames: Renames = ()
 
     def __init__(self, facts: "ModelFacts") -> None:
         nn.Module.__init__(self)
@@ -95,8 +97,8 @@ class Encoder(Decoder):
     def embed(self, batch: Batch) -> Tensor:
         x: Tensor = self.embed_tokens(batch.ids, batch.tokens)
         if self.embed_types is not None:
-            types = batch.token_types
-            x = x + self.embed_types(torch.zeros_like(batch.ids) if types is None else types, batch.tokens)
+            types = torch.zeros_like(batch.ids) if batch.token_types is None else batch.token_types
+            x = x + self.embed_types(types.clamp(max=self.embed_types.total - 1), batch.tokens)
         if self.embed_positions is not None:
             x = x + self.embed_positions(batch.positions + self.first_position, batch.tokens)
         return self.embed_norm(x)

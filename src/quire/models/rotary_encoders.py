@@ -11,7 +11,7 @@ from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.norm import LayerNorm, NoNorm, Norm
 from quire.layers.packed_attention import PackedSelfAttention
 from quire.models.bert import NO_POOLER, POOLER
-from quire.models.encoder import Classifier, Encoder, PreNormBlock, count_labels
+from quire.models.encoder import Classifier, Encoder, PreNormBlock, Renames, count_labels
 from quire.types.errors import ModelError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class ModernBERT(RotaryEncoder):
     """Norms before each half of a block, gated feed-forward, and a window in most layers."""
 
     tokens_have_dense = True
-    renames = (
+    renames: Renames = (
         (r"^model\.", ""),
         (r"^decoder\.", None),
         (r"^embeddings\.tok_embeddings\.", "embed_tokens."),
@@ -101,7 +101,7 @@ class ModernBERT(RotaryEncoder):
 
 class NomicBERT(RotaryEncoder):
     biased = False
-    renames = (
+    renames: Renames = (
         (r"^(nomic_bert|bert)\.", ""),
         (r"^(cls|lm_head)\.", None),
         *_NAMES,
@@ -136,7 +136,7 @@ class UpGateLinear(FusedLinear):
 
 
 class GTE(RotaryEncoder):
-    renames = (
+    renames: Renames = (
         (r"^(new|gte)\.", ""),
         (r"^lm_head\.", None),
         *_NAMES,
@@ -157,7 +157,7 @@ class GTE(RotaryEncoder):
 
 
 class JinaV3(RotaryEncoder):
-    renames = (
+    renames: Renames = (
         (r"^roberta\.", ""),
         NO_POOLER,
         (r"^lm_head\.", None),

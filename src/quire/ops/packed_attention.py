@@ -64,8 +64,9 @@ def reference_attend_packed(
         first, number = alike[0][0], len(alike)
         part = slice(first, first + number * count)
         # each [number, heads, count, head_dim]
-        q, k, v = (x[part].unflatten(0, (number, count)).transpose(1, 2) for x in (query, key, value))
-        target = out[part].unflatten(0, (number, count)).transpose(1, 2)
+        shape = number, count, *query.shape[1:]
+        q, k, v = (x[part].view(shape).transpose(1, 2) for x in (query, key, value))
+        target = out[part].view(shape).transpose(1, 2)
         windowed = window is not None and window < count - 1
         step = QUERIES_PER_PIECE if windowed else count
         for begin in range(0, count, step):

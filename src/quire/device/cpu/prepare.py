@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.attn.batch import Batch, LoRATokens, take_rows, without_lora
@@ -157,7 +158,11 @@ class PackedFloats(Method):
         return self._product(x)
 
     def apply_gated(self, layer: Linear, x: Tensor, activation: str, rounding: Rounding | None = None) -> Tensor:  # noqa: ARG002
-        return gated(self.apply(layer, x), activation)
+        inner = self.apply(layer, x)
+        if activation == "gelu":  # torch's result for strided memory has other bits, and one row alone is never strided
+            gate, up = inner.chunk(2, dim=-1)
+            return F.gelu(gate.contiguous()).mul_(up)
+        return gated(inner, activation)
 
 
 def hold_once(model: Decoder, setting: Setting) -> None:
