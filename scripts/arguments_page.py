@@ -10,7 +10,7 @@ from typing import Any
 from quire.config.args import EngineArgs
 from quire.config.fields import ordered_fields, spec_of
 from quire.config.server_args import ServerArgs
-from quire.config.vllm_arguments import HINTS, REFUSED, SERVER_HINTS, SERVER_REFUSED, TAKEN_FOR
+from quire.config.vllm_arguments import HINTS, REFUSED, REPLACED_VALUES, SERVER_HINTS, SERVER_REFUSED
 
 _HEAD = """# Arguments
 
@@ -53,7 +53,7 @@ def table() -> str:
     ]
     lines += [
         f"| {', '.join(f'`{name}={value}`' for value in values)} | the same as `{', '.join(sorted(set(values.values())))}` |"
-        for name, values in TAKEN_FOR.items()
+        for name, values in REPLACED_VALUES.items()
     ]
     lines.append("| `structured_outputs_config.backend=outlines`, `=lm-format-enforcer` | the same as `guidance` |")
     lines += ["", "## Refused", "", "| argument | unless it is | why |", "|---|---|---|"]

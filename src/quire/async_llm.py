@@ -78,7 +78,7 @@ class AsyncLLM(EngineView, AsyncLLMNotBuilt):
         self.pages = 0  # of the cache; 0 until the engine is ready
         self.timeline: Timeline | None = None  # of the latest start of the engine process
         self._viewer: Callable[[EngineSnapshot], None] | None = None
-        vocabulary = config.facts.vocab_size if config.more_tokens else None
+        vocabulary = config.facts.vocab_size if config.adapter_tokens else None
         self.adapters = AdapterNames(
             config.max_loras > 0, vocabulary, lambda ref: self.prompts.open_tokenizer(ref), config.adapter_bounds
         )

@@ -113,7 +113,7 @@ class LLM(PoolingMethods, LLMNotBuilt):
         single = bool(messages) and isinstance(messages[0], dict)
         conversations = [cast(Messages, messages)] if single else cast(Sequence[Messages], messages)
         self.get_tokenizer()  # or there are no templates either
-        own = self.llm_engine.config.more_tokens > 0  # may adapters have their own tokenizers?
+        own = self.llm_engine.config.adapter_tokens > 0  # may adapters have their own tokenizers?
         reader, extras = self.llm_engine.inputs.prompts, self._extras_for(lora_request if own else None, len(conversations))
         each = zip(conversations, extras, strict=True)
         prompts = [reader.of(extra).read_chats([one], options)[0] for one, extra in each]

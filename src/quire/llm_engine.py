@@ -64,7 +64,7 @@ class LLMEngine(LLMEngineNotBuilt):
         self._stop.atexit = False  # a process that ends gives its memory back, and its children end with it
         config = self.config
         self.inputs = InputProcessor.of(config, self.tokenizer, self.max_model_len)
-        vocabulary = config.facts.vocab_size if config.more_tokens else None
+        vocabulary = config.facts.vocab_size if config.adapter_tokens else None
         opener, bounds = self.inputs.prompts.open_tokenizer, config.adapter_bounds
         self.adapters = AdapterNames(config.max_loras > 0, vocabulary, opener, bounds)
         self.outputs = OutputProcessor(self.tokenizer, page_size=config.page_size if config.prefix_caching else 0)

@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.bench.datasets import HOMES, find
-from quire.bench.datasets.options import DatasetOptions
+from quire.bench.datasets import SOURCES, DatasetOptions
 from quire.bench.openai import request_body
 from quire.bench.samples import WORDS, RandomPrompts, Sample
 from quire.cli.bench_serve import DATASETS
@@ -25,7 +24,7 @@ class Words:
 
 
 def load(name: str, vocab: int | None = 5000, **options: object) -> list[Sample]:
-    return asyncio.run(find(name)(DatasetOptions(name, **options), RandomPrompts(vocab), Words()))
+    return asyncio.run(SOURCES[name](DatasetOptions(name, **options), RandomPrompts(vocab), Words()))
 
 
 def lines(path: Path, *objects: object) -> str:
@@ -34,7 +33,7 @@ def lines(path: Path, *objects: object) -> str:
 
 
 def test_every_name_is_a_flag() -> None:
-    assert set(HOMES) == set(DATASETS)
+    assert set(SOURCES) == set(DATASETS)
 
 
 def test_random_prompts() -> None:

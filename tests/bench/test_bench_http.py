@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.bench.client import BadResponse, EventReader, Origin, ResponseParser
+from quire.bench.metrics import Record
 from quire.bench.openai import StreamReceiver, error_text
-from quire.bench.record import Record
 from quire.types.errors import ConfigError
 
 
@@ -171,7 +171,7 @@ def test_no_done_but_a_finish_reason_is_an_end() -> None:
         ((text("a", "error"), "[DONE]"), "the server ended the answer with an error"),
         (("nonsense", "[DONE]"), "the stream holds something that is no chunk: nonsense"),
         (("[1]", "[DONE]"), "the stream holds something that is no chunk: [1]"),
-        ((text("ab", "length", token_ids=[1, 2]), usage(3), "[DONE]"), "the stream carried 2 tokens, its usage says 3"),
+        ((text("ab", "length", token_ids=[1, 2]), usage(3), "[DONE]"), "the stream had 2 token ids, but usage reports 3"),
     ],
 )
 def test_streams_that_fail(events: tuple[object, ...], error: str) -> None:

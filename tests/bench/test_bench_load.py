@@ -7,7 +7,7 @@ import pytest
 
 from quire.bench.arrivals import LoadShape, arrival_times
 from quire.bench.load import Load, Outgoing
-from quire.bench.record import Record
+from quire.bench.metrics import Record
 
 
 def outgoing(dues: object) -> list[Outgoing]:

@@ -3,6 +3,7 @@ import math
 import pytest
 
 from quire.bench.metrics import (
+    Record,
     Spread,
     peak_concurrency,
     peak_throughput,
@@ -11,7 +12,6 @@ from quire.bench.metrics import (
     read_percentiles,
     summarize,
 )
-from quire.bench.record import Record
 from quire.types.errors import ConfigError
 
 

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench import progress as bars
+from quire.bench import load as bars
 from quire.bench.load import Load, Outgoing
-from quire.bench.metrics import summarize
-from quire.bench.record import Record
+from quire.bench.metrics import Record, summarize
 from quire.bench.report import comparison, error_lines, read_result, save, table
 from quire.types.errors import ConfigError
 
@@ -93,7 +92,7 @@ def test_a_bar_for_terminals(terminal: type[io.StringIO], disable: bool, shown: 
     screen = terminal()
     plain = bars.tqdm
     monkeypatch.setattr(bars, "tqdm", lambda **options: plain(file=screen, **{**options, "dynamic_ncols": False, "ncols": 100}))
-    monkeypatch.setattr(bars, "INTERVAL", 0.01)
+    monkeypatch.setattr(bars, "PROGRESS_INTERVAL_S", 0.01)
 
     async def send(request: Outgoing, record: Record) -> None:
         record.arrivals = [0.0, 1.0]

@@ -13,11 +13,11 @@ from fake_openai import Answer, FakeOpenAI
 from patience import PATIENCE
 from quire.bench.arrivals import LoadShape
 from quire.bench.client import Client, Origin
-from quire.bench.datasets.options import DatasetOptions
+from quire.bench.datasets import DatasetOptions
 from quire.bench.metrics import summarize
+from quire.bench.openai import MeasuredServer
 from quire.bench.report import error_lines
 from quire.bench.serve import Outcome, ServeSettings, bench_serve
-from quire.bench.server import MeasuredServer
 from quire.types.errors import ConfigError, EngineError
 
 
@@ -92,7 +92,7 @@ def test_failures_are_counted_and_told() -> None:
         "no answer came",
         "error in the stream: out of memory",
         None,
-        "the stream carried 3 tokens, its usage says 4",
+        "the stream had 3 token ids, but usage reports 4",
     ]
     lines = error_lines(outcome.records)
     assert lines[0] == "1 x HTTP 400: bad temperature"
@@ -226,7 +226,7 @@ def test_missing_usage_and_short_answers_are_noted() -> None:
         outcome = bench(server, count=2, fields={"ignore_eos": True})
     assert outcome.notes == [
         "2 answers came without usage: their chunks are counted as tokens",
-        "2 answers are shorter than asked for, in spite of --ignore-eos",
+        "2 answers are shorter than requested, in spite of --ignore-eos",
     ]
     assert outcome.records[0].prompt_tokens == 6
 
@@ -293,7 +293,7 @@ def test_settings_that_are_wrong() -> None:
     ):
         with pytest.raises(ConfigError, match=told):
             replace(plain, **wrong)
-    with FakeOpenAI() as server, pytest.raises(ConfigError, match="says when"):
+    with FakeOpenAI() as server, pytest.raises(ConfigError, match="data set with times"):
         bench(server, self_timed=True)
 
 

@@ -25,7 +25,7 @@ PARENT = """
 import os, sys
 from quire.bench import front_end
 front_end.ALONE = 10**6
-front_end.measure_front_end([sys.executable, "-m", "quire.cli.bench_steps_server", str(os.getpid()), sys.argv[1]], 128, 512)
+front_end.measure_front_end([sys.executable, "-m", "quire.cli.bench_steps", str(os.getpid()), sys.argv[1]], 128, 512)
 """
 DEAF = "import socket, sys, time; it = socket.create_server(('127.0.0.1', int(sys.argv[2]))); time.sleep(600)"
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it is measured by /proc")
@@ -70,7 +70,7 @@ def alive(pid: int) -> bool:
     ("code", "told"), [("exit('I cannot')", "did not start: I cannot"), (DEAF, "did not answer within 0.2 s")]
 )
 def test_a_server_that_does_not_serve(code: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front_end, "ANSWER", 0.2)
+    monkeypatch.setattr(front_end, "ANSWER_TIMEOUT_S", 0.2)
     with pytest.raises(EngineError, match=told):
         measure_front_end([sys.executable, "-c", code], 128, 512)
 

@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 from quire.bench.samples import WORKLOADS, workload
-from quire.cli import bench_throughput
+from quire.cli import bench_offline
 
 DIGESTS = {
     ("single", 1000): "0d4c275120bebba6",
@@ -34,5 +34,5 @@ def test_the_same_tokens_forever(name: str, vocab_size: int) -> None:
 
 
 def test_the_command_offers_all() -> None:
-    assert tuple(WORKLOADS) == bench_throughput.WORKLOADS
+    assert tuple(WORKLOADS) == bench_offline.WORKLOADS
     assert {name for name, _ in DIGESTS} == set(WORKLOADS)

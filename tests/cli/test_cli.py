@@ -189,7 +189,7 @@ def test_plan_of_a_card(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     for flags, why in (
         (["--card", "h100", "--memory", "1GiB"], "--card is a GPU and its memory; drop it, or --memory"),
         (["--card", "h100", "--device", "cpu"], "--card is a GPU and its memory; drop it, or --device cpu"),
-        (["--card", "h1000"], "--card 'h1000' is not known; there are a10"),
+        (["--card", "h1000"], "--card 'h1000' is unknown; there are a10"),
     ):
         assert main(["plan", model, *flags]) == 2
         assert why in capsys.readouterr().err
@@ -276,12 +276,12 @@ def test_sizes(text: str, value: int) -> None:
 def test_a_size_without_a_unit_is_not_a_few_bytes(text: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", model, "--memory", text])
-    assert f"{text} would be bytes; say {text}GiB" in capsys.readouterr().err
+    assert f"{text} would be bytes; use {text}GiB" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [("0GiB", "0GiB is nothing; say a size such as 80GiB"), ("9" * 400 + "GiB", "is more than any device has; say a size")],
+    [("0GiB", "0GiB is too small; give a size such as 80GiB"), ("9" * 400 + "GiB", "is more than any device has; give a size")],
 )
 def test_a_size_is_one_of_a_device(text: str, told: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:

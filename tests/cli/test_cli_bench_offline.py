@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quire.bench.startup import start_once, startup_figures
+from quire.bench.offline import start_once, startup_figures
 from quire.cli.main import main
 from quire.types.errors import EngineError
 from tiny_model import make_model

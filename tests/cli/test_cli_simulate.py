@@ -103,14 +103,14 @@ def test_traces(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ([], "which device? --card h100 (or another), --timing FILE of `quire bench steps`, or all of --memory"),
-        (["--card", "h1000"], "--card 'h1000' is not known; there are a10"),
-        (["--bandwidth", "1TB/s", "--flops", "1T"], "which device?"),
+        ([], "a device is required: --card h100, --timing FILE of `quire bench steps`, or all of --memory"),
+        (["--card", "h1000"], "--card 'h1000' is unknown; there are a10"),
+        (["--bandwidth", "1TB/s", "--flops", "1T"], "a device is required"),
         (["--card", "l4", "--bandwidth", "fast"], "--bandwidth 'fast' is not a rate such as 4.8TB/s"),
         (["--card", "l4", "--timing", "x.json"], "drop --card"),
         (["--card", "l4", "--device", "cpu"], "--card is a GPU, and --device is cpu"),
         (["--card", "l4", "--replicas", "0"], "--replicas must be at least 1, got 0"),
-        (["--card", "l4", "--replicas", "5000"], "--replicas must be at most 4096: each takes memory here; got 5000"),
+        (["--card", "l4", "--replicas", "5000"], "--replicas must be at most 4096, since each takes memory; got 5000"),
         (["--card", "l4", "--api-token-us", "-1"], "--api-token-us must be microseconds from 0 to 1,000,000, got -1"),
         (["--card", "l4", "--num-prompts", "0"], "--num-prompts must be at least 1, got 0"),
         (["--card", "l4", "--slo-ttft", "-1"], "--slo-ttft must be above 0 milliseconds, got -1"),
@@ -127,27 +127,30 @@ def test_traces(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["--card", "l4", "--output-len", "99999999999999999999"], "--output-len must be at most 16777216, got"),
         (["--card", "l4", "--prefix-len", "99999999999"], "--prefix-len must be at most 16777216, got"),
         (["--card", "l4", "--num-prefixes", "99999999999999"], "--num-prefixes must be at most 16777216, got"),
-        (["--card", "l4", "--num-prompts", "999999999999999"], "--num-prompts must be at most 100000000: each takes memory"),
+        (
+            ["--card", "l4", "--num-prompts", "999999999999999"],
+            "--num-prompts must be at most 100000000, since each takes memory",
+        ),
         (
             ["--card", "l4", "--turns", "3", "--think-time", "1e308"],
             "--think-time 1e+308 is more than 1e+13 seconds for all turns",
         ),
-        (["--card", "l4", "--workload", "mixd"], "--workload 'mixd' is not known; did you mean mixed?"),
+        (["--card", "l4", "--workload", "mixd"], "--workload 'mixd' is unknown; did you mean mixed?"),
         (["--card", "l4", "--workload", "mixed", "--request-rate", "3"], "drop --trace and --request-rate"),
         (["--card", "l4", "--workload", "mixed", "--input-len", "3"], "--input-len does not apply to --workload; drop it"),
         (["--card", "l4", "--speedup", "3"], "--speedup does not apply to generated traffic; drop it"),
         (["--card", "l4", "--trace", "x.csv", "--turns", "3"], "--turns does not apply to a trace of Azure; drop it"),
-        (["--card", "l4", "--trace", "x.csv", "--request-rate", "3"], "says when its requests come; drop --request-rate"),
+        (["--card", "l4", "--trace", "x.csv", "--request-rate", "3"], "has arrival times; drop --request-rate"),
         (["--card", "l4", "--trace", "x.csv"], "cannot read --trace x.csv"),
         (["--card", "l4", "--memory", "1MiB"], "does not fit: "),
-        (["--card", "l4", "--data-parallel-size", "2"], "data_parallel_size is not simulated: say --replicas instead"),
-        (["--card", "l4", "--distributed-executor-backend", "fake"], "is another stand-in for a device; drop it"),
+        (["--card", "l4", "--data-parallel-size", "2"], "data_parallel_size is not simulated: use --replicas"),
+        (["--card", "l4", "--distributed-executor-backend", "fake"], "also replaces the device; drop it"),
         (
             ["--card", "l4", "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'],
-            "speculative_config is not simulated: a draft's luck is not known; drop it",
+            "speculative_config is not simulated: acceptance rates are unknown; drop it",
         ),
-        (["--card", "l4", "--spec-method", "ngram"], "spec_method is not simulated: a draft's luck is not known; drop it"),
-        (["--card", "l4", "--enable-lora"], "enable_lora is not simulated: no request has an adapter; drop it"),
+        (["--card", "l4", "--spec-method", "ngram"], "spec_method is not simulated: acceptance rates are unknown; drop it"),
+        (["--card", "l4", "--enable-lora"], "enable_lora is not simulated: simulated requests have no adapter; drop it"),
         (["--card", "l4", "--num-prompts", "2", "--html", "/nowhere/x.html"], "cannot write --html /nowhere/x.html"),
     ],
 )
@@ -273,7 +276,7 @@ def test_an_engine_that_plans_ahead_is_measured_beside_a_row(
     ]  # nothing beside or before it
     assert main(["bench", "steps", "--model", model, *flags, *small]) == 1
     assert "skipped: a prompt of 32 tokens after 0, more than max_num_batched_tokens" in (told := capsys.readouterr().err)
-    assert "`quire simulate --timing` needs more than this: it has steps with rows of one token in fewer than 2 sizes" in told
+    assert "`quire simulate --timing` needs more than this: it has steps with decode rows in fewer than 2 sizes" in told
     sizes = [(1, 1)] * 2 + [(1, 8)]
     assert [(point["rows"], point["tokens"]) for point in json.loads(path.read_text())["points"]] == sizes
 

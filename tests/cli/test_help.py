@@ -69,7 +69,7 @@ def test_help_is_a_command_as_well(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--enable-dbbo"], "did you mean --enable-dbo or --enable-lora or --enable-eplb?"),
         (["run", "--dtype", "bf16"], "got 'bf16'; did you mean bfloat16?"),
         (["run", "--max-tokens", "many"], "quire run: argument --max-tokens: invalid int value: 'many'"),
-        (["serve", "--help=schedular"], "no section or option is called so; did you mean scheduler"),
+        (["serve", "--help=schedular"], "there is no such section or option; did you mean scheduler"),
         (["serve", "--help=qqqq"], "--help=listgroup lists the sections"),
         (["models", "extra"], "quire: unrecognized arguments: extra"),
     ],

@@ -46,7 +46,7 @@ def told(model, capsys):
 def pages_of(model, **options):
     llm = LLM(str(model), device="cpu", **options)
     pages, held = llm.llm_engine.core.stats.pages, llm.llm_engine.core
-    drafter = getattr(held.scheduler.speculation, "_companion", None)
+    drafter = getattr(held.scheduler.speculation, "_batch_drafter", None)
     theirs = 0 if drafter is None else drafter._core.stats.pages
     llm.llm_engine.shutdown()
     return pages, theirs
@@ -73,7 +73,7 @@ def test_engines_that_do_not_fit_beside_each_other(model, capsys):
     line = ["plan", str(model), "--device", "cpu", "--memory", "1GiB", "--kv-cache-memory-bytes", str(400 * 2**20)]
     assert main([*line, "-dp", "2"]) == 0
     assert main([*line, "-dp", "3"]) == 1
-    assert "kv_cache_memory_bytes asks for 1.17 GiB, but only" in capsys.readouterr().out
+    assert "kv_cache_memory_bytes is 1.17 GiB, but only" in capsys.readouterr().out
 
 
 def test_a_model_that_drafts_has_a_part_of_the_pages(model, plan, told):
@@ -107,7 +107,7 @@ def test_room_for_adapters_on_a_gpu(plan, told):
     numbers = 2 * sum((outputs + inputs) * 256 + 2 * 64 for outputs, inputs in MATRICES)  # each piece to a multiple of 64
     assert planned["adapter_bytes"] == (64 + 2) * numbers * 2  # and two on the way
     assert without["cache"] - planned["cache"] == planned["adapter_bytes"] + planned["graphs"] - without["graphs"]
-    assert f"64 at once, of rank 256 at most: {planned['adapter_bytes'] / 2**20:.2f} MiB set aside" in told(*line, *room)
+    assert f"64 at once, of rank 256 at most: {planned['adapter_bytes'] / 2**20:.2f} MiB reserved" in told(*line, *room)
 
 
 def test_floats_that_a_cpu_holds_twice(plan, monkeypatch):
@@ -135,4 +135,4 @@ def test_what_cannot_be_divided_is_refused_as_the_engine_does(tmp_path, capsys):
 
 
 def test_models_says_where_gguf_stays_in_few_bits():
-    assert "kept in blocks on a CPU, in 4, 6 or 8 bits on a GPU" in gather()["formats"]["gguf"]
+    assert "stays in its blocks on a CPU, in 4, 6 or 8 bits on a GPU" in gather()["formats"]["gguf"]

@@ -10,7 +10,7 @@ from quire.cli.plan import make_plan
 from quire.cli.plan import render as render_plan
 from quire.config.args import EngineArgs
 from quire.config.facts import read_facts
-from quire.config.quantization import FORMS, METHODS
+from quire.config.quantization import LAYOUTS, METHODS
 from quire.files.resolve import resolve_model
 from quire.prepare.quantize import SCHEMES as READERS
 from quire.types.errors import ConfigError
@@ -109,7 +109,7 @@ def test_copies_are_counted(tmp_path):
     plain, copied = (planned(directory, 8 << 30, dequantized_copies=asked) for asked in (False, None))
     assert (plain.copies, copied.copies) == (0, size) and plain.cache - copied.cache == size
     assert copied == planned(directory, 8 << 30, dequantized_copies=True)
-    assert "480 KiB in bfloat16, for many rows (--no-dequantized-copies: none)" in render_plan(copied)
+    assert "480 KiB in bfloat16, for large batches (--no-dequantized-copies: none)" in render_plan(copied)
     assert "Copies" not in render_plan(plain)
     assert planned(directory, 8 << 30, tensor_parallel_size=2).copies == size // 2
     assert planned(directory, 8 << 30, pipeline_parallel_size=2).copies == size // 2
@@ -119,7 +119,7 @@ def test_copies_are_counted(tmp_path):
     rounding = write("fp8-block", tmp_path / "fp8")
     assert (planned(rounding, 8 << 30).copies, planned(rounding, 8 << 30).no_copies) == (0, "")
     asked = planned(rounding, 8 << 30, dequantized_copies=True)
-    assert asked.fits and asked.copies == 0 and "no matrix that can have one" in asked.no_copies
+    assert asked.fits and asked.copies == 0 and "no quantized matrix that can have one" in asked.no_copies
     with pytest.raises(ConfigError, match="is not supported where several engines or ranks share one GPU"):
         planned(directory, 8 << 30, data_parallel_size=2, kv_cache_memory_bytes=1 << 20, dequantized_copies=True)
 
@@ -138,6 +138,6 @@ def test_copies_that_there_is_no_room_for(tmp_path):
 
 def test_models_lists_methods_by_device():
     found = gather()["quantization"]
-    assert set(found) == set(METHODS) == set(FORMS) == {name.partition(" ")[0] for name in READERS} - {"gguf"} | {"mxfp4"}
+    assert set(found) == set(METHODS) == set(LAYOUTS) == {name.partition(" ")[0] for name in READERS} - {"gguf"} | {"mxfp4"}
     assert found["gptq"]["kept"] == {"cpu": ["int4", "int8"], "cuda": ["int4", "int8"]}
-    assert "gptq               cpu keeps int4, int8; cuda keeps int4, int8" in render(gather())
+    assert "gptq               cpu runs int4, int8; cuda runs int4, int8" in render(gather())

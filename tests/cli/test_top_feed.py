@@ -13,7 +13,7 @@ from quire.cli.top import TopFeed
     ("answer", "told"),
     [
         (None, "no connection: Connection refused; trying again"),
-        (b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n", "the server says 503; trying again"),
+        (b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n", "the server answers 503; trying again"),
         (b"nonsense\r\n\r\n", "the answer cannot be read; trying again"),
     ],
 )
@@ -26,7 +26,7 @@ def test_trouble_in_plain_words(answer: bytes | None, told: str) -> None:
             threading.Thread(target=_answer, args=(server, answer), daemon=True).start()
         feed.start()
         assert feed.wake.wait(PATIENCE)
-        assert feed.trouble == told
+        assert feed.problem == told
         feed.refused = "the test is over"
 
 

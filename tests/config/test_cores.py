@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from quire.config.host import take_cores, threads_wanted, usable_cores, wait_politely
+from quire.config.host import count_threads, limit_thread_spinning, take_cores, usable_cores
 
 CPUS = sorted(os.sched_getaffinity(0))
 
@@ -51,13 +51,13 @@ def test_the_old_way_of_limits(tmp_path):
 
 def test_what_the_user_set_stands():
     nothing: dict[str, str] = {}
-    wait_politely(nothing)
+    limit_thread_spinning(nothing)
     assert nothing["GOMP_SPINCOUNT"]
     decided = {"OMP_WAIT_POLICY": "active"}
-    wait_politely(decided)
+    limit_thread_spinning(decided)
     assert decided == {"OMP_WAIT_POLICY": "active"}
-    assert threads_wanted({"OMP_NUM_THREADS": "7"}) == threads_wanted({"OMP_NUM_THREADS": "7,2"}) == 7
-    assert threads_wanted({"OMP_NUM_THREADS": "many"}) == threads_wanted({}) == usable_cores()
+    assert count_threads({"OMP_NUM_THREADS": "7"}) == count_threads({"OMP_NUM_THREADS": "7,2"}) == 7
+    assert count_threads({"OMP_NUM_THREADS": "many"}) == count_threads({}) == usable_cores()
 
 
 def test_engines_share_the_cores(monkeypatch):
@@ -65,7 +65,7 @@ def test_engines_share_the_cores(monkeypatch):
 
     def threads(engine, engines, **environment):
         take_cores(engine, engines, environment)
-        return threads_wanted(environment)
+        return count_threads(environment)
 
     assert [threads(engine, 3) for engine in range(3)] == [3, 2, 2]
     assert [threads(engine, 9) for engine in range(9)] == [1] * 9

@@ -42,8 +42,12 @@ def test_enough_gpus(model, gpus, values):  # noqa: F811
         ),
         (3, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, r"needs 4 GPUs .* QUIRE_CUDA_RANKS=1 lets ranks share"),
         (2, {"tensor_parallel_size": 4, "nnodes": 2}, r"With nnodes=2, pipeline_parallel_size has to be a multiple of 2"),
-        (2, {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, "='ray' is for CPUs yet; leave it out"),
-        (2, {"pipeline_parallel_size": 2, "distributed_executor_backend": "external_launcher"}, "is for CPUs yet"),
+        (
+            2,
+            {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
+            "='ray' is supported on CPUs only; leave it out",
+        ),
+        (2, {"pipeline_parallel_size": 2, "distributed_executor_backend": "external_launcher"}, "is supported on CPUs only"),
     ],
 )
 def test_what_is_refused(model, gpus, values, message, monkeypatch):  # noqa: F811

@@ -127,11 +127,11 @@ def test_overlap(model: Path) -> None:
     [
         ({"max_model_len": 5000}, "longer than the 4096 positions"),
         ({"max_model_len": 1}, "no room for a prompt"),
-        ({"max_num_seqs": 10, "max_num_batched_tokens": 9}, "max_num_seqs 10 needs at least as many"),
+        ({"max_num_seqs": 10, "max_num_batched_tokens": 9}, "max_num_seqs 10 requires max_num_batched_tokens of at least that"),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 100}, "whole prompt must fit"),
         ({"enable_chunked_prefill": False, "long_prefill_token_threshold": 9}, "needs enable_chunked_prefill"),
         ({"long_prefill_token_threshold": 5000}, "would do nothing"),
-        ({"block_size": 24}, "not a power of two"),
+        ({"block_size": 24}, "must be a power of two"),
         ({"skip_tokenizer_init": True, "tokenizer": "x"}, "drop one"),
         ({"skip_tokenizer_init": True, "chat_template": "x"}, "drop one"),
         ({"override_generation_config": {"temprature": 1}}, "unknown temprature; known are temperature"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quantized_checkpoints import SCHEMES, write
-from quire.config.dequantized_copies import SHARE, SPARE, DequantizedCopies, copied_values, estimate_copied
+from quire.config.dequantized_copies import MEMORY_SHARE, RESERVE_SHARE, DequantizedCopies, copied_values, estimate_copied
 from quire.config.devices import KEEPS
 from quire.config.facts import read_facts
 from quire.files.resolve import resolve_model
@@ -43,7 +43,7 @@ COPIED = {  # scheme: numbers
 )
 def test_the_rule(wanted, usable, held, needed, fit, asked):
     found = DequantizedCopies(wanted, usable, held, needed)
-    assert found.fit is fit and DequantizedCopies(wanted, usable, held, needed, asked=True).fit is asked
+    assert found.fit is fit and DequantizedCopies(wanted, usable, held, needed, requested=True).fit is asked
     if not fit:
         assert ("more than 1/8" in found.reason) is (wanted > usable // 8)
 
@@ -55,8 +55,8 @@ def test_whoever_starts_without_them_starts_with_them():
                 for asked in (False, True):
                     one = DequantizedCopies(wanted, 65_536, held, needed, asked)
                     rest = 65_536 - held - wanted
-                    assert not one.fit or rest >= needed + max(wanted, 65_536 // SPARE)
-                    assert asked or not one.fit or wanted * SHARE <= 65_536
+                    assert not one.fit or rest >= needed + max(wanted, 65_536 // RESERVE_SHARE)
+                    assert asked or not one.fit or wanted * MEMORY_SHARE <= 65_536
 
 
 @pytest.fixture(scope="module", params=SCHEMES)

@@ -85,7 +85,7 @@ def test_hints_are_taken_and_told(caplog: pytest.LogCaptureFixture) -> None:
     settings, _ = from_line("-asc 1 --disable-log-requests --disable-frontend-multiprocessing MODEL")
     assert settings == ServerArgs()
     assert all(
-        f"{name} changes nothing here" in caplog.text
+        f"{name} has no effect" in caplog.text
         for name in ("disable_frontend_multiprocessing=True", "disable_log_requests=True")
     )
 

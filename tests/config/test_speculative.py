@@ -54,9 +54,9 @@ def test_what_is_left_out_is_completed():
         ({"method": "medusa", "model": "x", "use_heterogeneous_vocab": True}, r"vocab is for method 'draft_model'"),
         (
             {"method": "ngram", "num_speculative_tokens": 0},
-            r"must be a whole number from 1 to 64, got 0",
+            r"must be an integer from 1 to 64, got 0",
         ),
-        ({"method": "ngram", "num_speculative_tokens": True}, r"num_speculative_tokens must be a whole number"),
+        ({"method": "ngram", "num_speculative_tokens": True}, r"num_speculative_tokens must be an integer"),
         (
             {"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 2},
             r"lookup_min 4 is above prompt_lookup_max 2",
@@ -73,7 +73,7 @@ def test_what_is_left_out_is_completed():
         ({"method": "ngram", "revision": "main"}, r"revision is not for method 'ngram'"),
         ({"method": "ngram", "rejection_sample_method": "block"}, r"rejection_sample_method='block' is not supported"),
         ({"method": "ngram", "draft_tensor_parallel_size": 2}, r"whole on every rank"),
-        ({"method": "ngram", "disable_by_batch_size": 0}, r"disable_by_batch_size must be a whole number of at least 1"),
+        ({"method": "ngram", "disable_by_batch_size": 0}, r"disable_by_batch_size must be an integer of at least 1"),
         ({"method": "ngram", "num_speculative_tokens_per_batch_size": [[3, 1, 2]]}, r"must be a list of \[from, to"),
         ({"method": 5}, r"method must be a string"),
     ],

@@ -4,7 +4,7 @@ import pytest
 
 from quire.config.families.gemma import gemma4
 from quire.config.families.llama import decilm
-from quire.config.uneven_layers import key_owners, why_not_staged
+from quire.config.layer_patterns import key_owners, staging_problem
 from quire.types.errors import ModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -59,6 +59,6 @@ def test_blocks_that_make_no_sense(blocks, named):
 
 
 def test_what_is_not_divided_into_stages():
-    assert why_not_staged({"hidden_size": 8}) == ""
-    assert "num_kv_shared_layers" in why_not_staged({"num_kv_shared_layers": 2})
-    assert "block_configs" in why_not_staged({"layer_shapes": [(1, 8), None]})
+    assert staging_problem({"hidden_size": 8}) == ""
+    assert "num_kv_shared_layers" in staging_problem({"num_kv_shared_layers": 2})
+    assert "block_configs" in staging_problem({"layer_shapes": [(1, 8), None]})

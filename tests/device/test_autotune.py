@@ -16,7 +16,7 @@ from quire.device.cpu import autotune as choice
 from quire.device.cpu import device, openvino
 from quire.device.cpu.autotune import INPUTS, NEVER, OUTPUTS, Choice
 from quire.device.cpu.graph import Runtime
-from quire.files import kept
+from quire.files import cache as store
 
 with_openvino = pytest.mark.skipif(not device.has_openvino(), reason="OpenVINO is for x86 CPUs, and is not installed here")
 
@@ -112,7 +112,7 @@ def test_threads_are_as_many_after_the_trial():
 
 GOOD = json.dumps(asdict(make()))
 BROKEN = [
-    *("", "[]", "null", "{", "[" * 200_000, "3", "NaN", "\0" * 100, " " * kept.MOST_BYTES + "{}"),
+    *("", "[]", "null", "{", "[" * 200_000, "3", "NaN", "\0" * 100, " " * store.MAX_STORE_BYTES + "{}"),
     *(f'{{"key": {told}}}' for told in ("{}", "null", "[1]", "NaN", GOOD.replace("64", "NaN"), GOOD.replace("64", "-1"))),
     *(f'{{"key": {told}}}' for told in (GOOD.replace("64", "1e400"), GOOD.replace("true", "1", 1), GOOD[:-1] + ', "more": 1}')),
     '{"key": ' + '{"x":' * 100_000 + "1" + "}" * 100_001,

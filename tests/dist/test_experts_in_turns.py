@@ -14,14 +14,14 @@ from patience import PATIENCE
 from quire.features.experts.exchange import ExpertsGroup, SharedExperts
 from quire.dist.mesh import Position
 from quire.proc.spawn import anonymous_memory
-from quire.types.errors import CompanionLost, EngineDead
+from quire.types.errors import ExpertPeerLost, EngineDead
 
 WIDTH, EXPERTS, LAYERS = 6, 7, 3
 
 
 class Watch:
     def lost(self, rank):
-        raise CompanionLost(f"lost {rank}")
+        raise ExpertPeerLost(f"lost {rank}")
 
     def late(self, ranks, seconds):
         pass
@@ -102,7 +102,7 @@ def test_engines_are_served_wherever_they_are(fleet):
 def test_one_that_fails_is_noticed_by_all(fleet):
     fleet.shared[1]._layers = [(WIDTH, lambda *_: 1 / 0)] * LAYERS
     row = torch.ones(1, WIDTH), torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.int64)
-    with pytest.raises(CompanionLost, match="lost [12]"):
+    with pytest.raises(ExpertPeerLost, match="lost [12]"):
         fleet.leaders[0].run(0, *row)
     for one in fleet.shared:
         one._thread.join(PATIENCE)

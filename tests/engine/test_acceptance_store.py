@@ -10,7 +10,7 @@ from tiny import make_model, open_model
 
 from quire import SamplingParams
 from quire.engine import speculation as store
-from quire.files import kept
+from quire.files import cache
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 4}
 
@@ -34,7 +34,7 @@ def test_the_next_engine_knows(model, tmp_path, monkeypatch):
     [told] = json.loads((tmp_path / "new" / store.NAME).read_text()).values()
     second = open_model(model, dtype="float32", speculative_config=NGRAM)
     costs = second.llm_engine.core.scheduler.speculation._costs
-    assert costs.most >= 3 and costs.learnt() == {int(r): {int(d): x for d, x in f.items()} for r, f in told["costs"].items()}
+    assert costs.most >= 3 and costs.measured() == {int(r): {int(d): x for d, x in f.items()} for r, f in told["costs"].items()}
     [again] = second.generate([loop], params, use_tqdm=False)
     assert list(again.outputs[0].token_ids) == list(plain.outputs[0].token_ids)
     second.llm_engine.shutdown()
@@ -47,7 +47,7 @@ BROKEN = {
     "cut off": "{",
     "deep": "[" * 200_000,
     "deep within": '{"%s": {"costs": {}}, "x": ' + '{"x":' * 600 + "1" + "}" * 601,
-    "large": '{"%s": {"costs": {}}}' + " " * kept.MOST_BYTES,
+    "large": '{"%s": {"costs": {}}}' + " " * cache.MAX_STORE_BYTES,
     "a number": '{"%s": 3}',
     "costs are a number": '{"%s": {"costs": 1}}',
     "a word": '{"%s": {"costs": {"1": {"2": "x"}}}}',
@@ -83,7 +83,9 @@ def test_a_file_that_is_broken_means_finding_out_again(broken, opened, caplog):
     else:
         assert len(caplog.messages) == 1 and str(path) in caplog.text
     found["remember"](GOOD)
-    assert open_it()["known"] == {"costs": {2: {4: 1.5}}, "right": (0.5, 1.0, 9)} and list(kept.read_kept(path)) == ["key"]
+    assert open_it()["known"] == {"costs": {2: {4: 1.5}}, "right": (0.5, 1.0, 9)} and list(cache.read_json_store(path)) == [
+        "key"
+    ]
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -109,7 +111,7 @@ def test_the_longest_forgotten_go(opened):
     path, _ = opened
     for name in ("key", *(f"other {i}" for i in range(store.MAX_ENGINES))):
         store._write(path, name, GOOD)
-    assert len(kept.read_kept(path)) == store.MAX_ENGINES and "key" not in kept.read_kept(path)
+    assert len(cache.read_json_store(path)) == store.MAX_ENGINES and "key" not in cache.read_json_store(path)
 
 
 def test_two_write_at_once(opened):

@@ -10,8 +10,8 @@ from oracle import Sequences, in_pieces
 from quire.config.dequantized_copies import copied_gguf_values
 from quire.config.devices import KEEPS
 from quire.config.facts import read_facts
-from quire.config.memory import form_weight_bytes
-from quire.files.gguf import GGML_TYPES, WHOLE_NUMBERS, read_gguf_shards
+from quire.config.memory import packed_weight_bytes
+from quire.files.gguf import GGML_TYPES, INTEGER_TYPES, read_gguf_shards
 from quire.files.resolve import resolve_model
 from quire.layers.embedding import PlainHead
 from quire.layers.linear import Linear
@@ -56,12 +56,12 @@ def largest(values):
     return values.abs().view(len(values), -1, 32).amax(-1).repeat_interleave(32, 1)
 
 
-@pytest.mark.parametrize("kind", WHOLE_NUMBERS)
+@pytest.mark.parametrize("kind", INTEGER_TYPES)
 def test_forms_have_the_values_of_the_file(kind, monkeypatch):
     monkeypatch.setattr("quire.ops.blocks.VALUES_AT_ONCE", 4096)  # several runs
     matrix = stored(kind)
     form, expected = to_layout(matrix, torch.device("cpu")), values_of(matrix)
-    bits, group, offset = WHOLE_NUMBERS[kind]
+    bits, group, offset = INTEGER_TYPES[kind]
     assert (form.bits, form.group, form.zeros is not None, form.inputs, form.outputs) == (bits, group, offset, 512, 24)
     near = (
         0 if kind in ("Q4_0", "Q5_0", "Q8_0") else 2.0**-10 * expected.abs().view(24, -1, 32).amax(-1).repeat_interleave(32, 1)
@@ -145,7 +145,7 @@ def test_a_model_of_mixed_types(mixed):
     assert all(isinstance(layer.method, BlocksLinear) for layer in model.modules() if isinstance(layer, Linear))
     assert isinstance(model.lm_head.method, BlocksHead) and isinstance(floats.lm_head.method, PlainHead)
     tensors = [tensor for header in read_gguf_shards(mixed.files.weights) for tensor in header.tensors.values()]
-    assert form_weight_bytes(tensors, 4, True) < sum(tensor.elements for tensor in tensors) * 1.6
+    assert packed_weight_bytes(tensors, 4, True) < sum(tensor.elements for tensor in tensors) * 1.6
 
 
 def test_files_tell_what_copies_take(mixed, mixture):

@@ -39,5 +39,5 @@ def test_two_ranks_on_one_card(tiny_model, monkeypatch):
 def test_each_has_a_gpu_unless_they_are_to_share(tiny_model, monkeypatch):
     monkeypatch.delenv("QUIRE_CUDA_RANKS", raising=False)
     count = torch.cuda.device_count()
-    with pytest.raises(ConfigError, match=rf"and {count} can be seen here; .* QUIRE_CUDA_RANKS=1 lets ranks share a GPU"):
+    with pytest.raises(ConfigError, match=rf"and {count} are visible; .* QUIRE_CUDA_RANKS=1 lets ranks share a GPU"):
         LLM(str(tiny_model), device="cuda", tensor_parallel_size=count + 1)

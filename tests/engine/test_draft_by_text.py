@@ -62,7 +62,7 @@ def test_the_same_tokens(llm, expected):
     core = llm.llm_engine.core
     core.step()
     core.scheduler.check()
-    drafter = core.scheduler.speculation._companion
+    drafter = core.scheduler.speculation._batch_drafter
     assert not drafter._broken and not drafter._readers and core.stats.preemptions > 0
     assert core.stats.free_pages == core.stats.pages and drafter._core.stats.free_pages == drafter._core.stats.pages
 
@@ -77,7 +77,7 @@ def test_what_both_read_alike_is_right(llm):
 def test_tokens_that_its_model_does_not_have(llm, expected, monkeypatch):
     """Texts with such have no drafts, and others do."""
     prompts, params, answers = expected
-    drafter, before = llm.llm_engine.core.scheduler.speculation._companion, llm.llm_engine.core.stats.drafts
+    drafter, before = llm.llm_engine.core.scheduler.speculation._batch_drafter, llm.llm_engine.core.stats.drafts
     monkeypatch.setattr(drafter, "_rows", 2)
     same(llm.generate(prompts[:5], params[:5], use_tqdm=False), answers[:5])
     assert llm.llm_engine.core.stats.drafts == before and not drafter._broken
@@ -113,7 +113,7 @@ def test_a_tokenizer_that_cannot_be_read(models, tmp_path, harm):
 def test_one_that_fails_costs_nobody_an_answer(models, expected, caplog, monkeypatch):
     prompts, params, answers = expected
     llm = start(models)  # as many as pay
-    drafter = llm.llm_engine.core.scheduler.speculation._companion
+    drafter = llm.llm_engine.core.scheduler.speculation._batch_drafter
     same(llm.generate(prompts[:5], params[:5], use_tqdm=False), answers[:5])
     llm.llm_engine.core.scheduler.speculation._adaptive = False
     monkeypatch.setattr(drafter._core, "step", lambda: 1 / 0)

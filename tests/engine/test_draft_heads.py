@@ -287,7 +287,7 @@ def test_what_does_not_fit_is_named(model, trained, tmp_path):
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 7]}},
             r"before the layers \[0, 7\], and the model has layers 0 to 1",
         ),
-        ({"target_hidden_size": 64}, r"states of 64 numbers, and this one's have 32"),
+        ({"target_hidden_size": 64}, r"hidden_size 64, but the model has 32"),
         ({"speculators_model_type": "dflash"}, r"kind 'dflash', which is not built"),
     ):
         (path / "config.json").write_text(json.dumps(config | changes))

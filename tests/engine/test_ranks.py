@@ -137,7 +137,7 @@ def test_what_ranks_can_be_asked(divided, shared_llm):
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
-        ("llama", {"tensor_parallel_size": 7}, "6 attention heads cannot be divided among so many ranks; 6 is the most"),
+        ("llama", {"tensor_parallel_size": 7}, "6 attention heads cannot be divided among that many ranks; use at most 6"),
         ("llama", {"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, "'uni' has one rank"),
         ("llama", {"tensor_parallel_size": 2, "distributed_executor_backend": "fake"}, "'fake' has one rank"),
         ("llama", {"tensor_parallel_size": 2, "model_impl": "transformers"}, "requires a model family of Quire's own"),

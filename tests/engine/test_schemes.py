@@ -450,7 +450,7 @@ def test_scales_of_a_cache_of_8_bits_are_left_aside(checkpoint, tmp_path, caplog
     ("scheme", "asked", "message"),
     [
         ("awq", "gptq", r"quantization='gptq', but the checkpoint says 'awq'"),
-        ("awq", "marlin", r"quantization='marlin' is not known; these are: gguf, auto_awq"),
+        ("awq", "marlin", r"quantization='marlin' is unknown; these are: gguf, auto_awq"),
         ("awq", "torchao", r"quantization='torchao' is vLLM's, and not built here; these are: gguf, auto_awq"),
         ("awq", "gguf", r"does not suit files that are not GGUF"),
         (None, "awq", r"the checkpoint is not quantized; leave it out, or use fp8"),

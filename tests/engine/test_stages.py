@@ -126,7 +126,7 @@ def test_preemption_and_requests_that_leave(tiny_model, shared_llm):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"pipeline_parallel_size": 4}, "the model's 3 layers cannot be divided among so many stages; 3 is the most"),
+        ({"pipeline_parallel_size": 4}, "the model's 3 layers cannot be divided among that many stages; use at most 3"),
         ({"pipeline_parallel_size": 2, "pipeline_layer_partition": "2,2"}, "divides 4 layers, and the model has 3"),
         ({"pipeline_parallel_size": 2, "pipeline_layer_partition": "1,1,1"}, "is for 3 stages, and pipeline_parallel"),
         ({"pipeline_parallel_size": 2, "pipeline_layer_partition": "3,0"}, "must be how many layers each stage has"),

@@ -153,7 +153,7 @@ def test_sights_are_not_told_more_often_than_said():
         clock.now += 0.03
         if (one := core.watch.look()) is not None:
             told.append(one.t)
-    assert len(told) > 1 and np.diff(told).min() >= snapshots.EVERY
+    assert len(told) > 1 and np.diff(told).min() >= snapshots.SNAPSHOT_INTERVAL_S
 
 
 def test_the_map_shows_every_page_and_whose_it_is():
@@ -187,7 +187,7 @@ def test_a_large_map_is_told_in_pieces_of_a_bounded_number_of_cells():
         first, cells = pages.next_chunk()
         assert len(cells) <= MAP_CHUNK_CELLS
         told |= {first + i: cell for i, cell in enumerate(cells)}
-    assert len(told) == 4000 <= snapshots.CELLS and sorted(told) == list(range(4000))
+    assert len(told) == 4000 <= snapshots.MAX_CELLS and sorted(told) == list(range(4000))
     assert told[0] == snapshots.USED == told[1] and told[2] == snapshots.BLANK, "pages 1 and 6 of those taken in a row"
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quire.files.adapter import AdapterBounds, check_header
-from quire.files.pickled import LARGEST, read_shapes
+from quire.files.pickled import MAX_TABLE_BYTES, read_shapes
 from quire.types.errors import AdapterError
 
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
@@ -41,7 +41,7 @@ def test_a_table_of_many(tmp_path: Path) -> None:
     """As many as a large model's adapter has; beyond that somebody else looks."""
     torch.save({f"layers.{index}.lora_A.weight": torch.zeros(1, 1) for index in range(2000)}, tmp_path / "a.bin")
     assert len(read_shapes(tmp_path / "a.bin") or ()) == 2000
-    torch.save({"x" * LARGEST: torch.zeros(1)}, tmp_path / "b.bin")
+    torch.save({"x" * MAX_TABLE_BYTES: torch.zeros(1)}, tmp_path / "b.bin")
     assert read_shapes(tmp_path / "b.bin") is None
 
 
@@ -136,7 +136,7 @@ def test_sizes_that_are_not_so(tmp_path: Path) -> None:
     try:
         assert read_shapes(tmp_path / "directory.bin") is None
         assert read_shapes(tmp_path / "entry.bin") is None
-        assert tracemalloc.get_traced_memory()[1] < 8 * LARGEST
+        assert tracemalloc.get_traced_memory()[1] < 8 * MAX_TABLE_BYTES
     finally:
         tracemalloc.stop()
 

@@ -9,7 +9,7 @@ import selection
 from more_families import MORE
 from oracle import FAMILIES, in_pieces
 from quire.config.args import split_layers
-from quire.config.uneven_layers import why_not_staged
+from quire.config.layer_patterns import staging_problem
 from quire.dist.stages import PipelineRank, Stage
 from quire.load.load import load_weights
 from quire.models.registry import build_model
@@ -49,7 +49,7 @@ def test_stages_are_the_whole(checkpoint, family):
     case = checkpoint(family)
     if case.facts.states:
         pytest.skip("recurrent layers are not divided")
-    if reason := why_not_staged(case.facts.hf):
+    if reason := staging_problem(case.facts.hf):
         pytest.skip(reason)
     models = staged(case.facts, split_layers(len(case.facts.layers), min(2, len(case.facts.layers))))
     held = [sum(weight.numel() for weight in model.parameters()) for model in (*models, case.model)]

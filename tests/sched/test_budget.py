@@ -3,7 +3,7 @@
 import pytest
 from desk import SIZE, Desk
 
-from quire.sched.budget import LEAST, USUAL, StepBudget, TimedBudget
+from quire.sched.budget import MIN_TOKENS, USUAL_TOKENS, StepBudget, TimedBudget
 
 # Llama-8B's numbers: a page of 16 tokens has 2 MiB
 LLAMA = StepBudget.following(8192, 16 * 131072, 8_030_000_000)
@@ -14,18 +14,18 @@ def pages(context: int) -> int:
 
 
 def test_a_quiet_server_takes_short_steps():
-    assert LLAMA.tokens(pages=0, running=0, waiting=0) == LEAST
-    assert LLAMA.tokens(pages(24_000), running=40, waiting=512) == LEAST
+    assert LLAMA.tokens(pages=0, running=0, waiting=0) == MIN_TOKENS
+    assert LLAMA.tokens(pages(24_000), running=40, waiting=512) == MIN_TOKENS
 
 
 def test_many_who_wait_get_the_usual_step():
     assert LLAMA.tokens(pages(24_000), running=40, waiting=6000) == 1540
-    assert LLAMA.tokens(pages(24_000), running=40, waiting=100_000) == USUAL
+    assert LLAMA.tokens(pages(24_000), running=40, waiting=100_000) == USUAL_TOKENS
 
 
 def test_a_step_that_reads_much_is_worth_it():
-    assert LLAMA.tokens(pages(150_000), running=250, waiting=512) == USUAL  # no step is a little longer than those recorded
-    assert USUAL * 1.5 < LLAMA.tokens(pages(300_000), running=75, waiting=4000) < 5000
+    assert LLAMA.tokens(pages(150_000), running=250, waiting=512) == USUAL_TOKENS  # never a little longer than recorded steps
+    assert USUAL_TOKENS * 1.5 < LLAMA.tokens(pages(300_000), running=75, waiting=4000) < 5000
     assert LLAMA.tokens(pages(700_000), running=170, waiting=0) == 8192
 
 

@@ -87,7 +87,7 @@ def test_guesses_that_are_cheap_and_right_are_asked_for(requests):
     cheap = {"each": 0.05 / requests, "guess": 0.02 / requests, "requests": requests}
     desk, device = play(tokens=800, **cheap)
     assert device.now < 0.8 * 800 and desk.core.stats.drafts.accepted > 300 * requests
-    known = desk.scheduler.speculation._learnt()
+    known = desk.scheduler.speculation._measured()
     desk, device = play(known=known, **cheap)
     assert device.now < 0.5 * 50 and desk.core.stats.drafts.accepted > 20 * requests
 

@@ -40,7 +40,7 @@ def test_what_can_be_won_is_soon(make, requests, rate, most, part):
     speculation = make()
     first, second = paces(speculation, requests, rate)
     assert first > LEAST and second - 1 >= part * (best - 1) > 0.09
-    [next_engine] = paces(make(known=speculation._learnt()), requests, rate, runs=1)
+    [next_engine] = paces(make(known=speculation._measured()), requests, rate, runs=1)
     assert next_engine - 1 >= 0.7 * (best - 1)
 
 

@@ -11,7 +11,7 @@ from feed_viewer import watching
 from server_process import body, children, serving, wait_for
 
 from quick_engines import held_back
-from quire.cli.top import Known, screen
+from quire.cli.top import EngineView, screen
 from serving import Running, error_of, events_of
 
 RANK = "X-data-parallel-rank"
@@ -160,9 +160,9 @@ def test_metrics_health_and_events_of_a_whole_server(serve_model):
         assert told["restarts"] == 1 and "SIGKILL" in told["reason"] and told["pid"] not in (first, second)
         assert metrics_of(client, "engine_restarts_total")[str(told["engine"])] == 1
         assert sum(metrics_of(client, "engine_restarts_total").values()) == 1
-        known = Known()
+        known = EngineView()
         for kind, event in list(viewer.events):
-            known.hear(kind, event)
+            known.apply(kind, event)
         picture = "\n".join(screen(known, None, "here", 160, 50))
         assert "engine 0" in picture and "engine 1" in picture and "1 restarts; the latest, because" in picture
         assert f"engine {told['engine']} was lost" in server.log() and f"restarting engine {told['engine']}" in server.log()

@@ -32,8 +32,8 @@ class Watched:
             assert before[chosen] - min(before) <= max(1, self._slots // 4), f"queues differ: {before}"
         return chosen
 
-    def heard(self, deltas):
-        self._router.heard(deltas)
+    def observe(self, deltas):
+        self._router.observe(deltas)
 
     def refused(self, name):
         self._router.refused(name)

@@ -8,8 +8,7 @@ import pytest
 from quire.bench.steps import StepPoint, Turn, admission_times, host_times, summarize
 from quire.config.memory import estimate_parameters, parameter_parts
 from quire.sim import analytic
-from quire.sim.analytic import AnalyticTiming, HostTime, StepShape, shape_of, windows_of
-from quire.sim.cards import CARDS, Card, find_card, read_rate
+from quire.sim.analytic import CARDS, AnalyticTiming, Card, HostTime, StepShape, find_card, read_rate, shape_of, windows_of
 from quire.sim.fleet import FrontTime
 from quire.sim.measured import MeasuredTiming, read_measured
 from quire.types.cache import LayerCache
@@ -48,12 +47,12 @@ def test_a_step_of_a_card() -> None:
     assert parts.total == estimate_parameters(LLAMA)
     timing = AnalyticTiming(card, parts, layers=3, weight_bytes=2, kv_bytes=100)
     one = timing.seconds(StepShape(1, 1, 1, 1, 0, 0, 0, 0))
-    read = 2 * (parts.dense + parts.head) / (1e9 * analytic.READING)
-    assert one == pytest.approx(3 * analytic.LAYER + read, rel=1e-3)
+    read = 2 * (parts.dense + parts.head) / (1e9 * analytic.WEIGHT_BANDWIDTH)
+    assert one == pytest.approx(3 * analytic.LAYER_S + read, rel=1e-3)
     with_keys = timing.seconds(StepShape(1, 1, 1, 1, 5000, 5000, 0, 0))
-    assert with_keys - one == pytest.approx(5000 * 100 / (1e9 * analytic.READING_KEYS))
+    assert with_keys - one == pytest.approx(5000 * 100 / (1e9 * analytic.KV_BANDWIDTH))
     many = timing.seconds(StepShape(1, 0, 10**6, 1, 0, 0, 0, 0))
-    assert many == pytest.approx(2 * parts.dense * 1e6 / (1e12 * analytic.MULTIPLYING), rel=1e-2)
+    assert many == pytest.approx(2 * parts.dense * 1e6 / (1e12 * analytic.GEMM_RATE), rel=1e-2)
 
 
 def test_experts_are_read_as_far_as_they_are_asked() -> None:
@@ -62,7 +61,7 @@ def test_experts_are_read_as_far_as_they_are_asked() -> None:
     assert parts.total == estimate_parameters(moe) and parts.expert == 3 * 3 * 64 * 32
     timing = AnalyticTiming(Card("a card", 1, 1e9, 1e15), parts, layers=3, weight_bytes=2, kv_bytes=0)
     times = [timing.seconds(StepShape(n, n, n, n, 0, 0, 0, 0)) for n in (1, 2, 64)]
-    expert = 2 * parts.expert / (1e9 * analytic.READING)
+    expert = 2 * parts.expert / (1e9 * analytic.WEIGHT_BANDWIDTH)
     assert times[1] - times[0] == pytest.approx(8 * expert * 0.25 * 0.75, rel=1e-2)  # of the second token's, a quarter is read
     assert times[2] - times[0] == pytest.approx(6 * expert, rel=1e-2)
 
@@ -71,7 +70,7 @@ def test_cards_and_rates() -> None:
     assert find_card("H200") is CARDS["h200"]
     assert read_rate("bandwidth", "4.8TB/s") == pytest.approx(4.8e12) == read_rate("flops", "4.8T")
     assert read_rate("flops", "989TFLOPS") == pytest.approx(9.89e14) and read_rate("flops", "1e12") == 1e12
-    with pytest.raises(ConfigError, match="--card 'h9' is not known; there are a10, "):
+    with pytest.raises(ConfigError, match="--card 'h9' is unknown; there are a10, "):
         find_card("h9")
     with pytest.raises(ConfigError, match=r"--bandwidth '4\.8 parsecs' is not a rate such as 4\.8TB/s"):
         read_rate("bandwidth", "4.8 parsecs")

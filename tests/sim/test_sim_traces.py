@@ -51,9 +51,9 @@ def test_mooncake(tmp_path) -> None:
     [
         ("a.csv", "", "line 1: the column TIMESTAMP is missing"),
         ("a.csv", "TIMESTAMP,ContextTokens\n", "line 1: the column GeneratedTokens is missing"),
-        ("a.csv", AZURE.replace("3180", "many"), "line 3: ContextTokens must be a whole number of 1 or more, got 'many'"),
-        ("a.csv", AZURE.replace("3180", "0"), "line 3: ContextTokens must be a whole number of 1 or more, got 0"),
-        ("a.csv", AZURE.replace("3180,8", "3180,-8"), "line 3: GeneratedTokens must be a whole number of 0 or more, got -8"),
+        ("a.csv", AZURE.replace("3180", "many"), "line 3: ContextTokens must be an integer of at least 1, got 'many'"),
+        ("a.csv", AZURE.replace("3180", "0"), "line 3: ContextTokens must be an integer of at least 1, got 0"),
+        ("a.csv", AZURE.replace("3180,8", "3180,-8"), "line 3: GeneratedTokens must be an integer of at least 0, got -8"),
         ("a.csv", AZURE.replace("3180,8", "3180"), "line 3 has 2 columns instead of 3"),
         ("a.csv", AZURE.replace("3180", "99999999"), "line 3: ContextTokens is 99999999; no request has more than"),
         ("a.csv", AZURE.replace("18:17:04", "soon"), "line 3: TIMESTAMP '2023-11-16 soon.0319569' is neither a date"),
@@ -61,21 +61,21 @@ def test_mooncake(tmp_path) -> None:
         (
             "a.csv",
             AZURE.replace("04.0319569", "04.0319569+00:00"),
-            "line 3: TIMESTAMP '2023-11-16 18:17:04.0319569+00:00' is",
+            "line 3: TIMESTAMP '2023-11-16 18:17:04.0319569+00:00' has",
         ),
-        ("a.csv", AZURE.splitlines()[0], "a.csv holds no requests"),
+        ("a.csv", AZURE.splitlines()[0], "a.csv has no requests"),
         ("a.jsonl", MOONCAKE + "{", "line 4 is not JSON"),
         ("a.jsonl", "[1]", "line 1 is not a JSON object"),
-        ("a.jsonl", MOONCAKE.replace("1500", '"x"'), "line 2: input_length must be a whole number of 1 or more, got 'x'"),
-        ("a.jsonl", MOONCAKE.replace("26", "2.5"), "line 2: output_length must be a whole number of 0 or more, got 2.5"),
+        ("a.jsonl", MOONCAKE.replace("1500", '"x"'), "line 2: input_length must be an integer of at least 1, got 'x'"),
+        ("a.jsonl", MOONCAKE.replace("26", "2.5"), "line 2: output_length must be an integer of at least 0, got 2.5"),
         (
             "a.jsonl",
             MOONCAKE.replace("27482", "null"),
-            "line 1: timestamp must be a number of milliseconds, 0 or more, got",
+            "line 1: timestamp must be milliseconds of at least 0, got",
         ),
-        ("a.jsonl", MOONCAKE.replace("27482", "1" + 400 * "0"), "line 1: timestamp must be a number of milliseconds"),
-        ("a.jsonl", MOONCAKE.replace("27482", "Infinity"), "line 1: timestamp must be a number of milliseconds"),
-        ("a.jsonl", MOONCAKE.replace("[46, 47]", '"46"'), "line 2: hash_ids must be a list of whole numbers, got 46"),
+        ("a.jsonl", MOONCAKE.replace("27482", "1" + 400 * "0"), "line 1: timestamp must be milliseconds"),
+        ("a.jsonl", MOONCAKE.replace("27482", "Infinity"), "line 1: timestamp must be milliseconds"),
+        ("a.jsonl", MOONCAKE.replace("[46, 47]", '"46"'), "line 2: hash_ids must be a list of integers, got 46"),
         ("a.jsonl", MOONCAKE.replace("1500", "600"), None),
         (
             "a.jsonl",
@@ -101,7 +101,7 @@ def test_files_that_cannot_be_read(tmp_path) -> None:
     (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="cannot read --trace"):
         read_trace(tmp_path / "bytes.jsonl", "mooncake", None)
-    with pytest.raises(ConfigError, match=r"its name does not say what it is .* add --trace-format azure\|mooncake\|sharegpt"):
+    with pytest.raises(ConfigError, match=r"its format is unknown .* add --trace-format azure\|mooncake\|sharegpt"):
         format_of(tmp_path / "trace.txt", "auto")
     assert format_of(tmp_path / "trace.txt", "mooncake") == "mooncake"
 

@@ -14,8 +14,7 @@ from quire.engine.executor.fake_model import FakeModel
 from quire.sched.scheduler import Scheduler
 from quire.sim.analytic import HostTime
 from quire.sim.figures import figures_of, timeline_of
-from quire.sim.fleet import Fleet, FrontTime, RoundRobin
-from quire.sim.objectives import Objectives, fewest_replicas
+from quire.sim.fleet import Fleet, FrontTime, Objectives, RoundRobin, fewest_replicas
 from quire.sim.trace import Generated
 from quire.types.plan import StepPlan
 from quire.types.request import EngineRequest

@@ -1,4 +1,4 @@
-"""When requests arrive. Pure arithmetic: seconds since the start, one per request, the first at 0."""
+"""Arrival times of requests. Pure arithmetic: seconds since the start, one per request, the first at 0."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from quire.bench.record import MOST_SECONDS
+from quire.bench.metrics import MAX_SECONDS
 from quire.types.errors import ConfigError
 
 Times = npt.NDArray[np.float64]
@@ -14,9 +14,9 @@ Times = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class LoadShape:
-    """How requests are offered.
+    """How requests arrive.
 
-    At an infinite rate all of them are due at once; `max_concurrency` alone is then the closed loop. At a finite rate the gaps
+    At an infinite rate all requests are due at once; `max_concurrency` alone is then the closed loop. At a finite rate the gaps
     are gamma distributed with shape `burstiness` and mean 1 / rate: 1 is a Poisson process, less comes in bursts, more is
     steadier. A ramp changes the rate from `ramp_start` to `ramp_end` over the run, in proportion to the requests sent.
     """
@@ -74,13 +74,13 @@ def arrival_times(shape: LoadShape, count: int, seed: int) -> Times:
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         gaps = np.random.default_rng(seed).gamma(shape.burstiness, 1 / shape.burstiness, count - 1) / rates(shape, count)[1:]
         times = np.concatenate([np.zeros(1), np.cumsum(gaps)])
-    if not times[-1] <= MOST_SECONDS:
+    if not times[-1] <= MAX_SECONDS:
         raise ConfigError(f"{shape}: the last of {count} requests would come after {times[-1]:g} seconds; raise the rate")
     return times
 
 
 def rates(shape: LoadShape, count: int) -> Times:
-    """The rate at which each request is offered."""
+    """Return the arrival rate at each request, in requests per second."""
     if shape.ramp is None:
         return np.full(count, shape.request_rate)
     assert shape.ramp_start is not None and shape.ramp_end is not None

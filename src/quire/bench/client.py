@@ -18,15 +18,15 @@ from urllib.parse import urlsplit
 
 from quire.types.errors import ConfigError, EngineError
 
-MAX_HEAD = 64 * 1024
+MAX_HEAD_BYTES = 64 * 1024
 
 
 class BadResponse(ConnectionError):
-    """What came is not HTTP/1.1, or ended before it was whole."""
+    """The answer is not HTTP/1.1, or ended before it was complete."""
 
 
 class Receiver(Protocol):
-    """Takes one response. `now` is when the bytes came from the network."""
+    """Receives one response. `now` is the time at which the bytes came from the network."""
 
     def head(self, status: int, headers: Mapping[str, str]) -> None: ...
 
@@ -34,7 +34,7 @@ class Receiver(Protocol):
 
 
 class ResponseParser:
-    """One response. `feed` until it returns True; `close` when the connection ends."""
+    """Parses one response. Call `feed` until it returns True, and `close` when the connection ends."""
 
     def __init__(self, receiver: Receiver) -> None:
         self.receiver = receiver
@@ -66,7 +66,7 @@ class ResponseParser:
     def _line(self) -> bytes | None:
         end = self._buffer.find(b"\r\n", self._at)
         if end < 0:
-            if len(self._buffer) - self._at > MAX_HEAD:
+            if len(self._buffer) - self._at > MAX_HEAD_BYTES:
                 raise BadResponse("a line of the answer has no end")
             return None
         line = self._buffer[self._at : end]
@@ -76,8 +76,8 @@ class ResponseParser:
     def _head(self, _: float) -> bool:
         end = self._buffer.find(b"\r\n\r\n", self._at)
         if end < 0:
-            if len(self._buffer) > MAX_HEAD:
-                raise BadResponse(f"the answer's headers are longer than {MAX_HEAD} bytes")
+            if len(self._buffer) > MAX_HEAD_BYTES:
+                raise BadResponse(f"the answer's headers are longer than {MAX_HEAD_BYTES} bytes")
             return False
         first, *rest = self._buffer[self._at : end].decode("latin-1").split("\r\n")
         self._at = end + 4
@@ -94,7 +94,7 @@ class ResponseParser:
         return True
 
     def _measure(self, version: str, status: int, headers: Mapping[str, str]) -> None:
-        """How long the body is, and whether the connection outlives it."""
+        """Determine the length of the body, and whether the connection stays open after it."""
         connection = headers.get("connection", "").lower()
         self.keep_alive = "close" not in connection and (version != "HTTP/1.0" or "keep-alive" in connection)
         self._step = self._content
@@ -144,7 +144,7 @@ class ResponseParser:
         if line is None:
             return False
         if line:
-            raise BadResponse("a chunk is longer than its size says")
+            raise BadResponse("a chunk is longer than its size")
         self._step = self._chunk_size
         return True
 
@@ -162,7 +162,7 @@ class EventReader:
         self._data: list[bytes] = []
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The data of every event that `data` completes."""
+        """Return the data of every event that `data` completes."""
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
         events: list[bytes] = []
@@ -175,13 +175,13 @@ class EventReader:
         return events
 
 
-CONNECT_TIMEOUT = 30.0
-MAX_BODY = 64 * 1024 * 1024
+CONNECT_TIMEOUT_S = 30.0
+MAX_BODY_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a server is: `https://host:port/base`."""
+    """The address of a server: `https://host:port/base`."""
 
     secure: bool
     host: str
@@ -199,16 +199,16 @@ class Origin:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(wrong)
         if "@" in parts.netloc:
-            raise ConfigError("--base-url holds a name or password, which would be saved; use --api-key or --header")
+            raise ConfigError("--base-url must not have a name or password, which would be saved; use --api-key or --header")
         secure = parts.scheme == "https"
         return cls(secure, parts.hostname, port or (443 if secure else 80), parts.path.rstrip("/"))
 
     def path(self, endpoint: str) -> str:
-        """`/v1` is said once, whether the base URL ends with it (as OpenAI clients write it) or not."""
+        """Return the path of an endpoint. `/v1` appears once, even if the base URL ends with it (as for OpenAI clients)."""
         return self.root(endpoint) if endpoint.startswith("/v1/") else self.base + endpoint
 
     def root(self, endpoint: str) -> str:
-        """An endpoint that stands beside `/v1`."""
+        """Return the path of an endpoint outside of `/v1`."""
         return self.base.removesuffix("/v1") + endpoint
 
     def __str__(self) -> str:
@@ -217,17 +217,17 @@ class Origin:
 
 
 class LoadConnection(asyncio.Protocol):
-    """A socket that carries one exchange after another."""
+    """A connection that carries one exchange after another."""
 
     def __init__(self) -> None:
         self.open = False
-        self.heard = False  # has any byte of the present answer come
+        self.answered = False  # a byte of the current answer has come
         self._parser: ResponseParser | None = None
         self._finished: asyncio.Future[None] | None = None
         self._transport: asyncio.Transport
 
     async def exchange(self, request: bytes, receiver: Receiver) -> None:
-        self.heard = False
+        self.answered = False
         if not self.open:
             raise BadResponse("the server closed the connection")
         self._parser = ResponseParser(receiver)
@@ -252,8 +252,8 @@ class LoadConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
-        self.heard = True
-        if self._parser is None:  # an idle connection has nothing to say
+        self.answered = True
+        if self._parser is None:  # a server must not send on an idle connection
             self.close()
             return
         try:
@@ -285,7 +285,7 @@ class LoadConnection(asyncio.Protocol):
 
 @dataclass
 class WholeAnswer:
-    """A whole response, for small questions. It is its own receiver."""
+    """A complete response, for small queries. It is its own receiver."""
 
     status: int = 0
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -296,11 +296,11 @@ class WholeAnswer:
 
     def body(self, data: bytes, now: float) -> None:  # noqa: ARG002
         self.content += data
-        if len(self.content) > MAX_BODY:
-            raise BadResponse(f"the answer is longer than {MAX_BODY} bytes")
+        if len(self.content) > MAX_BODY_BYTES:
+            raise BadResponse(f"the answer is longer than {MAX_BODY_BYTES} bytes")
 
     def json(self) -> Any:
-        """What was said, or None where it is not JSON."""
+        """Return the content, or None if it is not JSON."""
         try:
             return json.loads(self.content)
         except ValueError:
@@ -308,7 +308,7 @@ class WholeAnswer:
 
 
 class Client:
-    """Connections to one server. As many are open as there are exchanges at once."""
+    """Connections to one server, one for each concurrent exchange."""
 
     def __init__(
         self, origin: Origin, headers: Mapping[str, str], *, insecure: bool = False, timeout: float | None = None
@@ -326,7 +326,7 @@ class Client:
         self._all: set[LoadConnection] = set()
 
     async def reach(self) -> None:
-        """Finds an address that answers; names are looked up once, not once a request."""
+        """Find an address that answers; the name is looked up once, not for every request."""
         loop = asyncio.get_running_loop()
         origin = self.origin
         try:
@@ -344,20 +344,20 @@ class Client:
         raise EngineError(f"no server answers at {origin}: {reason(failure)}")
 
     async def exchange(self, method: str, path: str, body: bytes, receiver: Receiver, request_id: str = "") -> None:
-        """Ends when the answer has ended. Raises OSError or TimeoutError when there is none, or not a whole one."""
+        """Send a request and receive its answer. Raise OSError or TimeoutError if there is none, or an incomplete one."""
         request = self.render(method, path, body, request_id)
         async with asyncio.timeout(self.timeout):
             while True:
-                kept = self._idle.pop() if self._idle else None
-                connection = kept or await self._connect()
+                reused = self._idle.pop() if self._idle else None
+                connection = reused or await self._connect()
                 try:
                     await connection.exchange(request, receiver)
                 except OSError:
-                    if kept and not connection.heard:  # closed by the server while nobody used it
+                    if reused and not connection.answered:  # the server closed it while it was idle
                         continue
                     raise
                 finally:
-                    self._keep(connection)
+                    self._release(connection)
                 return
 
     async def ask(self, method: str, endpoint: str, question: Any = None) -> WholeAnswer:
@@ -376,21 +376,21 @@ class Client:
             connection.close()
         self._all.clear()
         self._idle.clear()
-        await asyncio.sleep(0)  # lets the transports say goodbye
+        await asyncio.sleep(0)  # lets the transports close
 
     async def _connect(self) -> LoadConnection:
         if self._address is None:
             await self.reach()
             return self._idle.pop()
         server_name = self.origin.host if self._tls else None
-        async with asyncio.timeout(CONNECT_TIMEOUT):
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
             _, connection = await asyncio.get_running_loop().create_connection(
                 LoadConnection, *self._address, ssl=self._tls, server_hostname=server_name
             )
         self._all.add(connection)
         return connection
 
-    def _keep(self, connection: LoadConnection) -> None:
+    def _release(self, connection: LoadConnection) -> None:
         if connection.open:
             self._idle.append(connection)
         else:
@@ -398,16 +398,16 @@ class Client:
 
 
 def allow_open_files(count: int) -> None:
-    """Raises this process's limit towards `count` open files, as far as the system lets it."""
+    """Raise this process's limit towards `count` open files, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    target = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
 def reason(error: BaseException | None) -> str:
-    """An exception in words for people."""
+    """Describe an exception for a reader."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
     if isinstance(error, ConnectionRefusedError):

@@ -1,13 +1,16 @@
-"""Offers requests: each when it is due, never more at once than allowed, and keeps a record of every one that ended."""
+"""Send requests when they are due, within the concurrency limit, record every one that ended, and show the progress."""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
+from tqdm import tqdm
+
 from quire.bench.client import Client, reason
+from quire.bench.metrics import Record
 from quire.bench.openai import StreamReceiver
-from quire.bench.record import Record
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ Send = Callable[[Outgoing, Record], Awaitable[None]]
 
 
 class Load:
-    """One run of a load. `records` are those that ended; `live` are under way."""
+    """One run of a load. `records` are of requests that ended, `live` of those in flight."""
 
     def __init__(self, send: Send, max_concurrency: int | None = None) -> None:
         self.records: list[Record] = []
@@ -36,7 +39,7 @@ class Load:
         self._slots = asyncio.Semaphore(max_concurrency) if max_concurrency else None
 
     async def run(self, requests: Sequence[Outgoing]) -> None:
-        """Ends with the last answer. When it is cancelled, it drops what is under way and keeps what has ended."""
+        """Send all requests and wait for the last answer. When cancelled, drop the requests in flight."""
         start = time.perf_counter()
         try:
             async with asyncio.TaskGroup() as group:
@@ -67,7 +70,7 @@ class Load:
 
 
 def sender(client: Client, path: str, *, keep_text: bool = False) -> Send:
-    """Sends to one endpoint. Whatever goes wrong with a request is its record's error."""
+    """Return a function that sends requests to one endpoint; a failure becomes the error of the request's record."""
 
     async def send(request: Outgoing, record: Record) -> None:
         receiver = StreamReceiver(record, keep_text)
@@ -82,3 +85,38 @@ def sender(client: Client, path: str, *, keep_text: bool = False) -> Send:
             receiver.finish(time.perf_counter())
 
     return send
+
+
+PROGRESS_INTERVAL_S = 0.5
+
+
+@asynccontextmanager
+async def progress(load: Load, total: int, *, disable: bool) -> AsyncIterator[None]:
+    """Show a progress bar with the requests in flight and the token rate; without a terminal show nothing."""
+    with tqdm(total=total, unit="req", disable=disable or None, dynamic_ncols=True) as bar:
+        if bar.disable:
+            yield
+            return
+        task = asyncio.create_task(_watch(load, bar))
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            bar.update(len(load.records) - bar.n)
+
+
+async def _watch(load: Load, bar: "tqdm[None]") -> None:
+    ended = tokens = ended_tokens = 0
+    last = time.perf_counter()
+    while True:
+        await asyncio.sleep(PROGRESS_INTERVAL_S)
+        now = time.perf_counter()
+        ended_tokens += sum(len(record.arrivals) for record in load.records[ended:])
+        ended = len(load.records)
+        seen = ended_tokens + sum(len(record.arrivals) for record in load.live.values())
+        bar.set_postfix_str(f"{len(load.live)} running, {(seen - tokens) / (now - last):,.0f} chunks/s", refresh=False)
+        bar.update(ended - bar.n)
+        bar.refresh()
+        tokens, last = seen, now

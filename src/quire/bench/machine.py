@@ -1,4 +1,4 @@
-"""The machine a figure comes from: processor, GPU, driver, clocks, versions. Asks the system, never torch."""
+"""Describe the machine of a measurement: processor, GPU, driver, clocks, versions. Asks the system, never torch."""
 
 import datetime
 import os
@@ -23,11 +23,11 @@ GPU_FIELDS = {  # of nvidia-smi → the name in a result
     "power.limit": "power_limit_watts",
 }
 MEASURED = ("_mhz", "_watts")
-SECONDS = 10.0  # nvidia-smi has to answer
+NVIDIA_SMI_TIMEOUT_S = 10.0
 
 
 def machine(device: str) -> dict[str, str | int | float | None]:
-    """Clocks and power are those of the moment, so this is asked right after a measurement."""
+    """Return facts of the machine. Clocks and power are current values, so call it right after a measurement."""
     facts: dict[str, str | int | float | None] = {
         "device": device,
         "cpu": cpu_name(),
@@ -40,7 +40,7 @@ def machine(device: str) -> dict[str, str | int | float | None]:
 
 
 def resident_mb() -> float | None:
-    """Megabytes of memory that this process holds."""
+    """Return the resident memory of this process in megabytes."""
     try:
         pages = int(MEMORY.read_text().split()[1])
     except OSError:
@@ -69,7 +69,7 @@ def gpu() -> dict[str, str | float | None]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
     question = ["nvidia-smi", f"--id={visible}", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(question, capture_output=True, text=True, check=True, timeout=SECONDS).stdout
+        answer = subprocess.run(question, capture_output=True, text=True, check=True, timeout=NVIDIA_SMI_TIMEOUT_S).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
     return read_gpu(answer)
@@ -84,7 +84,7 @@ def read_gpu(line: str) -> dict[str, str | float | None]:
 
 
 def _number(text: str) -> float | None:
-    """None for [N/A] and its like."""
+    """Return the number, or None for [N/A] and the like."""
     try:
         return float(text)
     except ValueError:
@@ -104,7 +104,7 @@ def provenance(argv: Sequence[str]) -> dict[str, str | None]:
 
 
 def commit(file: Path) -> str | None:
-    """The commit of the checkout that tracks this file, `-dirty` where it is changed; None where there is none."""
+    """Return the commit of the checkout that tracks this file, with `-dirty` if it has changes; None without a checkout."""
     try:
         _git(file.parent, "ls-files", "--error-unmatch", file.name)
         head = _git(file.parent, "rev-parse", "HEAD")

@@ -1,13 +1,69 @@
-"""From records to figures: pure arithmetic over what was measured."""
+"""Records of measured requests, and the figures computed from them. Times are seconds of one clock."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from quire.bench.record import Record
+from quire.files.reading import shown
 from quire.types.errors import ConfigError
+
+
+@dataclass(slots=True)
+class Record:
+    due: float = 0.0  # when the load shape required it to be sent
+    sent: float = 0.0
+    arrivals: list[float] = field(default_factory=list)  # of every chunk that carried tokens
+    end: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    counted: bool = True  # the server reported the number of tokens; otherwise the chunks are counted
+    asked_tokens: int = 0
+    error: str | None = None
+    text: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+    @property
+    def ttft(self) -> float:
+        return self.arrivals[0] - self.sent
+
+    @property
+    def latency(self) -> float:
+        return self.end - self.sent
+
+    @property
+    def wait(self) -> float:
+        """Return how long it waited in this client: for a free slot of a closed loop, or for the client itself."""
+        return self.sent - self.due
+
+    @property
+    def overall(self) -> float:
+        return self.end - self.due
+
+    @property
+    def tpot(self) -> float | None:
+        """Return the time per token after the first; None if there is no second token."""
+        if self.output_tokens < 2:
+            return None
+        return (self.arrivals[-1] - self.arrivals[0]) / (self.output_tokens - 1)
+
+    @property
+    def itls(self) -> list[float]:
+        """Return one value for every token after the first: how long after its predecessor it arrived.
+
+        Tokens of one chunk (speculative decoding, a server that collects its output) arrive together, so all but
+        one of them come 0 s after their predecessor. So a stall appears at its full length, the mean agrees with TPOT,
+        and k tokens in one chunk measure the same as k chunks in one packet.
+        """
+        gaps = [after - before for before, after in pairwise(self.arrivals)]
+        return gaps + [0.0] * (self.output_tokens - len(self.arrivals))
+
 
 METRICS = {
     "ttft": "time to first token",
@@ -22,7 +78,7 @@ OBJECTIVES = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True)
 class Spread:
-    """How a quantity is distributed, in milliseconds."""
+    """The distribution of a quantity, in milliseconds."""
 
     mean: float
     median: float
@@ -52,19 +108,19 @@ class RunSummary:
     total_cached_tokens: int
     total_output_tokens: int
     request_throughput: float
-    request_goodput: float | None  # None where no objectives were given
+    request_goodput: float | None  # None without objectives
     output_throughput: float
     total_token_throughput: float
     max_output_tokens_per_s: float
     max_concurrent_requests: int
     tokens_per_chunk: float
-    short: int  # ended before the tokens that were asked for
-    uncounted: int  # answers without usage: their tokens are their chunks
+    short: int  # answers with fewer tokens than requested
+    uncounted: int  # answers without usage, whose chunks are counted as tokens
     percentiles: Sequence[float]
     spreads: Mapping[str, Spread | None]
 
     def as_dict(self) -> dict[str, Any]:
-        """Flat, with the names that vLLM's result files have."""
+        """Return a flat dict with the names of vLLM's result files."""
         flat = {name: value for name, value in vars(self).items() if name not in ("spreads", "percentiles")}
         for metric, spread in self.spreads.items():
             flat[f"mean_{metric}_ms"] = spread and spread.mean
@@ -83,7 +139,7 @@ def summarize(
     percentiles: Sequence[float] = (50, 90, 99),
     goodput: Mapping[str, float] | None = None,
 ) -> RunSummary:
-    """`duration` in seconds; `goodput` maps metrics to the most milliseconds a good request may take."""
+    """`duration` in seconds; `goodput` maps metrics to the maximum of a good request in milliseconds."""
     good = [record for record in records if record.ok]
     inputs = sum(record.prompt_tokens for record in good)
     outputs = sum(record.output_tokens for record in good)
@@ -120,13 +176,13 @@ def _values(metric: str, records: Iterable[Record]) -> Iterable[float]:
 
 
 def meets(record: Record, goodput: Mapping[str, float]) -> bool:
-    """Is the request within all objectives. One token has no time per token, and so keeps that objective."""
+    """Return whether a request is within all objectives. With one token it has no time per token and meets that objective."""
     measured = {"ttft": record.ttft, "tpot": record.tpot or 0.0, "e2el": record.latency}
     return all(measured[metric] * 1000 <= most for metric, most in goodput.items())
 
 
 def peak_throughput(records: Sequence[Record], window: float = 1.0) -> float:
-    """The most tokens per second that came in any `window` seconds. A request's tokens are spread evenly over its chunks."""
+    """Return the maximum of tokens per second in any `window` seconds. A request's tokens are spread evenly over its chunks."""
     if not records or window <= 0:
         return 0.0
     times = np.concatenate([record.arrivals for record in records])
@@ -138,7 +194,7 @@ def peak_throughput(records: Sequence[Record], window: float = 1.0) -> float:
 
 
 def peak_concurrency(records: Iterable[Record]) -> int:
-    """The most requests that were open at one moment. One that ends as another begins is not open with it."""
+    """Return the maximum of open requests. A request that ends as another begins does not overlap it."""
     moments = [moment for record in records for moment in ((record.sent, 1), (record.end, -1))]
     open_now = peak = 0
     for _, change in sorted(moments):
@@ -148,7 +204,7 @@ def peak_concurrency(records: Iterable[Record]) -> int:
 
 
 def read_goodput(pairs: Sequence[str]) -> dict[str, float]:
-    """`ttft:200 e2el:3000`: milliseconds."""
+    """Return the objectives of `ttft:200 e2el:3000`, in milliseconds."""
     objectives: dict[str, float] = {}
     for pair in pairs:
         name, _, value = pair.partition(":")
@@ -178,3 +234,27 @@ def read_percentiles(text: str) -> tuple[float, ...]:
     if any(not 0 <= cut <= 100 for cut in cuts):
         raise ConfigError(f"--metric-percentiles {text!r} is not a list of numbers from 0 to 100, such as 50,90,99")
     return cuts
+
+
+MAX_TOKENS = 1 << 24  # of one request; also the limit of prefixes, rows and runs
+MAX_REQUESTS = 10**8
+MAX_SECONDS = 1e13  # from the first request to the last, or to a timestamp from its beginning
+
+
+def check_count(flag: str, value: int, minimum: int, maximum: int) -> int:
+    """Return the value of a flag, or raise ConfigError."""
+    if value < minimum:
+        raise ConfigError(f"--{flag} must be at least {minimum}, got {value}")
+    if value > maximum:
+        raise ConfigError(f"--{flag} must be at most {maximum}, got {value}")
+    return value
+
+
+def read_tokens(where: str, field: str, value: Any, minimum: int) -> int:
+    """Return a number of tokens from a file, or raise ConfigError."""
+    whole = type(value) is int or (isinstance(value, float) and value.is_integer())
+    if not whole or value < minimum:
+        raise ConfigError(f"{where}: {field} must be an integer of at least {minimum}, got {shown(value)}")
+    if value > MAX_TOKENS:
+        raise ConfigError(f"{where}: {field} is {shown(value)}; no request has more than {MAX_TOKENS} tokens")
+    return int(value)

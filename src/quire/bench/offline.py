@@ -1,10 +1,14 @@
-"""Measures a model in this process: all requests of a workload at once (throughput), or one batch again and again (latency).
+"""Measure a model: all requests of a workload at once (throughput), one batch many times (latency), new processes (startup).
 
-It knows a model only as something that generates; who made it, and on which device it runs, is told by others.
+A model is any object that can generate; the caller makes it.
 """
 
+import json
+import os
+import subprocess
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -28,7 +32,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class OfflineWork:
-    """Requests that are there at the start, each with the number of tokens it is to get."""
+    """Requests that all arrive at the start, each with its number of output tokens."""
 
     name: str
     prompts: Sequence[PromptType]
@@ -48,19 +52,22 @@ class Run:
 
     @property
     def ms_per_token(self) -> float | None:
-        """For one request alone."""
+        """Return milliseconds per token of a single request; None for several."""
         return 1000 * self.elapsed_time / self.output_tokens if self.num_requests == 1 else None
 
     @property
     def phases(self) -> tuple[float, float] | None:
-        """Tokens per second in, until every request has its first token, and out, after that; None if nothing is after it."""
+        """Return input tokens per second until every request has its first token, and output tokens per second after that.
+
+        None if no token comes after that.
+        """
         first = max(self.ttfts, default=self.elapsed_time)
         if first >= self.elapsed_time or self.output_tokens == self.num_requests:
             return None
         return self.input_tokens / first, (self.output_tokens - self.num_requests) / (self.elapsed_time - first)
 
     def figures(self) -> Figures:
-        """Under the names of vLLM's result files, where those have one."""
+        """Return the figures, under the names of vLLM's result files where those have one."""
         found = {
             "elapsed_time": self.elapsed_time,
             "requests_per_second": self.num_requests / self.elapsed_time,
@@ -73,9 +80,9 @@ class Run:
 
 
 def run_once(model: Model, work: OfflineWork, *, use_tqdm: bool = False) -> Run:
-    """With an empty prefix cache. A request that fails or falls short makes the figures worthless, so it is an error."""
+    """Run a workload with an empty prefix cache. A request that fails or ends early invalidates the figures and is an error."""
     if not model.reset_prefix_cache():
-        raise EngineError("the prefix cache cannot be emptied: something else is running on this engine")
+        raise EngineError("the prefix cache cannot be emptied: other requests run on this engine")
     began = time.perf_counter()
     outputs = model.generate(work.prompts, work.params, use_tqdm=use_tqdm)
     seconds = time.perf_counter() - began
@@ -109,7 +116,7 @@ def best(runs: Sequence[Run]) -> Run:
 
 
 def throughput_of(name: str, runs: Sequence[Run]) -> dict[str, Any]:
-    """A workload's entry in the saved result: the best run, and all of them."""
+    """Return a workload's entry in the saved result: the best run, and all of them."""
     top = best(runs)
     return {
         "workload": name,
@@ -124,7 +131,7 @@ def throughput_of(name: str, runs: Sequence[Run]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Latency:
-    """Of one batch, run many times. Seconds for the batch, milliseconds for tokens."""
+    """Latency of one batch that ran many times: seconds for the batch, milliseconds for tokens."""
 
     avg_latency: float
     latencies: list[float]
@@ -157,8 +164,62 @@ def latency_of(runs: Sequence[Run]) -> Latency:
 
 
 def _tpot(output: RequestOutput) -> float | None:
-    """Seconds per token after the first."""
+    """Return seconds per token after the first."""
     metrics, count = output.metrics, len(output.outputs[0].token_ids)
     if metrics is None or count < 2:
         return None
     return (metrics.last_token_ts - metrics.first_token_ts) / (count - 1)
+
+
+KERNEL_CACHE = "TRITON_CACHE_DIR"  # environment
+OTHER, OTHER_SHARE = "other", 0.02  # time without a name is shown from this share of the whole on
+
+
+@dataclass(frozen=True)
+class StartupTimes:
+    """Seconds since the process was started. `parts` follow each other and add up to `first_token`."""
+
+    cold: bool
+    ready: float
+    first_token: float
+    parts: list[tuple[str, float]]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def start_once(command: Sequence[str], question: Mapping[str, Any], *, cold: bool) -> StartupTimes:
+    """Start a process, send it the question as JSON, and read its last line of output:
+    `ready` and `first_token` as times of the machine's clock, and the `parts` of the time until ready.
+
+    A cold start has a new, empty Triton cache; a warm one finds the kernels that earlier starts compiled.
+    """
+    with tempfile.TemporaryDirectory(prefix="quire-cold-") as empty:
+        environment = {**os.environ, KERNEL_CACHE: empty} if cold else dict(os.environ)
+        began = time.monotonic()
+        done = subprocess.run(command, input=json.dumps(question), stdout=subprocess.PIPE, text=True, env=environment)
+    if done.returncode:
+        raise EngineError(f"the measured process ended with {done.returncode}; its messages are above")
+    answer = json.loads(done.stdout.strip().splitlines()[-1])
+    ready, first_token = answer["ready"] - began, answer["first_token"] - began
+    parts = [(str(name), float(seconds)) for name, seconds in answer["parts"]] or [("start to ready", ready)]
+    parts.append(("first token", first_token - ready))
+    rest = first_token - sum(seconds for _, seconds in parts)
+    if rest > OTHER_SHARE * first_token:
+        parts.append((OTHER, rest))
+    return StartupTimes(cold, ready, first_token, parts)
+
+
+def startup_figures(starts: Sequence[StartupTimes]) -> dict[str, float]:
+    """Return the first time and the means, of cold and of warm starts."""
+    found: dict[str, float] = {}
+    for name, some in (("cold", [s for s in starts if s.cold]), ("warm", [s for s in starts if not s.cold])):
+        if some:
+            found[f"first_{name}_first_token"] = some[0].first_token
+            found[f"mean_{name}_first_token"] = _mean([start.first_token for start in some])
+            found[f"mean_{name}_ready"] = _mean([start.ready for start in some])
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,20 +1,22 @@
-"""The OpenAI protocol from the client's side: bodies of requests, and what a stream of chunks tells."""
+"""The OpenAI protocol from the client's side: request bodies, streamed answers, and queries before the load."""
 
+import asyncio
 import json
+import time
 from collections.abc import Mapping
 from typing import Any
 
-from quire.bench.client import EventReader
-from quire.bench.record import Record
-from quire.bench.samples import Sample
-from quire.types.errors import ConfigError
+from quire.bench.client import Client, EventReader, WholeAnswer, reason
+from quire.bench.metrics import Record
+from quire.bench.samples import WORDS, Sample
+from quire.types.errors import ConfigError, EngineError
 
 MAX_ERROR = 2000
 FAILED_ENDINGS = {"error": "the server ended the answer with an error", "abort": "the server aborted the request"}
 
 
 def request_body(sample: Sample, *, chat: bool, model: str, fields: Mapping[str, Any]) -> bytes:
-    """`fields` are the sampling parameters and whatever else the user wants said; they win."""
+    """Return the JSON body of a request. `fields` are sampling parameters and the user's own fields; they override others."""
     body: dict[str, Any] = {"model": model}
     if chat:
         if sample.messages is None and not isinstance(sample.prompt, str):
@@ -31,17 +33,17 @@ def request_body(sample: Sample, *, chat: bool, model: str, fields: Mapping[str,
 
 
 class StreamReceiver:
-    """Takes the streamed answer to one request and writes it into its record."""
+    """Receives the streamed answer to one request and fills its record."""
 
     def __init__(self, record: Record, keep_text: bool = False) -> None:
         self.record = record
         self._keep_text = keep_text
         self._events = EventReader()
         self._status = 0
-        self._refusal = b""  # the body, where it is not a stream
+        self._refusal = b""  # the body, if it is not a stream
         self._usage: Mapping[str, Any] | None = None
-        self._empty_end: float | None = None  # when a chunk came with nothing but the finish reason
-        self._streamed_ids: int | None = None  # token ids in the chunks, where the server sends them
+        self._empty_end: float | None = None  # when a chunk came that has only the finish reason
+        self._streamed_ids: int | None = None  # token ids in the chunks, if the server sends them
         self._finish: str | None = None
         self._done = 0.0
 
@@ -83,7 +85,7 @@ class StreamReceiver:
         else:
             text = delta.get("content") or ""
             content = text or delta.get("reasoning") or delta.get("reasoning_content") or delta.get("tool_calls")
-            opening = "role" in delta and not content  # it says who speaks, and no token has come
+            opening = "role" in delta and not content  # it has the role only, and no token
         ids = choice.get("token_ids")
         if ids:
             self._streamed_ids = (self._streamed_ids or 0) + len(ids)
@@ -98,7 +100,7 @@ class StreamReceiver:
             self.record.text += text
 
     def finish(self, now: float) -> None:
-        """The response has ended: settles the record. `now` counts where the stream did not say that it is done."""
+        """Complete the record after the response. `now` is the end time if the stream had no [DONE]."""
         record, usage = self.record, self._usage
         record.end = self._done or now
         if usage is not None:
@@ -110,9 +112,9 @@ class StreamReceiver:
         record.counted = usage is not None
         if usage is None or record.output_tokens < len(record.arrivals):
             record.output_tokens = len(record.arrivals)
-        record.error = record.error or self._complaint()
+        record.error = record.error or self._failure()
 
-    def _complaint(self) -> str | None:
+    def _failure(self) -> str | None:
         record = self.record
         if self._status != 200:
             return error_text(_json(self._refusal), f"HTTP {self._status}", self._refusal)
@@ -123,13 +125,13 @@ class StreamReceiver:
         if not record.arrivals:
             return "the stream held no token"
         if self._streamed_ids is not None and record.counted and self._streamed_ids != record.output_tokens:
-            return f"the stream carried {self._streamed_ids} tokens, its usage says {record.output_tokens}"
+            return f"the stream had {self._streamed_ids} token ids, but usage reports {record.output_tokens}"
         return None
 
 
-def error_text(said: Any, prefix: str, raw: bytes = b"") -> str:
-    """`{"error": {"message": ...}}` and its relatives in one line."""
-    error = said.get("error", said) if isinstance(said, dict) else said
+def error_text(body: Any, prefix: str, raw: bytes = b"") -> str:
+    """Return an error body such as `{"error": {"message": ...}}` in one line."""
+    error = body.get("error", body) if isinstance(body, dict) else body
     if isinstance(error, dict):
         error = error.get("message") or error.get("detail") or error
     text = str(error) if error else raw.decode("utf-8", "replace")
@@ -142,3 +144,102 @@ def _json(data: bytes) -> Any:
         return json.loads(data)
     except ValueError:
         return None
+
+
+RETRY_S = 0.5
+UNAUTHORIZED, UNAVAILABLE = 401, 503
+CHARACTERS_PER_TOKEN = 4  # of English text, if the server cannot tokenize
+
+
+def _probe() -> str:
+    """Return words in many scripts, so that some of their tokens are near the end of any vocabulary."""
+    scripts = ((0x0400, 0x0460), (0x05D0, 0x05EB), (0x0620, 0x0650), (0x0905, 0x0940), (0x3041, 0x30FF), (0xAC00, 0xB000))
+    letters = "".join(chr(code) for first, last in scripts for code in range(first, last, 3))
+    chinese = "".join(chr(code) for code in range(0x4E00, 0x9FA5, 61))
+    names = " ".join(word.capitalize() + word + word.upper() for word in WORDS)
+    return f"{' '.join(WORDS)} {names} {letters} {chinese}"
+
+
+class MeasuredServer:
+    """Queries before the load. It also counts tokens; without `/tokenize`, `estimated` is set and 4 characters are a token."""
+
+    def __init__(self, client: Client, model: str | None = None) -> None:
+        self.client = client
+        self.model = model
+        self.estimated = False
+
+    async def wait_ready(self, seconds: float) -> None:
+        """Wait until the server listens and does not answer 503, at most this long; with 0 it must listen now."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                await self.client.reach()
+                if not seconds or (await self._ask("/v1/models")).status != UNAVAILABLE:
+                    return
+                problem = EngineError(f"the server at {self.client.origin} is not ready after {seconds:g} s")
+            except EngineError as error:
+                problem = error
+            if time.monotonic() >= deadline:
+                raise problem
+            await asyncio.sleep(RETRY_S)
+
+    async def first_model(self) -> str:
+        answer = await self._ask("/v1/models")
+        body = answer.json()
+        if answer.status != 200:
+            raise self._refused(answer)
+        models = body.get("data") if isinstance(body, dict) else None
+        name = models[0].get("id") if isinstance(models, list) and models and isinstance(models[0], dict) else None
+        if not isinstance(name, str):
+            raise EngineError(f"/v1/models of {self.client.origin} lists no model; give one with --model")
+        return name
+
+    async def check_key(self) -> None:
+        """Check the API key once, before every request of the load fails with it."""
+        answer = await self._ask("/v1/models")
+        if answer.status == UNAUTHORIZED:
+            raise self._refused(answer)
+
+    def _refused(self, answer: WholeAnswer) -> EngineError:
+        text = error_text(answer.json(), f"HTTP {answer.status}", answer.content)
+        hint = "; give its key with --api-key or QUIRE_API_KEY" if answer.status == UNAUTHORIZED else ""
+        return EngineError(f"/v1/models of {self.client.origin} answers {text}{hint}")
+
+    async def _ask(self, endpoint: str) -> WholeAnswer:
+        try:
+            return await self.client.ask("GET", endpoint)
+        except OSError as error:
+            raise EngineError(f"{endpoint} of {self.client.origin}: {reason(error)}") from None
+
+    async def vocab_size(self) -> int | None:
+        """Return the largest id of a varied text plus one, a lower bound of the vocabulary; None without `/tokenize`."""
+        tokens = await self._tokenize(_probe())
+        return max(tokens) + 1 if tokens else None
+
+    async def count(self, text: str) -> int:
+        tokens = None if self.estimated else await self._tokenize(text)
+        if tokens is None:
+            self.estimated = True
+            return -(-len(text) // CHARACTERS_PER_TOKEN)
+        return len(tokens)
+
+    async def version(self) -> str | None:
+        answer = await self._ask_optional("GET", "/version")
+        version = answer.get("version") if isinstance(answer, dict) else None
+        return version if isinstance(version, str) else None
+
+    async def _tokenize(self, text: str) -> list[int] | None:
+        question: dict[str, Any] = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        answer = await self._ask_optional("POST", "/tokenize", question)
+        tokens = answer.get("tokens") if isinstance(answer, dict) else None
+        if not isinstance(tokens, list) or not tokens or not all(type(token) is int for token in tokens):
+            return None
+        return tokens
+
+    async def _ask_optional(self, method: str, endpoint: str, question: Any = None) -> Any:
+        """Return the answer's JSON, or None if there is no such endpoint."""
+        try:
+            answer = await self.client.ask(method, endpoint, question)
+        except OSError:
+            return None
+        return answer.json() if answer.status == 200 else None

@@ -1,4 +1,4 @@
-"""Results as people read them, and as files."""
+"""Results as printed tables, and as files."""
 
 import json
 import sys
@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.bench.metrics import RunSummary
-from quire.bench.offline import Latency, Run, best
-from quire.bench.record import Record
-from quire.bench.startup import StartupTimes
+from quire.bench.metrics import Record, RunSummary
+from quire.bench.offline import Latency, Run, StartupTimes, best
 from quire.types.errors import ConfigError
 from quire.types.json_text import read_json
 
@@ -22,7 +20,7 @@ def heading(title: str, facts: Mapping[str, Any]) -> str:
 
 
 def throughput_lines(name: str, runs: Sequence[Run]) -> list[str]:
-    """A line for each run, the best marked."""
+    """Return a line for each run; the best one is marked."""
     top = best(runs)
     lines = [
         f"{name}: {top.num_requests:,} requests, {top.input_tokens:,} tokens in, {top.output_tokens:,} out",
@@ -51,7 +49,7 @@ def latency_lines(latency: Latency) -> list[str]:
 
 
 def startup_lines(starts: Sequence[StartupTimes]) -> list[str]:
-    """Each start, and where its seconds went."""
+    """Return a line for each start with its parts."""
     lines = [f"{'start':<12}{'ready (s)':>11}{'first token (s)':>17}   parts"]
     for number, start in enumerate(starts, 1):
         parts = " + ".join(f"{name} {seconds:.2f}" for name, seconds in start.parts)
@@ -78,7 +76,7 @@ COUNTS = (
     ("Tokens per chunk:", "tokens_per_chunk", ",.2f"),
 )
 ONLY_IF_SET = ("total_cached_tokens", "request_goodput")
-IRRELEVANT = (  # to what is measured
+IRRELEVANT = (  # flags that do not change the load
     *("base_url", "host", "port", "ready_check_timeout_sec", "request_id_prefix", "disable_tqdm"),
     *("save_result", "result_dir", "result_filename", "save_detailed", "metadata", "label", "compare", "output_json"),
 )
@@ -100,7 +98,7 @@ def table(summary: RunSummary, title: str, facts: Mapping[str, str]) -> str:
 
 
 def _distributions(summary: RunSummary) -> list[str]:
-    """A line for each metric. The median has its column, so that P50 needs none."""
+    """Return a line for each metric. P50 is left out, since the median has a column."""
     cuts = [cut for cut in summary.percentiles if cut != 50]
     lines = [_row("", "mean", "median", "std", *(f"P{cut:g}" for cut in cuts))]
     for metric, spread in summary.spreads.items():
@@ -121,7 +119,7 @@ def _row(name: str, *figures: str) -> str:
 
 
 def error_lines(records: Sequence[Record]) -> list[str]:
-    """The most frequent errors, each once."""
+    """Return the most frequent errors with their counts."""
     counts = Counter(record.error for record in records if record.error is not None)
     lines = [f"{count:,} x {text}" for text, count in counts.most_common(SHOWN_ERRORS)]
     if len(counts) > SHOWN_ERRORS:
@@ -130,7 +128,7 @@ def error_lines(records: Sequence[Record]) -> list[str]:
 
 
 def details(records: Sequence[Record]) -> dict[str, list[Any]]:
-    """Every request in the order of sending, under vLLM's names. Times in seconds; `start_times` since the start of the run."""
+    """Return lists over requests in the order of sending, under vLLM's names. Times in seconds; `start_times` of the run."""
     ordered = sorted(records, key=lambda record: record.sent)
     start = min((record.due for record in records), default=0.0)
     return {
@@ -155,7 +153,7 @@ def save(result: Mapping[str, Any], path: Path) -> None:
 
 
 def read_result(path: Path, kind: str) -> dict[str, Any]:
-    """A saved result of that measurement; those of `serve` may come from vLLM, which does not say what they are."""
+    """Read a saved result of a measurement; one of `serve` may come from vLLM, whose files do not have a kind."""
     try:
         result = read_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -171,7 +169,7 @@ def read_result(path: Path, kind: str) -> dict[str, Any]:
 
 
 def figures(result: Mapping[str, Any]) -> dict[str, float]:
-    """What two results of one kind are compared by."""
+    """Return the figures by which two results of one kind are compared."""
     flat = result.get("figures")
     if flat is None:
         timings = [key for key in result if key.endswith("_ms") and not key.startswith(("std_", "p50_"))]
@@ -180,7 +178,7 @@ def figures(result: Mapping[str, Any]) -> dict[str, float]:
 
 
 def comparison(now: Mapping[str, Any], then: Mapping[str, Any], name: str) -> str:
-    """Figures that both runs have, and the ratio of this run to that one."""
+    """Return a table of the figures that both runs have, and the ratio of this run to the other."""
     lines = [f" this run / {name} ".center(WIDTH, "="), _compared("", "this run", "that run", "ratio")]
     before = figures(then)
     common = {key: (new, before[key]) for key, new in figures(now).items() if key in before}
@@ -188,14 +186,14 @@ def comparison(now: Mapping[str, Any], then: Mapping[str, Any], name: str) -> st
         _compared(key, _figure(new), _figure(old), f"{new / old:.3f}" if old else "-") for key, (new, old) in common.items()
     ]
     if not common:
-        lines.append("they have no figure in common")
+        lines.append("the results have no figure in common")
     lines += _differences(now, then)
     lines.append("=" * WIDTH)
     return "\n".join(lines)
 
 
 def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
-    """Where the runs were not the same load. Files of others have no flags, but say the main things."""
+    """Return where the loads differ. vLLM's files have no flags, only the main parameters."""
     if "flags" in then:
         now, then = {"model_id": now["model_id"], **now["flags"]}, {"model_id": then.get("model_id"), **then["flags"]}
         keys = [key for key in (*now, *(key for key in then if key not in now)) if key not in IRRELEVANT]

@@ -1,4 +1,4 @@
-"""What is sent: prompts with the number of tokens to ask for, and the alphabet that random prompts are written in."""
+"""The requests of a benchmark: prompts with output lengths, random prompts, and the named workloads."""
 
 import random
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quire.bench.record import check_count
+from quire.bench.metrics import check_count
 
 Ids = npt.NDArray[np.int32]
 
@@ -38,15 +38,15 @@ class Sample:
 
     prompt: str | Ids | None
     output_tokens: int
-    prompt_tokens: int | None = None  # where it is known before the server says it
+    prompt_tokens: int | None = None  # if it is known before the answer
     messages: list[dict[str, Any]] | None = None
-    at: float | None = None  # seconds after the start, where the data set says when
+    at: float | None = None  # seconds after the start, if the data set has times
 
 
 class RandomPrompts:
     """Writes random prompts of a given length: token ids below `vocab_size`, or words, about one token each.
 
-    Ids keep clear of both ends of the vocabulary, where special tokens live.
+    Ids at both ends of the vocabulary, where special tokens are, are left out.
     """
 
     def __init__(self, vocab_size: int | None) -> None:

@@ -1,4 +1,4 @@
-"""`bench serve` from beginning to end: reach the server, write the requests, warm up, offer the load, sum up."""
+"""`bench serve` from beginning to end: reach the server, make the requests, warm up, send the load, summarize."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -9,21 +9,18 @@ import numpy as np
 
 from quire.bench.arrivals import LoadShape, arrival_times
 from quire.bench.client import Client, Origin, allow_open_files
-from quire.bench.datasets import find
-from quire.bench.datasets.options import SYNTHETIC, DatasetOptions
-from quire.bench.load import Load, Outgoing, sender
-from quire.bench.openai import request_body
-from quire.bench.progress import progress
-from quire.bench.record import MOST_REQUESTS, Record, check_count
+from quire.bench.datasets import SOURCES, SYNTHETIC, DatasetOptions
+from quire.bench.load import Load, Outgoing, progress, sender
+from quire.bench.metrics import MAX_REQUESTS, Record, check_count
+from quire.bench.openai import MeasuredServer, request_body
 from quire.bench.report import error_lines
 from quire.bench.samples import RandomPrompts, Sample
-from quire.bench.server import MeasuredServer
 from quire.step_loop import little_garbage_collection
 from quire.types.errors import ConfigError, EngineError
 
 SPARE_FILES = 64
-CACHED = 0.05  # of the input: more means that an earlier run had the same prompts
-LATE = 0.05  # seconds: from here on the client's own delays are told
+CACHED_SHARE = 0.05  # of the input: more means that an earlier run had the same prompts
+LATE_S = 0.05  # a larger delay of the client itself is reported
 
 
 @dataclass(frozen=True)
@@ -37,9 +34,9 @@ class ServeSettings:
     timeout: float | None = None  # seconds, for a whole request
     ready_timeout: float = 0.0
     dataset: DatasetOptions = field(default_factory=DatasetOptions)
-    prompt_format: str = "auto"  # of synthetic prompts: "ids", "text"; auto takes ids where the server can have them
+    prompt_format: str = "auto"  # of synthetic prompts: "ids", "text"; auto uses ids if the server accepts them
     vocab_size: int | None = None  # None asks the server
-    self_timed: bool | None = None  # None: where the data set says when
+    self_timed: bool | None = None  # None: if the data set has times
     fields: Mapping[str, Any] = field(default_factory=dict)
     shape: LoadShape = field(default_factory=LoadShape)
     warmups: int = 0
@@ -48,7 +45,7 @@ class ServeSettings:
     disable_tqdm: bool = False
 
     def __post_init__(self) -> None:
-        check_count("num-warmups", self.warmups, 0, MOST_REQUESTS)
+        check_count("num-warmups", self.warmups, 0, MAX_REQUESTS)
         if not self.endpoint.startswith("/"):
             raise ConfigError(f"--endpoint must start with a slash, got {self.endpoint!r}")
         if self.chat and self.prompt_format == "ids":
@@ -60,7 +57,7 @@ class ServeSettings:
         if self.fields.get("n", 1) != 1 or not self.fields.get("stream", True):
             raise ConfigError("a benchmark request streams one completion; drop n and stream from --extra-body")
         if self.timed_by_data and self.shape.timed:
-            raise ConfigError("the trace says when requests come; --no-self-timed would let --request-rate or a ramp say it")
+            raise ConfigError("the trace has its own times; use --no-self-timed for --request-rate or a ramp")
 
     @property
     def timed_by_data(self) -> bool:
@@ -94,7 +91,7 @@ async def bench_serve(settings: ServeSettings) -> Outcome:
             await server.check_key()
         server.model = model = settings.model or await server.first_model()
         alphabet = await _alphabet(settings, server)
-        samples = await find(settings.dataset.name)(_with_warmups(settings), alphabet, server)
+        samples = await SOURCES[settings.dataset.name](_with_warmups(settings), alphabet, server)
         main = _prepare(settings, model, samples[: settings.dataset.count], "")
         allow_open_files(min(len(main), settings.shape.max_concurrency or len(main)) + SPARE_FILES)
         await _warm_up(settings, client, _prepare(settings, model, _warmup_samples(settings, samples), "warmup-"))
@@ -119,12 +116,12 @@ async def _alphabet(settings: ServeSettings, server: MeasuredServer) -> RandomPr
         return RandomPrompts(None)
     size = await server.vocab_size() if settings.vocab_size is None else settings.vocab_size
     if size is None and settings.prompt_format == "ids":
-        raise ConfigError("the server has no /tokenize to ask about its vocabulary; say --vocab-size, or --prompt-format text")
+        raise ConfigError("the server has no /tokenize, so its vocabulary is unknown; use --vocab-size or --prompt-format text")
     return RandomPrompts(size)
 
 
 def _with_warmups(settings: ServeSettings) -> DatasetOptions:
-    """Warm-up requests are of the same kind but other ones, so that they leave nothing of the run in a prefix cache."""
+    """Add samples for warm-up requests: equal in kind, but other prompts, so that the prefix cache has none of the run's."""
     if settings.dataset.name == "timed_trace":
         return settings.dataset
     return replace(settings.dataset, count=settings.dataset.count + settings.warmups)
@@ -136,10 +133,10 @@ def _warmup_samples(settings: ServeSettings, samples: Sequence[Sample]) -> list[
 
 
 def _prepare(settings: ServeSettings, model: str, samples: Sequence[Sample], kind: str) -> list[Outgoing]:
-    """Bodies are written before the clock runs."""
+    """Return the requests with their bodies, which are serialized before the clock starts."""
     if settings.timed_by_data:
         if any(sample.at is None for sample in samples):
-            raise ConfigError(f"--self-timed needs a data set that says when; {settings.dataset.name} does not")
+            raise ConfigError(f"--self-timed requires a data set with times; {settings.dataset.name} has none")
         times = np.asarray([sample.at for sample in samples], dtype=np.float64)
     else:
         times = arrival_times(settings.shape, len(samples), settings.dataset.seed)
@@ -167,7 +164,7 @@ async def _warm_up(settings: ServeSettings, client: Client, requests: Sequence[O
 
 
 def _notes(settings: ServeSettings, server: MeasuredServer, alphabet: RandomPrompts, load: Load, count: int) -> list[str]:
-    """What a reader of the figures should know."""
+    """Return notes for the reader of the figures."""
     notes = []
     good = [record for record in load.records if record.ok]
     if load.interrupted:
@@ -177,17 +174,17 @@ def _notes(settings: ServeSettings, server: MeasuredServer, alphabet: RandomProm
     if server.estimated:
         notes.append("the server has no /tokenize: lengths of the data set's texts are estimated")
     inputs, cached = sum(record.prompt_tokens for record in good), sum(record.cached_tokens for record in good)
-    if settings.dataset.name == "random" and not settings.dataset.random_prefix_len and cached > CACHED * inputs:
+    if settings.dataset.name == "random" and not settings.dataset.random_prefix_len and cached > CACHED_SHARE * inputs:
         notes.append(f"{cached / inputs:.0%} of the input was in the server's prefix cache; another --seed sends other prompts")
     uncounted = sum(not record.counted for record in good)
     if uncounted:
         notes.append(f"{uncounted:,} answers came without usage: their chunks are counted as tokens")
     short = sum(record.output_tokens < record.asked_tokens for record in good)
     if short and settings.fields.get("ignore_eos"):
-        notes.append(f"{short:,} answers are shorter than asked for, in spite of --ignore-eos")
+        notes.append(f"{short:,} answers are shorter than requested, in spite of --ignore-eos")
     if settings.shape.max_concurrency is None and (settings.shape.timed or settings.timed_by_data) and good:
         late = float(np.percentile([record.wait for record in load.records], 99))
-        if late > LATE:
+        if late > LATE_S:
             notes.append(
                 f"this client was late: 1 % of the requests were sent more than {late * 1000:,.0f} ms after they were due"
             )

@@ -1,4 +1,4 @@
-"""Steps of an engine, measured one by one: what a simulation is calibrated with. Knows sizes and seconds, no engine."""
+"""Measured steps of an engine, which calibrate a simulation. The module handles sizes and seconds, no engine."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ FIELDS = ("rows", "tokens", "keys", "pairs", "seconds")
 
 @dataclass(frozen=True)
 class StepPoint:
-    """`keys` are looked at by rows of one token, `pairs` are those of a query and a key in longer rows."""
+    """A step: `keys` attended to by decode rows, `pairs` of a query and a key in prefill rows."""
 
     rows: int
     tokens: int
@@ -23,14 +23,14 @@ class StepPoint:
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of the loop: its step, and what the processor did beside it."""
+    """One iteration of the engine loop: its step, and processor time outside of the step."""
 
     point: StepPoint
     host: float  # seconds
 
 
 def summarize(turns: Iterable[tuple[Any, Turn]]) -> list[StepPoint]:
-    """Medians over the turns with the same label."""
+    """Return the median step of the turns with the same label."""
     groups: dict[Any, list[StepPoint]] = defaultdict(list)
     for label, turn in turns:
         groups[label].append(turn.point)
@@ -47,8 +47,7 @@ def summarize(turns: Iterable[tuple[Any, Turn]]) -> list[StepPoint]:
 
 
 def host_times(turns: Iterable[Turn]) -> tuple[float, float]:
-    """Seconds of the processor for a step, and for each of its rows: the line through the medians of the fewest and the most
-    rows."""
+    """Return processor seconds per step and per row: the line through the medians of the fewest and the most rows."""
     return _line((turn.point.rows, turn.host) for turn in turns)
 
 
@@ -65,8 +64,11 @@ def _line(points: Iterable[tuple[int, float]]) -> tuple[float, float]:
 
 
 def admission_times(turns: Iterable[tuple[int, float]], host: tuple[float, float]) -> tuple[float, float]:
-    """Seconds of the processor that a step with newcomers takes in addition, and for each of them: of turns with so many, all
-    of whose rows were theirs."""
+    """Return the additional processor seconds of a step with new requests, and of each of them.
+
+    turns: (new requests of a step without other rows, seconds)
+    host: of `host_times`
+    """
     return _line((count, seconds - host[0] - host[1] * count) for count, seconds in turns)
 
 
@@ -77,8 +79,8 @@ def as_json(points: Iterable[StepPoint]) -> list[dict[str, Any]]:
 def lines(points: Iterable[StepPoint], host: tuple[float, float], admission: tuple[float, float]) -> list[str]:
     found = [f"{'rows':>6}{'tokens':>8}{'keys':>10}{'pairs':>12}{'ms':>10}"]
     found += [f"{p.rows:>6}{p.tokens:>8}{p.keys:>10,.0f}{p.pairs:>12,.0f}{1000 * p.seconds:>10.3f}" for p in points]
-    told = f"processor beside a step: {1e6 * host[0]:.0f} µs, and {1e6 * host[1]:.2f} µs for each row"
+    text = f"processor time outside of a step: {1e6 * host[0]:.0f} µs, and {1e6 * host[1]:.2f} µs for each row"
     return [
         *found,
-        f"{told}; {1e6 * admission[0]:.0f} µs more with newcomers, and {1e6 * admission[1]:.0f} µs for each of them",
+        f"{text}; {1e6 * admission[0]:.0f} µs more with new requests, and {1e6 * admission[1]:.0f} µs for each of them",
     ]

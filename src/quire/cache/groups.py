@@ -1,10 +1,8 @@
-"""Page tables by kind. The scheduler never asks what kind a group is.
+"""Page tables by kind. The scheduler does not depend on the kind of a group.
 
-`request.pages[group]` is the table: entry i holds positions i * page_size ... and NULL stands for "not kept".
-A kind decides how many entries a length needs (`most`, `need`, `demand`), what a prefix hit or a fork requires (`best`,
-`can_fork`), and what no future query can see (`trim`); it is a class, and a row in KINDS. A recurrent state would keep a fixed
-number of entries and be found only at its checkpoints; cross-attention would need its whole source at once and never grow: both
-fit these verbs.
+`request.pages[group]` is the table: entry i holds positions i * page_size ... and NULL stands for "no page".
+A kind defines how many entries a length needs (`most`, `need`, `demand`), what a prefix hit or a fork requires (`best`,
+`can_fork`), and what no future query attends to (`trim`); it is a class, and a row in KINDS.
 """
 
 import sys
@@ -18,41 +16,41 @@ from quire.types.request import Request
 class Group(Protocol):
     @staticmethod
     def most(spec: CacheGroup, tokens: int, page_size: int, chunk: int) -> int:
-        """Pages one request of `tokens` tokens holds at most, when no row is longer than `chunk`."""
+        """Return the maximum of pages of a request of `tokens` tokens, if no row is longer than `chunk`."""
 
     def need(self, request: Request, end: int) -> int:
-        """New pages it takes to have room for the positions below `end`."""
+        """Return how many new pages positions below `end` need now."""
 
     def demand(self, request: Request, end: int) -> int:
-        """New pages it will take at most, at any moment, on the way to `end`."""
+        """Return the maximum of new pages that the request needs at any time on the way to `end`."""
 
     def grow(self, request: Request, pages: list[int]) -> int:
-        """Appends the pages; returns the table index of the first."""
+        """Append the pages; return the table index of the first."""
 
     def best(self, request: Request, pages: int) -> int:
-        """The longest prefix hit of at most that many full pages."""
+        """Return the longest prefix hit, in full pages, up to `pages`."""
 
     def adopt(self, request: Request, pages: int) -> None:
-        """Makes a prefix hit of that many full pages the request's table."""
+        """Make a prefix hit of `pages` full pages the request's table."""
 
     def can_fork(self, parent: Request, tokens: int) -> bool:
-        """Does the parent still hold all that a query at position `tokens` needs?"""
+        """Return whether the parent still has all pages that a query at position `tokens` needs."""
 
     def fork(self, request: Request, parent: Request, tokens: int) -> int:
-        """Shares the parent's full pages; returns the page to copy for the rest, with a reference, or NULL if there is none."""
+        """Share the parent's full pages; return the page to copy for the rest, with a reference, or NULL if there is none."""
 
     def trim(self, request: Request, position: int) -> None:
-        """Gives back what no query at `position` or later can see."""
+        """Free the pages that no query at `position` or later attends to."""
 
     def publish(self, request: Request, first: int, last: int) -> None:
-        """Offers the full pages first ... last - 1 to the content index."""
+        """Add the full pages first ... last - 1 to the content index."""
 
     def free(self, request: Request) -> None:
-        """Gives everything back."""
+        """Free all pages."""
 
 
 class Full:
-    """One page per `page_size` tokens, kept for the life of the request: a window that never moves."""
+    """One page per `page_size` tokens, until the request ends."""
 
     def __init__(self, pool: Pool, number: int, spec: CacheGroup, page_size: int, chunk: int) -> None:
         self.pool, self.number, self.spec, self.page_size, self.chunk = pool, number, spec, page_size, chunk
@@ -93,7 +91,7 @@ class Full:
         return self.pool.share(table[full]) if tokens % self.page_size else NULL
 
     def trim(self, request: Request, position: int) -> None:
-        pass  # every position is seen to the end
+        pass  # full attention needs every position
 
     def publish(self, request: Request, first: int, last: int) -> None:
         table, size = request.pages[self.number], self.page_size
@@ -106,7 +104,7 @@ class Full:
         request.pages[self.number] = []
 
     def _first(self, position: int) -> int:
-        """Table index of the first page that a query at `position` reads."""
+        """Return the table index of the first page that a query at `position` reads."""
         return max(0, position - self.window + 1) // self.page_size
 
     def _find(self, request: Request, i: int) -> int:
@@ -115,12 +113,12 @@ class Full:
 
 
 class Window(Full):
-    """The same table, but a query sees only the last `window` positions: earlier pages are given back and left NULL."""
+    """The same table, but a query attends to the last `window` positions: earlier pages are freed and left NULL."""
 
     @staticmethod
     def most(spec: CacheGroup, tokens: int, page_size: int, chunk: int) -> int:
-        """For a row that starts at c, the positions from c - window on are kept: one more than the row itself sees, so that a
-        fork one token back still finds all it needs.
+        """Return the maximum of pages. For a row that starts at c, positions from c - window on have pages: one more than
+        the row needs, so that a fork one token back finds all that it needs.
 
             c - window ........ c ........ c + chunk        window + chunk positions, at any offset inside the first page
         """
@@ -128,8 +126,8 @@ class Window(Full):
         return min(-(-tokens // page_size), (spec.window + chunk + page_size - 2) // page_size + 1)
 
     def demand(self, request: Request, end: int) -> int:
-        """Own pages come back on the way as the window moves on; shared ones do not, but cost nothing either. There may be more
-        than that already, where drafts were given room."""
+        """Return the maximum of new pages. Own pages are freed as the window moves; shared ones are not, but cost nothing.
+        Drafts may have allocated more than that."""
         refs = self.pool.refs
         own = sum(1 for page in request.pages[self.number] if page != NULL and refs[page] == 1)
         return max(0, min(self.need(request, end), self.most(self.spec, end, self.page_size, self.chunk) - own))
@@ -143,7 +141,7 @@ class Window(Full):
         table[first:last] = [NULL] * (last - first)
 
     def best(self, request: Request, pages: int) -> int:
-        """Walks back until an unbroken run of hits covers the window before its own end."""
+        """Walk back until an unbroken run of hits covers the window before its end."""
         i = pages
         while i > self._first(pages * self.page_size):
             i -= 1

@@ -7,11 +7,14 @@ from quire.cache.groups import KINDS
 from quire.types.cache import CacheGroup, CacheLayout, LayerCache
 from quire.types.errors import ConfigError
 
-NEARLY_EQUAL = 1.25  # kinds whose counts differ by less share one group each: a few unused buffers are cheaper than many tables
+NEARLY_EQUAL = 1.25  # kinds whose counts differ by less have one group each: unused buffers are cheaper than many tables
 
 
 def make_layout(layers: Sequence[LayerCache], page_size: int, element_bytes: int, without_pages: bool = False) -> CacheLayout:
-    """without_pages: the model may have no layer with a KV cache: recurrent models and encoders."""
+    """Return the layout of the cache.
+
+    without_pages: the model may have no layer with a KV cache: recurrent models and encoders
+    """
     if not layers and without_pages:
         return CacheLayout(page_size, 0, 0, ())
     if not layers:
@@ -34,19 +37,19 @@ def make_layout(layers: Sequence[LayerCache], page_size: int, element_bytes: int
 
 @dataclass(frozen=True)
 class Capacity:
-    pages: int  # usable ones: 1 ... pages
+    pages: int  # usable pages: 1 ... pages
     max_model_len: int
-    snapshots: int | None = None  # of recurrent states, beside those of the slots; None = there are none
+    snapshots: int | None = None  # of recurrent states, besides those of the slots; None: no recurrent layers
 
 
 def pages_for(layout: CacheLayout, tokens: int, chunk: int) -> int:
-    """Peak number of pages of one request of that many tokens, all groups together."""
+    """Return the peak number of pages of one request of `tokens` tokens, over all groups."""
     return sum(KINDS[group.kind].most(group, tokens, layout.page_size, chunk) for group in layout.groups)
 
 
-def longest(layout: CacheLayout, pages: int, most: int, chunk: int) -> int:
-    """The largest number of tokens, up to `most`, that one request may have with so many pages."""
-    low, high = 0, most
+def longest(layout: CacheLayout, pages: int, max_tokens: int, chunk: int) -> int:
+    """Return the largest number of tokens, up to `max_tokens`, of one request with `pages` pages."""
+    low, high = 0, max_tokens
     while low < high:
         middle = (low + high + 1) // 2
         if pages_for(layout, middle, chunk) <= pages:
@@ -56,34 +59,38 @@ def longest(layout: CacheLayout, pages: int, most: int, chunk: int) -> int:
     return low
 
 
-SNAPSHOT_SHARE, MOST_SNAPSHOTS = 0.25, 4  # of what the states of all slots leave; and for each slot
+SNAPSHOT_SHARE, SNAPSHOTS_PER_SLOT = 0.25, 4  # maximum share of the memory besides the slots' states; maximum per slot
 
 
-def fit_states(state_bytes: int, budget_bytes: int, max_seqs: int, wanted: bool, pages: bool, each: int = 1) -> tuple[int, int]:
-    """How many snapshots there are beside `each` states for each slot and one for none, and what that leaves of the budget.
-    `wanted`: are prefixes cached? `pages`: does something need the rest?"""
+def fit_states(
+    state_bytes: int, budget_bytes: int, max_seqs: int, caching: bool, pages: bool, each: int = 1
+) -> tuple[int, int]:
+    """Return the number of snapshots, and the rest of the budget in bytes.
+
+    caching: prefixes are cached; pages: the rest is used for pages; each: states per slot, plus one null state
+    """
     held = (each * max_seqs + 1) * state_bytes
     rest = budget_bytes - held
     if rest <= 0:
-        most = max(0, budget_bytes // state_bytes - 2) // each
+        possible = max(0, budget_bytes // state_bytes - 2) // each
         raise ConfigError(
             f"max_num_seqs {max_seqs} needs {_size(held)} for recurrent states, {each} of "
-            f"{_size(state_bytes)} each, but the cache got {_size(budget_bytes)}; {most} would fit, or give it more memory "
+            f"{_size(state_bytes)} each, but the cache got {_size(budget_bytes)}; {possible} would fit, or give it more memory "
             "(gpu_memory_utilization, kv_cache_memory_bytes)"
         )
     share = SNAPSHOT_SHARE if pages else 1.0
-    snapshots = min(int(rest * share) // state_bytes, MOST_SNAPSHOTS * max_seqs) if wanted else 0
+    snapshots = min(int(rest * share) // state_bytes, SNAPSHOTS_PER_SLOT * max_seqs) if caching else 0
     return snapshots, rest - snapshots * state_bytes
 
 
 def fit(
     layout: CacheLayout, budget_bytes: int, max_model_len: int, explicit: bool, chunk: int, override: int | None = None
 ) -> Capacity:
-    """How many pages the budget holds (`override` sets the usable ones outright), and the context length they can serve.
+    """Return the pages that fit the budget (`override` sets the usable ones), and the context length that they serve.
 
-    A length the user asked for is kept or refused; one that only came from the model is lowered to what fits.
+    A length set by the user is kept or refused; one of the model is lowered to what fits.
     """
-    if not layout.groups:  # nothing is kept in pages
+    if not layout.groups:  # no attention layers
         return Capacity(1, max_model_len)
     pages = budget_bytes // layout.bytes_per_page - 1 if override is None else override
     if pages < 1:
@@ -115,8 +122,8 @@ def _size(count: int) -> str:
 
 
 def stage_layout(layers: Sequence[LayerCache], stage: range, page_size: int, element_bytes: int) -> CacheLayout:
-    """Of the layers of one stage, which are counted from its first on. The groups are those of all stages, in the same order,
-    though a stage may have no layer of some."""
+    """Return the layout of one stage, with layers counted from its first. Groups and their order are those of all stages,
+    though a stage may have no layer of some groups."""
     groups = _groups(layers, page_size, element_bytes)
     own = tuple(
         replace(group, layers=tuple(layer - stage.start for layer in group.layers if layer in stage)) for group in groups
@@ -126,19 +133,19 @@ def stage_layout(layers: Sequence[LayerCache], stage: range, page_size: int, ele
 
 
 def pool_layout(layers: Sequence[LayerCache], stages: Sequence[range], page_size: int, element_bytes: int) -> CacheLayout:
-    """Of the whole model, by which pages are counted: a page takes what it takes in the stage where that is most."""
+    """Return the layout of the whole model, by which pages are counted: a page has the size of its largest stage."""
     each = [stage_layout(layers, stage, page_size, element_bytes) for stage in stages]
     return replace(max(each, key=lambda layout: layout.bytes_per_page), groups=_groups(layers, page_size, element_bytes))
 
 
 def _groups(layers: Sequence[LayerCache], page_size: int, element_bytes: int) -> tuple[CacheGroup, ...]:
-    """As many of each kind as in one process."""
+    """Return as many groups of each kind as in a single process."""
     kinds: dict[tuple[str, int | None], list[int]] = {}
     for index, layer in enumerate(layers):
         kinds.setdefault((layer.kind, layer.window), []).append(index)
-    together = make_layout(layers, page_size, element_bytes).groups
+    unsplit = make_layout(layers, page_size, element_bytes).groups
     groups = list[CacheGroup]()
     for (kind, window), members in kinds.items():
-        count = sum((group.kind, group.window) == (kind, window) for group in together)
+        count = sum((group.kind, group.window) == (kind, window) for group in unsplit)
         groups += [CacheGroup(kind, window, tuple(members[first::count])) for first in range(count)]
     return tuple(groups)

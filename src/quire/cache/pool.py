@@ -1,16 +1,16 @@
-"""Pages 1 ... n: who counts on them, what they hold, and which is given away next.
+"""Pages 1 ... n: reference counts, content, and the order of allocation.
 
     in use   refs > 0                     in one or more page tables
-    cached   refs == 0, has content       can be found again; evicted oldest first, and only when no blank page is left
-    blank    refs == 0, no content        given away first
+    cached   refs == 0, has content       can be found again; evicted oldest first, only when no blank page is left
+    blank    refs == 0, no content        allocated first
 
-A sequence that grows gets the page after its last one where that is blank. Where keys had better lie in one piece, a sequence
-that begins gets a page with much room behind it: the first, then the middle, then the quarters, and so on.
+A sequence that grows gets the page after its last one if that is blank. If contiguous keys are faster, a new sequence gets
+a page with much space after it: the first, then the middle, then the quarters, and so on.
 
     beginnings   [ 1st ....... | 3rd ....... | 2nd ....... | 4th ....... ]
 
-Page 0 is the null page: it stands for "nothing here" in a table and is never handed out, shared or dropped.
-The pool does not know requests or positions; a key is any value that stands for a page's content.
+Page 0 is the null page: it stands for "no page" in a table and is never allocated, shared or dropped.
+The pool does not know requests or positions; a key is any value that identifies a page's content.
 """
 
 import heapq
@@ -24,16 +24,16 @@ Key = tuple[int, bytes]  # cache group, content key
 
 
 class Pool:
-    def __init__(self, pages: int, in_one_piece: bool = True) -> None:
-        """`in_one_piece`: that is how the keys of a sequence had better lie."""
+    def __init__(self, pages: int, contiguous: bool = True) -> None:
+        """`contiguous`: contiguous keys of a sequence are faster."""
         self.pages = pages
         self.refs = [0] * (pages + 1)
-        self.returned = 0  # how often a page became free, ever: tells whether trying again can make sense
+        self.returned = 0  # pages that became free, ever: unchanged, a failed allocation fails again
         self.blank = pages
-        self._is_blank = bytearray([0]) + bytearray([1]) * pages + bytearray([0])  # with a place behind the last page
-        self._bits = max(pages - 1, 0).bit_length() if in_one_piece else 0
-        self._untried = 0  # the first place among the beginnings that nobody looked at
-        self._again: list[int] = []  # a heap of earlier places, whose pages came back; some were taken meanwhile
+        self._is_blank = bytearray([0]) + bytearray([1]) * pages + bytearray([0])  # with an entry after the last page
+        self._bits = max(pages - 1, 0).bit_length() if contiguous else 0
+        self._untried = 0  # the first untried position in the order of beginnings
+        self._again: list[int] = []  # a heap of earlier positions, whose pages were freed; some were allocated meanwhile
         self._queued = bytearray([1]) * (pages + 1)  # is in one of the two
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._index: dict[Key, int] = {}
@@ -48,18 +48,18 @@ class Pool:
         return len(self._cached)
 
     def kinds(self, pages: slice) -> bytes:
-        """What these pages are: 0 blank, 1 cached, 2 in use, 3 in use more than once."""
+        """Return the state of each page: 0 blank, 1 cached, 2 in use, 3 in use more than once."""
         rows = zip(self.refs[pages], self._content[pages], strict=True)
         return bytes([3 if refs > 1 else 2 if refs else content is not None for refs, content in rows])
 
     def take(self, count: int, after: int = NULL) -> list[int]:
-        """That many pages with unspecified content, each with one reference, for a sequence that ends with `after`."""
+        """Allocate pages with unspecified content, each with one reference, for a sequence whose last page is `after`."""
         if count > self.free:
-            raise EngineError(f"{count} pages were taken, but only {self.free} of {self.pages} are free")
+            raise EngineError(f"{count} pages were requested, but only {self.free} of {self.pages} are free")
         is_blank, taken = self._is_blank, []
         for _ in range(count):
             after += 1
-            if after > 1 and is_blank[after]:  # behind the sequence's last page
+            if after > 1 and is_blank[after]:  # after the sequence's last page
                 is_blank[after] = 0
                 self.blank -= 1
             else:
@@ -69,14 +69,14 @@ class Pool:
         return taken
 
     def share(self, page: int) -> int:
-        """One more reference to a page that is in use or cached."""
+        """Add a reference to a page that is in use or cached."""
         if self.refs[page] == 0:
             del self._cached[page]
         self.refs[page] += 1
         return page
 
     def drop(self, pages: Sequence[int]) -> None:
-        """One reference less to each; null pages are skipped. The tail of a sequence counts as older and is evicted first."""
+        """Remove a reference from each page; null pages are skipped. The tail of a sequence is evicted before its head."""
         refs = self.refs
         for page in reversed(pages):
             if page == NULL:
@@ -85,18 +85,18 @@ class Pool:
             if refs[page] == 0:
                 self.returned += 1
                 if self._content[page] is None:
-                    self._give(page)
+                    self._free_blank(page)
                 else:
                     self._cached[page] = None
 
     def publish(self, page: int, key: Key, tokens: bytes) -> None:
-        """Lets `page` be found by `key`. The first page of a key stays; another one with the same content remains private."""
+        """Make `page` the page of `key`. The first page of a key stays; another one with the same content remains private."""
         if key not in self._index and self._content[page] is None:
             self._index[key] = page
             self._content[page] = (key, tokens)
 
     def find(self, key: Key, tokens: bytes) -> int:
-        """The page with that content, or NULL. The tokens are compared: a key alone proves nothing."""
+        """Return the page with that content, or NULL. The tokens are compared, too, since different content may share a key."""
         page = self._index.get(key, NULL)
         if page != NULL:
             content = self._content[page]
@@ -105,7 +105,7 @@ class Pool:
         return page
 
     def forget(self, pages: Iterable[int]) -> None:
-        """These pages can no longer be found."""
+        """Remove the content of these pages from the index."""
         for page in pages:
             content = self._content[page]
             if content is None:
@@ -114,7 +114,7 @@ class Pool:
             self._content[page] = None
             if self.refs[page] == 0:
                 del self._cached[page]
-                self._give(page)
+                self._free_blank(page)
 
     def forget_content(self, keys: Iterable[Key]) -> None:
         self.forget([self._index[key] for key in keys if key in self._index])
@@ -123,7 +123,7 @@ class Pool:
         self.forget(list(self._index.values()))
 
     def check(self, owners: Counter[int]) -> None:
-        """Raises unless the references are exactly `owners` and every page is in one place."""
+        """Raise EngineError unless the references are exactly `owners` and every page is in one state."""
         blank = [page for page, is_blank in enumerate(self._is_blank) if is_blank]
         free = [*blank, *self._cached]
         used = [page for page in range(1, self.pages + 1) if self.refs[page]]
@@ -139,7 +139,7 @@ class Pool:
             raise EngineError("a blank page has content, or was not counted")
 
     def _beginning(self) -> int:
-        """The blank page with the most room behind it."""
+        """Allocate the blank page with the most space after it."""
         page = NULL
         while not self._is_blank[page]:
             if self._again:
@@ -152,11 +152,11 @@ class Pool:
         self.blank -= 1
         return page
 
-    def _give(self, page: int) -> None:
+    def _free_blank(self, page: int) -> None:
         self._is_blank[page] = 1
         self.blank += 1
         if not self._queued[page]:
-            heapq.heappush(self._again, self._place(page))
+            heapq.heappush(self._again, self._rank_of(page))
             self._queued[page] = 1
 
     def _evict(self) -> int:
@@ -167,13 +167,13 @@ class Pool:
             self._content[page] = None
         return page
 
-    def _place(self, page: int) -> int:
-        """A page's place among the beginnings: its number from 0, with the bits reversed where pages had better be spread."""
+    def _rank_of(self, page: int) -> int:
+        """Return a page's position in the order of beginnings: its number from 0, with reversed bits if `contiguous`."""
         return _reversed(page - 1, self._bits) if self._bits else page - 1
 
-    def _page(self, place: int) -> int:
-        """The page in that place of the order, or NULL: with bits reversed there are more places than pages."""
-        page = _reversed(place, self._bits) + 1 if self._bits else place + 1
+    def _page(self, rank: int) -> int:
+        """Return the page of a position, or NULL: with reversed bits there are more positions than pages."""
+        page = _reversed(rank, self._bits) + 1 if self._bits else rank + 1
         return page if page <= self.pages else NULL
 
 

@@ -1,4 +1,4 @@
-"""Content keys of full pages: a chain of SHA-256, so that a key stands for its page's tokens and for all before them.
+"""Content keys of full pages: a chain of SHA-256, so that a key covers its page's tokens and all tokens before them.
 
     key[0] = sha256(root(salt) + tokens of page 0)        key[i] = sha256(key[i-1] + tokens of page i)
 
@@ -11,7 +11,7 @@ from hashlib import sha256
 
 
 def root(salt: Sequence[str]) -> bytes:
-    """Each part is preceded by its length, so ("ab", "c") and ("a", "bc") differ."""
+    """Return the key before the first page. Each part is preceded by its length, so ("ab", "c") and ("a", "bc") differ."""
     digest = sha256(b"quire")
     for part in salt:
         encoded = part.encode()
@@ -20,7 +20,7 @@ def root(salt: Sequence[str]) -> bytes:
 
 
 def extend_keys(keys: list[bytes], tokens: "array[int]", page_size: int, salt: Sequence[str]) -> None:
-    """Appends the keys of the full pages of `tokens` that `keys` lacks."""
+    """Append the keys of the full pages of `tokens` that `keys` lacks."""
     count = len(tokens) // page_size
     if len(keys) >= count:
         return

@@ -1,15 +1,15 @@
-"""Recurrent states of prefixes: where they are kept, what they hold, and which is given away next.
+"""Snapshots of recurrent states of prefixes: allocation, content, eviction.
 
-A state has no positions: it can be gone on from only where it was saved. So a request is cut where its state is worth having
-later, and what lies behind the last snapshot that fits another request is run again by it. Worth having are
+A recurrent state can only be resumed at the position where it was saved. So prefill is cut where a snapshot is useful, and
+tokens after the last matching snapshot are computed again. Snapshots are taken at
 
-    its last full page     the same prompt, or one that goes on from it, may come again
-    where it branches off  the pages of others end here, so a second request has come that shares them: a third may follow
-    every few pages of what it samples: the latest only, for whoever goes on from the answer
+    the last full page     the same prompt, or a longer one, may come again
+    the branch             where the pages of other requests end: a second request shares them, a third may follow
+    every few pages of sampled tokens: the latest only, for the next turn of a conversation
 
-    entries  [ slot 0 | slot 1 | ... | snapshot | snapshot | ... ]      see `StepPlan`: loaded before rows, saved behind them
+    entries  [ slot 0 | slot 1 | ... | snapshot | snapshot | ... ]      see `StepPlan`: loaded before rows, saved after them
 
-What a planned step saves can be found from the next step on, once its tokens are known. The oldest is given away first.
+What a step saves can be found from the next step on, once its tokens are known. The least recently used is evicted first.
 """
 
 from collections import OrderedDict
@@ -19,18 +19,18 @@ from quire.cache.prefix import extend_keys
 from quire.types.errors import EngineError
 from quire.types.request import Request
 
-STRIDE = 4  # pages of sampled tokens between two snapshots
-MOST_SEEN = 1 << 16  # content keys remembered where no pages do
+STRIDE_PAGES = 4  # of sampled tokens between two snapshots
+MAX_REMEMBERED_KEYS = 1 << 16  # of a model without pages
 
 
 class Snapshots:
     def __init__(self, first: int, count: int, page_size: int, remember: bool) -> None:
-        """`remember`: the content keys that requests had, for there are no pages that tell where one branches off."""
+        """`remember`: record the content keys of requests, since a model without pages has no other way to find branches."""
         self._entries = range(first, first + count)
         self._page_size = page_size
         self._free = list(reversed(self._entries))
         self._index: OrderedDict[bytes, int] = OrderedDict()  # content key -> entry, oldest first
-        self._fresh: list[tuple[Request, int, int]] = []  # request, position, entry: saved, but not to be found yet
+        self._fresh: list[tuple[Request, int, int]] = []  # (request, position, entry): saved, but not findable yet
         self._seen: OrderedDict[bytes, None] | None = OrderedDict() if remember else None
 
     @property
@@ -38,12 +38,12 @@ class Snapshots:
         return len(self._entries)
 
     def best(self, request: Request, pages: int) -> int:
-        """The longest prefix of at most that many full pages whose state is there."""
+        """Return the longest prefix with a snapshot, in full pages, up to `pages`."""
         keys = request.keys
         return next((n for n in range(min(pages, len(keys)), 0, -1) if keys[n - 1] in self._index), 0)
 
     def seen(self, request: Request, pages: int) -> int:
-        """How many full pages others had, as far as this is where it is known."""
+        """Return how many full pages other requests had; `pages` if the page pool knows that."""
         if self._seen is None:
             return pages
         return next((n for n in range(pages) if request.keys[n] not in self._seen), pages)
@@ -53,38 +53,38 @@ class Snapshots:
             for key in request.keys[:pages]:
                 self._seen[key] = None
                 self._seen.move_to_end(key)
-            while len(self._seen) > MOST_SEEN:
+            while len(self._seen) > MAX_REMEMBERED_KEYS:
                 self._seen.popitem(last=False)
 
     def adopt(self, request: Request, tokens: int) -> None:
-        """The request begins behind so many tokens, whose state is there. What it is to save on its way is decided."""
+        """Start the request after `tokens` tokens, which have a snapshot, and decide where it saves its state."""
         request.restored = -1
         if tokens:
             key = request.keys[tokens // self._page_size - 1]
             request.restored = self._index[key]
             self._index.move_to_end(key)
         last = (len(request.tokens) - 1) // self._page_size * self._page_size
-        request.wanted = sorted({at for at in (request.branch, last) if at > tokens}) if self._entries else []
+        request.save_at = sorted({at for at in (request.branch, last) if at > tokens}) if self._entries else []
 
     def cut(self, request: Request, count: int) -> int:
-        """A row of at most so many tokens ends where its state is wanted."""
+        """Return the length of a row of up to `count` tokens that ends where the state has to be saved."""
         end = request.computed + count
-        return next((at - request.computed for at in request.wanted if request.computed < at < end), count)
+        return next((at - request.computed for at in request.save_at if request.computed < at < end), count)
 
     def next_save(self, request: Request) -> int:
-        """Of rows of one token, the first behind which the state is saved ends here."""
-        stride = STRIDE * self._page_size
+        """Return the end of the first decode row after which the state is saved."""
+        stride = STRIDE_PAGES * self._page_size
         return (request.computed // stride + 1) * stride
 
     def save(self, request: Request) -> int | None:
-        """The entry that its state goes to behind the row that was just planned; None = it is not to be saved."""
+        """Return the entry that receives the state after the row that was just planned; None: it is not saved."""
         at, size = request.computed, self._page_size
-        known = request.wanted and request.wanted[-1] >= at
-        due = at in request.wanted
-        request.wanted = [later for later in request.wanted if later > at]
+        known = request.save_at and request.save_at[-1] >= at
+        due = at in request.save_at
+        request.save_at = [later for later in request.save_at if later > at]
         if known and not due:
             return None
-        if not due and (at % (STRIDE * size) or not self._entries):
+        if not due and (at % (STRIDE_PAGES * size) or not self._entries):
             return None
         if len(request.keys) >= at // size and request.keys[at // size - 1] in self._index:
             return None
@@ -98,7 +98,7 @@ class Snapshots:
         return entry
 
     def settle(self) -> None:
-        """Before a step is planned: what earlier ones saved can be found, where all tokens are known."""
+        """Make snapshots of earlier steps findable if all their tokens are known; called before a step is planned."""
         fresh, self._fresh = self._fresh, []
         for request, at, entry in fresh:
             if len(request.tokens) < at:
@@ -113,16 +113,16 @@ class Snapshots:
                 self._free.append(entry)
                 continue
             self._index[key] = entry
-            if request.rolling == b"" and at % (STRIDE * self._page_size) == 0:
+            if request.rolling == b"" and at % (STRIDE_PAGES * self._page_size) == 0:
                 request.rolling = key
 
     def withdraw(self, request: Request) -> None:
-        """It leaves its slot: tokens that are not known yet may not come, or be others."""
-        request.wanted, request.restored, request.branch, request.rolling = [], -1, 0, None
+        """Drop snapshots of tokens that are not known yet, since the request leaves its slot."""
+        request.save_at, request.restored, request.branch, request.rolling = [], -1, 0, None
         self._drop_fresh(lambda other, at: other is request and at > len(request.tokens))
 
     def forget(self, request: Request) -> None:
-        """What was saved of this request cannot be trusted."""
+        """Drop all snapshots of a request whose state is invalid."""
         self._drop_fresh(lambda other, _: other is request)
         for key in request.keys:
             self._let_go(key)
@@ -135,9 +135,9 @@ class Snapshots:
             self._seen.clear()
 
     def check(self) -> None:
-        kept = [*self._free, *self._index.values(), *(entry for _, _, entry in self._fresh)]
-        if sorted(kept) != list(self._entries):
-            raise EngineError(f"snapshots are lost or doubled: {sorted(kept)} of {self._entries}")
+        entries = [*self._free, *self._index.values(), *(entry for _, _, entry in self._fresh)]
+        if sorted(entries) != list(self._entries):
+            raise EngineError(f"snapshots are lost or doubled: {sorted(entries)} of {self._entries}")
 
     def _take(self) -> int | None:
         if self._free:

@@ -1,6 +1,6 @@
-"""All cache groups of a request at once: what the scheduler talks to.
+"""All cache groups of a request, the interface for the scheduler.
 
-It keeps `request.pages`, `covered`, `keys` and `published`; the scheduler keeps the cursors. It knows no slots, steps or rows.
+It maintains `request.pages`, `covered`, `keys` and `published`; the scheduler the cursors. It knows no slots, steps or rows.
 """
 
 import sys
@@ -14,7 +14,7 @@ from quire.cache.snapshots import Snapshots
 from quire.types.cache import CacheLayout
 from quire.types.request import Request
 
-PUBLISHED = 4  # pages of sampled tokens at a time; a request that ends or gives way publishes the rest
+PUBLISH_PAGES = 4  # of sampled tokens at a time; a request that ends or is preempted publishes the rest
 Entries = tuple[int, int, list[int]]  # new page-table entries: table[group][first + i] = pages[i], as group, first, pages
 
 
@@ -25,27 +25,27 @@ class Tables:
         pages: int,
         chunk: int,
         prefix_caching: bool,
-        in_one_piece: bool = True,
+        contiguous: bool = True,
         states: tuple[int, int] | None = None,
     ) -> None:
-        """`states`: where layers are recurrent, the first of the entries for snapshots, and how many there are."""
+        """`states`: the first entry for snapshots of recurrent states, and their number."""
         self.page_size = layout.page_size
         self.prefix_caching = prefix_caching
-        self.pool = Pool(pages, in_one_piece)
+        self.pool = Pool(pages, contiguous)
         self.groups = make_groups(layout, self.pool, chunk)
         self.snapshots: Snapshots | None = None
         if states is not None:
             first, count = states
             self.snapshots = Snapshots(first, count if prefix_caching else 0, layout.page_size, remember=not self.groups)
-        self._forgetful = [group for group, spec in zip(self.groups, layout.groups, strict=True) if spec.window is not None]
+        self._windowed = [group for group, spec in zip(self.groups, layout.groups, strict=True) if spec.window is not None]
 
     @property
-    def keeps_all(self) -> bool:
-        """No page comes back before its request ends."""
-        return not self._forgetful
+    def frees_only_at_end(self) -> bool:
+        """Return whether no page is freed before its request ends."""
+        return not self._windowed
 
     def find(self, request: Request) -> int:
-        """How many leading tokens are cached: full pages only, and never the last token, whose logits are wanted."""
+        """Return how many leading tokens are cached: full pages only, never the last token, whose logits are needed."""
         if not self.prefix_caching:
             return 0
         extend_keys(request.keys, request.tokens, self.page_size, request.spec.salt)
@@ -61,7 +61,7 @@ class Tables:
         return pages
 
     def _agree(self, request: Request, pages: int) -> int:
-        """The longest hit of at most that many full pages that all groups have."""
+        """Return the longest hit, in full pages up to `pages`, that all groups have."""
         agreed = -1
         while pages != agreed:  # each group can only lower the answer
             agreed = pages
@@ -70,7 +70,7 @@ class Tables:
         return pages
 
     def adopt(self, request: Request, tokens: int) -> None:
-        """Starts the request's tables from a hit that `find` returned; 0 starts empty ones."""
+        """Start the request's tables from a hit that `find` returned; 0 starts empty ones."""
         request.pages = [[] for _ in self.groups]
         for group in self.groups:
             group.adopt(request, tokens // self.page_size)
@@ -79,26 +79,26 @@ class Tables:
         self._adopted(request, tokens)
 
     def can_fork(self, parent: Request, tokens: int) -> bool:
-        """A state is where its request stands, and not where a fork would begin: those go on from snapshots."""
+        """Return whether a fork can share the parent's pages. A recurrent state is never where the fork begins."""
         return self.snapshots is None and bool(parent.pages) and all(group.can_fork(parent, tokens) for group in self.groups)
 
     def fork(self, request: Request, parent: Request, tokens: int) -> list[int]:
-        """Starts the request's tables from its parent's. Returns the pages to copy, one per group, each with a reference."""
+        """Start the request's tables from its parent's; return the pages to copy, one per group, each with a reference."""
         request.pages = [[] for _ in self.groups]
         sources = [group.fork(request, parent, tokens) for group in self.groups]
         self._adopted(request, tokens)
         return [page for page in sources if page != NULL]
 
     def trim(self, request: Request) -> None:
-        """Keeps what a query one position back would need, so that a fork can still repeat the last token."""
-        for group in self._forgetful:
+        """Free pages outside of the windows, except what a query one position back needs, so that a fork can repeat a token."""
+        for group in self._windowed:
             group.trim(request, request.settled - 1)
 
     def demand(self, request: Request, end: int) -> int:
         return sum(group.demand(request, end) for group in self.groups)
 
     def grow(self, request: Request, end: int) -> list[Entries] | None:
-        """Takes the pages for the positions below `end`; None, and nothing is taken, if there are not enough."""
+        """Allocate pages for the positions below `end`; return None, and allocate nothing, if there are not enough."""
         needs = [group.need(request, end) for group in self.groups]
         if sum(needs) > self.pool.free:
             return None
@@ -112,7 +112,7 @@ class Tables:
         return grown
 
     def entries(self, request: Request) -> list[Entries]:
-        """The whole tables, without the leading NULLs."""
+        """Return the whole tables, without the leading NULLs."""
         whole = []
         for number, table in enumerate(request.pages):
             first = table.count(NULL)
@@ -121,7 +121,7 @@ class Tables:
         return whole
 
     def publish(self, request: Request) -> None:
-        """Offers the full pages whose tokens are known and scheduled to be written."""
+        """Publish the full pages whose tokens are known and scheduled to be written."""
         if request.computed < (request.published + 1) * self.page_size or not self.prefix_caching:
             return
         last = min(request.computed, len(request.tokens)) // self.page_size
@@ -137,11 +137,11 @@ class Tables:
         request.published = last
 
     def next_publication(self, request: Request) -> int:
-        """With so many tokens there are pages to publish: some at a time, since that costs little more than one."""
-        return (request.published + PUBLISHED) * self.page_size if self.prefix_caching else sys.maxsize
+        """Return the length at which pages are published next: several at a time, which costs little more than one."""
+        return (request.published + PUBLISH_PAGES) * self.page_size if self.prefix_caching else sys.maxsize
 
     def forget(self, request: Request) -> None:
-        """What pages hold of this request cannot be trusted, whoever has them by now."""
+        """Remove all content of this request from the index, since it is invalid."""
         for number in range(len(self.groups)):
             self.pool.forget_content([(number, key) for key in request.keys])
         if self.snapshots is not None:
@@ -162,7 +162,7 @@ class Tables:
         request.covered = request.published = 0
 
     def freed_by(self, leaving: Request, owned: Counter[int]) -> int:
-        """Pages that become free when this request leaves after those counted in `owned`, to which it is added."""
+        """Return the pages that become free if a request leaves after those counted in `owned`, and add its pages to that."""
         freed = 0
         for table in leaving.pages:
             for page in table:

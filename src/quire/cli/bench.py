@@ -1,15 +1,17 @@
-"""`quire bench`: measurements. Each is a file `bench_NAME.py` with `add_parser(subparsers)` and `run(namespace) -> int`."""
+"""`quire bench`: measurements of a server or a model, each with its own parser and `run(namespace) -> int`."""
 
-import importlib
 from typing import Any
-
-MEASUREMENTS = ("serve", "throughput", "latency", "startup", "steps")
 
 
 def add_parser(subparsers: Any) -> None:
+    from quire.cli import bench_offline, bench_serve, bench_steps
+
     parser = subparsers.add_parser(
         "bench", help="measure a server or a model", description="Measures throughput, latency and start-up."
     )
     inner = parser.add_subparsers(title="measurements", dest="measurement", metavar="MEASUREMENT", required=True)
-    for name in MEASUREMENTS:
-        importlib.import_module(f"quire.cli.bench_{name}").add_parser(inner)
+    bench_serve.add_parser(inner)
+    bench_offline.add_throughput_parser(inner)
+    bench_offline.add_latency_parser(inner)
+    bench_offline.add_startup_parser(inner)
+    bench_steps.add_parser(inner)

@@ -1,4 +1,4 @@
-"""`quire bench serve`: loads an OpenAI server and measures it. The flags are those of vLLM's command of that name."""
+"""`quire bench serve`: load an OpenAI server and measure it. The flags are those of vLLM's command of that name."""
 
 import argparse
 import asyncio
@@ -14,7 +14,7 @@ from quire.types.errors import ConfigError
 from quire.types.json_text import read_json
 
 if TYPE_CHECKING:
-    from quire.bench.datasets.options import DatasetOptions
+    from quire.bench.datasets import DatasetOptions
     from quire.bench.metrics import RunSummary
     from quire.bench.serve import Outcome, ServeSettings
 
@@ -24,7 +24,7 @@ YES: dict[str, Any] = {"action": "store_true"}
 N: dict[str, Any] = {"type": int, "metavar": "N"}
 X: dict[str, Any] = {"type": float, "metavar": "X"}
 
-Flags = tuple[tuple[str, str, dict[str, Any]], ...]  # name, help, and what argparse wants to know; the default is None
+Flags = tuple[tuple[str, str, dict[str, Any]], ...]  # name, help, options of argparse; the default is None
 
 SERVER: Flags = (
     ("base-url", "the server, such as https://host:8000, instead of --host and --port", {"metavar": "URL"}),
@@ -44,19 +44,19 @@ SERVER: Flags = (
     ("ready-check-timeout-sec", "wait this long for the server to be ready (default 0)", X | {"default": 0.0}),
     ("request-id-prefix", "of the X-Request-Id header (default: a random one)", {"metavar": "TEXT"}),
 )
-# Each belongs to the data set whose name it begins with; DatasetOptions has the defaults.
+# Each flag belongs to the data set whose name it begins with; DatasetOptions has the defaults.
 DATASET: Flags = (
     ("random-input-len", "tokens of each prompt, after the prefix (default 1024)", N),
-    ("random-output-len", "tokens to ask for (default 128)", N),
+    ("random-output-len", "output tokens of each request (default 128)", N),
     ("random-range-ratio", "lengths are spread evenly over length * (1 - X) to length * (1 + X) (default 0)", X),
     ("random-prefix-len", "tokens that all prompts begin with (default 0)", N),
     ("prefix-repetition-prefix-len", "tokens of each prefix (default 256)", N),
     ("prefix-repetition-suffix-len", "tokens after it, different in each prompt (default 256)", N),
     ("prefix-repetition-num-prefixes", "different prefixes (default 10)", N),
-    ("prefix-repetition-output-len", "tokens to ask for (default 128)", N),
-    ("sharegpt-output-len", "tokens to ask for (default: as many as the recorded answer has)", N),
-    ("custom-output-len", "tokens to ask for where a line has no output_tokens (default 256)", N),
-    ("timed-trace-chunk-hash-size", "tokens that one of a line's hash_ids stands for (default 512)", N),
+    ("prefix-repetition-output-len", "output tokens of each request (default 128)", N),
+    ("sharegpt-output-len", "output tokens of each request (default: those of the recorded answer)", N),
+    ("custom-output-len", "output tokens of a line without output_tokens (default 256)", N),
+    ("timed-trace-chunk-hash-size", "tokens of the block that each hash id stands for (default 512)", N),
     ("timed-trace-sec-multiplier", "seconds in a unit of the trace's timestamps (default 0.001)", X),
 )
 SAMPLING: Flags = tuple(
@@ -81,13 +81,13 @@ REQUESTS: Flags = (
         "random prompts as token ids or as words (default: ids, where endpoint and server allow it)",
         {"choices": ("auto", "ids", "text"), "default": "auto"},
     ),
-    ("vocab-size", "random token ids are below this (default: asked from the server's /tokenize)", N),
+    ("vocab-size", "random token ids are below this (default: from the server's /tokenize)", N),
     ("disable-shuffle", "keep the order of the data set", YES),
     ("no-oversample", "do not repeat samples when the data set has too few", YES),
     *DATASET,
-    ("ignore-eos", "generate as many tokens as asked for, past any end", YES),
+    ("ignore-eos", "do not stop at the end-of-sequence token", YES),
     *SAMPLING,
-    ("extra-body", "further fields of every request; they win", {"metavar": "JSON"}),
+    ("extra-body", "further fields of every request; they override the others", {"metavar": "JSON"}),
 )
 LOAD: Flags = (
     ("request-rate", "requests per second; inf is all at once (default inf)", X | {"default": math.inf}),
@@ -96,11 +96,11 @@ LOAD: Flags = (
         "shape of the gamma distributed gaps: 1 is Poisson, below comes in bursts, above is steadier (default 1)",
         X | {"default": 1.0},
     ),
-    ("max-concurrency", "most requests at once; with an infinite rate, the closed loop (default: no limit)", N),
-    ("ramp-up-strategy", "let the rate grow over the run", {"choices": ("linear", "exponential")}),
+    ("max-concurrency", "maximum of requests at once; with an infinite rate, a closed loop (default: no limit)", N),
+    ("ramp-up-strategy", "increase the rate during the run", {"choices": ("linear", "exponential")}),
     ("ramp-up-start-rps", "requests per second at the start", X),
     ("ramp-up-end-rps", "requests per second at the end", X),
-    ("self-timed", "send when the data set says (default: for timed_trace)", {"action": argparse.BooleanOptionalAction}),
+    ("self-timed", "send at the times of the data set (default: for timed_trace)", {"action": argparse.BooleanOptionalAction}),
     ("num-warmups", "requests before the measured ones (default 0)", N | {"default": 0}),
 )
 REPORT: Flags = (
@@ -137,8 +137,8 @@ NOTHING_SUCCEEDED, INTERRUPTED = 1, 130
 DESCRIPTION = """\
 Sends streaming requests to any OpenAI server, all at once, in a closed loop (--max-concurrency) or as random arrivals
 (--request-rate), and reports throughput and the distribution of latencies. TTFT: from sending a request to its first token.
-TPOT: time per token after the first. ITL: one value per token after the first, how long after its predecessor it was seen;
-tokens that come in one chunk are seen together. E2EL: from sending a request to the end of its answer."""
+TPOT: time per token after the first. ITL: one value per token after the first, the time since its predecessor;
+tokens of one chunk arrive together. E2EL: from sending a request to the end of its answer."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -190,7 +190,7 @@ def run(namespace: argparse.Namespace) -> int:
 def result_of(
     namespace: argparse.Namespace, settings: "ServeSettings", outcome: "Outcome", summary: "RunSummary"
 ) -> dict[str, Any]:
-    """The saved form: what was measured under vLLM's names, and everything needed to measure it again."""
+    """Return the result to save: figures under vLLM's names, and everything needed to repeat the measurement."""
     from quire.bench.machine import provenance
     from quire.bench.report import details, error_lines
 
@@ -224,14 +224,14 @@ def result_of(
 
 
 def plain(value: Any) -> Any:
-    """A flag's value as JSON has it: no infinities, no paths."""
+    """Return a flag's value for JSON: no infinities, no paths."""
     if isinstance(value, float) and math.isinf(value):
         return "inf"
     return str(value) if isinstance(value, Path) else value
 
 
 def result_path(namespace: argparse.Namespace, model: str) -> Path | None:
-    """Where to save, if any flag asks for it."""
+    """Return where to save the result, or None if no flag requests it."""
     given = namespace.save_result or namespace.result_filename
     if not given:
         if namespace.save_result is None and not namespace.result_dir and not namespace.save_detailed:
@@ -253,7 +253,7 @@ def settings_of(namespace: argparse.Namespace) -> "ServeSettings":
     from quire.bench.serve import ServeSettings
 
     if namespace.base_url is not None and (namespace.host is not None or namespace.port is not None):
-        raise ConfigError("--base-url says host and port; drop --host and --port")
+        raise ConfigError("--base-url includes host and port; drop --host and --port")
     if not namespace.request_timeout > 0:
         raise ConfigError(f"--request-timeout must be above 0, got {namespace.request_timeout}")
     host, port = namespace.host or "127.0.0.1", 8000 if namespace.port is None else namespace.port
@@ -288,16 +288,16 @@ def settings_of(namespace: argparse.Namespace) -> "ServeSettings":
 
 
 def endpoint_of(backend: str | None, endpoint: str | None) -> tuple[bool, str]:
-    """Whether to chat, and where. Each follows from the other."""
+    """Return whether to use chat, and the endpoint. Each follows from the other."""
     says_chat = endpoint is not None and endpoint.rstrip("/").endswith("/chat/completions")
     chat = says_chat if backend is None else backend == "openai-chat"
     if endpoint is not None and endpoint.rstrip("/").endswith("/completions") and chat != says_chat:
-        raise ConfigError(f"--backend {backend} does not speak to {endpoint}; drop one of them")
+        raise ConfigError(f"--backend {backend} does not match --endpoint {endpoint}; drop one of them")
     return chat, endpoint or (CHAT if chat else "/v1/completions")
 
 
 def dataset_of(namespace: argparse.Namespace) -> "DatasetOptions":
-    from quire.bench.datasets.options import DatasetOptions
+    from quire.bench.datasets import DatasetOptions
 
     own: dict[str, Any] = {}
     for flag, _, _ in DATASET:

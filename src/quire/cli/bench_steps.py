@@ -1,4 +1,4 @@
-"""`quire bench steps`: how long single steps take, over rows, tokens and contexts: what `quire simulate --timing` reads."""
+"""`quire bench steps`: the duration of single steps by rows, tokens and contexts, for `quire simulate --timing`."""
 
 import argparse
 import json
@@ -13,6 +13,7 @@ from quire.bench.front_end import measure_front_end
 from quire.bench.steps import StepPoint, Turn, admission_times, as_json, host_times, lines, summarize
 from quire.cli.bench_offline import OfflineReport, add_group, add_report_and_engine_flags, at_least, engine_args, engine_facts
 from quire.cli.bench_serve import YES, Flags, N, X
+from quire.proc.spawn import WITH_THREAD, end_with_parent
 from quire.types.errors import ConfigError
 from quire.types.plan import TOKEN_BUCKETS
 
@@ -25,33 +26,33 @@ if TYPE_CHECKING:
     from quire.sim.analytic import Window
 
 DESCRIPTION = """\
-Measures steps of the engine one by one: rows of one token after a short and after a long context, prompts of many lengths,
-alone and after a context, and both together. `quire simulate --timing FILE` takes the saved result as its device."""
-SERVER = "quire.cli.bench_steps_server"
-BESIDE = 4  # times as many tokens as rows of one beside a prompt: few, so that the rows are a part of the step
-BETWEEN = 4  # steps of one token after each with a prompt, as there are under load: a card that only multiplies slows down
-ROUND = 4 + BETWEEN  # steps for a prompt beside rows, at most
-NEWCOMERS, NEWCOMER = (1, 16), 16  # requests at once, and their tokens: few, so that the step is recorded where steps are
-LONG = 1.0  # second for steps of a kind, after which fewer do
+Measures steps of the engine one by one: decode rows after a short and after a long context, prompts of many lengths,
+alone and after a context, and mixed steps. `quire simulate --timing FILE` takes the saved result as its device."""
+SERVER = "quire.cli.bench_steps"
+MIXED_TOKENS_PER_ROW = 4  # tokens of a mixed step per decode row: few, so that the rows matter
+DECODE_STEPS_BETWEEN = 4  # as under load: a GPU that runs only large GEMMs lowers its clock
+STEPS_PER_PROMPT = 4 + DECODE_STEPS_BETWEEN  # at most
+ADMITTED_REQUESTS, ADMITTED_TOKENS = (1, 16), 16  # few tokens, so that the step fits a CUDA graph
+LONG_S = 1.0  # after this time for steps of one kind, a quarter of the repeats is enough
 LISTED: dict[str, Any] = {"type": int, "metavar": "N", "nargs": "+"}
 STEPS: Flags = (
-    ("rows", "requests that generate together (default: 1, 2, 4, ... up to max_num_seqs)", LISTED),
+    ("rows", "decode rows of a step (default: 1, 2, 4, ... up to max_num_seqs)", LISTED),
     (
         "prompts",
-        "tokens of a step with a prompt (default: 4, 16, ... up to max_num_batched_tokens, and all recorded sizes)",
+        "tokens of a step with a prompt (default: 4, 16, ... up to max_num_batched_tokens, and all sizes of CUDA graphs)",
         LISTED,
     ),
-    ("contexts", "tokens before those, a few and many (default 64 1024)", LISTED | {"default": [64, 1024]}),
-    ("context-tokens", "rows times context at most (default 16384)", N | {"default": 16384}),
-    ("front-end", "measure what is between a client and the engine, too: starts a server that needs no model", YES),
-    ("temperature", "of all rows (default 1, as a request that says nothing; 0 = greedy)", X | {"default": 1.0}),
-    ("repeats", "steps of each kind, of which the median is taken (default 16; long prompts a quarter)", N | {"default": 16}),
+    ("contexts", "context lengths, a short and a long one (default 64 1024)", LISTED | {"default": [64, 1024]}),
+    ("context-tokens", "maximum of rows times context (default 16384)", N | {"default": 16384}),
+    ("front-end", "also measure the API process between client and engine: starts a server that needs no weights", YES),
+    ("temperature", "of all rows (default 1, as for a request without one; 0 = greedy)", X | {"default": 1.0}),
+    ("repeats", "steps of each kind; the median is reported (default 16; a quarter for long prompts)", N | {"default": 16}),
 )
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        "steps", usage="%(prog)s [options]", help="how long single steps take, for `quire simulate`", description=DESCRIPTION
+        "steps", usage="%(prog)s [options]", help="measure single steps, for `quire simulate`", description=DESCRIPTION
     )
     add_group(parser, "steps", STEPS)
     add_report_and_engine_flags(parser)
@@ -71,7 +72,7 @@ def run(namespace: argparse.Namespace) -> int:
         at_least(flag, getattr(namespace, flag.replace("-", "_")), 1)
     args = engine_args(namespace, tokens_only=True)
     if args.data_parallel_size > 1:
-        raise ConfigError("steps are those of one engine: leave data_parallel_size out")
+        raise ConfigError("quire bench steps measures one engine; leave data_parallel_size out")
     from quire.config.facts import sizes_of
     from quire.engine.core import EngineCore
     from quire.llm import LLM
@@ -82,9 +83,7 @@ def run(namespace: argparse.Namespace) -> int:
     engine, config, core = llm.llm_engine, llm.llm_engine.config, llm.llm_engine.core
     assert isinstance(core, EngineCore)
     if (most := max(namespace.rows or (1,))) > config.max_seqs:
-        raise ConfigError(
-            f"--rows {most} is more than max_num_seqs {config.max_seqs}; say --max-num-seqs {most}, or ask for fewer"
-        )
+        raise ConfigError(f"--rows {most} is more than max_num_seqs {config.max_seqs}; use --max-num-seqs {most} or fewer rows")
     facts = engine_facts(llm) | {
         "num_pages": core.scheduler.pool.pages, "device_memory": config.device_facts.total_bytes,
     }  # fmt: skip
@@ -94,7 +93,7 @@ def run(namespace: argparse.Namespace) -> int:
         print("the front end", file=sys.stderr)
         secret = {"HF_TOKEN": args.hf_token} if isinstance(args.hf_token, str) else {}
         front = measure_front_end(_server(args, namespace), config.facts.max_position, config.facts.vocab_size, secret)
-    while core.idle():  # a server records steps before anybody wants them
+    while core.idle():  # record all CUDA graphs first, as a server does when idle
         pass
     meter = StepMeter(core, windows_of(config.facts.layers), config.page_size, RandomPrompts(config.facts.vocab_size))
     meter.temperature = namespace.temperature
@@ -138,7 +137,7 @@ def _sizes(namespace: argparse.Namespace, config: "Config", longest: int) -> Siz
 
 
 def _measure(meter: "StepMeter", namespace: argparse.Namespace, sizes: Sizes) -> tuple[list[tuple[Any, Turn]], list[Turn]]:
-    """With labels, and again those with rows of one token alone."""
+    """Return all turns with labels, and those of pure decode steps."""
     turns: list[tuple[Any, Turn]] = []
     repeats, contexts, longest = namespace.repeats, namespace.contexts, sizes.longest
     for context in contexts:
@@ -160,28 +159,32 @@ def _measure(meter: "StepMeter", namespace: argparse.Namespace, sizes: Sizes) ->
                 most = f"max_num_batched_tokens {sizes.budget} or max_model_len {longest}"
                 print(f"skipped: a prompt of {length} tokens after {context}, more than {most}", file=sys.stderr)
     for count in sizes.rows:
-        length = next((size for size in sorted(sizes.prompts) if size >= BESIDE * count), sys.maxsize)
+        length = next((size for size in sorted(sizes.prompts) if size >= MIXED_TOKENS_PER_ROW * count), sys.maxsize)
         context = min(contexts) if count * max(contexts) > namespace.context_tokens else max(contexts)
-        if 1 < count < meter.max_seqs and length <= min(sizes.budget, longest - 2) and context + ROUND * repeats <= longest:
-            print(f"a prompt beside {count} rows, {length} tokens together", file=sys.stderr)
+        if (
+            1 < count < meter.max_seqs
+            and length <= min(sizes.budget, longest - 2)
+            and context + STEPS_PER_PROMPT * repeats <= longest
+        ):
+            print(f"a prompt with {count} decode rows, {length} tokens in total", file=sys.stderr)
             found = meter.prompts(length, 0, repeats, count, context)
-            turns += [(("beside", count, length), turn) for turn in found]
-    for count in NEWCOMERS:
+            turns += [(("mixed", count, length), turn) for turn in found]
+    for count in ADMITTED_REQUESTS:
         if count <= meter.max_seqs:
-            print(f"{count} newcomers", file=sys.stderr)
+            print(f"{count} new requests", file=sys.stderr)
             meter.admit(count, repeats)
     return turns, singles
 
 
 def _server(args: "EngineArgs", namespace: argparse.Namespace) -> list[str]:
-    """The command of a server with the same model, as far as one without weights knows it."""
+    """Return the command of a server with the same model, without weights."""
     command = [sys.executable, "-m", SERVER, str(os.getpid()), args.model]
     for name in ("tokenizer", "revision", "tokenizer_revision", "download_dir"):
         if (value := getattr(args, name)) is not None:
             command += [f"--{name.replace('_', '-')}", value]
     if args.hf_overrides:
         command += ["--hf-overrides", json.dumps(args.hf_overrides)]
-    if getattr(namespace, "skip_tokenizer_init", False):  # asked for, not only because steps need none
+    if getattr(namespace, "skip_tokenizer_init", False):  # a flag of the user, not only because steps need no tokenizer
         command.append("--skip-tokenizer-init")
     return command
 
@@ -194,7 +197,7 @@ def _powers(base: int, first: int, most: int) -> list[int]:
 
 
 class StepMeter:
-    """Runs requests of wanted shapes on a core, and keeps how long its steps took."""
+    """Runs requests of given shapes on an engine core and records the duration of its steps."""
 
     temperature = 1.0
 
@@ -206,11 +209,11 @@ class StepMeter:
         self._open: set[str] = set()
         self.max_seqs = core.scheduler.roster.max_seqs
         self._landed: list[tuple[Scheduled, float]] = []
-        tell = core.scheduler.took
+        took = core.scheduler.took
 
         def note(scheduled: "Scheduled", seconds: float, paused: float = 0.0, waited: bool = False) -> None:
             self._landed.append((scheduled, seconds))
-            tell(scheduled, seconds, paused, waited)
+            took(scheduled, seconds, paused, waited)
 
         core.scheduler.took = note  # type: ignore[method-assign]
         self.admissions: list[tuple[int, float]] = []  # (new requests of a step, seconds of CPU time)
@@ -220,26 +223,30 @@ class StepMeter:
             self._add(self._tokens(context), repeats + 2)
         return [turn for turn in self._run() if turn.point.rows == turn.point.tokens == rows]
 
-    def prompts(self, tokens: int, context: int, repeats: int, beside: int = 0, before: int = 1) -> list[Turn]:
-        """Steps of so many tokens, of which all but `beside` rows of one, `before` which lie as many, are a prompt's after a
-        context, which is found in the prefix cache where there is one. An engine that plans ahead has another row at least:
-        its device is never without a step, and from the end of one to the end of the next is its own time."""
-        beside = max(beside, 1 if self._core.depth and tokens > 2 and self.max_seqs > 1 else 0)
+    def prompts(self, tokens: int, context: int, repeats: int, decodes: int = 0, before: int = 1) -> list[Turn]:
+        """Measure steps of `tokens` tokens: a prompt after a cached context, and decode rows.
+
+        decodes: decode rows, each after a context of `before` tokens
+
+        With async scheduling there is at least one decode row: the device is then never idle, and the time between the ends
+        of two steps is the duration of the second.
+        """
+        decodes = max(decodes, 1 if self._core.depth and tokens > 2 and self.max_seqs > 1 else 0)
         head, found = self._tokens(context // self._page_size * self._page_size), list[Turn]()
         if head:
             self._add(head, 1)
             self._run()
-        rows = [self._add(self._tokens(before), ROUND * repeats) for _ in range(beside)]
+        rows = [self._add(self._tokens(before), STEPS_PER_PROMPT * repeats) for _ in range(decodes)]
         waiting = set(rows)
         while waiting:
             waiting.difference_update(self._step())
         began = time.perf_counter()
         for count in range(repeats):
-            if count >= max(2, repeats // 4) and time.perf_counter() - began > LONG:
+            if count >= max(2, repeats // 4) and time.perf_counter() - began > LONG_S:
                 break
-            self._add([*head, *self._tokens(tokens - beside)], 1)
-            found += [turn for turn in self._run(but=rows) if (turn.point.rows, turn.point.tokens) == (1 + beside, tokens)]
-            for _ in range(BETWEEN if self._core.depth and self._open else 0):
+            self._add([*head, *self._tokens(tokens - decodes)], 1)
+            found += [turn for turn in self._run(but=rows) if (turn.point.rows, turn.point.tokens) == (1 + decodes, tokens)]
+            for _ in range(DECODE_STEPS_BETWEEN if self._core.depth and self._open else 0):
                 self._step()
         self._core.abort(rows)
         self._run()
@@ -248,7 +255,7 @@ class StepMeter:
     def admit(self, count: int, repeats: int) -> None:
         for _ in range(repeats):
             for _ in range(count):
-                self._add(self._tokens(NEWCOMER), 1)
+                self._add(self._tokens(ADMITTED_TOKENS), 1)
             began = time.perf_counter()
             self._landed.clear()
             self._step()
@@ -273,13 +280,13 @@ class StepMeter:
         return name
 
     def _step(self) -> set[str]:
-        """Who has heard of it."""
+        """Run a step; return the ids of the requests that got a delta."""
         deltas = self._core.step()
         self._open.difference_update(delta.request_id for delta in deltas if delta.finish_reason is not None)
         return {delta.request_id for delta in deltas}
 
     def _run(self, but: Collection[str] = ()) -> list[Turn]:
-        """Until all have ended `but` these."""
+        """Run steps until all requests but these have ended."""
         from quire.sim.analytic import shape_of
 
         turns: list[Turn] = []
@@ -293,3 +300,23 @@ class StepMeter:
                 host = whole - (self._core.waited if self._core.depth else seconds)
                 turns.append(Turn(StepPoint(shape.rows, shape.tokens, shape.single_keys, shape.pairs, seconds), host))
         return turns
+
+
+def serve_without_model(argv: Sequence[str] | None = None) -> int:
+    """Run the server of `quire bench steps --front-end`: `python -m quire.cli.bench_steps PARENT FLAG ... [with-thread]`.
+
+    API keys of the environment do not apply to it.
+    """
+    parent, *flags = sys.argv[1:] if argv is None else argv
+    if WITH_THREAD in flags[-1:]:
+        end_with_parent()
+        flags.pop()
+    if os.getppid() != int(parent):  # the parent has ended already
+        return 1
+    from quire.cli.main import main as quire
+
+    return quire(["serve", *flags, "--no-auth"])
+
+
+if __name__ == "__main__":
+    sys.exit(serve_without_model())

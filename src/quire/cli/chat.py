@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from quire.cli.parser import load_engine, replace_invalid_input, take_words
-from quire.cli.sampling import SETTABLE, add_sampling_arguments, sampling_values
+from quire.cli.run import SETTABLE, add_sampling_arguments, print_stream, sampling_values
 from quire.config.args import add_cli_arguments, nearest
 from quire.types.errors import ConfigError, RequestError
 from quire.types.sampling import SamplingParams
 
 SUMMARY = 'Type a message, or /help for commands such as "/set temperature 0"; Ctrl-C stops an answer, /exit or Ctrl-D ends.'
 ROLES = ("system", "user", "assistant")
-# each with what it takes and what it does
+# command: argument and description
 COMMANDS = {
     "/help": ("", "list the commands"),
     "/set": ("NAME VALUE", f"set a sampling parameter: {', '.join(SETTABLE)}"),
@@ -50,12 +50,10 @@ class Conversation:
 
     def say(self, text: str) -> None:
         """Send one message and print the answer. A turn that is stopped or refused leaves the history unchanged."""
-        from quire.cli.sampling import print_stream
-
-        asked = {"role": "user", "content": text}
+        message = {"role": "user", "content": text}
         try:
             tokenizer = self.engine.get_tokenizer()
-            prompt = tokenizer.apply_chat_template([*self.history(), asked], tokenize=False, add_generation_prompt=True)
+            prompt = tokenizer.apply_chat_template([*self.history(), message], tokenize=False, add_generation_prompt=True)
             ids = tokenizer.encode(prompt, add_special_tokens=False)
             params = SamplingParams(**self.values)
             answer = print_stream(self.engine, {"prompt": prompt, "prompt_token_ids": ids}, params)
@@ -66,7 +64,7 @@ class Conversation:
             print(f"\n{error}", file=sys.stderr)
             return
         print()
-        self.messages += [asked, {"role": "assistant", "content": answer}]
+        self.messages += [message, {"role": "assistant", "content": answer}]
 
 
 def run_command(conversation: Conversation, name: str, argument: str) -> str:
@@ -167,7 +165,7 @@ def _is_message(message: object) -> bool:
 def _help() -> str:
     rows = [(f"{name} {takes}".strip(), what) for name, (takes, what) in COMMANDS.items()]
     rows += [('"""', "begin and end a message of several lines"), ("Ctrl-C", "stop an answer")]
-    return "\n".join(["commands", *(f"  {form:<18} {what}" for form, what in rows)])
+    return "\n".join(["commands", *(f"  {usage:<18} {what}" for usage, what in rows)])
 
 
 BLOCK_MARK = '"""'  # begins and ends a message of several lines

@@ -1,6 +1,6 @@
-"""`quire serve --headless`: a machine that has ranks of an engine which another machine serves, or whole engines of its own.
+"""`quire serve --headless`: run ranks of an engine that another machine serves, or whole engines, without an API.
 
-It starts its ranks whenever the engine there is started, which is more than once if something is lost, and ends with it.
+The ranks are started whenever machine 0 starts the engine, again after a failure, and end with it.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from quire.engine.node_agent import NodeAgent
 from quire.types.errors import ConfigError
 
 logger = logging.getLogger("quire.cli.headless")
-PAUSE = 0.2  # seconds between two lives of the engine
+REJOIN_DELAY_S = 0.2  # after the engine was lost
 
 
 def run_headless(args: EngineArgs) -> int:
@@ -48,10 +48,10 @@ def run_headless(args: EngineArgs) -> int:
             finally:
                 ranks.end()
             logger.warning(
-                "node %d: machine 0 at %s:%d, or a rank of its engine, was lost: ranks %d to %d are ended; joining again",
+                "node %d lost machine 0 at %s:%d or a rank of its engine: ranks %d to %d are stopped; joining again",
                 args.node_rank, *first, links.own.start, links.own.stop - 1,
             )  # fmt: skip
-            time.sleep(PAUSE)
+            time.sleep(REJOIN_DELAY_S)
     return 0
 
 
@@ -60,8 +60,8 @@ def _run_engines(args: EngineArgs) -> int:
     last = first + (args.data_parallel_size - first if here is None else here) - 1
     if not 0 < first <= last < args.data_parallel_size:
         raise ConfigError(
-            f"--headless with data_parallel_size={args.data_parallel_size}: machine 0 has the first engines, this one others. "
-            "Give the number of its first one, --data-parallel-start-rank, and how many it has, "
+            f"--headless with data_parallel_size={args.data_parallel_size}: machine 0 runs the first engines, this one others. "
+            "Give the number of the first, --data-parallel-start-rank, and how many it runs, "
             f"--data-parallel-size-local; got {first} and {here}"
         )
     if args.nnodes > 1 or args.distributed_executor_backend in ("ray", "external_launcher"):

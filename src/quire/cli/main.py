@@ -1,4 +1,4 @@
-"""`quire`: the front door. Errors that Quire raises on purpose are one line, not a traceback."""
+"""`quire`: the command line. Errors that Quire raises on purpose are one line, not a traceback."""
 
 import argparse
 import importlib
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return WRONG_USE if isinstance(error, ConfigError | RequestError) else FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output went away
+    except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
 

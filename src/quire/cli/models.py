@@ -1,4 +1,4 @@
-"""`quire models`: what can be run: families, file formats, and the models with short names."""
+"""`quire models`: list model families, file formats, and the models with short names."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "models",
         help="list model families, formats and aliases",
-        description="Lists the architectures Quire serves itself, the formats it reads, and the models with short names.",
+        description="Lists the architectures that Quire implements, the formats it reads, and the models with short names.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -26,7 +26,7 @@ def gather() -> dict[str, Any]:
     from quire.config.families import architectures, gguf_rows
     from quire.config.families.composites import COMPOSITES
     from quire.config.quantization import quantization_table
-    from quire.files import wheel
+    from quire.files import cache, wheel
     from quire.files.gguf import READABLE_TYPES
 
     cached = {name: wheel.cached(name) for name in wheel.ALIASES}
@@ -36,14 +36,14 @@ def gather() -> dict[str, Any]:
         "fallback": _fallback(),
         "formats": {
             "safetensors": "a directory or hub id with config.json and *.safetensors",
-            "gguf": "a .gguf file (or its shards), org/repo:QUANT or org/repo/FILE.gguf; kept in blocks on a CPU, "
-            "in 4, 6 or 8 bits on a GPU, as far as there are kernels for them, else dequantized",
+            "gguf": "a .gguf file (or its shards), org/repo:QUANT or org/repo/FILE.gguf; stays in its blocks on a CPU, "
+            "in 4, 6 or 8 bits on a GPU if there are kernels for the type, else dequantized",
         },
         "quantization": quantization_table(),
         "gguf_architectures": sorted({row.name for _, row in gguf_rows()}),
         "gguf_types": list(READABLE_TYPES),
         "default": DEFAULT_MODEL,
-        "cache": str(wheel.cache_directory()),
+        "cache": str(cache.cache_directory()),
         "aliases": {
             name: {
                 "what": model.what,
@@ -57,7 +57,7 @@ def gather() -> dict[str, Any]:
 
 
 def _fallback() -> str | None:
-    """The version of transformers, which serves the architectures we do not, or None when it is not installed."""
+    """Return the version of transformers, which serves all other architectures, or None if it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -81,11 +81,11 @@ def render(found: dict[str, Any]) -> str:
     lines += [f"  {name:<12} {what}" for name, what in found["formats"].items()]
     lines += [f"  {'':<12} architectures: {', '.join(found['gguf_architectures'])}"]
     lines += [f"  {'':<12} types: {', '.join(found['gguf_types'])}"]
-    lines += ["", "Quantization of safetensors (what a device does with matrices; others become floats)"]
+    lines += ["", "Quantization of safetensors (which schemes a device runs quantized; others are dequantized)"]
     for name, method in found["quantization"].items():
-        kept = "; ".join(f"{device} keeps {', '.join(kinds)}" for device, kinds in method["kept"].items() if kinds)
-        lines.append(f"  {name:<18} {kept or 'becomes floats'}")
-    lines += ["", f"Aliases (kept in {found['cache']})"]
+        native = "; ".join(f"{device} runs {', '.join(kinds)}" for device, kinds in method["kept"].items() if kinds)
+        lines.append(f"  {name:<18} {native or 'dequantized'}")
+    lines += ["", f"Aliases (stored in {found['cache']})"]
     for name, alias in found["aliases"].items():
         default = ", the default model" if name == found["default"] else ""
         state = "in the cache" if alias["cached"] else f"{alias['bytes'] / 1e6:.0f} MB, fetched on first use"

@@ -1,7 +1,7 @@
-"""An argument parser in vLLM's manner: `_` is `-` in flags, nothing is guessed from prefixes, typos get suggestions, help is
-short unless more is asked for (`help.py`).
+"""An argument parser with vLLM's conventions: `_` is `-` in flags, no abbreviations, suggestions for typos, help in sections.
 
-Flags may have dots (`dotted.py`), come from a file (`config_file.py`), and be said to be true or false (`--flag=false`).
+
+Flags may have dots (`--flag.key value`), come from a file (`--config`), and be set to true or false (`--flag=false`).
 """
 
 import argparse
@@ -10,13 +10,12 @@ import io
 import json
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from quire.cli.help import help_about, short_help, unknown_topic
 from quire.config.args import EngineArgs, nearest, one_at_a_time
-from quire.config.flags import read_loosely
+from quire.config.flags import read_untyped
 from quire.files.wheel import ALIASES
 from quire.progress import doing, shown
 from quire.types.errors import ConfigError
@@ -24,11 +23,12 @@ from quire.types.errors import ConfigError
 if TYPE_CHECKING:
     from quire.llm_engine import LLMEngine
 
+
 FLAG = "--config"
 
 
 def take_config(args: Sequence[str]) -> tuple[list[str], str | None]:
-    """The arguments without the file, and the file. Only the last one is read."""
+    """Return the arguments without `--config FILE`, and the file. Only the last file is read."""
     rest: list[str] = []
     file, texts = None, iter(args)
     for text in texts:
@@ -63,7 +63,7 @@ def read_config(name: str) -> dict[str, Any]:
 
 
 def flags_of(content: Mapping[str, Any], actions: Mapping[str, argparse.Action]) -> list[str]:
-    """As they would stand on the command line. `_` is `-`."""
+    """Return the content of a file as command line arguments. `_` is `-`."""
     out: list[str] = []
     for key, value in content.items():
         flag = f"--{key.strip().lstrip('-').replace('_', '-')}"
@@ -94,7 +94,7 @@ Found = dict[str, dict[str, Any]]  # by flag
 
 
 def take_dotted(args: Sequence[str], flags: Collection[str]) -> tuple[list[str], Found]:
-    """The arguments without those that are keys of `flags`, and what these say."""
+    """Return the arguments without those of the form `--flag.key`, and the values of these by flag."""
     rest: list[str] = []
     found: Found = {}
     texts = iter(range(len(args)))
@@ -111,12 +111,12 @@ def take_dotted(args: Sequence[str], flags: Collection[str]) -> tuple[list[str],
             text = args[i + 1] if i + 1 < len(args) and not args[i + 1].startswith("--") else "true"
             if i + 1 < len(args) and not args[i + 1].startswith("--"):
                 next(texts)
-        _put(found.setdefault(flag, {}), key.split("."), read_loosely(text))
+        _put(found.setdefault(flag, {}), key.split("."), read_untyped(text))
     return rest, found
 
 
 def merged(old: Any, new: Mapping[str, Any]) -> dict[str, Any]:
-    """`new` over `old`, key by key; lists that were added to go on."""
+    """Return `old` updated with `new`, key by key; a key that ends with `+` extends the list."""
     out = dict(old) if isinstance(old, Mapping) else {}
     for key, value in new.items():
         name = key.removesuffix("+")
@@ -156,7 +156,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(/[\w./+-]+\.gguf|:[\w.-]+)?", re.ASCII)
 
 
 def names_model(word: str) -> bool:
-    """Nobody would ask that: an alias, a path of a model, or a hub id (organisation/name)."""
+    """Return whether a word can only mean a model: an alias, a path of a model, or a hub id (organisation/name)."""
     if word in ALIASES or _holds_model(word):
         return True
     if not word or any(letter.isspace() for letter in word):
@@ -165,8 +165,10 @@ def names_model(word: str) -> bool:
 
 
 def take_words(namespace: argparse.Namespace, words: list[str]) -> tuple[EngineArgs, list[str]]:
-    """The engine's arguments, and the texts. A lone word is a text unless it names a model; of several the first is the model,
-    unless --model was given."""
+    """Return the engine's arguments, and the texts.
+
+    A single word is a text unless it names a model. Of several words the first is the model, unless --model is given.
+    """
     args = EngineArgs.from_cli(namespace)
     given = "model" in vars(namespace)
     if given:
@@ -202,7 +204,7 @@ def replace_invalid_input() -> None:
 
 
 def load_engine(args: EngineArgs) -> "LLMEngine":
-    """For one request at a time, while something moves on the terminal."""
+    """Load an engine for one request at a time, with a progress display."""
     with shown(), doing(f"loading {args.model}"):
         from quire.llm_engine import LLMEngine
 
@@ -217,7 +219,7 @@ def _holds_model(word: str) -> bool:
         return False
 
 
-WORDS = "words"  # what a command calls its positional arguments if they may stand anywhere among the flags
+WORDS = "words"  # the name of positional arguments that may stand anywhere among the flags
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -226,7 +228,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         args = with_dashes(sys.argv[1:] if args is None else args)
-        self._tell_about(args)
+        self._print_help_about(args)
         args, dotted = take_dotted(self._plain(args), self._option_string_actions)
         if "--config" in self._option_string_actions:
             args, file = take_config(args)
@@ -244,7 +246,7 @@ class CommandParser(argparse.ArgumentParser):
         return found, rest
 
     def _plain(self, args: Sequence[str]) -> list[str]:
-        """`--flag=true` and `--flag=false` of a flag without a value."""
+        """Replace `--flag=true` and `--flag=false` of a flag without a value by `--flag` and `--no-flag`."""
         out = []
         for text in args:
             flag, equals, value = text.partition("=")
@@ -257,22 +259,22 @@ class CommandParser(argparse.ArgumentParser):
         return out
 
     def _read(self, file: str, args: Sequence[str], namespace: Any) -> argparse.Namespace:
-        """What the file says, and the command line does not. A model there gives way to one that is named by its place."""
+        """Return the values of the file that the command line does not set. A positional model overrides the file's."""
         given = {action.dest for text in args if (action := self._option_string_actions.get(text.partition("=")[0]))}
         try:
-            told = flags_of(read_config(file), self._option_string_actions)
+            options = flags_of(read_config(file), self._option_string_actions)
         except ConfigError as error:
             self.error(str(error))
         read: argparse.Namespace
-        read, rest = super().parse_known_args(told, namespace)
+        read, rest = super().parse_known_args(options, namespace)
         for text in rest:
             flag = text.partition("=")[0]
             self.error(f"{file}: unknown option {flag}{nearest(flag, self._alike(flag))}")
         positional = {action.dest for action in self._get_positional_actions()}
-        asked = argparse.Namespace()
-        _, more = super().parse_known_args(list(args), asked)
-        words = [*getattr(asked, WORDS, []), *more]
-        if getattr(asked, "model_tag", None) is not None or (words and names_model(words[0])):
+        direct = argparse.Namespace()
+        _, more = super().parse_known_args(list(args), direct)
+        words = [*getattr(direct, WORDS, []), *more]
+        if getattr(direct, "model_tag", None) is not None or (words and names_model(words[0])):
             given.add("model")
         for name in (given | positional) & set(vars(read)):
             delattr(read, name)
@@ -282,20 +284,20 @@ class CommandParser(argparse.ArgumentParser):
         return short_help(self)
 
     def error(self, message: str) -> NoReturn:
-        """One line: the list of all flags is `--help`'s to tell."""
+        """Print one line and exit; `--help` lists all flags."""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
-    def _tell_about(self, args: list[str]) -> None:
-        """`--help=TOPIC`, unless it is a command's."""
+    def _print_help_about(self, args: list[str]) -> None:
+        """Handle `--help=TOPIC`, unless it belongs to a command."""
         before = args[: args.index("--")] if "--" in args else args
-        asked = next((text for text in before if text.startswith("--help=")), None)
-        if asked is None or (self._subparsers is not None and not before[0].startswith("-")):
+        option = next((text for text in before if text.startswith("--help=")), None)
+        if option is None or (self._subparsers is not None and not before[0].startswith("-")):
             return
-        topic = asked.partition("=")[2]
-        told = help_about(self, topic)
-        if told is None:
+        topic = option.partition("=")[2]
+        text = help_about(self, topic)
+        if text is None:
             self.error(unknown_topic(self, topic))
-        print(told, end="")
+        print(text, end="")
         self.exit(0)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -317,7 +319,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def with_dashes(args: Sequence[str]) -> list[str]:
-    """Flags with `_` become flags with `-`; values, and all that follows `--`, stay as they are."""
+    """Return the arguments with `-` for `_` in flags; values, and all that follows `--`, are unchanged."""
     out = list(args)
     for index, text in enumerate(out):
         if text == "--":
@@ -327,3 +329,110 @@ def with_dashes(args: Sequence[str]) -> list[str]:
             name, dot, key = flag.partition(".")
             out[index] = f"{name.replace('_', '-')}{dot}{key}{equals}{value}"
     return out
+
+
+SECTIONS_WIDTH = 78  # characters of a line that lists sections
+SHORT_HELP_FLAGS = 30  # a command with more flags has a short help
+# flags in the short help: of the engine, and of a server; a command's own are always listed
+COMMON = frozenset({"model", "config", "dtype", "device", "max_model_len", "max_tokens", "temperature", "top_p"})
+SERVING = COMMON | {
+    "gpu_memory_utilization", "max_num_seqs", "served_model_name", "chat_template", "host", "port", "api_key",
+    "tool_call_parser", "reasoning_parser",
+}  # fmt: skip
+LONG_SECTIONS = ("engine: ", "server: ", "sampling", "generated traffic")  # title prefixes of shortened sections
+# vLLM's names of sections
+KNOWN_AS = {
+    "modelconfig": "engine: model", "loadconfig": "engine: model", "cacheconfig": "engine: cache and memory",
+    "schedulerconfig": "engine: scheduler", "structuredoutputsconfig": "engine: lengths and sampling", "frontend": "server",
+    "observabilityconfig": "server: logs and metrics",
+}  # fmt: skip
+
+Group = argparse._ArgumentGroup
+
+
+def short_help(parser: argparse.ArgumentParser) -> str:
+    """Return the whole help of a command with few flags; of others, common flags and a list of sections."""
+    shown = {group: _visible(group) for group in parser._action_groups}
+    if sum(map(len, shown.values())) < SHORT_HELP_FLAGS:
+        return full_help(parser)
+    common = SERVING if "--host" in parser._option_string_actions else COMMON
+    listed = {group: [one for one in ones if _is_own(group) or one.dest in common] for group, ones in shown.items()}
+    sections = _rows(f"{group.title} ({len(shown[group])})" for group in shown if group.title and listed[group] != shown[group])
+    more = [
+        "more options, by section:", *sections, "",
+        f"{parser.prog} --help=all lists every option, --help=SECTION those of a section, --help=WORD those with a word",
+    ]  # fmt: skip
+    return _format(parser, listed) + "\n" + "\n".join(more) + "\n"
+
+
+def _rows(items: Iterable[str]) -> list[str]:
+    """Join items to lines of limited width; no item is broken."""
+    rows: list[str] = []
+    for item in items:
+        if rows and len(rows[-1]) + len(item) + 2 <= SECTIONS_WIDTH:
+            rows[-1] += f", {item}"
+        else:
+            rows.append(f"  {item}")
+    return rows
+
+
+def full_help(parser: argparse.ArgumentParser) -> str:
+    return _format(parser, {group: _visible(group) for group in parser._action_groups})
+
+
+def help_about(parser: argparse.ArgumentParser, topic: str) -> str | None:
+    """Return the help of all flags, a section, a flag or a word; None if nothing matches."""
+    word = topic.strip().lower()
+    groups = {group: _visible(group) for group in parser._action_groups if group.title}
+    if word in ("all", "page"):
+        return full_help(parser)
+    if word == "listgroup":
+        return "".join(f"{group.title} ({len(actions)})\n" for group, actions in groups.items() if actions)
+    title = KNOWN_AS.get(word, word)
+    found = {group: actions for group, actions in groups.items() if title in _names(group)}
+    if not found:
+        name = title.lstrip("-").replace("_", "-")
+        exact = [action for action in parser._actions if f"--{name}" in action.option_strings]
+        matching = exact or [action for action in parser._actions if _mentions(action, name)]
+        found = {group: [action for action in actions if action in matching] for group, actions in groups.items()}
+    return _format(parser, found, alone=True) if any(found.values()) else None
+
+
+def unknown_topic(parser: argparse.ArgumentParser, topic: str) -> str:
+    names = [name for group in parser._action_groups for name in _names(group)]
+    meant = nearest(topic.lower(), names)
+    return f"--help={topic}: there is no such section or option{meant or '; --help=listgroup lists the sections'}"
+
+
+def _visible(group: Group) -> list[argparse.Action]:
+    return [action for action in group._group_actions if action.help is not argparse.SUPPRESS]
+
+
+def _is_own(group: Group) -> bool:
+    return not (group.title or "").startswith(LONG_SECTIONS)
+
+
+def _names(group: Group) -> set[str]:
+    """Return the names of a section: `engine: cache and memory` is also `engine` and `cache and memory`."""
+    title = (group.title or "").lower()
+    before, _, after = title.partition(": ")
+    return {title, before, after} - {""}
+
+
+def _mentions(action: argparse.Action, word: str) -> bool:
+    return any(word in text for text in (*action.option_strings, (action.help or "").lower()))
+
+
+def _format(parser: argparse.ArgumentParser, groups: Mapping[Group, list[argparse.Action]], alone: bool = False) -> str:
+    formatter = parser._get_formatter()
+    if not alone:
+        formatter.add_usage(parser.usage, parser._actions, parser._mutually_exclusive_groups)
+        formatter.add_text(parser.description)
+    for group, actions in groups.items():
+        formatter.start_section(group.title)
+        formatter.add_text(group.description)
+        formatter.add_arguments(actions)
+        formatter.end_section()
+    if not alone:
+        formatter.add_text(parser.epilog)
+    return formatter.format_help()

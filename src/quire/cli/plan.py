@@ -1,8 +1,8 @@
-"""`quire plan MODEL`: what a model needs and how much fits, from file headers alone. Loads nothing and needs no GPU.
+"""`quire plan MODEL`: the memory that a model needs and what fits, from file headers alone. Loads nothing and needs no GPU.
 
-Weights, cache and what features take (`Feature.memory`) are exact; activations are the formula of `config/memory.py`. The
+Weights, cache and the memory of features (`Feature.memory`) are exact; activations follow a formula of `config/memory.py`. The
 engine measures its largest step instead, so its page count differs by a few percent. With several ranks or LoRA the model is
-built without weights (`engine/memory.py`), so a plan refuses what the start of the engine would refuse.
+built without weights (`engine/memory.py`), so a plan refuses everything that the start of the engine refuses.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from quire.engine.memory import (
 from quire.features.host import Memory, Sizes
 from quire.files.resolve import with_weights_on_disk
 from quire.models.registry import find_family
-from quire.sim.cards import CARDS, find_card
+from quire.sim.analytic import CARDS, find_card
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError
 
@@ -53,17 +53,17 @@ class MemoryPlan:
     parameters_counted: bool  # from weight files, or estimated from the shapes
     weights_stored: int  # 0: there are no files
     weights_loaded: int
-    weights_held: int  # by one device, of several that each have a part
-    weights_as: str  # a type, or the file's blocks
+    weights_held: int  # by one device
+    weights_as: str  # a dtype, or the file's blocks
     copies: int  # of quantized matrices, in the model's type, on one device
-    no_copies: str  # why there are none, where there could be
+    no_copies: str  # why there are none although the model is quantized
     dtype: str
     device: str
     memory: int
     memory_usable: int
     activations: int
-    reserved: int  # held by the driver and other programs on the device
-    graphs: int  # kept free for CUDA graphs
+    reserved: int  # by the driver and other programs on the device
+    graphs: int  # reserved for CUDA graphs
     max_batched_tokens: int
     max_seqs: int
     cache_dtype: str
@@ -73,18 +73,18 @@ class MemoryPlan:
     bytes_per_page: int
     states: int  # recurrent layers
     bytes_per_state: int  # of all of them, for one request
-    snapshots: int  # states of prefixes, beside one for each request
-    drafter: str  # the model or head that drafts; "" = none does
+    snapshots: int  # states of prefixes, in addition to one per request
+    drafter: str  # the draft model or head; "" = none
     drafts_by_text: bool
     draft_weights: int
-    draft_cache: int  # under the model's pages, of each rank; of one that drafts by text its own
-    adapters: int  # places for them
+    draft_cache: int  # of each rank, in the model's pages; a text drafter has its own cache
+    adapters: int  # slots
     adapter_rank: int  # the largest
-    adapter_bytes: int  # set aside for them
-    weights_twice: int  # of weights, those held in a second order for adapters' sake
-    engines: int  # of data_parallel_size; all else is of one of them, and on a machine's one memory they share it
+    adapter_bytes: int  # reserved for them
+    weights_twice: int  # of weights that adapters require in a second layout
+    engines: int  # data_parallel_size; all other fields are of one engine; on a CPU they share the memory
     ranks: int  # processes that share the model; pages and cache are of each
-    stages: tuple[int, ...]  # layers of each; pages and cache are those of the stage that has most of them
+    stages: tuple[int, ...]  # layers of each; pages and cache are those of the stage with most layers
     cache: int
     pages: int
     positions: int  # max_position of the model
@@ -110,17 +110,17 @@ def render(plan: MemoryPlan) -> str:
         ),
     ]
     if plan.graphs:
-        lines.append(("CUDA graphs", f"{size(plan.graphs)} kept free (--enforce-eager: none)"))
-    lines += _lines_beside(plan)
+        lines.append(("CUDA graphs", f"{size(plan.graphs)} reserved (--enforce-eager: none)"))
+    lines += _optional_lines(plan)
     for kind, per_token in plan.bytes_per_token.items():
         lines.append(("Cache per token", f"{size(per_token)} in {plan.layers[kind]} layers with {kind}"))
     if plan.states:
-        kept = f"one for each of {plan.max_seqs} requests, {plan.snapshots:,} of prefixes"
-        lines.append(("State", f"{size(plan.bytes_per_state)} in {plan.states} recurrent layers: {kept}"))
+        slots = f"one for each of {plan.max_seqs} requests, {plan.snapshots:,} of prefixes"
+        lines.append(("State", f"{size(plan.bytes_per_state)} in {plan.states} recurrent layers: {slots}"))
     cache = size(plan.cache)
     if plan.bytes_per_page:
         pages = f"{plan.pages:,} pages of {plan.page_size} tokens, {size(plan.bytes_per_page)} each"
-        cache = f"{cache} in {plan.cache_dtype}: {pages}{' beside the states' if plan.states else ''}"
+        cache = f"{cache} in {plan.cache_dtype}: {pages}{' in addition to the states' if plan.states else ''}"
     else:
         cache = f"{cache} for states; there are no keys and values"
     each = [f"{number} {what}" for number, what in ((plan.ranks, "ranks"), (plan.engines, "engines")) if number > 1]
@@ -138,10 +138,10 @@ def render(plan: MemoryPlan) -> str:
     return "\n".join(out)
 
 
-def _lines_beside(plan: MemoryPlan) -> list[tuple[str, str]]:
+def _optional_lines(plan: MemoryPlan) -> list[tuple[str, str]]:
     lines = []
     if plan.copies:
-        lines.append(("Copies", f"{size(plan.copies)} in {plan.dtype}, for many rows (--no-dequantized-copies: none)"))
+        lines.append(("Copies", f"{size(plan.copies)} in {plan.dtype}, for large batches (--no-dequantized-copies: none)"))
     elif plan.no_copies:
         lines.append(("Copies", f"none: {plan.no_copies}"))
     if plan.drafter:
@@ -151,10 +151,10 @@ def _lines_beside(plan: MemoryPlan) -> list[tuple[str, str]]:
         lines.append(("Drafts", weights + cache + how))
     if plan.adapters:
         room = f"{plan.adapters} at once, of rank {plan.adapter_rank} at most"
-        taken = f"{size(plan.adapter_bytes)} set aside" if plan.adapter_bytes else "each takes its own size when it is read"
+        taken = f"{size(plan.adapter_bytes)} reserved" if plan.adapter_bytes else "each takes its own size when it is loaded"
         lines.append(("Adapters", f"{room}: {taken}"))
     if plan.weights_twice:
-        lines.append(("", f"{size(plan.weights_twice)} of the weights are held twice for them"))
+        lines.append(("", f"{size(plan.weights_twice)} of the weights are stored in a second layout for them"))
     return lines
 
 
@@ -167,9 +167,9 @@ def _device(plan: MemoryPlan) -> str:
     return f"{which} with {size(plan.memory)}, of which {usable} may be used and {reserved} are the driver's"
 
 
-def _requests(number: float, most: int) -> str:
+def _requests(number: float, max_seqs: int) -> str:
     shown = f"{number:,.1f}" if number < 10 else f"{number:,.0f}"
-    return f"{shown} requests" if number <= most else f"{most} requests (max_num_seqs; the cache would hold {shown})"
+    return f"{shown} requests" if number <= max_seqs else f"{max_seqs} requests (max_num_seqs; the cache would hold {shown})"
 
 
 def _count(number: int) -> str:
@@ -186,8 +186,8 @@ def size(count: int) -> str:
     return f"{count} bytes"
 
 
-FEWEST_BYTES = 2**20  # a smaller number without a unit is taken for a mistake
-MOST_BYTES = 2**60
+MIN_BYTES = 2**20  # a smaller number without a unit is probably a mistake
+MAX_BYTES = 2**60
 TYPICAL_LENGTHS = (512, 2048, 8192, 32768)
 _SIZE = re.compile(r"^(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?)(?P<binary>i?)B?$", re.IGNORECASE)
 
@@ -197,13 +197,13 @@ def add_parser(subparsers: Any) -> None:
         "plan",
         usage="%(prog)s [MODEL] [options]",
         help="how much memory a model needs and what fits",
-        description="Prints what a model needs and how many requests fit, reading only file headers. Takes all engine "
-        "options, and counts what they change.",
+        description="Prints the memory that a model needs and how many requests fit, from file headers. Takes all engine "
+        "options and counts their effects.",
     )
     add_model_tag(parser)
     parser.add_argument(
         "--memory", "--gpu-memory", type=read_size, metavar="SIZE", default=None, help="memory of the device: 80GiB, 24GB; "
-        "given without --device cpu, the device is a GPU (default: the memory this machine has available, on CPU)",
+        "without --device cpu, the device is a GPU (default: the available memory of this machine, on its CPU)",
     )  # fmt: skip
     parser.add_argument(
         "--card", metavar="NAME", default=None, help=f"instead, a GPU with the memory of this one: {', '.join(CARDS)}"
@@ -241,7 +241,7 @@ def resolve_for(args: EngineArgs, memory: int | None, serving: bool = True) -> t
 
 @dataclass(frozen=True)
 class _Use:
-    """Bytes on one device (in one memory: of all ranks and engines) that are taken before there is a cache."""
+    """Bytes on one device (on a CPU: of all ranks and engines) that are used before the cache."""
 
     weights: int  # of all ranks
     stored_as: str
@@ -253,7 +253,7 @@ class _Use:
     reserved: int
     cache: int
     copied: int
-    refused: str  # why there are no copies, where there could be
+    refused: str  # why there are no copies although the model is quantized
     sizes: Sequence[Sizes]  # of each rank
     ranks: Sequence[Mapping[str, Memory]]  # of the features, on each rank of the device
 
@@ -263,23 +263,23 @@ class _Use:
 
 def _use(config: Config, layout: CacheLayout, total: int) -> _Use:
     args, device = config.args, open_device(config.device)
-    weights, stored_as = weights_of(config.facts, config.quantization, config.kept_forms, config.dtype)
+    weights, stored_as = weights_of(config.facts, config.quantization, config.native_layouts, config.dtype)
     shared = config.device_facts.one_memory
     held = weights if shared else largest_part(config, weights)
     sizes = rank_sizes(config)
     ranks = [feature_memory(config, each) for each in sizes]
-    here = ranks if shared else [max(ranks, key=_taken)]
+    on_device = ranks if shared else [max(ranks, key=_taken)]
     steps = max(largest_step(config), *(memory.step for rank in ranks for memory in rank.values()))
     graphs = reserved_graph_bytes(config)
-    used = (local_engines(args) if shared else 1) * (held + sum(map(_taken, here)) + graphs + steps)
+    used = (local_engines(args) if shared else 1) * (held + sum(map(_taken, on_device)) + graphs + steps)
     budget = device.plan_budget(total, args.gpu_memory_utilization, used)
     if not budget.usable:
         raise ConfigError(f"gpu_memory_utilization {args.gpu_memory_utilization:g} leaves nothing of {total:,} bytes; raise it")
-    wanted = ranks[0]["quantization"].optional
-    least, asked = least_cache(config, layout), bool(args.dequantized_copies)
-    copies = DequantizedCopies(wanted, budget.usable, used + budget.reserved, least, asked)
-    copied = wanted if wanted and copies.fit else 0
-    refused = copies.reason if wanted and not copied else NOTHING if asked and not wanted else ""
+    optional = ranks[0]["quantization"].optional
+    least, requested = least_cache(config, layout), bool(args.dequantized_copies)
+    copies = DequantizedCopies(optional, budget.usable, used + budget.reserved, least, requested)
+    copied = optional if optional and copies.fit else 0
+    refused = copies.reason if optional and not copied else NOTHING if requested and not optional else ""
     if copied:
         used += copied
         budget = device.plan_budget(total, args.gpu_memory_utilization, used)
@@ -296,7 +296,7 @@ def _use(config: Config, layout: CacheLayout, total: int) -> _Use:
         copied,
         refused,
         sizes,
-        here,
+        on_device,
     )
 
 
@@ -309,9 +309,9 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
     whole = args.kv_cache_memory_bytes or (share_memory(config, layout, use.cache) if shared else use.cache)
     cache = int(whole * model_share(config, layout))
     pages, snapshots, length, problems = _fit(config, layout, cache, use.usable / total)
-    asked = whole * (config.world * local_engines(args) if shared else 1)
-    if args.kv_cache_memory_bytes and asked > left:
-        problems.append(f"kv_cache_memory_bytes asks for {gib(asked)}, but only {gib(left)} are left")
+    requested = whole * (config.world * local_engines(args) if shared else 1)
+    if args.kv_cache_memory_bytes and requested > left:
+        problems.append(f"kv_cache_memory_bytes is {gib(requested)}, but only {gib(left)} are left")
     if args.dequantized_copies and use.refused not in ("", NOTHING):
         problems.append(f"dequantized_copies: {use.refused}")
     draft_cache = sum(sizes.draft_cache for sizes in use.sizes)
@@ -382,7 +382,7 @@ def read_plan_facts(args: EngineArgs) -> ModelFacts:
 
 
 def _fit(config: Config, layout: CacheLayout, cache: int, share: float) -> tuple[int, int, int, list[str]]:
-    """Return pages, snapshots of recurrent states, the length that they serve, and why there are none."""
+    """Return pages, snapshots of recurrent states, the context length that fits, and the problems if nothing fits."""
     try:
         capacity = fit_cache(config, layout, max(0, cache), config.args.num_gpu_blocks_override)
     except ConfigError as error:
@@ -397,7 +397,7 @@ def _fit(config: Config, layout: CacheLayout, cache: int, share: float) -> tuple
         if cache <= 0 and config.device == "cuda" and floats:
             problems.append("--quantization fp8 halves the weights, at some loss of accuracy")
         if cache > 0 and config.cache_bytes > 1:
-            problems.append("--kv-cache-dtype fp8 makes more of the cache, at some loss of accuracy")
+            problems.append("--kv-cache-dtype fp8 doubles the tokens of the cache, at some loss of accuracy")
         return 0, 0, 0, problems
     return capacity.pages, capacity.snapshots or 0, capacity.max_model_len, []
 
@@ -428,13 +428,13 @@ def read_size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 80GiB, 24GB or 512MiB")
     power = " KMGT".index(match["unit"].upper() or " ")
     size = float(match["number"]) * (1024 if match["binary"] else 1000) ** power
-    if size > MOST_BYTES:
-        raise argparse.ArgumentTypeError(f"{text[:20]} is more than any device has; say a size such as 80GiB")
+    if size > MAX_BYTES:
+        raise argparse.ArgumentTypeError(f"{text[:20]} is more than any device has; give a size such as 80GiB")
     count = int(size)
     if not count:
-        raise argparse.ArgumentTypeError(f"{text} is nothing; say a size such as 80GiB")
-    if text == match["number"] and count < FEWEST_BYTES:
-        raise argparse.ArgumentTypeError(f"{text} would be bytes; say {text}GiB")
+        raise argparse.ArgumentTypeError(f"{text} is too small; give a size such as 80GiB")
+    if text == match["number"] and count < MIN_BYTES:
+        raise argparse.ArgumentTypeError(f"{text} would be bytes; use {text}GiB")
     return count
 
 

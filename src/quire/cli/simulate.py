@@ -1,4 +1,4 @@
-"""`quire simulate MODEL`: traffic on engines that are not there, faster than time passes. Loads no weights, needs no torch.
+"""`quire simulate MODEL`: simulate traffic on engines, faster than real time. Loads no weights, needs no torch.
 
 The engines' configuration, scheduler, page pool and balancer are those of `quire serve`; how long steps take is computed
 (`--card`) or was measured (`--timing`).
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.arrivals import LoadShape
-from quire.bench.datasets.options import TokenCounter
-from quire.bench.record import MOST_REQUESTS
+from quire.bench.datasets import TokenCounter
+from quire.bench.metrics import MAX_REQUESTS
 from quire.bench.samples import WORKLOADS
-from quire.cache.layout import MOST_SNAPSHOTS, make_layout
+from quire.cache.layout import SNAPSHOTS_PER_SLOT, make_layout
 from quire.cli.bench_serve import YES, Flags, N, X
 from quire.cli.parser import add_model_tag, engine_args
 from quire.cli.plan import MemoryPlan, gib, plan_for, read_size, resolve_for
@@ -29,13 +29,24 @@ from quire.config.facts import sizes_of
 from quire.config.memory import parameter_parts
 from quire.engine.layouts import make_scheduler
 from quire.progress import doing, shown
-from quire.sched.scheduler import AHEAD, Scheduler
-from quire.sim.analytic import AnalyticTiming, windows_of
-from quire.sim.cards import CARDS, Card, find_card, read_rate
+from quire.sched.scheduler import GROWTH_PAGES, Scheduler
+from quire.sim.analytic import CARDS, AnalyticTiming, Card, find_card, read_rate, windows_of
 from quire.sim.figures import Figures, figures_of
-from quire.sim.fleet import NO_FRONT, ROUTERS, USUAL_FRONT, Fleet, FrontTime, Run, Visit, router_maker
+from quire.sim.fleet import (
+    NO_FRONT,
+    ROUTERS,
+    USUAL_FRONT,
+    Fleet,
+    FrontTime,
+    Objectives,
+    Run,
+    Search,
+    Trial,
+    Visit,
+    fewest_replicas,
+    router_maker,
+)
 from quire.sim.measured import read_measured
-from quire.sim.objectives import Objectives, Search, Trial, fewest_replicas
 from quire.sim.page import latency_cells, lines, load_cells, page, rows_of, trial_cells
 from quire.sim.replica import Device, Replica, Timing
 from quire.sim.trace import FORMATS, Characters, Generated, Trace, format_of, read_trace, sharegpt_trace, workload_trace
@@ -49,39 +60,43 @@ FILE = {"metavar": "FILE", "type": Path}
 TRAFFIC: Flags = (
     ("trace", "Azure's CSV, Mooncake's JSON lines, ShareGPT's JSON", FILE),
     ("trace-format", "(default: by the file's name)", {"choices": ("auto", *FORMATS), "default": "auto"}),
-    ("speedup", "requests of a trace come so many times as fast", X),
+    ("speedup", "replay a trace X times as fast", X),
     ("workload", "one of `quire bench throughput`, all at once", {"metavar": "NAME"}),
-    ("request-rate", "requests a second, where no trace has them", X | {"default": math.inf}),
-    ("max-concurrency", "most requests at once, all replicas together", N),
+    ("request-rate", "requests per second, unless a trace has times", X | {"default": math.inf}),
+    ("max-concurrency", "maximum of requests at once on all replicas", N),
 )
 GENERATED_FLAGS: Flags = (
     ("input-len", "tokens of prompts (default 1024)", N),
     ("output-len", "tokens of answers (default 128)", N),
-    ("range-ratio", "lengths from (1 - X) to (1 + X) times that (default 0)", X),
+    ("range-ratio", "lengths from (1 - X) to (1 + X) times these (default 0)", X),
     ("prefix-len", "tokens before each prompt, shared by many (default 0)", N),
-    ("num-prefixes", "different ones of these (default 1)", N),
-    ("turns", "of a conversation: a prompt is all that was said before, and more (default 1)", N),
+    ("num-prefixes", "number of different prefixes (default 1)", N),
+    ("turns", "of a conversation: prompts have all previous turns (default 1)", N),
     ("think-time", "seconds between turns (default 10)", X),
-    ("burstiness", "of arrivals: 1 is Poisson, below comes in bursts, above is steadier (default 1)", X | {"default": 1.0}),
-    ("chars-per-token", "of ShareGPT's texts, where there is no tokenizer", X),
+    ("burstiness", "of arrivals: 1 is Poisson, below 1 is burstier, above 1 is steadier (default 1)", X | {"default": 1.0}),
+    ("chars-per-token", "of ShareGPT's texts, if there is no tokenizer", X),
 )
 DEVICE: Flags = (
     ("card", f"{', '.join(CARDS)}", {"metavar": "NAME"}),
     ("bandwidth", "of a card that is not in the list: 4.8TB/s", {"metavar": "RATE"}),
     ("flops", "of 16-bit floats, dense: 989T", {"metavar": "RATE"}),
-    ("timing", "instead of a card: a file of `quire bench steps`", FILE),
+    ("timing", "a result of `quire bench steps`, instead of a card", FILE),
 )
 FLEET: Flags = (
-    ("replicas", "engines (default: as few as keep the objective, or 1)", N),
-    ("router", "who gets a request (default balancer)", {"choices": ROUTERS, "default": "balancer"}),
+    ("replicas", "engines (default: the fewest that meet the objective, or 1)", N),
+    ("router", "policy that places requests (default balancer)", {"choices": ROUTERS, "default": "balancer"}),
     ("slo-ttft", "objective: milliseconds to the first token", X),
     ("slo-tpot", "objective: milliseconds for each token after it", X),
-    ("slo-percentile", "of the requests that keep both (default 99)", X | {"default": 99.0}),
-    ("max-replicas", "tried at most (default 256)", N | {"default": 256}),
-    ("api-ms", "of a request before the engine has it: HTTP, text, messages (default: the file's, or 2.5; 0 --offline)", X),
-    ("api-request-ms", "of these, which the API process has for one request at a time (default: the file's, or 1)", X),
-    ("api-token-us", "of the API process for each token on its way out (default: the file's, or 45)", X),
-    ("offline", "as `LLM` runs, not as a server", YES),
+    ("slo-percentile", "of the requests that must meet both (default 99)", X | {"default": 99.0}),
+    ("max-replicas", "maximum for the search (default 256)", N | {"default": 256}),
+    (
+        "api-ms",
+        "of a request before the engine: HTTP, text (default: the file's, or 2.5)",
+        X,
+    ),
+    ("api-request-ms", "the part in the API process (default: the file's, or 1)", X),
+    ("api-token-us", "of the API process per token (default: the file's, or 45)", X),
+    ("offline", "simulate `LLM` instead of a server", YES),
 )
 REPORT: Flags = (
     ("json", "print JSON", YES),
@@ -103,36 +118,38 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             group.add_argument(f"--{name}", help=text, **options)
 
 
-# engine arguments that would change what is simulated, and are not, with what to do instead
+# engine arguments that the simulation does not support, with what to do instead
 NOT_SIMULATED = {
-    "data_parallel_size": "say --replicas instead",
-    "tensor_parallel_size": "a replica is one device here",
-    "pipeline_parallel_size": "a replica is one device here",
-    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), "a draft's luck is not known; drop it"),
-    "enable_lora": "no request has an adapter; drop it",
+    "data_parallel_size": "use --replicas",
+    "tensor_parallel_size": "a simulated replica is one device",
+    "pipeline_parallel_size": "a simulated replica is one device",
+    **dict.fromkeys(
+        ("speculative_config", "spec_method", "spec_model", "spec_tokens"), "acceptance rates are unknown; drop it"
+    ),
+    "enable_lora": "simulated requests have no adapter; drop it",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One replica, and what it runs on."""
+    """One replica and its device."""
 
     config: Config
     plan: MemoryPlan
     timing: Timing
-    told: str  # about the device
-    front: FrontTime = NO_FRONT  # what is between clients and engines
+    description: str  # of the device
+    front: FrontTime = NO_FRONT  # of the API process
 
     def scheduler(self, pages: int) -> Scheduler:
         """Return an engine's scheduler with at most `pages` pages."""
         config, plan = self.config, self.plan
-        snapshots = MOST_SNAPSHOTS * config.max_seqs if config.facts.states else None
+        snapshots = SNAPSHOTS_PER_SLOT * config.max_seqs if config.facts.states else None
         return make_scheduler(
             config, layout_of(config), min(plan.pages, pages), plan.max_model_len, config.facts.parameters, snapshots=snapshots
         )
 
     def replica(self, pages: int) -> Replica:
-        """`pages` are enough for everybody at once."""
+        """Return a replica whose scheduler has at most `pages` pages."""
         device = Device(self.config.max_seqs, self.timing, windows_of(self.config.facts.layers))
         return Replica(
             self.scheduler(pages),
@@ -144,11 +161,12 @@ class Setting:
         )
 
     def pages_for(self, trace: Trace) -> int:
-        """Twice of what all its requests together can ever use, and what a scheduler counts as plenty: with more it would
-        decide the same."""
-        size, most = self.plan.page_size, self.plan.max_model_len
-        used = sum(min(arrival.length + arrival.output, most) // size + 1 + AHEAD for arrival in trace.arrivals)
-        return 2 * used * len(layout_of(self.config).groups) + 4 * AHEAD * self.config.max_seqs
+        """Return a number of pages above which a scheduler decides the same: twice what all requests can use together,
+        plus what the scheduler counts as ample.
+        """
+        size, longest = self.plan.page_size, self.plan.max_model_len
+        used = sum(min(arrival.length + arrival.output, longest) // size + 1 + GROWTH_PAGES for arrival in trace.arrivals)
+        return 2 * used * len(layout_of(self.config).groups) + 4 * GROWTH_PAGES * self.config.max_seqs
 
 
 def layout_of(config: Config) -> CacheLayout:
@@ -160,10 +178,10 @@ def make_setting(args: EngineArgs, namespace: argparse.Namespace) -> Setting:
         if field.name in NOT_SIMULATED and getattr(args, field.name) not in (field.default, {}):
             raise ConfigError(f"{field.name} is not simulated: {NOT_SIMULATED[field.name]}")
     if args.distributed_executor_backend == "fake":
-        raise ConfigError("distributed_executor_backend='fake' is another stand-in for a device; drop it")
+        raise ConfigError("distributed_executor_backend='fake' also replaces the device; drop it")
     if namespace.timing is not None:
         if namespace.card or namespace.bandwidth or namespace.flops:
-            raise ConfigError("--timing says how long steps take; drop --card, --bandwidth and --flops, or drop it")
+            raise ConfigError("--timing has the step times; drop --card, --bandwidth and --flops, or drop --timing")
         return _measured(args, namespace)
     card = _card(namespace)
     if args.device not in ("auto", "cuda"):
@@ -177,14 +195,14 @@ def make_setting(args: EngineArgs, namespace: argparse.Namespace) -> Setting:
         weight_bytes=plan.weights_loaded / plan.parameters,
         kv_bytes=sum(plan.bytes_per_token.values()),
     )
-    told = (
+    description = (
         f"{card.name}: {gib(card.memory)}, {card.bandwidth / 1e12:g} TB/s, {card.flops / 1e12:g} TFLOP/s; step times computed"
     )
-    return Setting(config, plan, timing, told, front_time(namespace, USUAL_FRONT))
+    return Setting(config, plan, timing, description, front_time(namespace, USUAL_FRONT))
 
 
 def _card(namespace: argparse.Namespace) -> Card:
-    """A known one, but for what is said otherwise."""
+    """Return the card of the flags: a known one, with rates and memory that flags override."""
     rates = {name: read_rate(name, text) for name in ("bandwidth", "flops") if (text := getattr(namespace, name)) is not None}
     if namespace.card is not None:
         known = find_card(namespace.card)
@@ -193,14 +211,14 @@ def _card(namespace: argparse.Namespace) -> Card:
     missing = [name for name in ("bandwidth", "flops") if name not in rates]
     if namespace.memory is None or missing:
         raise ConfigError(
-            "which device? --card h100 (or another), --timing FILE of `quire bench steps`, or all of --memory, --bandwidth and "
+            "a device is required: --card h100, --timing FILE of `quire bench steps`, or all of --memory, --bandwidth and "
             "--flops"
         )
     return Card("a card", namespace.memory, rates["bandwidth"], rates["flops"])
 
 
 def _measured(args: EngineArgs, namespace: argparse.Namespace) -> Setting:
-    """Device and cache are as they were where it was measured, unless it is said otherwise."""
+    """Return the setting of a measurement: its device and cache, unless flags override them."""
     found = read_measured(namespace.timing)
     if args.device not in ("auto", found.device):
         raise ConfigError(f"--timing {namespace.timing} was measured on {found.device!r}, not on {args.device!r}")
@@ -218,21 +236,21 @@ def _measured(args: EngineArgs, namespace: argparse.Namespace) -> Setting:
             f"--timing {namespace.timing} was measured with another model, {found.model}: its {', its '.join(other)}; measure "
             f"{args.model} with `quire bench steps`"
         )
-    told = f"{found.device}, {found.machine}; step times measured with {found.model}"
+    description = f"{found.device}, {found.machine}; step times measured with {found.model}"
     front = front_time(namespace, found.front or USUAL_FRONT)
-    return Setting(config, _fitting(plan_for(config, total)), found.timing, told, front)
+    return Setting(config, _fitting(plan_for(config, total)), found.timing, description, front)
 
 
 def front_time(namespace: argparse.Namespace, usual: FrontTime) -> FrontTime:
-    """Of a server, unless it is said otherwise."""
+    """Return the API process's times: `usual`, unless flags override them; none with --offline."""
     if namespace.offline:
         return NO_FRONT
-    told = {
+    given = {
         field: value / scale
         for flag, field, scale in (("api_ms", "way", 1e3), ("api_request_ms", "request", 1e3), ("api_token_us", "token", 1e6))
         if (value := getattr(namespace, flag)) is not None
     }
-    return dataclasses.replace(usual, **told)
+    return dataclasses.replace(usual, **given)
 
 
 def _fitting(plan: MemoryPlan) -> MemoryPlan:
@@ -241,7 +259,7 @@ def _fitting(plan: MemoryPlan) -> MemoryPlan:
     return plan
 
 
-MOST_LINES = 16  # replicas that are listed on a terminal
+MAX_LISTED_REPLICAS = 16  # on a terminal
 Facts = list[tuple[str, str]]
 
 
@@ -253,14 +271,14 @@ class Outcome:
     run: Run
     objectives: Objectives | None
     search: Search | None
-    seconds: float  # that it took
+    seconds: float  # of real time
 
     @property
     def within(self) -> float | None:
-        """The share of requests that got what was promised."""
+        """Return the share of requests within the objectives."""
         if self.objectives is None:
             return None
-        return sum(map(self.objectives.kept, self.run.visits)) / len(self.run.visits)
+        return sum(map(self.objectives.met_by, self.run.visits)) / len(self.run.visits)
 
     @property
     def facts(self) -> Facts:
@@ -268,21 +286,21 @@ class Outcome:
         cache = f"{plan.pages:,} pages of {plan.page_size} tokens"
         facts = [
             ("Model", f"{plan.model} in {plan.weights_as}, {plan.max_model_len:,} tokens of context, {cache}"),
-            ("Device", self.setting.told),
+            ("Device", self.setting.description),
             ("Traffic", f"{self.trace.name}: {len(self.trace.arrivals):,} requests"),
             ("Replicas", f"{replicas}, requests placed by {self.router}" if replicas > 1 else "1"),
         ]
         if self.within is not None:
             facts.append(("Objective", f"{self.objectives}: {self.within:.2%} are within"))
         if self.search is not None:
-            enough = f"{replicas} replicas" if self.search.kept else f"more than {replicas} replicas: so many do not keep it"
+            enough = f"{replicas} replicas" if self.search.kept else f"more than {replicas} replicas, which miss the objective"
             facts.append(("Needed", enough))
         return facts
 
     def as_dict(self, figures: Figures) -> dict[str, Any]:
-        told = {name.lower(): text for name, text in self.facts if name in ("Model", "Device", "Traffic")}
+        texts = {name.lower(): text for name, text in self.facts if name in ("Model", "Device", "Traffic")}
         result: dict[str, Any] = {
-            "kind": "simulation", **told, "replicas": len(self.run.replicas), "router": self.router,
+            "kind": "simulation", **texts, "replicas": len(self.run.replicas), "router": self.router,
             "seconds_simulating": self.seconds, **figures.as_dict(), "refusals": dict(figures.refused),
             "per_replica": [dataclasses.asdict(load) for load in figures.replicas],
         }  # fmt: skip
@@ -311,16 +329,16 @@ def report(namespace: argparse.Namespace, outcome: Outcome) -> None:
     if outcome.search is not None:
         print("\n" + "\n".join(lines(trial_cells(outcome.search.trials))))
     if replicas > 1:
-        print("\n" + "\n".join(lines(load_cells(figures.replicas[:MOST_LINES]))))
-        if replicas > MOST_LINES:
-            print(f"... and {replicas - MOST_LINES} more (--json has all)")
+        print("\n" + "\n".join(lines(load_cells(figures.replicas[:MAX_LISTED_REPLICAS]))))
+        if replicas > MAX_LISTED_REPLICAS:
+            print(f"... and {replicas - MAX_LISTED_REPLICAS} more (--json has all)")
     print(f"\nsimulated in {outcome.seconds:.1f} s", file=sys.stderr)
     if namespace.html is not None:
         print(f"report: {namespace.html}", file=sys.stderr)
 
 
-MOST_REPLICAS = 4096
-# what belongs to one kind of traffic, and is None where it was not given
+MAX_REPLICAS = 4096
+# flags of generated traffic; None if not given
 GENERATED = ("input_len", "output_len", "range_ratio", "prefix_len", "num_prefixes", "turns", "think_time")
 
 
@@ -328,8 +346,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "simulate",
         usage="%(prog)s [MODEL] [options]",
-        help="what a model would do on other devices, under any load",
-        description="Runs scheduler, cache and balancer against a model of a device and a trace, in virtual time. Needs a "
+        help="simulate a model on other devices, under any load",
+        description="Runs scheduler, cache and balancer with a model of a device and a trace, in virtual time. Needs a "
         "config.json, no weights and no device. Takes all engine options.",
     )
     add_model_tag(parser)
@@ -357,14 +375,14 @@ def run(namespace: argparse.Namespace) -> int:
 
 def _objectives(namespace: argparse.Namespace) -> Objectives | None:
     for flag, value, most in (
-        ("replicas", namespace.replicas, MOST_REPLICAS),
-        ("max-replicas", namespace.max_replicas, MOST_REPLICAS),
-        ("num-prompts", namespace.limit, MOST_REQUESTS),
+        ("replicas", namespace.replicas, MAX_REPLICAS),
+        ("max-replicas", namespace.max_replicas, MAX_REPLICAS),
+        ("num-prompts", namespace.limit, MAX_REQUESTS),
     ):
         if value is not None and value < 1:
             raise ConfigError(f"--{flag} must be at least 1, got {value}")
         if value is not None and value > most:
-            raise ConfigError(f"--{flag} must be at most {most}: each takes memory here; got {value}")
+            raise ConfigError(f"--{flag} must be at most {most}, since each takes memory; got {value}")
     for flag, most in (("api-ms", 60_000), ("api-request-ms", 60_000), ("api-token-us", 1_000_000)):
         value = getattr(namespace, flag.replace("-", "_"))
         if value is not None and not 0 <= value <= most:
@@ -376,7 +394,7 @@ def _objectives(namespace: argparse.Namespace) -> Objectives | None:
 
 
 def _check_writable(path: Path) -> None:
-    """Before hours are simulated for it."""
+    """Raise ConfigError if the report cannot be written, before a long simulation."""
     try:
         path.open("a").close()
     except OSError as error:
@@ -388,17 +406,19 @@ def make_trace(namespace: argparse.Namespace, config: Config) -> Trace:
     load = LoadShape(namespace.request_rate, namespace.burstiness, namespace.max_concurrency)
     if namespace.workload is not None:
         if path is not None or load.timed:
-            raise ConfigError(f"--workload {namespace.workload} comes all at once; drop --trace and --request-rate, or drop it")
+            raise ConfigError(
+                f"--workload {namespace.workload} comes all at once; drop --trace and --request-rate, or --workload"
+            )
         if namespace.workload not in WORKLOADS:
             known = nearest(namespace.workload, list(WORKLOADS)) or f"; there are {', '.join(WORKLOADS)}"
-            raise ConfigError(f"--workload {namespace.workload!r} is not known{known}")
+            raise ConfigError(f"--workload {namespace.workload!r} is unknown{known}")
         _refuse_others(namespace, (), "--workload")
         return workload_trace(namespace.workload, config.facts.vocab_size, namespace.limit)
     if path is None:
         _refuse_others(namespace, GENERATED, "generated traffic")
-        told = {name: value for name in GENERATED if (value := getattr(namespace, name)) is not None}
+        given = {name: value for name in GENERATED if (value := getattr(namespace, name)) is not None}
         requests = {} if namespace.limit is None else {"requests": namespace.limit}
-        return Generated(**told, **requests, seed=config.seed).trace(load)
+        return Generated(**given, **requests, seed=config.seed).trace(load)
     kind = format_of(path, namespace.trace_format)
     if kind == "sharegpt":
         _refuse_others(namespace, ("chars_per_token",), "a trace of ShareGPT")
@@ -406,13 +426,13 @@ def make_trace(namespace: argparse.Namespace, config: Config) -> Trace:
         return asyncio.run(sharegpt_trace(path, namespace.limit, load, config.seed, counter))
     _refuse_others(namespace, ("speedup",), f"a trace of {kind.title()}")
     if load.timed:
-        raise ConfigError(f"{path} says when its requests come; drop --request-rate, or change the pace with --speedup")
+        raise ConfigError(f"{path} has arrival times; drop --request-rate, or scale them with --speedup")
     trace = read_trace(path, kind, namespace.limit)
     return trace if namespace.speedup is None else trace.faster(namespace.speedup)
 
 
 def _refuse_others(namespace: argparse.Namespace, own: tuple[str, ...], what: str) -> None:
-    """Flags of another kind of traffic."""
+    """Refuse flags of other kinds of traffic."""
     for name in (*GENERATED, "chars_per_token", "speedup"):
         if name not in own and getattr(namespace, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} does not apply to {what}; drop it")
@@ -432,9 +452,9 @@ def _counter(chars_per_token: float | None, config: Config) -> TokenCounter:
     try:
         tokenizer = open_tokenizer(config)
     except QuireError as error:
-        raise ConfigError(f"ShareGPT has texts, and there is no tokenizer ({error}); say --chars-per-token 4") from None
+        raise ConfigError(f"ShareGPT has texts, which require a tokenizer ({error}); use --chars-per-token 4") from None
     if tokenizer is None:
-        raise ConfigError("ShareGPT has texts; drop --skip-tokenizer-init, or say --chars-per-token 4")
+        raise ConfigError("ShareGPT has texts; drop --skip-tokenizer-init, or use --chars-per-token 4")
     return TokenizerCounter(tokenizer)
 
 
@@ -445,16 +465,16 @@ def _simulate(
     make_router = router_maker(namespace.router, plan.pages, plan.page_size, config.max_seqs, config.prefix_caching)
     pages = setting.pages_for(trace)
 
-    def simulate(replicas: int, wanted: Callable[[Visit], bool] = lambda _: True) -> Run:
+    def simulate(replicas: int, acceptable: Callable[[Visit], bool] = lambda _: True) -> Run:
         engines = [setting.replica(pages) for _ in range(replicas)]
         fleet = Fleet(engines, make_router(replicas), namespace.max_concurrency, setting.front)
-        return fleet.run(trace, wanted)
+        return fleet.run(trace, acceptable)
 
-    def tell(trial: Trial) -> None:
+    def print_trial(trial: Trial) -> None:
         share = "too many are late" if trial.share is None else f"{trial.share:.2%} are within"
         print(f"{trial.replicas} replica{'s' if trial.replicas > 1 else ''}: {share}", file=sys.stderr)
 
     if objectives is None or namespace.replicas is not None:
         return simulate(namespace.replicas or 1), None
-    search = fewest_replicas(simulate, objectives, len(trace.arrivals), namespace.max_replicas, tell)
+    search = fewest_replicas(simulate, objectives, len(trace.arrivals), namespace.max_replicas, print_trial)
     return search.run, search

@@ -1,4 +1,4 @@
-"""`quire top [URL]`: what a server's engine is doing, live in the terminal; without a terminal, a line for everything new."""
+"""`quire top [URL]`: show what a server's engine is doing, live in the terminal; without a terminal, a line per event."""
 
 import argparse
 import http.client
@@ -20,17 +20,17 @@ from urllib.parse import urlsplit
 from quire.types.errors import ConfigError
 
 PATH = "/engine/events"
-SILENCE = 30.0  # seconds; a server that lives says so every ten
-PAUSES = (0.5, 1.0, 2.0, 5.0)  # seconds before trying again
-HOPELESS = {
+READ_TIMEOUT_S = 30.0  # a live server sends a comment every 10 s
+RETRY_DELAYS_S = (0.5, 1.0, 2.0, 5.0)
+FINAL_STATUSES = {  # a retry does not help
     401: "a key is needed: --api-key KEY, or QUIRE_API_KEY",
-    403: "this key is not let in",
+    403: "this key is not allowed",
     404: "there is no /engine/events: the server was started with --disable-page, or is not Quire",
 }
 
 
 @dataclass
-class Known:
+class EngineView:
     """The state of the engine, from all events so far."""
 
     hello: dict[str, Any] = field(default_factory=dict)
@@ -41,10 +41,10 @@ class Known:
     cells: str = ""
     open: dict[str, dict[str, Any]] = field(default_factory=dict)  # requests by key
     finished: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=64))  # the newest last
-    lost: int = 0  # events that we were too slow for
+    lost: int = 0  # events that this client was too slow for
     last: float = 0.0  # the server's clock, by the latest event
 
-    def hear(self, kind: str, event: dict[str, Any]) -> None:
+    def apply(self, kind: str, event: dict[str, Any]) -> None:
         self.last = event.get("t", self.last)
         match kind:
             case "hello":
@@ -56,12 +56,12 @@ class Known:
                     self.engines[one["engine"]["engine"]] = one["engine"]
                     if one["step"]:
                         self.steps[one["step"].get("engine", 0)] = one["step"]
-                self._see_pages(event["pages"])
-                self._see_requests(sorted(event["requests"], key=lambda request: request["since"]))
+                self._update_pages(event["pages"])
+                self._update_requests(sorted(event["requests"], key=lambda request: request["since"]))
             case "requests":
-                self._see_requests(event["requests"])
+                self._update_requests(event["requests"])
             case "pages":
-                self._see_pages(event)
+                self._update_pages(event)
             case "engine":
                 self.engines[event["engine"]] = event
             case "stats":
@@ -71,7 +71,7 @@ class Known:
             case "gap":
                 self.lost += event["lost"]
 
-    def _see_requests(self, requests: list[dict[str, Any]]) -> None:
+    def _update_requests(self, requests: list[dict[str, Any]]) -> None:
         for request in requests:
             self.open.pop(request["key"], None)
             if request["state"] == "finished":
@@ -79,14 +79,14 @@ class Known:
             else:
                 self.open[request["key"]] = request
 
-    def _see_pages(self, event: dict[str, Any]) -> None:
+    def _update_pages(self, event: dict[str, Any]) -> None:
         first, cells = event["first"], event["cells"]
         self.pages = event
         self.cells = self.cells[:first].ljust(first, ".") + cells + self.cells[first + len(cells) :]
 
 
 class TopFeed(threading.Thread):
-    """Reads until the process ends. `news` are events not taken yet; what is `known` may be read under `lock`."""
+    """Reads events until the process ends. `news` are unread events; `known` may be read under `lock`."""
 
     def __init__(self, url: str, key: str | None) -> None:
         super().__init__(name="quire-top", daemon=True)
@@ -96,10 +96,10 @@ class TopFeed(threading.Thread):
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
         self._parts, self._key = parts, key
         self.lock = threading.Lock()
-        self.known = Known()
+        self.known = EngineView()
         self.news: deque[tuple[str, dict[str, Any]]] = deque(maxlen=256)
-        self.trouble: str | None = "connecting"  # why nothing comes
-        self.refused: str | None = None  # why nothing ever will
+        self.problem: str | None = "connecting"  # why no event comes
+        self.refused: str | None = None  # why the server will never send events
         self.wake = threading.Event()
 
     def run(self) -> None:
@@ -108,47 +108,47 @@ class TopFeed(threading.Thread):
             try:
                 if self._read():
                     failures = 0
-                    self.trouble = "the server ended the stream; trying again"
+                    self.problem = "the server ended the stream; trying again"
             except OSError as error:
-                self.trouble = f"no connection: {error.strerror or error or 'it was lost'}; trying again"
+                self.problem = f"no connection: {error.strerror or error or 'it was lost'}; trying again"
             except (http.client.HTTPException, ValueError):
-                self.trouble = "the answer cannot be read; trying again"
+                self.problem = "the answer cannot be read; trying again"
             self.wake.set()
-            time.sleep(PAUSES[min(failures, len(PAUSES) - 1)])
+            time.sleep(RETRY_DELAYS_S[min(failures, len(RETRY_DELAYS_S) - 1)])
             failures += 1
 
     def _read(self) -> bool:
-        """Until the stream ends. True if there was one."""
+        """Read until the stream ends. Return whether there was a stream."""
         parts, host = self._parts, str(self._parts.hostname)
         if parts.scheme == "https":
             context = ssl.create_default_context()
             connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-                host, parts.port, timeout=SILENCE, context=context
+                host, parts.port, timeout=READ_TIMEOUT_S, context=context
             )
         else:
-            connection = http.client.HTTPConnection(host, parts.port, timeout=SILENCE)
+            connection = http.client.HTTPConnection(host, parts.port, timeout=READ_TIMEOUT_S)
         try:
             headers = {"Accept": "text/event-stream"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
             connection.request("GET", parts.path.rstrip("/") + PATH, headers=headers)
             answer = connection.getresponse()
             if answer.status != http.client.OK:
-                self.refused = HOPELESS.get(answer.status)
-                self.trouble = f"the server says {answer.status}; trying again"
+                self.refused = FINAL_STATUSES.get(answer.status)
+                self.problem = f"the server answers {answer.status}; trying again"
                 return False
             kind = ""
             while line := answer.readline():
                 if line.startswith(b"event: "):
                     kind = line[7:].strip().decode()
                 elif line.startswith(b"data: "):
-                    self._hear(kind, json.loads(line[6:]))
+                    self._take(kind, json.loads(line[6:]))
             return True
         finally:
             connection.close()
 
-    def _hear(self, kind: str, event: dict[str, Any]) -> None:
+    def _take(self, kind: str, event: dict[str, Any]) -> None:
         with self.lock:
-            self.trouble = None
-            self.known.hear(kind, event)
+            self.problem = None
+            self.known.apply(kind, event)
             self.news.append((kind, event))
         self.wake.set()
 
@@ -158,11 +158,11 @@ MAP_ROWS = 6
 LEGEND = ". blank  - cached  o yours  O shared  x others'"
 
 
-def screen(known: Known, trouble: str | None, url: str, width: int, height: int) -> list[str]:
+def screen(known: EngineView, problem: str | None, url: str, width: int, height: int) -> list[str]:
     hello, stats = known.hello, known.stats
     if not hello:
-        return [_cut(f"quire top  {url}  {trouble or 'connecting'}", width)]
-    state = trouble if trouble is not None else "; ".join(_engine(known, engine) for _, engine in sorted(known.engines.items()))
+        return [_cut(f"quire top  {url}  {problem or 'connecting'}", width)]
+    state = problem if problem is not None else "; ".join(_engine(known, engine) for _, engine in sorted(known.engines.items()))
     lines = [f"{hello['model']} on {hello['device']} ({hello['dtype']}), Quire {hello['server']} at {url}: {state}"]
     lines += [numbers(known), *_steps(known)]
     if stats:
@@ -174,8 +174,8 @@ def screen(known: Known, trouble: str | None, url: str, width: int, height: int)
     return [_cut(line, width) for line in lines[: height - 1]] + [_cut("q quits", width)]
 
 
-def numbers(known: Known) -> str:
-    """The whole server in a line."""
+def numbers(known: EngineView) -> str:
+    """Return one line about the whole server."""
     stats, pages = known.stats, known.pages
     step = next(iter(known.steps.values()), None)
     restarts = sum(engine["restarts"] for engine in known.engines.values())
@@ -191,7 +191,7 @@ def numbers(known: Known) -> str:
 
 
 def finished(request: dict[str, Any]) -> str:
-    """A request that is over, and where its time went."""
+    """Return a line about a finished request and the parts of its time."""
     parts = " + ".join(f"{name} {seconds:.3f}" for name, seconds in request["parts"].items())
     return (
         f"finished {_plain(request['id'])} {request['reason']} prompt {request['prompt']} ({request['cached']} cached) "
@@ -199,38 +199,38 @@ def finished(request: dict[str, Any]) -> str:
     )
 
 
-def name(known: Known, event: dict[str, Any]) -> str:
-    """Of the engine that an event is about; it has a number where there are several."""
+def name(known: EngineView, event: dict[str, Any]) -> str:
+    """Return the name of the engine of an event; with several engines it has a number."""
     return f"engine {event['engine']}" if known.hello.get("engines", 1) > 1 else "engine"
 
 
-def _engine(known: Known, engine: dict[str, Any]) -> str:
-    told, restarts = str(engine["state"]), engine["restarts"]
+def _engine(known: EngineView, engine: dict[str, Any]) -> str:
+    text, restarts = str(engine["state"]), engine["restarts"]
     if len(known.engines) > 1:
-        told = f"{name(known, engine)} {told}"
+        text = f"{name(known, engine)} {text}"
     if restarts:
-        told += f", {restarts} restarts; the latest, because {engine['reason']}"
-    return told
+        text += f", {restarts} restarts, the latest: {engine['reason']}"
+    return text
 
 
-def _steps(known: Known) -> list[str]:
-    """A line for every engine."""
+def _steps(known: EngineView) -> list[str]:
+    """Return a line for every engine."""
     if len(known.engines) < 2:
         return [_step(known, known.steps.get(0))]
     engines = sorted(known.engines.items())
     return [f"{name(known, engine)}: {_step(known, known.steps.get(number))}" for number, engine in engines]
 
 
-def _step(known: Known, event: dict[str, Any] | None) -> str:
+def _step(known: EngineView, event: dict[str, Any] | None) -> str:
     steps = event["steps"] if event else []
     if not steps:
         return "no step yet" if event is None else "idle"
     columns = known.hello["step_columns"]
     rows = [dict(zip(columns, step, strict=False)) for step in steps]
     last, mean = rows[-1], sum(row["ms"] for row in rows) / len(rows)
-    told = [f"step {last['step']}", f"{mean:.1f} ms", f"{last['rows']} rows", f"{last['tokens']} tokens"]
-    told += [f"{last[name]} {name}" for name in ("prompt", "drafted", "accepted", "masked", "given") if last[name]]
-    return "  ".join(told)
+    parts = [f"step {last['step']}", f"{mean:.1f} ms", f"{last['rows']} rows", f"{last['tokens']} tokens"]
+    parts += [f"{last[name]} {name}" for name in ("prompt", "drafted", "accepted", "masked", "given") if last[name]]
+    return "  ".join(parts)
 
 
 def _histogram(counts: Sequence[int], bounds: Sequence[float]) -> str:
@@ -250,7 +250,7 @@ def _within(counts: Sequence[int], bounds: Sequence[float], share: float) -> str
     return f"more than {bounds[-1]:g} s"
 
 
-def _map(known: Known, width: int) -> list[str]:
+def _map(known: EngineView, width: int) -> list[str]:
     """Return the cells that fit; of more, evenly spaced ones."""
     cells, room = known.cells, width * MAP_ROWS
     if not cells:
@@ -262,7 +262,7 @@ def _map(known: Known, width: int) -> list[str]:
     return [f"pages: {LEGEND}{scale}", *(shown[i : i + width] for i in range(0, len(shown), width))]
 
 
-def _requests(known: Known, room: int) -> list[str]:
+def _requests(known: EngineView, room: int) -> list[str]:
     rows = dict[str, tuple[int, int, int]]()
     for step in known.steps.values():
         rows |= zip(step["keys"], zip(step["row"], step["computed"], step["drawn"], strict=False), strict=False)
@@ -279,7 +279,7 @@ def _requests(known: Known, room: int) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Nothing that a terminal would obey."""
+    """Return the text without control characters, which a terminal would execute."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
@@ -287,10 +287,10 @@ def _cut(line: str, width: int) -> str:
     return _plain(line)[:width]
 
 
-REDRAW = 0.2  # seconds between two pictures, at least
-LINE_EVERY = 1.0  # least seconds between two lines where the screen is not redrawn
+REDRAW_S = 0.2
+LINE_INTERVAL_S = 1.0  # without a terminal
 KEYS = ("QUIRE_API_KEY", "VLLM_API_KEY")
-ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # another screen, without a cursor; and back
+ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # the alternate screen without a cursor, and back
 HOME, CLEAR_LINE, CLEAR_REST = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
@@ -324,16 +324,16 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def _draw(feed: TopFeed) -> None:
-    with _keyboard() as asked_to_quit:
+    with _keyboard() as quit_pressed:
         sys.stdout.write(ENTER)
         try:
             while feed.refused is None:
                 width, height = shutil.get_terminal_size()
                 with feed.lock:
-                    lines = screen(feed.known, feed.trouble, feed.url, width, height)
+                    lines = screen(feed.known, feed.problem, feed.url, width, height)
                 sys.stdout.write(HOME + "\r\n".join(line + CLEAR_LINE for line in lines) + CLEAR_REST)
                 sys.stdout.flush()
-                if asked_to_quit(REDRAW):
+                if quit_pressed(REDRAW_S):
                     return
         finally:
             sys.stdout.write(LEAVE)
@@ -342,7 +342,7 @@ def _draw(feed: TopFeed) -> None:
 
 @contextmanager
 def _keyboard() -> "Iterator[Any]":
-    """Gives a function that waits, and says whether a key was pressed that quits."""
+    """Yield a function that waits and returns whether a key was pressed that quits."""
     if not sys.stdin.isatty():
         yield lambda seconds: time.sleep(seconds)
         return
@@ -363,7 +363,7 @@ def _keyboard() -> "Iterator[Any]":
 
 
 def _print(feed: TopFeed) -> None:
-    trouble, due = None, 0.0
+    problem, due = None, 0.0
     while feed.refused is None:
         feed.wake.wait()
         feed.wake.clear()
@@ -377,12 +377,12 @@ def _print(feed: TopFeed) -> None:
                 elif kind == "requests":
                     lines += [finished(request) for request in event["requests"] if request["state"] == "finished"]
                 elif kind == "gap":
-                    lines.append(f"{event['lost']} events were lost: we are too slow")
-            if feed.known.hello and time.monotonic() >= due and feed.trouble is None:
-                due = time.monotonic() + LINE_EVERY
+                    lines.append(f"{event['lost']} events were lost: this client is too slow")
+            if feed.known.hello and time.monotonic() >= due and feed.problem is None:
+                due = time.monotonic() + LINE_INTERVAL_S
                 lines.append(numbers(feed.known))
-            if feed.trouble != trouble:
-                trouble = feed.trouble
-                lines.append(f"connected to {feed.url}" if trouble is None else f"{feed.url}: {trouble}")
+            if feed.problem != problem:
+                problem = feed.problem
+                lines.append(f"connected to {feed.url}" if problem is None else f"{feed.url}: {problem}")
         for line in lines:
             print(time.strftime("%H:%M:%S"), line, flush=True)

@@ -1,4 +1,4 @@
-"""`vllm.platforms.current_platform`: what programs written for vLLM ask about the device."""
+"""`vllm.platforms.current_platform`: the device, as programs written for vLLM query it."""
 
 from functools import cached_property
 from typing import Any
@@ -50,8 +50,8 @@ class Platform:
     def has_device_capability(self, capability: tuple[int, int] | int, device_id: int = 0) -> bool:
         """capability: (major, minor), or both as one number such as 90"""
         found = self.get_device_capability(device_id)
-        wanted = divmod(capability, 10) if isinstance(capability, int) else capability
-        return found is not None and found >= wanted
+        required = divmod(capability, 10) if isinstance(capability, int) else capability
+        return found is not None and found >= required
 
     @property
     def _torch(self) -> Any:

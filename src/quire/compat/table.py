@@ -12,7 +12,7 @@ _LOGPROBS = {
     "LogprobsOnePosition": "quire.types.outputs:TokenLogprobs",
 }
 _NETWORK = {"get_ip": "quire.compat.utils:get_ip", "get_open_port": "quire.compat.utils:get_open_port"}
-_PARSER = {"FlexibleArgumentParser": "quire.compat.parser:FlexibleArgumentParser"}
+_PARSER = {"FlexibleArgumentParser": "quire.compat.commands:FlexibleArgumentParser"}
 _POOLED = {
     f"{kind}{end}": f"quire.types.pooling:{kind}{end}"
     for kind in ("Pooling", "Embedding", "Classification", "Scoring")
@@ -50,7 +50,7 @@ MODULES: dict[str, dict[str, str]] = {
     "entrypoints.chat_utils": _TEMPLATES,
     "entrypoints.cli.main": {"main": "quire.cli.main:main"},
     "entrypoints.llm": {"LLM": "quire.llm:LLM"},
-    "entrypoints.openai.api_server": {"main": "quire.compat.server:main"},
+    "entrypoints.openai.api_server": {"main": "quire.compat.commands:serve"},
     "exceptions": {
         "VLLMError": "quire.types.errors:QuireError",
         "VLLMClientError": "quire.types.errors:RequestError",
@@ -96,7 +96,7 @@ MODULES: dict[str, dict[str, str]] = {
 WHOLE_MODULES = {"envs": "quire.compat.envs"}
 
 # what `python -m PATH` runs
-MAINS = {"entrypoints.cli.main": "quire.cli.main:main", "entrypoints.openai.api_server": "quire.compat.server:main"}
+MAINS = {"entrypoints.cli.main": "quire.cli.main:main", "entrypoints.openai.api_server": "quire.compat.commands:serve"}
 
 _CONNECTORS = "KV cache transfer, offloading and events are not built"
 _INTERNALS = "the inside of the engine is another one; only vLLM's public API is followed"

@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates as programs written for vLLM fetch them: transformers' objects, which they go on with."""
+"""Tokenizers and chat templates for programs written for vLLM: transformers' objects."""
 
 from importlib import import_module
 from pathlib import Path
@@ -37,7 +37,7 @@ def resolve_chat_template(
 ) -> str | None:
     """Return the template that conversations are rendered with: the given one, or the tokenizer's, if it has one.
 
-    model_config: vLLM's; the tokenizer has all that is needed
+    model_config: of vLLM; unused
     """
     own = tokenizer.chat_template if chat_template is None else chat_template
     if not isinstance(own, dict):

@@ -52,9 +52,9 @@ def set_ulimit(target_soft_limit: int = 65535) -> None:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = target_soft_limit if hard == resource.RLIM_INFINITY else min(target_soft_limit, hard)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    target = target_soft_limit if hard == resource.RLIM_INFINITY else min(target_soft_limit, hard)
+    if soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF009 - `setting` makes a dataclass field
-"""Every argument of an engine, once: `LLM(...)`, `EngineArgs(...)` and the command line all come from these fields.
+"""All arguments of an engine: `LLM(...)`, `EngineArgs(...)` and the command line follow from these fields.
 
 Names and defaults are vLLM's. A field that is None is decided by `resolve`, from the model and the device.
 """
@@ -18,7 +18,7 @@ from quire.config.devices import check_device
 from quire.config.features import FEATURES
 from quire.config.fields import FLAG, FLOATS, LIST, NAMES, NUMBER, OBJECT, REAL, TEXT, TOKEN, setting, spec_of
 from quire.config.flags import add_flags, add_hidden_flags, kind_of
-from quire.config.vllm_arguments import HINT_SHORT_FLAGS, HINTS, REFUSED, SHORT_FLAGS, refuse, take_hint, taken_for
+from quire.config.vllm_arguments import HINT_SHORT_FLAGS, HINTS, REFUSED, SHORT_FLAGS, refuse, replace_value, take_hint
 from quire.features.experts.host import ExpertArgs
 from quire.features.kv_quant.host import CacheArgs
 from quire.features.lora.host import LoRAArgs
@@ -28,11 +28,11 @@ from quire.features.speculation.host import SpeculationArgs
 from quire.features.structured.host import StructuredArgs
 from quire.types.errors import ConfigError, NotSupported
 
-PARTITION = "VLLM_PP_LAYER_PARTITION"  # environment: the same, as vLLM has it
+PARTITION = "VLLM_PP_LAYER_PARTITION"  # environment variable of vLLM
 
 
 def read_partition(text: str) -> tuple[int, ...]:
-    """`8,12,12`: layers of each stage."""
+    """Return the layers of each stage of a text such as `8,12,12`."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         raise ConfigError(f"pipeline_layer_partition must be how many layers each stage has, such as 8,12,12; got {text!r}")
@@ -40,8 +40,10 @@ def read_partition(text: str) -> tuple[int, ...]:
 
 
 def split_layers(count: int, stages: int, partition: str | None = None) -> tuple[range, ...]:
-    """As evenly as can be, if nothing is said; the first stage, which embeds tokens and draws them as well, has none more than
-    others. ConfigError = the layers cannot be divided so."""
+    """Return the layers of each pipeline stage; raise ConfigError if they cannot be divided.
+
+    Without a partition they are divided evenly; the first stage, which also embeds and samples, never has more than others.
+    """
     if partition is not None:
         sizes = read_partition(partition)
         if len(sizes) != stages:
@@ -56,8 +58,8 @@ def split_layers(count: int, stages: int, partition: str | None = None) -> tuple
         return tuple(range(first, last) for first, last in pairwise(accumulate(sizes, initial=0)))
     if stages > max(count, 1):
         raise ConfigError(
-            f"pipeline_parallel_size={stages}: the model's {count} layers cannot be divided among so many stages; {count} is "
-            "the most"
+            f"pipeline_parallel_size={stages}: the model's {count} layers cannot be divided among that many stages; use at "
+            f"most {count}"
         )
     return tuple(range(count * stage // stages, count * (stage + 1) // stages) for stage in range(stages))
 
@@ -71,7 +73,7 @@ _RANKS = "several processes"
 T = TypeVar("T", bound=type)
 
 
-def _knows_others(owner: T) -> T:
+def _accepts_vllm_names(owner: T) -> T:
     """Let the constructor take vLLM's other names: hints are logged, arguments that are not built are refused with a reason."""
     make = owner.__init__  # type: ignore[misc]
     known = {field.name for field in dataclasses.fields(owner)}
@@ -96,68 +98,60 @@ class _CoreArgs:
     """Arguments that belong to no feature. Those of a feature are in its `host.py`."""
 
     model: str = setting(DEFAULT_MODEL, TEXT, _MODEL, "directory, .gguf file, hub id (also org/repo:Q4_K_M) or alias (smollm2)")
-    tokenizer: str | None = setting(None, TEXT, _MODEL, "directory or hub id of another tokenizer; default: the model's own")
+    tokenizer: str | None = setting(None, TEXT, _MODEL, "directory or hub id of another tokenizer; default: the model's")
     revision: str | None = setting(None, TEXT, _MODEL, "branch, tag or commit of the hub model")
     tokenizer_revision: str | None = setting(None, TEXT, _MODEL, "branch, tag or commit of the hub tokenizer")
     hf_overrides: dict[str, Any] = setting({}, OBJECT, _MODEL, "fields to replace in the model's config.json")
     hf_token: str | bool | None = setting(None, TOKEN, _MODEL, "hub token for private or gated models; default: HF_TOKEN")
-    download_dir: str | None = setting(None, TEXT, _MODEL, "where hub files are kept; default: the hub's cache")
+    download_dir: str | None = setting(None, TEXT, _MODEL, "directory for files of the hub; default: the hub's cache")
     load_format: str = setting(
         "auto",
         TEXT,
         _MODEL,
-        "where weights come from; dummy makes random ones",
+        "format of the weights; dummy creates random ones",
         choices=("auto", "safetensors", "mistral", "gguf", "dummy"),
     )
     config_format: str = setting(
         "auto", TEXT, _MODEL, "hf reads config.json, mistral reads params.json and consolidated*.safetensors; auto: "
-        "config.json where there is one", choices=("auto", "hf", "mistral"),
+        "config.json if it exists", choices=("auto", "hf", "mistral"),
     )  # fmt: skip
     tokenizer_mode: str = setting(
-        "auto", TEXT, _MODEL, "mistral reads tekken.json and writes chats as mistral-common does; auto: tokenizer.json where "
-        "there is one", choices=("auto", "hf", "slow", "mistral"),
+        "auto", TEXT, _MODEL, "mistral reads tekken.json and formats chats like mistral-common; auto: tokenizer.json if "
+        "it exists", choices=("auto", "hf", "slow", "mistral"),
     )  # fmt: skip
     model_impl: str = setting(
-        "auto", TEXT, _MODEL, "whose model code; auto prefers quire's own", choices=("auto", "quire", "transformers")
+        "auto", TEXT, _MODEL, "model implementation; auto prefers quire", choices=("auto", "quire", "transformers")
     )
     dtype: str = setting(
         "auto", TEXT, _MODEL, "of weights and cache; auto: float32 on CPU, bfloat16 (or the checkpoint's float16) on CUDA",
         choices=("auto", *FLOATS),
     )  # fmt: skip
-    device: str = setting(
-        "auto", TEXT, _MODEL, "what to run on: cpu, cuda, or what a plug-in brings; auto takes CUDA when there is one"
-    )
-    enforce_eager: bool = setting(False, FLAG, _MODEL, "launch every kernel one by one instead of replaying CUDA graphs")
+    device: str = setting("auto", TEXT, _MODEL, "cpu, cuda, or the device of a plug-in; auto: CUDA if available")
+    enforce_eager: bool = setting(False, FLAG, _MODEL, "launch kernels one by one instead of replaying CUDA graphs")
     skip_tokenizer_init: bool = setting(False, FLAG, _MODEL, "no tokenizer: prompts and outputs are token ids")
-    chat_template: str | None = setting(None, TEXT, _MODEL, "chat template, as a file or as text; default: the model's own")
-    served_model_name: str | list[str] | None = setting(
-        None, NAMES, _MODEL, "name or names the model answers to; default: model"
-    )
+    chat_template: str | None = setting(None, TEXT, _MODEL, "chat template, as a file or as text; default: the model's")
+    served_model_name: str | list[str] | None = setting(None, NAMES, _MODEL, "names of the model in requests; default: model")
 
     max_model_len: int | None = setting(
-        None, NUMBER, _LENGTHS, "longest context, prompt and output; auto or -1: what fits", low=-1
+        None, NUMBER, _LENGTHS, "maximum context of prompt and output; auto or -1: what fits", low=-1
     )
-    seed: int = setting(
-        0, NUMBER, _LENGTHS, "where requests without a seed of their own get theirs from", low=0, high=2**64 - 1
-    )
-    max_logprobs: int = setting(20, NUMBER, _LENGTHS, "most logprobs a request may ask for; -1: no limit", low=-1)
+    seed: int = setting(0, NUMBER, _LENGTHS, "source of seeds for requests without one", low=0, high=2**64 - 1)
+    max_logprobs: int = setting(20, NUMBER, _LENGTHS, "maximum of logprobs per request; -1: no limit", low=-1)
     logprobs_mode: str = setting(
-        "raw_logprobs", TEXT, _LENGTHS, "what logprobs hold: before or after penalties and temperature",
+        "raw_logprobs", TEXT, _LENGTHS, "logprobs before or after penalties and temperature",
         choices=("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
     )  # fmt: skip
     generation_config: str = setting(
-        "auto", TEXT, _LENGTHS, "where default sampling parameters come from: auto = the model, vllm = neutral, or a directory"
+        "auto", TEXT, _LENGTHS, "source of default sampling parameters: auto = the model, vllm = neutral, or a directory"
     )
     override_generation_config: dict[str, Any] = setting(
-        {}, OBJECT, _LENGTHS, "default sampling parameters that win over those"
+        {}, OBJECT, _LENGTHS, "default sampling parameters that override those"
     )
 
     gpu_memory_utilization: float = setting(
-        0.92, REAL, _CACHE, "fraction of the device's memory the engine may use", above=0.0, high=1.0
+        0.92, REAL, _CACHE, "fraction of the device's memory for the engine", above=0.0, high=1.0
     )
-    kv_cache_memory_bytes: int | None = setting(
-        None, NUMBER, _CACHE, "exact bytes for the cache, instead of the fraction", low=1
-    )
+    kv_cache_memory_bytes: int | None = setting(None, NUMBER, _CACHE, "bytes of the KV cache, instead of the fraction", low=1)
     block_size: int | None = setting(
         None,
         NUMBER,
@@ -166,11 +160,15 @@ class _CoreArgs:
         low=1,
         high=256,
     )
-    enable_prefix_caching: bool = setting(True, FLAG, _CACHE, "reuse cached pages of equal prompt beginnings")
+    enable_prefix_caching: bool = setting(True, FLAG, _CACHE, "reuse cached pages of equal prompt prefixes")
     num_gpu_blocks_override: int | None = setting(None, NUMBER, _CACHE, "exact number of pages, for tests", low=1)
 
     max_num_batched_tokens: int | None = setting(
-        None, NUMBER, _SCHEDULER, "most tokens in one step; default: by the device, and by the load where a GPU serves", low=1
+        None,
+        NUMBER,
+        _SCHEDULER,
+        "maximum of tokens per step; default: by the device, and by the load when serving on a GPU",
+        low=1,
     )
     max_num_scheduled_tokens: int | None = setting(
         None, NUMBER, _SCHEDULER, "most tokens that are scheduled in one step, where buffers are to hold more; default: "
@@ -187,19 +185,23 @@ class _CoreArgs:
         None, FLAG, _SCHEDULER, "plan a step while the last one runs; default: on with CUDA"
     )
 
-    engine_dead_after: float = setting(10.0, REAL, _PROCESS, "restart an engine that is silent for so many seconds", above=1.0)
-    engine_hang_timeout: float = setting(300.0, REAL, _PROCESS, "restart an engine whose step takes so many seconds", above=0.0)
-    engine_start_timeout: float = setting(1800.0, REAL, _PROCESS, "give up a start after so many seconds", above=0.0)
-    max_engine_restarts: int = setting(6, NUMBER, _PROCESS, "most restarts within engine_restart_window", low=0)
-    engine_restart_window: float = setting(600.0, REAL, _PROCESS, "seconds in which restarts are counted", above=0.0)
+    engine_dead_after: float = setting(
+        10.0, REAL, _PROCESS, "restart an engine without a heartbeat for this many seconds", above=1.0
+    )
+    engine_hang_timeout: float = setting(
+        300.0, REAL, _PROCESS, "restart an engine whose step takes this many seconds", above=0.0
+    )
+    engine_start_timeout: float = setting(1800.0, REAL, _PROCESS, "abort a start after this many seconds", above=0.0)
+    max_engine_restarts: int = setting(6, NUMBER, _PROCESS, "maximum of restarts within engine_restart_window", low=0)
+    engine_restart_window: float = setting(600.0, REAL, _PROCESS, "window in which restarts are counted, in seconds", above=0.0)
 
     warm_restart: bool | None = setting(
-        None, FLAG, _PROCESS, "keep a process that has imported everything, from which a lost engine is restarted in a moment; "
-        "default: quire serve does",
+        None, FLAG, _PROCESS, "have a process ready that has imported everything, for fast restarts of a lost engine; "
+        "default: on in quire serve",
     )  # fmt: skip
 
     data_parallel_size: int = setting(
-        1, NUMBER, _RANKS, "engines that share requests out among them, each with the whole model, a cache and a device",
+        1, NUMBER, _RANKS, "engines among which requests are distributed, each with the whole model, a cache and a device",
         low=1, high=64, short="-dp",
     )  # fmt: skip
     data_parallel_size_local: int | None = setting(
@@ -210,52 +212,52 @@ class _CoreArgs:
         0, NUMBER, _RANKS, "with --headless: the number of the first engine on this machine", low=0, high=63, short="-dpr"
     )
     data_parallel_address: str = setting(
-        "127.0.0.1", TEXT, _RANKS, "where machine 0 waits for those that have the other engines", short="-dpa"
+        "127.0.0.1", TEXT, _RANKS, "address of machine 0, to which the machines of other engines connect", short="-dpa"
     )
-    data_parallel_rpc_port: int = setting(29550, NUMBER, _RANKS, "and at which port", low=1, high=65535, short="-dpp")
+    data_parallel_rpc_port: int = setting(
+        29550, NUMBER, _RANKS, "port of data_parallel_address", low=1, high=65535, short="-dpp"
+    )
     tensor_parallel_size: int = setting(
-        1, NUMBER, _RANKS, "processes that share the model's matrices and attention heads, evenly or not; on CPUs", low=1,
+        1, NUMBER, _RANKS, "processes that share the model's matrices and attention heads", low=1,
         short="-tp",
     )  # fmt: skip
     pipeline_parallel_size: int = setting(
-        1, NUMBER, _RANKS, "stages that have some of the model's layers each and work on different steps; on CPUs", low=1,
+        1, NUMBER, _RANKS, "pipeline stages, each with some of the layers, which work on different steps", low=1,
         short="-pp",
     )  # fmt: skip
     pipeline_layer_partition: str | None = setting(
-        None, TEXT, _RANKS, "layers of each stage, such as 8,12,12; default: VLLM_PP_LAYER_PARTITION, or as evenly as can be"
+        None, TEXT, _RANKS, "layers of each stage, such as 8,12,12; default: VLLM_PP_LAYER_PARTITION, or evenly"
     )
-    nnodes: int = setting(
-        1, NUMBER, _RANKS, "machines that the ranks are on; quire serve runs on each of them", low=1, short="-n"
-    )
-    node_rank: int = setting(0, NUMBER, _RANKS, "which of the machines this is; all but 0 are --headless", low=0, short="-r")
-    master_addr: str = setting("127.0.0.1", TEXT, _RANKS, "address of machine 0, where it waits for the others")
+    nnodes: int = setting(1, NUMBER, _RANKS, "machines of the ranks; quire serve runs on each of them", low=1, short="-n")
+    node_rank: int = setting(0, NUMBER, _RANKS, "number of this machine; all but 0 run --headless", low=0, short="-r")
+    master_addr: str = setting("127.0.0.1", TEXT, _RANKS, "address of machine 0, to which the others connect")
     master_port: int = setting(29501, NUMBER, _RANKS, "port of machine 0", low=1, high=65535)
     distributed_timeout_seconds: float | None = setting(
         None, REAL, _RANKS, "seconds that ranks wait for each other, to connect and in a step; default: "
         "engine_start_timeout to connect, engine_hang_timeout in a step", above=0.0,
     )  # fmt: skip
-    numa_bind: bool = setting(False, FLAG, _RANKS, "bind every rank to the CPUs of one NUMA node: its GPU's, or by turns")
+    numa_bind: bool = setting(False, FLAG, _RANKS, "bind every rank to the CPUs of one NUMA node: its GPU's, or in turn")
     numa_bind_nodes: list[str] | None = setting(None, LIST, _RANKS, "with numa_bind: the node of each rank on this machine")
     numa_bind_cpus: list[str] | None = setting(
         None, LIST, _RANKS, "with numa_bind: the CPUs of each rank on this machine instead, such as 0-15 16-31"
     )
     distributed_executor_backend: str | None = setting(
         None, TEXT, _RANKS,
-        "auto: as many processes as there are ranks; mp: the same; ray: Ray starts those of other machines; external_launcher: "
-        "torchrun and its like start all, each runs the same script; uni: one; fake: no model, for tests of the rest",
+        "auto and mp: one process per rank; ray: Ray starts those of other machines; external_launcher: "
+        "torchrun or similar starts all, each runs the same script; uni: one process; fake: no model, for tests",
         choices=("auto", "mp", "ray", "external_launcher", "uni", "fake"),
     )  # fmt: skip
 
     disable_log_stats: bool = setting(False, FLAG, _OTHER, "no periodic throughput line")
 
 
-@_knows_others
+@_accepts_vllm_names
 @dataclass
 class EngineArgs(PoolingArgs, ExpertArgs, LoRAArgs, SpeculationArgs, StructuredArgs, CacheArgs, WeightArgs, _CoreArgs):
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             optional = field.default is None
-            value = taken_for(field.name, getattr(self, field.name))
+            value = replace_value(field.name, getattr(self, field.name))
             setattr(self, field.name, spec_of(field).check(field.name, value, optional))
         check_device(self.device)
         for feature in FEATURES:
@@ -271,7 +273,7 @@ class EngineArgs(PoolingArgs, ExpertArgs, LoRAArgs, SpeculationArgs, StructuredA
 
     @classmethod
     def from_kwargs(cls, **values: Any) -> "EngineArgs":
-        """Fields by name. What is not built is refused with its reason, what is unknown with the nearest names."""
+        """Return arguments by name. Unsupported names are refused with a reason, unknown ones with the nearest names."""
         return cls(**values)
 
     @staticmethod
@@ -293,23 +295,23 @@ class EngineArgs(PoolingArgs, ExpertArgs, LoRAArgs, SpeculationArgs, StructuredA
 
     @classmethod
     def from_cli(cls, namespace: argparse.Namespace) -> "EngineArgs":
-        """Only what was given on the command line is in the namespace, so defaults stay in one place."""
+        """Return the arguments of a namespace, which has only the flags of the command line; defaults are in the fields."""
         names = {field.name for field in dataclasses.fields(cls)} | set(REFUSED) | set(HINTS)
         return cls.from_kwargs(**{name: value for name, value in vars(namespace).items() if name in names})
 
 
 def one_at_a_time(args: EngineArgs) -> EngineArgs:
-    """For commands that never have two requests: unless the user wants more, the engine is made for one."""
+    """Return the arguments for commands with one request at a time: max_num_seqs is 1 unless the user sets it."""
     return dataclasses.replace(args, max_num_seqs=args.max_num_seqs or 1)
 
 
 def local_engines(args: EngineArgs) -> int:
-    """Of the engines of data_parallel_size, how many are on this machine."""
+    """Return the engines of data_parallel_size that are on this machine."""
     return args.data_parallel_size if args.data_parallel_size_local is None else args.data_parallel_size_local
 
 
 def wants_mistral(args: EngineArgs) -> bool | None:
-    """Return whether params.json and consolidated*.safetensors are read; None: where there is no config.json."""
+    """Return whether params.json and consolidated*.safetensors are read; None: if there is no config.json."""
     if "mistral" in (args.config_format, args.load_format):
         return True
     return False if args.config_format == "hf" else None
@@ -321,18 +323,18 @@ def connect_timeout(args: EngineArgs) -> float:
 
 
 def step_timeout(args: EngineArgs) -> float:
-    """Return the seconds that a rank may keep the others waiting in a step."""
+    """Return the seconds that ranks wait for each other in a step."""
     return args.distributed_timeout_seconds or args.engine_hang_timeout
 
 
 def shares_experts(args: EngineArgs) -> bool:
-    """Have several engines one set of experts? A fake model has none."""
+    """Return whether several engines share the experts. A fake model has none."""
     several = args.enable_expert_parallel and args.data_parallel_size > 1
     return several and args.distributed_executor_backend != "fake"
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """Those that look like it, or else those that it begins."""
+    """Return a hint with similar names, or with names that begin with it."""
     found = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     if not found and len(name.lstrip("-")) > 2:
         found = [full for full in names if full.startswith(name)][:3]
@@ -340,13 +342,13 @@ def nearest(name: str, names: list[str]) -> str:
 
 
 def add_cli_arguments(parser: argparse.ArgumentParser, taken: Collection[str] = ()) -> None:
-    """One flag per field; names in `taken` belong to another part of the command. `--max_model_len` is `--max-model-len`."""
+    """Add one flag per field, except names in `taken`, which belong to another part of the command."""
     add_flags(parser, EngineArgs, "engine")
     parser.add_argument(
         "--config",
         metavar="FILE",
         default=argparse.SUPPRESS,
-        help="YAML file with flags: their long names without dashes and their values; the command line wins",
+        help="YAML file with flags: long names without dashes, and values; the command line overrides it",
     )
     add_hidden_flags(parser, {name: kind for name, (_, kind) in HINTS.items()}, HINT_SHORT_FLAGS, taken)
     add_hidden_flags(parser, {name: kind_of(harmless) for name, (_, harmless) in REFUSED.items()}, SHORT_FLAGS, taken)

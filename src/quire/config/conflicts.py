@@ -1,4 +1,4 @@
-"""Settings that are not supported together: one row each, with what to change. All that apply are reported at once."""
+"""Settings that are not supported together: one row each, with what to change. All applicable rows are reported at once."""
 
 import os
 
@@ -6,7 +6,7 @@ from quire.config.config import Config
 from quire.config.facts import count_heads
 from quire.config.families import has_chunked_attention, overflows_in_float16
 from quire.config.features import FEATURES
-from quire.config.uneven_layers import why_not_staged
+from quire.config.layer_patterns import staging_problem
 from quire.features.host import Conflict
 from quire.types.errors import ConfigError
 
@@ -19,7 +19,7 @@ CORE: tuple[Conflict, ...] = (
         lambda c: c.max_model_len_explicit and c.max_model_len > c.facts.max_position,
         lambda c: (
             f"max_model_len {c.max_model_len} is longer than the {c.facts.max_position} positions of the model. Lower it, or, "
-            "if the model was stretched, say so with hf_overrides (max_position_embeddings or rope_parameters)"
+            "if the model supports more, set hf_overrides (max_position_embeddings or rope_parameters)"
         ),
     ),
     Conflict(
@@ -39,7 +39,7 @@ CORE: tuple[Conflict, ...] = (
         "more requests than tokens",
         lambda c: c.max_seqs > c.scheduled_tokens,
         lambda c: (
-            f"max_num_seqs {c.max_seqs} needs at least as many {c.step_limit_name}, which are {c.scheduled_tokens}. "
+            f"max_num_seqs {c.max_seqs} requires {c.step_limit_name} of at least that; got {c.scheduled_tokens}. "
             "Lower the first or raise the second"
         ),
     ),
@@ -72,7 +72,7 @@ CORE: tuple[Conflict, ...] = (
     Conflict(
         "an encoder on several ranks",
         lambda c: c.facts.encoder and c.world > 1,
-        lambda c: f"{c.divided} is not supported with {c.facts.architecture}, an encoder. Start data-parallel engines instead",
+        lambda c: f"{c.parallelism} is not supported with {c.facts.architecture}, an encoder. Use data-parallel engines",
     ),
     Conflict(
         "an encoder with adapters",
@@ -87,7 +87,7 @@ CORE: tuple[Conflict, ...] = (
     Conflict(
         "odd pages",
         lambda c: c.page_size & (c.page_size - 1) != 0,
-        lambda c: f"block_size {c.page_size} is not a power of two; 16 is a good one",
+        lambda c: f"block_size {c.page_size} must be a power of two, such as 16",
     ),
     Conflict(
         "chunks of half a page",
@@ -103,12 +103,12 @@ CORE: tuple[Conflict, ...] = (
         lambda c: f"{c.facts.hf['model_type']} overflows in float16; use dtype bfloat16 or float32",
     ),
     Conflict(
-        "GGUF weights wanted from safetensors",
+        "GGUF weights from safetensors",
         lambda c: c.args.load_format == "safetensors" and c.facts.files.format == "gguf",
         lambda c: f"load_format is safetensors, but {c.facts.files.path.name} is a GGUF file; use auto",
     ),
     Conflict(
-        "safetensors weights wanted from GGUF",
+        "safetensors weights from GGUF",
         lambda c: c.args.load_format == "gguf" and c.facts.files.format != "gguf",
         lambda c: f"load_format is gguf, but {c.facts.files.name} is not a GGUF file; use auto",
     ),
@@ -121,11 +121,11 @@ CORE: tuple[Conflict, ...] = (
         ),
     ),
     Conflict(
-        "an engine that is on another node",
+        "the engine is on another node",
         lambda c: c.args.node_rank > 0,
         lambda c: (
-            f"node_rank={c.args.node_rank}: the engine is on machine 0, and this one has some of its ranks: run quire serve "
-            "with --headless here"
+            f"node_rank={c.args.node_rank}: the engine is on machine 0, and this one has ranks of it: run quire serve "
+            "with --headless on this machine"
         ),
     ),
     Conflict(
@@ -154,14 +154,14 @@ CORE: tuple[Conflict, ...] = (
         lambda c: c.args.data_parallel_start_rank > 0,
         lambda c: (
             f"data_parallel_start_rank={c.args.data_parallel_start_rank}: engine 0 and the API are on machine 0, and this one "
-            "has others: run quire serve with --headless here"
+            "has other engines: run quire serve with --headless on it"
         ),
     ),
     Conflict(
-        "ranks of what transformers runs",
+        "ranks of a model that transformers runs",
         lambda c: c.world > 1 and c.facts.by_transformers,
         lambda c: (
-            f"{c.divided}: {c.facts.architecture} is run by transformers here, and only models of a family of our own can be "
+            f"{c.parallelism}: {c.facts.architecture} is run by transformers, and only models of Quire's families can be "
             "divided; leave it at 1"
         ),
         "by transformers",
@@ -170,40 +170,40 @@ CORE: tuple[Conflict, ...] = (
     Conflict(
         "ranks on a device that has none",
         lambda c: c.world > 1 and c.device not in ("cpu", "cuda"),
-        lambda c: f"{c.divided} is built for CPUs and for GPUs of CUDA, and the device is {c.device}; leave it at 1",
+        lambda c: f"{c.parallelism} requires CPUs or CUDA GPUs; the device is {c.device}. Leave it at 1",
     ),
     Conflict(
         "more ranks than GPUs",
         lambda c: c.world > 1 and 0 < c.device_facts.count < c.node_ranks and os.environ.get(SHARE) != "1",
         lambda c: (
-            f"{c.divided} needs {c.node_ranks} GPUs on this machine, one for each rank, and {c.device_facts.count} can be seen "
-            f"here; lower it, or let this process see more (CUDA_VISIBLE_DEVICES). {SHARE}=1 lets ranks share a GPU, for tests"
+            f"{c.parallelism} needs {c.node_ranks} GPUs on this machine, one per rank, and {c.device_facts.count} are visible; "
+            f"lower it, or make more visible (CUDA_VISIBLE_DEVICES). {SHARE}=1 lets ranks share a GPU, for tests"
         ),
     ),
     Conflict(
         "GPUs of several machines",
         lambda c: c.world > 1 and c.device == "cuda" and bool(_why_no_nodes(c)),
-        lambda c: f"{c.divided} on GPUs: {_why_no_nodes(c)}",
+        lambda c: f"{c.parallelism} on GPUs: {_why_no_nodes(c)}",
     ),
     Conflict(
         "ranks in one process",
         lambda c: c.world > 1 and c.args.distributed_executor_backend in ("uni", "fake"),
         lambda c: (
-            f"distributed_executor_backend={c.args.distributed_executor_backend!r} has one rank, and {c.divided} asks for "
+            f"distributed_executor_backend={c.args.distributed_executor_backend!r} has one rank, {c.parallelism} requires "
             "more; leave one of them out"
         ),
     ),
-    Conflict("layers that cannot be divided so", lambda c: bool(_why_no_stages(c)), lambda c: _why_no_stages(c)),
+    Conflict("layers that cannot be divided", lambda c: bool(_why_no_stages(c)), lambda c: _why_no_stages(c)),
     Conflict(
         "more ranks than heads",
         lambda c: c.ranks > count_heads(c.facts) and not _never_divided(c),
         lambda c: (
-            f"tensor_parallel_size={c.ranks}: the model's {count_heads(c.facts)} attention heads cannot be divided among so "
-            f"many ranks; {count_heads(c.facts)} is the most"
+            f"tensor_parallel_size={c.ranks}: the model's {count_heads(c.facts)} attention heads cannot be divided among "
+            f"that many ranks; use at most {count_heads(c.facts)}"
         ),
     ),
     Conflict(
-        "a tokenizer that is not wanted",
+        "a tokenizer with skip_tokenizer_init",
         lambda c: c.args.skip_tokenizer_init and c.args.tokenizer is not None,
         lambda c: f"tokenizer {c.args.tokenizer!r} was given together with skip_tokenizer_init; drop one of them",
     ),
@@ -214,9 +214,9 @@ CORE: tuple[Conflict, ...] = (
     ),
     Conflict(
         "stages of layers that need each other",
-        lambda c: c.stages > 1 and bool(why_not_staged(c.facts.hf)),
+        lambda c: c.stages > 1 and bool(staging_problem(c.facts.hf)),
         lambda c: (
-            f"pipeline_parallel_size {c.stages} is not supported with {c.facts.architecture}: {why_not_staged(c.facts.hf)}. "
+            f"pipeline_parallel_size {c.stages} is not supported with {c.facts.architecture}: {staging_problem(c.facts.hf)}. "
             "Use tensor_parallel_size"
         ),
     ),
@@ -225,21 +225,21 @@ CONFLICTS = (*CORE, *(row for feature in FEATURES for row in feature.conflicts))
 
 
 def _why_no_nodes(config: Config) -> str:
-    """Ranks on GPUs are processes that this machine's `quire serve` or `LLM` starts, or one beside it on another machine, and
-    those of a stage are together."""
+    """Return why ranks on GPUs cannot be placed; empty: they can. Each machine starts its own ranks, and all ranks of
+    a stage are on one machine."""
     backend, nodes = config.args.distributed_executor_backend, config.args.nnodes
     if backend in ("ray", "external_launcher"):
-        return f"distributed_executor_backend={backend!r} is for CPUs yet; leave it out"
+        return f"distributed_executor_backend={backend!r} is supported on CPUs only; leave it out"
     if nodes > 1 and config.stages % nodes:
         return (
-            f"tensor_parallel_size is for GPUs of one machine. With nnodes={nodes}, pipeline_parallel_size has to be a "
+            f"tensor_parallel_size is limited to GPUs of one machine. With nnodes={nodes}, pipeline_parallel_size must be a "
             f"multiple of {nodes}, so that every machine has whole stages"
         )
     return ""
 
 
 def _never_divided(config: Config) -> bool:
-    """Can the model not be divided at all? Other rows say why, so no limit is named for it."""
+    """Return whether the model cannot be divided at all; other rows report the reason."""
     facts = config.facts
     return config.world > 1 and (facts.by_transformers or bool(facts.states and not facts.layers))
 

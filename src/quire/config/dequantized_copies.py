@@ -8,46 +8,46 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.config.quantization import Quantization, list_matrices
-from quire.files.gguf import FLOATS, GGML_TYPES, WHOLE_NUMBERS, GGUFTensor
+from quire.files.gguf import FLOAT4_TYPES, GGML_TYPES, INTEGER_TYPES, GGUFTensor
 from quire.files.safetensors import TensorInfo
 
-SHARE = 8  # copies take at most an eighth of the memory that an engine may use
-NOTHING = "the model has no matrix that can have one: quantized, no expert's, and of a scheme that rounds no rows"
-SPARE = 16  # a sixteenth must be left beside the cache of the longest request, in case something was counted too low
+MEMORY_SHARE = 8  # copies may use 1/8 of the engine's memory
+NOTHING = "the model has no quantized matrix that can have one (no experts, no schemes with quantized activations)"
+RESERVE_SHARE = 16  # 1/16 must remain besides the cache of the longest request, as a margin of error
 
 
 @dataclass(frozen=True)
 class DequantizedCopies:
-    """Bytes of one device."""
+    """Whether copies fit; sizes in bytes of one device."""
 
-    wanted: int
+    copies: int
     usable: int
-    held: int  # weights, memory of other programs, and all that the engine takes before it has a cache
-    needed: int  # the least cache
-    asked: bool = False  # dequantized_copies was set, so they may take more than SHARE
+    held: int  # weights, memory of other programs, and all that the engine allocates before the cache
+    needed: int  # the minimum cache
+    requested: bool = False  # dequantized_copies is set: no limit of MEMORY_SHARE
 
     @property
     def fit(self) -> bool:
-        """Is at least as much left to the cache as the copies take?"""
-        if not self.asked and self.wanted > self.usable // SHARE:
+        """Return whether the cache gets at least as much memory as the copies."""
+        if not self.requested and self.copies > self.usable // MEMORY_SHARE:
             return False
-        return self.left >= self.wanted + max(self.wanted, self.usable // SPARE)
+        return self.left >= self.copies + max(self.copies, self.usable // RESERVE_SHARE)
 
     @property
     def left(self) -> int:
-        """Bytes that are left without copies, beside the least cache."""
+        """Return the bytes that remain without copies, besides the minimum cache."""
         return self.usable - self.held - self.needed
 
     @property
     def reason(self) -> str:
-        """Why they do not fit."""
-        if not self.asked and self.wanted > self.usable // SHARE:
-            return f"they would take {self}, more than 1/{SHARE} of the {_size(self.usable)} that may be used"
+        """Return why they do not fit."""
+        if not self.requested and self.copies > self.usable // MEMORY_SHARE:
+            return f"they would take {self}, more than 1/{MEMORY_SHARE} of the {_size(self.usable)} that may be used"
         left = _size(max(0, self.left))
         return f"they would take {self}, and weights, a step and the cache of the longest request leave {left}"
 
     def __str__(self) -> str:
-        return _size(self.wanted)
+        return _size(self.copies)
 
 
 def _size(count: int) -> str:
@@ -60,11 +60,11 @@ def copied_values(infos: Mapping[str, TensorInfo], quantization: Quantization, k
     A matrix whose parts are quantized in different ways is dequantized; it is counted all the same.
     """
     some = (entry for entry in list_matrices(infos, quantization) if entry.bits and ".experts." not in entry.name)
-    return sum(entry.numbers for entry in some if _has_copy(quantization, infos[entry.name].dtype, entry.bits, keeps))
+    return sum(entry.count for entry in some if _has_copy(quantization, infos[entry.name].dtype, entry.bits, keeps))
 
 
-def estimate_copied(numbers: int, quantization: Quantization, keeps: frozenset[str]) -> int:
-    """The same without weight files. numbers: weights of all matrices but the experts and the head."""
+def estimate_copied(weights_count: int, quantization: Quantization, keeps: frozenset[str]) -> int:
+    """Estimate `copied_values` without weight files. weights_count: of all matrices except experts and head."""
     config, weights = quantization.config, [_object(group, "weights") for group in _groups(quantization)]
     bits, dtype = next((int(some["num_bits"]) for some in weights if some.get("num_bits") in (4, 8)), 4), "I32"
     if 8 in (config.get("bits"), config.get("w_bit")) or str(config.get("quant_algo")).startswith(("FP8", "MXFP8")):
@@ -73,7 +73,7 @@ def estimate_copied(numbers: int, quantization: Quantization, keeps: frozenset[s
         dtype = "F8_E4M3" if bits == 8 else "U8"
     elif weights and config.get("format") != "pack-quantized":
         bits, dtype = 8, "I8"
-    return numbers if _has_copy(quantization, dtype, bits, keeps) else 0
+    return weights_count if _has_copy(quantization, dtype, bits, keeps) else 0
 
 
 def _has_copy(quantization: Quantization, dtype: str, bits: int, keeps: frozenset[str]) -> bool:
@@ -85,8 +85,8 @@ def _has_copy(quantization: Quantization, dtype: str, bits: int, keeps: frozense
         case "awq" | "gptq":
             return f"int{bits}" in keeps
         case "compressed-tensors" if dtype in ("I8", "F8_E4M3"):
-            kept = "int8" if dtype == "I8" else "fp8"
-            return kept in keeps and not any(map(_rounds, _groups(quantization)))
+            layout = "int8" if dtype == "I8" else "fp8"
+            return layout in keeps and not any(map(_quantizes_activations, _groups(quantization)))
         case "compressed-tensors":
             return (f"int{bits}" if dtype == "I32" else "fp4") in keeps
         case "modelopt" if bits == 8:
@@ -106,8 +106,8 @@ def _object(group: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _rounds(group: Mapping[str, Any]) -> bool:
-    """Are activations quantized to 8 bits? With integer weights, only if each row has one scale and no zero point."""
+def _quantizes_activations(group: Mapping[str, Any]) -> bool:
+    """Return whether activations are quantized to 8 bits: with integer weights, only if rows have one scale, no zero point."""
     weights = _object(group, "weights")
     if not _object(group, "input_activations") or weights.get("num_bits") != 8:
         return False
@@ -115,6 +115,6 @@ def _rounds(group: Mapping[str, Any]) -> bool:
 
 
 def copied_gguf_values(tensors: Iterable[GGUFTensor]) -> int:
-    """The same of a GGUF file whose matrices stay quantized on a GPU."""
+    """Return `copied_values` of a GGUF file whose matrices stay quantized on a GPU."""
     matrices = (tensor for tensor in tensors if len(tensor.shape) == 2 and tensor.name != "token_embd.weight")
-    return sum(tensor.elements for tensor in matrices if GGML_TYPES[tensor.type][0] in WHOLE_NUMBERS | FLOATS)
+    return sum(tensor.elements for tensor in matrices if GGML_TYPES[tensor.type][0] in INTEGER_TYPES | FLOAT4_TYPES)

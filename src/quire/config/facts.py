@@ -1,4 +1,4 @@
-"""What a model is, read once from its files: shapes, cache needs, lengths, end tokens, weight sizes."""
+"""The facts of a model, read once from its files: shapes, cache layout, lengths, end tokens, weight sizes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,12 +7,11 @@ from typing import Any
 
 from quire.config.families import architectures, card_of, has_chunked_attention
 from quire.config.gguf import GGUF_NAMES, translate
-from quire.config.hf import explicit_config, read_json
+from quire.config.hf import explicit_config, read_json, translate_params
+from quire.config.layer_patterns import Kind, Layers
 from quire.config.memory import estimate_parameters
-from quire.config.mistral import translate_params
-from quire.config.quantization import Quantization, count_numbers, read_quantization
-from quire.config.recurrent import Kind, Layers
-from quire.config.sanity_checks import MOST_LAYERS, implausible
+from quire.config.quantization import Quantization, count_parameters, read_quantization
+from quire.config.sanity_checks import MAX_LAYERS, invalid_fields
 from quire.config.transformers_types import with_architecture
 from quire.files.gguf import read_gguf_shards
 from quire.files.reading import reading, shown
@@ -21,9 +20,9 @@ from quire.files.safetensors import TensorInfo, read_header
 from quire.types.cache import DTYPE_BYTES, LayerCache, StateCache
 from quire.types.errors import ModelError
 
-UNBOUNDED = 4096  # of a model that has no longest context: what it gets unless max_model_len says otherwise
+DEFAULT_MAX_POSITION = 4096  # of a model without a maximum length, unless max_model_len is set
 _SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_NAMES = {  # the same thing is called differently in older families
+_NAMES = {  # other names in older families
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "heads": ("num_attention_heads", "n_head", "n_heads"),
     "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
@@ -41,20 +40,20 @@ _NAMES = {  # the same thing is called differently in older families
 }
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # their configs lack more than one field: the error gives the reason instead of the first missing name
-_OWN_ATTENTION = "their attention is of a kind of its own, which the paged cache does not serve"
-_STATE = "they keep a recurrent state, and only attention is served"
+_OWN_ATTENTION = "the paged cache does not support their kind of attention"
+_STATE = "they have a recurrent state of a kind that is not supported"
 _NOT_SERVED = {
     "rwkv": _STATE, "xlm": _OWN_ATTENTION, "flaubert": _OWN_ATTENTION, "xlnet": _OWN_ATTENTION,
 }  # fmt: skip
 _REFUSED = {"prophetnet": "their decoder attends to several streams of predicted tokens at once"}
-# nothing comes near these; larger numbers would only be noticed when memory is gone
-_MOST = {"layers": MOST_LAYERS, "heads": 1 << 16, "kv_heads": 1 << 16, "head_dim": 1 << 16, "hidden_size": 1 << 24,
+# far above any model; larger numbers would otherwise only fail when memory is exhausted
+_MAX = {"layers": MAX_LAYERS, "heads": 1 << 16, "kv_heads": 1 << 16, "head_dim": 1 << 16, "hidden_size": 1 << 24,
          "vocab_size": 1 << 28, "max_position": 1 << 30}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """`hf` is the text model's config in Hugging Face's words; GGUF metadata is translated to it."""
+    """The facts of a model. `hf`: the text model's config with Hugging Face's names; GGUF metadata is translated."""
 
     architecture: str
     hf: Mapping[str, Any]
@@ -70,16 +69,18 @@ class ModelFacts:
     parameters: int  # counted, or estimated from the shapes when there are no weight files
     files: ModelFiles
     quantization: Quantization | None = None  # of safetensors
-    kinds: tuple[Kind, ...] = ()  # of all layers, where some are recurrent
+    kinds: tuple[Kind, ...] = ()  # of all layers, if some are recurrent
     states: tuple[StateCache, ...] = ()  # one per recurrent layer, in order
-    unsupported_reason: str = ""  # why there are no `layers`: the configuration does not tell, and the model is to be asked
-    by_transformers: bool = False  # no family of ours runs it
+    unsupported_reason: str = (
+        ""  # why there are no `layers`: the configuration does not determine them, only the model's code does
+    )
+    by_transformers: bool = False  # transformers runs it
     widths: int = 0  # rows and columns of all its matrices together, as stored; 0 when there are no weight files
-    matrices: int = 0  # as stored, each expert's counted; 0 when there are no weight files
+    matrices: int = 0  # as stored, each expert counted; 0 when there are no weight files
     encoder: bool = (
         False  # encoder-only: bidirectional attention without a KV cache; it has no `layers` and generates no tokens
     )
-    recomputed: str = ""  # why its cache holds tokens only, and every step computes the whole of its sequences
+    recomputed: str = ""  # why its cache has tokens only, and every step computes whole sequences
 
     @property
     def without_pages(self) -> bool:
@@ -89,43 +90,43 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What the engine runs on, and the settings that suit it. `device/base.py` fills it in; torch is not imported here."""
+    """A device and the settings that suit it, from `device/base.py`; torch is not imported here."""
 
-    kind: str  # as users say it
+    kind: str  # its name in `device`
     name: str = ""
     total_bytes: int = 0
     free_bytes: int = 0
     batch: tuple[int, int] = (1024 + 64, 64)  # tokens and requests per step: 1,024 prompt tokens and one token of each request
-    served_tokens: int | None = None  # of a step, at most, while people wait for their next token; None = as many
-    times_steps: bool = True  # how long steps take while people wait is measured; otherwise it is known from sizes
+    served_tokens: int | None = None  # maximum per step when serving; None: as in `batch`
+    times_steps: bool = True  # step times are measured when serving; otherwise estimated from sizes
     dtype: str | None = "float32"  # the default; None: the checkpoint's, if it has 16 bits
     page_size: int = 16  # tokens
     # quantized layouts (`ops/quantized_layouts.py`) it multiplies by; "experts": those of experts, too; "blocks": GGUF blocks
     keeps: frozenset[str] = frozenset()
-    always_keeps: bool = False  # whatever type is asked for: that is the activations'
-    quantized_page_size: int = 16  # where they do
-    advice: str = ""  # to users whose quantized weights it does not keep, if something can be done about it
+    always_keeps: bool = False  # for any dtype, which is then that of activations
+    quantized_page_size: int = 16  # tokens, with quantized weights
+    advice: str = ""  # for users whose quantized weights are dequantized, if they can change that
     overlaps: bool = False  # a step runs while the host plans the next one
-    single_rows_share: bool = False  # within a step other rows may read what a row of one token writes
-    reads_in_place: bool = False  # keys of one sequence had better lie in one piece of memory
+    single_rows_share: bool = False  # other rows of a step may read keys that a decode row writes
+    reads_in_place: bool = False  # contiguous keys of a sequence are faster
     one_memory: bool = False  # engines on one machine share it
     count: int = 0  # visible devices of this kind; 0: unknown
-    packs_floats: bool = False  # it multiplies by copies of float32 matrices; where adapters add to them, both are held
+    packs_floats: bool = False  # it multiplies by packed copies of float32 matrices; with adapters it also needs the originals
 
 
 def count_heads(facts: ModelFacts) -> int:
-    """Of queries; 1 where the configuration does not say."""
+    """Return the query heads; 1 if the configuration does not have them."""
     return next((int(facts.hf[name]) for name in _NAMES["heads"] if facts.hf.get(name) is not None), 1)
 
 
 def count_experts(facts: ModelFacts) -> int:
-    """Of a layer; 0 = there are none."""
+    """Return the experts of a layer; 0: none."""
     counts = (facts.hf.get(name) for name in EXPERT_COUNTS)
     return next((count for count in counts if isinstance(count, int) and count > 0), 0)
 
 
 def sizes_of(facts: ModelFacts) -> dict[str, int]:
-    """What decides how long a step takes, whether there are weights or only a configuration; 0 = it does not say."""
+    """Return the sizes that determine step times, from the configuration; 0: unknown."""
     heads = {(layer.kv_heads, layer.head_dim) for layer in facts.layers}
     return {
         "layers": int(facts.hf["num_hidden_layers"]) if facts.encoder else len(facts.layers) + len(facts.states),
@@ -139,8 +140,8 @@ def sizes_of(facts: ModelFacts) -> dict[str, int]:
     }
 
 
-class _Unplanned(ModelError):
-    """Not a mistake: an architecture whose cache cannot be known from its configuration."""
+class _UnknownCache(ModelError):
+    """An architecture whose cache layout does not follow from its configuration."""
 
 
 def read_facts(files: ModelFiles, hf_overrides: Mapping[str, Any] | None = None, *, lenient: bool = False) -> ModelFacts:
@@ -173,23 +174,23 @@ def _read_facts(files: ModelFiles, overrides: Mapping[str, Any], lenient: bool) 
         config = explicit_config(with_architecture(raw), overrides)
     except ModelError as error:
         raise ModelError(f"{files.name}: {error}") from error
-    if infos and isinstance(raw.get("text_config"), Mapping):  # who of the two says so differs from version to version
+    if infos and isinstance(raw.get("text_config"), Mapping):  # versions differ in which of the two configs has it
         config["tie_word_embeddings"] = not any(name.endswith("lm_head.weight") for name in infos)
     reader = _Reader(files.name, config, GGUF_NAMES if files.format == "gguf" else {})
-    reader.check_plausible()
+    reader.check_values()
     try:
-        reader.refuse_what_is_not_built()
+        reader.refuse_unsupported()
         recurrent, unsupported_reason = reader.recurrent(), ""
         encoder = reader.is_encoder()
-        layers = () if encoder else reader.layers() if recurrent is None else reader.alike(recurrent.attentions)
-        reader.check_bounded()
-    except _Unplanned as error:
+        layers = () if encoder else reader.layers() if recurrent is None else reader.uniform(recurrent.attentions)
+        reader.check_length()
+    except _UnknownCache as error:
         if not lenient:
             raise
         recurrent, layers, unsupported_reason, encoder = None, (), str(error), False
     quantization = _quantization(files, config)
     if quantization is not None and infos:
-        counted = count_numbers(infos, quantization)
+        counted = count_parameters(infos, quantization)
     return ModelFacts(
         architecture=reader.architecture(),
         hf=config,
@@ -228,12 +229,12 @@ def _quantization(files: ModelFiles, config: Mapping[str, Any]) -> Quantization 
 
 
 class _Reader:
-    """Takes fields out of a config and says which one is missing or wrong."""
+    """Reads fields of a config, with errors that name the missing or wrong field."""
 
     def __init__(self, name: str, config: Mapping[str, Any], names: Mapping[str, str]) -> None:
         self.name = name
         self.config = config
-        self.names = names  # of fields, in the file, where it has other ones
+        self.names = names  # names of fields in the file, if they differ
 
     def architecture(self) -> str:
         names = self.config.get("architectures")
@@ -241,29 +242,29 @@ class _Reader:
             raise self._wrong("architectures", "a list with the model class, such as ['LlamaForCausalLM']")
         return str(names[0])
 
-    def refuse_what_is_not_built(self) -> None:
+    def refuse_unsupported(self) -> None:
         if self.config.get("is_encoder_decoder"):
             raise ModelError(f"{self.name}: encoder-decoder models are not supported; only decoders are")
         if (why := _REFUSED.get(str(self.config.get("model_type")))) is not None:
             raise ModelError(f"{self.name}: {self.config['model_type']} models are not supported: {why}")
         if (why := _NOT_SERVED.get(str(self.config.get("model_type")))) is not None:
-            raise _Unplanned(f"{self.name}: {self.config['model_type']} models are not supported: {why}")
+            raise _UnknownCache(f"{self.name}: {self.config['model_type']} models are not supported: {why}")
         if not self._has_recurrent_layers() and not any(name in self.config for name in _NAMES["heads"]):
-            raise _Unplanned(
-                f"{self.name}: the model's config has none of {', '.join(_NAMES['heads'])}; only models with attention are "
-                "supported, and those that name its heads so"
+            raise _UnknownCache(
+                f"{self.name}: the model's config has none of {', '.join(_NAMES['heads'])}; only models with attention "
+                "under these names are supported"
             )
         if self.config.get("kv_lora_rank") and self.config.get("index_topk"):
-            raise _Unplanned(
+            raise _UnknownCache(
                 f"{self.name}: sparse attention by an indexer (index_topk) is not supported; latent attention without one is"
             )
 
-    def check_bounded(self) -> None:
+    def check_length(self) -> None:
         if all(self.config.get(name) is None for name in _NAMES["max_position"]):
-            raise _Unplanned(str(self._wrong("max_position_embeddings", "a positive integer")))
+            raise _UnknownCache(str(self._wrong("max_position_embeddings", "a positive integer")))
 
-    def check_plausible(self) -> None:
-        for wrong in implausible(self.config):
+    def check_values(self) -> None:
+        for wrong in invalid_fields(self.config):
             raise self._wrong(*wrong)
 
     def dtype(self, stored: Mapping[str, int]) -> str:
@@ -276,15 +277,15 @@ class _Reader:
         return name
 
     def size(self, what: str, default: int | None = None, least: int = 1) -> int:
-        """A positive integer under any of its names."""
+        """Return a positive integer under any of its names."""
         for key in _NAMES.get(what, (what,)):
             value = self.config.get(key)
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise self._wrong(key, "a positive integer")
-            if value > _MOST.get(what, 1 << 62):
-                raise self._wrong(key, f"a plausible number, {_MOST.get(what, 1 << 62):,} at most")
+            if value > _MAX.get(what, 1 << 62):
+                raise self._wrong(key, f"at most {_MAX.get(what, 1 << 62):,}")
             return value
         if default is None:
             raise self._wrong(_NAMES.get(what, (what,))[0], "a positive integer")
@@ -308,8 +309,8 @@ class _Reader:
         except ModelError as error:
             raise ModelError(f"{self.name}: {error}") from error
 
-    def alike(self, count: int) -> tuple[LayerCache, ...]:
-        """So many layers that attend to everything."""
+    def uniform(self, count: int) -> tuple[LayerCache, ...]:
+        """Return `count` equal layers with full attention."""
         return (self._latent() or self._layer(None),) * count if count else ()
 
     def layers(self) -> tuple[LayerCache, ...]:
@@ -322,7 +323,7 @@ class _Reader:
         return layers[: len(layers) - self.size("num_kv_shared_layers", default=0, least=0)]
 
     def _shaped(self, shape: tuple[Any, Any] | None, window: int | None) -> LayerCache | None:
-        """Of so many key heads and such a size; None = the layer does not attend."""
+        """Return a layer with its own (key heads, head size); None: the layer has no attention."""
         if shape is None:
             return None
         own = _Reader(self.name, {**self.config, "num_key_value_heads": shape[0], "head_dim": shape[1]}, self.names)
@@ -343,7 +344,7 @@ class _Reader:
         return LayerCache(kv_heads, head_dim, window)
 
     def _windows(self, count: int) -> list[int | None]:
-        """The attention window of each layer; None sees everything."""
+        """Return the attention window of each layer; None: full attention."""
         config = self.config
         window = self.size("sliding_window", default=0) or None
         if not config.get("use_sliding_window", True):
@@ -364,21 +365,21 @@ class _Reader:
             raise self._wrong("layer_types", f"a list of {count} layer types")
         known = {"full_attention": None, "sliding_attention": window}
         if "chunked_attention" in types and has_chunked_attention(self.config):
-            known["chunked_attention"] = self.size("attention_chunk_size")  # nobody sees further back
+            known["chunked_attention"] = self.size("attention_chunk_size")  # attention stays within a chunk
         for kind in types:
             if kind not in known:
-                raise _Unplanned(f"{self.name}: layers of type {kind!r} are not supported; {' and '.join(known)} are")
+                raise _UnknownCache(f"{self.name}: layers of type {kind!r} are not supported; {' and '.join(known)} are")
         if "sliding_attention" in types and window is None:
             raise self._wrong("sliding_window", "a positive integer, since layer_types has sliding_attention")
         return [known[kind] for kind in types]
 
     def max_position(self, unbounded: bool = False) -> int:
-        """The longest context the position encoding was made for.
+        """Return the maximum context of the position encoding.
 
         max_position_embeddings already is the stretched length in llama3, longrope and Gemma 3 checkpoints. With yarn it may be
         either, so the original length times the factor decides. With linear and dynamic scaling it is the original.
         """
-        length = self.size("max_position", default=UNBOUNDED if unbounded else None)
+        length = self.size("max_position", default=DEFAULT_MAX_POSITION if unbounded else None)
         rope = self.config.get("rope_parameters")
         if not isinstance(rope, Mapping) or "full_attention" in rope:
             return length
@@ -387,17 +388,17 @@ class _Reader:
             return length
         original = rope.get("original_max_position_embeddings")
         stretched = max(length, original * factor) if isinstance(original, int) else length * factor
-        if not 1 <= stretched <= _MOST["max_position"]:
+        if not 1 <= stretched <= _MAX["max_position"]:
             raise self._wrong(
-                "factor", f"one that stretches {length} positions to 1 at least, {_MOST['max_position']:,} at most", factor
+                "factor", f"one that stretches {length} positions to 1 at least, {_MAX['max_position']:,} at most", factor
             )
         return int(stretched)
 
-    def ids(self, key: str, *places: Mapping[str, Any]) -> tuple[int, ...]:
-        """Token ids under `key` in any of the places: one, several or none in each."""
+    def ids(self, key: str, *configs: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return the token ids under `key` in all configs: one, several or none in each."""
         found: list[int] = []
-        for place in places:
-            value = place.get(key)
+        for config in configs:
+            value = config.get(key)
             values = value if isinstance(value, list) else [] if value is None else [value]
             if any(isinstance(item, bool) or not isinstance(item, int) for item in values):
                 raise self._wrong(key, "a token id or a list of token ids")
@@ -405,7 +406,7 @@ class _Reader:
         return tuple(dict.fromkeys(found))
 
     def _wrong(self, key: str, right: str, value: Any = None, where: str = "in the model's config") -> ModelError:
-        """`value`: of a field that is not at the top."""
+        """Return the error of a wrong field. `value`: of a nested field."""
         if value is None and key not in self.config:
             return ModelError(f"{self.name}: the model's config lacks {key!r}; it must be {right}")
         if key in self.names:

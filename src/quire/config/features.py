@@ -1,4 +1,4 @@
-"""All features, in the order in which their parts of a step run."""
+"""All features, in the order in which their step parts run."""
 
 from quire.features.experts.host import ExpertParallel
 from quire.features.host import Feature
@@ -18,5 +18,5 @@ FEATURES: tuple[Feature, ...] = (
 
 
 def cache_salt(extras: Extras) -> tuple[str, ...]:
-    """Return what of a request, besides its tokens, its cached keys and values depend on."""
+    """Return the salt of a request's prefix-cache key: what its keys and values depend on besides its tokens."""
     return tuple(part for feature in FEATURES for part in feature.cache_salt(extras))

@@ -1,4 +1,4 @@
-"""How a user's field is described once: its default, its help, the values it may have, and how text becomes a value."""
+"""The description of a user's field: default, help, allowed values, and the conversion from text."""
 
 import dataclasses
 import math
@@ -32,12 +32,12 @@ def read_number(text: str) -> int:
         return -1
     match = _NUMBER.match(text)
     if match is None:
-        raise ValueError(f"{text!r} is not a whole number (8192, 8k = 8000, 8K = 8192, ...)")
+        raise ValueError(f"{text!r} is not an integer (8192, 8k = 8000, 8K = 8192, ...)")
     value = float(match["number"]) * _UNITS[match["unit"]]
     if value == math.inf:
         raise ValueError(f"{text[:20]}... is too large a number")
     if value != int(value):
-        raise ValueError(f"{text!r} is not a whole number")
+        raise ValueError(f"{text!r} is not an integer")
     return int(value)
 
 
@@ -52,7 +52,7 @@ def read_object(text: str) -> dict[str, Any]:
 
 
 def read_list(name: str, text: Any) -> list[Any]:
-    """One word, or a whole list as JSON, which is how vLLM takes some of its lists."""
+    """Return a list of one word, or of a JSON list, the form that vLLM accepts for some of its lists."""
     if not isinstance(text, str) or not text.startswith("["):
         return [text]
     try:
@@ -68,7 +68,7 @@ def _is_int(value: Any) -> bool:
 
 
 TEXT = Kind("a string", lambda value: isinstance(value, str), str, "TEXT")
-NUMBER = Kind("a whole number", _is_int, read_number, "N")
+NUMBER = Kind("an integer", _is_int, read_number, "N")
 REAL = Kind("a number", lambda value: _is_int(value) or isinstance(value, float), float, "X")
 FLAG = Kind("true or false", lambda value: isinstance(value, bool), str, "")
 OBJECT = Kind("a dict", lambda value: isinstance(value, Mapping), read_object, "JSON")
@@ -102,11 +102,11 @@ class Spec:
     low: float | None = None
     high: float | None = None
     above: float | None = None
-    short: str = ""  # its flag of one dash
+    short: str = ""  # its short flag
     after: str = ""  # the field that it follows in help and docs, if it belongs to a feature
 
     def check(self, name: str, value: Any, optional: bool) -> Any:
-        """The value in its final form, or a ConfigError that names the field."""
+        """Return the checked value, or raise ConfigError with the field's name."""
         if value is None and optional:
             return None
         if self.kind is NUMBER and isinstance(value, str):

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from quire.config.fields import FLAG, LIST, LISTS, NAMES, OBJECT, TEXT, Kind, ordered_fields, spec_of
-from quire.config.vllm_arguments import TAKEN_FOR
+from quire.config.vllm_arguments import REPLACED_VALUES
 from quire.types.json_text import read_json
 
 
@@ -24,7 +24,7 @@ def add_flags(parser: argparse.ArgumentParser, owner: type, title: str) -> None:
             options |= {"type": _reader(spec.kind.parse), "metavar": spec.kind.metavar}
             if spec.choices:
                 options["metavar"] = f"{{{','.join(spec.choices)}}}"
-                if field.name not in TAKEN_FOR:  # otherwise they are checked with the other values, in one place
+                if field.name not in REPLACED_VALUES:  # otherwise they are checked with the other values, in one place
                     options["choices"] = spec.choices
             if spec.kind is NAMES:
                 options["nargs"] = "+"
@@ -44,13 +44,13 @@ def add_hidden_flags(
         if kind is FLAG:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            options |= {"type": read_loosely}
+            options |= {"type": read_untyped}
             options |= {"nargs": "+", "action": "extend"} if kind is LIST else {"nargs": "?", "const": True}
         parser.add_argument(flag_of(name), *([short[name]] if name in short else []), **options)
 
 
 def kind_of(harmless: tuple[Any, ...]) -> Kind:
-    """Of a value whose harmless values are these."""
+    """Return the kind of a value by its harmless values."""
     first = harmless[0] if harmless else None
     return FLAG if isinstance(first, bool) else OBJECT if isinstance(first, dict) else LIST if isinstance(first, list) else TEXT
 
@@ -79,8 +79,8 @@ def _reader(parse: Any) -> Any:
     return read
 
 
-def read_loosely(text: str) -> Any:
-    """A value whose kind is not known: JSON where it is JSON, so that 1 is a number and {} an object."""
+def read_untyped(text: str) -> Any:
+    """Read a value of unknown kind: as JSON if it is JSON, so that 1 is a number and {} an object."""
     try:
         return read_json(text.lower() if text in ("True", "False") else text)
     except ValueError:

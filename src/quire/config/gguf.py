@@ -7,7 +7,7 @@ from typing import Any
 from quire.config.families import find_gguf
 from quire.config.families.card import FIELDS
 from quire.config.gguf_values import check_types, has_tensor, neat, number, one_value
-from quire.config.sanity_checks import too_many
+from quire.config.sanity_checks import oversized_counts
 from quire.files.gguf import GGUFHeader, GGUFTensor
 from quire.files.reading import shown
 from quire.types.errors import ModelError
@@ -53,7 +53,7 @@ def translate(headers: list[GGUFHeader]) -> dict[str, Any]:
     if drafts := int(number(header, "nextn_predict_layers", 0)):  # block_count includes them
         config["num_nextn_predict_layers"] = drafts
         config["num_hidden_layers"] = max(1, config["num_hidden_layers"] - drafts)
-    for wrong in too_many(config):
+    for wrong in oversized_counts(config):
         key = next(key for key, name in architecture.fields.items() if name == wrong.field)
         raise ModelError(f"{header.path}: {header.architecture}.{key} must be {wrong.right}, got {shown(wrong.value)}")
     config["vocab_size"] = _vocabulary(header)
@@ -142,11 +142,9 @@ def _longrope(header: GGUFHeader, factors: Mapping[str, list[float]], original: 
 def _llama3(header: GGUFHeader, found: list[float], theta: float, rotated: int) -> dict[str, Any]:
     """Return Llama 3.1's rope scaling from its tensor of divisors: the largest is the factor, all others must agree."""
     factor = neat(max(found))
-    wanted = llama3_divisors(theta, rotated, factor) if 2 * len(found) == rotated else []
-    if not wanted or any(abs(a - b) > 1e-3 * b for a, b in zip(found, wanted, strict=True)):
-        raise ModelError(
-            f"{header.path}: rope_freqs.weight is not the rope scaling of Llama 3.1, the only one that is supported"
-        )
+    expected = llama3_divisors(theta, rotated, factor) if 2 * len(found) == rotated else []
+    if not expected or any(abs(a - b) > 1e-3 * b for a, b in zip(found, expected, strict=True)):
+        raise ModelError(f"{header.path}: rope_freqs.weight is not the rope scaling of Llama 3.1, the only supported one")
     return {"rope_type": "llama3", "factor": factor, **LLAMA3}
 
 

@@ -1,4 +1,4 @@
-"""What the machine under us leaves to this process. Reads /proc and /sys, nothing else."""
+"""The memory and processor cores available to this process, from /proc and /sys."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """What this process may still take: free memory of the machine, or what its control groups leave of their limits."""
+    """Return the memory that this process may still use: free memory of the machine, or the rest of control group limits."""
     return min([_machine_bytes(root), *_group_bytes(root)])
 
 
@@ -21,7 +21,7 @@ def _machine_bytes(root: Path) -> int:
 
 
 def _group_bytes(root: Path) -> Iterator[int]:
-    """limit - use of every control group around this process. File pages in `use` can be dropped, so they do not count."""
+    """Yield limit - usage of every control group around this process. File pages can be dropped, so they do not count."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -46,7 +46,7 @@ def _group_bytes(root: Path) -> Iterator[int]:
 def _read_number(path: Path) -> int | None:
     try:
         return int(path.read_text())
-    except (OSError, ValueError):  # no such group here, or "max"
+    except (OSError, ValueError):  # no such group, or "max"
         return None
 
 
@@ -58,46 +58,48 @@ def _read_field(path: Path, name: str) -> int:
     return next((int(value) for key, _, value in (line.partition(" ") for line in lines) if key == name), 0)
 
 
-SPINS = "1000"
-TURN = 0.0005  # seconds for which one thread has Python while another waits for it
-# environment variables by which users decide how threads wait
+SPIN_COUNT = "1000"
+SWITCH_INTERVAL_S = 0.0005  # maximum for which a thread holds the GIL while another waits
+# environment variables by which users control how threads wait
 WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
 
 
-def wait_politely(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Has no effect once torch is imported."""
+def limit_thread_spinning(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Limit how long OpenMP threads spin. It has no effect once torch is imported."""
     if not any(name in environ for name in WAITING):
-        environ["GOMP_SPINCOUNT"] = SPINS
+        environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
-def take_turns() -> None:
-    """In a process of ours whose loop must not wait for threads beside it: who wants Python has it soon."""
-    sys.setswitchinterval(TURN)
+def shorten_switch_interval() -> None:
+    """Shorten the switch interval of a process whose loop must not wait for its other threads."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
-def threads_wanted(environ: MutableMapping[str, str] = os.environ, ranks: int = 1) -> int:
-    """Of a CPU engine: what OMP_NUM_THREADS says, else one for each core that is ours. Ranks share the cores."""
-    asked = environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    return int(asked) if asked.isdigit() and int(asked) > 0 else max(1, usable_cores() // ranks)
+def count_threads(environ: MutableMapping[str, str] = os.environ, ranks: int = 1) -> int:
+    """Return the threads of a CPU engine: OMP_NUM_THREADS, or one per usable core, divided by the ranks."""
+    given = environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    return int(given) if given.isdigit() and int(given) > 0 else max(1, usable_cores() // ranks)
 
 
 def take_cores(engine: int, engines: int, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Of several engines on this machine each has its part of the cores, and at least one thread. What OMP_NUM_THREADS says is
-    for each of them."""
+    """Set the threads of one of several engines on this machine: its share of the cores, at least one.
+
+    OMP_NUM_THREADS, if set, applies to each of them.
+    """
     if not environ.get("OMP_NUM_THREADS"):
         cores, more = divmod(usable_cores(), engines)
         environ["OMP_NUM_THREADS"] = str(max(1, cores + (engine < more)))
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Physical cores this process may run on, within the time its control groups grant."""
+    """Return the physical cores that this process may use, within the CPU time limits of its control groups."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     cores = {_siblings(root, cpu) for cpu in allowed}
     return max(1, min([len(cores), *_quotas(root)]))
 
 
 def _siblings(root: Path, cpu: int) -> str:
-    """The threads of a CPU's core, as the system writes them: equal for CPUs that share one."""
+    """Return the hardware threads of a CPU's core as the system lists them: equal for CPUs of one core."""
     try:
         return (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
     except OSError:
@@ -105,7 +107,7 @@ def _siblings(root: Path, cpu: int) -> str:
 
 
 def _quotas(root: Path) -> list[int]:
-    """Whole cores that the time limits of the control groups around this process amount to, rounded up."""
+    """Return the CPU time limits of the control groups around this process as numbers of cores, rounded up."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

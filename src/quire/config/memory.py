@@ -1,21 +1,26 @@
-"""Bytes that a model takes: arithmetic on its config, shared by `quire plan` and the runner.
+"""The memory of a model, computed from its config, for `quire plan` and the runner.
 
-The runner measures what it can; these formulas hold before anything is loaded.
+The runner measures what it can; these formulas apply before anything is loaded.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.files.gguf import FLOATS, GGML_TYPES, SIX_BITS, WHOLE_NUMBERS, GGUFTensor
+from quire.files.gguf import FLOAT4_TYPES, GGML_TYPES, INTEGER_TYPES, SIX_BIT_TYPES, GGUFTensor
 from quire.types.plan import MOST_ROWS
 
 FLOAT32_BYTES = 4
-CUDA_CONTEXT_BYTES = 512 * 2**20  # held by the driver and its libraries: a usual value, not measured
+CUDA_CONTEXT_BYTES = 512 * 2**20  # of the driver and its libraries: a typical value, not measured
 GRAPH_ACTIVATION_BYTES = 512 * 2**20
-MOST_HOST_CACHE_BYTES = 4 * 2**30
+MAX_HOST_CACHE_BYTES = 4 * 2**30
 HOST_CACHE_SHARE = 0.4
-_KEPT_AS = {"Q4_0": (4, False), "Q4_1": (4, True), "Q4_K": (4, True), "Q5_1": (8, True)}  # bits, offset; others: 8, none
+_CPU_LAYOUTS = {
+    "Q4_0": (4, False),
+    "Q4_1": (4, True),
+    "Q4_K": (4, True),
+    "Q5_1": (8, True),
+}  # (bits, has offset); all others: (8, False)
 
 
 def graph_bytes(rows: int, vocabulary: int, kinds: int = 1) -> int:
@@ -28,16 +33,19 @@ def graph_bytes(rows: int, vocabulary: int, kinds: int = 1) -> int:
 
 def host_cache_bytes(available: int) -> int:
     """Return the cache's part of the host memory that is available after loading: a cautious share, at most 4 GiB."""
-    return max(0, min(MOST_HOST_CACHE_BYTES, int(HOST_CACHE_SHARE * available)))
+    return max(0, min(MAX_HOST_CACHE_BYTES, int(HOST_CACHE_SHARE * available)))
 
 
-def kept_weight_bytes(tensors: Iterable[GGUFTensor]) -> int:
-    """What a GGUF file's tensors take on a CPU that keeps them in blocks (`ops/nbits.py`): numbers of 4 or 8 bits, and for each
-    32 of them a scale, the operator's own sum, and an offset where the type has one. The embedding's rows stay as stored."""
+def cpu_weight_bytes(tensors: Iterable[GGUFTensor]) -> int:
+    """Return the bytes of a GGUF file's tensors on a CPU that multiplies by blocks (`ops/nbits.py`).
+
+    Weights have 4 or 8 bits; each 32 have a scale, the operator's sum, and an offset if the type has one. The embedding stays
+    as stored.
+    """
     total, embedding, tied = 0, 0, True
     for tensor in tensors:
         kind, block, _ = GGML_TYPES[tensor.type]
-        bits, offset = _KEPT_AS.get(kind, (8, False))
+        bits, offset = _CPU_LAYOUTS.get(kind, (8, False))
         multiplied = tensor.elements // 32 * (4 * bits + FLOAT32_BYTES * (3 if offset else 2))
         if block == 1 or len(tensor.shape) != 2:
             total += tensor.elements * FLOAT32_BYTES
@@ -50,15 +58,17 @@ def kept_weight_bytes(tensors: Iterable[GGUFTensor]) -> int:
     return total + (embedding if tied else 0)
 
 
-def form_weight_bytes(tensors: Iterable[GGUFTensor], element: int, experts: bool) -> int:
-    """What a GGUF file's tensors take where matrices become forms (`ops/blocks.py`), factors in half precision; those that
-    6 bits hold are packed so (`ops/kernels/packed_6bit.py`), but of experts. The embedding, types without a form and experts
-    that are not kept take `element` bytes a number."""
+def packed_weight_bytes(tensors: Iterable[GGUFTensor], element: int, experts: bool) -> int:
+    """Return the bytes of a GGUF file's tensors in quantized layouts (`ops/blocks.py`), with scales in half precision.
+
+    Types of up to 6 bits are packed to 6 bits (`ops/kernels/packed_6bit.py`), except in experts. The embedding, types without a
+    layout, and experts if they are dequantized take `element` bytes per weight.
+    """
     total = 0
     for tensor in tensors:
         kind = GGML_TYPES[tensor.type][0]
-        bits, group, offset = (WHOLE_NUMBERS | FLOATS).get(kind, (8 * element, 0, False))
-        if bits == 8 and kind in SIX_BITS and len(tensor.shape) == 2:
+        bits, group, offset = (INTEGER_TYPES | FLOAT4_TYPES).get(kind, (8 * element, 0, False))
+        if bits == 8 and kind in SIX_BIT_TYPES and len(tensor.shape) == 2:
             bits, group = 6, 16
         if tensor.name == "token_embd.weight" or len(tensor.shape) not in ((2, 3) if experts else (2,)):
             bits, group = 8 * element, 0
@@ -113,7 +123,7 @@ def activation_bytes(hf: Mapping[str, Any], *, element_bytes: int, tokens: int, 
 
         residual and normed hidden states    2 x tokens x hidden
         attention                            queries, keys, values and the output:  tokens x (2 x query + 2 x kv)
-          of latents                         the same and queries where rows are:   tokens x heads x (rank + head)
+          of MLA                             the same and absorbed queries:         tokens x heads x (rank + head)
         or the MLP                           gate, up and their product:            tokens x 3 x width (per chosen expert)
         or the head, in float32              logits and their log-probabilities:    rows x 2 x vocabulary
     """
@@ -127,7 +137,7 @@ def activation_bytes(hf: Mapping[str, Any], *, element_bytes: int, tokens: int, 
 
 
 class _Shape:
-    """The sizes in a config, whichever names it has for them."""
+    """The sizes in a config, under any of their names."""
 
     def __init__(self, hf: Mapping[str, Any]) -> None:
         def number(*names: str, default: int = 0) -> int:

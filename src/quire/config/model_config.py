@@ -1,4 +1,4 @@
-"""What programs written for vLLM read of `llm.model_config` and `engine.vllm_config`, by vLLM's names."""
+"""`llm.model_config` and `engine.vllm_config` under vLLM's names, for programs written for vLLM."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class HFConfig(SimpleNamespace):
 @dataclass(frozen=True)
 class ModelConfig:
     _config: Config
-    max_model_len: int  # as fits the cache
+    max_model_len: int  # that fits the cache
 
     is_multimodal_model = is_encoder_decoder = use_mla = False
 
@@ -49,7 +49,7 @@ class ModelConfig:
 
     @property
     def dtype(self) -> Any:
-        """Of torch."""
+        """Return the torch dtype."""
         return getattr(import_module("torch"), self._config.dtype)
 
     @property
@@ -91,7 +91,7 @@ class ModelConfig:
         return next((layer.window for layer in self._config.facts.layers if layer.window is not None), None)
 
     def get_diff_sampling_param(self) -> dict[str, Any]:
-        """Where the model's own defaults differ from neutral ones."""
+        """Return the model's default sampling parameters that differ from neutral ones."""
         return dict(self._config.default_sampling)
 
 

@@ -1,6 +1,6 @@
-"""How the weights of a checkpoint are quantized: what its files say, and what a user may say about it.
+"""The quantization of a checkpoint: what its files declare, and what a user may request.
 
-What the methods store where is known to `layers/quant`; here only their names are.
+The storage layout of each method is in `layers/quant`; this module has the names only.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,8 +24,8 @@ METHODS: dict[str, tuple[str, ...]] = {
     "modelopt": ("modelopt_fp4", "modelopt_fp8", "modelopt_mixed", "modelopt_mxfp8"),
     "mxfp4": ("gpt_oss_mxfp4",),
 }
-# method -> kinds of forms (`ops/quantized_layouts.py`) that its matrices become
-FORMS: dict[str, tuple[str, ...]] = {
+# method -> layouts (`ops/quantized_layouts.py`) that its matrices become
+LAYOUTS: dict[str, tuple[str, ...]] = {
     "awq": ("int4",),
     "bitsandbytes": ("fp4", "w8a8"),
     "compressed-tensors": ("int4", "int8", "w8a8", "fp8", "fp4"),
@@ -41,33 +41,33 @@ NOT_BUILT = (
     "fp_quant", "hqq", "rtn",
 )  # fmt: skip
 ALIASES = {alias: method for method, aliases in METHODS.items() for alias in (method, *aliases)}
-ONLINE = ("fp8",)  # may be made of floats as they are loaded
-SIDE_FILES = ("quant_config.json", "quantize_config.json")  # of AWQ and GPTQ, where config.json is silent
+ONLINE = ("fp8",)  # can quantize a float checkpoint at load
+SIDE_FILES = ("quant_config.json", "quantize_config.json")  # of AWQ and GPTQ, if config.json has no quantization
 MODELOPT_FILE = "hf_quant_config.json"
-PACKED = ("qweight", "weight_packed")  # words of 32 bits that have several numbers each
+PACKED = ("qweight", "weight_packed")  # 32-bit words with several weights each
 
 
 @dataclass(frozen=True)
 class Quantization:
     method: str  # one of METHODS
     config: Mapping[str, Any]  # as the files have it
-    online: bool = False  # the checkpoint has floats, and they become so when loaded
+    online: bool = False  # the checkpoint has floats, which are quantized at load
 
 
 def quantization_table() -> dict[str, dict[str, Any]]:
-    """By method: its other names, the forms it comes in, and which of them our devices keep."""
+    """Return for each method its other names, its layouts, and those that each device multiplies by without dequantizing."""
     return {
         method: {
             "names": list(METHODS[method]),
-            "forms": list(forms),
-            "kept": {device: [form for form in forms if form in keeps] for device, keeps in KEEPS.items()},
+            "forms": list(layouts),
+            "kept": {device: [layout for layout in layouts if layout in keeps] for device, keeps in KEEPS.items()},
         }
-        for method, forms in FORMS.items()
+        for method, layouts in LAYOUTS.items()
     }
 
 
 def read_quantization(config: Mapping[str, Any], directory: Path | None) -> Quantization | None:
-    """config: config.json's; directory: where else it may be said. None = the weights are floats."""
+    """Return the quantization of config.json or of side files in `directory`; None: the weights are floats."""
     for name in ("quantization_config", "compression_config"):
         if not isinstance(config.get(name, {}), Mapping | None):
             raise ModelError(f"{name} must be an object, got {shown(config[name])}")
@@ -84,7 +84,7 @@ def read_quantization(config: Mapping[str, Any], directory: Path | None) -> Quan
     if method is None:
         known = ", ".join(METHODS)
         raise ModelError(
-            f"the weights are quantized ({named or 'by an unnamed method'}), which is not read; these are: {known}"
+            f"the weights are quantized ({named or 'by an unnamed method'}), which is not supported; these methods are: {known}"
         )
     return Quantization(method, found)
 
@@ -106,41 +106,41 @@ def _read_side_files(directory: Path) -> Mapping[str, Any] | None:
 
 
 def choose_quantization(asked: str | None, found: Quantization | None, gguf: bool) -> Quantization | None:
-    """What holds, given what a user asked for and what the files say."""
+    """Return the quantization to use, given the user's argument and the checkpoint's own."""
     if asked is None:
         return found
     if gguf or asked == "gguf":
         if not (gguf and asked == "gguf"):
             what = "a GGUF file" if gguf else "files that are not GGUF"
-            raise ConfigError(f"quantization={asked!r} does not suit {what}; leave it out")
+            raise ConfigError(f"quantization={asked!r} does not fit {what}; leave it out")
         return found
     method = ALIASES.get(asked.lower())
     if method is None:
-        what = "is vLLM's, and not built here" if asked.lower() in NOT_BUILT else "is not known"
+        what = "is not supported" if asked.lower() in NOT_BUILT else "is unknown"
         raise ConfigError(f"quantization={asked!r} {what}; these are: gguf, {', '.join(sorted(ALIASES))}")
     if found is None:
         if method not in ONLINE:
             raise ConfigError(
                 f"quantization={asked!r}, but the checkpoint is not quantized; leave it out, or use {' or '.join(ONLINE)}, "
-                "which is made as weights are loaded"
+                "which quantizes weights at load"
             )
         return Quantization(method, {}, online=True)
     if method != found.method:
-        raise ConfigError(f"quantization={asked!r}, but the checkpoint says {found.method!r}; leave it out")
+        raise ConfigError(f"quantization={asked!r}, but the checkpoint has {found.method!r}; leave it out")
     return found
 
 
-def count_numbers(infos: Mapping[str, TensorInfo], quantization: Quantization) -> int:
-    """Parameters of a quantized checkpoint: of tensors that pack several numbers to an entry, all of them; scales are none."""
-    return sum(entry.numbers for entry in list_matrices(infos, quantization))
+def count_parameters(infos: Mapping[str, TensorInfo], quantization: Quantization) -> int:
+    """Return the parameters of a quantized checkpoint: packed weights are counted one by one, scales not at all."""
+    return sum(entry.count for entry in list_matrices(infos, quantization))
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor with numbers of a model: `bits` each, 0 if they are plain floats."""
+    """A tensor of weights: `bits` each, 0 for plain floats."""
 
     name: str
-    numbers: int
+    count: int
     bits: int
 
 
@@ -159,7 +159,7 @@ def list_matrices(infos: Mapping[str, TensorInfo], quantization: Quantization) -
 
 
 def _bits_of(quantization: Quantization) -> int:
-    """Of whole numbers in words."""
+    """Return the bits of integer weights that are packed to words."""
     config = quantization.config
     found: list[Any] = [config.get("bits"), config.get("w_bit")]
     groups = config.get("config_groups")
@@ -171,21 +171,21 @@ def _bits_of(quantization: Quantization) -> int:
 
 
 def quantized_bytes(infos: Mapping[str, TensorInfo], quantization: Quantization, keeps: frozenset[str], element: int) -> int:
-    """What the weights take in memory. keeps: see `DeviceFacts`; element: bytes of the model's type.
+    """Return the bytes of the weights in memory. keeps: see `DeviceFacts`; element: bytes of the model's dtype.
 
-    Where whole numbers alone are kept, by a CPU, each 32 have a scale and an offset of 4 bytes; elsewhere scales are as stored.
+    On a CPU, integer weights have a scale and an offset of 4 bytes each per 32 weights; on a GPU scales are as stored.
     """
     entries = {entry.name: entry for entry in list_matrices(infos, quantization)}
     total = 0
     for name, info in infos.items():
         entry = entries.get(name)
-        floats = 0 if entry is None else entry.numbers * element
+        floats = 0 if entry is None else entry.count * element
         if (".experts." in name and "experts" not in keeps) or (entry is not None and not entry.bits):
             total += floats
         elif "fp8" in keeps:
             total += info.nbytes
         elif entry is not None and info.dtype in ("I32", "I8") and f"int{entry.bits}" in keeps:
-            total += entry.numbers * entry.bits // 8 + entry.numbers // 32 * 8
+            total += entry.count * entry.bits // 8 + entry.count // 32 * 8
         else:
             total += floats
     return total

@@ -1,6 +1,6 @@
 """Resolve arguments to a frozen `Config`: find the files, read the facts, then apply small rules in order.
 
-A rule only decides what the user left open. Settings that exclude each other are rows in `conflicts.py` and in features.
+A rule only decides what the user left open. Unsupported combinations are rows in `conflicts.py` and in features.
 """
 
 import logging
@@ -27,7 +27,7 @@ from quire.types.sampling import LogprobsMode, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-# sampling defaults a checkpoint may bring: generation_config.json's name -> SamplingParams' name
+# sampling defaults of a checkpoint: generation_config.json's name -> SamplingParams' name
 SAMPLING_DEFAULTS = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -36,7 +36,7 @@ SAMPLING_DEFAULTS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-STATES_SHARE = 0.25
+STATES_SHARE = 0.25  # of device memory for recurrent states
 
 
 def resolve(
@@ -48,12 +48,14 @@ def resolve(
     complete: Callable[[ModelFacts], ModelFacts] | None = None,
     fetch: bool = True,
 ) -> Config:
-    """`find_device` says which device `auto` is; `describe` says what suits a device.
+    """Return the configuration of an engine.
 
-    Both may need torch, so they are asked after everything that can fail without it. `facts`: the model's, if known already.
-    `serving`: requests come and go while others wait for their next token; otherwise what counts is when all are done.
-    `complete`: asks the model's code what its configuration does not tell, if somebody here runs it. `fetch`: weights of
-    whoever drafts are needed; otherwise they are looked at where they already are.
+    find_device, describe: return the device of `auto`, and the facts of a device. Both may import torch, so they are called
+    after everything that can fail without it.
+    facts: of the model, if they are known
+    serving: optimize for latency under load; otherwise for throughput
+    complete: completes facts from the model's code, if transformers runs the model
+    fetch: fetch the weights of a draft model; otherwise only local ones are read
     """
     facts = facts or find_facts(args)
     args = with_whole_prompts(with_tekken(args, facts), facts)
@@ -103,8 +105,10 @@ def resolve(
 
 
 def check_model(args: EngineArgs) -> None:
-    """Raises what is wrong with a model that would be found on this machine. A name without an organisation is most often a
-    slip: the hub is asked about it, for a few small files."""
+    """Raise what is wrong with a local model.
+
+    A name without an organisation is usually a mistake, so its small files are fetched from the hub.
+    """
     if is_bare_name(args.model):
         find_files(args, weights=False)
     else:
@@ -116,7 +120,7 @@ def wants_weights(args: EngineArgs) -> bool:
 
 
 def find_files(args: EngineArgs, weights: bool) -> ModelFiles:
-    """Return the model's files, fetched if need be; without `weights`, configuration and tokenizer will do."""
+    """Return the model's files, fetched if necessary; without `weights`, only configuration and tokenizer."""
     return resolve_model(
         args.model,
         revision=args.revision,
@@ -132,7 +136,7 @@ def find_facts(args: EngineArgs) -> ModelFacts:
 
 
 def with_tekken(args: EngineArgs, facts: ModelFacts) -> EngineArgs:
-    """With `tokenizer_mode` mistral, `tokenizer` is the file tekken.json, so that every process reads that one."""
+    """Set `tokenizer` to the file tekken.json for `tokenizer_mode` mistral, so that every process reads it."""
     if args.tokenizer_mode != "mistral" or args.skip_tokenizer_init:
         return args
     where = facts.files.path
@@ -150,17 +154,17 @@ def with_whole_prompts(args: EngineArgs, facts: ModelFacts) -> EngineArgs:
 
 
 def choose_sampling(args: EngineArgs, facts: ModelFacts) -> dict[str, Any]:
-    """The defaults of requests that do not say: the model's, a directory's or none, then the overrides."""
+    """Return the default sampling parameters: the model's, a directory's or none, updated by the overrides."""
     source = args.generation_config
-    brought: Mapping[str, Any] = {}
+    stored: Mapping[str, Any] = {}
     if source == "auto":
-        brought = facts.generation
+        stored = facts.generation
     elif source != "vllm":
-        brought = read_json(Path(source).expanduser() / "generation_config.json")
+        stored = read_json(Path(source).expanduser() / "generation_config.json")
     unknown = sorted(set(args.override_generation_config) - set(SAMPLING_DEFAULTS))
     if unknown:
         raise ConfigError(f"override_generation_config: unknown {', '.join(unknown)}; known are {', '.join(SAMPLING_DEFAULTS)}")
-    merged = {**brought, **args.override_generation_config}
+    merged = {**stored, **args.override_generation_config}
     values = {ours: merged[theirs] for theirs, ours in SAMPLING_DEFAULTS.items() if merged.get(theirs) is not None}
     try:
         SamplingParams(**values)
@@ -194,14 +198,14 @@ def choose_dtype(args: EngineArgs, facts: ModelFacts, device: DeviceFacts) -> st
 def choose_keep_quantized(
     args: EngineArgs, facts: ModelFacts, device: DeviceFacts, quantization: Quantization | None = None
 ) -> bool:
-    """Unless a type was asked for: then the weights are dequantized to it, if the device cannot have both."""
+    """Return whether quantized weights stay quantized. An explicit dtype dequantizes them, unless the device supports both."""
     quantized = quantization is not None or facts.files.format == "gguf"
     return quantized and bool(device.keeps) and (device.always_keeps or args.dtype == "auto")
 
 
 def default_batch(device: DeviceFacts, serving: bool, facts: ModelFacts | None = None) -> tuple[int, int]:
-    """Tokens and requests per step that suit the device. Recurrent states of all requests take a quarter of its memory at
-    most: they are there whether somebody uses them or not."""
+    """Return the default tokens and requests per step. Recurrent states of all slots take at most a quarter of the memory,
+    since they are allocated for all slots."""
     tokens, seqs = device.batch
     if facts is not None and facts.states and device.total_bytes:
         each = sum(state.bytes(DTYPE_BYTES[facts.dtype]) for state in facts.states)
@@ -210,7 +214,7 @@ def default_batch(device: DeviceFacts, serving: bool, facts: ModelFacts | None =
 
 
 def choose_batch(args: EngineArgs, default: tuple[int, int], max_model_len: int) -> tuple[int, int]:
-    """An open value yields to a given one: the steps of all requests, and whole prompts if they are not cut, must fit."""
+    """Return tokens and requests per step. A default adapts to a given value: all requests, and unchunked prompts, must fit."""
     tokens, seqs = args.max_num_batched_tokens, args.max_num_seqs
     if seqs is None:
         seqs = min(default[1], tokens) if tokens is not None else default[1]
@@ -222,16 +226,18 @@ def choose_batch(args: EngineArgs, default: tuple[int, int], max_model_len: int)
 
 
 def choose_following(args: EngineArgs, facts: ModelFacts, device: DeviceFacts) -> bool:
-    """Not where each token is for a few of the matrices: short steps would read all of them for few tokens. Where steps are
-    timed, that is measured with them."""
+    """Return whether the budget of a step follows the load. Not for mixtures of experts: short steps would read all experts
+    for few tokens. If steps are timed, the measurement includes that."""
     experts = not device.times_steps and count_experts(facts) > 0
     return args.max_num_batched_tokens is None and args.enable_chunked_prefill and not experts
 
 
-def choose_depth(args: EngineArgs, device: DeviceFacts, asked: SpeculativeConfig | None) -> int:
-    """Where drafts are worth it, the engine waits for the tokens that they are made from. Heads read every step's states. In a
-    pipeline every stage has a step, unless a model or head drafts, which waits for each."""
-    stages, method = args.pipeline_parallel_size, "" if asked is None else asked.method
+def choose_depth(args: EngineArgs, device: DeviceFacts, speculation: SpeculativeConfig | None) -> int:
+    """Return the steps that are planned ahead. Heads read the states of every step, so there are none.
+
+    In a pipeline every stage has a step in flight, unless a draft model or head waits for each.
+    """
+    stages, method = args.pipeline_parallel_size, "" if speculation is None else speculation.method
     if stages > 1:
         usual = method not in ON_DEVICE
         return stages - 1 if (usual if args.async_scheduling is None else args.async_scheduling) else 0
@@ -243,7 +249,7 @@ def warn_without_adapters(args: EngineArgs) -> None:
     names = ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_extra_vocab_size", "lora_dtype")
     given = [name for name in names if getattr(args, name) != getattr(EngineArgs, name)]
     if given and not args.enable_lora:
-        logger.warning("%s: changes nothing without enable_lora", ", ".join(given))
+        logger.warning("%s: no effect without enable_lora", ", ".join(given))
 
 
 def choose_names(args: EngineArgs) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
-"""Which values a configuration may have in fields that no tensor's shape contradicts.
+"""Check config fields whose wrong values no tensor's shape would contradict.
 
-A wrong one would build a model whose every answer is an error. It does not matter whose words they were: GGUF metadata has
-been translated by now. Counts of what lists are made of are asked for before, by whoever translates (`too_many`).
+A wrong value would build a model whose answers are all errors. GGUF metadata has been translated before.
+The sizes of lists are checked earlier, during the translation (`oversized_counts`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +23,7 @@ class Wrong(NamedTuple):
 
 
 def _is_number(value: Any) -> bool:
-    """One that float32 can hold."""
+    """Return whether it is a finite number that float32 can hold."""
     return not isinstance(value, bool) and isinstance(value, int | float) and is_finite(value) and abs(value) < 2.0**128
 
 
@@ -34,8 +34,8 @@ def _is_positive(value: Any) -> bool:
 FLAG = Rule(lambda value: isinstance(value, bool), "true or false")
 NUMBER = Rule(_is_number, "a number")
 POSITIVE = Rule(_is_positive, "a positive number")
-NOT_NEGATIVE = Rule(lambda value: _is_number(value) and value >= 0, "a number from 0 up")
-SMALL = Rule(lambda value: _is_number(value) and 0 <= value < 1, "a small number, from 0 up and below 1")
+NOT_NEGATIVE = Rule(lambda value: _is_number(value) and value >= 0, "a number of at least 0")
+SMALL = Rule(lambda value: _is_number(value) and 0 <= value < 1, "a number of at least 0 and below 1")
 SHARE = Rule(lambda value: _is_number(value) and 0 < value <= 1, "a share of a head: a number above 0, 1 at most")
 POSITIVES = Rule(
     lambda value: isinstance(value, list | tuple) and bool(value) and all(map(_is_positive, value)),
@@ -45,7 +45,7 @@ LENGTH = Rule(lambda value: _is_number(value) and 1 <= value <= 1 << 30 and valu
 
 
 def _sizes(low: int, high: int, right: str) -> Rule:
-    """Some models have one of every layer."""
+    """Return a rule for an integer, or a list with one per layer."""
 
     def fits(value: Any) -> bool:
         return all(
@@ -56,9 +56,9 @@ def _sizes(low: int, high: int, right: str) -> Rule:
 
 
 WIDTH = _sizes(1, 1 << 28, "a positive integer")
-COUNT = _sizes(0, 1 << 16, "a whole number from 0 up")
-MOST_LAYERS = 1 << 12
-_DEPTH = Rule(lambda value: not isinstance(value, int) or value <= MOST_LAYERS, f"a plausible number, {MOST_LAYERS:,} at most")
+COUNT = _sizes(0, 1 << 16, "an integer of at least 0")
+MAX_LAYERS = 1 << 12
+_DEPTH = Rule(lambda value: not isinstance(value, int) or value <= MAX_LAYERS, f"at most {MAX_LAYERS:,}")
 COUNTS = dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), _DEPTH)
 
 _ROTATION = {"rope_theta": POSITIVE, "partial_rotary_factor": SHARE, "original_max_position_embeddings": LENGTH}
@@ -66,7 +66,7 @@ FIELDS: dict[str, Rule] = {
     **_ROTATION,
     "rope_local_base_freq": POSITIVE,
     "intermediate_size": WIDTH,
-    "moe_intermediate_size": _sizes(0, 1 << 28, "a whole number from 0 up"),
+    "moe_intermediate_size": _sizes(0, 1 << 28, "an integer of at least 0"),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"), COUNT),
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "zero_expert_num", "num_nextn_predict_layers"), COUNT),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"), SMALL),
@@ -74,7 +74,7 @@ FIELDS: dict[str, Rule] = {
     **dict.fromkeys(("attn_logit_softcapping", "router_jitter_noise"), NOT_NEGATIVE),
     **dict.fromkeys(("final_logit_softcapping", "query_pre_attn_scalar", "logits_scaling"), POSITIVE),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier", "routed_scaling_factor"), NUMBER),
-    "logit_scale": Rule(lambda value: isinstance(value, str) or _is_number(value), NUMBER.right),  # MPT's may be a word
+    "logit_scale": Rule(lambda value: isinstance(value, str) or _is_number(value), NUMBER.right),  # MPT's may be a string
 }
 ROPE: dict[str, Rule] = {
     **_ROTATION,
@@ -89,15 +89,15 @@ ROPE: dict[str, Rule] = {
 }
 
 
-def too_many(config: Mapping[str, Any]) -> Iterator[Wrong]:
-    """Counts that a list of so many items would not fit into memory for."""
+def oversized_counts(config: Mapping[str, Any]) -> Iterator[Wrong]:
+    """Yield counts so large that a list of that length would not fit into memory."""
     yield from _wrong(config, COUNTS, "in the model's config")
 
 
-def implausible(config: Mapping[str, Any]) -> Iterator[Wrong]:
-    """Fields whose values cannot be meant. Null is silence."""
+def invalid_fields(config: Mapping[str, Any]) -> Iterator[Wrong]:
+    """Yield fields with invalid values. Null is allowed."""
     rope = config.get("rope_parameters")
-    for settings in (rope, *rope.values()) if isinstance(rope, Mapping) else ():  # of all layers, or of a type of them
+    for settings in (rope, *rope.values()) if isinstance(rope, Mapping) else ():  # of all layers, or of a layer type
         yield from _wrong(settings, ROPE, "in the rope parameters of the model's config")
     yield from _wrong(config, FIELDS, "in the model's config")
 

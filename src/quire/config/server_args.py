@@ -1,5 +1,5 @@
 # ruff: noqa: RUF009 - `setting` makes a dataclass field
-"""Every field of the HTTP server a user can set, once: `quire serve` and the app itself both read this list.
+"""All fields of the HTTP server that a user can set, for `quire serve` and the app.
 
 Names and defaults are vLLM's, except where a default would open the server to the network or cut a stream off: it listens on
 loopback, answers no other origin, and drains for half a minute. The engine's own fields are in `args`.
@@ -16,9 +16,9 @@ from quire.config.flags import add_flags, add_hidden_flags, kind_of
 from quire.config.vllm_arguments import SERVER_HINTS, SERVER_REFUSED, refuse, take_hint
 from quire.types.errors import ConfigError
 
-_BIND, _SECURITY, _ANSWERS, _RUN, _SEEN = "where it listens", "who may ask", "answers", "running", "what is seen of it"
+_BIND, _SECURITY, _ANSWERS, _RUN, _SEEN = "network", "security", "answers", "running", "logs and metrics"
 _TOOLS, _ADAPTERS = "tools and reasoning", "LoRA adapters (with --enable-lora)"
-PROBES = "/livez,/readyz,/health,/ping,/metrics"  # asked every few seconds by machines
+PROBES = "/livez,/readyz,/health,/ping,/metrics"  # requested every few seconds by other machines
 _LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
@@ -29,13 +29,11 @@ class ServerArgs:
     )
     port: int = setting(8000, NUMBER, _BIND, "port to listen on; 0 takes a free one", low=0, high=65535)
     uds: str | None = setting(None, TEXT, _BIND, "path of a Unix socket to listen on, instead of host and port")
-    root_path: str = setting("", TEXT, _BIND, "path under which a proxy shows this server, as /llm")
+    root_path: str = setting("", TEXT, _BIND, "path under which a proxy publishes this server, such as /llm")
     ssl_keyfile: str | None = setting(None, TEXT, _BIND, "file with the private key of the TLS certificate")
     ssl_certfile: str | None = setting(None, TEXT, _BIND, "file with the TLS certificate")
     ssl_ca_certs: str | None = setting(None, TEXT, _BIND, "file with the authorities that client certificates are checked with")
-    ssl_cert_reqs: int = setting(
-        0, NUMBER, _BIND, "client certificates: 0 not asked for, 1 optional, 2 required", low=0, high=2
-    )
+    ssl_cert_reqs: int = setting(0, NUMBER, _BIND, "client certificates: 0 none, 1 optional, 2 required", low=0, high=2)
     ssl_ciphers: str | None = setting(None, TEXT, _BIND, "ciphers for TLS, in OpenSSL's notation")
 
     api_key: list[str] | None = setting(
@@ -43,11 +41,13 @@ class ServerArgs:
         "one or more keys; requests must carry one as a bearer token. Default: QUIRE_API_KEY or VLLM_API_KEY. "
         "With several, each has its own prefix cache",
     )  # fmt: skip
-    auth: bool = setting(True, FLAG, _SECURITY, "--no-auth: whoever reaches the server may use it, from other machines as well")
-    metrics_without_key: bool = setting(False, FLAG, _SECURITY, "/metrics needs no API key, as for a Prometheus that has none")
+    auth: bool = setting(
+        True, FLAG, _SECURITY, "--no-auth: every client that reaches the server may use it, also from other machines"
+    )
+    metrics_without_key: bool = setting(False, FLAG, _SECURITY, "/metrics needs no API key, for a Prometheus without one")
     allowed_hosts: list[str] = setting(
         [], LIST, _SECURITY,
-        "names that the Host header may have, besides loopback names and the address itself; *.example.com: all that end so, "
+        "allowed names in the Host header, besides loopback names and the address itself; *.example.com: all subdomains, "
         "*: any. Default: any, but none on loopback without an API key, where web pages could use DNS rebinding",
     )  # fmt: skip
     allowed_origins: list[str] = setting(
@@ -56,34 +56,36 @@ class ServerArgs:
     allowed_methods: list[str] = setting(["*"], LIST, _SECURITY, "methods those pages may use; default: all")
     allowed_headers: list[str] = setting(["*"], LIST, _SECURITY, "headers those pages may send; default: all")
     allow_credentials: bool = setting(False, FLAG, _SECURITY, "those pages may send cookies and credentials")
-    trust_request_chat_template: bool = setting(False, FLAG, _SECURITY, "requests may bring their own chat template")
+    trust_request_chat_template: bool = setting(False, FLAG, _SECURITY, "requests may have their own chat template")
 
     accept_any_model_name: bool = setting(
         False, FLAG, _ANSWERS, "requests may name any model (gpt-4o, ...) and get this one, or the LoRA adapter of that name"
     )
     response_role: str = setting("assistant", TEXT, _ANSWERS, "role of the messages the model writes")
     return_tokens_as_token_ids: bool = setting(False, FLAG, _ANSWERS, "logprobs name tokens as token_id:N instead of by text")
-    enable_force_include_usage: bool = setting(False, FLAG, _ANSWERS, "every chunk of a stream carries usage, asked for or not")
-    enable_prompt_tokens_details: bool = setting(True, FLAG, _ANSWERS, "usage tells how many prompt tokens were cached")
-    enable_per_request_metrics: bool = setting(False, FLAG, _ANSWERS, "every answer carries its own times")
-    enable_request_id_headers: bool = setting(True, FLAG, _ANSWERS, "responses carry X-Request-Id")
-    enable_tokenizer_info_endpoint: bool = setting(False, FLAG, _ANSWERS, "/tokenizer_info tells the tokenizer's settings")
+    enable_force_include_usage: bool = setting(
+        False, FLAG, _ANSWERS, "every chunk of a stream has usage, also without include_usage"
+    )
+    enable_prompt_tokens_details: bool = setting(True, FLAG, _ANSWERS, "usage includes the number of cached prompt tokens")
+    enable_per_request_metrics: bool = setting(False, FLAG, _ANSWERS, "every answer has its own times")
+    enable_request_id_headers: bool = setting(True, FLAG, _ANSWERS, "responses have X-Request-Id")
+    enable_tokenizer_info_endpoint: bool = setting(False, FLAG, _ANSWERS, "/tokenizer_info returns the tokenizer's settings")
     disable_fastapi_docs: bool = setting(False, FLAG, _ANSWERS, "no /docs, /redoc and /openapi.json")
     disable_page: bool = setting(False, FLAG, _ANSWERS, "no page at / and no /engine/events")
 
-    enable_auto_tool_choice: bool = setting(False, FLAG, _TOOLS, "as vLLM has it; tool_choice=auto works without it, too")
+    enable_auto_tool_choice: bool = setting(False, FLAG, _TOOLS, "accepted for vLLM; tool_choice=auto works without it, too")
     tool_call_parser: str | None = setting(
         None,
         TEXT,
         _TOOLS,
-        "how the model writes tool calls: hermes, mistral, ... (docs/tools.md); auto, the default: by its chat template",
+        "format of the model's tool calls: hermes, mistral, ... (docs/tools.md); auto, the default: by its chat template",
     )
     tool_parser_plugin: str | None = setting(None, TEXT, _TOOLS, "Python file that registers formats of tool calls")
     exclude_tools_when_tool_choice_none: bool = setting(
         False, FLAG, _TOOLS, "with tool_choice=none the chat template does not see the tools"
     )
     reasoning_parser: str = setting(
-        "", TEXT, _TOOLS, "how the model writes its reasoning: qwen3, deepseek_r1, ... ; auto: by its chat template"
+        "", TEXT, _TOOLS, "format of the model's reasoning: qwen3, deepseek_r1, ... ; auto: by its chat template"
     )
     reasoning_config: dict[str, object] = setting(
         {}, OBJECT, _TOOLS, "reasoning_start_str and reasoning_end_str: text that opens the reasoning, and text that ends it "
@@ -91,7 +93,7 @@ class ServerArgs:
     )  # fmt: skip
     reasoning_parser_plugin: str | None = setting(None, TEXT, _TOOLS, "Python file that registers formats of reasoning")
     chat_template_content_format: str = setting(
-        "auto", TEXT, _TOOLS, "what the chat template gets as content: string, openai (a list of parts), auto: what it reads",
+        "auto", TEXT, _TOOLS, "content for the chat template: string, openai (a list of parts), auto: what it reads",
         choices=("auto", "string", "openai"),
     )  # fmt: skip
     default_chat_template_kwargs: dict[str, object] = setting(
@@ -106,33 +108,33 @@ class ServerArgs:
         False, FLAG, _ADAPTERS, "/v1/load_lora_adapter and /v1/unload_lora_adapter; or VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
     )
     allowed_lora_path: str | None = setting(
-        None, TEXT, _ADAPTERS, "the folder that clients may load adapters from; default: whatever the server can read"
+        None, TEXT, _ADAPTERS, "the folder that clients may load adapters from; default: any that the server can read"
     )
     lora_resolver_dir: str | None = setting(
-        None, TEXT, _ADAPTERS, "a folder whose folders are adapters, found by name; default: VLLM_LORA_RESOLVER_CACHE_DIR"
+        None, TEXT, _ADAPTERS, "a folder whose subfolders are adapters, found by name; default: VLLM_LORA_RESOLVER_CACHE_DIR"
     )
     lora_resolver: list[str] = setting(
-        [], LIST, _ADAPTERS, "resolvers of installed packages (entry points quire.lora_resolvers) to be asked for other names"
+        [], LIST, _ADAPTERS, "resolvers of installed packages (entry points quire.lora_resolvers) for other names"
     )
 
     api_server_count: int = setting(
-        1, NUMBER, _RUN, "API processes on the one port, in front of the same engines; each reads and writes texts", low=1,
+        1, NUMBER, _RUN, "API processes on the port, in front of the same engines; each tokenizes and detokenizes", low=1,
         high=64, short="-asc",
     )  # fmt: skip
     headless: bool = setting(
         False,
         FLAG,
         _RUN,
-        "no API here: this machine has ranks of an engine that machine 0 serves (--node-rank), or engines (-dpr)",
+        "no API on this machine: it has ranks of an engine that machine 0 serves (--node-rank), or engines (-dpr)",
     )
     shutdown_timeout: float = setting(
-        30.0, REAL, _RUN, "seconds that running requests get to finish after SIGTERM or Ctrl-C; then they are ended", low=0.0
+        30.0, REAL, _RUN, "seconds for running requests to finish after SIGTERM or Ctrl-C; then they are aborted", low=0.0
     )
     timeout_keep_alive: int = setting(
         5, NUMBER, _RUN, "seconds that a connection may stay open between two requests; more than a proxy's in front", low=1
     )
     open: bool = setting(False, FLAG, _RUN, "open the page in a browser when the server is ready")
-    sample: str | None = setting(None, TEXT, _RUN, "a question to be answered on standard output when the server is ready")
+    sample: str | None = setting(None, TEXT, _RUN, "a question that is answered on standard output when the server is ready")
     max_queue: int = setting(2048, NUMBER, _RUN, "/readyz is 503 while more requests than this wait", low=0)
 
     uvicorn_log_level: str = setting("info", TEXT, _SEEN, "log level of the HTTP server", choices=_LEVELS)
@@ -141,16 +143,18 @@ class ServerArgs:
         PROBES, TEXT, _SEEN, 'paths without a log line per HTTP request, separated by commas; "" logs all'
     )
     enable_log_requests: bool = setting(False, FLAG, _SEEN, "log every request with its parameters; prompts at debug level")
-    enable_log_outputs: bool = setting(False, FLAG, _SEEN, "log what was generated; needs --enable-log-requests")
+    enable_log_outputs: bool = setting(False, FLAG, _SEEN, "log generated text; needs --enable-log-requests")
     enable_log_deltas: bool = setting(
-        True, FLAG, _SEEN, "with --enable-log-outputs: log every piece of a stream; --no-enable-log-deltas: whole answers only"
+        True, FLAG, _SEEN, "with --enable-log-outputs: log every delta of a stream; --no-enable-log-deltas: whole answers only"
     )
-    max_log_len: int | None = setting(None, NUMBER, _SEEN, "most characters or token ids of a prompt or output to log", low=0)
-    enable_server_load_tracking: bool = setting(False, FLAG, _SEEN, "/load tells how many requests are open")
+    max_log_len: int | None = setting(
+        None, NUMBER, _SEEN, "maximum of characters or token ids of a prompt or output to log", low=0
+    )
+    enable_server_load_tracking: bool = setting(False, FLAG, _SEEN, "/load returns the number of open requests")
     metrics_prefix: str = setting(
-        "quire", TEXT, _SEEN, "what metric names begin with; vllm for dashboards made for it", choices=("quire", "vllm")
+        "quire", TEXT, _SEEN, "prefix of metric names; vllm for dashboards made for it", choices=("quire", "vllm")
     )
-    otlp_traces_endpoint: str | None = setting(None, TEXT, _SEEN, "where OpenTelemetry traces go, as http://host:4317")
+    otlp_traces_endpoint: str | None = setting(None, TEXT, _SEEN, "OpenTelemetry endpoint, such as http://host:4317")
 
     @property
     def unlogged_paths(self) -> list[str]:
@@ -166,7 +170,7 @@ class ServerArgs:
         self._check()
 
     def _check(self) -> None:
-        """What cannot be asked for together."""
+        """Refuse settings that are not supported together."""
         if not self.auth and self.api_key:
             raise ConfigError("--no-auth and --api-key contradict each other: leave one of them out")
         if self.api_key is not None and not all(key.strip() for key in self.api_key):
@@ -190,13 +194,11 @@ class ServerArgs:
         if self.open and self.disable_page:
             raise ConfigError("--open and --disable-page contradict each other: leave one of them out")
         if self.open and self.uds is not None:
-            raise ConfigError("--open needs an address that a browser can go to, and --uds has none: leave one of them out")
+            raise ConfigError("--open requires an address for the browser, and --uds has none: leave one of them out")
         if self.root_path and not self.root_path.startswith("/"):
-            raise ConfigError(f"root_path must begin with a slash, as /llm; got {self.root_path!r}")
+            raise ConfigError(f"root_path must begin with a slash, such as /llm; got {self.root_path!r}")
         if self.allow_credentials and "*" in self.allowed_origins:
-            raise ConfigError(
-                "--allow-credentials needs the origins by name: with * any web page could use a visitor's session"
-            )
+            raise ConfigError("--allow-credentials requires origins by name: with * any web page could use a visitor's session")
 
     @classmethod
     def from_kwargs(cls, **values: object) -> "ServerArgs":
@@ -212,7 +214,7 @@ class ServerArgs:
 
     @classmethod
     def take_from(cls, namespace: argparse.Namespace) -> "ServerArgs":
-        """The server's part of a command line. It is taken out: what is left is the engine's and the command's own."""
+        """Return the server's arguments and remove them from the namespace, which keeps those of engine and command."""
         names = SERVER_NAMES
         given = {name: value for name, value in vars(namespace).items() if name in names}
         for name in given:

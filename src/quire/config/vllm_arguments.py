@@ -1,4 +1,4 @@
-"""vLLM's arguments that do nothing here, from `vllm_arguments.json`: reason -> name -> kind of value or harmless values.
+"""vLLM's arguments without effect in Quire, from `vllm_arguments.json`: reason -> name -> kind of value or harmless values.
 
 Hints are about speed, memory or devices and change no answer: they are accepted, and the log says so. Refused arguments ask for
 what is not built: only a harmless value, which asks for nothing, is accepted. `None` is always harmless.
@@ -31,16 +31,16 @@ REFUSED, SERVER_REFUSED = _refused("refused"), _refused("server_refused")  # nam
 HINT_SHORT_FLAGS = {"optimization_level": "-O", "compilation_config": "-cc", "attention_config": "-ac"}
 SHORT_FLAGS = {"data_parallel_rank": "-dpn", "data_parallel_backend": "-dpb"}
 
-# values of arguments that work here -> the value that they mean
-TAKEN_FOR: dict[str, dict[Any, str]] = {
+# values of supported arguments -> equivalent values
+REPLACED_VALUES: dict[str, dict[Any, str]] = {
     "model_impl": {"vllm": "quire"},
     "load_format": dict.fromkeys(("hf", "fastsafetensors", "instanttensor", "runai_streamer"), "auto"),
 }
-# values of arguments that work here which are not supported, and why
-NOT_TAKEN: dict[str, dict[Any, str]] = {
+# values of supported arguments that are not supported, and why
+REFUSED_VALUES: dict[str, dict[Any, str]] = {
     "load_format": {
-        "bitsandbytes": "floats are not made 4 bits as they are loaded; a checkpoint that has been quantized says so itself. "
-        "Leave it out, or say quantization='fp8' for 8 bits",
+        "bitsandbytes": "4-bit quantization at load is not supported; a quantized checkpoint declares itself. "
+        "Leave it out, or use quantization='fp8'",
     },
 }
 
@@ -52,17 +52,17 @@ def take_hint(name: str, value: Any, table: dict[str, tuple[str, Kind]] = HINTS)
         raise ConfigError(f"{name} must be true or false, got {value!r}")
     if value is None or value is False or value in ({}, [], ""):
         return
-    logger.warning("%s=%r changes nothing here: %s", name, value, reason)
+    logger.warning("%s=%r has no effect: %s", name, value, reason)
 
 
-def taken_for(name: str, value: Any) -> Any:
-    """Return the value that one of vLLM's values means here."""
-    other = TAKEN_FOR.get(name, {}).get(value) if isinstance(value, str) else None
-    if isinstance(value, str) and (reason := NOT_TAKEN.get(name, {}).get(value)) is not None:
+def replace_value(name: str, value: Any) -> Any:
+    """Return the equivalent of a value of vLLM; unchanged if it has none."""
+    other = REPLACED_VALUES.get(name, {}).get(value) if isinstance(value, str) else None
+    if isinstance(value, str) and (reason := REFUSED_VALUES.get(name, {}).get(value)) is not None:
         raise ConfigError(f"{name}={value!r} is not supported: {reason}")
     if other is None:
         return value
-    logger.warning("%s=%r is taken for %r, which is the same here", name, value, other)
+    logger.warning("%s=%r is equivalent to %r", name, value, other)
     return other
 
 
@@ -72,7 +72,7 @@ def refuse(name: str, value: Any, table: dict[str, tuple[str, tuple[Any, ...]]] 
     plain = list(value) if isinstance(value, tuple) else value
     if (
         value is None
-        or _asks_nothing(name, value)
+        or _requests_nothing(name, value)
         or any(plain == item and isinstance(plain, bool) == isinstance(item, bool) for item in harmless)
     ):
         return
@@ -81,7 +81,7 @@ def refuse(name: str, value: Any, table: dict[str, tuple[str, tuple[Any, ...]]] 
     raise ConfigError(f"{name}={value!r} is not supported: {reason}; {way_out}")
 
 
-def _asks_nothing(name: str, value: Any) -> bool:
+def _requests_nothing(name: str, value: Any) -> bool:
     """`limit_mm_per_prompt` of 0 for every kind of media: {"image": 0}, or {"image": {"count": 0}}."""
     if name != "limit_mm_per_prompt" or not isinstance(value, dict):
         return False

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from quire.config.devices import brought_devices, check_device
+from quire.config.devices import check_device, plugin_devices
 from quire.device.base import Device
 from quire.types.errors import ConfigError, QuireError
 
@@ -43,7 +43,7 @@ def open_device(name: str) -> Device:
         device: Device = getattr(importlib.import_module(module), attribute)()
         return device
     check_device(name)
-    point = brought_devices()[name]
+    point = plugin_devices()[name]
     with _blamed(name, point.value):
         kind = point.load()
         if not (isinstance(kind, type) and issubclass(kind, Device)):

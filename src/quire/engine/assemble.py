@@ -118,7 +118,7 @@ def start_core(config: Config, watch: Stopwatch | None = None, ends: Ends | None
         speculation=speculation,
         snapshots=capacity.snapshots,
     )
-    grammars = make_grammars(config, 0 if speculation is None else speculation.most)
+    grammars = make_grammars(config, 0 if speculation is None else speculation.max_drafts)
     room = (config.max_loras, config.max_cpu_loras)
     core = EngineCore(scheduler, executor, config.depth, grammars, adapters=room)
     watch.lap("scheduler")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from quire.cache.layout import MOST_SNAPSHOTS, Capacity, fit, fit_states, make_layout, pages_for, pool_layout, stage_layout
+from quire.cache.layout import SNAPSHOTS_PER_SLOT, Capacity, fit, fit_states, make_layout, pages_for, pool_layout, stage_layout
 from quire.config.args import EngineArgs, local_engines
 from quire.config.config import Config
 from quire.config.facts import ModelFacts
@@ -116,7 +116,7 @@ def text_drafter_config(
     layout = whole_layout(own)
     alone = pages_for(layout, own.max_model_len, own.max_batched_tokens)
     pages = max(alone, min(alone * config.max_seqs, TEXT_DRAFTER_BYTES // max(1, layout.bytes_per_page)))
-    states = (MOST_SNAPSHOTS + 2) * config.max_seqs * own.state_bytes
+    states = (SNAPSHOTS_PER_SLOT + 2) * config.max_seqs * own.state_bytes
     return replace(own, args=replace(own_args, kv_cache_memory_bytes=(pages + 1) * max(1, layout.bytes_per_page) + states))
 
 
@@ -156,7 +156,7 @@ def make_scheduler(
         policy=config.policy,
         budget=budget,
         single_rows_share=config.device_facts.single_rows_share,
-        in_one_piece=config.device_facts.reads_in_place,
+        contiguous=config.device_facts.reads_in_place,
         turns=config.depth + 1 if config.stages > 1 else 1,
         **more,
     )

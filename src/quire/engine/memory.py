@@ -8,14 +8,14 @@ are not on this machine.
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from quire.cache.layout import MOST_SNAPSHOTS, pages_for
+from quire.cache.layout import SNAPSHOTS_PER_SLOT, pages_for
 from quire.config.config import Config
 from quire.config.dequantized_copies import copied_gguf_values, copied_values, estimate_copied
 from quire.config.draft_heads import DraftHead
 from quire.config.facts import ModelFacts
 from quire.config.features import FEATURES
-from quire.config.memory import activation_bytes, form_weight_bytes, graph_bytes, kept_weight_bytes, parameter_parts
-from quire.config.quantization import FORMS, Quantization, choose_quantization, quantized_bytes
+from quire.config.memory import activation_bytes, cpu_weight_bytes, graph_bytes, packed_weight_bytes, parameter_parts
+from quire.config.quantization import LAYOUTS, Quantization, choose_quantization, quantized_bytes
 from quire.config.speculative import MTP
 from quire.device.registry import open_device
 from quire.engine.layouts import cache_sizes, draft_quantized_layouts, model_share, text_drafter_config
@@ -42,7 +42,7 @@ def feature_memory(config: Config, sizes: Sizes) -> dict[str, Memory]:
 
 def rank_sizes(config: Config) -> Sequence[Sizes]:
     """Return the sizes of every rank. Raises what the start of the engine would refuse about a rank's share of the model."""
-    weights, _ = weights_of(config.facts, config.quantization, config.kept_forms, config.dtype)
+    weights, _ = weights_of(config.facts, config.quantization, config.native_layouts, config.dtype)
     parts = parameter_parts(config.facts.hf)
     copied = largest_part(config, _count_copied(config)) if may_copy(config) else 0
     found = []
@@ -58,7 +58,7 @@ def weights_of(facts: ModelFacts, quantization: Quantization | None, keeps: froz
     """Return the bytes of all weights in memory, and the types they are stored in. keeps: see `DeviceFacts.keeps`."""
     element = DTYPE_BYTES[dtype]
     floats = facts.parameters * element
-    if quantization is not None and find_family(facts) and keeps.intersection(FORMS[quantization.method]):
+    if quantization is not None and find_family(facts) and keeps.intersection(LAYOUTS[quantization.method]):
         infos = _headers(facts)
         if quantization.online or not infos:
             total = _expected_bytes(facts, quantization, keeps, dtype)
@@ -68,8 +68,8 @@ def weights_of(facts: ModelFacts, quantization: Quantization | None, keeps: froz
     if keeps and facts.files.format == "gguf" and facts.files.weights:
         tensors = _gguf_tensors(facts)
         if "blocks" in keeps:
-            return kept_weight_bytes(tensors), "the file's blocks, repacked"
-        return form_weight_bytes(tensors, element, "experts" in keeps), f"4, 6 and 8 bits, the rest {dtype}"
+            return cpu_weight_bytes(tensors), "the file's blocks, repacked"
+        return packed_weight_bytes(tensors, element, "experts" in keeps), f"4, 6 and 8 bits, the rest {dtype}"
     return floats, dtype
 
 
@@ -91,7 +91,7 @@ def reserved_graph_bytes(config: Config) -> int:
     if not open_device(config.device).records or config.args.enforce_eager or config.ranks > 1:
         return 0
     drafts = 0 if config.speculation is None else config.speculation.num_speculative_tokens
-    vocabulary = config.facts.vocab_size + config.more_tokens
+    vocabulary = config.facts.vocab_size + config.adapter_tokens
     total = graph_bytes(config.max_seqs * (1 + drafts), vocabulary, 2 if config.max_loras else 1)
     return total + (graph_bytes(config.max_seqs, config.draft_facts.vocab_size) if config.draft_facts is not None else 0)
 
@@ -103,7 +103,7 @@ def least_cache(config: Config, layout: CacheLayout) -> int:
         return args.kv_cache_memory_bytes
     pages = args.num_gpu_blocks_override or pages_for(layout, config.max_model_len, config.max_batched_tokens)
     per_slot = sum(memory.per_slot for memory in feature_memory(config, cache_sizes(config)).values())
-    states = config.max_seqs * per_slot + (MOST_SNAPSHOTS * config.max_seqs + 1) * config.state_bytes
+    states = config.max_seqs * per_slot + (SNAPSHOTS_PER_SLOT * config.max_seqs + 1) * config.state_bytes
     return int((pages + 1) * layout.bytes_per_page / model_share(config, layout)) + states
 
 
@@ -121,7 +121,7 @@ def _draft_sizes(config: Config) -> dict[str, int]:
     page = cache_sizes(config).draft_page
     if config.text_drafter is not None:
         facts, own = config.text_drafter, text_drafter_config(config, config.text_drafter)
-        weights, _ = weights_of(facts, own.quantization, own.kept_forms, own.dtype)
+        weights, _ = weights_of(facts, own.quantization, own.native_layouts, own.dtype)
         return {
             "draft_weights": weights,
             "draft_step": _draft_step(own, facts),
@@ -153,7 +153,7 @@ def _draft_step(config: Config, facts: ModelFacts) -> int:
 
 def _count_copied(config: Config) -> int:
     """Weights of all ranks in matrices that can have a dequantized copy."""
-    facts, quantization, keeps = config.facts, config.quantization, config.kept_forms
+    facts, quantization, keeps = config.facts, config.quantization, config.native_layouts
     if not find_family(facts) or not keeps:
         return 0
     if facts.files.format == "gguf":
@@ -192,7 +192,7 @@ def _build_ranks(config: Config) -> Iterator[tuple[int, int]]:
         if config.max_loras:
             dtype, meta = getattr(torch, config.dtype), torch.device("meta")
             tabled = (config.max_loras, config.args.max_lora_rank) if config.device == "cuda" else None
-            adapters = adapt(model, device=meta, dtype=dtype, tabled=tabled, more=config.more_tokens)
+            adapters = adapt(model, device=meta, dtype=dtype, tabled=tabled, more=config.adapter_tokens)
             adapter = adapters.bytes_of(config.args.max_lora_rank)
         check_fit(
             model,
@@ -200,7 +200,7 @@ def _build_ranks(config: Config) -> Iterator[tuple[int, int]]:
             dtype=config.dtype,
             keep_quantized=config.keep_quantized,
             quantization=config.quantization,
-            keeps=config.kept_forms,
+            keeps=config.native_layouts,
         )
         yield adapter, _linear_values(model) if config.max_loras else 0
 

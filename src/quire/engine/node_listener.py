@@ -31,7 +31,7 @@ from quire.engine.handshake import (
     listen,
     send_json,
 )
-from quire.files.reading import shown, told
+from quire.files.reading import error_summary, shown
 from quire.proc.channel import Channel, Frames
 from quire.types.errors import EngineError
 
@@ -169,7 +169,7 @@ class RemoteEngine(EngineConnection):
             try:
                 report = ipc.decode_report(frame)
             except Exception as error:  # the peer may send anything
-                self._abandon(f"invalid message ({told(error)})")
+                self._abandon(f"invalid message ({error_summary(error)})")
                 break
             if self._begun is None and not isinstance(report, ipc.Begun):
                 self._abandon(f"{type(report).__name__} before the engine had begun")

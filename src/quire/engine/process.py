@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from quire.config.args import EngineArgs
-from quire.config.host import take_turns, wait_politely
+from quire.config.host import limit_thread_spinning, shorten_switch_interval
 from quire.engine import ipc
 from quire.engine.core import EngineCore
 from quire.engine.plan_deadline import PlanDeadline
@@ -30,7 +30,7 @@ from quire.proc.channel import Channel
 from quire.proc.liveness import Heartbeat
 from quire.proc.spawn import set_up
 from quire.progress import doing, shown
-from quire.types.errors import CompanionLost, EngineDead, QuireError, RequestError
+from quire.types.errors import EngineDead, ExpertPeerLost, QuireError, RequestError
 from quire.types.request import EngineRequest
 
 IDLE_POLL_MS = 500  # between checks of the stop signal
@@ -203,7 +203,7 @@ def start(command: ipc.StartEngine, watch: Stopwatch, ends: Ends | None) -> tupl
         config = resolve_here(command.args, watch, serving=command.serving, engine=command.engine)
         started = start_core(config, watch, ends=ends)
     if config.max_loras:
-        take_turns()
+        shorten_switch_interval()
     gc.collect()
     gc.freeze()  # these objects live as long as the process
     return started.core, ipc.Ready(
@@ -246,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 shown(tell=_tell),
                 doing("importing torch"),
             ):  # the import that needs it reports the error
-                wait_politely()
+                limit_thread_spinning()
                 importlib.import_module("quire.runner.step")
             watch.lap("imports")
         return _serve(Link(channel), pulse, Journal(int(file)), watch, read_ends(options))
@@ -265,7 +265,7 @@ def _serve(link: Link, pulse: Heartbeat, journal: Journal, watch: Stopwatch, end
 
     def leave() -> None:
         """End this start: the next one connects to the next processes of the other engines."""
-        link.send(ipc.Failed(CompanionLost.__name__, "another engine, which has some of its experts, is gone"))
+        link.send(ipc.Failed(ExpertPeerLost.__name__, "another engine, which has some of its experts, is gone"))
         os._exit(1)
 
     try:
@@ -292,7 +292,7 @@ def _serve(link: Link, pulse: Heartbeat, journal: Journal, watch: Stopwatch, end
     try:
         engine.run()
     except EngineDead as error:  # the parent logs it
-        if isinstance(error, CompanionLost):
+        if isinstance(error, ExpertPeerLost):
             journal.write([])  # no request of this engine is the cause
         link.send(ipc.Failed(type(error).__name__, str(error)))
         core.stop()

@@ -25,7 +25,7 @@ from quire.engine.node_listener import NodeListener
 from quire.features.experts.peers import expert_peers_of
 from quire.sched.balancer import Balancer
 from quire.types.engine_snapshot import EngineSnapshot
-from quire.types.errors import CompanionLost, QuireError
+from quire.types.errors import ExpertPeerLost, QuireError
 from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest
 
@@ -97,10 +97,10 @@ class EngineRouter(EngineGroup):
     async def _cause(self, number: int, error: QuireError) -> tuple[int, QuireError]:
         """Return the engine and error that caused a failed start: engines that share experts fail together."""
         deadline = time.monotonic() + CAUSE_TIMEOUT_S
-        while isinstance(error, CompanionLost) and time.monotonic() < deadline:
+        while isinstance(error, ExpertPeerLost) and time.monotonic() < deadline:
             for other, engine in enumerate(self.engines):
                 other_error = engine.supervisor.error
-                if other_error is not None and not isinstance(other_error, CompanionLost):
+                if other_error is not None and not isinstance(other_error, ExpertPeerLost):
                     return other, other_error
             await asyncio.sleep(0.02)
         return number, error

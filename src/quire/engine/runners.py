@@ -8,7 +8,7 @@ from quire.cache.layout import make_layout
 from quire.config.config import Config
 from quire.config.facts import ModelFacts
 from quire.config.features import FEATURES
-from quire.config.host import threads_wanted, wait_politely
+from quire.config.host import count_threads, limit_thread_spinning
 from quire.device.base import Device
 from quire.device.registry import open_device
 from quire.dist.mesh import ALONE, Position, share_layers
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def import_torch() -> None:
     """Import torch; the first import decides how its threads wait."""
-    wait_politely()
+    limit_thread_spinning()
     with doing("importing torch"):
         import torch  # noqa: F401
 
@@ -43,7 +43,7 @@ def start_device(config: Config, rank: int = 0) -> Device:
         device.take_rank(rank)
     device.start()
     if config.world > 1:
-        torch.set_num_threads(threads_wanted(ranks=config.node_ranks))
+        torch.set_num_threads(count_threads(ranks=config.node_ranks))
     return device
 
 
@@ -121,11 +121,11 @@ def runner_settings(config: Config, enforce_eager: bool = False) -> "RunnerSetti
         max_batched_tokens=config.max_batched_tokens,
         cache_dtype=config.cache_dtype,
         num_draft_tokens=0 if speculation is None else speculation.num_speculative_tokens,
-        added_tokens=config.more_tokens,
+        added_tokens=config.adapter_tokens,
         logprobs_mode=config.logprobs_mode,
         enforce_eager=args.enforce_eager or enforce_eager,
         weights=WeightSettings(
-            args.load_format, config.seed, args.model_impl, config.keep_quantized, config.quantization, config.kept_forms
+            args.load_format, config.seed, args.model_impl, config.keep_quantized, config.quantization, config.native_layouts
         ),
     )
 

@@ -18,8 +18,7 @@ from quire.config.facts import ModelFacts
 from quire.engine.draft_by_text import TextDrafter
 from quire.engine.layouts import text_drafter_config
 from quire.engine.timeline import Stopwatch
-from quire.files.kept import WRONG, read_kept, what_is_wrong, write_kept
-from quire.files.wheel import cache_directory
+from quire.files.cache import STORE_ERRORS, cache_directory, read_json_store, store_problem, write_json_store
 from quire.models.registry import complete_facts
 from quire.sched.draft.ahead import SpeculationAhead
 from quire.sched.draft.costs import A_CPU, Prior
@@ -54,12 +53,12 @@ def open_acceptance_store(config: "Config") -> dict[str, Any]:
     path, key = cache_directory() / NAME, _key(config)
     known = None
     try:
-        stored = read_kept(path)
+        stored = read_json_store(path)
         known = _known(stored[key]) if key in stored else None
     except FileNotFoundError:
         pass
-    except (OSError, *WRONG) as error:
-        logger.warning("%s: %s; costs of drafts are measured again", path, what_is_wrong(error))
+    except (OSError, *STORE_ERRORS) as error:
+        logger.warning("%s: %s; costs of drafts are measured again", path, store_problem(error))
     return {"known": known, "remember": partial(_write, path, key)}
 
 
@@ -76,7 +75,7 @@ def _key(config: "Config") -> str:
 
 
 def _known(stored: Any) -> dict[str, Any]:
-    """Return checked values. Raises one of `WRONG`."""
+    """Return checked values. Raises one of `STORE_ERRORS`."""
     costs: dict[int, dict[int, float]] = {}
     for rows, found in _checked_items(stored["costs"]):
         costs[_count(rows)] = {_count(drafts): _positive(ratio) for drafts, ratio in _checked_items(found)}
@@ -115,12 +114,12 @@ def _share(value: Any) -> float:
 def _write(path: Path, key: str, measured: Mapping[str, Any]) -> None:
     """Add the entry to the file."""
     known: dict[str, Any] = {}
-    with suppress(OSError, *WRONG):
-        for other, stored in read_kept(path).items():
-            with suppress(*WRONG):
+    with suppress(OSError, *STORE_ERRORS):
+        for other, stored in read_json_store(path).items():
+            with suppress(*STORE_ERRORS):
                 known[other] = _known(stored)
     known.pop(key, None)
-    write_kept(path, dict([*known.items(), (key, measured)][-MAX_ENGINES:]))
+    write_json_store(path, dict([*known.items(), (key, measured)][-MAX_ENGINES:]))
 
 
 def make_speculation(config: Config, watch: Stopwatch, start: "Callable[[Config], StartedCore]") -> Speculation | None:

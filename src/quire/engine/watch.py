@@ -17,7 +17,7 @@ import numpy as np
 
 from quire.cache.pool import Pool
 from quire.sched.plan_builder import Scheduled
-from quire.sched.roster import Place, Roster
+from quire.sched.roster import QueueState, Roster
 from quire.types import engine_snapshot as snapshots
 from quire.types.engine_snapshot import EngineSnapshot, RequestSnapshot, RequestState, Step
 from quire.types.plan import StepResult
@@ -54,7 +54,7 @@ class Watch:
         self._left_out: dict[int, list[_Watched]] = {}  # step -> running ones without a row in it
         self._shared = self._masks = 0.0  # seconds, ever: of steps that were others' prompts; of waiting for masks
         self._mask_waits: dict[int, float] = {}  # step -> seconds
-        self._steps: deque[Step] = deque(maxlen=snapshots.MOST_STEPS)
+        self._steps: deque[Step] = deque(maxlen=snapshots.MAX_LISTED_STEPS)
         self._skipped = self._preempted = 0
         self._guesses = False
         self._last: Scheduled | None = None
@@ -62,7 +62,7 @@ class Watch:
         self._pages = PageMap(pool)
         now = clock()
         for request in roster.live.values():
-            self._begin(request, _state(request, roster.place(request)), now, fresh=False)
+            self._begin(request, _state(request, roster.state(request)), now, fresh=False)
         roster.on_move = self.moved
 
     def stop(self) -> None:
@@ -70,7 +70,7 @@ class Watch:
 
     # ---- events ----------------------------------------------------------------------------------------------------------
 
-    def moved(self, request: Request, to: Place) -> None:
+    def moved(self, request: Request, to: QueueState) -> None:
         now, state = self._clock(), _state(request, to)
         record = self._records.get(request)
         if record is None:
@@ -112,7 +112,7 @@ class Watch:
                 drafted, accepted = int(plan.drafts.sum()), self._count_guesses(scheduled, result)
             prompt = max(0, tokens - drafted - decoding)
             self._shared += max(0.0, seconds - waited) * prompt / tokens
-        if len(self._steps) == snapshots.MOST_STEPS:
+        if len(self._steps) == snapshots.MAX_LISTED_STEPS:
             self._skipped += 1
         self._steps.append(
             (
@@ -139,8 +139,12 @@ class Watch:
         now = self._clock()
         if now < self._next or not self.pending:
             return None
-        self._next = now + (snapshots.EVERY if len(self._running) <= snapshots.MANY else 2 * snapshots.EVERY)
-        steps, self._steps = list(self._steps), deque(maxlen=snapshots.MOST_STEPS)
+        self._next = now + (
+            snapshots.SNAPSHOT_INTERVAL_S
+            if len(self._running) <= snapshots.MANY_REQUESTS
+            else 2 * snapshots.SNAPSHOT_INTERVAL_S
+        )
+        steps, self._steps = list(self._steps), deque(maxlen=snapshots.MAX_LISTED_STEPS)
         skipped, self._skipped = self._skipped, 0
         moved = list(self._moved)[:MAX_MOVED]
         for record in moved:
@@ -240,17 +244,17 @@ class PageMap:
 
     def walk(self, running: list[Request], tenants: Iterable[str]) -> None:
         for tenant in [each for each in tenants if each not in self._numbers]:
-            if len(self.tenants) < snapshots.STRANGER:
+            if len(self.tenants) < snapshots.UNKNOWN_TENANT:
                 self._numbers[tenant] = len(self.tenants)
                 self.tenants.append(tenant)
         if len(self.tenants) < 2 or not running:
             return
         if self._owners is None:
-            self._owners = bytearray([snapshots.STRANGER]) * (self.pool.pages + 1)
+            self._owners = bytearray([snapshots.UNKNOWN_TENANT]) * (self.pool.pages + 1)
         owners, left = self._owners, MAX_WALKED_ENTRIES
         for i in range(len(running)):
             request = running[(self._walked + i) % len(running)]
-            number = self._numbers.get(request.spec.tenant, snapshots.STRANGER)
+            number = self._numbers.get(request.spec.tenant, snapshots.UNKNOWN_TENANT)
             for table in request.pages:
                 left -= len(table)
                 for page in table:
@@ -272,7 +276,7 @@ class PageMap:
         return first, bytes([kind if kind < snapshots.USED else kind + 2 * owner for kind, owner in owned])
 
 
-def _state(request: Request, place: Place) -> RequestState:
+def _state(request: Request, place: QueueState) -> RequestState:
     if place == "unready" and "grammar" in request.lacks:
         return "grammar"
     if place in ("unready", "waiting"):

@@ -1,9 +1,9 @@
-"""The header of a GGUF file: metadata and where each tensor lies. No tensor data is read here.
+"""The header of a GGUF file: metadata and the position of each tensor. No tensor data is read here.
 
     magic  version  tensors  pairs | key type value ... | name dims type offset ... | padding | tensor data ...
 
 The format is little-endian and unaligned up to the padding. The tokenizer's arrays (hundreds of thousands of strings)
-are the bulk of it, so strings are cut out in one tight loop.
+are the bulk of it, so strings are sliced in one tight loop.
 """
 
 import itertools
@@ -21,8 +21,8 @@ from quire.types.errors import ModelError
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
-MOST_DIMENSIONS = 8
-DEEPEST_NESTING = 4
+MAX_DIMENSIONS = 8
+MAX_NESTING = 4
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
@@ -45,13 +45,13 @@ READABLE_TYPES = (
     "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4",
 )  # fmt: skip
 
-# those that are whole numbers with factors: bits that hold them, numbers of a scale, and whether there is an offset, too
-WHOLE_NUMBERS = {
+# integer formats: (stored bits per weight, weights per scale, whether there is an offset)
+INTEGER_TYPES = {
     "Q4_0": (4, 32, False), "Q4_1": (4, 32, True), "Q4_K": (4, 32, True), "Q5_0": (8, 32, False), "Q5_1": (8, 32, True),
     "Q5_K": (8, 32, True), "Q6_K": (8, 16, False), "Q8_0": (8, 32, False),
 }  # fmt: skip
-SIX_BITS = ("Q5_0", "Q5_1", "Q5_K", "Q6_K")  # of those, what a GPU packs to 6 bits
-FLOATS = {"MXFP4": (4, 32, False)}  # and those that are floats of so few bits
+SIX_BIT_TYPES = ("Q5_0", "Q5_1", "Q5_K", "Q6_K")  # of those, the ones that a GPU packs to 6 bits
+FLOAT4_TYPES = {"MXFP4": (4, 32, False)}  # 4-bit floats, likewise
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class GGUFHeader:
         return name
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of `{architecture}.{key}`."""
+        """Return the value of `{architecture}.{key}`."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
 
@@ -97,7 +97,7 @@ def read_gguf(path: str | Path) -> GGUFHeader:
 
 
 def read_gguf_shards(paths: Sequence[Path]) -> list[GGUFHeader]:
-    """All shards of one model; the first carries the metadata. Every announced tensor must be there exactly once."""
+    """Return the headers of all shards of a model; the first has the metadata. Each announced tensor must exist once."""
     headers = [read_gguf(path) for path in paths]
     seen: dict[str, Path] = {}
     for header in headers:
@@ -138,10 +138,10 @@ class _Parser:
             )
         tensors, pairs = self._u64(), self._u64()
         metadata: dict[str, Any] = {}
-        for _ in range(self._plausible(pairs, 13, "metadata pairs")):
+        for _ in range(self._check_count(pairs, 13, "metadata pairs")):
             key = self._string()
             metadata[key] = self._value(self._u32())
-        infos = [self._info() for _ in range(self._plausible(tensors, 24, "tensors"))]
+        infos = [self._info() for _ in range(self._check_count(tensors, 24, "tensors"))]
         return GGUFHeader(self.path, metadata, self._place(infos, metadata))
 
     def _place(self, infos: list[tuple[str, tuple[int, ...], int, int]], metadata: dict[str, Any]) -> dict[str, GGUFTensor]:
@@ -183,7 +183,7 @@ class _Parser:
     def _info(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()
         rank = self._u32()
-        if not 1 <= rank <= MOST_DIMENSIONS:
+        if not 1 <= rank <= MAX_DIMENSIONS:
             raise self._broken(f"tensor {name!r} has {rank} dimensions")
         shape = tuple(self._u64() for _ in range(rank))[::-1]  # GGUF lists the innermost dimension first
         return name, shape, self._u32(), self._u64()
@@ -193,14 +193,14 @@ class _Parser:
             return self._scalars(code, 1)[0]
         if type_ == _STRING:
             return self._string()
-        if type_ != _ARRAY or depth == DEEPEST_NESTING:
+        if type_ != _ARRAY or depth == MAX_NESTING:
             raise self._broken(f"there is an unknown value type {type_} at byte {self.at:,}")
         item, count = self._u32(), self._u64()
         if code := _SCALARS.get(item):
-            return list(self._scalars(code, self._plausible(count, struct.calcsize(f"<{code}"), "array items")))
+            return list(self._scalars(code, self._check_count(count, struct.calcsize(f"<{code}"), "array items")))
         if item == _STRING:
-            return self._strings(self._plausible(count, 8, "strings"))
-        return [self._value(item, depth + 1) for _ in range(self._plausible(count, 12, "arrays"))]
+            return self._strings(self._check_count(count, 8, "strings"))
+        return [self._value(item, depth + 1) for _ in range(self._check_count(count, 12, "arrays"))]
 
     def _scalars(self, code: str, count: int) -> tuple[Any, ...]:
         values = struct.unpack_from(f"<{count}{code}", self.data, self.at)
@@ -233,8 +233,8 @@ class _Parser:
         self.at += 8
         return int(value)
 
-    def _plausible(self, count: int, least_bytes: int, what: str) -> int:
-        """A count that the rest of the file could hold, so that a broken header cannot make us allocate without end."""
+    def _check_count(self, count: int, least_bytes: int, what: str) -> int:
+        """Return `count` if the rest of the file can hold that many items, so that a broken header cannot exhaust memory."""
         if count * least_bytes > self.size - self.at:
             raise self._broken(f"it announces {count:,} {what}, more than the rest of the file could hold")
         return count

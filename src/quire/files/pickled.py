@@ -1,5 +1,7 @@
-"""Names and shapes of the tensors in a file of torch.save, without torch, and without running anything that is in it: the few
-operations that torch writes are followed as data. Whatever else there is, the file is left to who reads it whole."""
+"""Read names and shapes of the tensors in a file of torch.save, without torch and without running its pickle.
+
+The few pickle operations that torch writes are interpreted as data. Any other file is reported as unknown.
+"""
 
 import pickletools
 import struct
@@ -8,17 +10,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
-LARGEST = 1 << 20  # bytes of the table, and of the archive's directory: more takes time to look at
-LARGEST_SIZE = 1 << 62
-LONGEST_SHAPE = 8
-LONGEST_NAME = 100  # of what a file would have called
+MAX_TABLE_BYTES = 1 << 20  # of the tensor table, and of the archive's directory: more takes long to parse
+MAX_SIZE = 1 << 62
+MAX_DIMENSIONS = 8
+MAX_NAME_CHARS = 100  # of a function that the file would call
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _VALUES = {"BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"}
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 class _Named(NamedTuple):
-    """What a file would have called."""
+    """A function that the file would call."""
 
     name: str
 
@@ -32,11 +34,11 @@ class _Unknown(ValueError):
 
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]] | None:
-    """By the tensors' names; None = it is not a table of tensors as torch writes it, or a vast one."""
+    """Return shapes by tensor names; None if the file is not a table of tensors as torch writes it, or too large."""
     try:
         with _Bounded(path) as file, ZipFile(file) as archive:
             [entry] = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
-            if entry.file_size > LARGEST or entry.compress_type != ZIP_STORED:
+            if entry.file_size > MAX_TABLE_BYTES or entry.compress_type != ZIP_STORED:
                 return None
             table = _follow(archive.read(entry))
     except (OSError, BadZipFile, ValueError, LookupError, EOFError, RuntimeError, struct.error):
@@ -47,11 +49,11 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]] | None:
 
 
 class _Bounded(FileIO):
-    """An archive's directory and its entries say themselves how large they are, and may be as large as the file."""
+    """A file with limited reads: an archive's directory and entries declare their own sizes, up to that of the file."""
 
     def read(self, size: int | None = -1, /) -> bytes:
-        found = super().read(LARGEST + 1 if size is None or size < 0 else min(size, LARGEST + 1)) or b""
-        if len(found) > LARGEST:
+        found = super().read(MAX_TABLE_BYTES + 1 if size is None or size < 0 else min(size, MAX_TABLE_BYTES + 1)) or b""
+        if len(found) > MAX_TABLE_BYTES:
             raise _Unknown
         return found
 
@@ -93,20 +95,20 @@ def _make(name: str, argument: Any, stack: list[Any], marks: list[int]) -> None:
             stack.append(_Named(argument))
         case "STACK_GLOBAL":
             module, called = _taken(stack, len(stack) - 2)
-            if not all(isinstance(part, str) and len(part) <= LONGEST_NAME for part in (module, called)):
-                raise _Unknown  # a few bytes can name what takes forever to write out
+            if not all(isinstance(part, str) and len(part) <= MAX_NAME_CHARS for part in (module, called)):
+                raise _Unknown  # a few bytes can produce a name that takes very long to print
             stack.append(_Named(f"{module} {called}"))
         case "TUPLE":
             stack.append(tuple(_taken(stack, marks.pop())))
         case "TUPLE1" | "TUPLE2" | "TUPLE3":
             stack.append(tuple(_taken(stack, len(stack) - _TUPLES[name])))
         case "BINPERSID":
-            stack[-1] = None  # numbers that lie elsewhere
+            stack[-1] = None  # values, which are stored in another entry
         case "REDUCE":
             called, given = _taken(stack, len(stack) - 2)
             stack.append(_call(called, given))
         case "BUILD":
-            stack.pop()  # what else is said of a table
+            stack.pop()  # attributes of a table
         case "SETITEM" | "SETITEMS":
             items = _taken(stack, len(stack) - 2 if name == "SETITEM" else marks.pop())
             if not isinstance(stack[-1], dict) or len(items) % 2 or not all(isinstance(key, str) for key in items[::2]):
@@ -131,7 +133,7 @@ def _call(called: Any, given: Any) -> Any:
         case "collections OrderedDict" if not given:
             return {}
         case "torch._utils _rebuild_tensor_v2" if len(given) > 2 and isinstance(given[2], tuple):
-            if len(given[2]) > LONGEST_SHAPE or not all(type(size) is int and 0 <= size < LARGEST_SIZE for size in given[2]):
+            if len(given[2]) > MAX_DIMENSIONS or not all(type(size) is int and 0 <= size < MAX_SIZE for size in given[2]):
                 raise _Unknown
             return _Shape(given[2])
         case "torch._utils _rebuild_parameter" if given and isinstance(given[0], _Shape):

@@ -1,6 +1,6 @@
-"""Checkpoints are written by others: whatever trips over one says in one line which file it was, and why.
+"""Read files of a checkpoint, which may be broken or hostile, with errors that name the file and the cause in one line.
 
-`reading` stands around everything that interprets a checkpoint; messages of our own pass through it.
+`reading` wraps all code that interprets a checkpoint; errors of Quire pass through it unchanged.
 """
 
 import errno
@@ -17,33 +17,33 @@ from quire.types.json_text import read_json
 
 MODEL_SUFFIXES = frozenset({".json", ".jinja", ".model", ".txt", ".tiktoken", ".safetensors", ".gguf", ".bin"})
 MAX_JSON_BYTES = 256 << 20  # the index of the largest models has some megabytes
-SHOWN = 200  # characters of what somebody else says
+MAX_SHOWN_CHARS = 200  # of a foreign error or value, in a message
 
 logger = logging.getLogger(__name__)
 
 
-def told(error: BaseException) -> str:
-    """An error of somebody else's in one short line."""
+def error_summary(error: BaseException) -> str:
+    """Return type and message of an error of another library in one short line."""
     words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words[:SHOWN]}{'...' if len(words) > SHOWN else ''}"
+    return f"{type(error).__name__}: {words[:MAX_SHOWN_CHARS]}{'...' if len(words) > MAX_SHOWN_CHARS else ''}"
 
 
 def shown(value: Any) -> str:
-    """A value out of a file, for a message."""
+    """Return a value from a file as text for a message, shortened."""
     text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
 
 @contextmanager
 def reading(path: Path, what: str) -> Iterator[None]:
-    """`what` could not be done if anything fails in here."""
+    """Raise any error of the block as ModelError "<path>: <what> (<error>)"."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, QuireError):
             raise
         logger.debug("%s: %s", path, what, exc_info=True)
-        raise ModelError(f"{path}: {what} ({told(error)})") from error
+        raise ModelError(f"{path}: {what} ({error_summary(error)})") from error
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -92,7 +92,7 @@ def read_object(
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from error
     except ValueError as error:
-        raise ModelError(f"{path}: cannot be read as JSON ({told(error)})") from error
+        raise ModelError(f"{path}: cannot be read as JSON ({error_summary(error)})") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path}: must be a JSON object, but is a {type(value).__name__}")
     return value

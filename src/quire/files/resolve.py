@@ -1,4 +1,7 @@
-"""From the name a user gives to files on disk: a directory, a GGUF file, a hub id or a short alias."""
+"""Find the files of a model by the name that a user gives: a directory, a GGUF file, a hub id or a short alias.
+
+From the hub, or its local cache when there is no network, only files that Quire reads are fetched.
+"""
 
 import dataclasses
 import difflib
@@ -9,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from quire.files import hub, wheel
+from quire.files import wheel
 from quire.files.reading import check_regular_files
-from quire.files.safetensors import gguf_shards, read_index, whole_models
+from quire.files.safetensors import gguf_shards, group_models, read_index
+from quire.progress import doing, set_aside
 from quire.types.errors import ModelError, ModelNotFound
 
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$", re.ASCII)
@@ -28,7 +32,7 @@ _PICKLES = ("pytorch_model*.bin", "*.pth", "*.pt", "model*.ckpt")
 class ModelFiles:
     """`path` is the directory of an "hf" or "mistral" checkpoint, or the (first) file of a "gguf" one.
 
-    `weights` are empty when they were not asked for. `sampling` holds the authors' defaults, under generation_config.json's
+    `weights` are empty if they were not requested. `sampling` has the authors' defaults, under generation_config.json's
     names, of a model whose file cannot hold them.
     """
 
@@ -63,20 +67,20 @@ def resolve_model(
         return _from_directory(name, path, weights, mistral)
     if path.is_file():
         return _from_file(name, path)
-    if _must_be_here(name):
+    if _must_be_local(name):
         raise ModelNotFound(f"{name}: no such file or directory{_nearest_alias(name)}")
     if match := _HUB_GGUF_QUANT.match(name):
-        path = hub.fetch_gguf_quant(match["repo"], match["quant"], revision=revision, download_dir=download_dir, token=token)
+        path = fetch_gguf_quant(match["repo"], match["quant"], revision=revision, download_dir=download_dir, token=token)
         return ModelFiles(name, path, "gguf", gguf_shards(path))
     if match := _HUB_GGUF_FILE.match(name):
-        path = hub.fetch_gguf(match["repo"], match["file"], revision=revision, download_dir=download_dir, token=token)
+        path = fetch_gguf(match["repo"], match["file"], revision=revision, download_dir=download_dir, token=token)
         return ModelFiles(name, path, "gguf", gguf_shards(path))
     return _from_hub(name, revision, download_dir, token, weights, mistral)
 
 
 def check_on_disk(model: str, weights: bool = True, mistral: bool | None = None) -> None:
-    """Raises what is wrong with a model that would be found here. One that has to be fetched is not looked for."""
-    if model not in wheel.ALIASES and (_must_be_here(model) or _local_path(model).exists()):
+    """Raise what is wrong with a local model. A model that has to be fetched is not checked."""
+    if model not in wheel.ALIASES and (_must_be_local(model) or _local_path(model).exists()):
         resolve_model(model, weights=weights, mistral=mistral)
 
 
@@ -92,13 +96,13 @@ def _local_path(name: str) -> Path:
 
 
 def is_bare_name(model: str) -> bool:
-    """Could be nothing but a hub id without an organisation, of which there are few: gpt2."""
-    here = model in wheel.ALIASES or _must_be_here(model) or _local_path(model).exists()
-    return not here and "/" not in model
+    """Return whether a name can only be a hub id without an organisation, of which there are few: gpt2."""
+    local = model in wheel.ALIASES or _must_be_local(model) or _local_path(model).exists()
+    return not local and "/" not in model
 
 
 def with_weights_on_disk(files: ModelFiles) -> ModelFiles:
-    """The same model with the weight files that are already here, all or none; nothing is fetched."""
+    """Return the same model with its local weight files, all or none; nothing is fetched."""
     if files.format != "hf" or files.weights:
         return files
     try:
@@ -111,7 +115,7 @@ def _from_hub(
     name: str, revision: str | None, download_dir: str | None, token: str | bool | None, weights: bool, mistral: bool | None
 ) -> ModelFiles:
     try:
-        path = hub.fetch_snapshot(
+        path = fetch_snapshot(
             name, revision=revision, download_dir=download_dir, token=token, weights=weights, mistral=bool(mistral)
         )
     except ModelNotFound as error:
@@ -145,7 +149,7 @@ def _from_directory(name: str, path: Path, weights: bool, mistral: bool | None) 
     safetensors = _safetensors(path) if has_config and weights else ()
     if has_config and (safetensors or not weights):
         return ModelFiles(name, path, "hf", safetensors)
-    models = whole_models(list(path.glob("*.gguf")))
+    models = group_models(list(path.glob("*.gguf")))
     if len(models) == 1:
         return ModelFiles(name, models[0][0], "gguf", models[0])
     if models:
@@ -173,7 +177,7 @@ _CONVERT = "Convert once with transformers: AutoModelForCausalLM.from_pretrained
 
 
 def _safetensors(path: Path) -> tuple[Path, ...]:
-    """The weight files in order. An index decides when there is one; otherwise every *.safetensors counts."""
+    """Return the weight files in order: those of the index if there is one, otherwise every *.safetensors."""
     index = path / _INDEX
     if not index.is_file():
         found = sorted(file for file in path.glob("*.safetensors") if not file.name.startswith("consolidated"))
@@ -187,10 +191,10 @@ def _safetensors(path: Path) -> tuple[Path, ...]:
     return tuple(path / file for file in names)
 
 
-def _must_be_here(name: str) -> bool:
-    """It is no name of anything on the hub."""
-    forms = _HUB_GGUF_QUANT, _HUB_GGUF_FILE
-    if _is_explicit_path(name) or any(form.match(name) for form in forms):
+def _must_be_local(name: str) -> bool:
+    """Return whether a name cannot be one of the hub."""
+    patterns = _HUB_GGUF_QUANT, _HUB_GGUF_FILE
+    if _is_explicit_path(name) or any(pattern.match(name) for pattern in patterns):
         return _is_explicit_path(name)
     return name.endswith(".gguf") or not _HUB_ID.match(name)
 
@@ -202,3 +206,107 @@ def _is_explicit_path(name: str) -> bool:
 def _nearest_alias(name: str) -> str:
     near = difflib.get_close_matches(name, wheel.ALIASES, n=1)
     return f". Did you mean {near[0]!r}?" if near else ""
+
+
+TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]  # configs, tokenizers, chat templates, the weight index
+WEIGHT_FILES = ["*.safetensors"]
+NEVER_FETCHED = ["*/*.safetensors", "consolidated*", "original/*", "onnx/*", "*.onnx*", "training_args*"]
+
+
+def fetch_snapshot(
+    repo: str, *, revision: str | None, download_dir: str | None, token: str | bool | None, weights: bool, mistral: bool = False
+) -> Path:
+    """Return the snapshot directory of a hub repository in the format of `transformers`, or of Mistral."""
+    patterns = TEXT_FILES
+    if weights:
+        patterns = TEXT_FILES + (["consolidated*.safetensors"] if mistral else WEIGHT_FILES)
+    return _download(repo, patterns, revision, download_dir, token, [] if mistral else NEVER_FETCHED)
+
+
+def fetch_gguf(repo: str, file: str, *, revision: str | None, download_dir: str | None, token: str | bool | None) -> Path:
+    """Return one GGUF file of a hub repository; its sibling shards are fetched, too."""
+    from quire.files.safetensors import shard_pattern
+
+    snapshot = _download(repo, [shard_pattern(file)], revision, download_dir, token)
+    path = snapshot / file
+    if not path.is_file():
+        raise ModelNotFound(f"the hub repository {repo!r} has no file {file!r}")
+    return path
+
+
+def fetch_gguf_quant(
+    repo: str, quant: str, *, revision: str | None, download_dir: str | None, token: str | bool | None
+) -> Path:
+    """Return the GGUF file of a hub repository whose name has this quantization ("Q4_K_M")."""
+    endings = [f"*{name}{rest}" for name in {quant, quant.upper(), quant.lower()} for rest in (".gguf", "-0*-of-*.gguf")]
+    snapshot = _download(repo, endings, revision, download_dir, token)
+    found = sorted(path for path in snapshot.rglob("*.gguf") if _has_quant(path.name, quant))
+    if not found:
+        raise ModelNotFound(f"the hub repository {repo!r} has no GGUF file of the quantization {quant!r}")
+    return found[0]
+
+
+def _has_quant(name: str, quant: str) -> bool:
+    stem = name.lower().removesuffix(".gguf")
+    head, _, tail = stem.rpartition("-of-")
+    if head and tail.isdigit():  # a shard: drop its number too
+        stem = head.rpartition("-")[0]
+    before, found, after = stem.rpartition(quant.lower())
+    return bool(found) and not after and (not before or not before[-1].isalnum())
+
+
+def _download(
+    repo: str,
+    patterns: list[str],
+    revision: str | None,
+    download_dir: str | None,
+    token: str | bool | None,
+    never: list[str] = NEVER_FETCHED,
+) -> Path:
+    with doing(f"fetching {repo} from the hub"), set_aside():  # the library shows its own progress bars
+        return _snapshot(repo, patterns, revision, download_dir, token, never)
+
+
+def _snapshot(
+    repo: str,
+    patterns: list[str],
+    revision: str | None,
+    download_dir: str | None,
+    token: str | bool | None,
+    never: list[str],
+) -> Path:
+    from huggingface_hub import errors, snapshot_download
+
+    at = f" at revision {revision!r}" if revision else ""
+    try:
+        path = snapshot_download(
+            repo, revision=revision, cache_dir=download_dir, token=token, allow_patterns=patterns, ignore_patterns=never
+        )
+    except errors.HFValidationError as error:
+        raise ModelNotFound(
+            f"{repo!r} is neither a local path nor a valid hub id (those look like 'organisation/name')"
+        ) from error
+    except errors.GatedRepoError as error:
+        raise ModelNotFound(
+            f"{repo!r} is gated: accept its terms on its hub page, then give a token with hf_token (--hf-token) or HF_TOKEN"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelNotFound(
+            f"the hub has no model {repo!r} that you may read. Check the spelling; a private one needs hf_token or HF_TOKEN"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ModelNotFound(f"the hub model {repo!r} has no revision {revision!r}") from error
+    except errors.IncompleteSnapshotError as error:
+        raise ModelNotFound(
+            f"{repo!r}{at} is only partly in the local cache, and the hub cannot be reached to complete it"
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        raise ModelNotFound(
+            f"{repo!r}{at} is not in the local cache, and the hub cannot be reached (no network, or HF_HUB_OFFLINE is set). "
+            "Give the path of a local checkpoint, or run once with network"
+        ) from error
+    except errors.HfHubHTTPError as error:
+        raise ModelError(f"the hub refused to send {repo!r}{at}: {error}") from error
+    except OSError as error:
+        raise ModelError(f"{repo!r}{at} could not be stored in the local cache: {error}") from error
+    return Path(path)

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: names, dtypes, shapes and places. No tensor data is read here."""
+"""The header of a safetensors file: names, dtypes, shapes and offsets. No tensor data is read here."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path, PurePath
 from typing import Any
 
-from quire.files.reading import open_regular, read_object, shown, told
+from quire.files.reading import error_summary, open_regular, read_object, shown
 from quire.types.errors import ModelError
 from quire.types.json_text import read_json
 
@@ -20,7 +20,7 @@ _BLANKS = re.compile(r"[ \t\r\n]*")
 
 
 class HeaderScanner:
-    """A cursor in a text. All methods raise ValueError where the text is something else."""
+    """A cursor in JSON text. Methods raise ValueError if the text at the cursor is something else."""
 
     def __init__(self, text: str) -> None:
         self._text, self._at = text, 0
@@ -97,7 +97,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class HeaderLimits:
-    """What a header may have at most; a larger one is refused before it is parsed, or while it is."""
+    """Upper limits of a header; a larger one is refused before or during parsing."""
 
     bytes: int = 100_000_000  # the format's own limit
     tensors: int = 1 << 20
@@ -159,7 +159,7 @@ def _entries(path: Path, text: bytes) -> Iterator[tuple[str, Any]]:
                     raise ModelError(f"{path}: its header must have at most {MAX_METADATA_KEYS:,} keys of metadata; got more")
         scanner.end()
     except ValueError as error:
-        raise _broken(path, f"its header is not JSON as the format has it ({told(error)})") from error
+        raise _broken(path, f"its header is not JSON as the format requires ({error_summary(error)})") from error
 
 
 def _info(path: Path, name: str, entry: Any, data_start: int, size: int) -> TensorInfo:
@@ -169,7 +169,7 @@ def _info(path: Path, name: str, entry: Any, data_start: int, size: int) -> Tens
     except (KeyError, TypeError, ValueError) as error:
         raise _broken(path, f"the entry of tensor {called} lacks dtype, shape or data_offsets") from error
     if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
-        raise _broken(path, f"the entry of tensor {called} has sizes or offsets that are not whole numbers from 0 up")
+        raise _broken(path, f"the entry of tensor {called} has sizes or offsets that are not integers of at least 0")
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise ModelError(f"{path}: tensor {called} has the unknown dtype {shown(dtype)}")
     if (end - begin) * 8 != prod(shape) * DTYPE_BITS[dtype]:
@@ -184,7 +184,7 @@ def _info(path: Path, name: str, entry: Any, data_start: int, size: int) -> Tens
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Which file has which tensor. Files are in the index's own directory (where they may be links, as in the hub's cache)."""
+    """Return the file of each tensor. They must be in the index's directory (as links in the hub's cache are)."""
     found = (read_object(path) or {}).get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
         raise ModelError(f"{path}: broken weight index: it has no weight_map from tensor names to file names")
@@ -202,7 +202,7 @@ _SHARD = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$
 
 
 def gguf_shards(path: Path) -> tuple[Path, ...]:
-    """All files of the model that `path` is a part of, in order; just `path` when it is whole."""
+    """Return all files of the model that `path` is a shard of, in order; only `path` if the model is one file."""
     match = _SHARD.match(path.name)
     if match is None:
         return (path,)
@@ -215,13 +215,13 @@ def gguf_shards(path: Path) -> tuple[Path, ...]:
 
 
 def shard_pattern(name: str) -> str:
-    """A file name pattern that matches `name` and its sibling shards."""
+    """Return a file name pattern that matches `name` and its sibling shards."""
     match = _SHARD.match(name)
     return name if match is None else f"{match['stem']}-*-of-{match['count']}.gguf"
 
 
-def whole_models(paths: list[Path]) -> list[tuple[Path, ...]]:
-    """Group GGUF files into models. Image encoders (`mmproj`) lie beside models, but are none."""
+def group_models(paths: list[Path]) -> list[tuple[Path, ...]]:
+    """Group GGUF files into models. Image encoders (`mmproj`), which are stored with models, are left out."""
     models = []
     for path in sorted(path for path in paths if "mmproj" not in path.name.lower()):
         match = _SHARD.match(path.name)

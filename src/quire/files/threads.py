@@ -1,5 +1,7 @@
-"""Large files looked at by several threads, which pays where most of the work is done outside of Python. Threads stay when that
-is done: to start one takes until it has had a turn, which in a process that is busy is long."""
+"""Run a function over parts of large files in several threads, which pays where most of the work is outside of Python.
+
+The threads are reused: in a busy process a new thread waits long until it first runs.
+"""
 
 import os
 import sys
@@ -10,30 +12,30 @@ from queue import SimpleQueue
 from threading import Condition, Thread, get_native_id
 from typing import TypeVar
 
-MOST = 12
-GIVING_WAY = 5  # steps down: who serves somebody has a core before who reads for somebody
+MAX_THREADS = 12
+FILE_NICENESS = 5  # above 0: threads that serve requests go first
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def give_way() -> None:
-    """This thread, from now on."""
-    if sys.platform == "linux":  # where that is of a thread
+def lower_priority() -> None:
+    """Lower the scheduling priority of the calling thread."""
+    if sys.platform == "linux":  # elsewhere niceness applies to the process
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, get_native_id(), GIVING_WAY)
+            os.setpriority(os.PRIO_PROCESS, get_native_id(), FILE_NICENESS)
 
 
-class Helpers:
-    """Threads that are started when they are first needed, and then wait for more to do."""
+class HelperThreads:
+    """Threads that start when they are first needed, and then wait for more work."""
 
     def __init__(self) -> None:
         self._process, self._count = os.getpid(), 0
         self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
 
     def ask(self, work: Callable[[], None], times: int) -> None:
-        if self._process != os.getpid():  # threads do not come along to a process that was forked
-            Helpers.__init__(self)
+        if self._process != os.getpid():  # a forked process has none of the threads
+            HelperThreads.__init__(self)
         for _ in range(times):
             self._work.put(work)
         while self._count < times:
@@ -41,17 +43,20 @@ class Helpers:
             Thread(target=self._run, args=(self._work,), name="quire-files", daemon=True).start()
 
     @staticmethod
-    def _run(asked: "SimpleQueue[Callable[[], None]]") -> None:
-        give_way()
+    def _run(work: "SimpleQueue[Callable[[], None]]") -> None:
+        lower_priority()
         while True:
-            asked.get()()
+            work.get()()
 
 
-HELPERS = Helpers()
+HELPERS = HelperThreads()
 
 
-def in_threads(work: Callable[[Item], Result], items: Sequence[Item], most: int = MOST) -> list[Result]:
-    """Of each, in their order, by so many at most. One that fails is raised, when those that had begun have ended."""
+def in_threads(work: Callable[[Item], Result], items: Sequence[Item], most: int = MAX_THREADS) -> list[Result]:
+    """Return `work` of each item, in order, computed by at most `most` threads.
+
+    The first error is raised when the calls that have started have ended.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     found: dict[int, Result] = {}
     failed: list[BaseException] = []
@@ -68,7 +73,7 @@ def in_threads(work: Callable[[Item], Result], items: Sequence[Item], most: int 
     def help_out() -> None:
         nonlocal running
         with state:
-            if running < 0:  # all is done: whoever was busy elsewhere comes too late
+            if running < 0:  # all items are done: this thread was busy with another call
                 return
             running += 1
         run()

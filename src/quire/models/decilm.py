@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from quire.attn.batch import Batch, Tokens
-from quire.config.uneven_layers import block_half
+from quire.config.layer_patterns import block_half
 from quire.layers.attention import SelfAttention
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from quire.attn.backend import AttentionSpec
 from quire.attn.batch import PLAIN, Batch, Tokens
-from quire.files.reading import told
+from quire.files.reading import error_summary
 from quire.layers.attention import Attention, take_final
 from quire.load.source import Source, read_whole
 from quire.models.decoder import Decoder
@@ -167,7 +167,7 @@ class Fallback(Decoder):
         try:
             count = self.logits(hidden, PLAIN).shape[-1]
         except Exception as error:
-            raise ModelError(f"its head cannot be run alone ({told(error)})") from error
+            raise ModelError(f"its head cannot be run alone ({error_summary(error)})") from error
         if count != self.facts.vocab_size:
             raise ModelError(f"its head gives {count} logits, but its vocabulary has {self.facts.vocab_size} tokens")
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.attn.backend import AttentionSpec
-from quire.files.reading import told
+from quire.files.reading import error_summary
 from quire.layers.rope import dynamic_growth
 from quire.types.cache import LayerCache
 from quire.types.errors import ModelError
@@ -119,7 +119,7 @@ def find_class(facts: "ModelFacts") -> tuple[Any, Any]:
         config = transformers.CONFIG_MAPPING[kind].from_dict(settings)
         settle_rope(config, facts.max_position)
     except Exception as error:
-        raise ModelError(f"transformers does not accept its configuration ({told(error)})") from error
+        raise ModelError(f"transformers does not accept its configuration ({error_summary(error)})") from error
     classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     found = classes.get(type(config), None)
     named = getattr(transformers, facts.architecture, None)
@@ -157,7 +157,7 @@ def build(kind: Any, config: Any, attention: str, dtype: torch.dtype, device: to
     except Exception as error:
         if isinstance(error, KeyError) and attention in error.args:
             raise Recomputable("its attention does not go through transformers' attention interface") from error
-        raise ModelError(f"transformers cannot build it ({told(error)})") from error
+        raise ModelError(f"transformers cannot build it ({error_summary(error)})") from error
 
 
 DIGITS, RADIX = 4, 128  # of token ids in the cache of a recomputed model
@@ -245,7 +245,7 @@ def trace(model: Any, layers: Sequence[LayerCache] | None = None) -> tuple[list[
     except ModelError:
         raise
     except Exception as error:
-        raise Recomputable(f"a trial run without weights fails ({told(error)})") from error
+        raise Recomputable(f"a trial run without weights fails ({error_summary(error)})") from error
     calls, count = recorder.calls, model.config.get_text_config().num_hidden_layers
     if not calls or len(calls) % count:  # some attend several times
         raise Recomputable(f"{len(calls)} of its {count} layers attend through transformers' attention interface")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.attn.batch import Batch, Tokens
-from quire.config.uneven_layers import key_owners
+from quire.config.layer_patterns import key_owners
 from quire.layers.attention import SelfAttention, SharedAttention, attend_heads, prepare_heads, take_final
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear, MergedLinear

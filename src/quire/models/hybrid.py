@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from quire.attn.batch import Batch
-from quire.config.recurrent import mamba2_sizes
+from quire.config.layer_patterns import mamba2_sizes
 from quire.layers.attention import SelfAttention, take_final
 from quire.layers.mamba import Mamba2, Mamba2Shape
 from quire.layers.norm import Norm

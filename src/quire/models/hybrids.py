@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.attn.batch import Batch, Tokens
-from quire.config.recurrent import mamba2_sizes, mamba_sizes
+from quire.config.layer_patterns import mamba2_sizes, mamba_sizes
 from quire.layers.attention import SelfAttention, attend_heads
 from quire.layers.embedding import Embedding, Head
 from quire.layers.mamba import Mamba, Mamba2, Mamba2Shape, MambaShape

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from quire.config.recurrent import kimi_sizes
+from quire.config.layer_patterns import kimi_sizes
 from quire.layers.delta_net import DeltaShape, KimiDelta
 from quire.layers.latent import LatentAttention
 from quire.layers.rope import Rope

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from quire.config.recurrent import mamba_sizes
+from quire.config.layer_patterns import mamba_sizes
 from quire.layers.mamba import Mamba as MambaMixer
 from quire.layers.mamba import MambaShape
 from quire.layers.norm import Norm, RMSNorm

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from quire.config.recurrent import nemotron_types
+from quire.config.layer_patterns import nemotron_types
 from quire.layers.mlp import MLP
 from quire.layers.moe import NarrowMoE, RoutedMoE
 from quire.layers.norm import LayerNorm, Norm, RMSNorm

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from quire.attn.batch import Batch
-from quire.config.recurrent import delta_sizes
+from quire.config.layer_patterns import delta_sizes
 from quire.layers.attention import SelfAttention
 from quire.layers.delta_net import DeltaNet, DeltaShape
 from quire.layers.norm import LayerNorm, Norm

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.attn.batch import Batch
-from quire.config.recurrent import delta_sizes
+from quire.config.layer_patterns import delta_sizes
 from quire.dist.mesh import HeadDivision
 from quire.layers.attention import SelfAttention, attend_heads
 from quire.layers.delta_net import DeltaNet, DeltaShape, Stored

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.files.gguf import FLOATS, GGML_TYPES, READABLE_TYPES, WHOLE_NUMBERS
+from quire.files.gguf import FLOAT4_TYPES, GGML_TYPES, INTEGER_TYPES, READABLE_TYPES
 from quire.ops.quantized_layouts import Float4, PackedInts, pack_nibbles
 from quire.types.errors import ModelError
 
@@ -391,16 +391,16 @@ MAX_ZERO_POINT = 6e4  # in float16 (`packed.py`)
 
 
 def has_layout(type_: int) -> bool:
-    return GGML_TYPES[type_][0] in WHOLE_NUMBERS | FLOATS
+    return GGML_TYPES[type_][0] in INTEGER_TYPES | FLOAT4_TYPES
 
 
 def to_layout(stored: QuantizedMatrix, device: torch.device) -> PackedInts | Float4:
     """Return the matrix in a quantized layout on the device, where it is converted."""
     name, _, nbytes = GGML_TYPES[stored.type]
-    if name in FLOATS:
+    if name in FLOAT4_TYPES:
         return _floats_of(stored, nbytes, device)
     convert = ALL_TO_INTEGERS[name]
-    bits, group, _ = WHOLE_NUMBERS[name]
+    bits, group, _ = INTEGER_TYPES[name]
     parts = list[tuple[Tensor, Tensor, Tensor | None]]()
     step = max(1, VALUES_AT_ONCE // stored.columns)
     for start in range(0, len(stored), step):

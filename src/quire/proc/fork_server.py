@@ -25,7 +25,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from quire.config.host import wait_politely
+from quire.config.host import limit_thread_spinning
 from quire.proc.spawn import PARENT, command_of, end_with_parent, fill_in, name_process, set_up, spawn
 
 COMMAND = command_of("quire.proc.fork_server")
@@ -309,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     modules = connection.recv(MAX_REQUEST_BYTES)
     if not modules:  # the parent is gone
         return 1
-    wait_politely()
+    limit_thread_spinning()
     for module in json.loads(modules):
         importlib.import_module(module)
     gc.collect()

@@ -18,7 +18,7 @@ import torch
 from quire.attn.work_split import FindSharedPrefix, SharedPrefix, find_alike, nothing_shared
 from quire.device.updates import DeviceUpdates
 from quire.types.errors import EngineError
-from quire.types.plan import FEW, Admission, Ints, StepPlan
+from quire.types.plan import MAX_LIST_ROWS, Admission, Ints, StepPlan
 
 
 class Prefixes:
@@ -143,7 +143,7 @@ class Slots:
 
     def _write_drafts(self, plan: StepPlan) -> None:
         width, at = self.tokens.shape[1], 0
-        if len(plan.slot) <= FEW:
+        if len(plan.slot) <= MAX_LIST_ROWS:
             for slot, end, (_, drafts) in zip(plan.slot.tolist(), plan.end.tolist(), plan.shapes.each, strict=True):
                 if drafts:
                     self.updates.write(self.tokens, slot * width + end - drafts, plan.draft_token[at : at + drafts])
@@ -179,7 +179,7 @@ class Slots:
 
         Any other row would silently read or write the wrong cache entries. For a inexact slot only bounds are checked.
         """
-        if len(plan.slot) <= FEW and self._check_few(plan):
+        if len(plan.slot) <= MAX_LIST_ROWS and self._check_few(plan):
             return
         slot = plan.slot.astype(np.int64)
         start, reach, known, cursor = plan.end - plan.count, plan.end - plan.drafts, self.known[slot], self.cursor[slot]

@@ -1,14 +1,13 @@
-"""Who runs next, with which pages: a pure state machine, no torch, no I/O, no clock of its own.
+"""The scheduler: which requests run next, with which pages. A pure state machine: no torch, no I/O, no clock.
 
     scheduler     add, schedule, abort: the rules
-    results       commit, fail: what became of a step
-    roster        where every request is, and how it moves
-    queue         the order of the waiting and of the running
-    forks         children that wait for their parent's pages, finished requests that keep theirs
-    limits        how long a request and a row may be, and who is refused
+    results       commit or fail a step
+    roster        the state of every request and its transitions; forks that wait for their parent
+    queue         the order of waiting and running requests
+    limits        lengths of requests and rows, admission, stop conditions
     plan_builder  lists → one StepPlan
-    stop          when a request is finished
+    budget        the token budget of a step
+    balancer      the choice of an engine
 
-This room does not know models, devices, text or sockets: what it decides leaves as a StepPlan, what it learns comes as a
-StepResult.
+The package does not know models, devices, text or sockets: its decisions are StepPlans, its input are StepResults.
 """

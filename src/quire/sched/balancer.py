@@ -37,7 +37,7 @@ class _Placed:
     length: int  # of its whole prompt
     fresh: int  # of its prompt, not cached when it was placed
     limit: float  # max_tokens
-    held: bool  # kept after its end, for forks
+    held: bool  # its pages stay after its end, for forks
     prompt: int = 0  # to be run before its first token
     output: int = 0  # expected after the tokens that came
     generated: int = 0
@@ -50,7 +50,7 @@ class _Placed:
 
 @dataclass(slots=True)
 class _Load:
-    """What an engine was given, and what it can run at once: unlimited until it is ready."""
+    """The load of an engine, and what it can run at once: unlimited until it is ready."""
 
     work: int = 0
     open: int = 0  # requests
@@ -69,7 +69,7 @@ class _Load:
 
 
 class _Pages:
-    """What an engine is supposed to have cached: keys of pages, the longest unused first."""
+    """The keys of pages that an engine is assumed to have cached, least recently used first."""
 
     def __init__(self, room: int) -> None:
         self._room = room
@@ -79,11 +79,11 @@ class _Pages:
         return len(self._keys)
 
     def count(self, keys: Sequence[bytes]) -> int:
-        """Of a prompt's pages, how many from its beginning on are there?"""
+        """Return how many of a prompt's first pages are cached."""
         return next((i for i, key in enumerate(keys) if key not in self._keys), len(keys))
 
     def use(self, keys: Sequence[bytes]) -> None:
-        """A sequence's tail is forgotten before its head."""
+        """Record that a sequence uses its pages; its tail is forgotten before its head."""
         for key in reversed(keys[: self._room]):
             self._keys[key] = None
             self._keys.move_to_end(key)
@@ -102,7 +102,7 @@ class Balancer:
 
     @property
     def work(self) -> list[int]:
-        """Tokens that each engine still has to run."""
+        """Return the tokens that each engine still has to run."""
         return [load.work for load in self._loads]
 
     def begin(self, engine: int, pages: int, page_size: int, slots: float = inf, caching: bool = True) -> None:
@@ -121,7 +121,7 @@ class Balancer:
                 self._weigh(placed, placed.length, placed.output)
 
     def forget_pages(self) -> None:
-        """Nothing is cached any more."""
+        """Forget all cached pages."""
         self._pages = [_Pages(pages._room) for pages in self._pages]
 
     def place(self, request: EngineRequest, among: Sequence[int]) -> int:
@@ -145,7 +145,7 @@ class Balancer:
         return self.place(request, free)
 
     def engine(self, name: str) -> int | None:
-        """The engine of an open request."""
+        """Return the engine of an open request."""
         placed = self._open.get(name)
         return None if placed is None else placed.engine
 
@@ -166,7 +166,7 @@ class Balancer:
                 self._held[name] = placed.engine
 
     def release(self, names: Iterable[str]) -> None:
-        """No request will fork these any more."""
+        """Record that no request will fork these any more."""
         for name in names:
             self._held.pop(name, None)
 
@@ -186,7 +186,7 @@ class Balancer:
         return keys
 
     def _fresh(self, request: EngineRequest, engine: int, keys: Sequence[bytes]) -> int:
-        """Tokens of the prompt that have to be run there; the last one always has to."""
+        """Return the prompt tokens that an engine has to run; the last one always has to."""
         length = len(request.prompt)
         if not request.params.reads_prefix_cache:
             return length
@@ -222,5 +222,5 @@ class Balancer:
 
 
 def _expected(left: float) -> int:
-    """Tokens that an answer is expected to have yet, if at most `left` may come."""
+    """Return the expected rest of an answer, if at most `left` tokens may come."""
     return int(max(1, min(EXPECTED_OUTPUT_TOKENS, left)))

@@ -28,27 +28,27 @@ class RequestLimits:
         self.chunk = budget if chunk_cap is None else min(budget, chunk_cap)  # the longest possible row
 
     def row_length(self, request: Request, left: int) -> int:
-        """How many tokens its next row has when the step has room for `left`; 0 if it gets none."""
+        """Return the tokens of the request's next row if the step has `left`; 0: no row."""
         known = request.known
         if known < 1 or request.computed + known >= request.limit:
             return 0
-        if known == 1:  # by far the most frequent, and neither budget nor cap can cut it
+        if known == 1:  # decode, the usual case: neither budget nor cap can cut it
             return 1
         count = min(known, left, self.chunk)
         return count if self._chunked or count == known else 0
 
     def admissible_length(self, spec: EngineRequest) -> int:
-        """Never more tokens than this, prompt included. Raises RequestError if the request can never run."""
-        length, most = len(spec.prompt), spec.params.max_tokens
+        """Return the maximum length of a request, prompt included. Raise RequestError if it can never run."""
+        length, max_tokens = len(spec.prompt), spec.params.max_tokens
         if not length:
             raise RequestError("the prompt is empty; it must have at least one token", "prompt")
         longest = self._max_model_len + (not spec.draws)
-        limit = longest if most is None else min(length + most, longest)
+        limit = longest if max_tokens is None else min(length + max_tokens, longest)
         begun = length + len(spec.resumed)
         if begun >= limit and not spec.draws:
             raise PromptTooLong(f"the prompt has {length} tokens; the longest context is {self._max_model_len}", "prompt")
         if begun >= limit:
-            raise PromptTooLong(f"the request has {begun} tokens and may have {limit}: none is left to be drawn", "prompt")
+            raise PromptTooLong(f"the request has {begun} tokens and may have {limit}: none is left to generate", "prompt")
         stored = limit - 1  # the last sampled token is never run
         if not self._chunked and stored > self.budget:
             raise self._too_long_a_step(stored)
@@ -74,7 +74,7 @@ class RequestLimits:
 
 
 def finish(request: Request, token: int) -> tuple[FinishReason, int | None] | None:
-    """(reason, stop token to report) if `token`, the newest, was the last one; None if the request goes on."""
+    """Return (reason, stop token to report) if `token`, the newest, ends the request; None if it continues."""
     spec, tokens = request.spec, request.tokens
     # a grammar allows it before min_tokens when nothing else may follow
     grammar_ended = request.constrained and token in spec.eos_ids
@@ -89,12 +89,12 @@ def finish(request: Request, token: int) -> tuple[FinishReason, int | None] | No
 
 
 def next_check(request: Request) -> int:
-    """No sooner than with this many tokens can `finish` say anything, unless a stop id comes."""
+    """Return the length from which on `finish` can end the request without a stop id."""
     return 0 if request.spec.params.repetition_detection is not None else request.limit
 
 
 def repeats(tokens: "array[int]", prompt_length: int, pattern: RepetitionDetectionParams) -> bool:
-    """Are the last sampled tokens one pattern, `min_count` times in a row? A tail with period p equals itself shifted by p."""
+    """Return whether the sampled tokens end in `min_count` equal patterns. A tail of period p equals itself shifted by p."""
     for size in range(max(1, pattern.min_pattern_size), pattern.max_pattern_size + 1):
         length = size * pattern.min_count
         if len(tokens) - prompt_length < length:
@@ -105,25 +105,25 @@ def repeats(tokens: "array[int]", prompt_length: int, pattern: RepetitionDetecti
     return False
 
 
-def left_to_think(request: Request) -> int:
-    """Of the next tokens, so many are none that the budget may decide about. Pending tokens are counted, unseen."""
+def reasoning_budget_left(request: Request) -> int:
+    """Return how many next tokens the reasoning budget cannot force. Pending tokens are counted."""
     budget = request.spec.params.thinking_token_budget
-    if budget is None or request.thought:
+    if budget is None or request.reasoning_ended:
         return sys.maxsize
     return budget - (request.computed + request.known - len(request.spec.prompt))
 
 
 def forced_end(request: Request) -> int | None:
-    """The token that must be drawn next, when nothing but that draw is pending."""
+    """Return the token that the reasoning budget forces next, when nothing is pending; None: it forces none."""
     params, start = request.spec.params, len(request.spec.prompt)
     budget, ends = params.thinking_token_budget, params.thinking_end_ids or []
-    if budget is None or request.thought or len(request.tokens) - start < budget:
+    if budget is None or request.reasoning_ended or len(request.tokens) - start < budget:
         return None
-    begun = len(request.tokens) - start - budget  # how much of the end has been forced
+    begun = len(request.tokens) - start - budget  # tokens of the end that have been forced
     forced = params.thinking_forced_ids or ends
     if begun == 0:
-        thinking = request.tokens[start:].tolist()
-        request.thought = any(thinking[i : i + len(ends)] == ends for i in range(len(thinking)))
+        reasoning = request.tokens[start:].tolist()
+        request.reasoning_ended = any(reasoning[i : i + len(ends)] == ends for i in range(len(reasoning)))
     elif begun >= len(forced):
-        request.thought = True
-    return None if request.thought else forced[begun]
+        request.reasoning_ended = True
+    return None if request.reasoning_ended else forced[begun]

@@ -1,6 +1,6 @@
-"""Collects one step in lists and turns them into a StepPlan. It decides nothing.
+"""Collect one step in lists and build a StepPlan. No decisions are made here.
 
-Nearly every row is one token that is drawn after: of those only request and end are noted. The other rows are `odd`.
+Nearly every row is a decode row, for which only request and end are recorded. The other rows are `odd`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,18 +18,18 @@ from quire.types.request import Request
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A plan, and what only the deciding half knows of it: whose rows they are."""
+    """A plan, and the requests of its rows, which the device does not know."""
 
     plan: StepPlan
     requests: tuple[Request, ...]  # [rows]
-    odd: tuple[int, ...]  # the rows that may bring something else than one token
+    odd: tuple[int, ...]  # rows that may return something else than one token
 
 
 class Odd(NamedTuple):
     tokens: int
     draws: int
-    scores: range  # the prompt positions of the row that logprobs are wanted behind
-    pool: int  # the hidden states of so many tokens at its end are pooled
+    scores: range  # prompt positions of the row whose next token's logprobs are requested
+    pool: int  # hidden states of this many tokens at its end are pooled
 
 
 class PlanBuilder:
@@ -53,7 +53,7 @@ class PlanBuilder:
         self._saves: list[tuple[int, int]] = []
 
     def admit(self, request: Request, start: int) -> None:
-        """The end-of-text ids of a constrained request are its grammar's matter."""
+        """Add a request to the device. End-of-text ids of a constrained request are left to its grammar."""
         spec = request.spec
         self._admitted.append(
             Admission(
@@ -65,7 +65,7 @@ class PlanBuilder:
                 seed=spec.seed,
                 stop_ids=tuple(sorted(spec.stop_ids - spec.eos_ids if request.constrained else spec.stop_ids)),
                 bad_words=spec.bad_words,
-                extras=replace(spec.extras, adapter=request.place) if request.place else spec.extras,
+                extras=replace(spec.extras, adapter=request.adapter_slot) if request.adapter_slot else spec.extras,
             )
         )
 
@@ -84,11 +84,11 @@ class PlanBuilder:
             self._page.extend(pages)
 
     def give(self, request: Request, start: int) -> None:
-        """The device has not seen the request's tokens from position `start` on."""
+        """Send the request's tokens from position `start` on, which the device does not have."""
         self._forced += [(request.slot, start + i, token) for i, token in enumerate(request.tokens[start:])]
 
     def draft(self, tokens: Iterable[int]) -> None:
-        """What the latest row is expected to draw."""
+        """Add the draft tokens of the latest row."""
         self._drafts += tokens
 
     def copy(self, source: int, target: int) -> None:
@@ -96,11 +96,11 @@ class PlanBuilder:
         self._targets.append(target)
 
     def load(self, entry: int, slot: int) -> None:
-        """The slot's state begins as what the entry holds."""
+        """Load the slot's recurrent state from an entry."""
         self._loads.append((entry, slot))
 
     def save(self, slot: int, entry: int) -> None:
-        """What the slot's state is behind this step's rows goes to the entry."""
+        """Save the slot's recurrent state after this step's rows to an entry."""
         self._saves.append((slot, entry))
 
     def row(self, request: Request, count: int, end: int, draws: int, masked: bool) -> None:
@@ -118,7 +118,7 @@ class PlanBuilder:
         self.ends.append(end)
 
     def settled(self, request: Request) -> int:
-        """Positions whose content is in place before this step's copies run."""
+        """Return the positions of a request whose content is written before this step's copies run."""
         if request.admitted == self.step:
             return 0
         if request not in self.requests:
@@ -129,8 +129,10 @@ class PlanBuilder:
     def build(
         self, retired: list[int], last: Scheduled | None, ahead: int = 0, guesses: Mapping[Request, int] | None = None
     ) -> Scheduled | None:
-        """None if nothing is to be run. What has not changed since the `last` step is taken from there. `ahead`: tokens that
-        are to be guessed behind each row, but for those of `guesses`."""
+        """Return the step; None if it has no rows. Arrays that equal those of the `last` step are reused.
+
+        ahead: tokens to draft after each row; guesses: exceptions by request
+        """
         if not self.requests:
             return None
         requests, slots = tuple(self.requests), None
@@ -151,7 +153,7 @@ class PlanBuilder:
         return Scheduled(plan, requests, tuple(i for i, odd in self._odd.items() if odd.draws != 1))
 
     def _changes(self, retired: list[int]) -> dict[str, Ints]:
-        """Of a plan, what most have nothing of."""
+        """Return the fields of a plan that are empty in most steps."""
         changes: dict[str, Ints] = {}
         if retired:
             changes["retired"] = _ints(retired)
@@ -185,9 +187,9 @@ class PlanBuilder:
         return spans(shapes.first_draw[rows], 1 + shapes.drafts[rows])
 
 
-@lru_cache(64)  # shapes that steps had of late: the next has mostly one of them
+@lru_cache(64)  # the next step usually has one of the latest shapes
 def _shapes(rows: int, odd: tuple[tuple[int, Odd], ...]) -> RowShapes:
-    """Of so many rows, of which these are odd; without what they score."""
+    """Return the shapes of `rows` rows, of which some are odd; without prompt logprobs."""
     count, draws = np.ones((2, rows), np.int32)
     for i, row in odd:
         count[i], draws[i] = row.tokens, row.draws
@@ -200,17 +202,17 @@ def _shapes(rows: int, odd: tuple[tuple[int, Odd], ...]) -> RowShapes:
 
 def _guesses(requests: tuple[Request, ...], ahead: int, other: Mapping[Request, int] | None) -> Ints:
     if not other:
-        return _alike(len(requests), ahead)
+        return _equal_guesses(len(requests), ahead)
     return _ints([other.get(request, ahead) for request in requests])
 
 
 @lru_cache(64)
-def _alike(rows: int, ahead: int) -> Ints:
+def _equal_guesses(rows: int, ahead: int) -> Ints:
     return np.full(rows, ahead, np.int32)
 
 
 def _table(rows: Sequence[tuple[int, ...]]) -> list[Ints]:
-    """Its columns."""
+    """Return the columns of a table."""
     return list(np.array(rows, np.int32).T)
 
 

@@ -1,11 +1,11 @@
-"""The order of requests: one number pair says who goes first among those of a tenant, waiting or running.
+"""The order of requests: a pair of numbers ranks the requests of a tenant, waiting or running.
 
-fcfs: the arrival number. priority: the lower value first, then the arrival number. A request keeps its rank for life, so a
-preempted one comes back to its old place. The queue does not know why anyone waits.
+fcfs: the arrival number. priority: the lower value first, then the arrival number. The rank never changes, so a preempted
+request returns to its old position. The queue does not know why a request waits.
 
-Tenants share the slots: of equal priorities, the next to be admitted is of the tenant with the fewest running requests, and a
-tenant may take a slot from the one with the most as long as that keeps as many as it has then itself. So whoever has something
-to run gets, one in every step, its equal share of the slots, however much others have asked for before.
+Tenants share the slots: of equal priorities, the next admitted request is of the tenant with the fewest running ones, and a
+tenant may take a slot from the one with the most as long as that has at least as many afterwards. So every tenant with
+requests reaches an equal share of the slots, one slot per step, however many requests others have sent before.
 """
 
 import heapq
@@ -27,18 +27,18 @@ class Order:
         return (request.spec.priority if self.policy == "priority" else 0, request.order)
 
     def outranks(self, request: Request, other: Request) -> bool:
-        """Strictly more important: arriving earlier is not enough."""
+        """Return whether the priority is strictly better; an earlier arrival is not enough."""
         return self.policy == "priority" and request.spec.priority < other.spec.priority
 
 
 class Running:
-    """The running, best first. Of equal priorities, a request that joins as the only one of its tenant goes before those of
-    others, so that each tenant gets on; the last is the one to preempt, where there is one tenant."""
+    """Running requests, best first. Of equal priorities, a request that joins as the only one of its tenant precedes
+    those of others, so that each tenant progresses. With one tenant, the last request is the one to preempt."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
         self._requests: list[Request] = []
-        self.of: dict[str, int] = {}  # tenant → how many
+        self.of: dict[str, int] = {}  # tenant → running requests
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -51,7 +51,7 @@ class Running:
 
     def add(self, request: Request) -> None:
         tenant = request.spec.tenant
-        request.lone = bool(self.of) and tenant not in self.of
+        request.leads_tenant = bool(self.of) and tenant not in self.of
         insort(self._requests, request, key=self._rank)
         self.of[tenant] = self.of.get(tenant, 0) + 1
 
@@ -64,12 +64,12 @@ class Running:
 
     def _rank(self, request: Request) -> tuple[int, bool, int]:
         priority, arrival = self._order.rank(request)
-        return priority, not request.lone, arrival
+        return priority, not request.leads_tenant, arrival
 
-    def worst(self, request: Request) -> Request:
-        """Who gives way when `request` needs pages: of the least priority, the newest of the tenant with the most.
+    def lowest_priority(self, request: Request) -> Request:
+        """Return the request to preempt when `request` needs pages: of lowest priority, the newest of the largest tenant.
 
-        It comes after `request`, or is it.
+        It ranks after `request`, or is `request` itself.
         """
         if len(self.of) == 1:
             return self._requests[-1]
@@ -83,11 +83,13 @@ class Running:
                 break
         return found
 
-    def gives_way(self, request: Request, staying: list[Request], of: dict[str, int]) -> int | None:
-        """The place of who gives way to `request` first, if only these are `staying` and tenants have so many `of` them.
+    def next_victim(self, request: Request, staying: list[Request], of: dict[str, int]) -> int | None:
+        """Return the index in `staying` of the request that is preempted first for `request`; None: none.
 
-        That is the worst that it outranks, or else the newest of the tenant with the most, if that keeps at least as many as
-        the request's own has then, and half of what it had.
+        of: running requests of each tenant in `staying`
+
+        It is the lowest that `request` outranks, or else the newest of the tenant with the most, if that has at least as many
+        as the request's tenant afterwards, and half of what it had.
         """
         if staying and self._order.outranks(request, staying[-1]):
             return len(staying) - 1
@@ -105,7 +107,7 @@ class Running:
 
 
 class Queue:
-    """The waiting: a line for each tenant, best first. Leaving from the middle is lazy: the entry stays and is skipped."""
+    """Waiting requests: a heap for each tenant, best first. Removal from the middle is lazy: the entry stays and is skipped."""
 
     def __init__(self, order: Order, running: Running) -> None:
         self._order, self._running = order, running

@@ -1,6 +1,6 @@
-"""What a step's result means: tokens are appended, requests end, pages are published, and a lost step costs its own rows.
+"""Commit or fail a step: append tokens, end requests, publish pages; a lost step costs only its own rows.
 
-Rows of requests that have left since are dropped here, and nowhere else.
+Rows of requests that have left meanwhile are dropped here, and nowhere else.
 """
 
 from collections.abc import Iterable
@@ -20,29 +20,29 @@ from quire.types.request import FinishReason, Request
 from quire.types.stats import NO_DRAFTS, DraftCounts
 
 
-class Brought(NamedTuple):
-    """What a row brought beside tokens, in a delta's order."""
+class RowExtras(NamedTuple):
+    """The results of a row besides its tokens, in the order of a delta's fields."""
 
     logprobs: tuple[TopLogprobs, ...] = ()
     prompt_logprobs: tuple[TopLogprobs, ...] = ()
     pooled: Floats | None = None  # [1, size], or [tokens, size]
 
 
-NOTHING = Brought()
+NOTHING = RowExtras()
 
 
 class Results:
     def __init__(self, tables: Tables, roster: Roster) -> None:
         self._tables, self._roster = tables, roster
         self._rows = self._drafted = 0  # with drafts
-        self._accepted: list[int] = []  # by their place in the row
+        self._accepted: list[int] = []  # by position in the row
 
     @property
     def drafts(self) -> DraftCounts:
         return DraftCounts(self._rows, self._drafted, sum(self._accepted), tuple(self._accepted)) if self._rows else NO_DRAFTS
 
     def commit(self, scheduled: Scheduled, result: StepResult) -> list[TokenDelta]:
-        """What a step brought."""
+        """Commit a step and return a delta for each of its requests."""
         deltas: list[TokenDelta] = []
         requests, ids = scheduled.requests, result.ids.tolist()
         more = {*result.logprobs, *result.prompt_logprobs, *result.failed, *result.pooled}
@@ -66,7 +66,7 @@ class Results:
         return deltas
 
     def _commit_row(self, i: int, scheduled: Scheduled, result: StepResult, ids: list[int], quick: bool) -> list[TokenDelta]:
-        """A row that brought more than a token, or none. `quick`: it brought nothing else."""
+        """Commit a row with more or less than one token. `quick`: it has no other results."""
         request, plan = scheduled.requests[i], scheduled.plan
         sample, drafts = plan.shapes.each[i]
         useful = self._returned(request, sample, drafts)
@@ -93,15 +93,15 @@ class Results:
                 break
         if sample:
             request.land(drafts, len(taken))
-        brought = Brought(_each_token(result.logprobs.get(i), len(taken)), scores)
+        extras = RowExtras(_each_token(result.logprobs.get(i), len(taken)), scores)
         if i in result.failed and ending is None:
             self._roster.leave(request, "error")
-            return [delta(request, taken, error=result.failed[i], brought=brought)]
+            return [delta(request, taken, error=result.failed[i], extras=extras)]
         if not request.spec.draws:
             return self._pool(request, int(plan.end[i]), int(plan.count[i]), result.pooled.get(i))
         if not sample:
-            return [delta(request, [], brought=brought)] if scores else []
-        return [self._consider(request, taken, ending, brought)]
+            return [delta(request, [], extras=extras)] if scores else []
+        return [self._consider(request, taken, ending, extras)]
 
     def _pool(self, request: Request, end: int, count: int, pooled: Floats | None) -> list[TokenDelta]:
         """Keep what a row of a request that draws nothing brought. The row of the last prompt token ends the request."""
@@ -114,7 +114,7 @@ class Results:
         if not parts:
             raise EngineError(f"nothing was pooled of request {request.spec.id!r}")
         self._roster.leave(request, "stop")
-        return [delta(request, [], brought=Brought(pooled=parts[0] if len(parts) == 1 else np.concatenate(parts)))]
+        return [delta(request, [], extras=RowExtras(pooled=parts[0] if len(parts) == 1 else np.concatenate(parts)))]
 
     def _count(self, request: Request, drafts: int, accepted: int) -> None:
         drafting = request.drafting
@@ -124,24 +124,24 @@ class Results:
         self._rows += 1
         self._drafted += drafts
         self._accepted += [0] * (drafts - len(self._accepted))
-        for place in range(accepted):
-            self._accepted[place] += 1
+        for position in range(accepted):
+            self._accepted[position] += 1
 
     def _consider(
-        self, request: Request, tokens: list[int], ending: tuple[FinishReason, int | None] | None, brought: Brought = NOTHING
+        self, request: Request, tokens: list[int], ending: tuple[FinishReason, int | None] | None, extras: RowExtras = NOTHING
     ) -> TokenDelta:
-        """The newest tokens in full: do they fill a page, do they end the request?"""
+        """Handle new tokens completely: publish full pages, and end the request if required."""
         self._tables.publish(request)
         if ending is None:
             request.inspect_at = min(next_check(request), self._tables.next_publication(request))
-            return delta(request, tokens, brought=brought)
+            return delta(request, tokens, extras=extras)
         self._roster.leave(request, ending[0])
-        return delta(request, tokens, stop=ending[1], brought=brought)
+        return delta(request, tokens, stop=ending[1], extras=extras)
 
     def fail(self, scheduled: Scheduled, reason: str) -> list[TokenDelta]:
-        """The whole step was lost: the requests with rows in it end, and nothing is known of what the cache holds.
+        """Fail a lost step: the requests with rows in it end, and the content of the cache is unknown.
 
-        Requests admitted in later steps may have read pages that this one should have written: they start again.
+        Requests admitted in later steps may have read pages that this step should have written: they start again.
         """
         plan, roster = scheduled.plan, self._roster
         deltas = []
@@ -153,7 +153,7 @@ class Results:
             elif roster.forks.held.get(request.spec.id) is request:
                 roster.release([request.spec.id])
         self._tables.forget_all()
-        given = set(plan.given_slot.tolist())  # the device may not have heard of their tokens: they are told all again
+        given = set(plan.given_slot.tolist())  # the device may not have their tokens: all are sent again
         for request in list(roster.live.values()):
             if request.slot in given or (request.rows and request.admitted > plan.step):
                 if request.rows:
@@ -164,7 +164,7 @@ class Results:
         return deltas
 
     def _returned(self, request: Request, sample: bool, drafts: int) -> bool:
-        """Counts one row back in. False if its result is of no use, and then no token of it is to come any more."""
+        """Record that a row has returned. Return False if its result is not used; its tokens are then not pending any more."""
         request.chunks -= not sample
         useful = request.finished is None and request not in self._roster.discarded
         if sample and not useful:
@@ -175,11 +175,11 @@ class Results:
 
 
 def delta(
-    request: Request, tokens: list[int], *, stop: int | None = None, error: str | None = None, brought: Brought = NOTHING
+    request: Request, tokens: list[int], *, stop: int | None = None, error: str | None = None, extras: RowExtras = NOTHING
 ) -> TokenDelta:
-    """What the front half hears of a request."""
+    """Return the delta of a request."""
     return TokenDelta(
-        request.spec.id, tokens, request.finished, stop, error, *brought,
+        request.spec.id, tokens, request.finished, stop, error, *extras,
         request.cached, request.scheduled_at, request.preemptions, drafts_of(request),
     )  # fmt: skip
 
@@ -190,7 +190,7 @@ def drafts_of(request: Request) -> tuple[int, int, int] | None:
 
 
 def _each_token(scores: TopLogprobs | None, count: int) -> tuple[TopLogprobs, ...]:
-    """Those of the first `count` positions, one by one."""
+    """Return the logprobs of the first `count` positions, one by one."""
     if scores is None:
         return ()
     ids, values, rank = scores.ids, scores.values, scores.rank

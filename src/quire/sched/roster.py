@@ -1,10 +1,10 @@
-"""Where every request is, and how it moves.
+"""The state of every request, and its transitions.
 
     unready ──► queue, or parked with its parent ──► running, in a slot ──► finished; some keep their pages (held)
        ▲                   ▲                              │
        └───── suspend ─────┴─────────── preempt ──────────┘
 
-Who moves is for others to decide.
+The scheduler decides which request changes its state.
 """
 
 from array import array
@@ -34,7 +34,7 @@ class Forks:
         return None if parent is None or parent is child or parent.spec.salt != child.spec.salt else parent
 
     def park(self, child: Request, parent: Request, settled: int) -> bool:
-        """Parks the child if waiting is worth it. It never waits for someone who comes after itself."""
+        """Park the child if waiting for its parent pays. It never waits for a request of lower rank."""
         if parent.finished is not None or self._order.rank(parent) > self._order.rank(child):
             return False
         target = common_prefix(child.tokens, parent.tokens) - 1
@@ -44,23 +44,23 @@ class Forks:
         return True
 
     def wake(self) -> list[Request]:
-        """Children whose parent has come far enough."""
+        """Return the children whose parent has computed enough."""
         return [child for parent in list(self.families) for child in self._take(parent, parent.computed)]
 
     def orphans(self, parent: Request) -> list[Request]:
-        """All children parked with a parent that leaves."""
+        """Return all children parked with a parent that leaves."""
         return self._take(parent, parent.limit)
 
     def unpark(self, child: Request) -> None:
         for parent, family in list(self.families.items()):
-            self._keep(parent, [entry for entry in family if entry[1] is not child])
+            self._set_family(parent, [entry for entry in family if entry[1] is not child])
 
     def _take(self, parent: Request, computed: int) -> list[Request]:
         family = self.families.get(parent, [])
-        self._keep(parent, [entry for entry in family if entry[0] > computed])
+        self._set_family(parent, [entry for entry in family if entry[0] > computed])
         return [child for target, child in family if target <= computed]
 
-    def _keep(self, parent: Request, family: list[tuple[int, Request]]) -> None:
+    def _set_family(self, parent: Request, family: list[tuple[int, Request]]) -> None:
         if family:
             self.families[parent] = family
         else:
@@ -74,27 +74,27 @@ def common_prefix(a: "array[int]", b: "array[int]") -> int:
     return next(i for i in range(shorter) if a[i] != b[i])
 
 
-Place = Literal["unready", "waiting", "running", "gone"]
+QueueState = Literal["unready", "waiting", "running", "gone"]
 
 
 class Roster:
     def __init__(self, tables: Tables, policy: Policy, max_seqs: int) -> None:
         self._tables = tables
         self.max_seqs = max_seqs
-        self.on_move: Callable[[Request, Place], None] | None = None  # told where requests go, while somebody watches
-        self.on_leave: list[Callable[[Request], None]] = []  # told of every end, whatever it is
+        self.on_move: Callable[[Request, QueueState], None] | None = None  # while there are viewers
+        self.on_leave: list[Callable[[Request], None]] = []  # called for every end
         self.order = Order(policy)
         self.running = Running(self.order)
         self.queue = Queue(self.order, self.running)
         self.forks = Forks(self.order)
         self.live: dict[str, Request] = {}  # all that are not finished: running, in the queue, parked, or unready
-        self.tenants: dict[str, int] = {}  # how many of each are live
+        self.tenants: dict[str, int] = {}  # tenant → live requests
         self.discarded: set[Request] = set()  # their rows in flight read pages that were never written
-        self.slots = list(range(max_seqs - 1, -1, -1))  # nobody's
-        self.forced: dict[Request, int] = {}  # running ones with tokens the device has not been told, from this position on
-        self.retired: list[int] = []  # slots whose leaving the device has not been told
+        self.slots = list(range(max_seqs - 1, -1, -1))  # free
+        self.forced: dict[Request, int] = {}  # running requests with tokens that the device lacks, from this position on
+        self.retired: list[int] = []  # freed slots that no plan has reported to the device
         self.arrivals = self.departures = self.preemptions = 0  # departures: from a slot
-        self._unready: set[Request] = set()  # they lack something: their grammar, their adapter
+        self._unready: set[Request] = set()  # they wait for their grammar or adapter
 
     def add(self, spec: EngineRequest, limit: int) -> None:
         self.release([spec.id])
@@ -111,10 +111,10 @@ class Roster:
             self._unready.add(request)
             self._move(request, "unready")
         else:
-            self._line_up(request)
+            self._enqueue(request)
 
     def ready(self, name: str, lack: Lack = "grammar") -> None:
-        """What the request lacked is there; with all of it, it may run. Unknown and finished ids are ignored."""
+        """Record that something the request lacked is ready; it may run when it lacks nothing. Unknown ids are ignored."""
         request = self.live.get(name)
         if request is None or lack not in request.lacks:
             return
@@ -123,10 +123,10 @@ class Roster:
             self._move(request, "unready")
         else:
             self._unready.discard(request)
-            self._line_up(request)
+            self._enqueue(request)
 
     def suspend(self, name: str) -> None:
-        """The request's grammar is lost: it waits until that is `ready` again. What its rows in flight draw does not count."""
+        """Suspend a request whose grammar is lost until it is `ready` again. Tokens of its rows in flight are dropped."""
         request = self.live.get(name)
         if request is None:
             return
@@ -137,29 +137,29 @@ class Roster:
         if request.rows:
             self.discarded.add(request)
         if request.slot >= 0:
-            self._unseat(request)
+            self._free_slot(request)
         else:
             self._withdraw(request)
         self._unready.add(request)
         self._move(request, "unready")
 
-    def seat(self, request: Request) -> None:
-        """From the queue to a slot."""
+    def assign_slot(self, request: Request) -> None:
+        """Move a request from the queue to a slot."""
         self.queue.remove(request)
         self.running.add(request)
         request.slot = self.slots.pop()
         self._move(request, "running")
 
     def preempt(self, request: Request) -> None:
-        """It gives its pages back and returns to its old place in the queue."""
-        self._unseat(request)
+        """Free the request's pages and return it to its position in the queue."""
+        self._free_slot(request)
         request.preemptions += 1
         self.preemptions += 1
         self.queue.push(request)
         self._move(request, "waiting")
 
     def leave(self, request: Request, reason: FinishReason) -> None:
-        """The end of a request, wherever it is."""
+        """End a request in any state."""
         request.finished = reason
         del self.live[request.spec.id]
         self.tenants[request.spec.tenant] -= 1
@@ -178,38 +178,38 @@ class Roster:
         if request in self.forks.families:
             for child in self.forks.orphans(request):
                 self.queue.push(child)
-        for tell in self.on_leave:
-            tell(request)
+        for callback in self.on_leave:
+            callback(request)
         self._move(request, "gone")
 
     @property
     def compiling(self) -> int:
-        """How many wait for their grammar."""
+        """Return how many requests wait for their grammar."""
         return sum("grammar" in request.lacks for request in self._unready)
 
-    def place(self, request: Request) -> Place:
+    def state(self, request: Request) -> QueueState:
         if request.finished is not None:
             return "gone"
         return "running" if request.slot >= 0 else "unready" if request in self._unready else "waiting"
 
     def release(self, ids: Iterable[str]) -> None:
-        """Gives back the pages of finished requests that hold them. Others are ignored."""
+        """Free the pages of finished requests that hold them. Other ids are ignored."""
         for name in ids:
             if name in self.forks.held:
                 self._tables.free(self.forks.held.pop(name))
 
-    def _line_up(self, request: Request) -> None:
+    def _enqueue(self, request: Request) -> None:
         parent = None if request.spec.fork_of is None else self.forks.parent(request, self.live)
         if parent is None or not self.forks.park(request, parent, parent.computed):
             self.queue.push(request)
         self._move(request, "waiting")
 
-    def _move(self, request: Request, to: Place) -> None:
+    def _move(self, request: Request, to: QueueState) -> None:
         if self.on_move is not None:
             self.on_move(request, to)
 
-    def _unseat(self, request: Request) -> None:
-        """It keeps nothing but its tokens."""
+    def _free_slot(self, request: Request) -> None:
+        """Take a request out of its slot; it keeps only its tokens."""
         if request not in self.discarded:
             self._tables.publish(request)
         self._vacate(request)
@@ -226,7 +226,7 @@ class Roster:
         self.departures += 1
 
     def _withdraw(self, request: Request) -> None:
-        """From where it waits."""
+        """Remove a waiting request."""
         if request in self._unready:
             self._unready.discard(request)
         elif request in self.queue:
@@ -235,18 +235,18 @@ class Roster:
             self.forks.unpark(request)
 
     def check(self) -> None:
-        """Raises EngineError unless pages, references, slots and cursors add up. Meant for tests and idle moments."""
+        """Raise EngineError unless pages, references, slots and cursors are consistent. For tests and idle times."""
         running, held = list(self.running), list(self.forks.held.values())
         self._tables.check(running + held)
         if sorted(self.slots + [request.slot for request in running]) != list(range(self.max_seqs)):
             raise EngineError(f"slots are lost or doubled: free {self.slots}, running {[r.slot for r in running]}")
-        places = [*running, *self.queue, *self.forks.parked(), *self._unready]
-        if sorted(request.order for request in places) != sorted(request.order for request in self.live.values()):
-            raise EngineError("a request is in no place or in two")
-        for request in places:
-            if min(request.rows, request.pending, request.known, request.loose, request.settled) < 0:
+        waiting_and_running = [*running, *self.queue, *self.forks.parked(), *self._unready]
+        if sorted(request.order for request in waiting_and_running) != sorted(request.order for request in self.live.values()):
+            raise EngineError("a request has no state or two")
+        for request in waiting_and_running:
+            if min(request.rows, request.pending, request.known, request.unverified, request.settled) < 0:
                 raise EngineError(f"the cursors of {request.spec.id!r} are out of bounds")
             if request.slot < 0 and (request.pages or request.computed or request.fast_until):
                 raise EngineError(f"{request.spec.id!r} waits but has pages")
             if request.fast_until and (request.known != 1 or request.fast_until > request.covered):
-                raise EngineError(f"{request.spec.id!r} is planned without a look, but needs one")
+                raise EngineError(f"{request.spec.id!r} takes the fast path, but must not")

@@ -1,17 +1,17 @@
-"""The rules: who gets a row, who is admitted, and who has to give way.
+"""The scheduling rules: which requests get a row, are admitted, or are preempted.
 
-Every step is a list of rows "n more tokens of this request". The running go first, best rank first, then the queue is admitted
-as far as slots, pages and the token budget reach. When pages run out, held ones are dropped, then the worst running request is
-preempted: it gives all its pages back, keeps its tokens, and returns to its old place in the queue. So does the newest of a
-tenant that has more than its share of the slots, when another one waits that has less.
+Every step is a list of rows "n more tokens of this request". Running requests go first, best rank first; then the queue is
+admitted as far as slots, pages and the token budget allow. When pages run out, held ones are released, then the running
+request of lowest priority is preempted: it frees its pages, keeps its tokens, and returns to its position in the queue. So
+is the newest of a tenant with more than its share of the slots, if a tenant with less waits.
 
-Cursors are moved when a row is planned, not when its result returns: the device runs the steps in order, so whatever a plan
+Cursors move when a row is planned, not when its result returns: the device runs the steps in order, so everything that a plan
 assigns (pages, slots, cached content) is in place for every later plan. A page may therefore be published as soon as the row
-that fills it is planned, and reused as soon as its last reader is planned. Only `results` learn token values.
+that fills it is planned, and reused as soon as its last reader is planned. Only `results` sees token values.
 
-Even in the same step a page may be filled by one row and read by another, so that requests which arrive together share a prefix
-at once: where there are rows of several tokens, a device writes all keys of a layer before it reads any, or runs rows of one
-token last. What a row of one token writes is read in its own step only on devices that say so (`single_rows_share`).
+Even in the same step one row may fill a page and another read it, so that requests which arrive together share a prefix at
+once: in steps with rows of several tokens, a device writes all keys of a layer before it reads any, or runs decode rows
+last. Keys of a decode row are read in the same step only on devices with `single_rows_share`.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ import numpy as np
 from quire.cache.tables import Entries, Tables
 from quire.sched.budget import Budget, StepBudget
 from quire.sched.draft.speculation import Speculation
-from quire.sched.limits import RequestLimits, finish, left_to_think
+from quire.sched.limits import RequestLimits, finish, reasoning_budget_left
 from quire.sched.plan_builder import PlanBuilder, Scheduled
 from quire.sched.queue import Policy
 from quire.sched.results import Results, delta
@@ -37,19 +37,19 @@ from quire.types.stats import Stats
 
 
 def steady_decode(last: Scheduled, step: int, speculation: Speculation) -> Scheduled | None:
-    """Of all requests that there are, to whom drafts were granted; their cursors move. None = it would not be the same."""
+    """Return the last step again, with all requests and new drafts, and move the cursors; None if planning would differ."""
     plan, shapes, ends = last.plan, last.plan.shapes, list[int]()
     if speculation.ahead or plan.ahead or len(shapes.outputs.pool) or shapes.tokens != len(last.requests) + shapes.drafted:
         return None
     for request, (sample, drafts) in zip(last.requests, shapes.each, strict=True):
         end = request.computed + 1 + drafts
-        able = sample and request.drew and request.known == 1 and not (request.loose or request.spec.params.needs_masks)
+        able = sample and request.drew and request.known == 1 and not (request.unverified or request.spec.params.needs_masks)
         if not able or speculation.granted.get(request, 0) != drafts or end > min(request.covered, request.limit - 1):
             return None
         ends.append(end)
     tokens: list[int] = []
     for request, end, (_, drafts) in zip(last.requests, ends, shapes.each, strict=True):
-        request.computed, request.loose = end, drafts
+        request.computed, request.unverified = end, drafts
         tokens += speculation.tokens(request, drafts)
     again = StepPlan(
         step=step,
@@ -62,8 +62,8 @@ def steady_decode(last: Scheduled, step: int, speculation: Speculation) -> Sched
     return Scheduled(again, last.requests, last.odd)
 
 
-MOST_COUNTED = 16  # of those who wait
-AHEAD = 3  # pages that a growing request gets beyond what it needs now, where they are plenty: it asks less often
+MAX_COUNTED_REQUESTS = 16  # waiting ones, for the backlog
+GROWTH_PAGES = 3  # that a growing request gets in advance while many are free: it allocates less often
 
 
 class Scheduler:
@@ -81,64 +81,71 @@ class Scheduler:
         policy: Policy = "fcfs",
         budget: Budget | None = None,
         single_rows_share: bool = False,
-        in_one_piece: bool = True,
+        contiguous: bool = True,
         drafts: int = 0,
         speculation: Speculation | None = None,
         snapshots: int | None = None,
         turns: int = 1,
     ) -> None:
-        """`budget`: how many tokens a step has, where that is not always `max_batched_tokens`. `single_rows_share`: within a
-        step, the device lets other rows read what a row of one token writes. `in_one_piece`: see `Pool`. `drafts`: how many
-        tokens the device guesses ahead, to be verified by the next row. `speculation`: the host guesses them instead.
-        `snapshots`: layers are recurrent, and there is room for so many states beside those of the slots. `turns`: steps of a
-        pipeline that are in flight together; the running take turns, so that no draw is waited for."""
+        """Create a scheduler.
+
+        budget: tokens of a step; default: `max_batched_tokens`
+        single_rows_share: other rows of a step may read keys that a decode row writes
+        contiguous: see `Pool`
+        drafts: draft tokens per row that the device makes, verified by the next row
+        speculation: drafts of the host
+        snapshots: the model has recurrent layers; number of states besides those of the slots
+        turns: pipeline steps in flight; running requests take turns, so that no step waits for a sampled token
+        """
         if max_seqs < 1:
             raise ConfigError(f"max_seqs must be at least 1, got {max_seqs}")
         self._limits = RequestLimits(layout, pages, max_model_len, max_batched_tokens, chunk_cap, chunked)
         states = None if snapshots is None else (max_seqs, snapshots)
-        self._tables = Tables(layout, pages, self._limits.chunk, prefix_caching, in_one_piece, states)
+        self._tables = Tables(layout, pages, self._limits.chunk, prefix_caching, contiguous, states)
         self._pool = self.pool = self._tables.pool
         self._snapshots = self._tables.snapshots
         self._cuts = chunked and self._snapshots is not None
         self._budget: Budget = budget or StepBudget.constant(max_batched_tokens)
-        self._room = max_batched_tokens  # of the step that is being planned
+        self._room = max_batched_tokens  # of the current step
         self._roster = self.roster = roster = Roster(self._tables, policy, max_seqs)
         self._running, self._queue, self._forks, self._live = roster.running, roster.queue, roster.forks, roster.live
         self.ready, self.suspend, self.release, self.check = roster.ready, roster.suspend, roster.release, roster.check
         results = self._results = Results(self._tables, roster)
         self.commit, self.fail = results.commit, results.fail
-        self._paused: set[Request] = set()  # they get no row in the next step
-        self._filling: list[Request] = []  # their latest rows may fill pages that are not published yet
-        self._filling_later: list[Request] = []  # and these rows have one token
+        self._paused: set[Request] = set()  # without a row in the next step
+        self._filling: list[Request] = []  # latest rows may fill pages that are not published yet
+        self._filling_later: list[Request] = []  # the same, of decode rows
         self._last: Scheduled | None = None  # the latest step
-        self._blocked: tuple[Request, int, int] | None = None  # who did not fit, and when that was
+        self._blocked: tuple[Request, int, int] | None = None  # the request that did not fit, and when
         self._single_rows_share = single_rows_share
         self._drafts, self._turns = drafts, turns
         self.speculation = speculation
         if speculation is not None:
             roster.on_leave.append(speculation.forget)
-        self._granted: Mapping[Request, int] = {}  # drafts of the host, of the step that is being planned
-        self._ahead = AHEAD * layout.page_size if self._tables.keeps_all and pages >= 4 * AHEAD * max_seqs else 0
-        self._owed = 0  # by the latest plan
+        self._granted: Mapping[Request, int] = {}  # drafts of the host in the current step
+        self._ahead = (
+            GROWTH_PAGES * layout.page_size if self._tables.frees_only_at_end and pages >= 4 * GROWTH_PAGES * max_seqs else 0
+        )
+        self._owed = 0  # pages that requests of the latest plan still need
         self._step = self._queries = self._hits = 0
 
-    # ---- coming and going ------------------------------------------------------------------------------------------------
+    # ---- add and end ------------------------------------------------------------------------------------------------
 
     def add(self, spec: EngineRequest) -> None:
-        """Queues a request. One that could never run, even alone, is refused at once."""
+        """Queue a request. One that could never run, even alone, is refused."""
         if spec.id in self._live:
             raise RequestError(f"request id {spec.id!r} is in use; ids of unfinished requests must differ", "request_id")
         self._roster.add(spec, self._limits.admissible_length(spec))
 
     def abort(self, ids: Iterable[str]) -> list[TokenDelta]:
-        """Ends requests wherever they are; their pages and slots are free at once. Unknown and finished ids are ignored."""
+        """End requests in any state; their pages and slots are free at once. Unknown and finished ids are ignored."""
         leaving = [self._live[name] for name in dict.fromkeys(ids) if name in self._live]
         for request in leaving:
             self._roster.leave(request, "abort")
         return [delta(request, []) for request in leaving]
 
     def end(self, name: str, error: str) -> list[TokenDelta]:
-        """Ends a request with an error that is its own."""
+        """End a request with an error."""
         request = self._live.get(name)
         if request is None:
             return []
@@ -146,11 +153,11 @@ class Scheduler:
         return [delta(request, [], error=error)]
 
     def extend(self, name: str, tokens: Iterable[int]) -> list[TokenDelta]:
-        """A request goes on with tokens that need not be drawn because there is no choice.
+        """Append tokens to a request that its grammar determines, so that they need not be sampled.
 
-        Nothing happens before it has run at all, or if it wants more of it: that needs a draw, or the whole prompt. Nor if it
-        forbids tokens itself: only a draw tells whether it has these left. While a row of it is in flight, it gets no other in
-        the next step, so that it can be asked for this again.
+        Nothing happens before it has run, or if it requests logprobs or pooling, or forbids tokens itself: only sampling
+        finds out whether these are allowed. While a row is in flight, the request gets no other in the next step, so that this
+        can be tried again.
         """
         request = self._live.get(name)
         if request is None or request.admitted < 0 or request.spec.params.wants_logprobs or request.spec.forbids:
@@ -193,22 +200,22 @@ class Scheduler:
 
     @property
     def unfinished(self) -> list[str]:
-        """The ids of all that are not finished."""
+        """Return the ids of all unfinished requests."""
         return list(self._live)
 
     @property
     def running(self) -> list[str]:
-        """The ids of those that the device knows."""
+        """Return the ids of requests in slots."""
         return [request.spec.id for request in self._running]
 
     def in_flight(self, name: str) -> int:
-        """How many rows of a request the device has not answered."""
+        """Return how many rows of a request are in flight."""
         return self._live[name].rows if name in self._live else 0
 
     @property
     def waits(self) -> bool:
-        """Is the next step to be planned when all tokens have come, which drafts are from? Where the running take turns, those
-        whose turn it is have theirs."""
+        """Return whether planning waits for all sampled tokens, which drafts depend on. In a pipeline, requests of the current
+        turn have theirs."""
         return self._turns == 1 and self.speculation is not None and self.speculation.waits
 
     @property
@@ -227,7 +234,7 @@ class Scheduler:
     # ---- planning --------------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> Scheduled | None:
-        """The next step, or None if there is nothing to run now."""
+        """Return the next step, or None if there is nothing to run."""
         self.publish()
         if (last := self._repeatable_step()) is not None and self.speculation is not None:
             scheduled = self._reschedule(last, self.speculation)
@@ -260,11 +267,11 @@ class Scheduler:
         return scheduled
 
     def _grant(self, speculation: Speculation) -> None:
-        speculation.grant(self._running, None if self._turns == 1 else list(self._whose_turn()))
+        speculation.grant(self._running, None if self._turns == 1 else list(self._requests_of_turn()))
         self._granted = speculation.granted
 
     def _repeatable_step(self) -> Scheduled | None:
-        """The latest step, if it had drafts of the host, and a row of each request that there is: then the device waits."""
+        """Return the latest step if it may be repeated: it had drafts of the host, and a row of every request."""
         last, roster = self._last, self._roster
         if last is None or not len(last.plan.draft_token) or len(last.requests) != len(self._live) or self._turns > 1:
             return None
@@ -273,18 +280,20 @@ class Scheduler:
         return last if all(request.slot >= 0 for request in last.requests) else None
 
     def _reschedule(self, last: Scheduled, speculation: Speculation) -> Scheduled | None:
-        """The latest step once more, if that is what planning would come to."""
+        """Repeat the latest step, if planning would give the same."""
         self._grant(speculation)
         scheduled = steady_decode(last, self._step, speculation)
         if scheduled is not None:
             self._last, self._step, self._owed = scheduled, self._step + 1, 0
             for request in scheduled.requests:
-                (self._filling if request.loose or self._single_rows_share else self._filling_later).append(request)
+                (self._filling if request.unverified or self._single_rows_share else self._filling_later).append(request)
         return scheduled
 
     def took(self, scheduled: Scheduled, seconds: float, paused: float = 0.0, waited: bool = False) -> None:
-        """So long was the device busy with a step, and so long had it `paused` for it to be planned; 0 = that says nothing.
-        `waited`: it was planned when the last one's tokens had come."""
+        """Record the duration of a step; 0: unknown.
+
+        paused: idle seconds of the device before it, for planning; waited: it was planned after the tokens of the last one
+        """
         plan = scheduled.plan
         if seconds:
             self._budget.took(len(scheduled.requests), plan.tokens - plan.shapes.drafted, seconds)
@@ -292,18 +301,18 @@ class Scheduler:
             self.speculation.took(scheduled, seconds + paused, waited)
 
     def _backlog(self) -> int:
-        """Prompt tokens that wait, as far as it matters."""
-        begun = self._running[-1].known if len(self._running) else 0  # the last that came, the first that is cut short
-        return begun + sum(len(request.tokens) for request in islice(self._queue, MOST_COUNTED))
+        """Return the waiting prompt tokens, of a limited number of requests."""
+        begun = self._running[-1].known if len(self._running) else 0  # of the newest request, whose prompt is chunked first
+        return begun + sum(len(request.tokens) for request in islice(self._queue, MAX_COUNTED_REQUESTS))
 
     def catch_up(self) -> None:
-        """What can wait until a step is on its way."""
+        """Do the work that can wait until a step has started."""
         self.publish()
         if self.speculation is not None:
             self.speculation.settle()
 
     def publish(self) -> None:
-        """Offers what the planned rows will have written. It can wait, but not longer than until somebody looks for it."""
+        """Publish the pages that planned rows fill. It may be delayed until the next search for a prefix."""
         self._publish(self._filling)
         self._publish(self._filling_later)
 
@@ -314,22 +323,22 @@ class Scheduler:
         filling.clear()
 
     def _advance(self, plan: PlanBuilder) -> int:
-        """Rows for the running, best first; returns what is left of the budget.
+        """Add rows for running requests, best first; return the rest of the budget.
 
-        Only those after a request give way to it, so the list may lose its end while we go through it.
+        Only requests after the current one are preempted for it, so the list may lose its end during the loop.
         """
         left, requests, ends, granted = self._room, plan.requests, plan.ends, self._granted
-        for request in self._running if self._turns == 1 else self._whose_turn():
+        for request in self._running if self._turns == 1 else self._requests_of_turn():
             if not left:
                 break
             end = request.computed + 1
-            if end <= request.fast_until and request not in granted:  # what `_place` does: most rows of most steps
+            if end <= request.fast_until and request not in granted:  # the short form of `_place`, for most rows of most steps
                 request.computed = end
                 requests.append(request)
                 ends.append(end)
                 left -= 1
                 continue
-            count = 0 if request in self._paused or self._unsettled(request) else self._row_length(request, left)
+            count = 0 if request in self._paused or self._end_unknown(request) else self._row_length(request, left)
             if count and self._cover(request, request.computed + count, plan):
                 most = granted.get(request, self._drafts) if request.known == 1 else 0
                 drafts = self._guesses(request, most, left, plan) if most else 0
@@ -337,10 +346,10 @@ class Scheduler:
                 left -= count + drafts
         return left
 
-    def _whose_turn(self) -> Iterator[Request]:
-        """An equal part of the running, of those who have no draw in flight."""
-        most = -(-len(self._running) // self._turns)
-        return islice((request for request in self._running if not request.pending), most)
+    def _requests_of_turn(self) -> Iterator[Request]:
+        """Return an equal part of the running requests, of those without a sampled token in flight."""
+        share = -(-len(self._running) // self._turns)
+        return islice((request for request in self._running if not request.pending), share)
 
     def _admit(self, plan: PlanBuilder, left: int, now: float) -> None:
         while left and self._roster.slots:
@@ -350,13 +359,13 @@ class Scheduler:
             sources = self._adopt(request, plan)
             count = self._row_length(request, left)
             if not count or not self._fits(request, plan.owed):
-                self._give_back(request, sources)
-                if count and len(self._running):  # no page has come back since: trying again would be in vain
+                self._undo_adoption(request, sources)
+                if count and len(self._running):  # until a page is freed, another attempt would fail, too
                     self._blocked = self._moment(request)
                 return
             self._enter(request, plan, now)
             if not self._cover(request, request.computed + count, plan):
-                raise EngineError(f"{request.spec.id!r} was to fit, but had to give way in the step that admits it")
+                raise EngineError(f"{request.spec.id!r} did not fit in the step that admits it")
             if sources:
                 for source, table in zip(sources, request.pages, strict=True):
                     plan.copy(source, table[request.computed // self._tables.page_size])
@@ -364,15 +373,15 @@ class Scheduler:
             left -= count
 
     def _enter(self, request: Request, plan: PlanBuilder, now: float) -> None:
-        """The request gets a slot and starts after what it adopted."""
-        self._roster.seat(request)
+        """Give the request a slot; it starts after the adopted prefix."""
+        self._roster.assign_slot(request)
         plan.admit(request, request.computed)
         if request.restored >= 0:
             plan.load(request.restored, request.slot)
         plan.enter(request.slot, self._tables.entries(request))
         if request.admitted < 0:
             request.scheduled_at = now
-            request.cached = min(request.computed, len(request.spec.prompt) - 1)  # of a resumed one, more may be found
+            request.cached = min(request.computed, len(request.spec.prompt) - 1)  # a resumed request may find more
             if request.spec.params.reads_prefix_cache and self._tables.prefix_caching:
                 self._queries += len(request.spec.prompt)
                 self._hits += request.cached
@@ -383,17 +392,17 @@ class Scheduler:
         return self._snapshots.cut(request, count) if self._cuts and self._snapshots is not None and count > 1 else count
 
     def _place(self, request: Request, count: int, plan: PlanBuilder, drafts: int = 0) -> None:
-        """A row of `count` tokens, the last of them drafts."""
+        """Add a row of `count` tokens, the last of which are drafts."""
         request.computed += count
         request.known -= count - drafts
         if self._snapshots is not None and not drafts and (entry := self._snapshots.save(request)) is not None:
             plan.save(request.slot, entry)
         sample = not request.known and request.spec.draws
-        masked = sample and request.spec.params.needs_masks and (request.constrained or left_to_think(request) <= 0)
+        masked = sample and request.spec.params.needs_masks and (request.constrained or reasoning_budget_left(request) <= 0)
         request.drew = sample
         if sample:
             request.known = 1
-            request.loose += drafts
+            request.unverified += drafts
             if not request.spec.params.needs_masks and not self._drafts:
                 request.fast_until = 0 if drafts else min(request.covered, request.limit - 1)
                 if self._snapshots is not None:
@@ -406,16 +415,16 @@ class Scheduler:
         if drafts and self.speculation is not None and self.speculation.by_host:
             plan.draft(self.speculation.tokens(request, drafts))
 
-    def _unsettled(self, request: Request) -> bool:
-        """Drafts of the host are told by their positions: where a row with drafts has ended has to be known before the next."""
-        return request.loose > 0 and self.speculation is not None and self.speculation.by_host
+    def _end_unknown(self, request: Request) -> bool:
+        """Return whether the end of the last row is unknown. Drafts of the host have positions, so the next row needs it."""
+        return request.unverified > 0 and self.speculation is not None and self.speculation.by_host
 
     def _guesses(self, request: Request, most: int, left: int, plan: PlanBuilder) -> int:
-        """How many drafts follow its one known token: what there is room for, at nobody's cost."""
+        """Return how many drafts follow the request's known token: as many as fit without cost for other requests."""
         if not request.drew:
             return 0
         end = request.computed + 1
-        room = min(left, self._limits.chunk, left_to_think(request)) - 1
+        room = min(left, self._limits.chunk, reasoning_budget_left(request)) - 1
         drafts = min(most, room, request.limit - 1 - end)
         if drafts > 0 and end + drafts > request.covered:
             self._tables.trim(request)
@@ -428,9 +437,9 @@ class Scheduler:
     # ---- pages -----------------------------------------------------------------------------------------------------------
 
     def _head(self, plan: PlanBuilder) -> Request | None:
-        """The next to admit; children that had better wait for their parent are parked on the way."""
+        """Return the next request to admit. Forks for which waiting for their parent pays are parked."""
         while (request := self._queue.peek()) is not None:
-            if request.rows:  # preempted, and the device is not through with it
+            if request.rows:  # preempted, with rows in flight
                 return None
             parent = None if request.spec.fork_of is None else self._forks.parent(request, self._live)
             if parent is None or not self._forks.park(request, parent, plan.settled(parent)):
@@ -439,7 +448,7 @@ class Scheduler:
         return None
 
     def _adopt(self, request: Request, plan: PlanBuilder) -> list[int]:
-        """Starts the tables from the content index or from the parent, whichever has more; returns the pages to copy."""
+        """Start the tables from the content index or from the parent, whichever has more; return the pages to copy."""
         self._publish(self._filling)
         hit = self._tables.find(request) if request.spec.params.reads_prefix_cache else 0
         if request.spec.fork_of is not None and (sources := self._fork(request, plan, hit)) is not None:
@@ -449,7 +458,7 @@ class Scheduler:
         return []
 
     def _fork(self, request: Request, plan: PlanBuilder, hit: int) -> list[int] | None:
-        """None if its parent is not there, or has no more than the index."""
+        """Share the parent's pages; return None if there is no parent, or it has no more than the index."""
         parent = self._forks.parent(request, self._live)
         if parent is None:
             return None
@@ -460,25 +469,27 @@ class Scheduler:
         return self._tables.fork(request, parent, shared)
 
     def _moment(self, request: Request) -> tuple[Request, int, int]:
-        """As long as this is the same, whoever did not fit does not."""
+        """Return a key: as long as it is unchanged, a request that did not fit still does not."""
         return request, self._pool.returned, self._roster.departures
 
-    def _give_back(self, request: Request, sources: list[int]) -> None:
+    def _undo_adoption(self, request: Request, sources: list[int]) -> None:
         self._pool.drop(sources)
         self._tables.free(request)
         request.rewind(0)
 
     def _fits(self, request: Request, owed: int) -> bool:
-        """Is there room for all the tokens it has, beside what others still need for theirs? Held pages make way."""
-        wanted = self._tables.demand(request, len(request.tokens)) + owed
-        while wanted > self._pool.free:
+        """Return whether all tokens of a request fit, besides the pages that others still need. Held pages are released."""
+        needed = self._tables.demand(request, len(request.tokens)) + owed
+        while needed > self._pool.free:
             if not self._drop_oldest_hold():
                 return False
         return True
 
     def _cover(self, request: Request, end: int, plan: PlanBuilder) -> bool:
-        """Pages up to `end`, taken from others if need be. False if the request itself had to give way, or may not need them:
-        how many of its drafts were right is not known yet."""
+        """Allocate pages up to `end`, with preemption if necessary.
+
+        Return False if the request itself was preempted, or if unverified drafts may make the pages unnecessary.
+        """
         if end <= request.covered:
             return True
         self._tables.trim(request)
@@ -496,10 +507,10 @@ class Scheduler:
     def _take_from_others(self, request: Request, end: int) -> list[Entries] | None:
         grown: list[Entries] | None = None
         while grown is None:
-            if request.loose:
+            if request.unverified:
                 return None
             if not self._drop_oldest_hold():
-                victim = self._running.worst(request)
+                victim = self._running.lowest_priority(request)
                 self._roster.preempt(victim)
                 if victim is request:
                     return None
@@ -513,21 +524,22 @@ class Scheduler:
         return name is not None
 
     def _make_way(self, plan: PlanBuilder) -> None:
-        """Preempts running requests that have to give way to the head of the queue, if it cannot be admitted otherwise but can
-        then."""
+        """Preempt running requests for the head of the queue, if it can be admitted only then."""
         request = self._head(plan)
         if request is None or self._blocked == self._moment(request):
             return
-        if self._running.gives_way(request, list(self._running), self._running.of) is not None:
+        if self._running.next_victim(request, list(self._running), self._running.of) is not None:
             sources = self._adopt(request, plan)
             victims = self._victims(request)
-            self._give_back(request, sources)
+            self._undo_adoption(request, sources)
             for victim in victims:
                 self._roster.preempt(victim)
 
     def _victims(self, request: Request) -> list[Request]:
-        """The fewest, in the order in which they give way, whose leaving makes room for `request`; none if that is not
-        enough. For a fair share nobody has to make room in the step's budget: prompts that have begun come to their end."""
+        """Return the fewest requests, in order of preemption, whose slots and pages suffice for `request`; none if none do.
+
+        For a fair share the step's budget does not matter: prompts that have begun are completed.
+        """
         staying, of, victims, owned = list(self._running), dict(self._running.of), list[Request](), Counter[int]()
         left = self._room - sum(min(other.known, self._limits.chunk) for other in staying)
         owed = sum(self._tables.demand(other, other.computed + other.known) for other in staying)
@@ -537,7 +549,7 @@ class Scheduler:
             row = fair or (left > 0 and self._limits.row_length(request, left))
             if slot and row and self._fits(request, owed):
                 return victims
-            place = self._running.gives_way(request, staying, of)
+            place = self._running.next_victim(request, staying, of)
             if place is None:
                 return []
             victim = staying.pop(place)

@@ -23,7 +23,7 @@ from quire.serve.engine_views import RequestTraces
 from quire.serve.errors import RETRY_AFTER, error_body, json_response
 from quire.serve.health import ServerState, Service
 from quire.serve.limits import LIMITS, ServerLimits
-from quire.types.engine_snapshot import EVERY, EngineSnapshot
+from quire.types.engine_snapshot import SNAPSHOT_INTERVAL_S, EngineSnapshot
 from quire.types.stats import Arrived, OutputNews, Stats
 
 MAX_WAITING = 32  # events
@@ -227,7 +227,7 @@ class _Watching:
         """Poll what has no event of its own: engine states, the end of the server, statistics."""
         due = time.monotonic()
         while True:
-            await asyncio.sleep(EVERY)
+            await asyncio.sleep(SNAPSHOT_INTERVAL_S)
             try:
                 self._poll_engine()
                 if time.monotonic() >= due:

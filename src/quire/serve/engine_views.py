@@ -276,7 +276,7 @@ def hello(llm: AsyncLLM, several: bool) -> Event:
         "step_columns": snapshots.STEP_COLUMNS,
         "ttft_bounds": FIRST_TOKEN,
         "itl_bounds": PER_TOKEN,
-        "every": {"step": snapshots.EVERY, "stats": STATS_EVERY},
+        "every": {"step": snapshots.SNAPSHOT_INTERVAL_S, "stats": STATS_EVERY},
     }
 
 

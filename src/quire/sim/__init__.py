@@ -1,13 +1,12 @@
-"""Behind `quire simulate`: the engine's own scheduler, page pool and prefix cache, on devices that are only arithmetic.
+"""The simulation of `quire simulate`: the engine's scheduler, page pool and prefix cache, with computed step times.
 
-    trace        who asks when: recorded (Azure, Mooncake, ShareGPT) or generated
-    shapes       what makes a step long           cards        GPUs by their names
-    analytic     step times from a card's numbers   measured     and from a file of `quire bench steps`
-    replica      one engine in virtual time       router       which replica gets a request
-    fleet        replicas and arrivals, in the order of time
-    figures      what came of it                  objectives   how few replicas keep what is promised
-    plots, page  the report
+    trace        requests: recorded (Azure, Mooncake, ShareGPT) or generated
+    analytic     GPUs by name, and step times from their data      measured   step times from a file of `quire bench steps`
+    replica      one engine in virtual time
+    fleet        replicas, routers and arrivals in virtual time; the fewest replicas that meet objectives
+    figures      rates, latencies and cache usage of a run
+    page         the report with plots
 
-Nothing here waits, knows torch or loads a model. What is decided, is decided by `sched/` and `cache/`; only how long steps
-take is made up.
+Nothing here waits, imports torch or loads a model. All decisions are those of `sched/` and `cache/`; only the step times
+are models.
 """

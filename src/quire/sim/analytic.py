@@ -1,16 +1,17 @@
-"""How long a step takes, from a card's numbers and a model's shapes alone.
+"""Step times from the data of a GPU and the shapes of a model.
 
-    products     reading the matrices once, and multiplying every token by them: where both take about as long, neither is as
-                 fast as it could be alone, so it is the root of the squares
-    attention    the slower of reading the keys and values and multiplying by them; what rows of one token share is read once
-    layers       what each costs however few tokens there are: launches, and small products that do not fill a card
+    products     reading the matrices once, and multiplying every token by them: if both take about as long, neither
+                 reaches its full speed, so the time is the root of the sum of squares
+    attention    the slower of reading keys and values and multiplying by them; keys that decode rows share are read once
+    layers       the fixed cost of each: launches, and small kernels that do not fill a GPU
 
-Steps with prompts are run as the next larger one that was recorded.
+Steps with prompts run as the next larger recorded CUDA graph.
 
-The shares of a card's stated numbers that are reached in practice were chosen so that runs recorded on an H200 come out
-(`docs/simulate.md` has them side by side); of other cards nobody has measured them here.
+The shares of the stated rates that are reached in practice were fitted to runs recorded on an H200
+(`docs/simulate.md` compares them); they were not measured on other GPUs.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import hypot
@@ -19,25 +20,82 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.config.memory import ParameterParts
-from quire.sim.cards import Card
 from quire.types.cache import LayerCache
+from quire.types.errors import ConfigError
 from quire.types.plan import StepPlan, recorded_width
 
-Window = tuple[int | None, float]  # None sees everything; the share of layers that have it
+_RATE = re.compile(r"^(?P<number>\d+(\.\d+)?(e\d+)?)\s*(?P<unit>[KMGTP]?)(?P<rest>[A-Za-z/]*)$", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Card:
+    name: str
+    memory: int  # bytes
+    bandwidth: float  # bytes per second
+    flops: float  # per second, of 16-bit floats
+
+    def __post_init__(self) -> None:
+        for flag, value in (("memory", self.memory), ("bandwidth", self.bandwidth), ("flops", self.flops)):
+            if not 0 < value < float("inf"):
+                raise ConfigError(f"--{flag} must be above 0, got {value:g}")
+
+
+CARDS = {
+    card.name: card
+    for card in (
+        Card("a10", 24 * GIB, 600e9, 125e12),
+        Card("a100-40g", 40 * GIB, 1555e9, 312e12),
+        Card("a100-80g", 80 * GIB, 2039e9, 312e12),
+        Card("b200", 180 * GIB, 8e12, 2250e12),
+        Card("h100", 80 * GIB, 3350e9, 989e12),
+        Card("h100-pcie", 80 * GIB, 2000e9, 756e12),
+        Card("h20", 96 * GIB, 4000e9, 148e12),
+        Card("h200", 141 * 10**9, 4800e9, 989e12),
+        Card("l4", 24 * GIB, 300e9, 121e12),
+        Card("l40s", 48 * GIB, 864e9, 362e12),
+        Card("mi300x", 192 * GIB, 5300e9, 1307e12),
+        Card("rtx-4090", 24 * GIB, 1008e9, 165e12),
+        Card("rtx-5090", 32 * GIB, 1792e9, 209e12),
+        Card("t4", 16 * GIB, 320e9, 65e12),
+    )
+}
+
+
+def find_card(name: str) -> Card:
+    card = CARDS.get(name.lower().replace("_", "-").replace(" ", "-"))
+    if card is None:
+        raise ConfigError(
+            f"--card {name!r} is unknown; there are {', '.join(CARDS)}; or use --memory, and for a simulation "
+            "--bandwidth and --flops"
+        )
+    return card
+
+
+def read_rate(flag: str, text: str) -> float:
+    """Return the rate of a text such as `4.8TB/s`, `989T`, `989TFLOPS` or `3.35e12`."""
+    match = _RATE.match(text.strip())
+    if match is None or match["rest"].lower() not in ("", "b", "b/s", "flops", "flop", "flop/s", "flops/s"):
+        raise ConfigError(f"--{flag} {text!r} is not a rate such as {'4.8TB/s' if flag == 'bandwidth' else '989T'}")
+    return float(match["number"]) * 1000.0 ** _POWERS[match["unit"].upper()]
+
+
+Window = tuple[int | None, float]  # (None: no window, the share of layers with it)
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Keys are means over the layers: where a window is shorter than the context, less is seen."""
+    """The sizes of a step that determine its time. Keys are means over the layers, since windows limit some layers."""
 
     rows: int
-    singles: int  # of them, those of one token
+    singles: int  # decode rows
     tokens: int
     draws: int
-    single_keys: float  # that rows of one token look at
-    own_keys: float  # the same, those that several rows share counted once
-    prompt_keys: float  # that the other rows read, each once
-    pairs: float  # of a query in those rows and a key that it sees
+    single_keys: float  # attended to by decode rows
+    own_keys: float  # the same, with keys shared by rows counted once
+    prompt_keys: float  # read by prefill rows, each once
+    pairs: float  # of a query in prefill rows and a key that it attends to
 
 
 def windows_of(layers: Sequence[LayerCache]) -> tuple[Window, ...]:
@@ -48,10 +106,10 @@ def windows_of(layers: Sequence[LayerCache]) -> tuple[Window, ...]:
 
 
 def shape_of(plan: StepPlan, windows: Sequence[Window], distinct: int) -> StepShape:
-    """`distinct`: all keys that lie in pages in use, each once."""
+    """Return the shape of a plan. `distinct`: the number of keys in all used pages."""
     rows, tokens, draws = len(plan.count), plan.tokens, len(plan.outputs.draw)
     if tokens == rows:  # most steps
-        keys = _seen(plan.end, windows)
+        keys = _attended_keys(plan.end, windows)
         return StepShape(rows, rows, tokens, draws, keys, min(keys, distinct), 0.0, 0.0)
     several = plan.count > 1
     count, end = plan.count[several].astype(np.int64), plan.end[several].astype(np.int64)
@@ -64,29 +122,29 @@ def shape_of(plan: StepPlan, windows: Sequence[Window], distinct: int) -> StepSh
         else:
             read += share * float(np.minimum(end, count + window).sum())
             pairs += share * float(np.minimum(every, count * window).sum())
-    keys = _seen(plan.end[~several], windows)
+    keys = _attended_keys(plan.end[~several], windows)
     return StepShape(rows, rows - len(count), tokens, draws, keys, min(keys, distinct), read, pairs)
 
 
-def _seen(end: npt.NDArray[np.int32], windows: Sequence[Window]) -> float:
+def _attended_keys(end: npt.NDArray[np.int32], windows: Sequence[Window]) -> float:
     return sum(share * float((end if window is None else np.minimum(end, window)).sum()) for window, share in windows)
 
 
-READING = 0.82  # of the stated bandwidth
-READING_KEYS = 0.75
-MULTIPLYING = 0.69  # of the stated operations
-ATTENDING = 0.50
-LAYER, EXPERTS = 15e-6, 13e-6  # seconds; the second in addition, where tokens are sorted by experts
+WEIGHT_BANDWIDTH = 0.82  # share of the stated bandwidth
+KV_BANDWIDTH = 0.75
+GEMM_RATE = 0.69  # share of the stated operations
+ATTENTION_RATE = 0.50
+LAYER_S, EXPERTS_S = 15e-6, 13e-6  # per layer; the second in addition in a mixture-of-experts layer
 
 
 @dataclass(frozen=True)
 class HostTime:
-    """What planning, starting and taking in a step costs the processor. On a GPU it runs beside the step before."""
+    """Processor time to plan, start and commit a step. On a GPU it overlaps with the previous step."""
 
     step: float = 0.0003  # seconds
     row: float = 1e-6
-    admission: float = 0.0  # of a step with newcomers, in addition
-    newcomer: float = 0.0  # and for each of them
+    admission: float = 0.0  # in addition for a step with new requests
+    newcomer: float = 0.0  # in addition for each new request
 
     def seconds(self, rows: int, newcomers: int = 0) -> float:
         more = self.admission + self.newcomer * newcomers if newcomers else 0.0
@@ -94,7 +152,7 @@ class HostTime:
 
 
 class AnalyticTiming:
-    """`weight_bytes` of a parameter as it lies in memory, `kv_bytes` of a token in all layers."""
+    """Step times of a GPU. `weight_bytes`: of a parameter in memory; `kv_bytes`: of a token in all layers."""
 
     def __init__(
         self,
@@ -108,11 +166,11 @@ class AnalyticTiming:
         bandwidth, flops = card.bandwidth, card.flops
         self.host = HostTime()
         self._parts = parts
-        self._byte = weight_bytes / (bandwidth * READING)  # seconds for a parameter, for reading
-        self._operation = 1 / (flops * MULTIPLYING)
-        self._attended = 4 * parts.query_width * layers / (flops * ATTENDING)  # of a query and a key
-        self._key = kv_bytes / (bandwidth * READING_KEYS)  # of a token in all layers
-        self._fixed = layers * (LAYER + EXPERTS * bool(parts.experts))
+        self._byte = weight_bytes / (bandwidth * WEIGHT_BANDWIDTH)  # seconds for a parameter, for reading
+        self._operation = 1 / (flops * GEMM_RATE)
+        self._attended = 4 * parts.query_width * layers / (flops * ATTENTION_RATE)  # seconds for a query and a key
+        self._key = kv_bytes / (bandwidth * KV_BANDWIDTH)  # seconds for a token in all layers
+        self._fixed = layers * (LAYER_S + EXPERTS_S * bool(parts.experts))
 
     def seconds(self, shape: StepShape) -> float:
         parts, tokens = self._parts, shape.tokens if shape.tokens == shape.rows else recorded_width(shape.tokens)

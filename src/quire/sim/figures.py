@@ -1,4 +1,4 @@
-"""What came of a run: rates, latencies, and how full the caches were."""
+"""Figures of a run: rates, latencies, and cache usage."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ Series = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Load:
-    """One replica's, or the mean of all. Shares are weighted by time while there was something to do."""
+    """The load of one replica, or the mean of all. Shares are weighted by busy time."""
 
     requests: int
     output_tokens: int
@@ -55,7 +55,7 @@ class Figures:
         return count / self.duration if self.duration > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Flat, with the names of `quire bench serve`."""
+        """Return a flat dict with the names of `quire bench serve`."""
         flat: dict[str, Any] = {
             "num_prompts": self.requests,
             "completed": self.completed,
@@ -143,7 +143,7 @@ def _together(loads: Sequence[Load]) -> Load:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Means of all replicas together in `BUCKETS` equal parts of the run."""
+    """Means over all replicas in `BUCKETS` equal intervals of the run."""
 
     at: Series  # [buckets] seconds: their middles
     output_tokens: Series  # per second
@@ -169,7 +169,7 @@ def timeline_of(run: Run) -> Timeline:
 
 
 def _sampled(steps: Sequence[StepRecord], at: Series) -> tuple[Series, Series, Series]:
-    """Rows, waiting and pages of the step that ran at each moment; 0 where none did."""
+    """Return rows, waiting requests and pages of the step that ran at each time; 0 if none ran."""
     table = np.array([(step.at, step.seconds, step.rows, step.waiting, step.used) for step in steps])
     index = np.minimum(np.searchsorted(table[:, 0], at), len(table) - 1)
     found = table[index]
@@ -178,7 +178,7 @@ def _sampled(steps: Sequence[StepRecord], at: Series) -> tuple[Series, Series, S
 
 
 def _spread_evenly(buckets: Series, first: float, last: float, amount: float) -> None:
-    """An amount that comes evenly from bucket `first` to bucket `last`, which need not be whole numbers."""
+    """Spread an amount evenly from bucket `first` to bucket `last`, which may be fractions."""
     low, high = int(first), min(int(last), len(buckets) - 1)
     if low >= high:
         buckets[high] += amount
@@ -190,7 +190,7 @@ def _spread_evenly(buckets: Series, first: float, last: float, amount: float) ->
 
 
 def quantiles(values: Iterable[float], count: int = 200) -> tuple[Series, Series]:
-    """A cumulative distribution: values, and the share that is no larger."""
+    """Return a cumulative distribution: values, and the share that is no larger."""
     shares = np.linspace(0, 1, count + 1)
     found = np.fromiter(values, dtype=np.float64)
     return (np.quantile(found, shares), shares) if found.size else (np.zeros(1), np.zeros(1))

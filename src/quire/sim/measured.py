@@ -1,11 +1,11 @@
-"""How long a step takes, from steps that were measured: a file of `quire bench steps`.
+"""Step times interpolated from measured steps: a file of `quire bench steps`.
 
-    seconds = prompt(tokens) + beside(n) + key · keys + pair · pairs          n rows of one token
+    seconds = prompt(tokens) + mixed(n) + key · keys + pair · pairs          n decode rows
 
-`single` is measured with rows of one token, `prompt` with one row of all tokens, or of all but one where the device is never
-without a step; between measured sizes a line is drawn. `beside` is measured with many rows of one token and a prompt; of files
-without such steps it is what these rows take more than a prompt of as many tokens. What a key costs is learnt from equal steps
-with other contexts. A device that records steps runs those with prompts as the next larger one that it has.
+`single` is measured with decode rows only, `prompt` with one row of all tokens (of all but one if the device is never idle);
+between measured sizes the time is linear. `mixed` is measured with many decode rows and a prompt; for files without such
+steps it is the excess of decode rows over a prompt of as many tokens. The cost of a key is fitted to equal steps
+with different contexts. A device with CUDA graphs runs steps with prompts as the next larger graph.
 """
 
 from bisect import bisect_right
@@ -22,13 +22,13 @@ from quire.types.errors import ConfigError
 from quire.types.json_text import read_json
 from quire.types.plan import recorded_width
 
-FEWEST = 2  # sizes that make a curve
-MOST = 1e15  # of anything: its square still leaves room to count with
-SOONEST = 1e-9  # seconds: so does the square of this
+MIN_SIZES = 2  # of a curve
+MAX_VALUE = 1e15  # its square is far from overflow
+MIN_SECONDS = 1e-9  # its square is far from underflow
 
 
 class Curve:
-    """Lines between points, going on beyond the last as they came to it. It never falls: that is noise."""
+    """A piecewise linear curve that extends beyond the last point. It never falls: a decrease is noise."""
 
     def __init__(self, points: Sequence[tuple[float, float]]) -> None:
         self._xs, self._ys = [], list[float]()
@@ -47,13 +47,13 @@ class Curve:
 @dataclass(frozen=True)
 class Sized:
     size: int
-    looked_at: float  # keys, or pairs
+    attended: float  # keys or pairs
     seconds: float
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """A step with a prompt: without what its rows of one token look at."""
+    """A step with a prompt, without the attention time of its decode rows."""
 
     singles: int
     tokens: int
@@ -62,20 +62,20 @@ class Mixed:
 
 
 class MeasuredTiming:
-    """width: tokens of a step with prompts -> tokens that are run for it."""
+    """Measured step times. width: tokens of a step with prompts -> tokens that the device computes."""
 
     def __init__(self, points: Sequence[StepPoint], host: HostTime, width: Callable[[int], int] = int) -> None:
         singles = [Sized(point.rows, point.keys, point.seconds) for point in points if point.tokens == point.rows]
-        self.host, self._width, self._key = host, width, _slope(singles, in_any_case=True)
+        self.host, self._width, self._key = host, width, _slope(singles, fixed_cost=True)
         mixed = [
             Mixed(point.rows - 1, width(point.tokens), point.pairs, max(0.0, point.seconds - self._key * point.keys))
             for point in points
             if point.rows < point.tokens
         ]
         prompts = [Sized(point.tokens, point.pairs, point.seconds) for point in mixed if point.singles <= 1]
-        for what, found in (("rows of one token", singles), ("one row of several tokens", prompts)):
-            if len({point.size for point in found}) < FEWEST:
-                raise ConfigError(f"it has steps with {what} in fewer than {FEWEST} sizes; measure with `quire bench steps`")
+        for what, found in (("decode rows", singles), ("one row of several tokens", prompts)):
+            if len({point.size for point in found}) < MIN_SIZES:
+                raise ConfigError(f"it has steps with {what} in fewer than {MIN_SIZES} sizes; measure with `quire bench steps`")
         self._pair = _slope(prompts)
         self._single, self._prompt = _curve(singles, self._key), _curve(prompts, self._pair)
         more = [
@@ -83,23 +83,23 @@ class MeasuredTiming:
             for point in mixed
             if point.singles > 1
         ]
-        self._measured_beside = _curve([Sized(1, 0.0, 0.0), *more], 0.0) if more else None
+        self._measured_mixed = _curve([Sized(1, 0.0, 0.0), *more], 0.0) if more else None
 
     def seconds(self, shape: StepShape) -> float:
-        looking = self._key * shape.single_keys + self._pair * shape.pairs
+        attention = self._key * shape.single_keys + self._pair * shape.pairs
         if shape.tokens == shape.rows:
-            return self._single(shape.rows) + looking
-        return self._prompt(self._width(shape.tokens)) + self._beside(shape.singles) + looking
+            return self._single(shape.rows) + attention
+        return self._prompt(self._width(shape.tokens)) + self._mixed(shape.singles) + attention
 
-    def _beside(self, rows: int) -> float:
-        if self._measured_beside is not None:
-            return self._measured_beside(rows)
+    def _mixed(self, rows: int) -> float:
+        if self._measured_mixed is not None:
+            return self._measured_mixed(rows)
         return max(0.0, self._single(rows) - self._prompt(rows)) if rows else 0.0
 
 
 @dataclass(frozen=True)
 class MeasuredFile:
-    """Step times, and what they were measured with."""
+    """Step times, and the model and machine of the measurement."""
 
     timing: MeasuredTiming
     model: str
@@ -143,10 +143,10 @@ def read_measured(path: Path) -> MeasuredFile:
             raise ConfigError(f"{where}: engine: {name} must be at least {least}, got {sizes[name]}")
     if not isinstance(engine.get("device"), str):
         raise ConfigError(f"{where}: engine: device must be a name, got {engine.get('device')!r}")
-    told = result.get("sizes", {})
-    if not isinstance(told, dict):
-        raise ConfigError(f"{where}: sizes must be an object, got {str(told)[:60]}")
-    shapes = {name: int(_number(f"{where}: sizes", told, name)) for name in told}
+    model_sizes = result.get("sizes", {})
+    if not isinstance(model_sizes, dict):
+        raise ConfigError(f"{where}: sizes must be an object, got {str(model_sizes)[:60]}")
+    shapes = {name: int(_number(f"{where}: sizes", model_sizes, name)) for name in model_sizes}
     machine = parts["machine"].get("gpu") or parts["machine"].get("cpu") or "an unknown machine"
     return MeasuredFile(
         timing, str(result.get("model_id")), engine["device"], str(machine),
@@ -155,14 +155,14 @@ def read_measured(path: Path) -> MeasuredFile:
     )  # fmt: skip
 
 
-def _front(where: str, told: Any, host: HostTime) -> FrontTime | None:
-    """A single request is measured as a whole; the engine's part of it is simulated."""
-    if told is None:
+def _front(where: str, front: Any, host: HostTime) -> FrontTime | None:
+    """Return the API process's times. A single request is measured as a whole; the engine's part of it is subtracted."""
+    if front is None:
         return None
-    if not isinstance(told, dict):
-        raise ConfigError(f"{where} must be an object, got {str(told)[:60]}")
-    told = {"finish": 0.0} | told  # older files have it in `request`
-    alone, request, token, finish = (_number(where, told, name) for name in ("alone", "request", "token", "finish"))
+    if not isinstance(front, dict):
+        raise ConfigError(f"{where} must be an object, got {str(front)[:60]}")
+    front = {"finish": 0.0} | front  # older files include it in `request`
+    alone, request, token, finish = (_number(where, front, name) for name in ("alone", "request", "token", "finish"))
     return FrontTime(max(0.0, alone - token - host.seconds(1, 1)), request, token, finish)
 
 
@@ -178,24 +178,27 @@ def _point(where: str, point: Any) -> StepPoint:
 
 def _number(where: str, values: dict[str, Any], name: str) -> float:
     value = values.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST:
-        raise ConfigError(f"{where}: {name} must be a number from 0 to {MOST:g}, got {shown(value)}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_VALUE:
+        raise ConfigError(f"{where}: {name} must be a number from 0 to {MAX_VALUE:g}, got {shown(value)}")
     return float(value)
 
 
-def _slope(points: Sequence[Sized], in_any_case: bool = False) -> float:
-    """Seconds for each that is looked at: least squares over steps of equal size, as shares of what these take, so that a long
-    step which something disturbed does not decide for all. `in_any_case`: a long context may cost something however few look
-    at it, which is not counted to each. 0 where contexts do not differ."""
-    more: list[tuple[float, float, float]] = []  # that are looked at, seconds, weight
+def _slope(points: Sequence[Sized], fixed_cost: bool = False) -> float:
+    """Return seconds per attended key or pair: least squares over steps of equal size.
+
+    Errors are relative to the step time, so that one disturbed long step does not dominate. 0 if contexts do not differ.
+
+    fixed_cost: allow a cost of a long context that does not depend on the number of keys
+    """
+    more: list[tuple[float, float, float]] = []  # attended, seconds, weight
     for size in {point.size for point in points}:
-        alike = sorted((point.looked_at, point.seconds) for point in points if point.size == size)
+        alike = sorted((point.attended, point.seconds) for point in points if point.size == size)
         mean = sum(seconds for _, seconds in alike) / len(alike)
-        weight = 1 / max(mean, SOONEST) ** 2 if mean else 1.0
+        weight = 1 / max(mean, MIN_SECONDS) ** 2 if mean else 1.0
         first, then = alike[0]
-        more += [(looked_at - first, seconds - then, weight) for looked_at, seconds in alike if looked_at > first]
+        more += [(attended - first, seconds - then, weight) for attended, seconds in alike if attended > first]
     whole = sum(weight for _, _, weight in more)
-    if in_any_case and whole:
+    if fixed_cost and whole:
         x, y = (sum(weight * values[i] for *values, weight in more) / whole for i in (0, 1))
         each = _through(more, x, y)
         if 0.0 < each * x <= y:
@@ -210,5 +213,5 @@ def _through(points: Sequence[tuple[float, float, float]], x: float, y: float) -
 
 def _curve(points: Sequence[Sized], each: float) -> Curve:
     sizes = sorted({point.size for point in points})
-    rest = {size: [point.seconds - each * point.looked_at for point in points if point.size == size] for size in sizes}
+    rest = {size: [point.seconds - each * point.attended for point in points if point.size == size] for size in sizes}
     return Curve([(size, max(0.0, sum(values) / len(values))) for size, values in rest.items()])

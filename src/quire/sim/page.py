@@ -1,4 +1,4 @@
-"""The report as one HTML file: tables and plots, no script, and nothing is fetched from anywhere."""
+"""The report as one HTML file: tables and plots, without scripts and without external files."""
 
 import math
 from collections.abc import Sequence
@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from html import escape
 
 from quire.sim.figures import LATENCIES, PERCENTILES, Figures, Load, Timeline, quantiles, timeline_of
-from quire.sim.fleet import Run
-from quire.sim.objectives import Objectives, Search, Trial
+from quire.sim.fleet import Objectives, Run, Search, Trial
 
 WIDTH, HEIGHT = 460, 240
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 26, 36
@@ -24,7 +23,7 @@ class Line:
 def plot(
     title: str, x_name: str, y_name: str, lines: Sequence[Line], y_top: float | None = None, mark: float | None = None
 ) -> str:
-    """`mark` is a value of x that is shown by a line of its own."""
+    """Return a plot as SVG. `mark`: a value of x that is marked by a vertical line."""
     x_ticks = ticks(max([*(max(line.xs, default=0.0) for line in lines), mark or 0.0]))
     y_ticks = ticks(y_top if y_top is not None else max(max(line.ys, default=0.0) for line in lines))
     x_most, y_most = x_ticks[-1], y_ticks[-1]
@@ -56,14 +55,14 @@ def plot(
     return "".join(parts) + "</svg>"
 
 
-def ticks(most: float) -> list[float]:
-    """From 0 to a round number that is no less than `most`."""
-    if not most > 0:
+def ticks(maximum: float) -> list[float]:
+    """Return ticks from 0 to a round number of at least `maximum`."""
+    if not maximum > 0:
         return [0.0, 1.0]
-    raw = most / TICKS
+    raw = maximum / TICKS
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(round_one * power for round_one in (1, 2, 2.5, 5, 10) if round_one * power >= raw * (1 - 1e-9))
-    return [step * i for i in range(math.ceil(most / step - 1e-9) + 1)]
+    return [step * i for i in range(math.ceil(maximum / step - 1e-9) + 1)]
 
 
 def number(value: float) -> str:
@@ -106,7 +105,7 @@ def latency_cells(figures: Figures) -> Cells:
 
 def trial_cells(trials: Sequence[Trial]) -> Cells:
     rows = [
-        (f"{trial.replicas}", "yes" if trial.kept else "no", "given up early" if trial.share is None else f"{trial.share:.2%}")
+        (f"{trial.replicas}", "yes" if trial.kept else "no", "stopped early" if trial.share is None else f"{trial.share:.2%}")
         for trial in sorted(trials, key=lambda trial: trial.replicas)
     ]
     return ("replicas", "enough", "requests within"), rows
@@ -123,7 +122,7 @@ def load_cells(loads: Sequence[Load]) -> Cells:
 
 
 def lines(cells: Cells) -> list[str]:
-    """The first column to the left, the others to the right."""
+    """Return the lines of a text table: the first column left-aligned, the others right-aligned."""
     table = [cells[0], *cells[1]]
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     return [
@@ -152,7 +151,7 @@ svg polyline { fill: none; stroke-width: 1.6 } svg polyline.s0 { stroke: var(--s
 svg polyline.s2 { stroke: var(--s2) } svg text.key.s0 { fill: var(--s0) } svg text.key.s1 { fill: var(--s1) }
 svg text.key.s2 { fill: var(--s2) }
 """
-MOST_REPLICAS = 64  # that have a line in the table
+MAX_LISTED_REPLICAS = 64  # in the table
 
 
 def page(title: str, facts: Sequence[tuple[str, str]], run: Run, figures: Figures, search: Search | None,
@@ -167,7 +166,7 @@ def page(title: str, facts: Sequence[tuple[str, str]], run: Run, figures: Figure
     if search is not None and objectives is not None:
         parts += ["<h2>Replicas needed</h2>", f"<p>{escape(str(objectives))}</p>", _table(*trial_cells(search.trials))]
     parts += ["<h2>Plots</h2>", '<div class="plots">', *_plots(run, objectives), "</div>"]
-    parts += ["<h2>Replicas</h2>", '<div class="wide">', _table(*load_cells(figures.replicas[:MOST_REPLICAS])), "</div>"]
+    parts += ["<h2>Replicas</h2>", '<div class="wide">', _table(*load_cells(figures.replicas[:MAX_LISTED_REPLICAS])), "</div>"]
     return "\n".join([*parts, "</body></html>", ""])
 
 
@@ -187,15 +186,15 @@ def _plots(run: Run, objectives: Objectives | None) -> list[str]:
     return plots + _plots_over_time(over_time)
 
 
-def _plots_over_time(told: Timeline) -> list[str]:
-    at = told.at.tolist()
+def _plots_over_time(timeline: Timeline) -> list[str]:
+    at = timeline.at.tolist()
     return [
-        plot("Output tokens per second", "s", "tokens/s", [Line("output", at, told.output_tokens.tolist())]),
+        plot("Output tokens per second", "s", "tokens/s", [Line("output", at, timeline.output_tokens.tolist())]),
         plot(
             "Requests, all replicas", "s", "requests",
-            [Line("running", at, told.running.tolist()), Line("waiting", at, told.waiting.tolist())],
+            [Line("running", at, timeline.running.tolist()), Line("waiting", at, timeline.waiting.tolist())],
         ),
-        plot("KV cache in use, all replicas", "s", "share of pages", [Line("used", at, told.kv_usage.tolist())], 1.0),
+        plot("KV cache in use, all replicas", "s", "share of pages", [Line("used", at, timeline.kv_usage.tolist())], 1.0),
     ]  # fmt: skip
 
 

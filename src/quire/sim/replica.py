@@ -1,10 +1,10 @@
-"""One engine in virtual time: the loop of `engine/core.py` as `engine/process.py` turns it, with a scheduler that is real and a
-device that is a number of seconds.
+"""One engine in virtual time: the loop of `engine/core.py` and `engine/process.py`, with the real scheduler and a device
+that only takes time.
 
-    turn     takes in who has come, plans a step, starts it       (the processor: `host` seconds)
-    landing  the results of a step are taken in                   (when the device is through with it)
+    turn     admits new requests, plans and starts a step      (processor time: `host`)
+    landing  commits the results of a step                   (when the device has finished it)
 
-It has no clock: whoever calls says what time it is.
+It has no clock: the caller passes the time.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ from quire.types.outputs import TokenDelta
 from quire.types.plan import Ints, StepPlan, StepResult
 from quire.types.request import EngineRequest
 
-ADMISSION = 0.0015  # seconds, as in `engine/process.py`: a step with newcomers is planned so much earlier
+ADMISSION_S = 0.0015  # as in `engine/process.py`: a step with new requests is planned earlier by this time
 
 
 class Timing(Protocol):
@@ -30,7 +30,7 @@ class Timing(Protocol):
     def host(self) -> HostTime: ...
 
     def seconds(self, shape: StepShape) -> float:
-        """How long a step of this shape keeps the device busy."""
+        """Return how long a step of this shape occupies the device."""
 
 
 class StepRecord(NamedTuple):
@@ -43,7 +43,7 @@ class StepRecord(NamedTuple):
 
 
 class Device:
-    """Knows of each slot what its answer repeats."""
+    """A device that samples the same token for all of an answer: the `echo` of the request in the slot."""
 
     def __init__(self, max_seqs: int, timing: Timing, windows: Sequence[Window]) -> None:
         self._timing, self._windows = timing, windows
@@ -51,7 +51,7 @@ class Device:
         self._ones: Ints = np.ones(max_seqs, np.int32)
 
     def run(self, plan: StepPlan, keys: int) -> tuple[StepResult, float]:
-        """`keys` lie in all pages that are in use."""
+        """Return the result and the seconds of a step. `keys`: in all used pages."""
         for admission in plan.admitted:
             self._echo[admission.slot] = admission.seed
         if len(plan.outputs.draw) == len(plan.slot) == plan.tokens:  # most steps
@@ -62,8 +62,8 @@ class Device:
 
 
 class Replica:
-    """`due` is when it wants to be called next, None while it has nothing to do. `pages` are what its cache has, of which the
-    scheduler need not know those that no request will ever reach."""
+    """An engine. `due`: when `advance` must be called next; None if idle. `pages`: of its cache; the scheduler may have fewer,
+    since pages that no request will use do not change its decisions."""
 
     def __init__(
         self, scheduler: Scheduler, page_size: int, device: Device, host: HostTime, depth: int, pages: int | None = None
@@ -73,16 +73,16 @@ class Replica:
         self.due: float | None = None
         self.steps: list[StepRecord] = []
         self.refused: list[tuple[str, str]] = []  # id, why
-        self.ended: list[tuple[str, int]] = []  # id, tokens of the answer, which the context may have cut short
+        self.ended: list[tuple[str, int]] = []  # id, tokens of the answer, which the context may limit
         self.turns = 0
-        self.joined: dict[str, int] = {}  # the turn in which a request was taken in
+        self.joined: dict[str, int] = {}  # the turn in which a request was admitted
         self._inbox: list[EngineRequest] = []
-        self._flights: deque[tuple[Scheduled, StepResult, float]] = deque()  # with when the device is through
+        self._flights: deque[tuple[Scheduled, StepResult, float]] = deque()  # with the time at which the device finishes
         self._free_at = 0.0  # the device
         self._busy_since = 0.0
-        self._landing = False  # what `due` is for
+        self._landing = False  # whether `due` is the end of a step
         self._deadline = PlanDeadline()
-        self._began = 0.0  # of the present turn
+        self._began = 0.0  # of the current turn
         self._host_until = 0.0
         self._planned: Scheduled | None = None
 
@@ -91,15 +91,15 @@ class Replica:
         return len(self.scheduler.roster.live) + len(self._inbox)
 
     def add(self, request: EngineRequest, now: float) -> None:
-        """It is taken in by the next turn, which need not wait as long as it was to."""
+        """Queue a request for the next turn, which it may bring forward."""
         self._inbox.append(request)
         if self.due is None:
             self.due = now
         elif not self._landing:
-            self.due = min(self.due, _whole_milliseconds(now, self._deadline.due - ADMISSION))
+            self.due = min(self.due, _whole_milliseconds(now, self._deadline.due - ADMISSION_S))
 
     def advance(self, now: float) -> list[TokenDelta]:
-        """What is due now."""
+        """Do what is due now."""
         if not self._landing:
             self._turn(now)
             deltas: list[TokenDelta] = []
@@ -159,11 +159,11 @@ class Replica:
         rows, tokens = (len(plan.requests), plan.plan.tokens) if plan is not None and self._flights else (0, 0)
         self._deadline.turned(self._began, now, waited, rows, tokens)
         if self.scheduler.has_unfinished or self._inbox:
-            self.due = _whole_milliseconds(now, self._deadline.due - (ADMISSION if self._inbox else 0.0))
+            self.due = _whole_milliseconds(now, self._deadline.due - (ADMISSION_S if self._inbox else 0.0))
         else:
             self.due = None
 
 
 def _whole_milliseconds(now: float, due: float) -> float:
-    """The loop of an engine waits for so many, and less than one it does not wait."""
+    """Round a wait as the loop of an engine does: down to whole milliseconds."""
     return now + max(0, int(1000 * (due - now))) / 1000

@@ -1,7 +1,7 @@
-"""Recorded and generated traffic: when requests come, how long they are, and which beginnings they share.
+"""Recorded and generated traffic: arrival times, lengths, and shared prefixes.
 
-What a prompt says does not matter, only which prompts begin alike. So a prompt is *blocks*: (content, tokens), where equal
-content stands for equal tokens, and content that nobody else has for everything else. Its tokens are written when it arrives.
+The text of a prompt does not matter, only which prompts share a prefix. So a prompt is a tuple of blocks (content, tokens):
+equal content means equal tokens, and unshared text has unique content. The tokens are made when the request arrives.
 """
 
 import csv
@@ -16,10 +16,8 @@ from typing import Any
 import numpy as np
 
 from quire.bench.arrivals import LoadShape, arrival_times
-from quire.bench.datasets.options import DatasetOptions, TokenCounter
-from quire.bench.datasets.random_tokens import around
-from quire.bench.datasets.sharegpt import samples
-from quire.bench.record import MOST_REQUESTS, MOST_SECONDS, MOST_TOKENS, check_count, read_tokens
+from quire.bench.datasets import DatasetOptions, TokenCounter, around, sharegpt_samples
+from quire.bench.metrics import MAX_REQUESTS, MAX_SECONDS, MAX_TOKENS, check_count, read_tokens
 from quire.bench.samples import RandomPrompts, workload
 from quire.types.errors import ConfigError
 from quire.types.json_text import read_json
@@ -43,7 +41,7 @@ class Arrival:
         return sum(tokens for _, tokens in self.blocks)
 
     def prompt(self) -> tuple[int, ...]:
-        """Its content is its token."""
+        """Return the token ids: the content of a block is its token id."""
         return tuple(chain.from_iterable(repeat(content, tokens) for content, tokens in self.blocks))
 
 
@@ -54,7 +52,7 @@ class Trace:
 
     def __post_init__(self) -> None:
         if not self.arrivals:
-            raise ConfigError(f"{self.name} holds no requests")
+            raise ConfigError(f"{self.name} has no requests")
 
     def faster(self, factor: float) -> "Trace":
         """Return the same requests, arriving faster by this factor."""
@@ -62,8 +60,8 @@ class Trace:
             raise ConfigError(f"--speedup must be above 0, got {factor:g}")
         if factor == 1:
             return self
-        if self.arrivals[-1].at > factor * MOST_SECONDS:
-            raise ConfigError(f"--speedup {factor:g} stretches the trace beyond {MOST_SECONDS:g} seconds; raise it")
+        if self.arrivals[-1].at > factor * MAX_SECONDS:
+            raise ConfigError(f"--speedup {factor:g} stretches the trace beyond {MAX_SECONDS:g} seconds; raise it")
         sooner = [Arrival(arrival.at / factor, arrival.blocks, arrival.output, arrival.echo) for arrival in self.arrivals]
         return Trace(f"{self.name}, {factor:g} times as fast", sooner)
 
@@ -73,7 +71,7 @@ class Contents:
 
     def __init__(self) -> None:
         self._known: dict[int, int] = {}
-        self._next = 1  # 0 stands for contents that no other request has
+        self._next = 1  # 0 is content that no other request has
 
     def new(self) -> int:
         self._next += 1
@@ -86,17 +84,17 @@ class Contents:
         return found
 
 
-def format_of(path: Path, asked: str) -> str:
-    if asked != "auto":
-        return asked
+def format_of(path: Path, trace_format: str) -> str:
+    if trace_format != "auto":
+        return trace_format
     if path.suffix.lower() not in SUFFIXES:
         names = ", ".join(f"{suffix} is {name}" for suffix, name in SUFFIXES.items())
-        raise ConfigError(f"--trace {path}: its name does not say what it is ({names}); add --trace-format {'|'.join(FORMATS)}")
+        raise ConfigError(f"--trace {path}: its format is unknown ({names}); add --trace-format {'|'.join(FORMATS)}")
     return SUFFIXES[path.suffix.lower()]
 
 
 def read_trace(path: Path, kind: str, limit: int | None) -> Trace:
-    """Azure's or Mooncake's. No more than `limit` requests, the first ones."""
+    """Read a trace of Azure or Mooncake: all requests, or the first `limit`."""
     read = {"azure": _azure, "mooncake": _mooncake}[kind]
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -117,7 +115,7 @@ def _from_zero(arrivals: Iterable[tuple[str, Arrival]]) -> Iterator[Arrival]:
 
 
 def _azure(name: str, lines: Iterable[str]) -> Iterator[tuple[str, Arrival]]:
-    """TIMESTAMP,ContextTokens,GeneratedTokens: a date with time, or seconds. It has no shared prefixes."""
+    """Yield requests of lines TIMESTAMP,ContextTokens,GeneratedTokens. TIMESTAMP is a date with time, or seconds."""
     rows, contents = csv.reader(lines), Contents()
     try:
         head = [cell.strip().lstrip("\ufeff") for cell in next(rows, [])]
@@ -134,17 +132,17 @@ def _azure(name: str, lines: Iterable[str]) -> Iterator[tuple[str, Arrival]]:
                 raise ConfigError(f"{where} has {len(cells)} columns instead of {len(head)}")
             at, aware = _moment(where, cells[stamp])
             if zoned is not None and aware != zoned:
-                raise ConfigError(f"{where}: TIMESTAMP {cells[stamp].strip()!r} is of another kind than those above it")
+                raise ConfigError(f"{where}: TIMESTAMP {cells[stamp].strip()!r} has another format than those above it")
             zoned = aware
-            length = read_tokens(where, "ContextTokens", _whole(cells[context]), 1)
-            output = read_tokens(where, "GeneratedTokens", _whole(cells[generated]), 0)
+            length = read_tokens(where, "ContextTokens", _integer(cells[context]), 1)
+            output = read_tokens(where, "GeneratedTokens", _integer(cells[generated]), 0)
             yield where, Arrival(at, ((contents.new(), length),), max(1, output))
     except csv.Error as error:
         raise ConfigError(f"{name} line {rows.line_num} is not CSV: {error}") from None
 
 
 def _moment(where: str, text: str) -> tuple[float, bool]:
-    """Seconds, and whether they are of a known time zone."""
+    """Return seconds, and whether the time zone is known."""
     text = text.strip()
     try:
         seconds = float(text)
@@ -156,13 +154,13 @@ def _moment(where: str, text: str) -> tuple[float, bool]:
         if moment.tzinfo is not None:
             return moment.timestamp(), True
         return (moment - datetime(1970, 1, 1)).total_seconds(), False
-    if not 0 <= seconds < MOST_SECONDS:
-        raise ConfigError(f"{where}: TIMESTAMP must be seconds from 0 to {MOST_SECONDS:g}, got {text}")
+    if not 0 <= seconds < MAX_SECONDS:
+        raise ConfigError(f"{where}: TIMESTAMP must be seconds from 0 to {MAX_SECONDS:g}, got {text}")
     return seconds, False
 
 
 def _mooncake(name: str, lines: Iterable[str]) -> Iterator[tuple[str, Arrival]]:
-    """A JSON object a line: timestamp (milliseconds), input_length, output_length, hash_ids (each 512 tokens of the prompt)."""
+    """Yield requests of JSON lines: timestamp (ms), input_length, output_length, hash_ids (each 512 tokens of the prompt)."""
     contents = Contents()
     for number, text in enumerate(lines, 1):
         if not text.strip():
@@ -175,13 +173,13 @@ def _mooncake(name: str, lines: Iterable[str]) -> Iterator[tuple[str, Arrival]]:
         if not isinstance(line, dict):
             raise ConfigError(f"{where} is not a JSON object")
         stamp = line.get("timestamp")
-        if isinstance(stamp, bool) or not isinstance(stamp, int | float) or not 0 <= stamp < 1000 * MOST_SECONDS:
-            raise ConfigError(f"{where}: timestamp must be a number of milliseconds, 0 or more, got {stamp!r}")
+        if isinstance(stamp, bool) or not isinstance(stamp, int | float) or not 0 <= stamp < 1000 * MAX_SECONDS:
+            raise ConfigError(f"{where}: timestamp must be milliseconds of at least 0, got {stamp!r}")
         length = read_tokens(where, "input_length", line.get("input_length"), 1)
         output = read_tokens(where, "output_length", line.get("output_length"), 0)
         hashes = line.get("hash_ids", [])
         if not isinstance(hashes, list) or not all(type(item) is int for item in hashes):
-            raise ConfigError(f"{where}: hash_ids must be a list of whole numbers, got {str(hashes)[:60]}")
+            raise ConfigError(f"{where}: hash_ids must be a list of integers, got {str(hashes)[:60]}")
         blocks, left = [], length
         for item in hashes:
             count = min(MOONCAKE_BLOCK, left)
@@ -196,7 +194,7 @@ def _mooncake(name: str, lines: Iterable[str]) -> Iterator[tuple[str, Arrival]]:
         yield where, Arrival(stamp / 1000, tuple(blocks), max(1, output))
 
 
-def _whole(text: str) -> Any:
+def _integer(text: str) -> Any:
     try:
         return int(text)
     except ValueError:
@@ -205,9 +203,11 @@ def _whole(text: str) -> Any:
 
 @dataclass(frozen=True)
 class Generated:
-    """Lengths are spread evenly within ±range_ratio. A prompt begins with one of `num_prefixes` shared beginnings. A
-    conversation has `turns`: each prompt is all that was said before it and `input_len` tokens more, `think_time` seconds after
-    the one before it came."""
+    """Generated traffic. Lengths are spread evenly within ±range_ratio; a prompt begins with one of `num_prefixes` prefixes.
+
+    A conversation has `turns`: each prompt is the conversation up to then and `input_len` new tokens, and arrives
+    `think_time` seconds after the previous one.
+    """
 
     requests: int = 1000
     input_len: int = 1024
@@ -221,39 +221,39 @@ class Generated:
 
     def __post_init__(self) -> None:
         for flag, value, least, most in (
-            ("num-prompts", self.requests, 1, MOST_REQUESTS),
-            ("input-len", self.input_len, 0 if self.prefix_len > 0 else 1, MOST_TOKENS),
-            ("output-len", self.output_len, 1, MOST_TOKENS),
-            ("prefix-len", self.prefix_len, 0, MOST_TOKENS),
-            ("num-prefixes", self.num_prefixes, 1, MOST_TOKENS),
-            ("turns", self.turns, 1, MOST_REQUESTS),
+            ("num-prompts", self.requests, 1, MAX_REQUESTS),
+            ("input-len", self.input_len, 0 if self.prefix_len > 0 else 1, MAX_TOKENS),
+            ("output-len", self.output_len, 1, MAX_TOKENS),
+            ("prefix-len", self.prefix_len, 0, MAX_TOKENS),
+            ("num-prefixes", self.num_prefixes, 1, MAX_TOKENS),
+            ("turns", self.turns, 1, MAX_REQUESTS),
         ):
             check_count(flag, value, least, most)
         if not 0 <= self.range_ratio < 1:
             raise ConfigError(f"--range-ratio must be from 0 to below 1, got {self.range_ratio}")
         if not self.think_time >= 0:
             raise ConfigError(f"--think-time must be 0 or more seconds, got {self.think_time}")
-        if self.think_time * self.turns > MOST_SECONDS:
-            raise ConfigError(f"--think-time {self.think_time:g} is more than {MOST_SECONDS:g} seconds for all turns; lower it")
+        if self.think_time * self.turns > MAX_SECONDS:
+            raise ConfigError(f"--think-time {self.think_time:g} is more than {MAX_SECONDS:g} seconds for all turns; lower it")
 
     def trace(self, load: LoadShape) -> Trace:
-        """The load says when conversations begin."""
+        """Return the requests; conversations begin at the arrival times of the load."""
         rng, contents = np.random.default_rng(self.seed), Contents()
         beginnings = [contents.new() for _ in range(self.num_prefixes)]
         starts = arrival_times(load, -(-self.requests // self.turns), self.seed)
         arrivals: list[Arrival] = []
         for start in starts.tolist():
-            said: Blocks = ((beginnings[rng.integers(self.num_prefixes)], self.prefix_len),) if self.prefix_len else ()
-            for turn in range(min(self.turns, self.requests)):  # more would come after all that are asked for
-                length = around(rng, self.input_len, self.range_ratio, 0 if said else 1)
-                said = (*said, (contents.new(), length)) if length else said
+            history: Blocks = ((beginnings[rng.integers(self.num_prefixes)], self.prefix_len),) if self.prefix_len else ()
+            for turn in range(min(self.turns, self.requests)):  # later turns would exceed the number of requests
+                length = around(rng, self.input_len, self.range_ratio, 0 if history else 1)
+                history = (*history, (contents.new(), length)) if length else history
                 output, echo = around(rng, self.output_len, self.range_ratio, 1), contents.new()
-                arrivals.append(Arrival(start + turn * self.think_time, said, output, echo))
-                said = (*said, (echo, output))
+                arrivals.append(Arrival(start + turn * self.think_time, history, output, echo))
+                history = (*history, (echo, output))
         arrivals.sort(key=lambda arrival: arrival.at)
-        return Trace(self.told(load), arrivals[: self.requests])
+        return Trace(self.describe(load), arrivals[: self.requests])
 
-    def told(self, load: LoadShape) -> str:
+    def describe(self, load: LoadShape) -> str:
         spread = f" ± {self.range_ratio:.0%}" if self.range_ratio else ""
         text = f"{self.input_len} tokens in, {self.output_len} out{spread}, {load}"
         if self.prefix_len:
@@ -262,7 +262,7 @@ class Generated:
 
 
 def workload_trace(name: str, vocab_size: int, limit: int | None) -> Trace:
-    """A workload of `quire bench throughput`. What all of its prompts begin with, they share."""
+    """Return a workload of `quire bench throughput`; the common prefix of all prompts is shared content."""
     found, contents = workload(name, vocab_size)[:limit], Contents()
     prompts = [np.asarray(sample.prompt) for sample in found]
     shortest = min(map(len, prompts))
@@ -274,9 +274,9 @@ def workload_trace(name: str, vocab_size: int, limit: int | None) -> Trace:
 
 
 async def sharegpt_trace(path: Path, limit: int | None, load: LoadShape, seed: int, counter: TokenCounter) -> Trace:
-    """The first question and answer of conversations, as `quire bench serve` has them. Nobody shares a beginning."""
-    options = DatasetOptions(name="sharegpt", path=str(path), count=limit or MOST_REQUESTS, seed=seed, oversample=False)
-    found = await samples(options, RandomPrompts(None), counter)
+    """Return the first question and answer of conversations, as in `quire bench serve`. No prefixes are shared."""
+    options = DatasetOptions(name="sharegpt", path=str(path), count=limit or MAX_REQUESTS, seed=seed, oversample=False)
+    found = await sharegpt_samples(options, RandomPrompts(None), counter)
     contents, times = Contents(), arrival_times(load, len(found), seed).tolist()
     return Trace(
         f"{path.name}, {load}",
@@ -293,8 +293,8 @@ class Characters:
     def __init__(self, per_token: float) -> None:
         if not 0 < per_token < math.inf:
             raise ConfigError(f"--chars-per-token must be above 0, got {per_token:g}")
-        if per_token * MOST_TOKENS < 1:
-            raise ConfigError(f"--chars-per-token {per_token:g} makes more than {MOST_TOKENS} tokens of a character; raise it")
+        if per_token * MAX_TOKENS < 1:
+            raise ConfigError(f"--chars-per-token {per_token:g} makes more than {MAX_TOKENS} tokens of a character; raise it")
         self._per_token = per_token
 
     async def count(self, text: str) -> int:

@@ -24,7 +24,7 @@ import tokenizers
 from tokenizers import models
 from tokenizers.processors import TemplateProcessing
 
-from quire.files.reading import told
+from quire.files.reading import error_summary
 from quire.text.partial import stages, tokenizes_words_apart
 from quire.text.regex_cost import growth_of, is_cheap, patterns_of
 from quire.types.errors import ModelError, RequestError
@@ -232,7 +232,7 @@ class LibraryBackend:
         except BaseException as error:
             if not is_panic(error):
                 raise
-            raise RequestError(f"the model's tokenizer cannot tokenize the text ({told(error)})", "prompt") from None
+            raise RequestError(f"the model's tokenizer cannot tokenize the text ({error_summary(error)})", "prompt") from None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool, spaces_between_special_tokens: bool) -> str:
         if self.token_bytes is not None:
@@ -244,7 +244,7 @@ class LibraryBackend:
         except BaseException as error:
             if not is_panic(error):
                 raise
-            raise RequestError(f"the model's tokenizer cannot decode the tokens ({told(error)})") from None
+            raise RequestError(f"the model's tokenizer cannot decode the tokens ({error_summary(error)})") from None
 
     def token(self, token_id: int) -> str | None:
         return self._tokenizer.id_to_token(token_id)

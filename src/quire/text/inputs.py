@@ -102,7 +102,7 @@ class InputProcessor:
             structured_outputs=config.args.structured_outputs_config,
             stream_interval=config.args.stream_interval,
             offload=offload,
-            tokenizers=AdapterTokenizers(tokenizer, config.args.chat_template is not None) if config.more_tokens else None,
+            tokenizers=AdapterTokenizers(tokenizer, config.args.chat_template is not None) if config.adapter_tokens else None,
             pooling=pooling_of(config),
         )
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from quire.files.reading import shown, told
+from quire.files.reading import error_summary, shown
 from quire.types.errors import ModelError
 
 MAX_CHOICES = 6  # optional parts and alternations that one alternative may have: each can double the work
@@ -193,7 +193,7 @@ def check_stages(path: Path, content: bytes) -> None:
     try:
         stages = msgspec.json.decode(content, type=_Stages)
     except RecursionError as error:
-        raise ModelError(f"{path}: cannot be read as JSON ({told(error)})") from error
+        raise ModelError(f"{path}: cannot be read as JSON ({error_summary(error)})") from error
     except (msgspec.DecodeError, UnicodeDecodeError):
         return  # the library reports what is wrong
     for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):

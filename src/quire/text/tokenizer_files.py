@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 from quire.config.config import Config
 from quire.files.adapter import has_tokenizer
 from quire.files.gguf import read_gguf
-from quire.files.reading import check_regular_files, read_bytes, read_object, read_text, reading, shown, told
+from quire.files.reading import check_regular_files, error_summary, read_bytes, read_object, read_text, reading, shown
 from quire.files.resolve import TEKKEN, ModelFiles, resolve_model
 from quire.text.backends import LibraryBackend, TransformersBackend, is_panic, set_ends
 from quire.text.chat import compile_template, count_lexemes, read_template
@@ -73,7 +73,7 @@ def _read_library_tokenizer(path: Path, config: Mapping[str, Any]) -> tokenizers
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises plain Exception
-        raise ModelError(f"{path}: {library} cannot read it ({told(error)})") from None
+        raise ModelError(f"{path}: {library} cannot read it ({error_summary(error)})") from None
     # before the first text: a fixed padding may have any length
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -84,7 +84,7 @@ def _read_library_tokenizer(path: Path, config: Mapping[str, Any]) -> tokenizers
     except BaseException as error:
         if not is_panic(error):
             raise
-        raise ModelError(f"{path}: {library} cannot tokenize with it ({told(error)})") from None
+        raise ModelError(f"{path}: {library} cannot tokenize with it ({error_summary(error)})") from None
     return tokenizer
 
 
@@ -204,7 +204,7 @@ def _ask_transformers(path: Path, config: Mapping[str, Any]) -> tuple[LibraryBac
                 f"{path}: the tokenizer needs code from its own repository, which is never run, whatever is trusted; "
                 "pass tokenizer= with a directory or hub id that has a tokenizer.json"
             ) from error
-        raise ModelError(f"{path}: `transformers` cannot make a tokenizer of {present} ({told(error)})") from error
+        raise ModelError(f"{path}: `transformers` cannot make a tokenizer of {present} ({error_summary(error)})") from error
     named = {name: str(token) for name in NAMED if (token := getattr(tokenizer, name, None)) is not None}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if isinstance(backend, tokenizers.Tokenizer):

@@ -1,4 +1,4 @@
-"""LoRA adapters: what a user says of one, and what of it travels to the device."""
+"""LoRA adapters: the user's request, and the reference that is sent to the engine."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from quire.types.errors import InvalidParameter, NotSupported
 
 @dataclass(frozen=True, eq=False)
 class LoRARequest:
-    """An adapter that a request asks for. The name stands for it: two with the same name are the same adapter, and the last
-    that was loaded under it with `load_inplace` is what it means from then on."""
+    """The adapter of a request. Two requests with the same name mean the same adapter; after a load with `load_inplace` the
+    name means the new one."""
 
     lora_name: str
     lora_int_id: int
@@ -21,7 +21,7 @@ class LoRARequest:
 
     def __post_init__(self) -> None:
         for field, kind, called in (
-            ("lora_name", str, "a string"), ("lora_int_id", int, "a whole number"), ("lora_path", str, "a string"),
+            ("lora_name", str, "a string"), ("lora_int_id", int, "an integer"), ("lora_path", str, "a string"),
             ("load_inplace", bool, "true or false"),
         ):  # fmt: skip
             value = getattr(self, field)
@@ -35,7 +35,7 @@ class LoRARequest:
             raise InvalidParameter("lora_path must name the adapter's directory", "lora_path")
         if self.tensorizer_config_dict is not None:
             raise NotSupported(
-                "tensorizer_config_dict cannot be used: adapters are read from PEFT's files at lora_path",
+                "tensorizer_config_dict is not supported: adapters are read from PEFT's files at lora_path",
                 "tensorizer_config_dict",
             )
 
@@ -60,19 +60,19 @@ class LoRARequest:
 
 @dataclass(frozen=True)
 class AdapterRef:
-    """One version of an adapter. `version` is the digest of its files (`files.adapter.digest`): what has the same one has the
-    same numbers, whatever it is called, so cached keys and values depend on it and on nothing else of an adapter."""
+    """One version of an adapter. `version` is the digest of its files (`files.adapter.digest`): equal versions have equal
+    weights, whatever their names, so cached keys and values depend on the version only."""
 
     key: int  # lora_int_id
     version: str
     path: str  # its directory
-    added: int = 0  # tokens that it has beyond the model's own
+    added: int = 0  # tokens that it adds to the vocabulary
     stamp: str = dataclasses.field(default="", compare=False)  # of the files: while it is the same, so is their digest
 
 
 @dataclass(frozen=True)
 class AdapterFacts:
-    """Of one that was read and found good."""
+    """Facts of an adapter that was loaded."""
 
     rank: int  # the largest of its matrices
-    bytes: int  # that it takes, in the host's memory and on the device
+    bytes: int  # in host memory and on the device

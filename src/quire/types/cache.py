@@ -1,4 +1,4 @@
-"""What a model needs of the cache, and how that was laid out in pages."""
+"""The cache that a model needs, and its layout in pages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,16 +6,16 @@ from enum import Enum
 from math import prod
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-EIGHT_BITS = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}  # kv_cache_dtype -> type
-SCALE_BYTES = 4  # of numbers of 8 bits: one for the key of a token and a head, and one for its value
+EIGHT_BITS = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}  # kv_cache_dtype -> dtype
+SCALE_BYTES = 4  # of 8-bit caches: a scale per token and head for the key, and one for the value
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """The cache one attention layer needs. `window` is the number of positions a query sees, itself included; None = all.
-    `latent`: the first so many numbers of a key are its value, too, and no values are kept beside keys; None = they are.
+    """The cache of one attention layer. `window`: positions that a query attends to, itself included; None: all.
+    `latent`: the value is the first `latent` elements of the key, and no values are stored (MLA); None: values are stored.
 
-    Layers that keep something else have a class of their own with the same properties; layers of one `kind` and window share
+    Layers of one `kind` and window share groups, and `cache/groups.py` has a class for every kind.
     groups, and `cache/groups.py` has a class for every kind.
     """
 
@@ -26,7 +26,7 @@ class LayerCache:
 
     @property
     def sides(self) -> int:
-        """Keys and values, or both in one."""
+        """Return 2 for keys and values, 1 if they are stored together."""
         return 2 if self.latent is None else 1
 
     @property
@@ -43,8 +43,8 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class StateCache:
-    """What a recurrent layer keeps of a sequence instead of keys and values, however long that is: the last inputs of its
-    convolution, in the model's type, and its state, in float32. Either may be empty."""
+    """The state of a recurrent layer for a sequence of any length: the last inputs of its convolution, in the model's dtype,
+    and its recurrent state, in float32. Either may be empty."""
 
     conv: tuple[int, ...] = (0,)  # channels, inputs
     state: tuple[int, ...] = (0,)
@@ -81,24 +81,24 @@ class CacheLayout:
 
 
 def can_divide(layout: CacheLayout, layers: Sequence[LayerCache], element_bytes: int) -> bool:
-    """Otherwise a buffer has to lie page by page."""
+    """Return whether buffers can have another layout than PAGES."""
     if element_bytes == 1:
         return False
-    alike = len({(layer.sides, layer.kv_heads, layer.head_dim) for layer in layers}) == 1
-    return alike and layout.page_bytes == layers[0].page_bytes(layout.page_size, element_bytes)
+    uniform = len({(layer.sides, layer.kv_heads, layer.head_dim) for layer in layers}) == 1
+    return uniform and layout.page_bytes == layers[0].page_bytes(layout.page_size, element_bytes)
 
 
 class KVLayout(Enum):
-    """How a buffer lies in memory.
+    """The memory layout of a buffer.
 
     PAGES   [ page 0: keys of head 0, head 1 ..., values of head 0 ... | page 1 ... ]
     LINES   [ keys of head 0: page 0, page 1, ... | keys of head 1: ... | values of head 0: ... ]
     SPLIT   [ keys of all heads: page 0, page 1, ... | values of all heads: page 0, page 1, ... ]
 
-    Buffers that cannot be divided lie page by page nevertheless, and so do those of numbers of 8 bits: behind a page's numbers
-    are their scales.
+    Buffers that cannot be divided have PAGES nevertheless, and so do 8-bit caches: the scales are stored after a page's
+    values.
     """
 
     PAGES = "page by page"
-    LINES = "line by line"  # pages that follow each other are one piece per head, and need no copy
+    LINES = "line by line"  # consecutive pages are contiguous per head, and need no copy
     SPLIT = "keys apart from values"

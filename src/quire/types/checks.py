@@ -1,4 +1,4 @@
-"""What a parameter of a request may be: each check returns the value, or raises InvalidParameter with the parameter's name."""
+"""Checks of request parameters: each returns the value, or raises InvalidParameter with the parameter's name."""
 
 import math
 from typing import Any
@@ -25,7 +25,7 @@ def is_finite(value: float) -> bool:
 
 
 def shown(number: float) -> str:
-    """A number in an error's words; an integer of thousands of digits, which Python will not print, by its size."""
+    """Return a number as text for an error; a huge integer, which Python does not print, by its size."""
     if isinstance(number, int) and number.bit_length() > 128:
         return f"an integer of {number.bit_length()} bits"
     return f"{number}"

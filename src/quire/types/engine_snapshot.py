@@ -7,10 +7,10 @@ import msgspec
 from quire.types.plan import Ints
 from quire.types.request import FinishReason
 
-EVERY = 0.25  # seconds between two snapshots, at least
-MANY = 64  # running requests: with more, snapshots are half as frequent
-MOST_STEPS = 64  # listed one by one
-CELLS = 4096  # of the map of pages, at most
+SNAPSHOT_INTERVAL_S = 0.25  # minimum between two snapshots
+MANY_REQUESTS = 64  # with more running requests, snapshots are half as frequent
+MAX_LISTED_STEPS = 64
+MAX_CELLS = 4096  # of the map of pages
 
 RequestState = Literal["grammar", "waiting", "prompt", "decode", "preempted", "restart", "finished"]
 # where a request's time went
@@ -23,7 +23,7 @@ STEP_COLUMNS = (
 )  # fmt: skip
 # a cell of the map: blank, cached, or in use once or several times by the tenant whose number follows
 BLANK, CACHED, USED, SHARED = range(4)
-STRANGER = 126  # the tenant of pages whose owner is not known
+UNKNOWN_TENANT = 126  # of pages without a known owner
 Step = tuple[int, float, int, int, int, int, int, int, int, int, float, int]
 
 
@@ -34,8 +34,8 @@ class RequestSnapshot(msgspec.Struct, array_like=True, gc=False):
     tenant: str
     state: RequestState
     since: float
-    seen: float  # since when it has been watched
-    fresh: bool  # that is when the engine got it
+    seen: float  # since when viewers watch it
+    fresh: bool  # it has been watched since its arrival
     prompt: int
     cached: int
     drawn: int
@@ -54,21 +54,21 @@ class EngineSnapshot(msgspec.Struct, array_like=True):
     steps: list[Step]  # since the snapshot before
     skipped: int  # steps before those
     requests: list[RequestSnapshot]  # that changed since the snapshot before
-    compiling: int  # requests whose grammar is
+    compiling: int  # requests whose grammar is being compiled
     # of the running requests
     keys: list[str]
     row: Ints  # tokens in the latest step
     computed: Ints
     drawn: Ints
-    # of the map of pages, a piece
+    # changed cells of the map of pages
     first: int
     cells: bytes
     tenants: list[str]  # by number
     blank: int
     cached: int
-    guesses: tuple[Ints, Ints] | None = None  # tokens drafted and accepted, of the running, where there are any
-    engine: int = 0  # who sees it, of several
+    guesses: tuple[Ints, Ints] | None = None  # tokens drafted and accepted, of running requests, if there are any
+    engine: int = 0  # its number, of several
 
 
 def pages_per_cell(pages: int) -> int:
-    return -(-pages // CELLS)
+    return -(-pages // MAX_CELLS)

@@ -1,27 +1,27 @@
-"""Every error Quire raises on purpose.
+"""All errors that Quire raises on purpose.
 
 QuireError
-├── RequestError(ValueError)        the client's request is wrong; other requests go on           (HTTP 400)
+├── RequestError(ValueError)        the client's request is wrong; other requests continue        (HTTP 400)
 │   ├── InvalidParameter            one parameter has a bad value; `.parameter` names it
 │   │   └── UnknownParameter        (TypeError) there is none of that name
-│   ├── AdapterError                a LoRA adapter's files are missing, broken, or do not suit the model
-│   │   └── AdapterChanged          they are not what they were when it was loaded
+│   ├── AdapterError                a LoRA adapter's files are missing, broken, or do not fit the model
+│   │   └── AdapterChanged          they have changed since the adapter was loaded
 │   ├── PromptTooLong               the prompt cannot fit the context or the cache
-│   └── NotSupported                understood, but not done here     (HTTP 400 if it names a field, else 501)
-├── ConfigError(ValueError)         the engine was asked to start with impossible settings
+│   └── NotSupported                known, but not supported          (HTTP 400 if it names a field, else 501)
+├── ConfigError(ValueError)         the settings of the engine are invalid
 ├── ModelError(RuntimeError)        the checkpoint is missing, broken, or of an unknown kind
-│   └── ModelNotFound               nothing on disk, in the cache or on the hub answers to that name
+│   └── ModelNotFound               nothing on disk, in the cache or on the hub has that name
 └── EngineError(RuntimeError)       the engine itself failed                                      (HTTP 500)
     └── EngineDead                  and cannot go on
-        └── CompanionLost           because another engine did not, which has some of its experts
+        └── ExpertPeerLost      since another engine ended, which has some of its experts
 
-The message always says what is wrong and what would be right.
+The message states the problem and the solution.
 """
 
 # why a request ended when it forbade all tokens at once
 NO_TOKEN = (
-    "no token is allowed: structured_outputs, allowed_token_ids, bad_words, logit_bias and min_tokens, which puts off stop "
-    "tokens, forbid every one together"
+    "no token is allowed: structured_outputs, allowed_token_ids, bad_words, logit_bias and min_tokens, which delays stop "
+    "tokens, forbid all of them together"
 )
 
 
@@ -30,7 +30,7 @@ class QuireError(Exception):
 
 
 class RequestError(QuireError, ValueError):
-    """`parameter` is the request field to blame, as the client spelled it, or None."""
+    """`parameter` is the wrong request field, as the client spelled it, or None."""
 
     def __init__(self, message: str, parameter: str | None = None) -> None:
         super().__init__(message)
@@ -81,5 +81,5 @@ class EngineDead(EngineError):
     pass
 
 
-class CompanionLost(EngineDead):
+class ExpertPeerLost(EngineDead):
     pass

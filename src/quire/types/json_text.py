@@ -1,4 +1,4 @@
-"""JSON that others wrote: whatever is wrong with a text is a ValueError, and its depth too."""
+"""JSON of untrusted origin: every problem of a text, its depth included, is a ValueError."""
 
 import json
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def read_json(text: str | bytes, hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
-    """`hook` may replace the objects in it."""
+    """Parse a text. `hook` may replace the objects in it."""
     try:
         return json.loads(text, object_hook=hook)
     except RecursionError:

@@ -1,6 +1,6 @@
-"""The bridge: the only two values that cross between the deciding half and the executing half.
+"""StepPlan and StepResult, the only values that pass between the scheduler and the runner.
 
-Request ids stay on the deciding side; the device knows slots. Arrays are numpy so that a plan can be sent as bytes.
+Request ids stay on the scheduler's side; the device knows slots. Arrays are numpy so that a plan can be sent as bytes.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ Words = npt.NDArray[np.uint32]
 
 
 NOTHING: Ints = np.empty(0, np.int32)
-FEW = 8  # for which lists are quicker than arrays
+MAX_LIST_ROWS = 8  # up to which lists are faster than arrays
 
 
 def _none() -> Ints:
@@ -29,8 +29,8 @@ def _none() -> Ints:
 
 
 def spans(first: npt.NDArray[np.integer], lengths: npt.NDArray[np.integer]) -> Ints:
-    """lengths[i] integers from first[i] on, end to end: [7, 2], [1, 3] -> [7, 2, 3, 4]."""
-    if len(lengths) <= FEW:
+    """Return the concatenation of lengths[i] integers from first[i] on: [7, 2], [1, 3] -> [7, 2, 3, 4]."""
+    if len(lengths) <= MAX_LIST_ROWS:
         each = zip(first.tolist(), lengths.tolist(), strict=True)
         return np.array([begin + i for begin, length in each for i in range(length)], np.int32)
     begins = np.cumsum(lengths) - lengths
@@ -40,7 +40,7 @@ def spans(first: npt.NDArray[np.integer], lengths: npt.NDArray[np.integer]) -> I
 
 @dataclass(frozen=True)
 class Admission:
-    """A slot gets a new tenant: all tokens known so far, of which the first `start` are already in the cache."""
+    """A request enters a slot with all tokens known so far, of which the first `start` are already in the cache."""
 
     slot: int
     tokens: Ints  # [known]
@@ -48,32 +48,34 @@ class Admission:
     start: int
     params: SamplingParams
     seed: int  # 64 bits, resolved: never None on the device
-    stop_ids: tuple[int, ...]  # suppressed until min_tokens are out
+    stop_ids: tuple[int, ...]  # suppressed until min_tokens are generated
     bad_words: tuple[tuple[int, ...], ...]  # token sequences that must not be completed
     extras: Extras = NO_EXTRAS
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Those of a step's tokens that something is wanted of, by what it is: indices among all tokens of the step, rising."""
+    """Tokens of a step whose logits or states are needed: indices among all tokens of the step, rising."""
 
-    draw: Ints  # [draws] the next token is drawn; of a row with drafts, behind its last known token and behind each draft
+    draw: Ints  # [draws] after which a token is sampled; of a row with drafts, its last known token and each draft
     prompt_logprobs: Ints = field(default_factory=_none)  # logprobs of the prompt token that follows
     pool: Ints = field(default_factory=_none)  # the hidden state itself, for pooling
 
     @classmethod
     def last(cls, count: npt.NDArray[np.integer], draws: npt.NDArray[np.integer]) -> "Outputs":
-        """Draws behind the last draws[r] tokens of each row, and nothing else."""
+        """Return samples after the last draws[r] tokens of each row, and nothing else."""
         return cls(spans(np.cumsum(count) - draws, draws))
 
 
 @dataclass(frozen=True, eq=False)
 class RowShapes:
-    """How long rows are and what is wanted of them, whosever they are. Most steps have the shapes of the step before, so plans
-    share them: what follows from them is worked out once, and found by what they are (`is`)."""
+    """Lengths and outputs of rows, without their slots.
+
+    Most steps have the shapes of the step before, so plans share the object, and derived arrays are computed once.
+    """
 
     count: Ints  # [rows]
-    drafts: Ints  # [rows] of those tokens, the last
+    drafts: Ints  # [rows] drafts among those tokens, the last ones
     outputs: Outputs
 
     @cached_property
@@ -82,23 +84,23 @@ class RowShapes:
 
     @cached_property
     def drafted(self) -> int:
-        """All drafts together."""
+        """Return the number of all drafts."""
         return int(self.drafts.sum())
 
     @cached_property
     def each(self) -> list[tuple[bool, int]]:
-        """[rows] does it draw, and its drafts; for loops, in which numbers are quicker than arrays."""
+        """[rows] (samples, drafts) as a list, which is faster than arrays in loops."""
         return list(zip(self.sample.tolist(), self.drafts.tolist(), strict=True))
 
     @cached_property
     def draft_places(self) -> tuple[Longs, Longs]:
-        """[drafted] the row of each draft, and where it is behind that row's end: a number below 0."""
+        """[drafted] the row of each draft, and its offset from that row's end, below 0."""
         row = np.arange(len(self.drafts)).repeat(self.drafts)
         return row, spans(-self.drafts, self.drafts).astype(np.int64)
 
     def rows_of(self, tokens: Ints) -> Ints:
-        """The rows to which these of the step's tokens belong."""
-        if self.tokens == len(self.count):  # most steps: the rows have one token each
+        """Return the rows of these tokens of the step."""
+        if self.tokens == len(self.count):  # a pure decode step
             return tokens
         return np.searchsorted(np.cumsum(self.count), tokens, side="right").astype(np.int32)
 
@@ -109,7 +111,7 @@ class RowShapes:
 
     @cached_property
     def first_draw(self) -> Ints:
-        """[rows] where their draws begin."""
+        """[rows] index of the row's first draw."""
         draws = np.where(self.sample, 1 + self.drafts, 0)
         first: Ints = draws.cumsum(dtype=np.int32) - draws.astype(np.int32)
         return first
@@ -120,8 +122,8 @@ class RowShapes:
 
     @cached_property
     def sample(self) -> Bools:
-        """[rows] which of them draw."""
-        if len(self.outputs.draw) == self.tokens:  # most steps: something is drawn behind every token
+        """[rows] whether the row samples."""
+        if len(self.outputs.draw) == self.tokens:  # most steps: every token is sampled after
             return np.ones(len(self.count), np.bool_)
         sample = np.zeros(len(self.count), np.bool_)
         sample[self.draw_row] = True
@@ -161,22 +163,22 @@ class StepRows(msgspec.Struct, frozen=True, eq=False):
 
 
 class StepPlan(StepRows, frozen=True, eq=False, dict=True):
-    """One step: who came and went, which pages changed hands, and the rows.
+    """One step: admitted and retired slots, changes of page tables, and the rows.
 
     Order of effects on the device: retire, admit, given tokens, tables, copies, states that are loaded, then the rows, then
-    states that are saved. Recurrent states lie in entries: those of the slots first, snapshots of prefixes behind them.
+    states that are saved. Recurrent states are in entries: those of the slots first, then snapshots of prefixes.
 
-    A row is "`count` more tokens of `slot`", of which the last `drafts` are what host or device expects to come. A row that
-    reaches the last known token draws: there, and behind every draft. The drafts that were drawn are accepted, up to the first
-    that was not; so a row brings 1 to 1 + drafts tokens, and where the next row begins is known to the device first. `end` is
-    what it is at most.
+    A row is "`count` more tokens of `slot`", of which the last `drafts` are draft tokens of host or device. A row that
+    reaches the last known token samples there, and after every draft. Drafts that equal the sampled tokens are accepted, up to
+    the first that does not; so a row yields 1 to 1 + drafts tokens, and the device knows first where the next row begins. `end`
+    is the maximum.
 
-    Of the draws, those `masked` are restricted to what a mask allows. Masks depend on tokens of the step before, so they are
-    not part of the plan: the step is started without them, and draws when it gets them.
+    Samples of `masked` rows are restricted by masks. Masks depend on tokens of the previous step, so they are
+    not part of the plan: the step starts without them, and samples when it gets them.
     """
 
     step: int
-    retired: Ints = NOTHING  # [retired] slots whose tenant left
+    retired: Ints = NOTHING  # [retired] slots whose request left
     admitted: tuple[Admission, ...] = ()
     # page-table entries to write: table[group][slot, index] = page
     entry_group: Ints = NOTHING  # [entries]
@@ -187,21 +189,21 @@ class StepPlan(StepRows, frozen=True, eq=False, dict=True):
     copy_from: Ints = NOTHING  # [copies]
     copy_to: Ints = NOTHING  # [copies]
     masked: Ints = NOTHING  # [masked] indices among the draws, rising
-    # tokens that were not drawn: tokens[slot, position] = token, in order, each after the slot's last
+    # tokens that were not sampled: tokens[slot, position] = token, in order, each after the slot's last
     given_slot: Ints = NOTHING  # [given]
     given_position: Ints = NOTHING  # [given]
     given_token: Ints = NOTHING  # [given]
-    # [sum of drafts] where the host expects them, row by row; none = the device does
+    # [sum of drafts] drafts of the host, row by row; empty: the device drafts
     draft_token: Ints = NOTHING
     load_entry: Ints = NOTHING  # [loads] state[load_slot] = state[load_entry]
     load_slot: Ints = NOTHING  # [loads]
-    save_slot: Ints = NOTHING  # [saves] state[save_entry] = state[save_slot], behind the rows
+    save_slot: Ints = NOTHING  # [saves] state[save_entry] = state[save_slot], after the rows
     save_entry: Ints = NOTHING  # [saves]
-    guesses: Ints = NOTHING  # [rows] tokens that a drafter with weights guesses behind the draws of each
+    guesses: Ints = NOTHING  # [rows] tokens that a drafter with weights drafts after each row
 
     @cached_property
     def ahead(self) -> int:
-        """The most of them."""
+        """Return the maximum of `guesses`."""
         return int(self.guesses.max(initial=0))
 
 
@@ -215,20 +217,20 @@ class TopLogprobs:
 
 
 class StepResult(msgspec.Struct, frozen=True, eq=False):
-    """`lengths[i]` tokens came of row i: none of a chunk, one of most rows, up to 1 + drafts of a row with drafts."""
+    """The result of a step. `lengths[i]`: tokens of row i: 0 for a chunk, usually 1, up to 1 + drafts."""
 
     step: int
     lengths: Ints  # [rows]
     ids: Ints  # [sum of lengths] row by row
-    logprobs: dict[int, TopLogprobs] = {}  # row -> of its tokens
-    prompt_logprobs: dict[int, TopLogprobs] = {}  # row -> of the prompt tokens that were asked for
-    pooled: dict[int, Floats] = {}  # row -> [n, size] what was pooled of its tokens, if that is complete
-    drafts: dict[int, Ints] = {}  # row with masked draws -> what the device expects behind its tokens
-    failed: dict[int, str] = {}  # row -> why, behind the tokens it brought; the other rows are good
+    logprobs: dict[int, TopLogprobs] = {}  # row -> logprobs of its tokens
+    prompt_logprobs: dict[int, TopLogprobs] = {}  # row -> logprobs of the requested prompt tokens
+    pooled: dict[int, Floats] = {}  # row -> [n, size] pooled states of its tokens, when complete
+    drafts: dict[int, Ints] = {}  # masked row -> the device's drafts after its tokens
+    failed: dict[int, str] = {}  # row -> error after its tokens; the other rows are valid
 
 
-MOST_ROWS = 512  # requests in a recorded step
-MOST_TOKENS = 2048  # more keep the device busy while they are launched one by one
+MOST_ROWS = 512  # requests in a step with a CUDA graph
+MOST_TOKENS = 2048  # larger steps hide the launch of kernels one by one
 TOKEN_BUCKETS = (16, 32, *range(64, 1024, 64), *range(1024, MOST_TOKENS + 1, 256))
 
 

@@ -1,4 +1,4 @@
-"""The forms in which a prompt may be given, the one that it has from there on, and what comes with it."""
+"""Prompts as users give them, the prepared prompt, and extras that travel with a request."""
 
 from dataclasses import dataclass
 from typing import NotRequired, TypedDict
@@ -23,18 +23,20 @@ PromptType = str | list[int] | TextPrompt | TokensPrompt
 
 @dataclass(frozen=True)
 class Extras:
-    """What a request brings along beside tokens and sampling parameters, from where its prompt is read to the rows of the
-    device: `Prompt`, `EngineRequest` and `Admission` carry it as a whole, so that a field here travels by itself."""
+    """Fields of a request besides tokens and sampling parameters, from the prompt to the rows of the device.
 
-    adapter: int = 0  # on the device: the place of the adapter that its tokens run with; 0 = none
-    pooling: Pooling | None = None  # its prompt's hidden states are pooled, and no token is drawn
-    lora: AdapterRef | None = None  # the adapter itself; its place is known when it is on the device
-    lora_name: str = ""  # as users call it
+    `Prompt`, `EngineRequest` and `Admission` have it as a whole, so a new field needs no other changes.
+    """
+
+    adapter: int = 0  # on the device: the slot of its adapter; 0: none
+    pooling: Pooling | None = None  # pool the prompt's hidden states, and sample no token
+    lora: AdapterRef | None = None  # the adapter itself; its slot is known when it is on the device
+    lora_name: str = ""  # the user's name of it
     segment: int = 0  # of a pair of texts: position of the first token with segment id 1; 0 = all tokens have segment id 0
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Names of the features without whose device half the request must not run."""
+        """Return the features whose device half the request requires."""
         return (*(("lora",) if self.adapter else ()), *(("pooling",) if self.pooling is not None else ()))
 
 
@@ -43,7 +45,7 @@ NO_EXTRAS = Extras()
 
 @dataclass(frozen=True)
 class Prompt:
-    text: str | None  # as the user or the template wrote it; None: it came as token ids, or was cut
+    text: str | None  # of the user or the template; None: token ids were given, or it was truncated
     ids: list[int]
     cache_salt: str | None = None  # cached pages are shared only among prompts with the same one
     extras: Extras = NO_EXTRAS

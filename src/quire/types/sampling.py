@@ -72,7 +72,7 @@ _GONE = {
 
 
 class _Named(msgspec.StructMeta):
-    """Its classes say which argument they do not have, and which they have instead."""
+    """A metaclass that reports unknown arguments, and the names that replace them."""
 
     def __call__(cls, *args: Any, **values: Any) -> Any:  # noqa: N805
         unknown = [name for name in values if name not in cls.__struct_fields__]
@@ -127,7 +127,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, metaclass=_Named):
     thinking_forced_ids: list[int] | None = None  # drawn when thinking_token_budget is spent; None = thinking_end_ids
 
     def __post_init__(self) -> None:
-        """What was left at its default needs no check."""
+        """Check all fields that differ from their default."""
         for name, check in _CHECKS.items():
             value, default = getattr(self, name), _DEFAULTS[name]
             if value is not default and (type(value) is not type(default) or value != default):
@@ -151,7 +151,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, metaclass=_Named):
 
     @property
     def needs_masks(self) -> bool:
-        """What may be drawn is decided anew for every token."""
+        """Return whether every token needs a new mask."""
         return self.structured_outputs is not None or self.thinking_token_budget is not None
 
     @property
@@ -160,11 +160,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, metaclass=_Named):
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Prompt logprobs need every prompt position to be run, so they skip the cache."""
+        """Return whether a prefix hit may be used. Prompt logprobs need every prompt position, so they skip the cache."""
         return self.prompt_logprobs is None and not self.skip_reading_prefix_cache
 
     def clone(self) -> "SamplingParams":
-        """A private copy, so that a caller may go on changing theirs. What was changed since the check is checked."""
+        """Return a private copy, since a caller may change the original later. Changed fields are checked again."""
         if self.skip_clone:
             return self
         twin = copy.copy(self)
@@ -194,7 +194,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, metaclass=_Named):
             raise NotSupported(f"{name} cannot be used: no reasoning parser is configured", name)
 
 
-MOST_LENGTH_PENALTY = 32.0  # no length to this power is more than a float can hold
+MAX_LENGTH_PENALTY = 32.0  # any length to this power is a finite float
 
 
 class BeamSearchParams(msgspec.Struct):
@@ -210,7 +210,7 @@ class BeamSearchParams(msgspec.Struct):
         check_int("beam_width", self.beam_width, low=1, high=MOST_SEQUENCES)
         check_int("max_tokens", self.max_tokens, low=1)
         check_real("temperature", self.temperature, low=0.0, high=2.0)
-        check_real("length_penalty", self.length_penalty, low=-MOST_LENGTH_PENALTY, high=MOST_LENGTH_PENALTY)
+        check_real("length_penalty", self.length_penalty, low=-MAX_LENGTH_PENALTY, high=MAX_LENGTH_PENALTY)
         if self.structured_outputs is not None:
             raise NotSupported("structured_outputs cannot be used: a beam search is not constrained", "structured_outputs")
 

@@ -22,7 +22,7 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Finished:
-    """A user's request that is over: its n choices together."""
+    """A finished request of a user with its n choices."""
 
     request_id: str
     prompt_tokens: int
@@ -39,15 +39,15 @@ class Finished:
 
 @dataclass
 class OutputNews:
-    """What one step's deltas brought. Times are seconds."""
+    """The outputs of one step. Times are seconds."""
 
     now: float  # time.monotonic()
     tokens: int = 0  # generated
     prompts: list[tuple[int, int]] = field(default_factory=list)  # tokens, and how many were cached, of prompts now computed
-    first_tokens: list[float] = field(default_factory=list)  # since the request came
+    first_tokens: list[float] = field(default_factory=list)  # since the arrival of the request
     intervals: list[float] = field(default_factory=list)  # between two tokens of a choice
     finished: list[Finished] = field(default_factory=list)
-    engine: int = 0  # whose step, of several engines
+    engine: int = 0  # its number, of several engines
 
 
 class OutputObserver(Protocol):
@@ -55,30 +55,30 @@ class OutputObserver(Protocol):
         """A request was accepted."""
 
     def on_outputs(self, news: OutputNews) -> None:
-        """A step's tokens were turned into text, or a request was dropped."""
+        """A step's tokens were detokenized, or a request was dropped."""
 
 
 class DeviceCounts(msgspec.Struct, frozen=True, array_like=True):
-    """What the device side had to prepare, and how often it could use what was prepared. All but replays stand still under
-    steady traffic."""
+    """Preparations of the device, and how often they were used. All counts except replays are constant under steady
+    traffic."""
 
     compilations: int = 0  # kernel variants compiled
     loads: int = 0  # kernel variants taken from the disk cache
     captures: int = 0  # CUDA graphs recorded
-    replays: int = 0  # steps that were one
-    misses: int = 0  # steps that could have been one and ran without
+    replays: int = 0  # steps that ran as a CUDA graph
+    misses: int = 0  # steps that could have run as a CUDA graph, but did not
 
 
 NO_COUNTS = DeviceCounts()
 
 
 class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
-    """Of rows with drafts, since the start of the engine process."""
+    """Counts of rows with drafts, since the start of the engine process."""
 
     rows: int = 0
     tokens: int = 0
     accepted: int = 0
-    per_position: tuple[int, ...] = ()  # accepted, by their place behind the last known token
+    per_position: tuple[int, ...] = ()  # accepted, by position after the last known token
 
 
 NO_DRAFTS = DraftCounts()
@@ -93,27 +93,27 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     hits: int  # ... and found
     preemptions: int
     device: DeviceCounts = NO_COUNTS
-    grammar_losses: int = 0  # of grammar processes
+    grammar_losses: int = 0  # lost grammar processes
     drafts: DraftCounts = NO_DRAFTS
     adapter_reads: int = 0  # from files to the host's memory
     adapter_puts: int = 0  # from there to the device
-    engine: int = 0  # whose they are, of several
+    engine: int = 0  # its number, of several
 
 
 NOTHING = Stats(0, 0, 0, 0, 0, 0, 0)
 
 
 def together(engines: Sequence[Stats]) -> Stats:
-    """Of several engines. Device preparation is reported by each by itself."""
+    """Return the sums over several engines. Device counts are reported per engine."""
     counted = ("running", "waiting", "pages", "free_pages", "queries", "hits", "preemptions", "grammar_losses")
     return Stats(**{name: sum(getattr(each, name) for each in engines) for name in counted})
 
 
 class Observer(OutputObserver, Protocol):
-    """Hears of requests, outputs and steps. Called on the event loop, so it must be quick and must not raise."""
+    """Receives requests, outputs and steps. Called on the event loop, so it must be fast and must not raise."""
 
     def on_step(self, stats: Stats, tokens_in_step: int, now: float) -> None:
-        """One turn of the engine's loop. `tokens_in_step` were run, prompt and output together; `now` is time.monotonic().
+        """One step of the engine. `tokens_in_step`: prompt and output tokens; `now`: time.monotonic().
 
         All but the first four count from the start of the engine process, and again after a restart.
         """

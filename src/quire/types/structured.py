@@ -1,7 +1,7 @@
-"""What the text of an answer must look like: one constraint, as the user states it.
+"""The user's constraint on the text of an answer.
 
-Here is checked what can be known of its form. Whether the schema, pattern or grammar itself makes sense is found out when it is
-compiled (`grammar/`).
+Only its types are checked here. Whether the schema, pattern or grammar is valid is found out when it is compiled
+(`features/structured/grammar/`).
 """
 
 from collections.abc import Mapping
@@ -18,10 +18,10 @@ MOST_GRAMMAR_BYTES = 1 << 18
 
 
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """vLLM's fields; exactly one of the first six is given. `starts_after` and `strict` are our own.
+    """vLLM's fields; exactly one of the first six is given. `starts_after` and `strict` are extensions of Quire.
 
-    `starts_after` is a sequence of token ids: until the answer has contained it, nothing is constrained. The ids that end a
-    model's reasoning go here.
+    `starts_after` is a sequence of token ids: the answer is unconstrained until it contains them, such as the ids that end a
+    model's reasoning.
     """
 
     json: str | dict[str, Any] | None = None  # a JSON schema
@@ -30,12 +30,12 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
     grammar: str | None = None  # Lark, or EBNF with ::=
     json_object: bool | None = None  # any JSON object
     structural_tag: str | dict[str, Any] | None = None  # free text in which triggers start constrained parts
-    disable_fallback: bool = False  # there is one backend, so there never is a fallback
+    disable_fallback: bool = False  # no effect: there is no fallback
     disable_any_whitespace: bool = False  # JSON without spaces and line breaks
-    disable_additional_properties: bool | None = None  # JSON objects have no keys but those they name (None: so it is)
-    whitespace_pattern: str | None = None  # what may stand between the parts of JSON
+    disable_additional_properties: bool | None = None  # JSON objects have only declared keys (None: the same)
+    whitespace_pattern: str | None = None  # whitespace between the parts of JSON
     starts_after: list[int] | None = None
-    strict: bool = False  # a JSON schema that says more than a grammar can hold to is refused
+    strict: bool = False  # refuse a JSON schema that a grammar cannot fully enforce
 
     def __post_init__(self) -> None:
         if self.json_object is False:
@@ -49,12 +49,12 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
 
     @property
     def constraint(self) -> str:
-        """The name of the one that is given."""
+        """Return the name of the constraint that is given."""
         return next(name for name in CONSTRAINTS if getattr(self, name) is not None)
 
     @property
     def size(self) -> int:
-        """Bytes of its text."""
+        """Return its size in bytes."""
         try:
             return len(msgspec.msgpack.encode(self))
         except (OverflowError, TypeError, UnicodeEncodeError) as error:
@@ -85,8 +85,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown
                 raise InvalidParameter(f"{FIELD}.{name} is for json and json_object, not for {constraint}", FIELD)
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise InvalidParameter(
-                f"{FIELD}.whitespace_pattern says what whitespace may be, and disable_any_whitespace that there is none: "
-                "leave one of them out",
+                f"{FIELD}.whitespace_pattern and disable_any_whitespace contradict each other: leave one of them out",
                 FIELD,
             )
 
@@ -99,7 +98,7 @@ def _check(name: str, value: Any, kinds: tuple[type, ...], what: str) -> None:
 
 
 def as_structured_outputs(value: Any) -> StructuredOutputsParams:
-    """From the fields a request brings as an object."""
+    """Return parameters from the fields of a request's object."""
     if isinstance(value, StructuredOutputsParams):
         return value
     if not isinstance(value, Mapping):
@@ -112,7 +111,7 @@ def as_structured_outputs(value: Any) -> StructuredOutputsParams:
 
 
 def read_object(name: str, value: str | dict[str, Any]) -> dict[str, Any]:
-    """A schema or a tag, given as an object or as its text."""
+    """Return a schema or a tag that is given as an object or as text."""
     if isinstance(value, dict):
         return value
     if len(value) > MOST_GRAMMAR_BYTES:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.config.recurrent import Layers
+from quire.config.layer_patterns import Layers
 from quire.files.gguf import GGUFHeader
 
 Config = Mapping[str, Any]

@@ -14,7 +14,7 @@ from quire.config.gguf_values import (
     mamba2_fields,
     number,
 )
-from quire.config.recurrent import Layers, kinds_of, mamba2_state
+from quire.config.layer_patterns import Layers, kinds_of, mamba2_state
 from quire.files.gguf import GGUFHeader
 from quire.types.errors import ModelError
 

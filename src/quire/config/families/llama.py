@@ -4,7 +4,7 @@ from typing import Any
 
 from quire.config.families.card import BIASES, GGUF, ROPE, SILU, Card, Config
 from quire.config.gguf_values import experts_of
-from quire.config.uneven_layers import block_half
+from quire.config.layer_patterns import block_half
 from quire.files.gguf import GGUFHeader
 from quire.files.reading import shown
 from quire.types.errors import ModelError

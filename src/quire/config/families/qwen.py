@@ -4,7 +4,7 @@ from typing import Any
 
 from quire.config.families.card import GGUF, ROPE, SILU, Card, Config
 from quire.config.gguf_values import experts_of
-from quire.config.recurrent import gated_delta_layers
+from quire.config.layer_patterns import gated_delta_layers
 from quire.files.gguf import GGUFHeader
 
 _DENSE, _MOE, _HYBRID = "Qwen 1 to 3", "Qwen2-MoE, Qwen3-MoE", "Qwen3-Next, Qwen3.5"

@@ -15,7 +15,7 @@ from quire.config.gguf_values import (
     mamba2_fields,
     positive_size,
 )
-from quire.config.recurrent import (
+from quire.config.layer_patterns import (
     Kind,
     Layers,
     all_of,

@@ -25,9 +25,8 @@ from quire.device.cpu.device import has_openvino
 from quire.device.cpu.graph import Runtime
 from quire.device.cpu.repack import repack
 from quire.device.cpu.session import packed_product
+from quire.files.cache import STORE_ERRORS, cache_directory, read_json_store, store_problem, write_json_store
 from quire.files.gguf import GGML_TYPES
-from quire.files.kept import WRONG, read_kept, what_is_wrong, write_kept
-from quire.files.wheel import cache_directory
 from quire.ops.blocks import QuantizedMatrix, dequantize
 from quire.ops.dequantized_linear import dequantized_linear
 from quire.ops.native import multiplies, multiplies_floats
@@ -86,25 +85,25 @@ def choose() -> Choice:
         return OWN_KERNELS  # always best, and batch-invariant
     path, key, known = cache_directory() / "cpu.json", _key(), dict[str, Choice]()
     try:
-        for other, stored in read_kept(path).items():
-            with suppress(*(WRONG if other != key else ())):  # skip invalid entries of other CPUs
+        for other, stored in read_json_store(path).items():
+            with suppress(*(STORE_ERRORS if other != key else ())):  # skip invalid entries of other CPUs
                 known[other] = _chosen(stored)
     except FileNotFoundError:
         pass
-    except (OSError, *WRONG) as error:
-        logger.warning("%s: %s; the kernels for this CPU are measured again", path, what_is_wrong(error))
+    except (OSError, *STORE_ERRORS) as error:
+        logger.warning("%s: %s; the kernels for this CPU are measured again", path, store_problem(error))
     if key in known:
         return known[key]
     with doing("measuring kernels for this CPU, once"):
         choice = measure()
     logger.debug("kernels measured on this CPU: %s", choice)
     entries = [*known.items(), (key, choice)][-MAX_ENTRIES:]
-    write_kept(path, {name: asdict(found) for name, found in entries})
+    write_json_store(path, {name: asdict(found) for name, found in entries})
     return choice
 
 
 def _chosen(stored: Any) -> Choice:
-    """Return the choice that was stored. Raises one of `WRONG` if it is invalid."""
+    """Return the choice that was stored. Raises one of `STORE_ERRORS` if it is invalid."""
     choice = Choice(**stored)
     for field in fields(Choice):
         value = getattr(choice, field.name)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from quire.config.devices import KEEPS
 from quire.config.facts import DeviceFacts
-from quire.config.host import available_host_bytes, take_cores, threads_wanted
+from quire.config.host import available_host_bytes, count_threads, take_cores
 from quire.config.memory import host_cache_bytes
 from quire.device.base import GIB, Device, PlannedBudget, Prepared, Setting, no_memory
 from quire.ops.native import multiplies, multiplies_floats
@@ -85,7 +85,7 @@ class CPUDevice(Device):
 
         # bfloat16 on a CPU without support: slow but correct
         warnings.filterwarnings("ignore", "mkldnn_matmul failed, switching to BLAS gemm")
-        torch.set_num_threads(threads_wanted())
+        torch.set_num_threads(count_threads())
         self._trim = AllocatorTrim()
 
     def prepare(self, model: "Decoder", setting: Setting) -> Prepared:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quire.cache.layout import MOST_SNAPSHOTS, Capacity, pages_for
+from quire.cache.layout import SNAPSHOTS_PER_SLOT, Capacity, pages_for
 from quire.config.config import Config
 from quire.config.facts import ModelFacts
 from quire.engine.executor.base import Executor
@@ -418,7 +418,7 @@ def start_fake(config: Config, facts: ModelFacts, layout: CacheLayout, watch: St
     if override is None and args.kv_cache_memory_bytes is None:
         alone = pages_for(layout, config.max_model_len, config.max_batched_tokens)
         override = max(alone, min(alone * config.max_seqs, MAX_FAKE_PAGES))
-    states = (MOST_SNAPSHOTS + 2) * config.max_seqs * config.state_bytes
+    states = (SNAPSHOTS_PER_SLOT + 2) * config.max_seqs * config.state_bytes
     capacity = fit_or_warn(config, layout, args.kv_cache_memory_bytes or states, override)
     executor = FakeExecutor(
         layout,

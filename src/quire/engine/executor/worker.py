@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from quire.config.host import take_turns, wait_politely
+from quire.config.host import limit_thread_spinning, shorten_switch_interval
 from quire.device.registry import VISIBLE
 from quire.engine.executor import wire
 from quire.engine.executor.nodes import REMOTE
@@ -158,7 +158,7 @@ class Rank:
         config = resolve_here(args, Stopwatch(), rank=rank)
         refuse_other_draft(config, command.draft_files)
         if config.max_loras:
-            take_turns()
+            shorten_switch_interval()
         if config.stages > 1:
             from quire.engine.executor.stages import join_pipeline, make_stage_runner
 
@@ -195,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("quire").setLevel(logging.ERROR)  # the first rank logs the same
     control = socket.socket(fileno=int(connection))
     frames = Frames(control)
-    wait_politely()
+    limit_thread_spinning()
     sockets = {name: socket.socket(fileno=int(fd)) for name, fd in pairs}
     local = {int(name): end for name, end in sockets.items() if not name.startswith(REMOTE)}
     remote = {int(name): end for name, end in sockets.items() if name.startswith(REMOTE)}

@@ -33,7 +33,7 @@ from quire.proc.channel import MAX_FRAME_BYTES, Frames, FrameTooLong
 from quire.proc.fork_server import usable_parent_server
 from quire.proc.spawn import ChildProcess, anonymous_memory, command_of, exit_reason, is_stopped
 from quire.types.adapter import AdapterRef
-from quire.types.errors import CompanionLost, EngineDead, QuireError
+from quire.types.errors import EngineDead, ExpertPeerLost, QuireError
 
 COMMAND = command_of("quire.engine.executor.worker")
 LOST = 3  # the exit code of a rank that ends because another one is gone
@@ -239,7 +239,7 @@ class Workers:
                     raise self.give_up(f"{worker.name} {_exit_description(code, remote=not worker.process.pid)}")
             if time.monotonic() > deadline:
                 if self._shares and ended:
-                    raise self.give_up("another engine, which has some of its experts, is gone", CompanionLost)
+                    raise self.give_up("another engine, which has some of its experts, is gone", ExpertPeerLost)
                 [worker] = [worker for worker in self._workers if worker.rank == rank]
                 raise self.give_up(f"{worker.name} has closed its connections")
             time.sleep(0.01)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from quire.config.args import EngineArgs, shares_experts
 from quire.proc.spawn import anonymous_memory
-from quire.types.errors import CompanionLost
+from quire.types.errors import ExpertPeerLost
 
 if TYPE_CHECKING:
     from quire.engine.executor.workers import Workers
@@ -156,7 +156,7 @@ class ExpertPeerWatch:
         if rank // self._ranks == self._engine and self._workers is not None:
             self._workers.lost(rank % self._ranks)
         self._check_own()
-        raise CompanionLost(f"engine {rank // self._ranks}, which has some of its experts, is gone")
+        raise ExpertPeerLost(f"engine {rank // self._ranks}, which has some of its experts, is gone")
 
     def late(self, ranks: Sequence[int], seconds: float) -> None:
         if self._workers is not None:
@@ -164,7 +164,7 @@ class ExpertPeerWatch:
         self._check_own()
         if seconds > (self._hang_timeout if self.met else self._start_timeout):
             names = " and ".join(f"engine {engine}" for engine in sorted({rank // self._ranks for rank in ranks}))
-            raise CompanionLost(f"{names} kept those that share its experts waiting for {seconds:.1f} s")
+            raise ExpertPeerLost(f"{names} kept those that share its experts waiting for {seconds:.1f} s")
 
     def _check_own(self) -> None:
         if self._workers is not None:

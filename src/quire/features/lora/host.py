@@ -136,7 +136,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     Conflict(
         "drafts of tokens that only adapters have",
-        lambda c: c.more_tokens > 0 and c.speculation is not None and c.speculation.method not in ("ngram", "suffix"),
+        lambda c: c.adapter_tokens > 0 and c.speculation is not None and c.speculation.method not in ("ngram", "suffix"),
         lambda c: (
             f"lora_extra_vocab_size is not supported with the speculation method {c.draft_method}: what "
             "drafts knows the model's own tokens only. Use ngram or suffix, or leave it out"
@@ -161,7 +161,7 @@ class LoRA(Feature):
         if not config.max_loras:
             return None
         return {
-            "max_loras": config.max_loras, "max_rank": config.args.max_lora_rank, "added_tokens": config.more_tokens,
+            "max_loras": config.max_loras, "max_rank": config.args.max_lora_rank, "added_tokens": config.adapter_tokens,
         }  # fmt: skip
 
     def memory(self, config: "Config", sizes: Sizes) -> Memory:

@@ -131,17 +131,17 @@ class LoRAManager:
             del state.waiting[request.spec.id]
             if not state.is_needed:
                 self._line.pop(state.ref.version, None)
-        elif request.place:
+        elif request.adapter_slot:
             state.holders -= 1
             state.used = next(self._times)
-            request.place = 0
+            request.adapter_slot = 0
         self._settle(state)
         self._news = True
 
     def _hold(self, state: AdapterState, name: str) -> None:
         state.holders += 1
         state.used = next(self._times)
-        self._roster.live[name].place = state.place
+        self._roster.live[name].adapter_slot = state.place
         self._roster.ready(name, "adapter")
 
     # ---- loading without a request ---------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class LoRAManager:
 
     def check(self) -> None:
         """Raise EngineError if the bookkeeping is inconsistent. For tests."""
-        held = [r.spec.extras.lora.version for r in self._roster.live.values() if r.place and r.spec.extras.lora]
+        held = [r.spec.extras.lora.version for r in self._roster.live.values() if r.adapter_slot and r.spec.extras.lora]
         for version, state in self._states.items():
             if state.holders != held.count(version):
                 raise EngineError(

@@ -24,8 +24,8 @@ from quire.features.lora.peft_config import AdapterConfig, interpret
 from quire.features.lora.peft_vocab_experts import AddedTokens, ExpertTensors, TokenRows
 from quire.features.lora.sites import Addition, ExpertsSite, HeadSite, LinearSite, Site
 from quire.features.lora.values import LARGE, largest_of
-from quire.files.adapter import ADAPTER_LIMITS, AdapterFiles, find_adapter, read_config, too_wide
-from quire.files.reading import open_regular, shown, told
+from quire.files.adapter import ADAPTER_LIMITS, AdapterFiles, find_adapter, rank_problem, read_config
+from quire.files.reading import error_summary, open_regular, shown
 from quire.files.safetensors import read_header
 from quire.files.threads import in_threads
 from quire.load.assign import Renames, rename
@@ -105,7 +105,7 @@ def _read_tensors(files: AdapterFiles) -> list[Named]:
     except ModelError as error:
         raise AdapterError(str(error), "lora_path") from error
     except Exception as error:  # of torch's reader, whatever the file made it stumble over
-        raise AdapterError(f"{files.weights.name} cannot be read: {told(error)}", "lora_path") from error
+        raise AdapterError(f"{files.weights.name} cannot be read: {error_summary(error)}", "lora_path") from error
     if not isinstance(found, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in found.items()):
         raise AdapterError(f"{files.weights.name} is not a table of tensors", "lora_path")
     return [_checked(name, values) for name, values in found.items()]
@@ -295,7 +295,7 @@ class Reader:
         if rank != expected:
             raise named.wrong(f"has rank {rank}, where adapter_config.json has {shown(expected)}")
         if rank > self._model.max_rank * merged:
-            raise named.wrong(f"has rank {rank}; {too_wide(-(-rank // merged), self._model.max_rank)}")
+            raise named.wrong(rank_problem(-(-rank // merged), self._model.max_rank))
         self._largest = max(self._largest, rank)
 
     def check_size(self, down: Named, up: Named, module: str) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
-from quire.files.adapter import digest, look_at
+from quire.files.adapter import digest, file_stamp
 from quire.types.adapter import AdapterFacts, AdapterRef
 from quire.types.errors import AdapterChanged, AdapterError, RequestError
 
@@ -87,11 +87,11 @@ def read_unchanged(
 
     For files changed so recently that their stamp proves nothing, the digest is computed again.
     """
-    before, settled = look_at(ref.path)
+    before, settled = file_stamp(ref.path)
     if not (settled and before == ref.stamp) and digest(ref.path, gone) != ref.version:
         raise _changed(ref)
     facts = read(ref)
-    after, _ = look_at(ref.path)
+    after, _ = file_stamp(ref.path)
     if after != before or (not settled and digest(ref.path, gone) != ref.version):
         raise _changed(ref)
     return facts

@@ -14,7 +14,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         "ranks of recurrent layers",
         lambda c: bool(c.facts.states) and (c.stages > 1 or (c.world > 1 and (not c.facts.layers or c.device != "cpu"))),
         lambda c: (
-            f"{c.divided}: the recurrent layers of {c.facts.architecture} are not divided yet; leave it at 1 (on a CPU, and "
+            f"{c.parallelism}: the recurrent layers of {c.facts.architecture} cannot be divided; leave it at 1 (on a CPU, and "
             "with attention layers as well, tensor_parallel_size divides all other layers)"
         ),
         "without attention",

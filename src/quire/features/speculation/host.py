@@ -85,7 +85,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         "models that draft on several GPUs",
         lambda c: (c.drafts_on_device or c.text_drafter is not None) and c.world > 1 and c.device != "cpu",
         lambda c: (
-            f"speculative_config.method {c.draft_method} is not supported with {c.divided} on {c.device} "
+            f"speculative_config.method {c.draft_method} is not supported with {c.parallelism} on {c.device} "
             "yet; use ngram or suffix, or leave one of them out"
         ),
     ),
@@ -93,7 +93,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         "drafts of stages",
         lambda c: c.stages > 1 and c.draft_head is not None and bool(c.draft_head.taps),
         lambda c: (
-            f"speculative_config.method {c.draft_method} is not supported with {c.divided}: it reads the "
+            f"speculative_config.method {c.draft_method} is not supported with {c.parallelism}: it reads the "
             "states of layers that other stages have. Take another method, or divide the model by tensor_parallel_size"
         ),
     ),

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from quire.config.draft_heads import DraftHead, find_method, read_head
 from quire.config.facts import ModelFacts, read_facts
 from quire.config.speculative import DRAFT_MODEL, ON_DEVICE, SpeculativeConfig
+from quire.files.identity import same_tokens
 from quire.files.resolve import resolve_model, with_weights_on_disk
-from quire.files.vocabulary import same_tokens
 from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def find_drafting(args: "EngineArgs", facts: ModelFacts, fetch: bool, weights: b
             weights=fetch and weights,
         )
         files = files if fetch else with_weights_on_disk(files)
-        if "method" not in asked.told:
+        if "method" not in asked.explicit:
             asked = replace(asked, method=find_method(asked, files))
     if asked.method == DRAFT_MODEL:
         assert files is not None
@@ -53,7 +53,7 @@ def find_drafting(args: "EngineArgs", facts: ModelFacts, fetch: bool, weights: b
             return DraftSource(asked, by_text=found)
         return DraftSource(asked, check_draft(asked, found, facts, alike))
     head = read_head(asked, files, facts)
-    if "num_speculative_tokens" not in asked.told and head.tokens is not None:
+    if "num_speculative_tokens" not in asked.explicit and head.tokens is not None:
         asked = replace(asked, num_speculative_tokens=head.tokens)
     if asked.num_speculative_tokens > head.most:
         raise ConfigError(

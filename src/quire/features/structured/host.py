@@ -49,7 +49,7 @@ def _checked_backend(value: Any, disable_fallback: bool) -> str:
     if value not in BACKENDS:
         raise ConfigError(f"{NAME}.backend must be one of {', '.join(BACKENDS)}; got {value!r}")
     if value in BACKENDS[3:]:
-        logger.warning("%s.backend=%r changes nothing here: guidance is used", NAME, value)
+        logger.warning("%s.backend=%r has no effect: guidance is used", NAME, value)
         return GUIDANCE
     if value == XGRAMMAR and find_spec("xgrammar") is None:
         if disable_fallback:

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from quire.files.reading import shown, told
+from quire.files.reading import error_summary, shown
 from quire.layers.parameter import Ranges
 from quire.ops.quantized_layouts import (
     TABLES,
@@ -277,7 +277,7 @@ class BlockwiseLayout:
         try:
             state = read_json(bytes(tensors[self.state].tolist()))
         except ValueError as error:
-            raise ModelError(f"{where}.{self.state} is not JSON ({told(error)})") from error
+            raise ModelError(f"{where}.{self.state} is not JSON ({error_summary(error)})") from error
         if not isinstance(state, dict):
             raise ModelError(f"{where}.{self.state} must be an object; got {shown(state)}")
         expected = {"blocksize": self.group, "quant_type": self.code, "shape": [self.outputs, self.inputs]} | (

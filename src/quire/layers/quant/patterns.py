@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from threading import Timer
 from time import monotonic
 
-from quire.files.reading import shown, told
+from quire.files.reading import error_summary, shown
 from quire.types.errors import ModelError
 
 MAX_PATTERN_CHARS = 2000
@@ -113,7 +113,7 @@ def _check(field: str, pattern: str) -> None:
             re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise ModelError(
-            f"quantization_config: {field}: {shown(pattern)} is not a regular expression ({told(error)})"
+            f"quantization_config: {field}: {shown(pattern)} is not a regular expression ({error_summary(error)})"
         ) from error
 
 

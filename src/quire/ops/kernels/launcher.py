@@ -28,7 +28,7 @@ from triton.language.extra import cuda
 from triton.runtime import JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.files.wheel import cache_directory
+from quire.files.cache import cache_directory
 
 
 @triton.jit

@@ -1,9 +1,9 @@
-"""What steps cost: seconds by how many rows a step has and how many drafts, measured.
+"""Measured step times by rows and drafts.
 
-Only steps of rows that all draw count; a step of a prompt is long for other reasons. A number of drafts that was never run is
-judged by those that were, here or by an earlier engine: between two measurements on the line between them, elsewhere by what
-such a device is expected to do (`Prior`), corrected by how wrong that was for the nearest number, or on the whole where none
-was run with so many rows. A number of rows that never ran without drafts is judged by the nearest that did, if that is near.
+Only steps whose rows all sample count. A number of drafts that was never run is estimated
+from those that were, in this or an earlier engine: between two measurements by linear interpolation, elsewhere by what
+such a device is expected to do (`Prior`), corrected by its error for the nearest number, or by the mean error if none
+was run with that many rows. Rows that never ran without drafts are estimated from the nearest number that did.
 """
 
 from bisect import bisect_left
@@ -12,21 +12,24 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 WEIGHT = 0.2  # of a new measurement
-FIRST = 5  # measurements of which the least counts: the first steps of a kind may have to prepare something
-DOUBT = 2.0  # times what is expected: more than that of drafts is not believed before so many measurements
-FRESH = 8  # measurements, until they are asked again
-OUTLIER = 3.0  # times what is expected: somebody else had the processor
-NEAR = 4.0  # times as many rows, or as few: what they take says something
-FARTHEST = 8.0  # times what was expected: more is no matter of the device, and says nothing of other steps
-Ratios = Mapping[int, Mapping[int, float]]  # rows -> drafts -> times a step without drafts
+FIRST = 5  # measurements of which the minimum counts: the first steps of a kind may include preparations
+DOUBT = 2.0  # times the expected cost: maximum until there are `FIRST` measurements
+REFRESH = 8  # measurements after which estimates are renewed
+OUTLIER = 3.0  # times the expected value: another process had the processor
+NEAR = 4.0  # maximum ratio of rows for an estimate
+MAX_CORRECTION = 8.0  # times the expected cost: more is not caused by the device
+Ratios = Mapping[int, Mapping[int, float]]  # rows -> drafts -> ratio to a step without drafts
 
 
 @dataclass(frozen=True)
 class Prior:
-    """What drafts are expected to cost, in steps without any. Up to `ridge` tokens a step takes longer to read the weights than
-    to compute: 3 is a CPU's with weights of 4 bits, a GPU has some 150. `wait`: for the tokens that drafts are made from, where
-    other steps are planned ahead. `guess`: one by a drafter with weights, behind each row; `each`: as much of that is saved by
-    every row that has none. `reading`: of what the model takes to read a text, so much does that drafter."""
+    """Expected costs of drafts, relative to a step without drafts.
+
+    ridge: tokens up to which a step is memory-bound: 3 on a CPU with 4-bit weights, about 150 on a GPU
+    wait: for the tokens that drafts depend on, with async scheduling
+    guess: of a draft for all rows by a drafter with weights; each: the part of it that a row without drafts saves
+    reading: time of the drafter to process a text, as a share of the model's
+    """
 
     ridge: float = 3.0
     wait: float = 0.0
@@ -38,7 +41,7 @@ class Prior:
         return drafts / (self.ridge + rows) + self.wait + self.guess * drafts / rows if drafts else 0.0
 
     def one(self, rows: int) -> float:
-        """A draft more, where there are others."""
+        """Return the cost of one more draft."""
         return 1 / (self.ridge + rows) + self.each / rows
 
 
@@ -61,12 +64,12 @@ class Measured:
 
 class StepCosts:
     def __init__(self, prior: Prior = A_CPU, known: Ratios | None = None) -> None:
-        """`known`: what an earlier engine has `learnt`."""
+        """`known`: what an earlier engine has `measured`."""
         self._prior = prior
         self._known: Ratios = known or {}
         self._by_rows: dict[int, dict[int, Measured]] = {}  # rows -> drafts -> seconds, both as `_bucket` has them
-        self._correction: float | None = None  # times what is expected of drafts
-        self._told: dict[tuple[int, int], float] = {}  # what `seconds` has said of late
+        self._correction: float | None = None  # ratio to the expected cost of drafts
+        self._estimates: dict[tuple[int, int], float] = {}  # of `seconds`
         self.taken = 0  # measurements
         self.most = max((drafts for found in self._known.values() for drafts in found), default=0)  # drafts that were measured
 
@@ -81,14 +84,14 @@ class StepCosts:
             found[place] = Measured(seconds)
         if place and (plain := self.plain(rows)) is not None:
             wrong = (found[place].seconds / plain - 1) / self._prior.more(rows, drafts)
-            wrong = min(max(wrong, 0.0), FARTHEST)
+            wrong = min(max(wrong, 0.0), MAX_CORRECTION)
             before = wrong if self._correction is None else self._correction
             self._correction = before + WEIGHT * (wrong - before)
-        if found[place].count <= FIRST or self.taken % FRESH == 0:
-            self._told.clear()
+        if found[place].count <= FIRST or self.taken % REFRESH == 0:
+            self._estimates.clear()
 
     def plain(self, rows: int) -> float | None:
-        """Seconds of a step without drafts, if that was measured with about so many rows."""
+        """Return the seconds of a step without drafts, if it was measured with a similar number of rows."""
         if (own := self._by_rows.get(_bucket(rows))) is not None and 0 in own:
             return own[0].seconds
         near = min((many for many, found in self._by_rows.items() if 0 in found), key=lambda many: abs(many - rows), default=0)
@@ -97,12 +100,12 @@ class StepCosts:
         return self._by_rows[near][0].seconds * (self._prior.ridge + rows) / (self._prior.ridge + near)
 
     def seconds(self, rows: int, drafts: int) -> float:
-        """To be asked where `plain` is known. Of late: the device may be waiting for the answer."""
-        if (found := self._told.get((rows, drafts))) is None:
-            found = self._told[rows, drafts] = self._judge(rows, drafts)
+        """Return the seconds of a step; requires `plain`. Cached, since the device may be waiting."""
+        if (found := self._estimates.get((rows, drafts))) is None:
+            found = self._estimates[rows, drafts] = self._estimate(rows, drafts)
         return found
 
-    def _judge(self, rows: int, drafts: int) -> float:
+    def _estimate(self, rows: int, drafts: int) -> float:
         base, place = self.plain(rows), _bucket(drafts)
         assert base is not None
         if not place:
@@ -131,61 +134,63 @@ class StepCosts:
         return min(measured.seconds, base * (1 + DOUBT * self._prior.more(rows, drafts)))
 
     def one(self, rows: int) -> float:
-        """Seconds of a draft more, where there are others; to be asked where `plain` is known."""
+        """Return the seconds of one more draft; requires `plain`."""
         corrected = 1.0 if self._correction is None else self._correction
         return self.seconds(rows, 0) * corrected * self._prior.one(rows)
 
-    def learnt(self) -> dict[int, dict[int, float]]:
-        """For engines to come."""
-        told = {rows: dict(drafts) for rows, drafts in self._known.items()}
+    def measured(self) -> dict[int, dict[int, float]]:
+        """Return the measurements for later engines."""
+        found_ratios = {rows: dict(drafts) for rows, drafts in self._known.items()}
         for rows, found in self._by_rows.items():
             sure = [drafts for drafts, each in found.items() if drafts and each.count >= FIRST]
             if 0 in found and sure:
-                told.setdefault(rows, {}).update({drafts: self.seconds(rows, drafts) / found[0].seconds for drafts in sure})
-        return told
+                found_ratios.setdefault(rows, {}).update(
+                    {drafts: self.seconds(rows, drafts) / found[0].seconds for drafts in sure}
+                )
+        return found_ratios
 
 
 @lru_cache(64)
-def bucket_ends(most: int) -> tuple[int, ...]:
-    """Up to `most`, the largest numbers that cost the same: of these one is best."""
-    return tuple(count for count in range(1, most + 1) if count == most or _bucket(count) != _bucket(count + 1))
+def bucket_ends(count_limit: int) -> tuple[int, ...]:
+    """Return the largest count of each bucket up to `count_limit`: counts of a bucket cost the same."""
+    return tuple(count for count in range(1, count_limit + 1) if count == count_limit or _bucket(count) != _bucket(count + 1))
 
 
 def _bucket(count: int) -> int:
-    """Itself up to 16, then in steps of about a quarter."""
+    """Return the bucket of a count: exact up to 16, then in steps of about a quarter."""
     if count <= 16:
         return count
     step = 1 << (count.bit_length() - 3)
     return count // step * step
 
 
-SHARE = 0.004  # of the time spent
-KEPT = 1.0  # steps of what was won
-FORGIVEN = 1.0  # steps: what was lost beyond that and what may be
-ACCOUNT_OUTLIER = 8.0  # times what is expected: somebody else had the processor
+TRIAL_SHARE = 0.004  # of the time spent that trials may lose
+MAX_GAIN = 1.0  # step times of earlier gains that count
+MAX_EXCESS = 1.0  # step times: maximum loss beyond the allowed one
+ACCOUNT_OUTLIER = 8.0  # times the expected value: another process had the processor
 
 
 class Account:
     def __init__(self, credit: float) -> None:
-        """`credit`: steps that may be lost to begin with."""
+        """`credit`: step times that may be lost initially."""
         self._credit = credit
         self._spent = 0.0  # seconds, of all steps
-        self.lost = 0.0  # to drafts, of which what they won is taken off
+        self.lost = 0.0  # by drafts, minus gains
 
     def spend(self, seconds: float) -> None:
         self._spent += seconds
 
     def book(self, seconds: float, worth: float, expected: float, step: float) -> None:
-        """A step took so long; its tokens are worth so much without drafts, when a step takes `step`."""
+        """Record a step. worth: seconds for its tokens without drafts; step: seconds of a step without drafts."""
         lost = self.lost + min(seconds, ACCOUNT_OUTLIER * expected) - worth
-        self.lost = min(max(lost, -KEPT * step), self._allowed(step) + FORGIVEN * step)
+        self.lost = min(max(lost, -MAX_GAIN * step), self._allowed(step) + MAX_EXCESS * step)
 
     def lose(self, seconds: float) -> None:
         self.lost += seconds
 
     def covers(self, seconds: float, step: float) -> bool:
-        """May so much be risked, where a step takes `step` seconds?"""
+        """Return whether a loss of `seconds` is allowed; step: seconds of a step without drafts."""
         return self.lost + seconds <= self._allowed(step)
 
     def _allowed(self, step: float) -> float:
-        return self._credit * step + SHARE * self._spent
+        return self._credit * step + TRIAL_SHARE * self._spent

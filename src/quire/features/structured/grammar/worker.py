@@ -31,7 +31,7 @@ from quire.features.structured.grammar import wire
 from quire.features.structured.grammar.backend import GrammarBackend, GrammarError, Matcher
 from quire.features.structured.grammar.vetting import VettingJob, decode_verdict, encode, start_vetting
 from quire.files.resolve import resolve_model
-from quire.files.threads import give_way
+from quire.files.threads import lower_priority
 from quire.proc.channel import Frames
 from quire.proc.spawn import set_up
 from quire.text.tokenizer_files import read_tokenizer
@@ -373,7 +373,7 @@ def open_backend(start: wire.StartWorker) -> GrammarBackend:
 
 def open_ahead(start: wire.StartWorker) -> GrammarBackend:
     """The same by a thread that gives way to others: a process that does cannot go back."""
-    with ThreadPoolExecutor(1, initializer=give_way) as opener:
+    with ThreadPoolExecutor(1, initializer=lower_priority) as opener:
         return opener.submit(open_backend, start).result()
 
 
@@ -381,7 +381,7 @@ def main(argv: Sequence[str]) -> int:
     connection, shared, *options = argv
     set_up("grammar", options, descriptors=[connection, shared])
     if wire.GIVES_WAY in options:
-        give_way()
+        lower_priority()
     frames = Frames(socket.socket(fileno=int(connection)))
     if (frame := frames.wait()) is None:
         return 0
