@@ -406,6 +406,14 @@ CONFLICTS: tuple[Conflict, ...] = (
         "runner",
     ),
     Conflict(
+        "pooling of states that are projected",
+        lambda c: _pools(c) and c.facts.hf.get("word_embed_proj_dim") not in (None, c.facts.hidden_size),
+        lambda c: (
+            f"runner='pooling' is not supported with {c.facts.architecture} whose word_embed_proj_dim differs from its hidden "
+            "size. Use a model of another size"
+        ),
+    ),
+    Conflict(
         "pooling over stages",
         lambda c: _pools(c) and c.stages > 1,
         lambda c: (
