@@ -190,15 +190,15 @@ def test_options_that_are_wrong() -> None:
 
 def test_bodies() -> None:
     ids, words = Sample(np.asarray([1, 2], dtype=np.int32), 5), Sample("é", 5)
-    body = json.loads(request_body(ids, chat=False, model="m", fields={"temperature": 0, "max_tokens": 6}))
+    body = json.loads(request_body(ids, kind="completions", model="m", fields={"temperature": 0, "max_tokens": 6}))
     assert body == {
         "model": "m", "prompt": [1, 2], "max_tokens": 6, "stream": True, "temperature": 0,
         "stream_options": {"include_usage": True},
     }  # fmt: skip
-    body = json.loads(request_body(words, chat=True, model="m", fields={}))
+    body = json.loads(request_body(words, kind="chat", model="m", fields={}))
     assert body["messages"] == [{"role": "user", "content": "é"}]
     assert body["max_completion_tokens"] == 5
     with pytest.raises(ConfigError, match="not token ids"):
-        request_body(ids, chat=True, model="m", fields={})
+        request_body(ids, kind="chat", model="m", fields={})
     with pytest.raises(ConfigError, match="openai-chat"):
-        request_body(Sample(None, 5, messages=[{}]), chat=False, model="m", fields={})
+        request_body(Sample(None, 5, messages=[{}]), kind="completions", model="m", fields={})

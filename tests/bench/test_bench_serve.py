@@ -171,7 +171,7 @@ def test_bytes_may_come_in_any_pieces() -> None:
 
 def test_chat() -> None:
     with FakeOpenAI(lambda *_: Answer(first=0.02, separate_finish=True)) as server:
-        outcome = bench(server, count=3, chat=True, endpoint="/v1/chat/completions", fields={"temperature": 0.5})
+        outcome = bench(server, count=3, kind="chat", endpoint="/v1/chat/completions", fields={"temperature": 0.5})
     assert outcome.prompts == "text"
     assert "random words" in outcome.notes[0]
     assert [(record.error, record.output_tokens, len(record.arrivals)) for record in outcome.records] == [(None, 4, 4)] * 3
@@ -284,7 +284,7 @@ def test_settings_that_are_wrong() -> None:
     for wrong, told in (
         ({"warmups": -1}, "num-warmups"),
         ({"endpoint": "v1"}, "slash"),
-        ({"chat": True, "prompt_format": "ids"}, "messages are text"),
+        ({"kind": "chat", "prompt_format": "ids"}, "messages are text"),
         ({"dataset": DatasetOptions("custom", "x"), "vocab_size": 5}, "random prompts"),
         ({"prompt_format": "text", "vocab_size": 5}, "vocab-size"),
         ({"fields": {"n": 2}}, "one completion"),

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from quire.bench.client import Client, reason
 from quire.bench.metrics import Record
-from quire.bench.openai import StreamReceiver
+from quire.bench.openai import StreamReceiver, WholeReceiver
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,14 @@ class Load:
                 self._slots.release()
 
 
-def sender(client: Client, path: str, *, keep_text: bool = False) -> Send:
-    """Return a function that sends requests to one endpoint; a failure becomes the error of the request's record."""
+def sender(client: Client, path: str, *, keep_text: bool = False, streams: bool = True) -> Send:
+    """Return a function that sends requests to one endpoint; a failure becomes the error of the request's record.
+
+    streams: answers are streams of chunks rather than one JSON object
+    """
 
     async def send(request: Outgoing, record: Record) -> None:
-        receiver = StreamReceiver(record, keep_text)
+        receiver = StreamReceiver(record, keep_text) if streams else WholeReceiver(record)
         record.sent = time.perf_counter()
         try:
             await client.exchange("POST", path, request.body, receiver, request.name)

@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from quire.bench.client import Client, EventReader, WholeAnswer, reason
 from quire.bench.metrics import Record
@@ -15,10 +15,17 @@ MAX_ERROR = 2000
 FAILED_ENDINGS = {"error": "the server ended the answer with an error", "abort": "the server aborted the request"}
 
 
-def request_body(sample: Sample, *, chat: bool, model: str, fields: Mapping[str, Any]) -> bytes:
+Kind = Literal["completions", "chat", "embeddings", "rerank"]
+QUERY_WORDS = 16  # of a prompt whose other words are the document that is ranked
+
+
+def request_body(sample: Sample, *, kind: Kind, model: str, fields: Mapping[str, Any]) -> bytes:
     """Return the JSON body of a request. `fields` are sampling parameters and the user's own fields; they override others."""
     body: dict[str, Any] = {"model": model}
-    if chat:
+    if kind in ("embeddings", "rerank"):
+        body |= _pooling_body(sample, kind)
+        return json.dumps(body | dict(fields), separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    if kind == "chat":
         if sample.messages is None and not isinstance(sample.prompt, str):
             raise ConfigError("a chat endpoint takes text, not token ids; use --prompt-format text or --backend openai")
         body["messages"] = sample.messages or [{"role": "user", "content": sample.prompt}]
@@ -30,6 +37,48 @@ def request_body(sample: Sample, *, chat: bool, model: str, fields: Mapping[str,
         body["max_tokens"] = sample.output_tokens
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     return json.dumps(body | dict(fields), separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def _pooling_body(sample: Sample, kind: Kind) -> dict[str, Any]:
+    if sample.prompt is None:
+        raise ConfigError(f"the data set holds chat messages, and {kind} requests take text")
+    if kind == "embeddings":
+        return {"input": sample.prompt if isinstance(sample.prompt, str) else sample.prompt.tolist()}
+    if not isinstance(sample.prompt, str):
+        raise ConfigError("rerank takes text, not token ids; use --prompt-format text")
+    words = sample.prompt.split(" ")
+    cut = min(QUERY_WORDS, len(words) // 2)
+    return {"query": " ".join(words[:cut]) or words[0], "documents": [" ".join(words[cut:])], "return_documents": False}
+
+
+class WholeReceiver:
+    """Takes an answer that comes in one piece, and writes it into its record."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self._status = 0
+        self._content = bytearray()
+
+    def head(self, status: int, headers: Mapping[str, str]) -> None:  # noqa: ARG002
+        self._status = status
+
+    def body(self, data: bytes, now: float) -> None:  # noqa: ARG002
+        self._content += data
+
+    def finish(self, now: float) -> None:
+        """The response has ended: settle the record."""
+        record, said = self.record, _json(bytes(self._content))
+        record.end = now
+        record.arrivals.append(now)
+        usage = said.get("usage") if isinstance(said, dict) else None
+        record.counted = isinstance(usage, dict)
+        if isinstance(usage, dict):
+            record.prompt_tokens = int(usage.get("prompt_tokens") or usage.get("total_tokens") or 0) or record.prompt_tokens
+            record.cached_tokens = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+        if self._status != 200:
+            record.error = error_text(said, f"HTTP {self._status}", bytes(self._content[:MAX_ERROR]))
+        elif not isinstance(said, dict):
+            record.error = "the answer is not a JSON object"
 
 
 class StreamReceiver:

@@ -76,6 +76,7 @@ COUNTS = (
     ("Tokens per chunk:", "tokens_per_chunk", ",.2f"),
 )
 ONLY_IF_SET = ("total_cached_tokens", "request_goodput")
+OF_OUTPUT = ("total_output_tokens", "output_throughput", "max_output_tokens_per_s", "tokens_per_chunk")
 IRRELEVANT = (  # flags that do not change the load
     *("base_url", "host", "port", "ready_check_timeout_sec", "request_id_prefix", "disable_tqdm"),
     *("save_result", "result_dir", "result_filename", "save_detailed", "metadata", "label", "compare", "output_json"),
@@ -86,9 +87,10 @@ COMPARED = tuple(key for _, key, _ in COUNTS if key not in ("completed", "failed
 def table(summary: RunSummary, title: str, facts: Mapping[str, str]) -> str:
     lines = [f" {title} ".center(WIDTH, "=")]
     lines += [f"{name + ':':<40} {value}" for name, value in facts.items()]
+    hidden = (*ONLY_IF_SET, *OF_OUTPUT) if summary.completed and not summary.total_output_tokens else ONLY_IF_SET
     for label, key, style in COUNTS:
         value = getattr(summary, key)
-        if value or key not in ONLY_IF_SET:
+        if value or key not in hidden:
             lines.append(f"{label:<40} {value:{style}}")
     if summary.spreads:
         lines.append("-" * WIDTH)

@@ -12,7 +12,7 @@ from quire.bench.client import Client, Origin, allow_open_files
 from quire.bench.datasets import SOURCES, SYNTHETIC, DatasetOptions
 from quire.bench.load import Load, Outgoing, progress, sender
 from quire.bench.metrics import MAX_REQUESTS, Record, check_count
-from quire.bench.openai import MeasuredServer, request_body
+from quire.bench.openai import Kind, MeasuredServer, request_body
 from quire.bench.report import error_lines
 from quire.bench.samples import RandomPrompts, Sample
 from quire.step_loop import little_garbage_collection
@@ -27,7 +27,7 @@ LATE_S = 0.05  # a larger delay of the client itself is reported
 class ServeSettings:
     origin: Origin
     endpoint: str = "/v1/completions"
-    chat: bool = False
+    kind: Kind = "completions"
     model: str | None = None  # None asks the server
     headers: Mapping[str, str] = field(default_factory=dict)
     insecure: bool = False
@@ -48,16 +48,25 @@ class ServeSettings:
         check_count("num-warmups", self.warmups, 0, MAX_REQUESTS)
         if not self.endpoint.startswith("/"):
             raise ConfigError(f"--endpoint must start with a slash, got {self.endpoint!r}")
-        if self.chat and self.prompt_format == "ids":
-            raise ConfigError("--prompt-format ids does not work with chat: messages are text")
+        if self.kind in ("chat", "rerank") and self.prompt_format == "ids":
+            what = "messages are text" if self.kind == "chat" else "query and documents are text"
+            raise ConfigError(f"--prompt-format ids does not work with {self.kind}: {what}")
         if self.dataset.name not in SYNTHETIC and (self.prompt_format != "auto" or self.vocab_size is not None):
             raise ConfigError(f"--prompt-format and --vocab-size are for random prompts, not for {self.dataset.name}")
         if self.prompt_format == "text" and self.vocab_size is not None:
             raise ConfigError("--vocab-size is for token ids, not for --prompt-format text")
-        if self.fields.get("n", 1) != 1 or not self.fields.get("stream", True):
+        if self.pools:
+            if unsuitable := sorted(set(self.fields) & {"n", "stream", "temperature", "ignore_eos"}):
+                raise ConfigError(f"{self.kind} requests generate nothing; drop {', '.join(unsuitable)}")
+        elif self.fields.get("n", 1) != 1 or not self.fields.get("stream", True):
             raise ConfigError("a benchmark request streams one completion; drop n and stream from --extra-body")
         if self.timed_by_data and self.shape.timed:
             raise ConfigError("the trace has its own times; use --no-self-timed for --request-rate or a ramp")
+
+    @property
+    def pools(self) -> bool:
+        """Whether the answers are vectors or scores instead of streams of tokens."""
+        return self.kind in ("embeddings", "rerank")
 
     @property
     def timed_by_data(self) -> bool:
@@ -97,7 +106,12 @@ async def bench_serve(settings: ServeSettings) -> Outcome:
         await _warm_up(settings, client, _prepare(settings, model, _warmup_samples(settings, samples), "warmup-"))
         version = await server.version()
         load = Load(
-            sender(client, settings.origin.path(settings.endpoint), keep_text=settings.keep_text),
+            sender(
+                client,
+                settings.origin.path(settings.endpoint),
+                keep_text=settings.keep_text,
+                streams=not settings.pools,
+            ),
             settings.shape.max_concurrency,
         )
         async with progress(load, len(main), disable=settings.disable_tqdm):
@@ -112,7 +126,7 @@ async def bench_serve(settings: ServeSettings) -> Outcome:
 
 
 async def _alphabet(settings: ServeSettings, server: MeasuredServer) -> RandomPrompts:
-    if settings.dataset.name not in SYNTHETIC or settings.chat or settings.prompt_format == "text":
+    if settings.dataset.name not in SYNTHETIC or settings.kind in ("chat", "rerank") or settings.prompt_format == "text":
         return RandomPrompts(None)
     size = await server.vocab_size() if settings.vocab_size is None else settings.vocab_size
     if size is None and settings.prompt_format == "ids":
@@ -143,9 +157,9 @@ def _prepare(settings: ServeSettings, model: str, samples: Sequence[Sample], kin
     return [
         Outgoing(
             f"{settings.request_id_prefix}{kind}{index}",
-            request_body(sample, chat=settings.chat, model=model, fields=settings.fields),
+            request_body(sample, kind=settings.kind, model=model, fields=settings.fields),
             float(due),
-            sample.output_tokens,
+            0 if settings.pools else sample.output_tokens,
             sample.prompt_tokens or 0,
         )
         for index, (sample, due) in enumerate(zip(samples, times, strict=True))
@@ -155,7 +169,8 @@ def _prepare(settings: ServeSettings, model: str, samples: Sequence[Sample], kin
 async def _warm_up(settings: ServeSettings, client: Client, requests: Sequence[Outgoing]) -> None:
     if not requests:
         return
-    load = Load(sender(client, settings.origin.path(settings.endpoint)), settings.shape.max_concurrency)
+    path = settings.origin.path(settings.endpoint)
+    load = Load(sender(client, path, streams=not settings.pools), settings.shape.max_concurrency)
     await load.run([Outgoing(request.name, request.body, 0.0) for request in requests])
     if load.interrupted:
         raise asyncio.CancelledError

@@ -8,7 +8,7 @@ import os
 import sys
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from quire.types.errors import ConfigError
 from quire.types.json_text import read_json
@@ -16,9 +16,18 @@ from quire.types.json_text import read_json
 if TYPE_CHECKING:
     from quire.bench.datasets import DatasetOptions
     from quire.bench.metrics import RunSummary
+    from quire.bench.openai import Kind
     from quire.bench.serve import Outcome, ServeSettings
 
 CHAT = "/v1/chat/completions"
+BACKENDS = {
+    "openai": "completions", "vllm": "completions", "openai-chat": "chat", "openai-embeddings": "embeddings",
+    "vllm-rerank": "rerank",
+}  # fmt: skip
+ENDPOINTS = {
+    "completions": "/v1/completions", "chat": CHAT, "embeddings": "/v1/embeddings", "rerank": "/rerank"
+}  # fmt: skip
+DEFAULT_METRICS = "ttft,tpot,itl,e2el"
 DATASETS = ("random", "sharegpt", "custom", "prefix_repetition", "timed_trace")
 YES: dict[str, Any] = {"action": "store_true"}
 N: dict[str, Any] = {"type": int, "metavar": "N"}
@@ -32,10 +41,15 @@ SERVER: Flags = (
     ("port", "(default 8000)", N),
     (
         "backend",
-        "completions (openai, vllm) or chat (openai-chat) (default: by the endpoint)",
-        {"choices": ("openai", "vllm", "openai-chat")},
+        "completions (openai, vllm), chat (openai-chat), embeddings (openai-embeddings) or reranking (vllm-rerank) (default: "
+        "by the endpoint)",
+        {"choices": tuple(BACKENDS)},
     ),
-    ("endpoint", f"(default /v1/completions; {CHAT} for chat)", {"metavar": "PATH"}),
+    (
+        "endpoint",
+        f"a path, or embeddings or rerank for the usual path of these (default /v1/completions; {CHAT} for chat)",
+        {"metavar": "PATH"},
+    ),
     ("model", "the model's name in requests (default: the first of /v1/models)", {"metavar": "NAME"}),
     ("api-key", "sent as a bearer token (default: QUIRE_API_KEY, VLLM_API_KEY or OPENAI_API_KEY)", {"metavar": "KEY"}),
     ("header", "further headers", {"metavar": "NAME=VALUE", "nargs": "+", "action": "extend", "default": []}),
@@ -111,8 +125,9 @@ REPORT: Flags = (
     ),
     (
         "percentile-metrics",
-        "of ttft, tpot, itl, e2el, client_queue_time, e2el_including_client_queue (default ttft,tpot,itl,e2el)",
-        {"metavar": "NAMES", "default": "ttft,tpot,itl,e2el"},
+        "of ttft, tpot, itl, e2el, client_queue_time, e2el_including_client_queue (default ttft,tpot,itl,e2el; e2el for "
+        "embeddings and rerank)",
+        {"metavar": "NAMES"},
     ),
     ("metric-percentiles", "(default 50,90,99)", {"metavar": "LIST", "default": "50,90,99"}),
     ("save-result", "write the result as JSON (default: a name from the run)", {"metavar": "FILE", "nargs": "?", "const": ""}),
@@ -158,7 +173,8 @@ def run(namespace: argparse.Namespace) -> int:
     from quire.bench.serve import bench_serve
 
     settings = settings_of(namespace)
-    metrics, cuts = read_metrics(namespace.percentile_metrics), read_percentiles(namespace.metric_percentiles)
+    wanted = namespace.percentile_metrics or ("e2el" if settings.pools else DEFAULT_METRICS)
+    metrics, cuts = read_metrics(wanted), read_percentiles(namespace.metric_percentiles)
     goodput = read_goodput(namespace.goodput)
     pairs(namespace.metadata, "--metadata")
     if namespace.save_result and namespace.result_filename:
@@ -194,7 +210,7 @@ def result_of(
     from quire.bench.machine import provenance
     from quire.bench.report import details, error_lines
 
-    backend = "openai-chat" if settings.chat else "openai"
+    backend = next(name for name, kind in BACKENDS.items() if kind == settings.kind)
     hidden = ("run", "command", "measurement", "api_key", "header")
     flags = {name: plain(value) for name, value in vars(namespace).items() if name not in hidden}
     result = {
@@ -257,11 +273,11 @@ def settings_of(namespace: argparse.Namespace) -> "ServeSettings":
     if not namespace.request_timeout > 0:
         raise ConfigError(f"--request-timeout must be above 0, got {namespace.request_timeout}")
     host, port = namespace.host or "127.0.0.1", 8000 if namespace.port is None else namespace.port
-    chat, endpoint = endpoint_of(namespace.backend, namespace.endpoint)
+    kind, endpoint = endpoint_of(namespace.backend, namespace.endpoint)
     return ServeSettings(
         Origin.parse(namespace.base_url or f"http://{f'[{host}]' if ':' in host else host}:{port}"),
         endpoint,
-        chat,
+        kind,
         namespace.model,
         headers_of(namespace),
         namespace.insecure,
@@ -287,13 +303,21 @@ def settings_of(namespace: argparse.Namespace) -> "ServeSettings":
     )
 
 
-def endpoint_of(backend: str | None, endpoint: str | None) -> tuple[bool, str]:
-    """Return whether to use chat, and the endpoint. Each follows from the other."""
-    says_chat = endpoint is not None and endpoint.rstrip("/").endswith("/chat/completions")
-    chat = says_chat if backend is None else backend == "openai-chat"
-    if endpoint is not None and endpoint.rstrip("/").endswith("/completions") and chat != says_chat:
-        raise ConfigError(f"--backend {backend} does not match --endpoint {endpoint}; drop one of them")
-    return chat, endpoint or (CHAT if chat else "/v1/completions")
+def endpoint_of(backend: str | None, endpoint: str | None) -> tuple["Kind", str]:
+    """Return the kind of the requests and the path that they go to. Each follows from the other."""
+    endpoint = ENDPOINTS.get(endpoint or "", endpoint) if endpoint in ("embeddings", "rerank") else endpoint
+    path = (endpoint or "").rstrip("/")
+    told = next((kind for kind, usual in ENDPOINTS.items() if kind != "completions" and path.endswith(_ending(usual))), None)
+    if told is None and path.endswith("/completions"):
+        told = "completions"
+    kind = (told or "completions") if backend is None else BACKENDS[backend]
+    if told is not None and kind != told:
+        raise ConfigError(f"--backend {backend} does not speak to {endpoint}; drop one of them")
+    return cast("Kind", kind), endpoint or ENDPOINTS[kind]
+
+
+def _ending(path: str) -> str:
+    return path.removeprefix("/v1")
 
 
 def dataset_of(namespace: argparse.Namespace) -> "DatasetOptions":
