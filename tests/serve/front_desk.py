@@ -22,7 +22,7 @@ from quire.types.stats import Stats
 
 @dataclass
 class FakeLLM:
-    config: Any = field(default_factory=lambda: SimpleNamespace(served_names=("tiny",)))
+    config: Any = field(default_factory=lambda: SimpleNamespace(served_names=("tiny",), features={}))
     tokenizer: Any = field(default_factory=lambda: SimpleNamespace(chat_template="{{ messages }}"))
     state: str = "ready"
     heartbeat_age: float = 0.1

@@ -118,7 +118,7 @@ class ScriptedLLM:
         self.config = SimpleNamespace(
             served_names=("scripted",), policy="fcfs", max_logprobs=20, facts=facts, args=EngineArgs(model="scripted"),
             device="cpu", dtype="float32", cache_dtype="float32", device_facts=DeviceFacts("cpu"), keep_quantized=False,
-            ranks=1, stages=1,
+            ranks=1, stages=1, features={},
         )  # fmt: skip
         self.script = ""
         self.cuts: Iterable[int] | None = None

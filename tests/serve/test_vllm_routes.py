@@ -25,7 +25,7 @@ def test_invocations_that_are_nothing(http, body):
     assert error_of(http.post("/invocations", json=body))["code"] == 400
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/score", "/pooling", "/v1/audio/transcriptions"])
+@pytest.mark.parametrize("path", ["/v1/audio/transcriptions", "/v1/audio/speech"])
 def test_endpoints_of_other_models_say_what_this_one_does(http, path):
     error = error_of(http.post(path, json={"input": "a"}))
     assert (error["code"], error["type"]) == (404, "NotFoundError")
@@ -54,9 +54,18 @@ def test_tokenizer_info(server, http):
     assert not any(name.endswith("_file") for name in told)
 
 
-@pytest.mark.parametrize("path", ["/v2/rerank", "/v2/embed"])
-def test_refusals_name_the_path(http, path):
-    assert error_of(http.post(path, json={}))["message"].startswith(f"there is no {path} here: the model `tiny`")
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/embeddings", "/v2/embed", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/classify"],
+)
+def test_pooling_endpoints_of_a_model_that_generates_say_how_to_have_them(http, path):
+    error = error_of(http.post(path, json={"input": "a"}))
+    assert (error["code"], error["param"]) == (400, "model")
+    assert error["message"].startswith(
+        f"{path} is not available: the model `tiny` generates text. It answers /v1/chat/completions"
+    )
+    convert = "classify" if path == "/classify" else "embed"
+    assert f"--runner pooling --convert {convert}" in error["message"]
 
 
 @pytest.mark.parametrize("path", ["/reset_prefix_cache", "/collective_rpc", "/get_world_size"])

@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import urllib.parse
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
@@ -23,9 +24,11 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from quire import __version__
+from quire.features.pooling.host import supported_tasks
 from quire.serve.auth import KEY_VARIABLES, unauthorized
 from quire.serve.errors import error_body, json_response
 from quire.serve.health import ServerState
+from quire.serve.pooling.routes import example_of
 from quire.serve.vllm_routes import developing
 
 _PREFIXES = ("QUIRE_", "VLLM_")
@@ -68,7 +71,8 @@ class About:
         root = settings.root_path.rstrip("/")
         tokenizer = None if service is None else service.llm.tokenizer
         chat = tokenizer is None or tokenizer.chat_template is not None
-        curl = _curl(str(request.base_url).rstrip("/"), chat, self._keyed)
+        tasks = ("generate",) if service is None else supported_tasks(service.llm.config)
+        curl = _curl(str(request.base_url).rstrip("/"), chat, self._keyed, tasks)
         paths = [f"{root}{path}" for path in ("/docs", "/v1/models", "/metrics", "/health")]
         paths = paths[1:] if settings.disable_fastapi_docs else paths
         headers = {"Cache-Control": "no-store", "Vary": "Accept"}
@@ -93,12 +97,14 @@ class About:
         )
 
 
-def _curl(url: str, chat: bool, keyed: bool) -> str:
-    """A model without a chat template completes prompts only."""
+def _curl(url: str, chat: bool, keyed: bool, tasks: Sequence[str]) -> str:
+    """A model without a chat template completes prompts only; a pooling model has the endpoints of its tasks."""
     path, body = "/v1/completions", '{"prompt": "The capital of France is", "max_tokens": 16}'
     if chat:
         question = "What is the capital of France? Answer in one word."
         path, body = "/v1/chat/completions", f'{{"messages": [{{"role": "user", "content": "{question}"}}], "max_tokens": 64}}'
+    if "generate" not in tasks:
+        path, body = example_of(tasks)
     key = f' -H "Authorization: Bearer ${KEY_VARIABLES[0]}"' if keyed else ""
     return f"curl {url}{path} -H 'Content-Type: application/json'{key} \\\n     -d '{body}'"
 

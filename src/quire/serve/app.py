@@ -24,6 +24,7 @@ from uvicorn.protocols.utils import get_client_addr, get_path_with_query_string
 import quire
 from quire.async_llm import AsyncLLM
 from quire.config.server_args import ServerArgs
+from quire.features.pooling.host import supported_tasks
 from quire.obs.metrics import Metrics
 from quire.serve import adapters, anthropic, chat, completions, models, responses
 from quire.serve.about import About
@@ -42,6 +43,7 @@ from quire.serve.errors import (
 )
 from quire.serve.health import Health, ServerState
 from quire.serve.limits import LIMITS, ServerLimits
+from quire.serve.pooling.routes import answered, generation_refusals, pooling_routers
 from quire.serve.server import Server
 from quire.serve.vllm_routes import absent_router, developer_router, developing, install_no_route_handlers, no_route
 
@@ -235,8 +237,13 @@ def build_app(llm: AsyncLLM, settings: ServerArgs, limits: ServerLimits = LIMITS
     app.state.server = server = Server(llm, settings, limits, metrics)
     _ = server.formats  # chosen, and logged, now
     bounded = partial(Boundary, limits=limits)
-    routers = [protocol.router for protocol in (completions, chat, responses, anthropic, models)]
-    routers += [models.tokens_router, completions.invocations_router, responses.stored_router, absent_router]
+    tasks = supported_tasks(llm.config)
+    routers = [models.router, models.tokens_router, *pooling_routers(tasks), absent_router]
+    if "generate" in tasks:
+        routers += [protocol.router for protocol in (completions, chat, responses, anthropic)]
+        routers += [completions.invocations_router, responses.stored_router]
+    else:
+        routers.append(generation_refusals())
     routers.append(adapters.router if llm.adapters.enabled and adapters.updates_allowed(settings) else adapters.closed_router)
     if developing():
         routers.append(developer_router)
@@ -249,7 +256,7 @@ def build_app(llm: AsyncLLM, settings: ServerArgs, limits: ServerLimits = LIMITS
         if isinstance(route, JSONRoute):
             app.shortcuts[route.path] = (route, bounded(route.answer))
     install_error_handlers(app)
-    install_no_route_handlers(app, routes)
+    install_no_route_handlers(app, routes, answered(tasks))
     app.add_middleware(bounded)
     return app
 

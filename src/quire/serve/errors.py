@@ -83,7 +83,7 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_PATHS = re.compile(r"(?<![\w/])(?!/v1/)(?:/[\w.@+~-]+){2,}/?(?:\.\w+)?")
+_PATHS = re.compile(r"(?<![\w/])(?!/v[12]/)(?:/[\w.@+~-]+){2,}/?(?:\.\w+)?")
 _COUNT_OF_ERRORS = re.compile(r"^\d+ validation errors?: ")
 _FIELDS_OF_A_BODY = re.compile(r"(^|; )body\.")
 _ADDRESSES = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")

@@ -8,7 +8,9 @@ from fastapi import APIRouter, Body, FastAPI, Request, Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
+from quire.features.pooling.host import supported_tasks
 from quire.serve.errors import HttpError, error_response, json_response
+from quire.serve.pooling.routes import answered, purpose
 from quire.serve.server import server_of
 
 DEVELOPER_VARIABLES = ("QUIRE_SERVER_DEV_MODE", "VLLM_SERVER_DEV_MODE")
@@ -41,7 +43,6 @@ NOT_BUILT = {
     "/v1/realtime": "audio is not supported",
 }  # fmt: skip
 
-GENERATING_PATHS = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages and /tokenize"
 # paths that a server has only with a flag
 OFF = {
     "/load": "--enable-server-load-tracking",
@@ -51,17 +52,19 @@ OFF = {
 _UNLISTED_METHODS = {"HEAD", "OPTIONS"}
 
 
-def install_no_route_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+def install_no_route_handlers(app: FastAPI, routes: Sequence[BaseRoute], answered: str) -> None:
+    """`answered`: the paths that errors suggest."""
+
     async def answer(request: Request, error: Exception) -> Response:
         if not isinstance(error, HttpError):  # the framework's own
-            error = no_route(request.scope, routes)
+            error = no_route(request.scope, routes, answered)
         return error_response(error, request.scope)
 
     for status in (404, 405):
         app.add_exception_handler(status, answer)
 
 
-def no_route(scope: Scope, routes: Sequence[BaseRoute]) -> HttpError:
+def no_route(scope: Scope, routes: Sequence[BaseRoute], answered: str = "") -> HttpError:
     """Why none of these is for this request: another path, or another method."""
     near = [route for route in routes if route.matches(scope)[0] is Match.PARTIAL]
     methods = sorted({method for route in near for method in getattr(route, "methods", None) or ()} - _UNLISTED_METHODS)
@@ -71,7 +74,7 @@ def no_route(scope: Scope, routes: Sequence[BaseRoute]) -> HttpError:
     if not methods and path in OFF:
         return HttpError(404, f"{path} is switched off here: start the server with {OFF[path]}")
     if not methods:
-        return HttpError(404, f"there is no such path here. There are {GENERATING_PATHS}")
+        return HttpError(404, f"there is no such path here. There are {answered} and /tokenize")
     error = HttpError(405, f"{scope['method']} is not a method of this path; there is {' and '.join(methods)}")
     error.headers = {"Allow": ", ".join(methods)}
     return error
@@ -81,22 +84,18 @@ def no_route(scope: Scope, routes: Sequence[BaseRoute]) -> HttpError:
 
 absent_router = APIRouter(include_in_schema=False)
 
-_EMBEDS = "does not make embeddings"
-_SCORES = "does not score or classify texts"
 _LISTENS = "does not take audio"
 ABSENT = {
-    "/v1/embeddings": _EMBEDS, "/v2/embed": _EMBEDS, "/pooling": _EMBEDS,
-    "/score": _SCORES, "/v1/score": _SCORES, "/rerank": _SCORES, "/v1/rerank": _SCORES, "/v2/rerank": _SCORES,
-    "/classify": _SCORES,
     "/v1/audio/transcriptions": _LISTENS, "/v1/audio/translations": _LISTENS, "/v1/audio/speech": "does not make speech",
 }  # fmt: skip
 
 
 async def refuse(request: Request) -> NoReturn:
     path = request.scope["route"].path
-    name = server_of(request).names[0]
-    why = f"the model `{name}` generates text and {ABSENT[path]}"
-    raise HttpError(404, f"there is no {path} here: {why}. There are {GENERATING_PATHS}", own=(path, path))
+    server = server_of(request)
+    tasks = supported_tasks(server.llm.config)
+    why = f"the model `{server.names[0]}` {purpose(tasks)} and {ABSENT[path]}"
+    raise HttpError(404, f"there is no {path} here: {why}. There are {answered(tasks)} and /tokenize", own=(path, path))
 
 
 for _path in ABSENT:

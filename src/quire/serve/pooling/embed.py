@@ -1,0 +1,238 @@
+"""/v1/embeddings (OpenAI), /v2/embed (Cohere) and /pooling: vectors of texts."""
+
+import base64
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from fastapi import APIRouter, Request, Response
+
+from quire.serve.body import JSONRoute
+from quire.serve.errors import ErrorBody, json_response
+from quire.serve.limits import refuse_more
+from quire.serve.pooling.protocol import (
+    CohereEmbedRequest,
+    EmbeddingList,
+    EmbeddingRequest,
+    EmbedFields,
+    EncodingFields,
+    PooledList,
+    PoolingRequest,
+)
+from quire.serve.pooling.work import (
+    MAX_INPUTS,
+    InputReader,
+    Result,
+    collect,
+    entry,
+    make_job,
+    model_pooling,
+    read_inputs,
+    usage_of,
+)
+from quire.serve.server import Server, server_of
+from quire.text.pacing import LazyList
+from quire.text.workers.wire import Cut
+from quire.types.errors import InvalidParameter, NotSupported
+from quire.types.plan import Floats
+from quire.types.pooling import PoolingParams
+
+embeddings_router = APIRouter(route_class=JSONRoute, tags=["OpenAI"])
+pooling_router = APIRouter(route_class=JSONRoute, tags=["pooling"])
+cohere_router = APIRouter(route_class=JSONRoute, tags=["Cohere"])
+_ERRORS: dict[int | str, dict[str, Any]] = {400: {"model": ErrorBody}, 404: {"model": ErrorBody}}
+
+
+# ---- vectors in JSON
+
+_TYPES = {"float32": "f4", "float16": "f2"}
+_ORDERS = {"native": "<" if sys.byteorder == "little" else ">", "little": "<", "big": ">"}
+
+
+def encode(values: Floats, form: EncodingFields) -> Any:
+    """Return a vector, or several, as the request wants them: lists of numbers, or base64."""
+    if form.encoding_format == "float":
+        return values.tolist()
+    order = _ORDERS[form.endianness]
+    if form.embed_dtype == "bfloat16":
+        return _base64(_bfloat16(values).astype(f"{order}u2"))
+    return _base64(values.astype(order + _TYPES[form.embed_dtype]))
+
+
+def _bfloat16(values: Floats) -> npt.NDArray[np.uint16]:
+    """The upper halves of float32, rounded to the nearest, to the even one of two."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def _base64(values: npt.NDArray[Any]) -> str:
+    return base64.b64encode(values.tobytes()).decode("ascii")
+
+
+def embed_params(request: EmbedFields, task: Any) -> PoolingParams:
+    return PoolingParams(
+        task=task, dimensions=request.dimensions, normalize=request.normalize, use_activation=request.use_activation
+    )
+
+
+# ---- /v1/embeddings
+
+
+@embeddings_router.post("/v1/embeddings", responses={200: {"model": EmbeddingList}, **_ERRORS})
+async def create_embeddings(request: EmbeddingRequest, raw: Request) -> Response:
+    server = server_of(raw)
+    model = await server.check(request)
+    params = embed_params(request, "embed")
+    model_pooling(server).request(params)
+    job = make_job(server, raw, request, "embd", model, await read_inputs(server, request), params)
+    results = await collect(server, job)
+
+    def show(i: int) -> dict[str, Any]:
+        return {"index": i, "object": "embedding", "embedding": encode(results[i].outputs.data, request)}
+
+    return json_response(
+        {
+            "id": job.id,
+            "object": "list",
+            "created": job.created,
+            "model": job.model,
+            "data": many(show, results),
+            "usage": usage_of(server, results),
+        }
+    )
+
+
+FEW_VALUES = 1 << 14
+
+
+def many(show: Any, results: Sequence[Result]) -> Any:
+    """Return the entries of an answer. Those of a large answer are made while it is written, in turns with other work."""
+    if sum(result.outputs.data.size for result in results) <= FEW_VALUES:
+        return [show(i) for i in range(len(results))]
+    return LazyList(map(show, range(len(results))))
+
+
+# ---- /pooling
+
+
+@pooling_router.post("/pooling", responses={200: {"model": PooledList}, **_ERRORS})
+async def pool(request: PoolingRequest, raw: Request) -> Response:
+    server = server_of(raw)
+    model = await server.check(request)
+    params = embed_params(request, request.task)
+    model_pooling(server).request(params)
+    job = make_job(server, raw, request, "pool", model, await read_inputs(server, request), params)
+    results = await collect(server, job)
+
+    def show(i: int) -> dict[str, Any]:
+        return {"index": i, "object": "pooling", "data": encode(results[i].outputs.data, request)}
+
+    return json_response(
+        {
+            "id": job.id,
+            "object": "list",
+            "created": job.created,
+            "model": job.model,
+            "data": many(show, results),
+            "usage": usage_of(server, results),
+        }
+    )
+
+
+# ---- /v2/embed
+
+INPUT_TYPES = ("search_document", "search_query", "classification", "clustering", "image")
+# names under which models keep the prompt of an input type
+_PROMPT_NAMES = {"search_query": ("query",), "search_document": ("document", "passage")}
+
+
+@cohere_router.post("/v2/embed", responses=_ERRORS)
+async def embed_for_cohere(request: CohereEmbedRequest, raw: Request) -> Response:
+    server = server_of(raw)
+    model = await server.check(request)
+    texts, parameter = _texts_of(request)
+    params = PoolingParams(task="embed", dimensions=request.output_dimension)
+    try:
+        model_pooling(server).request(params)
+    except InvalidParameter as error:
+        raise InvalidParameter(str(error).replace("dimensions", "output_dimension", 1), "output_dimension") from None
+    prompt = _prompt_of(server, request.input_type)
+    reader = await InputReader.of(server, request.model)
+    special = reader.special(True)
+    keep = reader.longest
+    if request.max_tokens is not None:
+        keep = reader.kept(request.max_tokens, "max_tokens", sum(special))
+    cut = Cut(reader.longest) if request.truncate == "NONE" else Cut(reader.longest, keep, request.truncate == "END", *special)
+    prompts = await reader.texts([prompt + text if text else text for text in texts], cut, parameter)
+    if request.truncate == "NONE" and any(len(one.ids) > keep for one in prompts):
+        i = next(i for i, one in enumerate(prompts) if len(one.ids) > keep)
+        name = entry(parameter, i, len(prompts))
+        raise InvalidParameter(f"{name} has more than max_tokens={keep} tokens. Shorten it, or send truncate=END", parameter)
+    job = make_job(server, raw, request, "embd", model, prompts, params, parameter)
+    results = await collect(server, job)
+    vectors = [result.outputs.data for result in results]
+    tokens = usage_of(server, results)["prompt_tokens"]
+    return json_response(
+        {
+            "id": job.id,
+            "response_type": "embeddings_by_type",
+            "embeddings": {kind: _as_type(kind, vectors) for kind in dict.fromkeys(request.embedding_types or ["float"])},
+            "texts": texts,
+            "meta": {
+                "api_version": {"version": "2"},
+                "billed_units": {"input_tokens": tokens},
+                "tokens": {"input_tokens": tokens},
+            },
+        }
+    )
+
+
+def _texts_of(request: CohereEmbedRequest) -> tuple[list[str], str]:
+    """Return the texts, and the field that they came in."""
+    if request.images:
+        raise NotSupported("images cannot be used: this model takes text only. Send texts", "images")
+    if request.texts is not None and request.inputs is not None:
+        raise InvalidParameter("texts and inputs were both sent: leave one out", "inputs")
+    if request.inputs is not None:
+        refuse_more("inputs", len(request.inputs), MAX_INPUTS, "inputs")
+        parts = [part for one in request.inputs for part in one.content]
+        other = next((part.type for part in parts if part.type != "text"), None)
+        if other is not None:
+            raise NotSupported(f"inputs: this model takes text only, not a part of type {other!r:.80}", "inputs")
+        texts, parameter = [" ".join(part.text or "" for part in one.content) for one in request.inputs], "inputs"
+    else:
+        texts, parameter = request.texts or [], "texts"
+        refuse_more("texts", len(texts), MAX_INPUTS, "texts")
+    if not texts:
+        raise InvalidParameter(f"{parameter} is empty: send at least one text", parameter)
+    return texts, parameter
+
+
+def _prompt_of(server: Server, input_type: str | None) -> str:
+    """Return what the model's files put before texts of this type. Models without prompts embed all types alike."""
+    if input_type is None:
+        return ""
+    files = model_pooling(server).files
+    prompts = {} if files is None else files.prompts
+    for name in (input_type, *_PROMPT_NAMES.get(input_type, ())):
+        if name in prompts:
+            return prompts[name]
+    if input_type not in INPUT_TYPES:
+        known = ", ".join(dict.fromkeys((*INPUT_TYPES[:-1], *prompts)))
+        raise InvalidParameter(f"input_type must be one of {known}; got {input_type!r:.80}", "input_type")
+    if input_type == "image":
+        raise NotSupported("input_type=image cannot be used: this model takes text only", "input_type")
+    return ""
+
+
+def _as_type(kind: str, vectors: Sequence[Floats]) -> Any:
+    if kind == "float":
+        return LazyList(vector.tolist() for vector in vectors)
+    if kind == "base64":
+        return [_base64(vector.astype("<f4")) for vector in vectors]
+    bits = [np.packbits(vector >= 0) for vector in vectors]  # the first value is the highest bit
+    if kind == "binary":  # signed: offset by 128
+        return [(one.astype(np.int16) - 128).tolist() for one in bits]
+    return [one.tolist() for one in bits]
