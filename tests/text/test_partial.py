@@ -12,8 +12,10 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from quire.text import prompts
 from quire.text.offload import TextOffload
 from quire.text.partial import LONG_CHARACTERS, SpecialTokens, parts
+from quire.text.prompts import Tokenization
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_files import read_tokenizer
 from quire.text.workers.wire import Cut
@@ -66,6 +68,15 @@ def test_the_kept_tokens_equal_those_of_the_whole_text(tokenizer: Tokenizer, rig
             ids = tokenizer.encode(part.text)
             assert len(ids) >= keep + len(tokenizer.encode(part.lead, add_special_tokens=False))
             assert cut.of(ids)[1] == cut.of(whole)[1]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_prompts_of_python_calls_are_cut_the_same_way(tokenizer: Tokenizer, side: Any, monkeypatch: Any) -> None:
+    how = Tokenization(truncate_prompt_tokens=60, truncation_side=side)
+    text = long_text(5)
+    cut = how.apply(tokenizer, text, 1000)
+    monkeypatch.setattr(prompts, "encode_end", lambda *_: None)
+    assert len(cut) == 60 and cut == how.apply(tokenizer, text, 1000)
 
 
 def test_special_tokens_stay_around_what_is_kept() -> None:

@@ -85,6 +85,31 @@ def _around(whole: Sequence[int], part: Sequence[int]) -> tuple[Sequence[int], S
 # ---- parts of a text
 
 
+class TextEncoder(Protocol):
+    @property
+    def words_apart(self) -> bool: ...
+    @property
+    def template(self) -> SpecialTokens: ...
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+
+def encode_end(tokenizer: TextEncoder, text: str, add_special_tokens: bool, keep: int, right: bool) -> list[int] | None:
+    """Return the `keep` tokens of a long text that are left when it is cut, special tokens among them.
+
+    None: the whole text must be tokenized.
+    """
+    if len(text) <= LONG_CHARACTERS or not tokenizer.words_apart:
+        return None
+    template = tokenizer.template if add_special_tokens else SpecialTokens()
+    cut = Cut(keep, keep, right, len(template.before), len(template.after))
+    for part in parts(text, cut) if cut.room else ():
+        lead = len(tokenizer.encode(part.lead, False)) if part.lead else 0
+        ids = tokenizer.encode(part.text, add_special_tokens)
+        if len(ids) >= keep + lead:
+            return cut.of(ids)[1]
+    return None
+
+
 @dataclass(frozen=True)
 class Part:
     """One end of a text. Its tokens, special ones included, are enough if there are more than `cut.keep` of them.

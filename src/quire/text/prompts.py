@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from quire.text.partial import encode_end
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_files import AdapterTokenizers
 from quire.text.tool_prompt import render_described, wants_words
@@ -74,6 +75,11 @@ class Tokenization:
     def apply(self, tokenizer: Tokenizer, text: str, longest: int) -> list[int]:
         """The tokens of a text. `longest`: as many as the model can take."""
         text = text.lower() if self.do_lower_case else text
+        keep, side = self._bound(longest)
+        if keep is not None:
+            end = encode_end(tokenizer, text, self.add_special_tokens, keep, side == "right")
+            if end is not None:
+                return end
         whole = tokenizer.encode(text, self.add_special_tokens)
         bare = tokenizer.encode(text, add_special_tokens=False) if self.add_special_tokens else whole
         for i in range(len(whole) - len(bare) + 1):
