@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quire.bench.client import Origin
-from quire.bench.datasets.options import DatasetOptions
+from quire.bench.datasets import DatasetOptions
 from quire.bench.metrics import summarize
 from quire.bench.report import table
 from quire.bench.serve import ServeSettings, bench_serve
@@ -226,7 +226,7 @@ def test_clients_of_frameworks(http: httpx.Client, body: dict[str, Any]) -> None
         ({"input": "a", "truncate_prompt_tokens": -2}, "body.truncate_prompt_tokens", "-1"),
         ({"input": "the lazy dog " * 200}, "input", "truncate_prompt_tokens"),
         ({"input": ["a", [5] * 257][1]}, "input", "truncate_prompt_tokens"),
-        ({"input": "a", "priority": 1}, "priority", "scheduling_policy"),
+        ({"input": "a", "priority": 1}, "priority", "priority"),
         ({"input": "a", "temperature": 1}, "temperature", "/v1/completions"),
         ({"messages": []}, "messages", "empty"),
         ({"messages": [{"role": "user", "content": "dog " * 300}]}, "messages", "truncate_prompt_tokens"),
