@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_decoders import PROMPTS, made, normal, opened, states
 
+from quantized_checkpoints import write
 from quire import LLM, AsyncLLM, EngineArgs, LoRARequest, PoolingParams, SamplingParams
 from quire.types.errors import NotSupported
 
@@ -83,3 +84,13 @@ def test_adapters_change_vectors(tmp_path):
         found = llm.encode([PROMPTS[3], PROMPTS[3], PROMPTS[4]], lora_request=each, use_tqdm=False)
         check(found, [adapted[3], plain[3], adapted[4]])
         assert isinstance(llm, LLM) and np.abs(adapted[3] - plain[3]).max() > 0.01
+
+
+@pytest.mark.parametrize("scheme", ["awq", "fp8-block"])
+def test_quantized_weights(tmp_path, scheme):
+    write(scheme, tmp_path)
+    found = []
+    for kind in ("quantized", "floats"):
+        with opened(tmp_path / kind, runner="pooling", dtype="auto", skip_tokenizer_init=True) as llm:
+            found.append([one.outputs.data for one in llm.encode(PROMPTS, use_tqdm=False)])
+    assert min(float(one @ other) for one, other in zip(*found, strict=True)) > 0.999
