@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from quire.config.families import architectures, card_of, has_chunked_attention
+from quire.config.families import card_of, family_of, has_chunked_attention
 from quire.config.gguf import GGUF_NAMES, translate
 from quire.config.hf import explicit_config, read_json, translate_params
 from quire.config.layer_patterns import Kind, Layers
@@ -297,7 +297,7 @@ class _Reader:
 
     def is_encoder(self) -> bool:
         """Whether the class that the file names runs without a KV cache. Other classes of the same type may be decoders."""
-        card = architectures().get(self.architecture())
+        card = family_of(self.architecture(), self.config)
         if card is not None and card.kind == "encoder" and self.config.get("is_decoder"):
             raise ModelError(f"{self.name}: is_decoder true is not supported for {self.architecture()}, which is an encoder")
         return card is not None and card.kind == "encoder"

@@ -19,6 +19,7 @@ from quire.config.fields import FLOAT_NAMES
 from quire.config.hf import read_json
 from quire.config.quantization import Quantization, choose_quantization
 from quire.config.speculative import HEADS, ON_DEVICE, SpeculativeConfig
+from quire.features.pooling.sentence_files import read_sentence_files
 from quire.features.speculation.resolve import find_drafting
 from quire.files.resolve import TEKKEN, ModelFiles, check_on_disk, is_bare_name, resolve_model
 from quire.types.cache import DTYPE_BYTES
@@ -178,8 +179,14 @@ def choose_sampling(args: EngineArgs, facts: ModelFacts) -> dict[str, Any]:
 
 def choose_length(args: EngineArgs, facts: ModelFacts) -> tuple[int, bool]:
     if args.max_model_len is None or args.max_model_len == -1:
-        return facts.max_position, False
+        return min(facts.max_position, trained_length(facts)), False
     return args.max_model_len, True
+
+
+def trained_length(facts: ModelFacts) -> int:
+    """Return the longest text of an encoder that the files of sentence-transformers name; it may be asked for longer ones."""
+    files = read_sentence_files(facts.files.path) if facts.encoder and facts.files.path.is_dir() else None
+    return facts.max_position if files is None else files.max_seq_length or facts.max_position
 
 
 def choose_device(args: EngineArgs, find_device: Callable[[], str]) -> str:

@@ -8,7 +8,7 @@ multiply one row at a time.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quire.attn.batch import PLAIN, Tokens
+from quire.attn.batch import PLAIN, Batch, Tokens
 from quire.device.base import Device
 from quire.features.base import Allocation, Pooled, StepPart
 from quire.features.pooling.host import CHUNK, ModelPooling
@@ -53,6 +53,7 @@ class Tenant:
     pooling: Pooling
     prompt_length: int
     tokens: Ints  # its prompt, to find step_tag_id
+    segment: int  # position of the first token with segment id 1; 0: there is none
 
 
 class PoolingPart(StepPart):
@@ -158,10 +159,21 @@ class PoolingPart(StepPart):
 
     def admit(self, slot: int, admission: Admission) -> None:
         if (pooling := admission.extras.pooling) is not None:
-            self._tenants[slot] = Tenant(pooling, admission.prompt_length, admission.tokens)
+            segment = admission.extras.segment
+            self._tenants[slot] = Tenant(pooling, admission.prompt_length, admission.tokens, segment)
 
     def retire(self, slot: int) -> None:
         self._tenants.pop(slot, None)
+
+    def extend(self, batch: Batch, rows: StepRows, slot: Tensor) -> Batch:  # noqa: ARG002
+        """Tell an encoder which tokens belong to the second text of a pair."""
+        tenants = [self._tenants.get(each) for each in rows.slot.tolist()]
+        segments = [0 if tenant is None else tenant.segment for tenant in tenants]
+        if not any(segments):
+            return batch
+        shapes = zip(segments, rows.end.tolist(), rows.count.tolist(), strict=True)
+        types = [np.arange(end - count, end) >= (segment or end) for segment, end, count in shapes]
+        return replace(batch, token_types=upload(np.concatenate(types).astype(np.int64), self._device.torch_device))
 
     def graph_key(self, rows: StepRows) -> Hashable | None:  # noqa: ARG002
         return False

@@ -274,7 +274,7 @@ def _embedder(facts: "ModelFacts", files: SentenceFiles | None) -> ModelPooling:
     tasks: tuple[PoolingTask, ...] = ("embed", "token_embed", "score")
     if files is not None and files.pooling is None:  # every token has a vector
         tasks = ("token_embed", "score")
-    default: PoolingType = "LAST" if facts.layers or facts.states or facts.unsupported_reason else "CLS"
+    default = _default_type(facts, "pooling_type")
     lengths = facts.hf.get("matryoshka_dimensions")
     known = tuple(lengths) if isinstance(lengths, list) and all(type(one) is int for one in lengths) else ()
     return ModelPooling(
@@ -288,6 +288,16 @@ def _embedder(facts: "ModelFacts", files: SentenceFiles | None) -> ModelPooling:
         matryoshka=known if known or facts.hf.get("is_matryoshka") else None,
         files=files,
     )
+
+
+def _default_type(facts: "ModelFacts", name: str) -> PoolingType:
+    """Return how a model pools whose files do not say: encoders by what config.json or the GGUF file has under `name`."""
+    if not facts.encoder:
+        return "LAST"
+    stored = str(facts.hf.get(name) or "CLS").upper()
+    if stored not in SEQUENCE_TYPES:
+        raise ModelError(f"{name} must be one of {', '.join(SEQUENCE_TYPES)}; got {facts.hf.get(name)!r}")
+    return cast(PoolingType, stored)
 
 
 def _classifier(facts: "ModelFacts", head: Head, converted: bool) -> ModelPooling:
@@ -304,7 +314,7 @@ def _classifier(facts: "ModelFacts", head: Head, converted: bool) -> ModelPoolin
     return ModelPooling(
         head=head,
         tasks=tasks,
-        type="LAST" if facts.layers or facts.states or facts.unsupported_reason else "CLS",
+        type=_default_type(facts, "classifier_pooling"),
         token_type="ALL",
         activate=not (reward and size == 1),
         activation=_activation_of(hf, size),
