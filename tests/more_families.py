@@ -1,4 +1,4 @@
-"""More families of our own (see oracle.py): their logits obey all laws, the whole engine runs them once."""
+"""Test entries of model families: each is compared with transformers and runs in the columns of the matrix (see oracle.py)."""
 
 from typing import Any
 
