@@ -14,7 +14,7 @@ def publish(pool: Pool, pages: list[int], name: bytes) -> None:
 def test_page_zero_is_never_handed_out():
     pool = Pool(3)
     assert sorted(pool.take(3)) == [1, 2, 3]
-    with pytest.raises(EngineError, match="1 pages were taken, but only 0 of 3"):
+    with pytest.raises(EngineError, match="1 pages were requested, but only 0 of 3"):
         pool.take(1)
 
 

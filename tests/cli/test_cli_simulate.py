@@ -91,7 +91,7 @@ def test_traces(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert simulate(model, "--card", "t4", "--trace", str(azure), "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["completed"], result["refused"]) == (1, 1)  # 5,000 tokens are more than the model's context
-    assert "none is left to be drawn" in next(iter(result["refusals"]))
+    assert "none is left to generate" in next(iter(result["refusals"]))
     talks = tmp_path / "talks.json"
     talks.write_text(json.dumps([{"conversations": [{"value": "why " * 10}, {"value": "so " * 10}]}]))
     assert simulate(model, "--card", "t4", "--trace", str(talks)) == 2
@@ -214,7 +214,7 @@ def test_measured_steps_are_a_device(
     flags = ["--max-num-batched-tokens", "64", *steps, "--front-end", "--output-json", str(path)]
     flags += ["--tokenizer", str(tmp_path), "--hf-overrides", '{"max_position_embeddings": 128}']
     assert main(["bench", "steps", *engine, *flags]) == 0
-    assert "processor beside a step" in (said := capsys.readouterr().out) and "between client and engine" in said
+    assert "processor time outside of a step" in (said := capsys.readouterr().out) and "between client and engine" in said
     result = json.loads(path.read_text())
     assert 0 < result["front"]["token"] < result["front"]["request"]
     assert [(point["rows"], point["tokens"]) for point in result["points"]] == [(1, 1), (4, 4)] * 2 + [(1, 8), (1, 32)] * 2
@@ -239,7 +239,7 @@ def test_measured_steps_are_a_device(
     path.write_text(json.dumps({name: value for name, value in result.items() if name != "sizes"}))  # an older file
     assert simulate(model, "--timing", str(path), "--num-prompts", "5", "--input-len", "50", *wider) == 0
     assert main(["bench", "steps", *engine, "--rows", "4096"]) == 2
-    assert "--rows 4096 is more than max_num_seqs 4; say --max-num-seqs 4096" in capsys.readouterr().err
+    assert "--rows 4096 is more than max_num_seqs 4; use --max-num-seqs 4096" in capsys.readouterr().err
 
 
 def test_an_engine_that_plans_ahead_is_measured_beside_a_row(

@@ -93,12 +93,12 @@ def test_what_is_not_a_number(text: str) -> None:
         ({"load_format": "pt"}, r"load_format must be one of auto, safetensors, mistral, gguf, dummy; got 'pt'"),
         (
             {"load_format": "bitsandbytes"},
-            r"load_format='bitsandbytes' is not supported: .* Leave it out, or say quantization=",
+            r"load_format='bitsandbytes' is not supported: .* Leave it out, or use quantization=",
         ),
         ({"speculative_config": {}}, r"speculative_config needs a method \(.*--spec-method\): ngram, suffix"),
         (
             {"spec_method": "eagle"},
-            r"method 'eagle' needs the model or head that drafts: speculative_config.model, or --spec-model",
+            r"method 'eagle' requires a draft model or head: speculative_config.model, or --spec-model",
         ),
         ({"dtype": "int8"}, r"dtype must be one of auto, .*got 'int8'"),
         ({"dtype": None}, r"dtype must be a string"),
@@ -130,7 +130,7 @@ def test_what_asks_for_nothing_is_accepted() -> None:
 def test_the_constructor_knows_vllms_other_names_as_well(caplog: pytest.LogCaptureFixture) -> None:
     args = AsyncEngineArgs(model="m", enable_eplb=False, trust_remote_code=True, disable_log_requests=True)
     assert args == EngineArgs(model="m")
-    assert "trust_remote_code=True changes nothing" in caplog.text and "disable_log_requests=True" in caplog.text
+    assert "trust_remote_code=True has no effect" in caplog.text and "disable_log_requests=True" in caplog.text
     with pytest.raises(ConfigError, match="enable_prompt_embeds=True is not supported"):
         EngineArgs(enable_prompt_embeds=True)
     with pytest.raises(ConfigError, match="did you mean max_model_len"):

@@ -38,10 +38,10 @@ def test_enough_gpus(model, gpus, values):  # noqa: F811
         (
             1,
             {"tensor_parallel_size": 2},
-            "needs 2 GPUs on this machine, one for each rank, and 1 can be ",
+            "needs 2 GPUs on this machine, one per rank, and 1 are visible",
         ),
         (3, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, r"needs 4 GPUs .* QUIRE_CUDA_RANKS=1 lets ranks share"),
-        (2, {"tensor_parallel_size": 4, "nnodes": 2}, r"With nnodes=2, pipeline_parallel_size has to be a multiple of 2"),
+        (2, {"tensor_parallel_size": 4, "nnodes": 2}, r"With nnodes=2, pipeline_parallel_size must be a multiple of 2"),
         (
             2,
             {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"},

@@ -24,7 +24,7 @@ def test_more_shared_layers_than_there_are(shared):
 
 
 def test_nobody_to_attend_to():
-    with pytest.raises(ModelError, match="a layer of 'full_attention' attends to one before it"):
+    with pytest.raises(ModelError, match="a layer of 'full_attention' shares the KV cache of an earlier one"):
         key_owners({"layer_types": [SLIDING, FULL], "num_kv_shared_layers": 1})
 
 

@@ -188,7 +188,7 @@ def test_a_model_that_is_not_there(tmp_path, monkeypatch):
 
 ARGS = [
     ({"max_model_length": 5}, "max_model_len"),
-    ({"pipeline_parallel_size": 5}, "2 layers cannot be divided among so many stages"),
+    ({"pipeline_parallel_size": 5}, "2 layers cannot be divided among that many stages"),
     ({"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
     ({"enable_lora": True, "max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras 2 is less than max_loras 4"),
     ({"enable_lora": True, "lora_dtype": "bfloat16"}, "lora_dtype bfloat16 differs from dtype float32"),

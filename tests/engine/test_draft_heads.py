@@ -276,7 +276,7 @@ def test_what_does_not_fit_is_named(model, trained, tmp_path):
         with pytest.raises(error, match=message):
             open_model(model, dtype="float32", speculative_config=asked)
 
-    refused(r"LlamaForCausalLM has no layers for drafts", method="mtp")
+    refused(r"LlamaForCausalLM has no supported MTP layers", method="mtp")
     refused(r"num_speculative_tokens 5 is more than the 3 heads", model=str(trained["medusa"]), num_speculative_tokens=5)
     config = json.loads((trained["eagle3"] / "config.json").read_text())
     path = tmp_path / "head"

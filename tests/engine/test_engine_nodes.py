@@ -133,7 +133,7 @@ def test_who_may_bring_an_engine(tiny_model, port, monkeypatch):
     ("values", "message"),
     [
         ({"data_parallel_size": 2, "data_parallel_size_local": 3}, "are more than all of them, data_parallel_size=2"),
-        ({"data_parallel_size": 2, "data_parallel_start_rank": 1}, "run quire serve with --headless here"),
+        ({"data_parallel_size": 2, "data_parallel_start_rank": 1}, "run quire serve with --headless on it"),
         ({"data_parallel_size": 2, "nnodes": 2, "tensor_parallel_size": 2}, "leave it at 1. Engines that are each"),
     ],
 )
@@ -145,4 +145,4 @@ def test_what_cannot_be_had(tiny_model, values, message):
 def test_headless_engines_say_which_they_are(capsys):
     for flags in (["-dp", "2"], ["-dp", "2", "-dpr", "2"], ["-dp", "4", "-dpr", "2", "-dpl", "3"]):
         assert main(["serve", "x", "--headless", *flags]) == 2
-        assert "Give the number of its first one, --data-parallel-start-rank" in capsys.readouterr().err
+        assert "Give the number of the first, --data-parallel-start-rank" in capsys.readouterr().err

@@ -213,7 +213,7 @@ def test_a_lost_rank_of_another_node_is_named(checkpoint, port, how, size, fate)
     ("args", "message"),
     [
         ({"nnodes": 2}, "nnodes=2 machines need as many ranks, and there are 1"),
-        ({"nnodes": 2, "node_rank": 1, "tensor_parallel_size": 2}, "run quire serve with --headless here"),
+        ({"nnodes": 2, "node_rank": 1, "tensor_parallel_size": 2}, "run quire serve with --headless on this machine"),
         ({"nnodes": 2, "tensor_parallel_size": 2, "data_parallel_size": 2}, "data_parallel_size=2 is not supported"),
     ],
 )

@@ -449,10 +449,10 @@ def test_scales_of_a_cache_of_8_bits_are_left_aside(checkpoint, tmp_path, caplog
 @pytest.mark.parametrize(
     ("scheme", "asked", "message"),
     [
-        ("awq", "gptq", r"quantization='gptq', but the checkpoint says 'awq'"),
+        ("awq", "gptq", r"quantization='gptq', but the checkpoint has 'awq'"),
         ("awq", "marlin", r"quantization='marlin' is unknown; these are: gguf, auto_awq"),
-        ("awq", "torchao", r"quantization='torchao' is vLLM's, and not built here; these are: gguf, auto_awq"),
-        ("awq", "gguf", r"does not suit files that are not GGUF"),
+        ("awq", "torchao", r"quantization='torchao' is not supported; these are: gguf, auto_awq"),
+        ("awq", "gguf", r"does not fit files that are not GGUF"),
         (None, "awq", r"the checkpoint is not quantized; leave it out, or use fp8"),
     ],
 )

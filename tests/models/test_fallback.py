@@ -136,7 +136,10 @@ REFUSED = {
         Family("NemotronHConfig", "NemotronHForCausalLM", BARE),
         "cannot be run through transformers: it has recurrent layers",
     ),
-    "a kind of its own, and a silent config": (Family("XLMConfig", "XLMWithLMHeadModel", BARE), "xlm .*attention is of a kind"),
+    "a kind of its own, and a silent config": (
+        Family("XLMConfig", "XLMWithLMHeadModel", BARE),
+        "xlm .*not support their kind of attention",
+    ),
     "attention of its own": (
         Family("GPTJConfig", "GPTJForCausalLM", PLAIN | {"rotary_dim": 4}),
         "not go through transformers' attention interface",

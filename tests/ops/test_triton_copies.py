@@ -137,7 +137,7 @@ def test_a_model_has_all_or_none(model, caplog, usable, cache, asked, told):
 
 def test_copies_of_nothing_that_were_asked_for(caplog):
     copy_matrices(torch.nn.Linear(4, 4), torch.float16, Card(1 << 30, 5), Needs(0.9, 0, 7, True))
-    assert "the model has no matrix that can have one" in caplog.text
+    assert "the model has no quantized matrix that can have one" in caplog.text
 
 
 def test_copies_that_were_asked_for_and_do_not_fit(model):

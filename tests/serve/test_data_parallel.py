@@ -164,7 +164,7 @@ def test_metrics_health_and_events_of_a_whole_server(serve_model):
         for kind, event in list(viewer.events):
             known.apply(kind, event)
         picture = "\n".join(screen(known, None, "here", 160, 50))
-        assert "engine 0" in picture and "engine 1" in picture and "1 restarts; the latest, because" in picture
+        assert "engine 0" in picture and "engine 1" in picture and "1 restarts, the latest: " in picture
         assert f"engine {told['engine']} was lost" in server.log() and f"restarting engine {told['engine']}" in server.log()
         assert client.post("/reset_prefix_cache").status_code in (200, 404)
         server.signal()

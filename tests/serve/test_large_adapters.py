@@ -51,8 +51,8 @@ def test_they_are_refused_by_their_header(serve_model: Path, vast: Path, tmp_pat
     try:
         with running.serve(ServerArgs(allow_runtime_lora_updating=True)) as http:
             for path, message in (
-                (vast, "adapter_model.safetensors: has 274,877,906,944 numbers"), (long, "tensors for few of them"),
-                (torch, "up to max_lora_rank has"), (broken, "broken safetensors file"), (beside, "larger than 256 MiB"),
+                (vast, "adapter_model.safetensors: has 274,877,906,944 values"), (long, "more than its tensors need"),
+                (torch, "up to max_lora_rank has"), (broken, "broken safetensors file"), (beside, "must have at most 256 MiB"),
                 (narrow, "layers.0.self_attn.q_proj.lora_A.weight' has shape [2, 8589934592]"),
                 (wide, f"{wide}: tensor 'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight' has rank 8589934592; "
                  "max_lora_rank is 16; start with --max-lora-rank 8589934592"),

@@ -127,7 +127,7 @@ def test_pages_that_run_out_preempt() -> None:
 def test_what_could_never_run_is_refused_and_told() -> None:
     run = simulate(trace(alone(0.0, 300, 1), alone(0.0, 10, 1, content=2)))
     long, short = run.visits
-    assert not long.done and "none is left to be drawn" in long.refused
+    assert not long.done and "none is left to generate" in long.refused
     assert short.done
     figures = figures_of(run)
     assert (figures.completed, figures.requests, sum(figures.refused.values())) == (1, 2, 1)

@@ -312,7 +312,7 @@ def endpoint_of(backend: str | None, endpoint: str | None) -> tuple["Kind", str]
         told = "completions"
     kind = (told or "completions") if backend is None else BACKENDS[backend]
     if told is not None and kind != told:
-        raise ConfigError(f"--backend {backend} does not speak to {endpoint}; drop one of them")
+        raise ConfigError(f"--backend {backend} does not match --endpoint {endpoint}; drop one of them")
     return cast("Kind", kind), endpoint or ENDPOINTS[kind]
 
 

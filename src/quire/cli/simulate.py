@@ -71,7 +71,7 @@ GENERATED_FLAGS: Flags = (
     ("range-ratio", "lengths from (1 - X) to (1 + X) times these (default 0)", X),
     ("prefix-len", "tokens before each prompt, shared by many (default 0)", N),
     ("num-prefixes", "number of different prefixes (default 1)", N),
-    ("turns", "of a conversation: prompts have all previous turns (default 1)", N),
+    ("turns", "of a conversation (default 1)", N),
     ("think-time", "seconds between turns (default 10)", X),
     ("burstiness", "of arrivals: 1 is Poisson, below 1 is burstier, above 1 is steadier (default 1)", X | {"default": 1.0}),
     ("chars-per-token", "of ShareGPT's texts, if there is no tokenizer", X),
@@ -94,7 +94,7 @@ FLEET: Flags = (
         "of a request before the engine: HTTP, text (default: the file's, or 2.5)",
         X,
     ),
-    ("api-request-ms", "the part in the API process (default: the file's, or 1)", X),
+    ("api-request-ms", "of it in the API process (default: the file's, or 1)", X),
     ("api-token-us", "of the API process per token (default: the file's, or 45)", X),
     ("offline", "simulate `LLM` instead of a server", YES),
 )
