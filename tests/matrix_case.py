@@ -31,7 +31,7 @@ NEW_TOKENS, BUDGET, PAGE = 16, 16, 4
 PENALTY = 1.5  # keeps tiny random models from saying one token for ever
 LENGTHS = (33, 5, 18, 30)
 # transformers changes the rope factors of a text that grows long; an engine that caches rotated keys cannot
-LONG = {"phi3-longrope": (33, 40, 37, 38)}
+LONG = {"phi3-longrope": (33, 40, 37, 38), "minicpm3": (33, 40, 37, 38)}
 # of a checkpoint in 4 bits: inputs of matrices are whole groups of 32
 WIDER = {48: 96, 80: 96, 56: 64, 24: 32, 20: 32, 12: 16, 10: 16, 72: 96, 96: 192}
 WIDE = ("size", "dim", "d_model", "rank", "inner", "d_ssm")
@@ -98,6 +98,14 @@ class Case:
                 logits[ids] = torch.where(known > 0, known / PENALTY, known * PENALTY)
             ids.append(int(logits.argmax()))
         return ids[len(prompt) :]
+
+    def final_states(self, prompt: list[int]) -> Tensor:
+        """Return what transformers' LM head reads, up to a factor. [tokens, hidden_size]"""
+        found: list[Tensor] = []
+        hook = self.reference.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: found.append(inputs[0][0]))
+        with hook, torch.inference_mode():
+            self.reference(torch.tensor([prompt]), use_cache=False)
+        return found[-1]
 
     def greedy_among(self, prompt: list[int], allowed: Sequence[int], count: int) -> list[int]:
         """transformers' likeliest tokens where only these are allowed."""

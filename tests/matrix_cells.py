@@ -8,16 +8,19 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch.nn import functional
 
 from matrix_case import BUDGET, NEW_TOKENS, PAGE, PENALTY, Case, ids_of
 from matrix_columns import COLUMNS
-from quire import LLM, AsyncLLM, EngineArgs, SamplingParams
+from quire import LLM, AsyncLLM, EngineArgs, PoolingParams, SamplingParams
 from quire.cache.layout import make_layout, pages_for
 from quire.config.resolve import resolve
 from quire.device.registry import describe
 from quire.engine.executor import workers
 from quire.lora.request import LoRARequest
 from quire.sampling_params import StructuredOutputsParams
+from quire.types.errors import ConfigError
 
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=PENALTY, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
 SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -161,6 +164,23 @@ def restart(case: Case) -> None:
     assert (llm.restarts, len(killed)) == (1, 1)
 
 
+def pooling(case: Case) -> None:
+    """Vectors of the last token and of all tokens, in steps with other prompts, of the same checkpoint."""
+    if case.facts.hf.get("word_embed_proj_dim") not in (None, case.facts.hidden_size):  # some sizes of OPT
+        with pytest.raises(ConfigError, match="word_embed_proj_dim"):
+            case.engine(runner="pooling")
+        return
+    states = [case.final_states(prompt) for prompt in case.prompts]
+    llm = case.engine(runner="pooling")
+    for task, right in (
+        ("embed", [functional.normalize(each[-1], dim=0) for each in states]),
+        ("token_embed", [functional.normalize(each, dim=-1) for each in states]),
+    ):
+        found = llm.encode(case.prompts, PoolingParams(task=task), use_tqdm=False)
+        for each, vectors in zip(found, right, strict=True):
+            torch.testing.assert_close(torch.from_numpy(each.outputs.data), vectors.float(), rtol=0, atol=1e-4)
+
+
 CELLS: dict[str, Callable[[Case], None]] = {
     "alone": alone,
     "batched": together,
@@ -175,4 +195,5 @@ CELLS: dict[str, Callable[[Case], None]] = {
     "tp 2": two_ranks,
     "speculation": functools.partial(together, speculative_config=DRAFTS),
     "engine restart": restart,
+    "pooling": pooling,
 }

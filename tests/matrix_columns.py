@@ -28,4 +28,5 @@ COLUMNS: Sequence[Column] = (
     Column("tp 2", f"{_REFERENCE}, divided among two processes", "tensor_parallel_size"),
     Column("speculation", f"{_REFERENCE}, with n-gram drafts", "speculative_config"),
     Column("engine restart", f"{_REFERENCE}, the engine's process killed while it answers"),
+    Column("pooling", "transformers' normalized final hidden states, of the last token and of all", "runner"),
 )  # fmt: skip

@@ -28,6 +28,7 @@ COLUMNS_OF: Mapping[str, tuple[str, ...]] = {
     r"^engine/|async_llm": ("engine restart", "batched"),
     r"^sched/": ("preemption", "chunks of 1", "chunks of 7", "batched"),
     r"^cache/": ("prefix hit", "preemption", "n > 1"),
+    r"pool": ("pooling",),
     r"sampl": ("seeded sampling", "n > 1"),
     r"^attn/|^layers/|^runner/|^models/(decoder|blocks|hybrid)|^ops/|^device/": (
         "alone",

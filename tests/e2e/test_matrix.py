@@ -26,6 +26,7 @@ CORE = {
     "alone": "deepseek-v3", "batched": "gemma3", "chunks of 1": "mixtral", "chunks of 7": "qwen3-next", "chunks of 16": "bloom",
     "prefix hit": "gpt-oss", "preemption": "llama", "n > 1": "phi3-longrope", "seeded sampling": "gemma2", "grammar": "qwen3",
     "int4": "qwen3-moe", "LoRA": "mixtral", "tp 2": "llama", "speculation": "qwen2-some-windows", "engine restart": "llama",
+    "pooling": "gemma3",
 }  # fmt: skip
 BESIDE = ("llama", "gemma3", "mixtral", "deepseek-v2", "bamba", "lfm2")  # families in which a changed column runs
 MAX_CHANGED = 16  # cells of what changed
