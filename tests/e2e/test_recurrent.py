@@ -119,7 +119,7 @@ def test_on_cuda(checkpoint, name, how):
     [
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"speculative_config": {"method": "draft_model", "model": "BAMBA", "num_speculative_tokens": 2}}, "draft model"),
-        ({"kv_cache_memory_bytes": 4096, "max_num_seqs": 64}, "max_num_seqs 64 needs"),
+        ({"kv_cache_memory_bytes": 4096, "max_num_seqs": 64}, "max_num_seqs 64 requires"),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(checkpoint, args, named):

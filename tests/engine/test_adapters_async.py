@@ -159,7 +159,7 @@ def test_a_lost_engine_costs_no_stream_its_adapter(tiny_model, adapters, monkeyp
         assert await llm.pin_lora(2)
         tasks = [asyncio.create_task(ask(llm, f"y{i}", lora, SOME)) for i, lora in enumerate(loras)]
         begun = llm._client._open.values()
-        await until(lambda: len(llm.adapters_in_use()[2]) == 2 and sum(bool(entry.told) for entry in begun) >= 3)
+        await until(lambda: len(llm.adapters_in_use()[2]) == 2 and sum(bool(entry.reported) for entry in begun) >= 3)
         os.kill(llm.engine_pid, signal.SIGKILL)
         outputs = await asyncio.gather(*tasks)
         assert [output.outputs[0].token_ids for output in outputs] == expected

@@ -110,7 +110,7 @@ def test_rows_of_any_length_are_the_kernels(model, usual, monkeypatch):
 @pytest.mark.skipif(kernels() is None, reason="no C compiler was there when Quire was installed")
 def test_short_rows_are_the_kernels(model, usual, monkeypatch):
     """Whatever windows and soft caps there are: torch is not asked, and the tokens are its own."""
-    for way in ("_run_piece", "_run_single_token"):
+    for way in ("_run_chunk", "_run_single_token"):
         monkeypatch.setattr(cpu.CPUAttention, way, lambda *given: pytest.fail("torch was asked"))
     assert ask(open_model(model), PROMPTS) == usual
     monkeypatch.undo()

@@ -288,7 +288,7 @@ def test_what_does_not_fit_is_named(model, trained, tmp_path):
             r"before the layers \[0, 7\], and the model has layers 0 to 1",
         ),
         ({"target_hidden_size": 64}, r"hidden_size 64, but the model has 32"),
-        ({"speculators_model_type": "dflash"}, r"kind 'dflash', which is not built"),
+        ({"speculators_model_type": "dflash"}, r"kind 'dflash', which is not supported"),
     ):
         (path / "config.json").write_text(json.dumps(config | changes))
         refused(message, model=str(path))

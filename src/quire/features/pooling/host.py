@@ -188,7 +188,7 @@ def find_pooling(args: Any, facts: "ModelFacts") -> ModelPooling | None:
         if own is not None:
             raise ConfigError(f"runner='generate' requires an LM head, and {facts.architecture} has none. Use runner='auto'")
         return None
-    if runner == "auto" and convert in ("auto", "none") and own is None and files is None:
+    if runner == "auto" and convert in ("auto", "none") and (facts.by_transformers or (own is None and files is None)):
         return None
     if convert == "none" and own is None:
         raise ConfigError(
