@@ -1,8 +1,7 @@
 """The interface of attention backends: a backend refuses layers with reasons, plans a batch, and runs one layer.
 
 `plan` does what needs the host (it reads `batch.rows` and builds index tensors); `run` only launches kernels. If plans can be
-stored
-in fixed memory (`fixed`), the launches of `run` do not depend on the rows, so CUDA graphs can record them.
+stored in fixed memory (`fixed`), the launches of `run` do not depend on the rows, so CUDA graphs can record them.
 """
 
 import importlib
@@ -60,8 +59,7 @@ class FixedPlans(Protocol):
 
     def numbers(self, cut: Any, rows: int, room: Room) -> Ints:
         """Return the plan [size(rows, room)] int32. Without room for tiles, all rows have one token, and every row beyond the
-        cut ones
-        gets one split of key length 1.
+        cut ones gets one split of key length 1.
         """
         ...
 
@@ -105,8 +103,7 @@ class Latents:
 
     def worth_expanding(self, count: int) -> bool:
         """Return whether computing keys and values of all heads takes less work than projecting queries into the latent space,
-        for
-        rows that `count` tokens see.
+        for rows that `count` tokens see.
         """
         rank = self.up.shape[2]
         return count * (2 * rank - self.up.shape[1]) >= rank * self.up.shape[1]

@@ -129,8 +129,7 @@ def cut_copies(row: Ints, first: Ints, length: Ints, block: int) -> tuple[Ints, 
     """Lay the keys of some rows out one after the other, in blocks.
 
     Return copies [copies, 3]: row, first key, index; [rows] index of each row's key 0; total size. A tile's blocks may begin at
-    any
-    key of a row whose first is not 0, so such a row gets one more block.
+    any key of a row whose first is not 0, so such a row gets one more block.
     """
     each = -(-(length - first) // block) + (first > 0)
     place = (np.cumsum(each, dtype=np.int32) - each) * block
@@ -143,8 +142,7 @@ def cut_rows(
     row: Ints, length: Ints, window: int | None, alike: SharedPrefix, most_members: int, split: int | None = None
 ) -> Cuts:
     """Return the work of one-token rows (ascending). `alike` counts in splits; rows with a window share nothing. split: keys
-    per
-    split; None: SPLIT.
+    per split; None: SPLIT.
     """
     if not len(row):
         return NO_CUTS

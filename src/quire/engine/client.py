@@ -1,8 +1,7 @@
 """An engine as the API process sees it: requests go in, deltas come out, and the loss of an engine is only a pause.
 
 For every open request the client keeps the request and the tokens it has reported. After a loss the next engine gets all of
-them
-again, and each request continues after its tokens: random numbers, penalties and limits depend on positions only.
+them again, and each request continues after its tokens: random numbers, penalties and limits depend on positions only.
 
 A request that crashes engines must not block the others forever. A request that was running in two crashes in a row without
 progress is a suspect. Suspects are sent last and one at a time, the next when the previous one has made progress. After

@@ -1,8 +1,7 @@
 """Draft with a model that has another vocabulary: it reads the text in its own tokens, and its answer is encoded in the
 target's.
 
-It is an engine in this process, with its own KV cache. All texts of a step are drafted in one batch. Each of its requests is
-a
+It is an engine in this process, with its own KV cache. All texts of a step are drafted in one batch. Each of its requests is a
 fork of the previous one for the same text, whose pages are held: nothing is run twice.
 """
 

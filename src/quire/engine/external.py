@@ -2,9 +2,8 @@
 of the model (`distributed_executor_backend="external_launcher"`).
 
     rank 0     its calls run as usual (`Leader`) ────────────── plans and calls, as to any rank ───────►  ┐
-               ... and the outcome of each is sent to the others ── Did(step, deltas), Did(add), ... ──► │ the same calls in
-their
-    others     (`Follower`) run plans until that outcome arrives, and return it as their own          ◄──┘ scripts
+               ... and the outcome of each is sent to the others ── Did(step, deltas), Did(add), ... ──► │ the same calls
+    others     (`Follower`) run plans until that outcome arrives, and return it as their own          ◄──┘ in their scripts
 
 So all ranks return the same results. A rank that makes another call than rank 0 fails with an error.
 """

@@ -5,8 +5,7 @@
 
 A node identifies itself in one JSON message. A peer that knows the key (QUIRE_CLUSTER_KEY; none by default) is admitted: run
 nodes in a network that others cannot reach. Nothing received is ever executed or unpickled. At most MAX_SILENT_CONNECTIONS
-may
-be silent: one more closes the connection that has been silent for longest, and its node may connect again.
+may be silent: one more closes the connection that has been silent for longest, and its node may connect again.
 
 Machine 0's arguments apply everywhere. A machine whose version, model files or arguments differ is refused, and both machines
 log what differs. This holds for engines that serve the same model and for ranks of one engine.

@@ -1,8 +1,7 @@
 """Building blocks of models.
 
 A layer owns its parameters and names the checkpoint tensors that fill them (`weight_slices`). It does not know its model
-family,
-where tensors come from, or how the KV cache is allocated.
+family, where tensors come from, or how the KV cache is allocated.
 
 What the loader calls on a module:
     weight_slices(path) -> the slices of each checkpoint tensor, by its name (`parameter.py`); None: optional and not read.

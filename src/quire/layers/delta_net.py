@@ -43,8 +43,7 @@ class DeltaNet(nn.Module):
     """Gated DeltaNet.
 
     stored: how the checkpoint stores the projections: "by head" (q, k, v and z in one matrix, grouped by key head, and b and a
-    in
-        another), "merged" (q, k and v concatenated, the rest separate) or "separate" (all separate, the convolutions too).
+        in another), "merged" (q, k and v concatenated, the rest separate) or "separate" (all separate, the convolutions too).
     reach: factor of the delta rule's correction.
     """
 

@@ -285,8 +285,7 @@ def pairs_of(rows: range) -> tuple[int, int]:
 
 def part_pairs(stack: Tensor) -> None:
     """Turn interleaved gate and up rows of stack [E, 2n, ...] into gate rows, then up rows, in place. One expert at a time:
-    each
-    needs a copy.
+    each needs a copy.
     """
     for one in stack:
         one.copy_(torch.cat((one[0::2], one[1::2])))
@@ -294,8 +293,7 @@ def part_pairs(stack: Tensor) -> None:
 
 class MoE(nn.Module):
     """Mixture of experts with a softmax router. `renormalize`: the weights of the chosen experts sum to one. `biased`: the
-    router
-    has a bias. `paired`: see `Experts`.
+    router has a bias. `paired`: see `Experts`.
     """
 
     def __init__(

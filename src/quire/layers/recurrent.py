@@ -57,8 +57,7 @@ class ShortConvolution(nn.Module):
     """Causal depthwise convolution over each channel's last inputs.
 
     The checkpoint has `path.weight` [channels, 1, width], or sibling tensors `parts` (name: channels). transformers 5 saves
-    OLMo
-    Hybrid's parts in equal shares of all channels instead, in the same order.
+    OLMo Hybrid's parts in equal shares of all channels instead, in the same order.
     """
 
     def __init__(self, channels: int, width: int, *, bias: bool, parts: Mapping[str, int] | None = None) -> None:
@@ -85,8 +84,7 @@ class ShortConvolution(nn.Module):
 
 class GatedNorm(nn.Module):
     """RMSNorm of each of `groups` equal parts, in float32, with a gate before or after it. `act`: the gate's activation, silu
-    or
-    sigmoid.
+    or sigmoid.
     """
 
     def __init__(self, size: int, eps: float, *, groups: int = 1, norm_first: bool = False, act: str = "silu") -> None:

@@ -1,8 +1,7 @@
 """Assign a checkpoint's tensors to a model's parameters: match names, check values, copy.
 
 On a CPU, and for tensors that are on the device already, `Mover` copies directly. To a GPU, several threads copy chunks of a
-few
-megabytes to pinned memory, from which the GPU fetches them asynchronously; dtypes are converted on the GPU.
+few megabytes to pinned memory, from which the GPU fetches them asynchronously; dtypes are converted on the GPU.
 
     file, mapped ──► pinned buffer A ──► parameter             thread 1: fills A while B is being fetched
                  ╲─► pinned buffer B ──► parameter             thread 2: ...

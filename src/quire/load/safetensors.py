@@ -80,8 +80,7 @@ class SafetensorsSource:
 
     def read(self, slices: Collection[TensorSlice]) -> Iterator[tuple[TensorSlice, Tensor]]:
         """Yield tensors in file order, so that the disk is read sequentially. Pages that were read are released; they can be
-        read
-        again.
+        read again.
         """
         parts: dict[Path, list[tuple[int, TensorSlice]]] = defaultdict(list)
         for part in slices:

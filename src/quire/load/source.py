@@ -33,8 +33,7 @@ class Source(Protocol):
 
     def read(self, slices: Collection[TensorSlice]) -> Iterator[tuple[TensorSlice, Tensor]]:
         """Yield the slices one at a time, in the fastest order, on any device and of any dtype. Other parts of a tensor are not
-        read if
-        the format allows it.
+        read if the format allows it.
         """
         ...
 

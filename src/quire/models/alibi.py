@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 def alibi_slopes(heads: int) -> list[float]:
     """Return the ALiBi slope of each head: powers of one base for the largest power of two of heads, odd powers of its root for
-    the
-    rest.
+    the rest.
     """
     most = 1 << (heads.bit_length() - 1)
     base, root = 2.0 ** (-8.0 / most), 2.0 ** (-4.0 / most)

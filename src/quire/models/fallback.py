@@ -2,8 +2,7 @@
 
 transformers builds the model and maps the checkpoint's tensors to it; its attention layers call our attention. Models for which
 that would be wrong are refused (`fallback_checks.py`). A model whose layers do not fit the KV cache can be recomputed: its
-cache
-holds token ids only, and every step runs the whole sequence (`Recomputed`).
+cache holds token ids only, and every step runs the whole sequence (`Recomputed`).
 """
 
 import logging

@@ -1,8 +1,7 @@
 """Gemma: scaled embeddings, norms whose weight is an offset from one, a feed-forward with a GELU gate.
 
 Gemma 2 also normalizes the outputs of attention and feed-forward and caps its logits. Gemma 3 normalizes queries and keys;
-layers
-with a window have another RoPE base than those without.
+layers with a window have another RoPE base than those without.
 """
 
 import logging

@@ -1,6 +1,5 @@
 """Gemma 3n: several residual streams of which a layer reads one and corrects all (AltUp), a low-rank path past attention
-(LAuReL),
-and an extra input for every layer. The last layers attend to the keys and values of other layers.
+(LAuReL), and an extra input for every layer. The last layers attend to the keys and values of other layers.
 """
 
 from typing import TYPE_CHECKING
@@ -81,8 +80,7 @@ class Gemma3nBlock(nn.Module):
 
     def forward(self, streams: Tensor, given: Tensor, batch: Batch) -> Tensor:
         """Return streams [T, S, H]; given [T, P]: the layer's extra input. The last layer that writes keys and values returns
-        the final
-        tokens only.
+        the final tokens only.
         """
         tokens = (batch.final if isinstance(self.self_attn, SharedAttention) else batch).tokens
         predictions = self.altup.predict(streams, tokens)

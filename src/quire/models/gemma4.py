@@ -1,6 +1,5 @@
 """Gemma 4: layers with a window have other head sizes than those without. Some layers use keys as values, some attend to the
-keys
-and values of an earlier layer; some models have an extra input for every layer, some experts parallel to the feed-forward.
+keys and values of an earlier layer; some models have an extra input for every layer, some experts parallel to the feed-forward.
 """
 
 from typing import TYPE_CHECKING, Any

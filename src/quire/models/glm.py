@@ -1,6 +1,5 @@
 """GLM 4: Llama with one matrix for gate and up, and interleaved RoPE on half of each head. GLM 4-0414 also normalizes the
-outputs
-of attention and feed-forward.
+outputs of attention and feed-forward.
 """
 
 from typing import TYPE_CHECKING

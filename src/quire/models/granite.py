@@ -1,6 +1,5 @@
 """Granite 3: Llama with multipliers on embeddings, attention scores, the outputs of attention and feed-forward, and logits;
-also
-with experts.
+also with experts.
 """
 
 from typing import TYPE_CHECKING

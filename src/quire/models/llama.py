@@ -118,8 +118,7 @@ class Solar(Llama):
     """Solar Pro: Llama with skip connections.
 
     The input of the layers in `bskcn_1` and `bskcn_2` is saved. The input of the layers in `bskcn_3` and `bskcn_4` is mixed
-    with the
-    latest saved one; the second value of `bskcn_tv` is the share of the saved one (the first is for training).
+    with the latest saved one; the second value of `bskcn_tv` is the share of the saved one (the first is for training).
     """
 
     def __init__(self, facts: "ModelFacts") -> None:

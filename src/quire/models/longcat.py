@@ -1,6 +1,5 @@
 """LongCat-Flash: blocks of two latent attentions, two feed-forwards, and experts parallel to them. The experts read the output
-of
-the first attention; their output is added at the end. Some experts are the identity.
+of the first attention; their output is added at the end. Some experts are the identity.
 """
 
 from dataclasses import replace

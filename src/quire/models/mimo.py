@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 class NarrowValues(SelfAttention):
     """Attention with a value head dimension `values`, padded with zeros in the cache to the keys' size. `value_scale`
-    multiplies
-    values.
+    multiplies values.
     """
 
     def __init__(

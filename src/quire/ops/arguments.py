@@ -39,8 +39,7 @@ class StateRows:
 
     def begun(self, state: Tensor) -> "tuple[Tensor, Tensor, Tensor] | None":
         """Return the one-token rows: [n] int64 token indices, [n] int64 entries of state [entries, ...], and the states [n,
-        ...] (zeros
-        for rows that begin). None: there are none.
+        ...] (zeros for rows that begin). None: there are none.
         """
         ones = [row for row in self.rows if row[1] == 1]
         if not ones:

@@ -5,8 +5,7 @@ dequantized here with torch, a cache-sized chunk at a time; rare ones by the `gg
 of ggml's reference: the order of multiplications is the same.
 
 Functions take blocks [G, block bytes, N]. For columns of a matrix the blocks are transposed, so that the same byte of N blocks
-is
-contiguous and every operation runs along N; for rows N is 1.
+is contiguous and every operation runs along N; for rows N is 1.
 """
 
 import mmap

@@ -2,9 +2,8 @@
 `device/cpu/autotune.py` measures from how many tokens on.
 
 4-bit values are dequantized by torch's operator for quantized embedding tables, whose rows are like a block: 32 values, a scale
-and
-an offset. That operator takes the two values of a byte as neighbours, but in a GGUF block the second is 16 further on, so the
-inputs are reordered instead.
+and an offset. That operator takes the two values of a byte as neighbours, but in a GGUF block the second is 16 further on, so
+the inputs are reordered instead.
 
 Other types take a long sequence of small operations, so each thread runs all of them on its own columns: torch's own threads
 would synchronize after every operation.

@@ -1,6 +1,5 @@
 """GEMM with unquantized weights. On a GPU, one token, a few tokens and gated layers with some dozens run in kernels of ours,
-the
-rest in the libraries behind torch. The thresholds were measured on an H200, in chains of layers.
+the rest in the libraries behind torch. The thresholds were measured on an H200, in chains of layers.
 """
 
 from functools import cache
@@ -78,8 +77,7 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 
 def few_rows_config(x: Tensor, weight: Tensor) -> Any:
     """Return the launch configuration for a few rows (`kernels.linear.FewRowsConfig`), the same for any row count; None:
-    another
-    kernel is faster.
+    another kernel is faster.
     """
     if not x.is_cuda or x.dtype not in SHORT or not x.numel() or not weight.is_contiguous():
         return None
@@ -126,8 +124,7 @@ def gates_rows(x: Tensor, weight: Tensor) -> bool:
 
 def is_deep(x: Tensor, weight: Tensor) -> bool:
     """Return whether a bias should be added, so that torch calls cuBLASLt: for a large matrix with no more outputs than inputs
-    it
-    divides the inputs among processors better than cuBLAS.
+    it divides the inputs among processors better than cuBLAS.
     """
     if x.dim() != 2 or x.shape[0] not in DEEP_ROWS or not x.is_cuda or x.dtype not in SHORT:
         return False

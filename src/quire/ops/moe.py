@@ -27,7 +27,7 @@ def route_by_scores(
     scoring: "softmax" or "sigmoid"
     correction: [experts] added for the choice, not for the weights
     top_groups: only experts of the `top_groups` best groups are chosen; a group is scored by the sum of its `group_best` best
-    experts
+        experts
     """
     if logits.is_cuda:
         from quire.ops.kernels import moe

@@ -1,6 +1,6 @@
 """Attention on a CPU by a C kernel (`native/paged_attention.c`): head norms, RoPE, the cache write and attention over pages in
-one
-call. Keys are read in place, whatever the order of their pages. A token's result is bit-exact in any batch, for any chunking.
+one call. Keys are read in place, whatever the order of their pages. A token's result is bit-exact in any batch, for any
+chunking.
 
 Libraries repack every row's keys first, which is slow for three or four queries.
 """
@@ -41,8 +41,7 @@ class PagedAttention:
     """One layer's attention on fixed memory: from qkv [C, (heads + 2 * kv_heads) * head_dim] to `out` [C, heads * head_dim].
 
     One call if no row has several tokens. Otherwise two: without `out`, keys and values are written to the cache; with
-    `placed`,
-    they are there already, and `qkv` has queries only. Results are the same in both ways.
+    `placed`, they are there already, and `qkv` has queries only. Results are the same in both ways.
     """
 
     def __init__(

@@ -21,8 +21,7 @@ def place_heads(
     qkv.
 
     Keys, normalized and rotated, and values are written to `write` [T] in kv [pages, 2, kv_heads, page_size, head_dim]; to an
-    8-bit
-    cache with the `given` scales [2, kv_heads] float32, if any.
+    8-bit cache with the `given` scales [2, kv_heads] float32, if any.
     """
     if qkv.is_cuda:
         from quire.ops.kernels import qkv as kernels
@@ -45,8 +44,7 @@ def reference_place_heads(
 
 class Lanes:
     """Views of a projection and of the cache, valid for these tensors. On a CPU a view costs as much as the arithmetic of one
-    token,
-    so callers with fixed memory reuse them.
+    token, so callers with fixed memory reuse them.
     """
 
     def __init__(self, qkv: Tensor, kv: Tensor) -> None:
@@ -81,8 +79,7 @@ class Lanes:
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> None:
     """Apply rotary position embedding to the first rotary_dim dimensions of each head in place, by halves or interleaved.
-    Computed in
-    float32.
+    Computed in float32.
 
     x: [T, heads, head_dim]
     cos, sin: [T, 1, rotary_dim] float32, the sines of each pair's first dimension negative

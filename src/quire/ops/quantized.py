@@ -36,8 +36,7 @@ def quantized_gated_linear(
     x: Rows, matrix: Any, bias: Tensor | None, activation: str, rounding: Rounding | None = None
 ) -> Rows:
     """Return activation(gate) * up [..., n] for a matrix [2n, inner], gate rows first. `rounding`: activation quantization of
-    the only
-    reader, which may be fused.
+    the only reader, which may be fused.
     """
     if isinstance(matrix, PackedMatrix):
         return matrix.multiply(x, bias, activation, rounding)
@@ -131,8 +130,8 @@ def quantize_float8(weight: Tensor) -> Float8:
     return Float8(1, weight.shape[-1], numbers, scale, Activation.TOKEN)
 
 
-# layout: rows from which on a copy is faster, for matrices of at most CACHED_VALUES values, of at most twice as many, and
-# larger
+# layout: rows from which on a copy is faster, for matrices of at most CACHED_VALUES values, of at most twice as many,
+# and larger
 COPIED = {
     "int4": (65, 65, 65),
     "int4 in small groups": (33, 65, 65),  # GGUF's, with 32 columns per scale
@@ -147,8 +146,7 @@ SMALL_GROUP = 32  # columns
 
 def can_be_copied(matrix: Any) -> bool:
     """Return whether a copy helps: not if activations are quantized, since an 8-bit GEMM is faster; nor for experts, which are
-    too
-    many.
+    too many.
     """
     if not isinstance(matrix, PackedMatrix) or matrix.activation is not Activation.NONE:
         return False

@@ -1,8 +1,7 @@
 """Layouts of quantized matrices, independent of the checkpoint's format: few, so that few kernels serve all.
 
 Everything is row-major along the inputs K. A matrix may have dimensions before its outputs N: experts have one. `cut` returns
-one
-matrix of a stack. 4-bit values are two per byte, that of the even input in the low nibble.
+one matrix of a stack. 4-bit values are two per byte, that of the even input in the low nibble.
 """
 
 from collections.abc import Sequence
@@ -160,8 +159,7 @@ class Int8(_Stack):
 @dataclass(frozen=True)
 class Float4(_Stack):
     """4-bit floats: value = table[number] * scale * factor. nvfp4 (e2m1, groups of 16, a factor), mxfp4 (e2m1, groups of 32,
-    powers of
-    two), bitsandbytes' nf4 and fp4. Activations have the model's dtype.
+    powers of two), bitsandbytes' nf4 and fp4. Activations have the model's dtype.
     """
 
     code: Code  # which table
@@ -277,8 +275,7 @@ ALIGNED = 16  # rows are padded to a multiple of it if scales are stored by grou
 @dataclass(frozen=True)
 class Rounding:
     """Activation quantization of a GEMM; columns are ordered as in the words of its matrix: two that are `value_stride` apart
-    are
-    neighbours.
+    are neighbours.
     """
 
     kind: torch.dtype  # int8 or float8_e4m3fn

@@ -1,8 +1,7 @@
 """Sample the next token of each row on a GPU: parameters by slot, tokens and faults out.
 
 `runner/sampler` defines the computation: its stages run on a CPU and are the tests' reference. The random integers are the
-same, so
-both sample the same tokens except for rounding. This file knows neither stages nor requests.
+same, so both sample the same tokens except for rounding. This file knows neither stages nor requests.
 """
 
 import torch
@@ -81,8 +80,7 @@ SUM_COLUMNS = 512
 
 def score(logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return `peak` [n] and `spread` [n], so that logit - peak - spread is the log probability (NaN or -inf for broken logits),
-    and the
-    rank of the chosen token [n] int32: 1 is the most likely one, equals share the better rank.
+    and the rank of the chosen token [n] int32: 1 is the most likely one, equals share the better rank.
 
     logits: [n, V] float32
     chosen: [n] int64

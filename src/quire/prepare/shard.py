@@ -24,8 +24,7 @@ def shard(model: nn.Module, position: Position, group: Group, grain: int = 1, *,
     group: for collectives between the layers of the ranks
     grain: see `Position`; for all layers but the vocabulary's
     exact: divide linear layers by outputs instead of inputs, wherever each rank gets a grain of outputs. Each sum is then
-    computed
-        by one rank, in the order of a single process, at the cost of an all-gather of the inputs of ROW layers.
+        computed by one rank, in the order of a single process, at the cost of an all-gather of the inputs of ROW layers.
     """
     if position.size == 1:
         return

@@ -1,8 +1,7 @@
 """The sizes that CUDA graphs are recorded for: rows, tokens, and attention splits.
 
 There are few sizes, so that varying traffic soon finds all of them recorded, and they are close enough that padding costs
-little.
-This is arithmetic only: nothing here knows the device.
+little. This is arithmetic only: nothing here knows the device.
 """
 
 from collections.abc import Collection, Hashable

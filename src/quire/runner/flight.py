@@ -34,7 +34,7 @@ class StepFlight:
         pooled: Sequence[Pooled] = (),
         follower: Follower | None = None,
     ) -> None:
-        """prompts: (row, report) parts_of in the order of positions.
+        """prompts: (row, report) pairs in the order of positions.
         draw: what was drawn, or makes the step's draws, in order.
         pooled: what was pooled of rows.
         follower: goes on when the tokens have reached the host.

@@ -7,8 +7,7 @@
 A graph is recorded for a bucket: a number of rows and tokens, and room for attention splits. Its inputs have fixed addresses
 (`graph_inputs.py`). This module decides which graph runs a step, and which are recorded.
 
-Most buckets are for decode steps; the others are for steps with prompts, whose rows are ragged. Padding rows run token 0 on
-the
+Most buckets are for decode steps; the others are for steps with prompts, whose rows are ragged. Padding rows run token 0 on the
 null page, and their results are not read: in ragged steps the first one takes all unused tokens, and the others are empty. If
 rows need more than a draw (edits, logprobs), the graph draws for none of them, and the sampler continues from the logits.
 

@@ -177,7 +177,8 @@ class Slots:
     def check(self, plan: StepPlan) -> None:
         """Raise EngineError unless each row begins at its slot's cursor, and draws exactly if it reaches the last known token.
 
-        Any other row would silently read or write the wrong cache entries. For a inexact slot only bounds are checked.
+        Any other row would silently read or write the wrong cache entries. For an inexact slot only bounds are checked
+        (`inexact`: cursor and known are upper bounds).
         """
         if len(plan.slot) <= MAX_LIST_ROWS and self._check_few(plan):
             return

@@ -46,8 +46,7 @@ class Runner(RunnerCore):
     """Run step plans.
 
     A launch that raises has applied the plan's retirements, admissions and table entries, but has run no row: slots are
-    unchanged,
-    and the next plan may be launched.
+    unchanged, and the next plan may be launched.
     """
 
     _pending: Rows | None = None  # draws of the latest step, whose tokens another rank reports

@@ -1,8 +1,7 @@
 """Warm-up and profile runs before the engine is ready, so that the first requests find kernels compiled and loaded.
 
 First one layer of each kind and each kind of draw run in parallel threads, so that kernels are compiled at the same time.
-Then
-typical steps follow: decode, few and many rows, short and long contexts, prompts of several lengths, both mixed, with each
+Then typical steps follow: decode, few and many rows, short and long contexts, prompts of several lengths, both mixed, with each
 kind of sampling. Everything runs on the null page, and the results are dropped.
 """
 
@@ -129,8 +128,7 @@ def warm_up_parts(
     """Run each kind of layer in its own thread, for decode and for prompts, and each kind of draw.
 
     The slots must be free. A layer that cannot run alone runs first in a whole step. `enter`: returns the input of the first
-    layer,
-    if the model does not embed.
+    layer, if the model does not embed.
     """
     layers = list(_layers(model, slots, longest, enter or model.embed))
     jobs = [*layers[:1], *_draws(slots, sampler, vocabulary), *layers[1:]]
@@ -177,8 +175,7 @@ def warm_up_products(model: Decoder, hidden: Tensor, recorded: int, head: bool =
     """Run GEMMs with more tokens than graphs contain; hidden [most tokens, H] has any values. `head`: the model has one.
 
     GEMM libraries have dozens of kernels for those. They choose by the exact number of tokens and load a kernel at its first
-    use,
-    for which they wait until the device is idle.
+    use, for which they wait until the device is idle.
     """
     few = range(1, min(FEW_ROWS, len(hidden)), FEW_STEP)
     for layer in distinct_matrices(model):

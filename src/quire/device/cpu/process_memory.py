@@ -1,10 +1,9 @@
 """Gather loaded weights in huge pages, and return unused memory to the system.
 
 A step on a CPU reads all weights. With few tokens it takes 6 to 9 % less time with 2 MiB pages, because there are fewer TLB
-misses.
-After loading, memory that the process already holds is collapsed into huge pages in the background, so the process does not
-grow.
-Linux supports it since 6.1. Nothing happens on other systems, with other page sizes, or if there are no free huge pages.
+misses. After loading, memory that the process already holds is collapsed into huge pages in the background, so the process does
+not grow. Linux supports it since 6.1. Nothing happens on other systems, with other page sizes, or if there are no free huge
+pages.
 
 The C library, MKL and the program loader keep freed memory and code that is no longer used; it is returned explicitly.
 """

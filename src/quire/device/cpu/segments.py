@@ -1,8 +1,7 @@
 """A decoder compiled in segments for a CPU. A segment is what lies between two attentions or all-reduces (`trace.py`): one
 call of own kernels or of OpenVINO.
 
-Decode steps, with or without draft tokens, run on memory that is bound once: nothing is allocated, looked up or copied.
-There,
+Decode steps, with or without draft tokens, run on memory that is bound once: nothing is allocated, looked up or copied. There,
 attention is also a direct kernel call if `ops/paged_attention.py` supports the layer, and two if a row has several tokens.
 """
 

@@ -1,7 +1,7 @@
 """The processes of all ranks but the first, as the first one has them. Importing this does not import torch.
 
     first rank ──── StartRank, CallRank, RunStep ────► a rank          one connection each; BeginStep, FinishStep in a
-pipeline
+                                                                       pipeline
     first rank ◄─── Answer, RankFailed ────────────── a rank
     any rank   ◄─── a byte for every turn ──────────► any other        `dist/shared_memory.py`
 

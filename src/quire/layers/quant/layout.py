@@ -227,8 +227,7 @@ class BlockwiseLayout:
     scale.
 
     Scales may be quantized to 8 bits themselves, with a scale per `nested` scales and one offset. The tensor `state` describes
-    this
-    as JSON. `quant_map` holds the code's table, which must be the known one.
+    this as JSON. `quant_map` holds the code's table, which must be the known one.
     """
 
     raw: Mapping[str, Raw]

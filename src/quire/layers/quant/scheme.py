@@ -46,8 +46,7 @@ class CheckpointScheme:
     @property
     def grain(self) -> int:
         """Return the least common multiple of values along outputs or inputs that share a scale or a word, over all groups of
-        the
-        configuration.
+        the configuration.
         """
         return 1
 

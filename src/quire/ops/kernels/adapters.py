@@ -5,10 +5,8 @@
     expand   add the partial sums in order, multiply by B, add to the layer's output
 
 Addresses and ranks of adapters are read from a table on the device, so a recorded launch serves any adapters at replay.
-Launches are
-as large as any mixture needs; a program without work ends at once. Tiles and tables are read before the previous kernel has
-ended:
-`sort` does not let the next kernel start early, and tables are written between steps only.
+Launches are as large as any mixture needs; a program without work ends at once. Tiles and tables are read before the previous
+kernel has ended: `sort` does not let the next kernel start early, and tables are written between steps only.
 
 A single token is faster if the launch that reads the layer's matrix also reads A.
 

@@ -1,20 +1,17 @@
 """Attention over pages: tiles of several queries of one row, and splits of the keys of rows with a single query.
 
 The query heads that share a KV head are rows of one matrix (`SHARE` per token), so a key is read once for all of them. Logits
-are
-powers of two.
+are powers of two.
 
     tile    m = token * SHARE + head      x      keys of the row, as far as the tile's queries see
     split   m = head                      x      keys split * SPLIT ... (split + 1) * SPLIT
     shared  m = row * SHARE + head        x      the same, of many rows with the same pages for these keys
 
 Where a split begins, where its part is stored and how the parts of a row are merged depends on that row only, not on the batch.
-A
-part from a shared split may differ from the row's own in the last bits, since tensor cores run other shapes.
+A part from a shared split may differ from the row's own in the last bits, since tensor cores run other shapes.
 
 8-bit values are read in pairs, as words of 16 bits, which copies to tensor cores can transpose: a head's even and odd
-dimensions
-become two matrices, `_odd` the second, and are interleaved when stored.
+dimensions become two matrices, `_odd` the second, and are interleaved when stored.
 """
 
 import triton
@@ -43,8 +40,7 @@ def _read(
     MASKED: tl.constexpr,
 ):
     """Return keys and values, each [N, DIM_BLOCK] or half as many words, and the scales [N] of both if BITS. Masked elements
-    are
-    zeros.
+    are zeros.
     """
     PARTS: tl.constexpr = 2 if BITS > 0 else 1  # values read at once; strides count values
     dim = tl.arange(0, DIM_BLOCK // PARTS)
@@ -167,8 +163,7 @@ def _tile(
     SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, SINKS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Return a tile's queries, peak and total, positions, the lowest position and the one after the highest, tokens, heads, and
-    the
-    mask of real elements.
+    the mask of real elements.
     """
     start = tl.load(row_starts + row)
     count = tl.load(row_starts + row + 1) - start
@@ -501,8 +496,7 @@ def shared_kernel(
     EARLY: tl.constexpr,
 ):
     """Attend for rows that share a split. All members see all its keys, and have more after it; any member's page table
-    addresses
-    them.
+    addresses them.
     """
     let_next_start(EARLY)
     wait_for_previous(EARLY)

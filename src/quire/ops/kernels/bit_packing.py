@@ -1,8 +1,7 @@
 """4- and 8-bit weight matrices in GPU memory, and their unpacking.
 
 Words of 16 bits hold values that are P columns apart in the matrix, so that two neighbouring words, one register, unpack by a
-shift
-and a mask to two neighbouring values of the activation's dtype, as tensor cores need them:
+shift and a mask to two neighbouring values of the activation's dtype, as tensor cores need them:
 
     4 bits   word j = columns j, j + P, j + 2 P, j + 3 P, from the lowest bits on, for j < P; then the next 4 P columns
     8 bits   word j = columns j, j + P

@@ -1,8 +1,7 @@
 """8-bit floats with the same bits as torch's conversions, on every GPU and in the interpreter.
 
 BITS are mantissa bits: 3 (e4m3fn) or 2 (e5m2). The exponent is moved to where float32 has its own, and a factor makes up for
-the
-difference of biases; subnormal numbers are exact as well.
+the difference of biases; subnormal numbers are exact as well.
 """
 
 import triton

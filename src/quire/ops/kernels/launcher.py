@@ -2,11 +2,9 @@
 
 Triton binds, types and looks up the arguments of every launch, which takes longer than the launch. A kernel that is `launched`
 caches its compiled variants by what they depend on: dtypes of its tensors, whether their addresses are multiples of 16, the
-kinds
-of its numbers, and its constants. The first launch of each variant is Triton's own; later ones pass addresses and numbers to
-the
-variant's launcher. This is not Triton's public interface: if it differs from what is known here, in the interpreter, and while
-launch hooks are installed, every launch is Triton's own.
+kinds of its numbers, and its constants. The first launch of each variant is Triton's own; later ones pass addresses and numbers
+to the variant's launcher. This is not Triton's public interface: if it differs from what is known here, in the interpreter, and
+while launch hooks are installed, every launch is Triton's own.
 
     kernel[grid](tensors ..., numbers and descriptors ..., CONSTANTS=..., num_warps=..., ...)
 """

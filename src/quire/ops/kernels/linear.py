@@ -198,8 +198,7 @@ def few_rows_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, config: FewRowsConfig, activation: str = "", kind: torch.dtype | None = None
 ) -> Tensor:
     """Return x [..., inner], at most MAX_FEW_ROWS rows, times weight [outputs, inner], in x's dtype or `kind`; with an
-    activation the
-    weight is [2 * outputs, inner] and gated.
+    activation the weight is [2 * outputs, inner] and gated.
     """
     x = x.contiguous()
     inner = x.shape[-1]

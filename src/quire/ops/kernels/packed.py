@@ -2,8 +2,7 @@
 cores. The same for experts, whose rows are sorted (`experts.py`).
 
 A program multiplies BLOCK_N rows of the matrix by ROWS rows of x, in a share of the columns. Half of the rows of a gated matrix
-are
-gates, the others what they gate.
+are gates, the others what they gate.
 """
 
 from typing import NamedTuple
@@ -115,8 +114,7 @@ def _add(
     FOLD: tl.constexpr, PADDED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Return acc [N, R] plus the products of blocks begin ... end of matrix rows n, whose scales have rows `row`, with rows [R,
-    1],
-    pointers. One tl.dot per block: its values are unpacked while tensor cores run the previous one.
+    1], pointers. One tl.dot per block: its values are unpacked while tensor cores run the previous one.
     """
     kind: tl.constexpr = rows.dtype.element_ty
     FOUR_BITS: tl.constexpr = FORM == "int4" or FORM == "float4"
@@ -279,8 +277,7 @@ def product(
     slots: Slots | None = None,
 ) -> Tensor:
     """Return x [rows, inputs] times the matrix [rows, outputs], or [slots, outputs] for slots; with an activation the matrix
-    has gate
-    rows, then up rows -> [rows, outputs / 2].
+    has gate rows, then up rows -> [rows, outputs / 2].
     """
     x = x.contiguous()
     rows, inputs = x.shape

@@ -7,10 +7,9 @@ A block of a row has 128 columns, 8 places of 16, in three planes of 16 words of
     plane 2   the upper 2 bits of all eight
 
 so that two shifts and two masks turn two neighbouring words, one register, into two neighbouring values of the activation's
-dtype. A
-plane of TILE neighbouring rows is contiguous; their next plane and next block follow. The eight scales of a block are two words
-of
-64 bits in float16, relative to a power of two per row, so that none underflows. Zero points are stored the same config.
+dtype. A plane of TILE neighbouring rows is contiguous; their next plane and next block follow. The eight scales of a block are
+two words of 64 bits in float16, relative to a power of two per row, so that none underflows. Zero points are stored in the same
+way.
 """
 
 from dataclasses import dataclass

@@ -115,8 +115,7 @@ def blocks_product(x: RoundedRows, matrix: Packed, bias: Tensor | None, tile: Ti
 
 def library_product(x: RoundedRows, matrix: Packed, scales: Tensor, bias: Tensor | None) -> Tensor | None:
     """Return the same by torch, which requires a multiple of some row count; scales: `PackedMatrix.block_scales`. None: torch
-    does
-    not support these sizes.
+    does not support these sizes.
     """
     words = matrix.words.view(torch.float8_e4m3fn)
     try:
@@ -219,8 +218,7 @@ def ints_product(
     kind: torch.dtype,
 ) -> Tensor:
     """Return int8 numbers [rows, columns] times int8 matrix [outputs, columns], scaled by [rows] and [outputs] float32, in
-    dtype
-    `kind` [rows, outputs]; with an activation: gate rows first -> [rows, outputs / 2].
+    dtype `kind` [rows, outputs]; with an activation: gate rows first -> [rows, outputs / 2].
     """
     rows, columns = numbers.shape
     parts = 2 if activation else 1

@@ -1,6 +1,5 @@
 """GEMM of 4- and 8-bit matrices (`bit_packing.py`) with one token, limited by memory bandwidth: `linear.py` and the few-slots
-kernels
-of `experts.py` for quantized weights. A program reads some rows of a matrix completely and multiplies in float32.
+kernels of `experts.py` for quantized weights. A program reads some rows of a matrix completely and multiplies in float32.
 """
 
 from typing import NamedTuple
@@ -31,8 +30,7 @@ def _stream(
     TILE: tl.constexpr, SCALED: tl.constexpr, SPAN: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Return rows [R] of a matrix times x, pointers [R, 1] or [1, 1], as [R] float32. Waits for the previous kernel between the
-    first
-    load of the matrix and that of x.
+    first load of the matrix and that of x.
     """
     # 8-bit floats convert to float16 in one instruction
     kind: tl.constexpr = tl.float16 if FORM == "float8" and ASM else x.dtype.element_ty
@@ -137,8 +135,7 @@ def _row(
 
 def linear(x: Tensor, matrix: Packed, bias: Tensor | None, activation: str, program: Program) -> Tensor:
     """Return x [rows, inputs] times the matrix [rows, outputs]; with an activation: gate rows first -> [rows, outputs / 2]. The
-    matrix
-    is read once per row of x.
+    matrix is read once per row of x.
     """
     x = x.contiguous()
     rows, inputs = x.shape

@@ -1,8 +1,7 @@
 """Head norms, RoPE and the write to the KV cache in one launch, over the output of the merged projection.
 
 A program handles some heads of one token. Query heads are followed by key heads, then value heads, in the order of a page's
-lanes:
-head - HEADS is the lane.
+lanes: head - HEADS is the lane.
 
     a head   [ first half of the pairs | second half | rest without RoPE ]       or, interleaved, [ pair | pair ... | rest ]
 """

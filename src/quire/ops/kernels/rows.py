@@ -96,7 +96,6 @@ def _deliver(
 
 def deliver(runs: Tensor, words: Tensor, count: int, most: int) -> None:
     """Write the first `count` runs, each of at most `most` words (a power of two) and to disjoint memory. Words beyond the
-    available
-    ones are 0.
+    available ones are 0.
     """
     _deliver[(count,)](runs, words, BLOCK=most, num_warps=8)

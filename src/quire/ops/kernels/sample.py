@@ -1,13 +1,13 @@
 """Sample tokens in two launches, for greedy and random rows alike, without sorting the vocabulary.
 
     _scan   one program per chunk of a row: its largest logit, the largest one with noise, its mass, and the maximum of each
-    GROUP
+            GROUP
     _pick   one program per row combines its chunks: enough for greedy and unfiltered rows
 
 Filters keep the head of the order "larger first, lower id first among equals", so a filtered row is sampled without knowing
-where
-the head ends: the token with the largest noisy logit is the sample if it is in the head. If not, no later token is, and the
-search goes on among the tokens before it. Only groups whose maximum reaches a bound are read again: few for the usual filters.
+where the head ends: the token with the largest noisy logit is the sample if it is in the head. If not, no later token is, and
+the search goes on among the tokens before it. Only groups whose maximum reaches a bound are read again: few for the usual
+filters.
 """
 
 import torch

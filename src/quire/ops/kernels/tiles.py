@@ -63,8 +63,7 @@ def put_outputs(
     BIAS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Store acc [N, R] float32 of matrix rows `read` [N] (gated: gate rows first) to out [., outputs], from column `begins` on,
-    in the
-    rows target [R] that exist.
+    in the rows target [R] that exist.
     """
     kind: tl.constexpr = out.dtype.element_ty
     if BIAS:
