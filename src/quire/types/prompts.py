@@ -28,9 +28,9 @@ class Extras:
     `Prompt`, `EngineRequest` and `Admission` have it as a whole, so a new field needs no other changes.
     """
 
-    adapter: int = 0  # on the device: the slot of its adapter; 0: none
+    adapter: int = 0  # device slot of the LoRA adapter; set in an `Admission`, from `lora`; 0: none
     pooling: Pooling | None = None  # pool the prompt's hidden states, and sample no token
-    lora: AdapterRef | None = None  # the adapter itself; its slot is known when it is on the device
+    lora: AdapterRef | None = None  # the LoRA adapter; `adapter` is its slot, known when it is on the device
     lora_name: str = ""  # the user's name of it
     segment: int = 0  # of a pair of texts: position of the first token with segment id 1; 0 = all tokens have segment id 0
 

@@ -40,7 +40,10 @@ class WholeModel:
 
 
 class LoRACache:
-    """`room`: places, from 1 on. `budget`: bytes on the device that adapters may take together; None = as many as there are.
+    """The adapters of one rank in host memory and in device slots.
+
+    room: adapter slots (max_loras), numbered from 1
+    budget: bytes on the device that all adapters may take together; None: unlimited
 
     Reading may happen in other threads while steps run; everything else is between steps.
     """
@@ -65,8 +68,8 @@ class LoRACache:
             self._model = Model(sites | adapters.sites, whole.renames, parameters, max_rank, more, elsewhere)
         self._upload = AdapterUpload(self._model, adapters) if adapters.tabled else None
         self._held: dict[str, PackedAdapter] = {}
-        self._ready: tuple[PackedAdapter, Tensor] | None = None  # what was read last, and its numbers on the device
-        self._ahead: tuple[str, str, PackedAdapter, int] | None = None  # of files: path, stamp, what is in them and its rank
+        self._ready: tuple[PackedAdapter, Tensor] | None = None  # the adapter that was read last, and its weights on the device
+        self._ahead: tuple[str, str, PackedAdapter, int] | None = None  # read ahead: path, stamp, adapter and its rank
         self._lock = Lock()
         self._taken: dict[int, int] = {}  # place -> bytes
         self._blocks = 0  # of pinned memory, in use or not
@@ -121,8 +124,10 @@ class LoRACache:
         return packed, rank
 
     def _pin(self, size: int, count: int) -> None:
-        """To pin memory takes longer than to read an adapter into it, and launches wait for it: so there is some from the
-        start on, and always for one more."""
+        """Pin `count` buffers in another thread.
+
+        Pinning is slow and delays kernel launches, so buffers are pinned at start, and there is always one for another adapter.
+        """
         if self._adapters.pinned:
             count = max(1, min(count, PINNED // max(size, 1)))
             self._blocks += count

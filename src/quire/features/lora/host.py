@@ -173,6 +173,7 @@ class LoRA(Feature):
         return Memory(weights=twice, reserved=reserved_bytes(config.max_loras, sizes.adapter, config.device == "cuda"))
 
     def cache_salt(self, extras: Extras) -> tuple[str, ...]:
+        # without a reference, a caller chose the slot itself (tests of the device half): the slot stands for the version
         version = extras.adapter if extras.lora is None else extras.lora.version
         return (f"adapter={version}",) if version else ()
 

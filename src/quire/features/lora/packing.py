@@ -1,9 +1,9 @@
-"""Room for adapters in the layers of a model, and the way of an adapter's numbers to the layers' banks.
+"""Pack an adapter's weights into one host buffer and copy them to the LoRA banks of the layers.
 
-    a file's tensors ─► Addition, by matrix ─► PackedAdapter: what this rank needs, one piece of host memory ─► banks, by place
+    a file's tensors ─► Addition, by matrix ─► PackedAdapter: this rank's share in one host buffer ─► banks, by adapter slot
 
-An adapter takes the memory of its own ranks: nothing is padded to what others have or might have. What an adapter's file looks
-like is not known here, and neither is who asks for which.
+An adapter takes the memory of its own rank (r): nothing is padded to the rank of another adapter or to max_lora_rank. This file
+knows neither file formats nor requests.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -25,35 +25,37 @@ from quire.layers.parameter import Role
 from quire.ops.adapters import ENTRY
 from quire.types.errors import ConfigError
 
-ALIGNED = 64  # numbers, to a multiple of which every tensor is placed
-ROOMY = 4
+ALIGNED = 64  # every tensor begins at a multiple of this many elements
+ROOMY = 4  # a pinned buffer is used if it is less than this many times as large as needed
 
 
-Where = Mapping[str, Mapping[str, tuple[int, tuple[int, ...]]]]  # site -> its own name -> first number, shape
+Where = Mapping[str, Mapping[str, tuple[int, tuple[int, ...]]]]  # site -> its own name -> first element, shape
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where an adapter's numbers will be, in one piece of memory."""
+    """Where an adapter's weights will be in one buffer."""
 
     given: Sequence[tuple[str, Tensor | Scaled]]  # the site's own name, and what the file has for it; in the order of `where`
     where: Where
-    size: int  # numbers
-    whole: Mapping[str, Numbers] = field(default_factory=dict)  # site -> by its own name: whole numbers, beside the piece
-    row: "TableRow | None" = None  # of the table, if that is all there is to put on the device
+    size: int  # elements
+    whole: Mapping[str, Numbers] = field(
+        default_factory=dict
+    )  # site -> by its own name: integer tensors, which are not in the buffer
+    row: "TableRow | None" = None  # of the address table, if writing it is all that the device needs besides the buffer
 
 
 @dataclass(frozen=True)
 class PackedAdapter:
-    """One adapter's numbers in one piece of host memory, as the device will have them."""
+    """One adapter's weights in one host buffer, as the device will have them."""
 
     flat: Tensor
     where: Where
-    whole: Mapping[str, Numbers] = field(default_factory=dict)  # as of its layout
-    finite: bool = True  # are all of them numbers in that type, too?
+    whole: Mapping[str, Numbers] = field(default_factory=dict)  # as in its layout
+    finite: bool = True  # no weight is NaN or infinite in the model's dtype
     row: "TableRow | None" = None
-    known: Numbers = field(default_factory=dict)  # by site: what was found out on the device
-    there: torch.cuda.Event | None = None  # when the piece has been filled by a device
+    known: Numbers = field(default_factory=dict)  # by site: DoRA gains that were computed already
+    there: torch.cuda.Event | None = None  # recorded when a device has filled the buffer; None: the host filled it
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Numbers]]:
         for site, numbers in self.where.items():
@@ -62,23 +64,25 @@ class PackedAdapter:
 
 
 class Adapters:
-    """The sites of a model, and the places of adapters in them, from 1 on.
+    """LoRA layers (`sites`) and adapter slots. Slots are numbered from 1.
 
-    `tabled`: so many places, of ranks so large at most, are for kernels, which read in a table where an adapter's numbers are.
+    tabled: (slots, max rank) of the address table for kernels; None: none
     """
 
     def __init__(
         self, sites: Sequence[Site], device: torch.device, dtype: torch.dtype, tabled: tuple[int, int] | None = None
     ) -> None:
-        self._aside: dict[int, tuple[PackedAdapter, Tensor]] = {}  # by place: what banks have not been given yet
+        self._aside: dict[
+            int, tuple[PackedAdapter, Tensor]
+        ] = {}  # by slot: adapters that are in the address table, but not in the banks yet
         self.sites: dict[str, Site] = {name: site for site in sites for name in site.shapes}
         self._by_path = {site.path: site for site in sites}
         self.device, self.dtype = device, dtype
-        self._piece = 0  # bytes of the pieces of memory that were pinned first
+        self._piece = 0  # bytes of the buffers that were pinned first
         self._table: AddressTable | None = None if tabled is None else AddressTable(sites, device, *tabled)
 
     def has_kernels_for(self, places: Iterable[int]) -> bool:
-        """Can kernels do all that is in these places? If not, banks have it."""
+        """Return whether kernels support the adapters in these slots. If not, put them in the banks."""
         if self._table is not None and self._table.unusual.isdisjoint(places):
             return True
         for place in self._aside.keys() & {*places}:
@@ -90,15 +94,18 @@ class Adapters:
         return self._table is not None
 
     def bytes_of(self, rank: int) -> int:
-        """That an adapter of this rank takes here which adds to all linear layers, with biases and lengths."""
+        """Return the bytes of an adapter of this rank that changes every linear layer, with biases and DoRA magnitudes."""
         linear = [site for site in self._by_path.values() if isinstance(site, LinearSite)]
         shapes = [(width, site.inputs) for site in linear for _, width in site.parts]
         sizes = [size for outputs, inputs in shapes for size in (outputs * rank, inputs * rank, outputs, outputs)]
         return sum(map(_aligned, sizes)) * self.dtype.itemsize
 
     def lay_out(self, additions: Mapping[str, Addition]) -> Layout:
-        """By the matrix's path in the checkpoint, after renames. Shapes are right by now. What is added to layers that are
-        another stage's is left aside."""
+        """Return where this rank's share of an adapter will be.
+
+        additions: by the matrix's path in the checkpoint, after renames; shapes were checked. Those of layers of another
+            pipeline stage are ignored.
+        """
         by_site: dict[str, dict[str, Addition]] = {}
         for name, addition in additions.items():
             if name in self.sites:
@@ -121,7 +128,7 @@ class Adapters:
         return Layout(given, where, at, whole, row)
 
     def pack(self, additions: Mapping[str, Addition]) -> PackedAdapter:
-        """On the host; as `lay_out`."""
+        """Pack an adapter on the host. additions: see `lay_out`."""
         layout = self.lay_out(additions)
         flat = self.host_room(layout.size)
         places = [place for numbers in layout.where.values() for place in numbers.values()]
@@ -130,32 +137,34 @@ class Adapters:
         return PackedAdapter(flat, layout.where, layout.whole, all(finite), layout.row)
 
     def host_room(self, count: int) -> Tensor:
-        """For so many numbers. A piece that is there is better than one that fits."""
+        """Return a buffer of `count` elements, preferably a part of one that is pinned already."""
         room = self._piece // self.dtype.itemsize
         size = room if count <= room < ROOMY * count else count
         return torch.empty(size, dtype=self.dtype, pin_memory=self.pinned)[:count]
 
     @property
     def pinned(self) -> bool:
-        """Is what was packed in memory that the device reads by itself?"""
+        """Return whether buffers are pinned, so that the device reads them by itself."""
         return self.device.type == "cuda"
 
     def pin(self, size: int, count: int) -> None:
-        """Leaves so many pieces of such memory to torch, which gives them to the next that ask for as many bytes."""
+        """Pre-pin `count` buffers of `size` bytes. torch keeps them for later allocations of this size."""
         self._piece = self._piece or size
-        with suppress(RuntimeError):  # there is no more: who needs it finds out
+        with suppress(RuntimeError):  # no memory is left: a later allocation reports it
             [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
 
     @torch.inference_mode()
     def put(self, place: int, packed: PackedAdapter, flat: Tensor | None = None) -> None:
-        """In the place of the adapter that has it. Between steps. `flat`: its numbers, where they are on the device already."""
+        """Put an adapter in a slot, between steps. flat: its weights, if they are on the device already."""
         self.drop(place)
         if flat is None:
             if packed.there is not None:
                 packed.there.synchronize()  # long since, as a rule
             flat = packed.flat.to(self.device, non_blocking=True) if self.device.type != "cpu" else packed.flat
         elif flat.is_cuda:
-            flat.record_stream(torch.cuda.current_stream(flat.device))  # steps read it, which did not make it
+            flat.record_stream(
+                torch.cuda.current_stream(flat.device)
+            )  # steps read it on another stream than the one that made it
         if packed.row is not None and self._table is not None:  # banks would take longer, and steps wait meanwhile
             self._table.write_row(place, packed.row, flat)
             self._aside[place] = packed, flat
@@ -182,15 +191,17 @@ class Adapters:
 
 @dataclass(frozen=True)
 class TableRow:
-    """Of an adapter that is nowhere yet: numbers, and to which of them the address is to be added where it will be."""
+    """A row of the address table with offsets in place of addresses."""
 
     numbers: npt.NDArray[np.int64]
-    addresses: npt.NDArray[np.int64]  # 1 = it is one
+    addresses: npt.NDArray[np.int64]  # 1: an offset, to which the buffer's address is added
 
 
 class AddressTable:
-    """A row for each place, and in it an entry for each part of each site; row 0 stays empty. Recorded launches read it, so it
-    stays where it is."""
+    """The address table of LoRA weights for kernels: a row for each adapter slot with an entry for each part of each site.
+
+    Row 0 stays empty. Recorded launches read the table, so its address never changes.
+    """
 
     def __init__(self, sites: Sequence[Site], device: torch.device, places: int, ranks: int) -> None:
         self._sites, self._starts, size = [site for site in sites if site.parts], list[int](), 0
@@ -198,13 +209,13 @@ class AddressTable:
             self._starts.append(size)
             size += -(-len(site.parts) * ENTRY // 2) * 2  # each begins at a multiple of 16 bytes
         self._rows = torch.zeros(places + 1, size, dtype=torch.int64, device=device)
-        self.unusual: set[int] = set()  # places with something that kernels do not know
+        self.unusual: set[int] = set()  # slots with weights that kernels do not support
         for site, start in zip(self._sites, self._starts, strict=True):
             assert isinstance(site, LinearSite)
             site.use_table(self._rows.view(-1)[start:], size, ranks)
 
     def write(self, place: int, paths: Set[str]) -> None:
-        """What is in the place now; `paths` are the sites that have something of it."""
+        """Write the row of the adapter that is in this slot now. paths: its sites."""
         row: npt.NDArray[np.int64] = np.zeros(self._rows.shape[1], np.int64)
         for site, start in zip(self._sites, self._starts, strict=True):
             if site.path in paths:
@@ -215,7 +226,7 @@ class AddressTable:
             self.unusual.add(place)
 
     def row_of(self, where: Where, itemsize: int) -> TableRow | None:
-        """None if there is more to it than narrow matrices."""
+        """Return the row of an adapter, or None if it has more than low-rank matrices."""
         row: npt.NDArray[np.int64] = np.zeros((2, self._rows.shape[1]), np.int64)
         known = 0
         for site, start in zip(self._sites, self._starts, strict=True):
@@ -245,8 +256,11 @@ class AddressTable:
 def adapt(
     model: nn.Module, *, device: torch.device, dtype: torch.dtype, tabled: tuple[int, int] | None = None, more: int = 0
 ) -> Adapters:
-    """Banks for every layer with matrices. After `shard`; before anything is loaded or after it. `tabled`: see `Adapters`.
-    `more`: tokens that adapters may add to the model's own."""
+    """Give every layer with matrices a LoRA bank; after `shard`, before or after weights are loaded.
+
+    tabled: see `Adapters`
+    more: tokens that adapters may add to the model's own
+    """
     return Adapters(find_sites(model, more), device, dtype, tabled)
 
 

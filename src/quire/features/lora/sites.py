@@ -27,10 +27,10 @@ from quire.layers.parameter import Role
 from quire.ops.adapters import make_table
 from quire.types.errors import AdapterError
 
-AT_ONCE = 256  # inputs of a matrix that are looked at together
+AT_ONCE = 256  # inputs of a matrix that are processed together
 
-Numbers = dict[str, Tensor]  # of one layer's, by names of its own
-Given = dict[str, Tensor | Scaled]  # the same, as the file has them
+Numbers = dict[str, Tensor]  # weights of an adapter for one layer, by names of the site's own
+Given = dict[str, Tensor | Scaled]  # the same, with the dtypes of the file
 Entries = list[tuple[int, ...]]
 
 
@@ -40,13 +40,13 @@ class Addition:
 
     down: Tensor | None = None  # [rank, inputs]; of an embedding [rank, tokens]
     up: Tensor | None = None  # [outputs, rank]
-    magnitude: Tensor | None = None  # [outputs] of DoRA: how long the rows of the sum shall be
+    magnitude: Tensor | None = None  # [outputs] DoRA magnitude: the norm that each row of weight + scale * up @ down gets
     added: Tensor | None = None  # [outputs] added after the product, multiplied by the scale
     bias: Tensor | None = None  # [outputs] in place of the layer's own
     whole: Tensor | None = None  # [outputs, inputs] in place of the layer's own; of an embedding [tokens, size]
-    more: Tensor | None = None  # [n, inputs], or of an embedding [n, size]: of tokens that the model does not have
-    tokens: Tensor | None = None  # [n] int64, rising: whose rows are others than the layer's own
-    rows: Tensor | None = None  # [n, inputs], or of an embedding [n, size]: these
+    more: Tensor | None = None  # [n, inputs], or of an embedding [n, size]: rows of added vocabulary tokens
+    tokens: Tensor | None = None  # [n] int64, rising: token ids whose rows are replaced
+    rows: Tensor | None = None  # [n, inputs], or of an embedding [n, size]: the replaced rows of `tokens`
     # of experts: each is down [E, rank, inputs] and up [E, outputs, rank], multiplied by the scale
     gate_up: tuple[Tensor, Tensor] | None = None
     back: tuple[Tensor, Tensor] | None = None
@@ -68,26 +68,29 @@ class Site(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, int]]:
-        """The matrices of the checkpoint that it is made of, outputs and inputs, by their paths."""
+        """Return (outputs, inputs) of the checkpoint matrices that the layer consists of, by their paths."""
 
     def cut(self, found: Mapping[str, Addition]) -> Given:
-        """What this rank needs, by names of the site's own."""
+        """Return the weights that this rank needs, by names of the site's own."""
 
     def put(self, place: int, numbers: Numbers, known: Numbers) -> None:
-        """On the device. known: what was found out about the adapter and need not be again."""
+        """Put weights, which are on the device, into the layer's bank.
+
+        known: DoRA gains of this adapter, by site; missing ones are computed and added
+        """
 
     @property
     def parts(self) -> Sequence[tuple[int, int]]:
-        """First output and number of outputs of what kernels add to; none = they know nothing of it."""
+        """Return (first output, outputs) of each part that kernels add to; empty: kernels do not support the site."""
 
     def tabulate(self, place: int) -> Entries:
-        """What a kernel reads of each part: `ops.arguments.AdapterTable`."""
+        """Return the entry of each part in the address table (`ops.arguments.AdapterTable`)."""
 
     def drop(self, place: int) -> None: ...
 
 
 class Untabled:
-    """Of sites that kernels know nothing of."""
+    """A site that kernels do not support."""
 
     parts: Sequence[tuple[int, int]] = ()
 
@@ -108,7 +111,7 @@ class LinearSite:
 
     @property
     def inputs(self) -> int:
-        """Of this rank."""
+        """Return the inputs of this rank."""
         return self._layer.inputs
 
     @property
