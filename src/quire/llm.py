@@ -104,7 +104,7 @@ class LLM(PoolingMethods, LLMNotBuilt):
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def preprocess_chat(self, messages: Messages | Sequence[Messages], **options: Any) -> list[PromptType]:
-        """The prompts that `chat` makes of conversations; the options are those of `chat` from chat_template on."""
+        """Return the prompts that `chat` makes of conversations. options: those of `chat` from chat_template on."""
         return self._render(messages, ChatOptions(**options))
 
     def _render(
@@ -113,8 +113,9 @@ class LLM(PoolingMethods, LLMNotBuilt):
         single = bool(messages) and isinstance(messages[0], dict)
         conversations = [cast(Messages, messages)] if single else cast(Sequence[Messages], messages)
         self.get_tokenizer()  # or there are no templates either
-        own = self.llm_engine.config.adapter_tokens > 0  # may adapters have their own tokenizers?
-        reader, extras = self.llm_engine.inputs.prompts, self._extras_for(lora_request if own else None, len(conversations))
+        adapters_add_tokens = self.llm_engine.config.adapter_tokens > 0  # adapters may have their own tokenizers
+        reader = self.llm_engine.inputs.prompts
+        extras = self._extras_for(lora_request if adapters_add_tokens else None, len(conversations))
         each = zip(conversations, extras, strict=True)
         prompts = [reader.of(extra).read_chats([one], options)[0] for one, extra in each]
         return [{"prompt": prompt.text or "", "prompt_token_ids": prompt.ids} for prompt in prompts]
@@ -129,7 +130,7 @@ class LLM(PoolingMethods, LLMNotBuilt):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Any = None,
     ) -> list[str]:
-        """Takes requests in without running them; `wait_for_completion` does. Returns their ids."""
+        """Enqueue requests without running them; return their ids. `wait_for_completion` runs them."""
         if mm_processor_kwargs:
             refuse_media(mm_processor_kwargs)
         prepared = self._prepare(prompts, sampling_params, priority, tokenization_kwargs, lora_request)
@@ -142,11 +143,11 @@ class LLM(PoolingMethods, LLMNotBuilt):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: Any,
     ) -> list[str]:
-        """`enqueue` for conversations; the options are those of `preprocess_chat`."""
+        """Enqueue conversations. options: those of `preprocess_chat`."""
         return self.enqueue(self.preprocess_chat(messages, **options), sampling_params)
 
     def wait_for_completion(self, use_tqdm: bool = True) -> list[RequestOutput]:
-        """Runs all that was enqueued; one RequestOutput for each, in order."""
+        """Run all enqueued requests; return one RequestOutput for each, in order."""
         prepared, self._waiting = self._waiting, []
         return self._run(prepared, use_tqdm)
 

@@ -94,8 +94,10 @@ class LLMEngine(LLMEngineNotBuilt):
         lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> None:
-        """Checks and queues one request; a RequestError leaves the engine as it was. Inside it has a number after its id: that
-        may be used again while the core still has to report the end of its previous request."""
+        """Check and queue one request; a RequestError leaves the engine as it was.
+
+        The engine's id gets a serial suffix, so the user may reuse request_id before the core reports the old end.
+        """
         extras, inside = self.extras_of(lora_request), f"{request_id}-{next(self._serials)}"
         self.submit(self.prepare(request_id, prompt, params, arrival_time, priority, extras=extras, engine_id=inside))
 

@@ -88,7 +88,10 @@ class InputProcessor:
     def of(
         cls, config: Config, tokenizer: Tokenizer | None, max_model_len: int, offload: "TextOffload | None" = None
     ) -> "InputProcessor":
-        """For an engine whose cache serves `max_model_len` tokens. A text ends with the checkpoint's ids or the tokenizer's."""
+        """Return the processor of an engine whose cache serves `max_model_len` tokens.
+
+        The ids that end a text are those of the checkpoint and of the tokenizer.
+        """
         ends = list(config.facts.eos_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             ends.append(tokenizer.eos_token_id)
@@ -119,10 +122,10 @@ class InputProcessor:
         engine_id: str | None = None,
         extras: Extras = NO_EXTRAS,
     ) -> PreparedRequest:
-        """Raises RequestError for anything this model cannot do; nothing has happened then.
+        """Check a request, tokenize its prompt and resolve defaults. Raise RequestError for what the model does not support.
 
-        Cached pages are shared only among requests of one `tenant`, and slots fairly among tenants. The engine's requests may
-        have an id of their own.
+        tenant: cached pages are shared only among its requests, and slots fairly among tenants
+        engine_id: id inside the engine, if it differs from request_id
         """
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidParameter(f"priority must be an integer (lower runs first), got {priority!r}", "priority")
@@ -232,7 +235,7 @@ def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
 
 
 def _bad_word_ids(tokenizer: Tokenizer | None, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-    """A word is banned at the start of a text and after a space: the two often have different first tokens."""
+    """Return the token ids of banned words, at the start of a text and after a space: their first tokens often differ."""
     out: list[tuple[int, ...]] = []
     for word in words:
         assert tokenizer is not None
@@ -251,7 +254,7 @@ def refuse_media(mm_processor_kwargs: Any = None) -> None:
 
 
 def fan_out(base: EngineRequest, n: int) -> tuple[EngineRequest, ...]:
-    """n completions of one prompt are n requests; the later ones share the pages of the first."""
+    """Return n requests for n completions of one prompt; the later ones share the pages of the first."""
     first = f"{base.id}#0"
     return tuple(
         replace(base, id=f"{base.id}#{i}", seed=(base.seed + i) & _MASK64, fork_of=first if i else None) for i in range(n)
@@ -259,6 +262,6 @@ def fan_out(base: EngineRequest, n: int) -> tuple[EngineRequest, ...]:
 
 
 def is_quick(prompt: PromptType | Prompt, params: SamplingParams) -> bool:
-    """Is there nothing to tokenize, and little to check?"""
+    """Return whether nothing must be tokenized, and little must be checked."""
     ids = prompt.ids if isinstance(prompt, Prompt) else prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
     return isinstance(ids, list) and len(ids) <= SHORT and not getattr(params, "bad_words", None)

@@ -40,20 +40,23 @@ _LogprobTable = list[TokenLogprobs | None] | FlatLogprobs
 @dataclass(frozen=True)
 class Processed:
     outputs: list[RequestOutput]
-    aborts: list[str]  # engine requests that are over for us, but not yet for the engine
+    aborts: list[str]  # engine requests that ended here (stop string, error), and that the engine must abort
 
 
 @dataclass(frozen=True)
 class Absorbed:
     due: "Iterable[RequestAnswer]"  # answers with a new output
-    aborts: list[str]  # as above
+    aborts: list[str]  # as in `Processed`
 
 
 class OutputProcessor:
-    """`observers` are called for every request and every batch of deltas; the list may grow later."""
+    """Turn token deltas into RequestOutputs: detokenize, find stop strings, and report ends that the text decides.
+
+    observers: called for every request and every batch of deltas; the list may grow later
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, observers: Sequence[OutputObserver] = (), page_size: int = 0) -> None:
-        """`page_size`: tokens of a page of the prefix cache; 0 without one."""
+        """page_size: tokens of a page of the prefix cache; 0: there is none"""
         self._tokenizer = tokenizer
         self._texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._others: WeakKeyDictionary[Tokenizer, TokenTexts] = WeakKeyDictionary()  # of adapters
@@ -71,7 +74,7 @@ class OutputProcessor:
     def add(
         self, prepared: PreparedRequest, trace_headers: Mapping[str, str] | None = None, arrived: float | None = None
     ) -> "RequestAnswer":
-        """`arrived`: since when its user waits, if that was before now (time.monotonic())."""
+        """Take in a request. arrived: when the user sent it, if that was before now (time.monotonic())."""
         answer = RequestAnswer(self, prepared, trace_headers, time.monotonic() if arrived is None else arrived)
         self._answers[prepared.id] = answer
         for choice, request in zip(answer.choices, prepared.requests, strict=True):
@@ -84,12 +87,12 @@ class OutputProcessor:
         self._observers = [*self._observers, observer]
 
     def user_id(self, engine_id: str) -> str | None:
-        """Whose request this open engine request is."""
+        """Return the user's id of an open engine request."""
         answer = self.owner(engine_id)
         return None if answer is None else answer.prepared.id
 
     def owner(self, engine_id: str) -> "RequestAnswer | None":
-        """The answer that this open engine request is part of."""
+        """Return the answer that this open engine request is part of."""
         owner = self._owners.get(engine_id)
         return None if owner is None else owner[0]
 
@@ -115,7 +118,7 @@ class OutputProcessor:
         return [r.id for r in answer.prepared.requests if self._owners.pop(r.id, None) is not None]
 
     def adapters(self) -> tuple[list[str], list[str]]:
-        """The names of adapters whose requests wait for their first token, and of those that have it."""
+        """Return the names of adapters whose requests wait for their first token, and of those whose requests have it."""
         named = [(answer.prepared.lora_name, answer.metrics.first_token_ts) for answer in self._answers.values()]
         waiting = {name for name, begun in named if name and not begun}
         return sorted(waiting), sorted({name for name, begun in named if name and begun})
@@ -160,13 +163,13 @@ class OutputProcessor:
         return Absorbed(due, aborts)
 
     def tools_for(self, prepared: PreparedRequest) -> "tuple[Tokenizer | None, TokenTexts | None]":
-        """What makes text of tokens, for a request that wants any."""
+        """Return the tokenizer and token texts for a request; None and None if it wants no text."""
         if not prepared.params.detokenize:
             return None, None
         return (self._tokenizer, self._texts) if prepared.tokenizer is None else self._others_tools(prepared.tokenizer)
 
     def _others_tools(self, other: Tokenizer) -> tuple[Tokenizer, TokenTexts]:
-        """Of an adapter that has its own tokenizer."""
+        """Return them for an adapter that has its own tokenizer."""
         if other not in self._others:
             self._others[other] = TokenTexts(other)
         return other, self._others[other]

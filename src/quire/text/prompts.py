@@ -125,7 +125,7 @@ class ChatOptions:
 
 
 class PromptReader:
-    """`max_model_len` may change when an engine has found out what its cache can serve."""
+    """Turn prompts of any form into token ids. `max_model_len` may change when an engine has measured its cache."""
 
     def __init__(
         self,
@@ -135,12 +135,12 @@ class PromptReader:
         offload: "TextOffload | None" = None,
         tokenizers: AdapterTokenizers | None = None,
     ) -> None:
-        """`tokenizers`: of adapters that have their own."""
+        """tokenizers: the tokenizers of adapters that have their own; None: all use `tokenizer`"""
         self.tokenizer, self.vocab_size, self.max_model_len = tokenizer, vocab_size, max_model_len
         self._offload, self._tokenizers = offload, tokenizers
 
     def of(self, extras: Extras) -> "PromptReader":
-        """For prompts of this adapter, whose tokens may be others than the model's. It may have to read files."""
+        """Return the reader for this adapter's vocabulary. It may read files."""
         lora = extras.lora
         if lora is None or not lora.added or self._tokenizers is None:
             return self
@@ -150,7 +150,7 @@ class PromptReader:
         return PromptReader(tokenizer, self.vocab_size + lora.added, self.max_model_len, offload)
 
     def open_tokenizer(self, lora: AdapterRef) -> Tokenizer | None:
-        """Of an adapter, for the requests to come. Raises what is wrong with it."""
+        """Open the adapter's tokenizer for later requests; raise what is wrong with it."""
         return self.tokenizer if self._tokenizers is None else self._tokenizers.of(lora)
 
     # ---- reading

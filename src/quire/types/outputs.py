@@ -11,10 +11,9 @@ from quire.types.request import FinishReason
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """News of one request after one step. The last one carries `finish_reason`.
+    """Output of one request in one step. The last one carries `finish_reason`.
 
-    What is said last need not change with every token: it is in the first and the last delta, after every preemption, and may
-    be left out (0) in between.
+    Fields after `pooled` may be 0 (None) except in the first and last delta and after a preemption.
     """
 
     request_id: str
@@ -25,7 +24,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: tuple[TopLogprobs, ...] = ()  # one per token id, when asked for
     prompt_logprobs: tuple[TopLogprobs, ...] = ()  # chunks in order, when asked for
     pooled: Floats | None = None  # of a pooling request, with its end: [1, size], or [tokens, size] if each token has values
-    # need not be in every delta:
+    # not in every delta:
     cached_tokens: int = 0
     scheduled_at: float = 0.0
     preemptions: int = 0
