@@ -1,4 +1,4 @@
-"""All cache groups of a request, the interface for the scheduler.
+"""KV cache manager: page tables over all KV cache groups, and the interface for the scheduler.
 
 It maintains `request.pages`, `covered`, `keys` and `published`; the scheduler the cursors. It knows no slots, steps or rows.
 """

@@ -209,13 +209,13 @@ class StepMeter:
         self._open: set[str] = set()
         self.max_seqs = core.scheduler.roster.max_seqs
         self._landed: list[tuple[Scheduled, float]] = []
-        took = core.scheduler.took
+        record = core.scheduler.record_step_time
 
-        def note(scheduled: "Scheduled", seconds: float, paused: float = 0.0, waited: bool = False) -> None:
+        def note(scheduled: "Scheduled", seconds: float, idle_before: float = 0.0, synchronous: bool = False) -> None:
             self._landed.append((scheduled, seconds))
-            took(scheduled, seconds, paused, waited)
+            record(scheduled, seconds, idle_before, synchronous)
 
-        core.scheduler.took = note  # type: ignore[method-assign]
+        core.scheduler.record_step_time = note  # type: ignore[method-assign]
         self.admissions: list[tuple[int, float]] = []  # (new requests of a step, seconds of CPU time)
 
     def singles(self, rows: int, context: int, repeats: int) -> list[Turn]:

@@ -215,10 +215,11 @@ class EngineCore:
             ended = self._clock()
             self.waited += ended - began
             guessed, self._guessed = self._guessed, 0.0
-            paused = self._busy_since - self._landed_at - guessed  # idle time of the device before this step
+            gap = self._busy_since - self._landed_at - guessed  # idle time of the device before this step
             busy, self._busy_since = ended - self._busy_since, ended
-            waited = guessed + (paused if not ahead and 0 < paused < PLANNING_S else 0.0)
-            self.scheduler.took(scheduled, *((0.0, 0.0) if prepared else (busy, waited)), not ahead)
+            idle_before = guessed + (gap if not ahead and 0 < gap < PLANNING_S else 0.0)
+            seconds, idle_before = (0.0, 0.0) if prepared else (busy, idle_before)
+            self.scheduler.record_step_time(scheduled, seconds, idle_before=idle_before, synchronous=not ahead)
             self._landed_at = ended
             if self.watch is not None:
                 self.watch.landing(scheduled, result, busy, ended)

@@ -26,6 +26,8 @@ class Scheduled:
 
 
 class Odd(NamedTuple):
+    """A row that is not a plain decode row: more or fewer tokens or samples than one, or scores, or pooling."""
+
     tokens: int
     draws: int
     scores: range  # prompt positions of the row whose next token's logprobs are requested

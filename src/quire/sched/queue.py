@@ -88,8 +88,8 @@ class Running:
 
         of: running requests of each tenant in `staying`
 
-        It is the lowest that `request` outranks, or else the newest of the tenant with the most, if that has at least as many
-        as the request's tenant afterwards, and half of what it had.
+        It is the lowest that `request` outranks; or else the newest request of the largest tenant, if after the swap that
+        tenant still has at least as many slots as the request's tenant, and at least half of its former ones.
         """
         if staying and self._order.outranks(request, staying[-1]):
             return len(staying) - 1

@@ -60,7 +60,7 @@ class Results:
                 tokens = request.tokens
                 tokens.append(token)
                 if token in request.spec.stop_ids or len(tokens) >= request.inspect_at:
-                    deltas.append(self._consider(request, [token], finish(request, token)))
+                    deltas.append(self._append_checked(request, [token], finish(request, token)))
                 else:
                     deltas.append(TokenDelta(request.spec.id, [token]))
         return deltas
@@ -69,7 +69,7 @@ class Results:
         """Commit a row with more or less than one token. `quick`: it has no other results."""
         request, plan = scheduled.requests[i], scheduled.plan
         sample, drafts = plan.shapes.each[i]
-        useful = self._returned(request, sample, drafts)
+        useful = self._note_returned(request, sample, drafts)
         if i in result.failed:
             self._tables.forget(request)
         if not useful:
@@ -101,10 +101,10 @@ class Results:
             return self._pool(request, int(plan.end[i]), int(plan.count[i]), result.pooled.get(i))
         if not sample:
             return [delta(request, [], extras=extras)] if scores else []
-        return [self._consider(request, taken, ending, extras)]
+        return [self._append_checked(request, taken, ending, extras)]
 
     def _pool(self, request: Request, end: int, count: int, pooled: Floats | None) -> list[TokenDelta]:
-        """Keep what a row of a request that draws nothing brought. The row of the last prompt token ends the request."""
+        """Keep the pooled states of a pooling request's row. The row of the last prompt token ends the request."""
         if pooled is not None:  # of a preempted request, rows may come a second time
             request.pooled = [*((at, each) for at, each in request.pooled if at < end - count), (end - count, pooled)]
         if end < len(request.spec.prompt):
@@ -127,7 +127,7 @@ class Results:
         for position in range(accepted):
             self._accepted[position] += 1
 
-    def _consider(
+    def _append_checked(
         self, request: Request, tokens: list[int], ending: tuple[FinishReason, int | None] | None, extras: RowExtras = NOTHING
     ) -> TokenDelta:
         """Handle new tokens completely: publish full pages, and end the request if required."""
@@ -146,7 +146,7 @@ class Results:
         plan, roster = scheduled.plan, self._roster
         deltas = []
         for request, (sample, drafts) in zip(scheduled.requests, plan.shapes.each, strict=True):
-            self._returned(request, sample, drafts)
+            self._note_returned(request, sample, drafts)
             if request.finished is None:
                 roster.leave(request, "error")
                 deltas.append(delta(request, [], error=reason))
@@ -163,7 +163,7 @@ class Results:
         roster.retired += [slot for slot in plan.retired.tolist() if slot in roster.slots and slot not in roster.retired]
         return deltas
 
-    def _returned(self, request: Request, sample: bool, drafts: int) -> bool:
+    def _note_returned(self, request: Request, sample: bool, drafts: int) -> bool:
         """Record that a row has returned. Return False if its result is not used; its tokens are then not pending any more."""
         request.chunks -= not sample
         useful = request.finished is None and request not in self._roster.discarded

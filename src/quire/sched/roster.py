@@ -109,24 +109,24 @@ class Roster:
             request.lacks.add("adapter")
         if request.lacks:
             self._unready.add(request)
-            self._move(request, "unready")
+            self._notify_move(request, "unready")
         else:
             self._enqueue(request)
 
-    def ready(self, name: str, lack: Lack = "grammar") -> None:
+    def mark_ready(self, name: str, lack: Lack = "grammar") -> None:
         """Record that something the request lacked is ready; it may run when it lacks nothing. Unknown ids are ignored."""
         request = self.live.get(name)
         if request is None or lack not in request.lacks:
             return
         request.lacks.discard(lack)
         if request.lacks:
-            self._move(request, "unready")
+            self._notify_move(request, "unready")
         else:
             self._unready.discard(request)
             self._enqueue(request)
 
     def suspend(self, name: str) -> None:
-        """Suspend a request whose grammar is lost until it is `ready` again. Tokens of its rows in flight are dropped."""
+        """Suspend a request whose grammar is lost until `mark_ready`. Tokens of its rows in flight are dropped."""
         request = self.live.get(name)
         if request is None:
             return
@@ -141,22 +141,22 @@ class Roster:
         else:
             self._withdraw(request)
         self._unready.add(request)
-        self._move(request, "unready")
+        self._notify_move(request, "unready")
 
     def assign_slot(self, request: Request) -> None:
         """Move a request from the queue to a slot."""
         self.queue.remove(request)
         self.running.add(request)
         request.slot = self.slots.pop()
-        self._move(request, "running")
+        self._notify_move(request, "running")
 
     def preempt(self, request: Request) -> None:
-        """Free the request's pages and return it to its position in the queue."""
+        """Publish its full pages to the prefix cache, release all pages and its slot, and requeue it at its old position."""
         self._free_slot(request)
         request.preemptions += 1
         self.preemptions += 1
         self.queue.push(request)
-        self._move(request, "waiting")
+        self._notify_move(request, "waiting")
 
     def leave(self, request: Request, reason: FinishReason) -> None:
         """End a request in any state."""
@@ -180,7 +180,7 @@ class Roster:
                 self.queue.push(child)
         for callback in self.on_leave:
             callback(request)
-        self._move(request, "gone")
+        self._notify_move(request, "gone")
 
     @property
     def compiling(self) -> int:
@@ -202,9 +202,10 @@ class Roster:
         parent = None if request.spec.fork_of is None else self.forks.parent(request, self.live)
         if parent is None or not self.forks.park(request, parent, parent.computed):
             self.queue.push(request)
-        self._move(request, "waiting")
+        self._notify_move(request, "waiting")
 
-    def _move(self, request: Request, to: QueueState) -> None:
+    def _notify_move(self, request: Request, to: QueueState) -> None:
+        """Report the request's new state to the viewers, if there are any."""
         if self.on_move is not None:
             self.on_move(request, to)
 

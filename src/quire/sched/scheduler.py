@@ -92,8 +92,8 @@ class Scheduler:
         budget: tokens of a step; default: `max_batched_tokens`
         single_rows_share: other rows of a step may read keys that a decode row writes
         contiguous: see `Pool`
-        drafts: draft tokens per row that the device makes, verified by the next row
-        speculation: drafts of the host
+        drafts: most draft tokens per row of a drafter on the device that drafts in every step; the next row verifies them
+        speculation: policy that chooses the drafts of each row; the host (`by_host`) or the device makes them
         snapshots: the model has recurrent layers; number of states besides those of the slots
         turns: pipeline steps in flight; running requests take turns, so that no step waits for a sampled token
         """
@@ -109,12 +109,17 @@ class Scheduler:
         self._room = max_batched_tokens  # of the current step
         self._roster = self.roster = roster = Roster(self._tables, policy, max_seqs)
         self._running, self._queue, self._forks, self._live = roster.running, roster.queue, roster.forks, roster.live
-        self.ready, self.suspend, self.release, self.check = roster.ready, roster.suspend, roster.release, roster.check
+        self.mark_ready, self.suspend, self.release, self.check = (
+            roster.mark_ready,
+            roster.suspend,
+            roster.release,
+            roster.check,
+        )
         results = self._results = Results(self._tables, roster)
         self.commit, self.fail = results.commit, results.fail
         self._paused: set[Request] = set()  # without a row in the next step
-        self._filling: list[Request] = []  # latest rows may fill pages that are not published yet
-        self._filling_later: list[Request] = []  # the same, of decode rows
+        self._to_publish: list[Request] = []  # latest rows may fill pages that are not published yet
+        self._to_publish_decode: list[Request] = []  # the same, of decode rows
         self._last: Scheduled | None = None  # the latest step
         self._blocked: tuple[Request, int, int] | None = None  # the request that did not fit, and when
         self._single_rows_share = single_rows_share
@@ -122,7 +127,7 @@ class Scheduler:
         self.speculation = speculation
         if speculation is not None:
             roster.on_leave.append(speculation.forget)
-        self._granted: Mapping[Request, int] = {}  # drafts of the host in the current step
+        self._granted: Mapping[Request, int] = {}  # drafts that `speculation` allows each row of the current step
         self._ahead = (
             GROWTH_PAGES * layout.page_size if self._tables.frees_only_at_end and pages >= 4 * GROWTH_PAGES * max_seqs else 0
         )
@@ -271,7 +276,7 @@ class Scheduler:
         self._granted = speculation.granted
 
     def _repeatable_step(self) -> Scheduled | None:
-        """Return the latest step if it may be repeated: it had drafts of the host, and a row of every request."""
+        """Return the latest step if it may be repeated: it had drafts, and a row of every request."""
         last, roster = self._last, self._roster
         if last is None or not len(last.plan.draft_token) or len(last.requests) != len(self._live) or self._turns > 1:
             return None
@@ -286,19 +291,22 @@ class Scheduler:
         if scheduled is not None:
             self._last, self._step, self._owed = scheduled, self._step + 1, 0
             for request in scheduled.requests:
-                (self._filling if request.unverified or self._single_rows_share else self._filling_later).append(request)
+                (self._to_publish if request.unverified or self._single_rows_share else self._to_publish_decode).append(request)
         return scheduled
 
-    def took(self, scheduled: Scheduled, seconds: float, paused: float = 0.0, waited: bool = False) -> None:
+    def record_step_time(
+        self, scheduled: Scheduled, seconds: float, idle_before: float = 0.0, synchronous: bool = False
+    ) -> None:
         """Record the duration of a step; 0: unknown.
 
-        paused: idle seconds of the device before it, for planning; waited: it was planned after the tokens of the last one
+        idle_before: seconds that the device was idle before the step, while it was planned
+        synchronous: the step was planned after the tokens of the last one were known
         """
         plan = scheduled.plan
         if seconds:
             self._budget.took(len(scheduled.requests), plan.tokens - plan.shapes.drafted, seconds)
         if self.speculation is not None:
-            self.speculation.took(scheduled, seconds + paused, waited)
+            self.speculation.took(scheduled, seconds + idle_before, synchronous)
 
     def _backlog(self) -> int:
         """Return the waiting prompt tokens, of a limited number of requests."""
@@ -313,8 +321,8 @@ class Scheduler:
 
     def publish(self) -> None:
         """Publish the pages that planned rows fill. It may be delayed until the next search for a prefix."""
-        self._publish(self._filling)
-        self._publish(self._filling_later)
+        self._publish(self._to_publish)
+        self._publish(self._to_publish_decode)
 
     def _publish(self, filling: list[Request]) -> None:
         for request in filling:
@@ -354,14 +362,14 @@ class Scheduler:
     def _admit(self, plan: PlanBuilder, left: int, now: float) -> None:
         while left and self._roster.slots:
             request = self._head(plan)
-            if request is None or self._blocked == self._moment(request):
+            if request is None or self._blocked == self._blocked_key(request):
                 return
             sources = self._adopt(request, plan)
             count = self._row_length(request, left)
             if not count or not self._fits(request, plan.owed):
                 self._undo_adoption(request, sources)
                 if count and len(self._running):  # until a page is freed, another attempt would fail, too
-                    self._blocked = self._moment(request)
+                    self._blocked = self._blocked_key(request)
                 return
             self._enter(request, plan, now)
             if not self._cover(request, request.computed + count, plan):
@@ -410,7 +418,7 @@ class Scheduler:
         else:
             request.chunks += 1
             plan.owed += self._tables.demand(request, len(request.tokens))
-        (self._filling if count > 1 or self._single_rows_share else self._filling_later).append(request)
+        (self._to_publish if count > 1 or self._single_rows_share else self._to_publish_decode).append(request)
         plan.row(request, count, request.computed, 1 + drafts if sample else 0, masked)
         if drafts and self.speculation is not None and self.speculation.by_host:
             plan.draft(self.speculation.tokens(request, drafts))
@@ -449,7 +457,7 @@ class Scheduler:
 
     def _adopt(self, request: Request, plan: PlanBuilder) -> list[int]:
         """Start the tables from the content index or from the parent, whichever has more; return the pages to copy."""
-        self._publish(self._filling)
+        self._publish(self._to_publish)
         hit = self._tables.find(request) if request.spec.params.reads_prefix_cache else 0
         if request.spec.fork_of is not None and (sources := self._fork(request, plan, hit)) is not None:
             return sources
@@ -468,7 +476,7 @@ class Scheduler:
         request.rewind(shared)
         return self._tables.fork(request, parent, shared)
 
-    def _moment(self, request: Request) -> tuple[Request, int, int]:
+    def _blocked_key(self, request: Request) -> tuple[Request, int, int]:
         """Return a key: as long as it is unchanged, a request that did not fit still does not."""
         return request, self._pool.returned, self._roster.departures
 
@@ -526,7 +534,7 @@ class Scheduler:
     def _make_way(self, plan: PlanBuilder) -> None:
         """Preempt running requests for the head of the queue, if it can be admitted only then."""
         request = self._head(plan)
-        if request is None or self._blocked == self._moment(request):
+        if request is None or self._blocked == self._blocked_key(request):
             return
         if self._running.next_victim(request, list(self._running), self._running.of) is not None:
             sources = self._adopt(request, plan)

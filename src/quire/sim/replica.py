@@ -139,7 +139,7 @@ class Replica:
     def _land(self, now: float) -> list[TokenDelta]:
         scheduled, result, _ = self._flights.popleft()
         busy, self._busy_since = now - self._busy_since, now
-        self.scheduler.took(scheduled, busy)
+        self.scheduler.record_step_time(scheduled, busy)
         left = len(self.scheduler.roster.live)
         deltas = self.scheduler.commit(scheduled, result)
         if len(self.scheduler.roster.live) < left:

@@ -6,7 +6,7 @@
 
 A request holds its adapter's slot until it ends; before that it is out of the scheduler's queue. An adapter is identified by
 the version (digest) of its files: a new version under the same name is another adapter, so an update never reaches a running
-request. Names are resolved in the API process (`names.py`).
+request. Names are resolved in the API process (`client.py`, `AdapterNames`).
 
 Free slots go to the adapter whose request has waited longest. While a request waits for a slot, at most PASSES requests whose
 adapter already has a slot start before it, so that a popular adapter cannot starve the others.
@@ -142,7 +142,7 @@ class LoRAManager:
         state.holders += 1
         state.used = next(self._times)
         self._roster.live[name].adapter_slot = state.place
-        self._roster.ready(name, "adapter")
+        self._roster.mark_ready(name, "adapter")
 
     # ---- loading without a request ---------------------------------------------------------------------------------------
 

@@ -231,7 +231,7 @@ class Constraints:
         for name in news.lost:
             self._scheduler.suspend(name)
         for name in news.ready:
-            self._scheduler.ready(name)
+            self._scheduler.mark_ready(name)
         for name, error in news.failed:
             self._report(self._scheduler.end(name, error))
         for name, error in news.refused:

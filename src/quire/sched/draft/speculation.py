@@ -165,14 +165,14 @@ class Speculation:
 
     # ---- after a step
 
-    def took(self, scheduled: Scheduled, seconds: float, waited: bool = False) -> None:
-        """Record the duration of a step. `waited`: it was planned after the tokens of the last one."""
+    def took(self, scheduled: Scheduled, seconds: float, synchronous: bool = False) -> None:
+        """Record the duration of a step. `synchronous`: it was planned after the tokens of the last one were known."""
         self.settle()
         plan, drafts = scheduled.plan, scheduled.plan.shapes.drafted
         self._account.spend(seconds)
         self._seconds = 0.0
         if seconds > 0 and plan.tokens - drafts == len(plan.slot) and not len(plan.masked):
-            self._seconds, self._in_vain = seconds, waited and self._ahead_once and not drafts
+            self._seconds, self._in_vain = seconds, synchronous and self._ahead_once and not drafts
 
     def settle(self) -> None:
         """Evaluate the latest committed step. While drafts pay, that can wait until the next step has started."""
