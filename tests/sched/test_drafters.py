@@ -71,7 +71,7 @@ def test_what_is_kept_is_bounded(monkeypatch):
     assert scope.size <= 1100
     drafter.finished(text(range(100_000), 0))
     assert scope.size <= 1100
-    monkeypatch.setattr(drafters, "MOST_SCOPES", 5)
+    monkeypatch.setattr(drafters, "MAX_SCOPES", 5)
     for i in range(30):
         drafter.finished(text([1, 2, 3], 0, (f"key {i}",)))
     assert len(drafter._scopes) <= 5 and ("key 29",) in drafter._scopes
