@@ -70,7 +70,7 @@ def test_a_user_and_the_memory_decide(tmp_path, told, monkeypatch):
     directory = write("awq", tmp_path)
     engine(directory, dequantized_copies=False)
     assert not told(MADE) and not told(NONE)
-    monkeypatch.setattr(dequantized_copies, "SHARE", 1 << 60)
+    monkeypatch.setattr(dequantized_copies, "MEMORY_SHARE", 1 << 60)
     engine(directory)
     assert told(NONE) and not told(MADE)
     engine(directory, dequantized_copies=True)
