@@ -37,6 +37,6 @@ def test_what_is_found_beyond_the_prompt_is_not_counted_as_cached_prompt():
 def test_a_request_that_has_all_its_tokens_cannot_go_on():
     desk = Desk()
     desk.add("a", range(6), max_tokens=4)
-    with pytest.raises(RequestError, match="none is left to be drawn"):
+    with pytest.raises(RequestError, match="none is left to generate"):
         desk.core.add(replace(desk.specs["a"], id="b", resumed=(1, 2, 3, 4)))
     desk.finish()
