@@ -140,12 +140,12 @@ def test_what_ranks_can_be_asked(divided, shared_llm):
         ("llama", {"tensor_parallel_size": 7}, "6 attention heads cannot be divided among that many ranks; use at most 6"),
         ("llama", {"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, "'uni' has one rank"),
         ("llama", {"tensor_parallel_size": 2, "distributed_executor_backend": "fake"}, "'fake' has one rank"),
-        ("llama", {"tensor_parallel_size": 2, "model_impl": "transformers"}, "requires a model family of Quire's own"),
+        ("llama", {"tensor_parallel_size": 2, "model_impl": "transformers"}, "only models of Quire's families can be divided"),
         ("llama", {"enable_expert_parallel": True}, "LlamaForCausalLM has no experts"),
         (
             "llama",
             {"tensor_parallel_size": 7, "pipeline_parallel_size": 4, "model_impl": "transformers"},
-            r"^tensor_parallel_size=7[^\n]* LlamaForCausalLM is run by transformers here[^\n]*$",
+            r"^tensor_parallel_size=7[^\n]* LlamaForCausalLM is run by transformers[^\n]*$",
         ),
         (
             "mixtral",

@@ -131,7 +131,7 @@ def test_preemption_and_requests_that_leave(tiny_model, shared_llm):
         ({"pipeline_parallel_size": 2, "pipeline_layer_partition": "1,1,1"}, "is for 3 stages, and pipeline_parallel"),
         ({"pipeline_parallel_size": 2, "pipeline_layer_partition": "3,0"}, "must be how many layers each stage has"),
         ({"pipeline_parallel_size": 2, "distributed_executor_backend": "uni"}, "'uni' has one rank"),
-        ({"pipeline_parallel_size": 2, "model_impl": "transformers"}, "requires a model family of Quire's own"),
+        ({"pipeline_parallel_size": 2, "model_impl": "transformers"}, "only models of Quire's families can be divided"),
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be at least 1"),
     ],
 )  # fmt: skip
