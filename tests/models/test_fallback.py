@@ -125,7 +125,7 @@ def test_positions_that_begin_elsewhere(tmp_path, kind):
     make_checkpoint(Family(f"{kind}Config", f"{kind}ForCausalLM", settings), tmp_path)
     facts = read_facts(resolve_model(tmp_path))
     for load_format in ("auto", "dummy"):
-        with pytest.raises(ModelError, match=f"{kind}ForCausalLM cannot be run.*its positions do not begin at 0"):
+        with pytest.raises(ModelError, match=f"{kind}ForCausalLM cannot be run.*its positions begin after the padding token's id"):
             load_weights(build_model(facts), facts, device="cpu", dtype="float32", load_format=load_format)
 
 
@@ -160,7 +160,7 @@ REFUSED = {
         "cannot be run through transformers: it has recurrent layers",
     ),
     "encoder-decoder": (Family("T5Config", "T5ForConditionalGeneration"), "encoder-decoder models are not supported"),
-    "latent attention": (Family("MiniCPM3Config", "MiniCPM3ForCausalLM"), "latent attention .kv_lora_rank. is served by"),
+    "latent attention": (Family("MiniCPM3Config", "MiniCPM3ForCausalLM"), "latent attention .kv_lora_rank. is not supported"),
     "no language model": (Family("LlamaConfig", "LlamaForSequenceClassification"), "for llama that is LlamaForCausalLM"),
 }
 
@@ -247,7 +247,7 @@ class Toy(nn.Module):
         (Toy(shift=True), "tokens influence each other outside of attention"),
         (Toy(positions=False), "ignores position_ids"),
         (Toy(counts=True), "counts positions itself"),
-        (Toy(first=2), "its positions do not begin at 0"),
+        (Toy(first=2), "its positions begin after the padding token's id"),
     ],
 )
 def test_tokens_meet_in_attention_only(toy, message):
