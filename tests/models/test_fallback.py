@@ -247,7 +247,7 @@ class Toy(nn.Module):
         (Toy(shift=True), "tokens influence each other outside of attention"),
         (Toy(positions=False), "ignores position_ids"),
         (Toy(counts=True), "counts positions itself"),
-        (Toy(first=2), "its positions begin after the padding token's id"),
+        (Toy(first=2), "its positions do not begin at 0"),
     ],
 )
 def test_tokens_meet_in_attention_only(toy, message):
