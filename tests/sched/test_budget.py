@@ -98,6 +98,6 @@ def test_on_a_cpu_a_prompt_alone_runs_in_large_pieces():
 
 def test_whoever_prompts_has_half_of_a_cpu_that_decodes_slowly():
     budget = TimedBudget(1088)
-    budget.took(64, 64, 1.0)
-    budget.took(64, 164, 2.0)
+    budget.record_step_time(64, 64, 1.0)
+    budget.record_step_time(64, 164, 2.0)
     assert budget.tokens(pages=0, running=64, waiting=5000, decoding=True) == 64 + 96

@@ -32,7 +32,7 @@ class Budget(Protocol):
         pages: in use; running: requests with a token each; waiting: prompt tokens; decoding: some requests decode
         """
 
-    def took(self, rows: int, tokens: int, seconds: float) -> None:
+    def record_step_time(self, rows: int, tokens: int, seconds: float) -> None:
         """Record the duration of a step."""
 
 
@@ -60,7 +60,7 @@ class StepBudget:
             paying = min(max(paying, waiting // BACKLOG_STEPS + running, self.least), self.usual)
         return min(max(paying, running + self.prompt_reserve), self.most)
 
-    def took(self, rows: int, tokens: int, seconds: float) -> None:
+    def record_step_time(self, rows: int, tokens: int, seconds: float) -> None:
         """Ignore it: this budget does not depend on times."""
 
 
@@ -82,7 +82,7 @@ class TimedBudget:
         count = int(seconds / self._each) // MIN_CHUNK * MIN_CHUNK if self._each else INITIAL_CHUNK
         return min(running + max(count, minimum), self._most)
 
-    def took(self, rows: int, tokens: int, seconds: float) -> None:
+    def record_step_time(self, rows: int, tokens: int, seconds: float) -> None:
         more = tokens - rows
         if not more:
             self._plain += (seconds - self._plain) / 2 if self._plain else seconds

@@ -304,9 +304,9 @@ class Scheduler:
         """
         plan = scheduled.plan
         if seconds:
-            self._budget.took(len(scheduled.requests), plan.tokens - plan.shapes.drafted, seconds)
+            self._budget.record_step_time(len(scheduled.requests), plan.tokens - plan.shapes.drafted, seconds)
         if self.speculation is not None:
-            self.speculation.took(scheduled, seconds + idle_before, synchronous)
+            self.speculation.record_step_time(scheduled, seconds + idle_before, synchronous)
 
     def _backlog(self) -> int:
         """Return the waiting prompt tokens, of a limited number of requests."""

@@ -56,7 +56,7 @@ class SpeculationAhead(Speculation):
                 self._outcomes = min(self._outcomes, TRIAL_OUTCOMES)
         self.waits = self.ahead > 0 or bool(self.granted)
 
-    def took(self, scheduled: Scheduled, seconds: float, synchronous: bool = False) -> None:  # noqa: ARG002
+    def record_step_time(self, scheduled: Scheduled, seconds: float, synchronous: bool = False) -> None:  # noqa: ARG002
         plan, drafts, rows = scheduled.plan, scheduled.plan.shapes.drafted, len(scheduled.plan.slot)
         before, self._before = self._before, plan.ahead
         fresh, self._fresh = self._fresh, 0

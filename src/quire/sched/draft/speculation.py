@@ -165,7 +165,7 @@ class Speculation:
 
     # ---- after a step
 
-    def took(self, scheduled: Scheduled, seconds: float, synchronous: bool = False) -> None:
+    def record_step_time(self, scheduled: Scheduled, seconds: float, synchronous: bool = False) -> None:
         """Record the duration of a step. `synchronous`: it was planned after the tokens of the last one were known."""
         self.settle()
         plan, drafts = scheduled.plan, scheduled.plan.shapes.drafted
