@@ -63,7 +63,7 @@ class LLM(PoolingMethods, LLMNotBuilt):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Any = None,
     ) -> list[RequestOutput]:
-        """One RequestOutput per prompt, in order.
+        """Generate text; return one RequestOutput per prompt, in order.
 
         Everything is checked before anything runs. A request that fails while running comes back with finish_reason
         "error" and its reason in `outputs[i].error`; the others are not touched. `tokenization_kwargs` set how prompts are
@@ -89,7 +89,7 @@ class LLM(PoolingMethods, LLMNotBuilt):
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Any = None,
     ) -> list[RequestOutput]:
-        """Like generate, for one conversation or a list of them.
+        """Generate answers to one conversation or a list of them; return what `generate` does.
 
         `chat_template_content_format`: what the template gets as a message's content, "string", or "openai" for a list of
         parts; "auto": what it reads.
@@ -159,7 +159,7 @@ class LLM(PoolingMethods, LLMNotBuilt):
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` best continuations of each prompt, best first. At most `concurrency_limit` prompts at a time."""
+        """Return the `beam_width` best continuations of each prompt, best first; `concurrency_limit` prompts run at a time."""
         batch = _as_batch(prompts)
         extras = self._extras_for(lora_request, len(batch))
         if concurrency_limit is not None and (type(concurrency_limit) is not int or concurrency_limit < 1):
@@ -189,7 +189,7 @@ class LLM(PoolingMethods, LLMNotBuilt):
         return self.llm_engine.model_config
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The model's own defaults (generation_config.json), or neutral ones."""
+        """Return the model's own defaults (generation_config.json), or neutral ones."""
         return self.llm_engine.default_params()
 
     def get_metrics(self) -> "list[Metric]":
@@ -199,7 +199,7 @@ class LLM(PoolingMethods, LLMNotBuilt):
         return self._metrics.read()
 
     def get_world_size(self, include_dp: bool = True) -> int:
-        """Ranks that share the model, of all engines."""
+        """Return the number of ranks of all engines, or with include_dp=False of one engine."""
         config = self.llm_engine.config
         return config.world * (config.args.data_parallel_size if include_dp else 1)
 
@@ -298,7 +298,7 @@ class _Progress:
 
 
 def _as_batch(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
-    """One prompt or many? A list of integers is one prompt."""
+    """Return a list of prompts. A list of integers is one prompt."""
     if isinstance(prompts, str | dict):
         return [prompts]
     if not isinstance(prompts, Iterable):

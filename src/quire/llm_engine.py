@@ -142,7 +142,7 @@ class LLMEngine(LLMEngineNotBuilt):
         self.outputs.add(prepared)
 
     def step(self) -> list[RequestOutput]:
-        """One turn of the loop. Requests whose text hit a stop string are ended in the engine as well."""
+        """Run one step; return the new outputs. Requests that a stop string ended are aborted in the engine core, too."""
         self._check_open()
         try:
             deltas = self.core.step()
@@ -156,14 +156,14 @@ class LLMEngine(LLMEngineNotBuilt):
         return processed.outputs
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """Ends requests at once; they give no further output. Unknown ids are ignored."""
+        """End requests at once; they give no further output. Unknown ids are ignored."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         self.core.abort([inner for request_id in ids for inner in self.outputs.forget(request_id)])
 
     # ---- adapters --------------------------------------------------------------------------------------------------------
 
     def extras_of(self, lora_request: LoRARequest | None) -> Extras:
-        """What a request with this adapter brings along. One that is new is loaded; raises why it cannot be."""
+        """Return the extras of a request with this adapter. A new adapter is loaded; raise why it cannot be."""
         if lora_request is None:
             return NO_EXTRAS
         self._check_open()
@@ -175,7 +175,7 @@ class LLMEngine(LLMEngineNotBuilt):
         return self.extras_of(lora_request).lora is not None
 
     def remove_lora(self, lora_id: int) -> bool:
-        """False if there is none. Requests that run with it go on."""
+        """Remove an adapter; return False if it does not exist. Requests that run with it continue."""
         self._check_open()
         adapter = self.adapters.of_key(lora_id)
         if adapter is not None:
@@ -186,7 +186,7 @@ class LLMEngine(LLMEngineNotBuilt):
         return self.adapters.keys
 
     def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter on the device. False if there is none."""
+        """Keep an adapter on the device; return False if it does not exist."""
         self._check_open()
         adapter = self.adapters.of_key(lora_id)
         if adapter is not None:
@@ -251,7 +251,7 @@ class LLMEngine(LLMEngineNotBuilt):
         return self.tokenizer
 
     def default_params(self) -> SamplingParams:
-        """The model's own sampling defaults (generation_config.json, then override_generation_config), or neutral ones."""
+        """Return the model's sampling defaults (generation_config.json, then override_generation_config), or neutral ones."""
         return SamplingParams(**self.config.default_sampling)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:

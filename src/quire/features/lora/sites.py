@@ -135,7 +135,7 @@ class LinearSite:
                     if values is not None:
                         numbers[f"{name}.{key}"] = _rows(values, rows)
         if downs and self._bank.table is None:
-            numbers["down"] = torch.cat(downs).t()  # as products on a CPU are quick with
+            numbers["down"] = torch.cat(downs).t()  # the layout in which GEMMs on a CPU are fast
         return numbers
 
     def put(self, place: int, numbers: Numbers, known: Numbers) -> None:
@@ -174,7 +174,7 @@ class LinearSite:
         return found
 
     def _bias(self, numbers: Numbers, own: Tensor | None) -> Tensor | None:
-        """All that is to be added: what the adapter adds, and the difference of its bias to the layer's."""
+        """Return the values added after the product: the adapter's `added`, and the difference of its bias to the layer's."""
         total: Tensor | None = None
         for name, part in self._parts.items():
             start, count = part.local[0][0], sum(len(rows) for _, rows in part.local)
@@ -209,8 +209,10 @@ class LinearSite:
 
 
 class LatentSite(LinearSite):
-    """What makes keys and values of latents, inside attention. Without kernels an adapter's is the whole matrix, with its
-    additions in it."""
+    """The projection from latents to keys and values, inside attention.
+
+    Without kernels, an adapter's bank entry is the whole matrix with the addition in it.
+    """
 
     kind = "latent"
 
@@ -244,7 +246,7 @@ class HeadSite(Untabled):
         return self._layer.tied is not None
 
     def tied_to(self, sites: Iterable[Site]) -> str | None:
-        """The path of the embedding whose matrix it has. Of a model in stages both may be in different ones."""
+        """Return the path of the embedding that the head is tied to. They may be in different pipeline stages."""
         shape = (self._layer.hidden_size, self._layer.total)
         own = [site.path for site in sites if site.kind == "embedding" and [*site.shapes.values()] == [shape]]
         return own[0] if own and self.tied else None
@@ -320,13 +322,13 @@ class ExpertsSite(Untabled):
     def __init__(self, path: str, layer: Experts) -> None:
         self.path, self._layer = path, layer
         self.count, self.hidden, self.inner = layer.total, layer.hidden_size, layer.total_inner
-        self.together = layer.in_pairs  # are its experts only to be had all at once?
+        self.together = layer.in_pairs  # a file must have the weights of all experts together
         self.shapes = {path: (self.hidden, self.hidden)}
         self._bank = layer.bank = ExpertsBank()
 
     @property
     def holds_floats(self) -> bool:
-        """When all is loaded: can additions go between its matrices?"""
+        """Return whether LoRA can be added between the matrices of an expert. Only after weights are loaded."""
         return {"up", "down"} <= {*self._layer.stored}
 
     def cut(self, found: Mapping[str, Addition]) -> Given:
@@ -356,8 +358,10 @@ class ExpertsSite(Untabled):
 
 
 def squares_of_rows(multiply: Callable[[Tensor], Tensor], inputs: int, parts: Sequence[LowRank], like: Tensor) -> Tensor:
-    """[outputs] float32: the squares of each row's numbers, added up, of a layer's matrix with these additions in it. The
-    matrix is what the layer makes of single inputs, so it may be stored in any way."""
+    """Return the sum of squares of each row of a layer's matrix with LoRA added: [outputs] float32.
+
+    The matrix is computed by multiplying unit vectors, so it may be stored in any way.
+    """
     device, dtype = like.device, like.dtype
     nothing = multiply(torch.zeros(1, inputs, device=device, dtype=dtype)).float().clone()
     squares = torch.zeros_like(nothing[0])
@@ -372,7 +376,7 @@ def squares_of_rows(multiply: Callable[[Tensor], Tensor], inputs: int, parts: Se
 
 
 def _token_rows(addition: Addition, kept: range) -> Given:
-    """What a rank needs of other rows, which may be none of them."""
+    """Return the replaced rows of a rank's tokens, and their positions; empty: there are none."""
     if addition.tokens is None or addition.rows is None:
         return {}
     own = (addition.tokens >= kept.start) & (addition.tokens < kept.stop)

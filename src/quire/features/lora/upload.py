@@ -41,7 +41,7 @@ from quire.ops.adapters import find_largest, pack
 from quire.ops.arguments import Moves
 from quire.types.errors import AdapterError, ModelError
 
-KINDS = (torch.bfloat16, torch.float16, torch.float32)  # of numbers in files
+KINDS = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of weights in files
 REMEMBERED = 16  # plans
 LARGEST_HEADER = 8 << 20  # bytes of a header that is planned
 
@@ -50,7 +50,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class FilePlan:
-    first: int  # byte of the file that there are numbers from, and how many bytes
+    first: int  # byte of the file at which weights begin; `bytes`: their size
     bytes: int
     kind: torch.dtype
     layout: Layout
@@ -68,8 +68,10 @@ class FilePlan:
         return np.append(scales, 1.0)[self.scaled].astype(np.float32)
 
     def is_sound(self, largest: Floats, scales: Floats, dtype: torch.dtype) -> bool:
-        """Is it certain that all of it can be run in this type? largest [spans]: how far from 0 numbers get. If it is not, the
-        reader looks closer."""
+        """Return whether all weights and products surely fit into the dtype. If not, the reader checks more closely.
+
+        largest: [spans] largest absolute weight
+        """
         down, up = self.halves.T
         lengths = largest * np.sqrt(self.moves.spans[:, 1])
         fits = min(LARGEST, torch.finfo(dtype).max)
@@ -86,7 +88,7 @@ class FilePlans:
         self._known: OrderedDict[bytes, FilePlan] = OrderedDict()
 
     def find(self, path: str) -> tuple[Path, FilePlan, AdapterConfig] | None:
-        """The file that has the numbers, and what becomes of them. Raises what is wrong, or has no plan then."""
+        """Return the file of weights, its plan and its config; None: there is no plan. Raise what is wrong with the files."""
         files = find_adapter(path)
         if files.weights.suffix != ".safetensors":
             return None
