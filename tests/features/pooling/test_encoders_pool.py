@@ -113,12 +113,29 @@ def test_a_cross_encoder_distinguishes_the_two_texts(tmp_path: Path) -> None:
     pairs = [("which animal", "a cat sat there"), ("which", "the longest of all these texts is this one")]
     with opened(tmp_path, skip_tokenizer_init=False) as llm:
         found = llm.score([query for query, _ in pairs], [text for _, text in pairs], use_tqdm=False)
+        cut = llm.score(*pairs[1], pooling_params=PoolingParams(truncate_prompt_tokens=12), use_tqdm=False)[0]
     for (query, text), one in zip(pairs, found, strict=True):
         encoded = tokenizer.encode(query, text)
         assert 1 in encoded.type_ids
         assert one.prompt_token_ids == encoded.ids
         expected = logits_of(model, encoded.ids, encoded.type_ids).sigmoid().item()
         assert one.outputs.score == pytest.approx(expected, abs=1e-5)
+    tokenizer.enable_truncation(12, strategy="longest_first")
+    assert cut.prompt_token_ids == tokenizer.encode(*pairs[1]).ids
+
+
+def test_texts_are_lower_cased_where_sentence_transformers_does_so(tmp_path: Path) -> None:
+    save_encoder(Encoder("BertModel", "BertConfig", {**SIZES, "vocab_size": 320}), tmp_path)
+    make_tokenizer(tmp_path)
+    write_sentence_files(tmp_path, "mean_tokens")
+    with opened(tmp_path, skip_tokenizer_init=False) as llm:
+        upper, lower = (one.prompt_token_ids for one in llm.embed(["The CAT", "the cat"], use_tqdm=False))
+        assert upper != lower
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": True}))
+    with opened(tmp_path, skip_tokenizer_init=False) as llm:
+        found = [one.prompt_token_ids for one in llm.embed(["The CAT", {"prompt": "The CAT"}], use_tqdm=False)]
+        assert found == [lower, lower]
+        assert len({one.outputs.score for one in llm.score(["The CAT", "the cat"], ["A cat", "a CAT"], use_tqdm=False)}) == 1
 
 
 @pytest.mark.parametrize(

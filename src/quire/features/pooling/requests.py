@@ -1,6 +1,5 @@
 """A prompt and pooling parameters become a request of the engine, and its output becomes a pooling output."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -64,6 +63,7 @@ def prepare_pooling(
         extras = prompt.extras if extras == NO_EXTRAS else replace(extras, segment=prompt.extras.segment)
     asked = pooling.request(params, task)
     prompts = inputs.prompts if extras.lora is None else inputs.prompts.of(extras)
+    prompt = prompt if isinstance(prompt, Prompt) else _in_case(prompt, pooling)
     read = prompts.read(prompt, _tokenization(params, how, prompts.max_model_len), extras)
     ids = prompts.check(read, answered=False)
     if asked.step_tag_id is not None and asked.step_tag_id >= prompts.vocab_size:
@@ -94,6 +94,16 @@ def prepare_pooling(
         extras=replace(read.extras, pooling=asked),
     )
     return PreparedRequest(request_id, read.text, ids, sampling, (request,))
+
+
+def _in_case(prompt: PromptType, pooling: ModelPooling) -> PromptType:
+    """Return the prompt in lower case, if the files of sentence-transformers ask for it."""
+    if pooling.files is None or not pooling.files.lower_case:
+        return prompt
+    if isinstance(prompt, str):
+        return prompt.lower()
+    text = prompt.get("prompt") if isinstance(prompt, dict) and "prompt_token_ids" not in prompt else None
+    return {**prompt, "prompt": text.lower()} if isinstance(prompt, dict) and isinstance(text, str) else prompt  # type: ignore[return-value]
 
 
 def _tokenization(params: PoolingParams, how: Tokenization | None, longest: int) -> Tokenization | None:
@@ -137,26 +147,27 @@ def pools_tokens(prepared: PreparedRequest) -> bool:
 def pair_prompt(
     prompts: PromptReader, pooling: ModelPooling, query: str, document: str, keep: int | None = None, extras: Extras = NO_EXTRAS
 ) -> Prompt:
-    """Return the prompt of a cross-encoder. keep: most tokens; the end of the document is cut off.
+    """Return the prompt of a cross-encoder. keep: most tokens; the longer text loses tokens first, at its end.
 
     Qwen3-Reranker has a template of its own; else the two texts stand as the tokenizer's template for pairs says.
     """
     tokenizer = prompts.tokenizer
     if tokenizer is None:
         raise InvalidParameter("scores of texts require a tokenizer. Remove skip_tokenizer_init", "data_1")
+    if pooling.files is not None and pooling.files.lower_case:
+        query, document = query.lower(), document.lower()
     if pooling.template == "qwen3_reranker":
         pair = _PAIR.format(instruction=INSTRUCTION, query=query, document=document)
         head, body, tail = (tokenizer.encode(text, add_special_tokens=False) for text in (_BEFORE, pair, _AFTER))
-        ids = [*head, *_cut(body, keep, len(head) + len(tail)), *tail]
+        ids = [*head, *(body if keep is None else body[: max(0, keep - len(head) - len(tail))]), *tail]
         return Prompt(None if keep is not None else f"{_BEFORE}{pair}{_AFTER}", ids, extras=extras)
     template = tokenizer.template
     first, second = (tokenizer.encode(text, add_special_tokens=False) for text in (query, document))
-    ids, segment = template.join(first, _cut(second, keep, len(first) + template.pair_count))
+    if keep is not None:
+        counts = template.fit(len(first), len(second), keep)
+        first, second = first[: counts[0]], second[: counts[1]]
+    ids, segment = template.join(first, second)
     return Prompt(None, ids, extras=replace(extras, segment=segment))
-
-
-def _cut(ids: Sequence[int], keep: int | None, others: int) -> list[int]:
-    return list(ids if keep is None else ids[: max(0, keep - others)])
 
 
 def as_pairs(data_1: object, data_2: object) -> list[tuple[str, str]]:
