@@ -153,7 +153,7 @@ GOOD = halves(Q_PROJ, 48, 48)
 A, B = GOOD
 TOKENS = {"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": torch.ones(3, 48)}
 BAD = {
-    "r must be a whole number": (GOOD, {"r": 0}),
+    "r must be an integer": (GOOD, {"r": 0}),
     "lora_alpha must be a number": (GOOD, {"lora_alpha": "x"}),
     "lora_alpha must be a number that a float can hold, got 1000": (GOOD, {"lora_alpha": 10**400}),
     "peft_type is 'LOHA'": (GOOD, {"peft_type": "LOHA"}),

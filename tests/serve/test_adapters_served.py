@@ -195,7 +195,7 @@ def test_bad_adapters_are_400s(running, folder, tmp_path):
     secret.symlink_to(tmp_path / "outside" / "adapter_config.json")
     with running.serve(ServerArgs(**ALLOWED, allowed_lora_path=str(folder))) as http:
         for path, told in (
-            (folder / "bad", f"{folder}/bad/adapter_config.json: r must be a whole number"),
+            (folder / "bad", f"{folder}/bad/adapter_config.json: r must be an integer"),
             (f"{folder}/nothing/", f"{folder}/nothing: there is no such directory"),
             (folder, f"{folder}: there is no adapter_config.json"), ("no/where", "outside of the folder"),
             (tmp_path / "outside", "outside of the folder"), (folder / "link", "outside of the folder"),

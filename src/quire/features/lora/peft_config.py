@@ -134,7 +134,7 @@ def _by_pattern(config: Mapping[str, Any], field: str, check: Any, where: str, w
 
 def _rank(value: Any, name: str, wrong: Any) -> int:
     if type(value) is not int or value < 1:
-        raise wrong(f"{name} must be a whole number from 1 up, got {shown(value)}")
+        raise wrong(f"{name} must be an integer of at least 1; got {shown(value)}")
     return value
 
 
