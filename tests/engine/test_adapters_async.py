@@ -55,7 +55,7 @@ def test_offline_one_adapter_or_one_for_each(tiny_model, adapters):
         llm.llm_engine.pin_lora(1)
     assert engine.remove_lora(2) and not engine.remove_lora(2) and engine.list_loras() == {1}
     assert engine.add_lora(adapters["c"]) and engine.list_loras() == {1, 3}
-    with pytest.raises(AdapterError, match=r"r must be an? (whole number|integer)"):
+    with pytest.raises(AdapterError, match=r"r must be an integer"):
         llm.generate(TEXT, PARAMS, lora_request=LoRARequest("bad", 4, str(write_adapter(folder_of(a) / "bad", "x", rank=-1))))
     assert engine.list_loras() == {1, 3}
     engine.core.step()
@@ -103,7 +103,7 @@ def test_updates_and_unloading_while_requests_run(tiny_model, adapters):
         assert await llm.remove_lora(2) and await llm.list_loras() == {1}
         assert len((await running).outputs[0].token_ids) == 120
         write_adapter(folder_of(a) / "a", "bad", rank=0)
-        with pytest.raises(AdapterError, match=r"r must be an? (whole number|integer)"):
+        with pytest.raises(AdapterError, match=r"r must be an integer"):
             await llm.add_lora(newer)
         assert (await ask(llm, "still", a)).outputs[0].token_ids == fresh
         with pytest.raises(InvalidParameter, match="lora_int_id 1 is the adapter 'a'"):
