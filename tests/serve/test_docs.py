@@ -83,6 +83,13 @@ def url(small: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
+def pooling_url(small: Path) -> Iterator[str]:
+    running = Running(small, runner="pooling")
+    yield str(running.http.base_url)
+    running.close()
+
+
+@pytest.fixture(scope="module")
 def shared_llm(small: Path) -> LLM:
     return LLM(str(small), max_model_len=4096)
 
@@ -122,7 +129,8 @@ def test_python_that_others_should_not_see(snippet: Snippet) -> None:
 
 
 @pytest.mark.parametrize(("where", "line"), CURL)
-def test_curl(where: str, line: str, url: str) -> None:
+def test_curl(where: str, line: str, request: pytest.FixtureRequest) -> None:
+    url = request.getfixturevalue("pooling_url" if where.startswith("pooling.md") else "url")
     done = subprocess.run(line.replace(ADDRESS, url), shell=True, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     assert "error" not in json.loads(done.stdout), done.stdout
