@@ -456,7 +456,7 @@ def test_the_endpoint_of_a_benchmark() -> None:
     assert endpoint_of("openai-embeddings", "/mine") == ("embeddings", "/mine")
     assert endpoint_of(None, None) == ("completions", "/v1/completions")
     assert endpoint_of(None, "/v1/chat/completions") == ("chat", "/v1/chat/completions")
-    with pytest.raises(ConfigError, match="does not speak"):
+    with pytest.raises(ConfigError, match="does not match --endpoint"):
         endpoint_of("vllm-rerank", "/v1/embeddings")
 
 
