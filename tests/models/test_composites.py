@@ -112,7 +112,7 @@ def test_the_head_is_tied_where_the_file_has_none(tmp_path, config, tied):
 
 def test_a_text_model_that_no_family_serves(tmp_path):
     make_checkpoint(Family("LlavaConfig", "LlavaForConditionalGeneration", {}, "cohere", CLIP), tmp_path)
-    with pytest.raises(ModelError, match=r"LlavaForConditionalGeneration is several models.*none serves.*'cohere'"):
+    with pytest.raises(ModelError, match=r"LlavaForConditionalGeneration is multimodal.*'cohere' is not supported"):
         answer(tmp_path)
 
 

@@ -78,7 +78,7 @@ def test_what_is_wrong_is_said_by_the_reader(checkpoint, tmp_path):
     good = tensors()
     cases = {
         "not finite": {name: torch.full((48, 3), torch.nan)},
-        "a number of 2e\\+06": {name: torch.full((48, 3), 2e6)},
+        "a value of 2e\\+06": {name: torch.full((48, 3), 2e6)},
         "add up to": {name: good[name] * 1e5, name.replace("_B", "_A"): good[name.replace("_B", "_A")] * 1e5},
         "too large for float16": {name: torch.full((48, 3), 60000.0), name.replace("_B", "_A"): torch.full((3, 80), 1e-6)},
         "has shape": {name: torch.ones(47, 3)},
