@@ -32,6 +32,7 @@ class PoolingParams:
     returned_token_ids: list[int] | None = None  # token_classify: return these classes only
     skip_reading_prefix_cache: bool | None = None
     extra_kwargs: dict[str, Any] | None = None
+    prompt_name: str | None = None  # not vLLM's: the prompt of sentence-transformers' files before a text; "": none
 
     def __post_init__(self) -> None:
         if self.truncate_prompt_tokens is not None:
@@ -53,6 +54,10 @@ class PoolingParams:
             check_int("step_tag_id", self.step_tag_id, low=0)
         if self.returned_token_ids is not None:
             check_ids("returned_token_ids", self.returned_token_ids)
+        if self.prompt_name is not None and not isinstance(self.prompt_name, str):
+            raise InvalidParameter(
+                f"prompt_name must be the name of a prompt, or empty for no prompt; got {self.prompt_name!r}", "prompt_name"
+            )
         if self.extra_kwargs:
             raise InvalidParameter(
                 f"extra_kwargs is not supported, since no plug-in reads it; got {self.extra_kwargs!r}. Remove it",

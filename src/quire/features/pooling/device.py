@@ -54,6 +54,11 @@ class Tenant:
     prompt_length: int
     tokens: Ints  # its prompt, to find step_tag_id
     segment: int  # position of the first token with segment id 1; 0: there is none
+    unpooled: int = 0  # tokens at the beginning that are left out of the mean
+
+    @property
+    def pooled_tokens(self) -> int:
+        return max(0, self.prompt_length - self.unpooled)
 
 
 class PoolingPart(StepPart):
@@ -159,8 +164,8 @@ class PoolingPart(StepPart):
 
     def admit(self, slot: int, admission: Admission) -> None:
         if (pooling := admission.extras.pooling) is not None:
-            segment = admission.extras.segment
-            self._tenants[slot] = Tenant(pooling, admission.prompt_length, admission.tokens, segment)
+            extras = admission.extras
+            self._tenants[slot] = Tenant(pooling, admission.prompt_length, admission.tokens, extras.segment, extras.unpooled)
 
     def retire(self, slot: int) -> None:
         self._tenants.pop(slot, None)
@@ -193,7 +198,8 @@ class PoolingPart(StepPart):
             tenant, states = self._tenants[int(rows.slot[row])], index[starts[row] : starts[row + 1]]
             end = int(rows.end[row])
             if tenant.pooling.type == "MEAN":
-                self._add(int(rows.slot[row]), hidden, states, end - len(states))
+                begin = end - len(states)
+                self._add(int(rows.slot[row]), hidden, states[max(0, tenant.unpooled - begin) :], begin == 0)
                 if end == tenant.prompt_length:
                     means.setdefault(tenant.pooling, []).append(row)
             elif (chosen := _choose(tenant, states, end)) is not None:
@@ -202,17 +208,17 @@ class PoolingPart(StepPart):
         for pooling, mean in means.items():
             slots = [int(rows.slot[row]) for row in mean]
             assert self._sums is not None
-            lengths = [self._tenants[slot].prompt_length for slot in slots]
+            lengths = [max(1, self._tenants[slot].pooled_tokens) for slot in slots]
             averages = self._sums[slots] / torch.tensor(lengths, dtype=torch.float64, device=hidden.device)[:, None]
             found.append(Pooled(dict.fromkeys(mean, 1), self._activate(pooling, averages.float())))
         return found
 
-    def _add(self, slot: int, hidden: Tensor, states: Longs, begin: int) -> None:
+    def _add(self, slot: int, hidden: Tensor, states: Longs, first_row: bool) -> None:
         """Add the states of a row to the sum of its slot, in the order of tokens."""
         if self._sums is None:
             self._sums = torch.zeros(self._slots, hidden.shape[1], dtype=torch.float64, device=hidden.device)
         total = self._sums[slot : slot + 1]
-        if not begin:
+        if first_row:
             total.zero_()
         for first in range(0, len(states), CHUNK):
             part = hidden[upload(states[first : first + CHUNK], hidden.device)].double()
@@ -276,7 +282,8 @@ def _choose(tenant: Tenant, states: Longs, end: int) -> Longs | None:
         case "LAST":
             return states[-1:] if end == tenant.prompt_length else None
         case "CLS":
-            return states[:1] if not begin else None
+            first = tenant.unpooled if tenant.pooled_tokens else 0
+            return states[first - begin : first - begin + 1] if begin <= first < end else None
         case "STEP":
             chosen: Longs = states[tenant.tokens[begin:end] == tenant.pooling.step_tag_id]
             return chosen

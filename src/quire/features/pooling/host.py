@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Head = Literal["embed", "classify", "tokens", "reward"]
 Activation = Literal["identity", "sigmoid", "softmax"]
+Role = Literal["query", "document"]  # of a text in retrieval
 
 # how class names of config.json end -> what the model has in place of an LM head
 HEADS: Mapping[str, Head] = {
@@ -52,6 +53,9 @@ _SCORE = re.compile(r"^(model\.)?(score|classifier)(\.(?P<layer>\d+))?\.(?P<kind
 _ACTIVATIONS: Mapping[str, Activation] = {"Identity": "identity", "Sigmoid": "sigmoid", "Softmax": "softmax"}
 _PROBLEMS: Mapping[str, Activation] = {
     "regression": "identity", "single_label_classification": "softmax", "multi_label_classification": "sigmoid",
+}  # fmt: skip
+ROLES: Mapping[Role, tuple[str, ...]] = {  # names under which models keep the prompt of a role
+    "query": ("query",), "document": ("document", "passage", "corpus"),
 }  # fmt: skip
 CHUNK = 1024  # tokens whose states are pooled at a time
 
@@ -128,6 +132,36 @@ class ModelPooling:
             kind: PoolingType = "ALL" if tag is None else "STEP"
             return replace(found, type=kind, step_tag_id=tag, returned_token_ids=ids)
         return found
+
+    def before(self, name: str | None, text: bool = True) -> str:
+        """Return what goes before a text: the prompt with this name in the model's files.
+
+        name: None: the files' default; "": nothing goes before the text
+        text: the input is a text; token ids have no prompt
+        """
+        prompts = {} if self.files is None else self.files.prompts
+        if not name:
+            default = None if self.files is None or name is not None or not text else self.files.default_prompt
+            return "" if default is None else prompts[default]
+        if not text:
+            raise InvalidParameter(
+                f"prompt_name requires a text, since it goes before texts only; got {name!r}. Remove it", "prompt_name"
+            )
+        if not prompts:
+            raise InvalidParameter(
+                f"prompt_name is not supported by this model, whose files have no prompts; got {name!r:.80}. Remove it",
+                "prompt_name",
+            )
+        if name not in prompts:
+            raise InvalidParameter(
+                f"prompt_name must be one of {', '.join(prompts)}, or empty for no prompt; got {name!r:.80}", "prompt_name"
+            )
+        return prompts[name]
+
+    def before_role(self, role: Role) -> str:
+        """Return what goes before queries, or before documents, in retrieval: the files' prompt for them, or nothing."""
+        prompts = {} if self.files is None else self.files.prompts
+        return next((prompts[name] for name in ROLES[role] if name in prompts), "")
 
     def _remedy(self, task: str) -> str:
         if task in ("embed", "token_embed") and self.head != "embed":

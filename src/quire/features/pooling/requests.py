@@ -1,7 +1,7 @@
 """A prompt and pooling parameters become a request of the engine, and its output becomes a pooling output."""
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -9,6 +9,7 @@ from quire.config.features import cache_salt
 from quire.features.pooling.host import ModelPooling
 from quire.text.inputs import InputProcessor, PreparedRequest
 from quire.text.prompts import PromptReader, Tokenization
+from quire.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidParameter, NotSupported
 from quire.types.outputs import RequestOutput
 from quire.types.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
@@ -63,7 +64,9 @@ def prepare_pooling(
         extras = prompt.extras if extras == NO_EXTRAS else replace(extras, segment=prompt.extras.segment)
     asked = pooling.request(params, task)
     prompts = inputs.prompts if extras.lora is None else inputs.prompts.of(extras)
-    prompt = prompt if isinstance(prompt, Prompt) else _in_case(prompt, pooling)
+    if not isinstance(prompt, Prompt):
+        prompt, before = _as_files_say(prompt, pooling, params.prompt_name)
+        extras = replace(extras, unpooled=unpooled_tokens(prompts.tokenizer, pooling, before))
     read = prompts.read(prompt, _tokenization(params, how, prompts.max_model_len), extras)
     ids = prompts.check(read, answered=False)
     if asked.step_tag_id is not None and asked.step_tag_id >= prompts.vocab_size:
@@ -96,14 +99,30 @@ def prepare_pooling(
     return PreparedRequest(request_id, read.text, ids, sampling, (request,))
 
 
-def _in_case(prompt: PromptType, pooling: ModelPooling) -> PromptType:
-    """Return the prompt in lower case, if the files of sentence-transformers ask for it."""
-    if pooling.files is None or not pooling.files.lower_case:
-        return prompt
-    if isinstance(prompt, str):
-        return prompt.lower()
-    text = prompt.get("prompt") if isinstance(prompt, dict) and "prompt_token_ids" not in prompt else None
-    return {**prompt, "prompt": text.lower()} if isinstance(prompt, dict) and isinstance(text, str) else prompt  # type: ignore[return-value]
+def _as_files_say(prompt: PromptType, pooling: ModelPooling, name: str | None) -> tuple[PromptType, str]:
+    """Return the prompt as the files of sentence-transformers change it, and what they put before its text.
+
+    name: of the text before it; None: the files' default; "": nothing
+    """
+    parts: dict[str, Any] = prompt if isinstance(prompt, dict) else {"prompt": prompt}  # type: ignore[assignment]
+    text = None if "prompt_token_ids" in parts else parts.get("prompt")
+    before = pooling.before(name, isinstance(text, str))
+    if not isinstance(text, str) or not text:
+        return prompt, ""
+    changed = before + text
+    if pooling.files is not None and pooling.files.lower_case:
+        changed = changed.lower()
+    return cast(PromptType, {**parts, "prompt": changed} if isinstance(prompt, dict) else changed), before
+
+
+def unpooled_tokens(tokenizer: Tokenizer | None, pooling: ModelPooling, before: str) -> int:
+    """Return how many tokens at the beginning of a text are left out of the mean: those of the prompt `before` it, and the
+    special tokens before that."""
+    files = pooling.files
+    if tokenizer is None or files is None or files.include_prompt or not before:
+        return 0
+    ids = tokenizer.encode(before.lower() if files.lower_case else before)
+    return len(ids) - (bool(ids) and ids[-1] in tokenizer.special_ids)
 
 
 def _tokenization(params: PoolingParams, how: Tokenization | None, longest: int) -> Tokenization | None:

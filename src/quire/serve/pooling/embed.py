@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from fastapi import APIRouter, Request, Response
 
+from quire.features.pooling.host import ModelPooling, Role
 from quire.serve.body import JSONRoute
 from quire.serve.errors import ErrorBody, json_response
 from quire.serve.limits import refuse_more
@@ -32,7 +33,7 @@ from quire.serve.pooling.work import (
     read_inputs,
     usage_of,
 )
-from quire.serve.server import Server, server_of
+from quire.serve.server import server_of
 from quire.text.pacing import LazyList
 from quire.text.workers.wire import Cut
 from quire.types.errors import InvalidParameter, NotSupported
@@ -144,8 +145,7 @@ async def pool(request: PoolingRequest, raw: Request) -> Response:
 # ---- /v2/embed
 
 INPUT_TYPES = ("search_document", "search_query", "classification", "clustering", "image")
-# names under which models keep the prompt of an input type
-_PROMPT_NAMES = {"search_query": ("query",), "search_document": ("document", "passage")}
+_ROLES: dict[str, Role] = {"search_query": "query", "search_document": "document"}
 
 
 @cohere_router.post("/v2/embed", responses=_ERRORS)
@@ -158,14 +158,14 @@ async def embed_for_cohere(request: CohereEmbedRequest, raw: Request) -> Respons
         model_pooling(server).request(params)
     except InvalidParameter as error:
         raise InvalidParameter(str(error).replace("dimensions", "output_dimension", 1), "output_dimension") from None
-    prompt = _prompt_of(server, request.input_type)
+    before = _prompt_of(model_pooling(server), request.input_type)
     reader = await InputReader.of(server, request.model)
     special = reader.special(True)
     keep = reader.longest
     if request.max_tokens is not None:
         keep = reader.kept(request.max_tokens, "max_tokens", sum(special))
     cut = Cut(reader.longest) if request.truncate == "NONE" else Cut(reader.longest, keep, request.truncate == "END", *special)
-    prompts = await reader.texts([prompt + text if text else text for text in texts], cut, parameter)
+    prompts = await reader.texts(texts, cut, parameter, before=before)
     if request.truncate == "NONE" and any(len(one.ids) > keep for one in prompts):
         i = next(i for i, one in enumerate(prompts) if len(one.ids) > keep)
         name = entry(parameter, i, len(prompts))
@@ -210,15 +210,13 @@ def _texts_of(request: CohereEmbedRequest) -> tuple[list[str], str]:
     return texts, parameter
 
 
-def _prompt_of(server: Server, input_type: str | None) -> str:
+def _prompt_of(pooling: ModelPooling, input_type: str | None) -> str:
     """Return what the model's files put before texts of this type. Models without prompts embed all types alike."""
-    if input_type is None:
-        return ""
-    files = model_pooling(server).files
-    prompts = {} if files is None else files.prompts
-    for name in (input_type, *_PROMPT_NAMES.get(input_type, ())):
-        if name in prompts:
-            return prompts[name]
+    prompts = {} if pooling.files is None else pooling.files.prompts
+    if input_type is None or input_type in prompts:
+        return pooling.before(input_type)
+    if input_type in _ROLES:
+        return pooling.before_role(_ROLES[input_type])
     if input_type not in INPUT_TYPES:
         known = ", ".join(dict.fromkeys((*INPUT_TYPES[:-1], *prompts)))
         raise InvalidParameter(f"input_type must be one of {known}; got {input_type!r:.80}", "input_type")

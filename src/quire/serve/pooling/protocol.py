@@ -60,6 +60,9 @@ class EmbedFields(ActivationFields, EncodingFields):
         None, description="length of the vectors; only for models that were trained to be cut (Matryoshka)"
     )
     normalize: bool | None = Field(None, description="older name of use_activation")
+    prompt_name: str | None = Field(
+        None, description="the prompt of the model's files that goes before each text; empty: none; default: the files' default"
+    )
 
 
 class InputFields(TemplateFields):
@@ -173,7 +176,9 @@ class ClassificationList(TypedDict):
 
 
 class ScoreFields(ActivationFields, PoolingFields):
-    pass
+    prompt_name: str | None = Field(
+        None, description="of embedders: as in embeddings; /rerank puts it before the query; empty: no prompts"
+    )
 
 
 Texts = Annotated[str | Strings, one_error("should be a text or a list of texts")]

@@ -6,11 +6,13 @@ query's tokens, of the best match in the document.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
+from quire.features.pooling.host import ModelPooling
 from quire.features.pooling.requests import pair_prompt
 from quire.serve.body import JSONRoute
 from quire.serve.errors import ErrorBody, json_response
@@ -87,7 +89,8 @@ async def compute(
     task = score_task(server)
     reader = await InputReader.of(server, request.model, request.cache_salt)
     params = PoolingParams(task=task, use_activation=request.use_activation)
-    read = _read_together if task == "score" else _read_apart
+    before = _prompts_before(model_pooling(server), request)
+    read = partial(_read_apart, before=before) if task != "score" else _read_together
     prompts = await read(reader, request, pairs, document_tokens)
     job = make_job(server, raw, request, prefix, model, prompts, params, pairs.document_field)
     results = await collect(server, job)
@@ -112,15 +115,27 @@ def _late_interaction(query: Floats, document: Floats) -> float:
 # ---- prompts
 
 
-async def _read_apart(reader: InputReader, request: ScoreFields, pairs: Pairs, document_tokens: int | None) -> list[Prompt]:
+def _prompts_before(pooling: ModelPooling, request: ScoreFields) -> tuple[str, str]:
+    """Return what goes before queries and before documents. /score, which treats both texts alike, has one prompt."""
+    chosen = pooling.before(request.prompt_name)
+    if not isinstance(request, RerankRequest):
+        return chosen, chosen
+    if request.prompt_name == "":
+        return "", ""
+    return pooling.before_role("query") if request.prompt_name is None else chosen, pooling.before_role("document")
+
+
+async def _read_apart(
+    reader: InputReader, request: ScoreFields, pairs: Pairs, document_tokens: int | None, before: tuple[str, str]
+) -> list[Prompt]:
     """Read queries, then documents, each as a prompt of its own."""
     special = reader.special(True)
     cut = reader.cut(request, special)
-    queries = await reader.texts(pairs.queries, cut, pairs.query_field)
+    queries = await reader.texts(pairs.queries, cut, pairs.query_field, before=before[0])
     if document_tokens is not None:
         keep = reader.kept(min(document_tokens + sum(special), reader.longest), "max_tokens_per_doc", sum(special))
         cut = Cut(reader.longest, keep if cut.keep is None else min(keep, cut.keep), True, *special)
-    return queries + await reader.texts(pairs.documents, cut, pairs.document_field)
+    return queries + await reader.texts(pairs.documents, cut, pairs.document_field, before=before[1])
 
 
 async def _read_together(reader: InputReader, request: ScoreFields, pairs: Pairs, document_tokens: int | None) -> list[Prompt]:

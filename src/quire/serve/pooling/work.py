@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from fastapi import Request
 
 from quire.features.pooling.host import ModelPooling, pooling_of
+from quire.features.pooling.requests import unpooled_tokens
 from quire.serve.errors import GenerationFailed
 from quire.serve.inputs import render_messages
 from quire.serve.limits import refuse_more
@@ -103,13 +104,15 @@ class InputReader:
         return keep
 
     async def texts(
-        self, texts: Sequence[str], cut: Cut, parameter: str, add_special_tokens: bool = True, name: str = ""
+        self, texts: Sequence[str], cut: Cut, parameter: str, add_special_tokens: bool = True, before: str = ""
     ) -> list[Prompt]:
-        """Tokenize texts. name: of each in errors, if it is not an entry of `parameter`."""
-        names = [name or entry(parameter, i, len(texts)) for i in range(len(texts))]
+        """Tokenize texts. before: the prompt that goes before each of them."""
+        names = [entry(parameter, i, len(texts)) for i in range(len(texts))]
         for text, own in zip(texts, names, strict=True):
             if not text:
                 raise InvalidParameter(f"{own} is empty: send a text", parameter)
+        if before:
+            texts = [before + text for text in texts]
         if cut.keep is None:
             total = sum(map(len, texts))
             refuse_more(parameter, total, self.server.limits.prompt_characters, "characters in all inputs together")
@@ -124,6 +127,9 @@ class InputReader:
                 for text, own in zip(texts[i : i + AT_ONCE], names[i : i + AT_ONCE], strict=True)
             ]
             encoded += await asyncio.gather(*jobs)
+        unpooled = unpooled_tokens(self.prompts.tokenizer, model_pooling(self.server), before)
+        if unpooled:
+            encoded = [replace(prompt, extras=replace(prompt.extras, unpooled=unpooled)) for prompt in encoded]
         return encoded
 
     def _refuse_hopeless(self, text: str, parameter: str, name: str) -> None:
@@ -193,15 +199,17 @@ async def read_inputs(server: Server, request: InputFields) -> list[Prompt]:
     assert isinstance(request, PoolingFields)
     reader = await InputReader.of(server, request.model, request.cache_salt)
     if request.messages is not None:
+        model_pooling(server).before(getattr(request, "prompt_name", None), text=False)
         return [await _read_messages(reader, request, request.messages)]
     for name in TemplateFields.model_fields:
         if name not in InputFields.__annotations__ and name in request.model_fields_set - {"model"}:
             raise InvalidParameter(f"{name} cannot be used with input: it belongs to messages. Leave it out", name)
     inputs = split_inputs(request.input)
+    before = model_pooling(server).before(getattr(request, "prompt_name", None), isinstance(inputs[0], str))
     special = request.add_special_tokens is not False
     cut = reader.cut(request, reader.special(special))
     if isinstance(inputs[0], str):
-        return await reader.texts([str(text) for text in inputs], cut, "input", special)
+        return await reader.texts([str(text) for text in inputs], cut, "input", special, before)
     ids = [one for one in inputs if not isinstance(one, str)]
     total = sum(map(len, ids))
     refuse_more("input", total, server.limits.prompt_tokens, "tokens in all inputs together")
