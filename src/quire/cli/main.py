@@ -13,7 +13,9 @@ from quire.types.errors import ConfigError, QuireError, RequestError
 if TYPE_CHECKING:
     from quire.cli.parser import CommandParser
 
-COMMANDS = ("serve", "run", "chat", "plan", "simulate", "models", "top", "bench")
+COMMANDS = (
+    "serve", "run", "chat", "plan", "simulate", "models", "top", "bench", "completion",
+)  # fmt: skip
 EXAMPLES = """examples:
   quire chat                               talk with the small default model
   quire run smollm2 "The capital of France is"
@@ -47,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser(commands: Sequence[str] = COMMANDS) -> "CommandParser":
-    """Return a parser of these commands. Each has a module, which is imported."""
+    """Return a parser of these commands. Each has a module, with `_` for `-`, which is imported."""
     from quire.cli.parser import CommandParser
 
     parser = CommandParser(
@@ -60,7 +62,7 @@ def make_parser(commands: Sequence[str] = COMMANDS) -> "CommandParser":
     parser.add_argument("-v", "--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", prog="quire")
     for name in commands:
-        importlib.import_module(f"quire.cli.{name}").add_parser(subparsers)
+        importlib.import_module(f"quire.cli.{name.replace('-', '_')}").add_parser(subparsers)
     return parser
 
 

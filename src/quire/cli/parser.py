@@ -307,7 +307,8 @@ class CommandParser(argparse.ArgumentParser):
         meant = nearest(str(value), names)
         if isinstance(action, argparse._SubParsersAction):
             self.error(f"unknown {str(action.metavar).lower()} {value!r}{meant or '; there are ' + ', '.join(names)}")
-        self.error(f"{'/'.join(action.option_strings)} must be one of {', '.join(names)}; got {value!r}{meant}")
+        name = "/".join(action.option_strings) or str(action.metavar)
+        self.error(f"{name} must be one of {', '.join(names)}; got {value!r}{meant}")
 
     def _refuse(self, text: str) -> NoReturn:
         flag = text.partition("=")[0]
