@@ -15,8 +15,9 @@ FEATURES: tuple[Feature, ...] = (
     ExpertParallel(), QuantizedWeights(), QuantizedCache(), PoolingModels(), LoRA(), Recurrent(), Speculation(),
     StructuredOutputs(),
 )  # fmt: skip
+SALTS = tuple(feature.cache_salt for feature in FEATURES if feature.cache_salt is not None)
 
 
 def cache_salt(extras: Extras) -> tuple[str, ...]:
     """Return the salt of a request's prefix-cache key: what its keys and values depend on besides its tokens."""
-    return tuple(part for feature in FEATURES for part in feature.cache_salt(extras))
+    return tuple(part for salt in SALTS for part in salt(extras))

@@ -78,6 +78,9 @@ class Feature(ABC):
     def memory(self, config: "Config", sizes: Sizes) -> Memory:
         """Return what the feature takes on one rank. `quire plan`, `quire simulate` and the engine read this figure."""
 
+    @property
     @abstractmethod
-    def cache_salt(self, extras: Extras) -> tuple[str, ...]:
-        """Return what a request's cached keys and values depend on besides its tokens. It enters the prefix-cache key."""
+    def cache_salt(self) -> Callable[[Extras], tuple[str, ...]] | None:
+        """What a request's cached keys and values depend on besides its tokens: a function of its extras, whose result enters
+        the prefix-cache key. None: they do not depend on the feature.
+        """

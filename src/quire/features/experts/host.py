@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from quire.config.fields import FLAG, NUMBER, OBJECT, setting
 from quire.features.host import NO_MEMORY, Conflict, Feature, Memory, Sizes
 from quire.types.errors import ConfigError
-from quire.types.prompts import Extras
 
 if TYPE_CHECKING:
     from quire.config.config import Config
@@ -149,6 +148,7 @@ CONFLICTS: tuple[Conflict, ...] = (
 class ExpertParallel(Feature):
     name = "experts"
     conflicts = CONFLICTS
+    cache_salt = None  # which rank computes an expert does not change its result
 
     def check(self, args: ExpertArgs) -> None:
         read_eplb(args.eplb_config, args.num_redundant_experts)
@@ -158,9 +158,6 @@ class ExpertParallel(Feature):
             return NO_MEMORY
         redundant = _copies(config)
         return Memory(weights=-(-redundant // config.expert_ranks) * sizes.expert)
-
-    def cache_salt(self, extras: Extras) -> tuple[str, ...]:  # noqa: ARG002
-        return ()
 
 
 def _copies(config: "Config") -> int:

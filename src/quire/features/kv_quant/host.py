@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from quire.config.fields import TEXT, setting
 from quire.features.host import NO_MEMORY, Conflict, Feature, Memory, Sizes
 from quire.types.cache import EIGHT_BITS
-from quire.types.prompts import Extras
 
 if TYPE_CHECKING:
     from quire.config.config import Config
@@ -60,9 +59,7 @@ CONFLICTS: tuple[Conflict, ...] = (
 class QuantizedCache(Feature):
     name = "kv_quant"
     conflicts = CONFLICTS
+    cache_salt = None  # a cache has one format as long as it lives
 
     def memory(self, config: "Config", sizes: Sizes) -> Memory:  # noqa: ARG002
         return NO_MEMORY
-
-    def cache_salt(self, extras: Extras) -> tuple[str, ...]:  # noqa: ARG002
-        return ()

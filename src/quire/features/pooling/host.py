@@ -18,7 +18,6 @@ from quire.files.safetensors import read_header
 from quire.types.cache import DTYPE_BYTES
 from quire.types.errors import ConfigError, InvalidParameter, ModelError
 from quire.types.pooling import Pooling, PoolingParams, PoolingTask, PoolingType
-from quire.types.prompts import Extras
 
 if TYPE_CHECKING:
     from quire.config.config import Config
@@ -481,6 +480,7 @@ class PoolingModels(Feature):
     name = "pooling"
     conflicts = CONFLICTS
     part = "quire.features.pooling.device:PoolingPart"
+    cache_salt = None  # how states are pooled does not change keys and values
 
     def check(self, args: Any) -> None:
         for name in ("runner", "convert"):
@@ -502,6 +502,3 @@ class PoolingModels(Feature):
 
     def memory(self, config: "Config", sizes: Sizes) -> Memory:  # noqa: ARG002
         return Memory(reserved=step_bytes(config)) if _pools(config) else NO_MEMORY
-
-    def cache_salt(self, extras: Extras) -> tuple[str, ...]:  # noqa: ARG002
-        return ()  # how states are pooled does not change keys and values

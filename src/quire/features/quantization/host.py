@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from quire.config.fields import FLAG, TEXT, setting
 from quire.features.host import NO_MEMORY, Conflict, Feature, Memory, Sizes
 from quire.types.cache import DTYPE_BYTES
-from quire.types.prompts import Extras
 
 if TYPE_CHECKING:
     from quire.config.config import Config
@@ -65,15 +64,13 @@ class QuantizedWeights(Feature):
     name = "quantization"
     conflicts = CONFLICTS
     part = "quire.features.quantization.device:QuantizationPart"
+    cache_salt = None  # weights have one format as long as the engine lives
 
     def part_options(self, config: "Config") -> dict[str, Any] | None:
         return {} if may_copy(config) else None
 
     def memory(self, config: "Config", sizes: Sizes) -> Memory:
         return Memory(optional=sizes.copied_values * DTYPE_BYTES[config.dtype]) if may_copy(config) else NO_MEMORY
-
-    def cache_salt(self, extras: Extras) -> tuple[str, ...]:  # noqa: ARG002
-        return ()
 
 
 def may_copy(config: "Config") -> bool:

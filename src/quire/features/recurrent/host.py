@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING, Any
 
 from quire.features.host import Conflict, Feature, Memory, Sizes
-from quire.types.prompts import Extras
 
 if TYPE_CHECKING:
     from quire.config.config import Config
@@ -27,6 +26,7 @@ class Recurrent(Feature):
     name = "recurrent"
     conflicts = CONFLICTS
     part = "quire.features.recurrent.device:RecurrentPart"
+    cache_salt = None  # a snapshot is found by the key of the page it belongs to
 
     def part_options(self, config: "Config") -> dict[str, Any] | None:
         return {"drafts": config.speculation is not None} if config.facts.states else None
@@ -34,6 +34,3 @@ class Recurrent(Feature):
     def memory(self, config: "Config", sizes: Sizes) -> Memory:  # noqa: ARG002
         """With drafts, each request has a second state to return to when drafts are rejected."""
         return Memory(per_slot=(1 if config.speculation is None else 2) * config.state_bytes)
-
-    def cache_salt(self, extras: Extras) -> tuple[str, ...]:  # noqa: ARG002
-        return ()

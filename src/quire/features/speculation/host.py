@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from quire.config.fields import NUMBER, OBJECT, TEXT, setting
 from quire.config.speculative import SpeculativeConfig, read_speculative
 from quire.features.host import Conflict, Feature, Memory, Sizes
-from quire.types.prompts import Extras
 
 if TYPE_CHECKING:
     from quire.config.config import Config
@@ -120,6 +119,7 @@ CONFLICTS: tuple[Conflict, ...] = (
 class Speculation(Feature):
     name = "speculation"
     conflicts = CONFLICTS
+    cache_salt = None  # drafts do not change the model's keys and values
 
     def check(self, args: SpeculationArgs) -> None:
         args.speculation()
@@ -131,9 +131,6 @@ class Speculation(Feature):
             step=sizes.draft_step,
             per_page=sizes.draft_page if config.drafts_on_device else 0,
         )
-
-    def cache_salt(self, extras: Extras) -> tuple[str, ...]:  # noqa: ARG002
-        return ()  # drafts do not change the model's keys
 
 
 def _drafts_by_weights(config: "Config") -> bool:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from quire.config.fields import OBJECT, setting
 from quire.features.host import Feature, Memory, Sizes
 from quire.types.errors import ConfigError
-from quire.types.prompts import Extras
 
 if TYPE_CHECKING:
     from quire.config.config import Config
@@ -82,6 +81,7 @@ class StructuredArgs:
 
 class StructuredOutputs(Feature):
     name = "structured"
+    cache_salt = None  # masks change what is sampled, not keys and values
 
     def check(self, args: StructuredArgs) -> None:
         args.structured_outputs_config = checked_structured_outputs(args.structured_outputs_config)
@@ -91,6 +91,3 @@ class StructuredOutputs(Feature):
         drafts = 0 if config.speculation is None else config.speculation.num_speculative_tokens
         rows = min(config.max_batched_tokens, config.max_seqs * (1 + drafts))
         return Memory(step=MASKED_BYTES * rows * config.facts.vocab_size)
-
-    def cache_salt(self, extras: Extras) -> tuple[str, ...]:  # noqa: ARG002
-        return ()
