@@ -11,7 +11,7 @@ from tiny import TEXT, open_model
 
 from quire import AsyncEngineArgs, AsyncLLM, AsyncLLMEngine, EngineArgs, RequestOutputKind, SamplingParams
 from quire.sampling_params import StructuredOutputsParams
-from quire.text.detokenizer import Detokenizer
+from quire.text.detokenizer import ByteDetokenizer
 from quire.types.errors import ConfigError, EngineDead, InvalidParameter, PromptTooLong, RequestError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -195,8 +195,8 @@ def test_a_request_whose_text_cannot_be_made_fails_alone(crew, monkeypatch, capl
 
     before = crew(both())
     unreadable = next(i for i in before[1].token_ids[5:] if i not in before[0].token_ids + before[1].token_ids[:5])
-    feed = Detokenizer.feed
-    monkeypatch.setattr(Detokenizer, "feed", lambda self, ids: 1 / 0 if unreadable in ids else feed(self, ids))
+    feed = ByteDetokenizer.feed
+    monkeypatch.setattr(ByteDetokenizer, "feed", lambda self, ids: 1 / 0 if unreadable in ids else feed(self, ids))
     after = crew(both())
     assert (after[0].text, after[0].finish_reason) == (before[0].text, "length")
     assert (after[1].finish_reason, after[1].error) == ("error", "ZeroDivisionError: division by zero")

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quire.text.detokenizer import Detokenizer
+from quire.text.detokenizer import new_detokenizer
 from quire.text.tokenizer import CleanUpStream, Tokenizer, clean_up
 from text.tiny_tokenizers import KINDS
 
@@ -14,7 +14,7 @@ tokens = st.lists(st.one_of(st.integers(0, 460), st.integers(0, 20)), max_size=2
 
 
 def stream(tokenizer: Tokenizer, ids: list[int], sizes: list[int], prompt: list[int], **flags: bool) -> str:
-    detokenizer = Detokenizer(tokenizer, prompt=prompt, **flags)
+    detokenizer = new_detokenizer(tokenizer, prompt=prompt, **flags)
     text, at = "", 0
     while at < len(ids):
         size = sizes[at % len(sizes)] if sizes else 1
@@ -51,7 +51,7 @@ def test_with_a_prompt_it_is_what_decode_adds(
 def test_text_comes_back_token_by_token_in_whole_characters(kinds: dict[str, Tokenizer], kind: str, text: str) -> None:
     tokenizer = kinds[kind]
     ids = tokenizer.encode(text)
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = new_detokenizer(tokenizer)
     parts = [detokenizer.feed([i]) for i in ids]
     assert detokenizer.finish() == "" or tokenizer.cleans_up
     if kind in ("byte_level", "sentencepiece", "no_prefix"):
@@ -80,14 +80,14 @@ def byte_ids(tokenizer: Tokenizer, raw: bytes) -> list[int]:
 
 def test_a_character_is_told_with_its_last_byte_and_not_later(kinds: dict[str, Tokenizer]) -> None:
     tokenizer = kinds["sentencepiece"]
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = new_detokenizer(tokenizer)
     parts = [detokenizer.feed([i]) for i in byte_ids(tokenizer, "é🙂".encode())]
     assert parts == ["", "é", "", "", "", "🙂"]
 
 
 def test_bad_bytes_do_not_stall_the_stream(kinds: dict[str, Tokenizer]) -> None:
     tokenizer = kinds["sentencepiece"]
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = new_detokenizer(tokenizer)
     assert [detokenizer.feed([i]) for i in byte_ids(tokenizer, b"\xff\xff\xe2A")] == ["\ufffd", "\ufffd", "", "\ufffdA"]
     assert detokenizer.feed(byte_ids(tokenizer, "\ufffd".encode())) == "\ufffd"
     assert detokenizer.feed(byte_ids(tokenizer, b"\xe2\x82")) == ""
@@ -114,7 +114,7 @@ def test_a_long_prompt_costs_nothing(kinds: dict[str, Tokenizer]) -> None:
 
     tokenizer = kinds["byte_level"]
     prompt = Prompt(tokenizer.encode("pages " * 1000))
-    Detokenizer(tokenizer, prompt=prompt)
+    new_detokenizer(tokenizer, prompt=prompt)
     assert 0 < Prompt.read < 10
 
 

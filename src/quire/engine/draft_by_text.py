@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from quire.engine.core import EngineCore
 from quire.sched.draft.drafters import Text
-from quire.text.detokenizer import Detokenizer
+from quire.text.detokenizer import new_detokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import EngineDead
 from quire.types.request import EngineRequest
@@ -46,7 +46,7 @@ class Retokenizer:
         """`rows`: of the other model's embedding, which its tokenizer need not know."""
         self._own, self._other, self._rows = own, other, rows
         self._beyond = False  # has the text tokens that its model does not have, or far more than characters?
-        self._detokenizer = Detokenizer(own, skip_special_tokens=False)
+        self._detokenizer = new_detokenizer(own, skip_special_tokens=False)
         self._fed = 0  # of its tokens
         self._settled: list[int] = []  # ids of what is not encoded again
         self._tail = ""  # the text behind that
@@ -97,7 +97,7 @@ class Retokenizer:
 
     def translate(self, tokens: Sequence[int], ids: Sequence[int], guesses: Sequence[int]) -> list[int]:
         """Guesses behind the ids -> tokens behind the tokens, of all characters that are whole."""
-        text = Detokenizer(self._other, ids[-LONGEST:]).feed(guesses)[: MOST_GUESSED * len(guesses)]
+        text = new_detokenizer(self._other, ids[-LONGEST:]).feed(guesses)[: MOST_GUESSED * len(guesses)]
         if not text:
             return []
         last = self._own.decode(tokens[-1:], skip_special_tokens=False)

@@ -89,7 +89,7 @@ class StepFlight:
         lengths, ids, fault = plan.sample.astype(np.int32), NOTHING, NOTHING
         if drawn is not None:
             ids, fault = next(arrays)[:, slice(len(plan.draw_row)) if drawn.places is None else drawn.places]
-        pooled = self._read_pooled(arrays)
+        pooled = self._read_pooled(arrays) if self._pooled else {}
         kept: Ints | slice = slice(None)  # the draws that count
         drafts: dict[int, Ints] = {}
         if drawn is not None and plan.shapes.drafted:

@@ -18,7 +18,7 @@ from quire.models.decoder import Decoder
 from quire.runner.batch import Built, build_batch, compute_logits
 from quire.runner.core import RunnerCore, SlotState
 from quire.runner.flight import StepFlight
-from quire.runner.graphs import PendingDraw, recordable
+from quire.runner.graphs import Graphs, PendingDraw, recordable
 from quire.runner.sampler.edits import Masks
 from quire.runner.sampler.logprobs import Report
 from quire.runner.sampler.pipeline import Drawn, Sampler
@@ -64,7 +64,7 @@ class Runner(RunnerCore):
             return StepFlight(plan, [], None)
         rows, owner = self._arrange(plan)
         plain = not len(plan.masked) and sampler.plain(plan.slot)
-        outputs = self._replay(rows, plain)
+        outputs = None if self.graphs is None else self._replay(self.graphs, rows, plain)
         if outputs is None:
             built = build_batch(rows, slots, self._parts, whole=any(part.reads_all_tokens for part in self._parts))
             outputs = self._outputs(rows, built, self._loaded()(built.batch))
@@ -125,10 +125,10 @@ class Runner(RunnerCore):
         keys = tuple(part.graph_key(rows) for part in self._parts)
         return keys if None not in keys and recordable(rows) else None
 
-    def _replay(self, rows: StepRows, plain: bool) -> StepOutputs | None:
+    def _replay(self, graphs: Graphs, rows: StepRows, plain: bool) -> StepOutputs | None:
         """Run a CUDA graph. None: run the step eagerly."""
-        keys = None if self.graphs is None else self._graph_keys(rows)
-        replayed = None if self.graphs is None or keys is None else self.graphs.run(rows, plain, keys)
+        keys = self._graph_keys(rows)
+        replayed = None if keys is None else graphs.run(rows, plain, keys)
         if replayed is None:
             return None
         if isinstance(replayed, PendingDraw):

@@ -241,7 +241,8 @@ class Scheduler:
     def schedule(self, now: float) -> Scheduled | None:
         """Return the next step, or None if there is nothing to run."""
         self.publish()
-        if (last := self._repeatable_step()) is not None and self.speculation is not None:
+        last = None if self.speculation is None else self._repeatable_step()
+        if last is not None and self.speculation is not None:
             scheduled = self._reschedule(last, self.speculation)
             if scheduled is not None:
                 return scheduled

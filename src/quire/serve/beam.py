@@ -13,7 +13,7 @@ from quire.serve.inputs import SAME, beam_params, wanted_logprobs
 from quire.serve.protocol import GenerationFields
 from quire.serve.server import Server
 from quire.text.beam_search import Beam, BeamSearch
-from quire.text.detokenizer import Detokenizer
+from quire.text.detokenizer import new_detokenizer
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidParameter
 from quire.types.outputs import CompletionOutput, RequestOutput, TokenLogprobs
@@ -111,5 +111,5 @@ def _likeliest(chosen: int, position: TokenLogprobs, top: int) -> TokenLogprobs:
 def _text(tokenizer: Tokenizer | None, request: GenerationFields, search: BeamSearch, beam: Beam) -> str:
     if tokenizer is None:
         return ""
-    detokenizer = Detokenizer(tokenizer, search.prompt, request.skip_special_tokens, request.spaces_between_special_tokens)
+    detokenizer = new_detokenizer(tokenizer, search.prompt, request.skip_special_tokens, request.spaces_between_special_tokens)
     return detokenizer.feed(search.shown(beam)) + detokenizer.finish()

@@ -5,7 +5,7 @@ from itertools import chain
 from typing import Any, TypeVar, cast, overload
 
 from quire.serve.protocol import ChatLogprobs, ChatToken, CompletionLogprobs, TokenChance
-from quire.text.detokenizer import Detokenizer
+from quire.text.detokenizer import new_detokenizer
 from quire.text.pacing import LazyList
 from quire.text.tokenizer import Tokenizer
 from quire.types.outputs import Logprob, TokenLogprobs
@@ -68,8 +68,8 @@ class TextOffsets:
         self._echoed = len(echoed)
         if tokenizer is not None:
             skip, spaces = params.skip_special_tokens, params.spaces_between_special_tokens
-            self._echo = Detokenizer(tokenizer, (), skip_echoed, spaces) if echoed else None
-            self._rest = Detokenizer(tokenizer, prompt or echoed, skip, spaces)
+            self._echo = new_detokenizer(tokenizer, (), skip_echoed, spaces) if echoed else None
+            self._rest = new_detokenizer(tokenizer, prompt or echoed, skip, spaces)
 
     def next(self, token: int) -> int:
         offset = self._length

@@ -19,6 +19,7 @@ Bytes that are not part of a character have no text, as in vLLM.
 
 import codecs
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from quire.text.backends import TokenBytes
 from quire.text.tokenizer import CleanUpStream, Tokenizer, clean_up
@@ -26,33 +27,31 @@ from quire.text.tokenizer import CleanUpStream, Tokenizer, clean_up
 _UNREADABLE = "\ufffd"
 
 
-class Detokenizer:
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt: Sequence[int] = (),
-        skip_special_tokens: bool = True,
-        spaces_between_special_tokens: bool = True,
-    ) -> None:
-        token_bytes = tokenizer.token_bytes
-        self._stream: _PieceStream | _WindowStream | _CleanedStream
-        if token_bytes is not None:
-            skip = tokenizer.special_ids if skip_special_tokens else frozenset()
-            self._stream = _PieceStream(token_bytes, prompt, skip)
-        else:
-            stream = _CleanedStream if tokenizer.cleans_up else _WindowStream
-            self._stream = stream(tokenizer, prompt, skip_special_tokens, spaces_between_special_tokens)
-
+class Detokenizer(Protocol):
     def feed(self, ids: Iterable[int]) -> str:
-        """The text that is new and certain."""
-        return self._stream.feed(ids)
+        """Return the text that is new and certain."""
+        ...
 
     def finish(self) -> str:
-        """No more tokens come: the rest of the text."""
-        return self._stream.finish()
+        """Return the rest of the text: no more tokens come."""
+        ...
 
 
-class _PieceStream:
+def new_detokenizer(
+    tokenizer: Tokenizer,
+    prompt: Sequence[int] = (),
+    skip_special_tokens: bool = True,
+    spaces_between_special_tokens: bool = True,
+) -> Detokenizer:
+    """Return the detokenizer of an output that follows `prompt`."""
+    token_bytes = tokenizer.token_bytes
+    if token_bytes is not None:
+        return ByteDetokenizer(token_bytes, prompt, tokenizer.special_ids if skip_special_tokens else frozenset())
+    stream = CleanedDetokenizer if tokenizer.cleans_up else WindowDetokenizer
+    return stream(tokenizer, prompt, skip_special_tokens, spaces_between_special_tokens)
+
+
+class ByteDetokenizer:
     """For tokenizers whose tokens are bytes: a text is their concatenation."""
 
     def __init__(self, token_bytes: TokenBytes, prompt: Sequence[int], skip: frozenset[int]) -> None:
@@ -78,7 +77,7 @@ class _PieceStream:
         return text.removeprefix(_UNREADABLE)  # the prompt's own text ends with that one already
 
 
-class _WindowStream:
+class WindowDetokenizer:
     """For decoders that look at neighbouring tokens: decodes the last few tokens again and returns the growth of their text.
 
     Exact for decoders that look back less than `CONTEXT` tokens. Ids that decode leaves out are not among them.
@@ -140,12 +139,12 @@ class _WindowStream:
         return self._tokenizer.decode(ids, skip_special, spaces_between, clean_up_tokenization_spaces=False)
 
 
-class _CleanedStream:
+class CleanedDetokenizer:
     """A window's text, cleaned up. What is held back of the prompt's own text is returned only if it came out otherwise."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special: bool, spaces_between: bool) -> None:
-        near = prompt[-_WindowStream.CONTEXT :]
-        self._window = _WindowStream(tokenizer, near, skip_special, spaces_between)
+        near = prompt[-WindowDetokenizer.CONTEXT :]
+        self._window = WindowDetokenizer(tokenizer, near, skip_special, spaces_between)
         self._cleaner = CleanUpStream()
         raw = tokenizer.decode(near, skip_special, spaces_between, clean_up_tokenization_spaces=False)
         cleaned = self._cleaner.feed(raw)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from quire.text.detokenizer import CONTEXT, Detokenizer, StopStrings, TokenTexts
+from quire.text.detokenizer import CONTEXT, StopStrings, TokenTexts, new_detokenizer
 from quire.text.inputs import PreparedRequest
 from quire.text.pacing import Pace
 from quire.text.tokenizer import Tokenizer
@@ -352,7 +352,7 @@ class _GrowingChoice:
         self.logprobs = _new_table(params) if params.wants_logprobs else None
         self._detokenizer = None
         if self.tokenizer is not None:
-            self._detokenizer = Detokenizer(
+            self._detokenizer = new_detokenizer(
                 self.tokenizer,
                 prompt=self.prepared.prompt_ids,
                 skip_special_tokens=params.skip_special_tokens,
