@@ -266,7 +266,7 @@ class LLM(PoolingMethods, LLMNotBuilt):
                     engine.submit(one)
                 while len(done) < len(prepared):
                     check()
-                    for output in engine.step():
+                    for output in engine.step_requests():
                         done[output.request_id] = output
                         if bar is not None:
                             bar.note(output)

@@ -27,6 +27,7 @@ from quire.engine.replicas import Replicas
 from quire.engine.timeline import Stopwatch
 from quire.features.lora.client import AdapterNames, NamedAdapter
 from quire.features.pooling.host import supported_tasks
+from quire.features.pooling.requests import pooling_output, pools_tokens, prepare_pooling
 from quire.features.structured.grammar.schema import unenforced
 from quire.not_built import LLMEngineNotBuilt, refuse_connector, refuse_stat_loggers
 from quire.progress import doing
@@ -38,6 +39,7 @@ from quire.text.tokenizer_files import open_tokenizer
 from quire.types.adapter import LoRARequest
 from quire.types.errors import EngineDead, NotSupported, RequestError
 from quire.types.outputs import RequestOutput
+from quire.types.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
 from quire.types.prompts import NO_EXTRAS, Extras, PromptType
 from quire.types.sampling import SamplingParams
 from quire.types.structured import StructuredOutputsParams
@@ -69,6 +71,7 @@ class LLMEngine(LLMEngineNotBuilt):
         self.adapters = AdapterNames(config.max_loras > 0, vocabulary, opener, bounds)
         self.outputs = OutputProcessor(self.tokenizer, page_size=config.page_size if config.prefix_caching else 0)
         self._serials = count()
+        self._pools_tokens: dict[str, bool] = {}  # requests of `add_request` with PoolingParams: each token has values
         logger.info("ready after %s", self.timeline)
 
     @classmethod
@@ -89,17 +92,30 @@ class LLMEngine(LLMEngineNotBuilt):
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
         lora_request: LoRARequest | None = None,
         priority: int = 0,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Check and queue one request; a RequestError leaves the engine as it was.
+        """Check and queue one request; a RequestError leaves the engine as it was. `step` returns the output of a request with
+        PoolingParams as a PoolingRequestOutput.
 
         The engine's id gets a serial suffix, so the user may reuse request_id before the core reports the old end.
         """
         extras, inside = self.extras_of(lora_request), f"{request_id}-{next(self._serials)}"
-        self.submit(self.prepare(request_id, prompt, params, arrival_time, priority, extras=extras, engine_id=inside))
+        how = Tokenization.of(tokenization_kwargs) if tokenization_kwargs else None
+        if isinstance(params, PoolingParams):
+            self._check_open()
+            arrival = time.time() if arrival_time is None else arrival_time
+            pooled = prepare_pooling(
+                self.inputs, request_id, prompt, params, arrival=arrival, how=how, priority=priority, engine_id=inside,
+                extras=extras,
+            )  # fmt: skip
+            self.submit(pooled)
+            self._pools_tokens[request_id] = pools_tokens(pooled)
+            return
+        self.submit(self.prepare(request_id, prompt, params, arrival_time, priority, how, extras, inside))
 
     def prepare(
         self,
@@ -141,7 +157,19 @@ class LLMEngine(LLMEngineNotBuilt):
             raise
         self.outputs.add(prepared)
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
+        """Run one step; return the new outputs, those of requests with PoolingParams as pooling outputs."""
+        outputs = self.step_requests()
+        if not self._pools_tokens:
+            return [*outputs]
+        return [
+            pooling_output(output, self._pools_tokens.pop(output.request_id))
+            if output.request_id in self._pools_tokens
+            else output
+            for output in outputs
+        ]
+
+    def step_requests(self) -> list[RequestOutput]:
         """Run one step; return the new outputs. Requests that a stop string ended are aborted in the engine core, too."""
         self._check_open()
         try:
@@ -158,6 +186,8 @@ class LLMEngine(LLMEngineNotBuilt):
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End requests at once; they give no further output. Unknown ids are ignored."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        for request_id in ids:
+            self._pools_tokens.pop(request_id, None)
         self.core.abort([inner for request_id in ids for inner in self.outputs.forget(request_id)])
 
     # ---- adapters --------------------------------------------------------------------------------------------------------

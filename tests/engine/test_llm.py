@@ -289,8 +289,8 @@ def test_what_the_program_holds_is_not_searched_for_garbage_while_steps_run(llm,
     gc.unfreeze()  # so have these tests done, or an engine process that other tests played
     monkeypatch.setattr(step_loop, "_put_aside", False)
     frozen: list[int] = []
-    step = llm.llm_engine.step
-    monkeypatch.setattr(llm.llm_engine, "step", lambda: frozen.append(gc.get_freeze_count()) or step())
+    step = llm.llm_engine.step_requests
+    monkeypatch.setattr(llm.llm_engine, "step_requests", lambda: frozen.append(gc.get_freeze_count()) or step())
     generate(llm, TEXT[0], SamplingParams(max_tokens=3))
     assert min(frozen) > 10_000 and gc.get_freeze_count() == 0
     gc.freeze()  # the program's own doing stays

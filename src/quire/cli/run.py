@@ -122,7 +122,7 @@ def print_stream(engine: "LLMEngine", prompt: PromptType, params: SamplingParams
         with interrupts_between_steps() as check:
             while engine.has_unfinished_requests():
                 check()
-                for output in engine.step():
+                for output in engine.step_requests():
                     for choice in output.outputs:
                         print(choice.text, end="", flush=True)
                         parts.append(choice.text)

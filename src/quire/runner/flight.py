@@ -14,9 +14,9 @@ from quire.runner.sampler.pipeline import FAULTS, Drawn
 from quire.runner.transfer import Download, Longs
 from quire.types.errors import EngineError
 from quire.types.plan import NOTHING, Bools, Floats, Ints, StepPlan, StepResult, TopLogprobs, Words, spans
+from quire.types.pooling import NOT_FINITE
 
 Array = npt.NDArray[np.generic]
-BROKEN_POOLED = "the pooled values contain NaN or infinity"
 BROKEN_PROMPT = "the model's logits are broken at a prompt position: they contain NaN or +inf"
 
 
@@ -96,7 +96,7 @@ class StepFlight:
             tokens = plan.draft_token if self._follower is None else self._follower.drafts_of(plan)
             lengths[plan.sample] = accept(plan, ids, fault, tokens)
             kept = slice(lengths.item(0)) if len(lengths) == 1 else spans(plan.shapes.first_draw, lengths)
-        failed = {row: BROKEN_POOLED for row, values in pooled.items() if not np.isfinite(values).all()}
+        failed = {row: NOT_FINITE for row, values in pooled.items() if not np.isfinite(values).all()}
         if np.count_nonzero(fault) and np.count_nonzero(fault[kept]):
             faults, kept, lengths = _split_failed(plan, fault, kept)
             failed |= faults

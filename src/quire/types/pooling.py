@@ -18,6 +18,12 @@ POOLING_TASKS: tuple[PoolingTask, ...] = get_args(PoolingTask)
 PoolingType = Literal["LAST", "CLS", "MEAN", "ALL", "STEP"]
 POOLING_TYPES: tuple[PoolingType, ...] = get_args(PoolingType)
 
+# why a request ended whose values are not finite
+NOT_FINITE = (
+    "the model's values for it are NaN or infinite. Start the engine with dtype=float32, which cannot overflow as 16 bits do; "
+    "if that changes nothing, the weights are damaged: download them again"
+)
+
 
 @dataclass
 class PoolingParams:

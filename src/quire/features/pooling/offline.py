@@ -3,12 +3,13 @@
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
 
 from quire.features.pooling.requests import (
     as_pairs,
+    engine_template,
     pair_prompt,
     pooling_output,
     pools_tokens,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 Params = PoolingParams | Sequence[PoolingParams] | None
+Typed = TypeVar("Typed", covariant=True)
 Results = list[PoolingRequestOutput[PoolingOutput]]
 
 
@@ -87,7 +89,7 @@ class PoolingMethods:
     ) -> list[EmbeddingRequestOutput]:
         """Return the embedding of each prompt. Raise EngineError if one failed."""
         done = self._encode(as_batch(prompts), pooling_params, use_tqdm, lora_request, "embed", None, tokenization_kwargs)
-        return [EmbeddingRequestOutput.from_base(one) for one in done]
+        return _as(EmbeddingRequestOutput, done)
 
     def classify(
         self,
@@ -100,7 +102,7 @@ class PoolingMethods:
     ) -> list[ClassificationRequestOutput]:
         """Return the class probabilities of each prompt. Raise EngineError if one failed."""
         done = self._encode(as_batch(prompts), pooling_params, use_tqdm, lora_request, "classify", None, tokenization_kwargs)
-        return [ClassificationRequestOutput.from_base(one) for one in done]
+        return _as(ClassificationRequestOutput, done)
 
     def reward(
         self,
@@ -136,14 +138,11 @@ class PoolingMethods:
     ) -> list[ScoringRequestOutput]:
         """Return the similarity of pairs: one text with one or several, or n texts with n.
 
-        A classifier with one class scores the pair as one prompt. Of an embedder the score is the cosine of the two vectors,
+        A classifier with one class scores the pair as one prompt; chat_template, a template for messages of the roles query and
+        document, writes it. Of an embedder the score is the cosine of the two vectors,
         or, if every token has a vector, the sum over the first text's tokens of their largest similarity with the second's.
         """
         pairs, pooling = as_pairs(data_1, data_2), require_pooling(self._inputs)
-        if chat_template is not None:
-            raise NotSupported(
-                "chat_template is not supported by score; write the pair into prompts of classify", "chat_template"
-            )
         if "score" not in pooling.tasks:
             raise NotSupported(
                 f"score requires an embedding model or one class, and this model supports {', '.join(pooling.tasks)} with "
@@ -152,22 +151,34 @@ class PoolingMethods:
             )
         options = use_tqdm, lora_request
         if pooling.head == "embed":
-            return self._score_vectors(pairs, "embed" if "embed" in pooling.tasks else "token_embed", pooling_params, *options)
-        keep = None if pooling_params is None else pooling_params.truncate_prompt_tokens
+            if chat_template is not None:
+                raise NotSupported(
+                    "chat_template requires a model that reads both texts as one prompt; this one embeds each text. Remove it",
+                    "chat_template",
+                )
+            task: PoolingTask = "embed" if "embed" in pooling.tasks else "token_embed"
+            return self._score_vectors(pairs, task, pooling_params, *options, tokenization_kwargs)
         reader = self._inputs.prompts
-        longest = reader.max_model_len if keep == -1 else keep
-        prompts = [pair_prompt(reader, pooling, query, document, longest) for query, document in pairs]
-        done = self._encode(prompts, pooling_params, *options, "score", None, tokenization_kwargs)
-        return [ScoringRequestOutput.from_base(one) for one in done]
+        keep = _kept(pooling_params, tokenization_kwargs, reader.max_model_len)
+        template = chat_template or engine_template(self.llm_engine.config)
+        prompts = [pair_prompt(reader, pooling, query, document, keep, template=template) for query, document in pairs]
+        done = self._encode(prompts, pooling_params, *options, "score", None, None)
+        return _as(ScoringRequestOutput, done)
 
     def _score_vectors(
-        self, pairs: Sequence[tuple[str, str]], task: PoolingTask, params: PoolingParams | None, use_tqdm: bool, lora: Adapters
+        self,
+        pairs: Sequence[tuple[str, str]],
+        task: PoolingTask,
+        params: PoolingParams | None,
+        use_tqdm: bool,
+        lora: Adapters,
+        tokenization_kwargs: Mapping[str, Any] | None,
     ) -> list[ScoringRequestOutput]:
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        done = dict(zip(texts, self._encode(texts, params, use_tqdm, lora, task, None, None), strict=True))
-        for one in done.values():
+        done = dict(zip(texts, self._encode(texts, params, use_tqdm, lora, task, None, tokenization_kwargs), strict=True))
+        for text, one in done.items():
             if one.error is not None:
-                raise EngineError(one.error)
+                raise EngineError(f"{text!r:.80}: {one.error}")
         scored = []
         for query, document in pairs:
             first, second = done[query], done[document]
@@ -209,6 +220,36 @@ class PoolingMethods:
         ]  # fmt: skip
         outputs = self._run(prepared, use_tqdm)
         return [pooling_output(output, pools_tokens(one)) for output, one in zip(outputs, prepared, strict=True)]
+
+
+def _kept(params: PoolingParams | None, tokenization_kwargs: Mapping[str, Any] | None, longest: int) -> int | None:
+    """Return how many tokens of a pair are kept; None: all."""
+    how = Tokenization.of(tokenization_kwargs)
+    truncates = how.truncation in (True, "longest_first")
+    rest = Tokenization(truncation=how.truncation if truncates else None, max_length=how.max_length)
+    if how != rest:
+        raise NotSupported(
+            "of tokenization_kwargs, only truncation and max_length are supported by score of pairs", "tokenization_kwargs"
+        )
+    keep = None if params is None else params.truncate_prompt_tokens
+    if keep is None and truncates:
+        keep = how.max_length or longest
+    return longest if keep == -1 else keep
+
+
+class FromBase(Protocol[Typed]):
+    """A kind of pooling output."""
+
+    @staticmethod
+    def from_base(request: PoolingRequestOutput[PoolingOutput]) -> Typed: ...
+
+
+def _as(kind: FromBase[Typed], done: Results) -> list[Typed]:
+    """Return outputs as another kind. Raise EngineError if a request failed; encode returns the other ones."""
+    for i, one in enumerate(done):
+        if one.error is not None:
+            raise EngineError(f"prompts[{i}]: {one.error}. encode returns the values of all other prompts")
+    return [kind.from_base(one) for one in done]
 
 
 def similarity(first: Any, second: Any) -> float:

@@ -1,7 +1,7 @@
 """A prompt and pooling parameters become a request of the engine, and its output becomes a pooling output."""
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from quire.types.pooling import PoolingOutput, PoolingParams, PoolingRequestOutp
 from quire.types.prompts import NO_EXTRAS, Extras, Prompt, PromptType
 from quire.types.request import EngineRequest
 from quire.types.sampling import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from quire.config.config import Config
 
 # Qwen3-Reranker was trained on this form; its three parts are tokenized separately
 _BEFORE = (
@@ -164,29 +167,48 @@ def pools_tokens(prepared: PreparedRequest) -> bool:
 
 
 def pair_prompt(
-    prompts: PromptReader, pooling: ModelPooling, query: str, document: str, keep: int | None = None, extras: Extras = NO_EXTRAS
+    prompts: PromptReader,
+    pooling: ModelPooling,
+    query: str,
+    document: str,
+    keep: int | None = None,
+    extras: Extras = NO_EXTRAS,
+    template: str | None = None,
 ) -> Prompt:
     """Return the prompt of a cross-encoder. keep: most tokens; the longer text loses tokens first, at its end.
 
-    Qwen3-Reranker has a template of its own; else the two texts stand as the tokenizer's template for pairs says.
+    template: a chat template for messages of the roles query and document. Qwen3-Reranker has a template of its own; else the
+    two texts stand as the tokenizer's template for pairs says.
     """
     tokenizer = prompts.tokenizer
     if tokenizer is None:
         raise InvalidParameter("scores of texts require a tokenizer. Remove skip_tokenizer_init", "data_1")
     if pooling.files is not None and pooling.files.lower_case:
         query, document = query.lower(), document.lower()
+    if template is not None:
+        if keep is not None:
+            raise NotSupported(
+                "truncate_prompt_tokens is not supported with chat_template. Shorten the texts", "truncate_prompt_tokens"
+            )
+        messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+        return Prompt(text, tokenizer.encode(text), extras=extras)
     if pooling.template == "qwen3_reranker":
         pair = _PAIR.format(instruction=INSTRUCTION, query=query, document=document)
         head, body, tail = (tokenizer.encode(text, add_special_tokens=False) for text in (_BEFORE, pair, _AFTER))
         ids = [*head, *(body if keep is None else body[: max(0, keep - len(head) - len(tail))]), *tail]
         return Prompt(None if keep is not None else f"{_BEFORE}{pair}{_AFTER}", ids, extras=extras)
-    template = tokenizer.template
     first, second = (tokenizer.encode(text, add_special_tokens=False) for text in (query, document))
     if keep is not None:
-        counts = template.fit(len(first), len(second), keep)
+        counts = tokenizer.template.fit(len(first), len(second), keep)
         first, second = first[: counts[0]], second[: counts[1]]
-    ids, segment = template.join(first, second)
+    ids, segment = tokenizer.template.join(first, second)
     return Prompt(None, ids, extras=replace(extras, segment=segment))
+
+
+def engine_template(config: "Config") -> str | None:
+    """Return the name of the template that the argument chat_template gave the tokenizer; None: there is none."""
+    return None if config.args.chat_template is None else "default"
 
 
 def as_pairs(data_1: object, data_2: object) -> list[tuple[str, str]]:

@@ -59,7 +59,13 @@ def encode(values: Floats, form: EncodingFields) -> Any:
     order = _ORDERS[form.endianness]
     if form.embed_dtype == "bfloat16":
         return _base64(_bfloat16(values).astype(f"{order}u2"))
-    return _base64(values.astype(order + _TYPES[form.embed_dtype]))
+    with np.errstate(over="ignore"):
+        stored = values.astype(order + _TYPES[form.embed_dtype])
+    if not np.isfinite(stored).all():
+        raise InvalidParameter(
+            "embed_dtype=float16 cannot hold values above 65,504, which this vector has. Send float32", "embed_dtype"
+        )
+    return _base64(stored)
 
 
 def _bfloat16(values: Floats) -> npt.NDArray[np.uint16]:

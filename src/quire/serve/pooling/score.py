@@ -13,7 +13,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from quire.features.pooling.host import ModelPooling
-from quire.features.pooling.requests import pair_prompt
+from quire.features.pooling.requests import engine_template, pair_prompt
 from quire.serve.body import JSONRoute
 from quire.serve.errors import ErrorBody, json_response
 from quire.serve.limits import refuse_more
@@ -69,6 +69,10 @@ class Pairs:
         """Return the number of the query of document i."""
         return 0 if len(self.queries) == 1 else i
 
+    @staticmethod
+    def names(parameter: str, texts: list[str]) -> list[str]:
+        return [entry(parameter, i, len(texts)) for i in range(len(texts))]
+
 
 def score_task(server: Server) -> PoolingTask:
     """Return the task whose results the model's scores are made of."""
@@ -92,7 +96,9 @@ async def compute(
     before = _prompts_before(model_pooling(server), request)
     read = partial(_read_apart, before=before) if task != "score" else _read_together
     prompts = await read(reader, request, pairs, document_tokens)
-    job = make_job(server, raw, request, prefix, model, prompts, params, pairs.document_field)
+    names = [] if task == "score" else pairs.names(pairs.query_field, pairs.queries)
+    names += pairs.names(pairs.document_field, pairs.documents)
+    job = make_job(server, raw, request, prefix, model, prompts, params, pairs.document_field, names)
     results = await collect(server, job)
     if task == "score":
         return job, [float(result.outputs.data.reshape(-1)[0]) for result in results], results
@@ -143,7 +149,7 @@ async def _read_together(reader: InputReader, request: ScoreFields, pairs: Pairs
     tokenizer = reader.prompts.tokenizer
     if tokenizer is None:
         raise InvalidParameter("texts cannot be scored: the server was started with skip_tokenizer_init", pairs.query_field)
-    if model_pooling(reader.server).template:
+    if model_pooling(reader.server).template or engine_template(reader.server.llm.config):
         return await _fill_template(reader, request, pairs, document_tokens)
     template = tokenizer.template
     most = reader.longest
@@ -180,6 +186,7 @@ async def _fill_template(reader: InputReader, request: ScoreFields, pairs: Pairs
     pooling, keep, most = model_pooling(reader.server), request.truncate_prompt_tokens, reader.longest
     if keep is not None:
         keep = most = reader.kept(keep, "truncate_prompt_tokens")
+    template = engine_template(reader.server.llm.config)
     prompts = []
     for i, document in enumerate(pairs.documents):
         query = pairs.queries[pairs.query(i)]
@@ -187,7 +194,7 @@ async def _fill_template(reader: InputReader, request: ScoreFields, pairs: Pairs
             if not text:
                 raise InvalidParameter(f"{field} has an empty text: send a text", field)
         prompt = await reader.server.llm.offload.thread(
-            pair_prompt, reader.prompts, pooling, query, document, keep, reader.extras
+            pair_prompt, reader.prompts, pooling, query, document, keep, reader.extras, template
         )
         if len(prompt.ids) > most:
             raise reader.too_long(pairs.document_field, entry(pairs.document_field, i, len(pairs.documents)))

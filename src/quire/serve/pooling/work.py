@@ -26,7 +26,7 @@ from quire.text.prompts import PromptReader
 from quire.text.workers.wire import Cut
 from quire.types.checks import shown
 from quire.types.errors import InvalidParameter, PromptTooLong, RequestError
-from quire.types.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
+from quire.types.pooling import NOT_FINITE, PoolingOutput, PoolingParams, PoolingRequestOutput
 from quire.types.prompts import Extras, Prompt
 
 MAX_INPUTS = 2048  # OpenAI's limit
@@ -246,6 +246,7 @@ class PoolingJob:
     trace_headers: dict[str, str] | None
     rank: int | None
     parameter: str  # the field that errors of the engine name instead of "prompt"
+    names: Sequence[str]  # of the prompts in errors
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -258,7 +259,9 @@ def make_job(
     prompts: list[Prompt],
     params: PoolingParams,
     parameter: str = "input",
+    names: Sequence[str] = (),
 ) -> PoolingJob:
+    """names: of the prompts in errors; default: entries of `parameter`."""
     traced = {name: raw.headers[name] for name in _TRACE_HEADERS if name in raw.headers}
     return PoolingJob(
         id=answer_id(prefix, raw, request),
@@ -270,6 +273,7 @@ def make_job(
         trace_headers=traced or None,
         rank=rank_of(raw, server.llm),
         parameter=parameter,
+        names=names or [entry(parameter, i, len(prompts)) for i in range(len(prompts))],
     )
 
 
@@ -292,6 +296,8 @@ async def collect(server: Server, job: PoolingJob) -> list[Result]:
             async for result in stream:
                 results[i] = result
         error = results[i].error
+        if error == NOT_FINITE:
+            raise InvalidParameter(f"{job.names[i]}: {error}", job.names[i].partition("[")[0])
         if error is not None:
             raise GenerationFailed(error.splitlines()[0])
 
