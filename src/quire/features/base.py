@@ -73,7 +73,7 @@ class StepPart(ABC):
     name: str  # of the feature
     reads_layers = False  # it reads hidden states between layers, so the device must run them one by one
     reads_all_tokens = False  # it reads the final hidden states of all tokens of a step
-    graph_keys: Sequence[Hashable] = (False,)  # every key that `graph_key` can return, False first
+    graph_keys: Sequence[Hashable] = (False,)  # every key that `graph_key` can return, False first; (): nothing is recorded
     single_tokens = False  # only steps whose rows have one token each can be recorded
 
     def transform(self, model: "Decoder") -> None:

@@ -32,6 +32,7 @@ class Decoder(nn.Module):
     tied: ClassVar[bool] = False  # default of tie_word_embeddings
     interleaved: ClassVar[bool] = False  # RoPE rotates neighbouring dimensions instead of halves
     recordable: ClassVar[bool] = True  # its kernel launches depend on the batch's shape alone: CUDA graphs can record them
+    keeps_context: ClassVar[bool] = True  # in a KV cache or recurrent state; False: every prompt is whole in one step
 
     def __init__(self, facts: "ModelFacts") -> None:
         super().__init__()

@@ -74,7 +74,7 @@ class Classifier(nn.Module):
 class Encoder(Decoder):
     """BERT's architecture, except what a family's `make_*` methods change."""
 
-    recordable = False
+    recordable = keeps_context = False
     first_position = 0  # index of the first token's learned position
     tokens_have_dense = False  # the head of token classification has the dense layer of sequence classification
     renames: Renames = ()

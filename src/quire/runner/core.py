@@ -121,7 +121,8 @@ class RunnerCore(ABC):
         self._layers = facts.layers if group is None else share_layers(facts.layers, position)
         self._dtype, self._cache_dtype = DTYPES[settings.dtype], DTYPES[settings.cache_dtype or settings.dtype]
         self._vocabulary = facts.vocab_size + settings.added_tokens
-        self._recording = device.records and not settings.enforce_eager and group is None  # graphs cannot wait for ranks
+        recordable = group is None and all(part.graph_keys for part in parts)  # graphs cannot wait for ranks
+        self._recording = recordable and device.records and not settings.enforce_eager
         self._parameters = 0  # of this rank, quantized ones included
         self._kv_layout = KVLayout.PAGES
         self._model: Decoder | None = None
@@ -201,6 +202,9 @@ class RunnerCore(ABC):
 
     def profile(self, gpu_memory_utilization: float, kv_cache_memory_bytes: int | None) -> int:
         """Return the bytes for the KV cache: as given, or what a run of the largest step leaves."""
+        if not self._loaded().keeps_context:
+            self._profile_run()  # it fails now rather than later if memory is short
+            return 0
         if kv_cache_memory_bytes is None:
             return self._device.budget(gpu_memory_utilization, self._profile_run, self._reserved_bytes())
         if kv_cache_memory_bytes <= 0:

@@ -89,14 +89,13 @@ class StepFlight:
         lengths, ids, fault = plan.sample.astype(np.int32), NOTHING, NOTHING
         if drawn is not None:
             ids, fault = next(arrays)[:, slice(len(plan.draw_row)) if drawn.places is None else drawn.places]
-        pooled = self._read_pooled(arrays) if self._pooled else {}
+        pooled, failed = self._read_pooled(arrays)
         kept: Ints | slice = slice(None)  # the draws that count
         drafts: dict[int, Ints] = {}
         if drawn is not None and plan.shapes.drafted:
             tokens = plan.draft_token if self._follower is None else self._follower.drafts_of(plan)
             lengths[plan.sample] = accept(plan, ids, fault, tokens)
             kept = slice(lengths.item(0)) if len(lengths) == 1 else spans(plan.shapes.first_draw, lengths)
-        failed = {row: NOT_FINITE for row, values in pooled.items() if not np.isfinite(values).all()}
         if np.count_nonzero(fault) and np.count_nonzero(fault[kept]):
             faults, kept, lengths = _split_failed(plan, fault, kept)
             failed |= faults
@@ -120,15 +119,18 @@ class StepFlight:
         masked = np.unique(plan.draw_row[plan.masked]).tolist() if plan.ahead else ()
         return {row: follower.expects(int(plan.slot[row]), int(plan.guesses[row])) for row in masked}
 
-    def _read_pooled(self, arrays: Iterator[Array]) -> dict[int, Floats]:
-        """Return pooled values by row."""
-        found: dict[int, Floats] = {}
+    def _read_pooled(self, arrays: Iterator[Array]) -> tuple[dict[int, Floats], dict[int, str]]:
+        """Return pooled values by row, and why rows failed."""
+        found, failed = dict[int, Floats](), dict[int, str]()
         for pooled in self._pooled:
             values, at = next(arrays).astype(np.float32, copy=False), 0
+            finite = bool(np.isfinite(values).all())
             for row, count in pooled.counts.items():
                 found[row] = values[at : at + count]
+                if not finite and not np.isfinite(found[row]).all():
+                    failed[row] = NOT_FINITE
                 at += count
-        return found
+        return found, failed
 
     def _read_prompts(self, arrays: Iterator[Array], failed: dict[int, str]) -> dict[int, TopLogprobs]:
         """Return prompt logprobs by row; add rows with broken logits to `failed` instead."""

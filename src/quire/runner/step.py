@@ -101,7 +101,8 @@ class Runner(RunnerCore):
             for part in self._parts:
                 part.retire(slot)
         for admission in plan.admitted:
-            sampler.admit(admission.slot, admission)
+            if admission.draws:
+                sampler.admit(admission.slot, admission)
             for part in self._parts:
                 part.retire(admission.slot)
                 part.admit(admission.slot, admission)

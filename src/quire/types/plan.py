@@ -52,6 +52,11 @@ class Admission:
     bad_words: tuple[tuple[int, ...], ...]  # token sequences that must not be completed
     extras: Extras = NO_EXTRAS
 
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn."""
+        return self.extras.pooling is None
+
 
 @dataclass(frozen=True)
 class Outputs:

@@ -186,5 +186,4 @@ def _wrap(kind: Any, request: PoolingRequestOutput[PoolingOutput], output: Any) 
     """Return the request's output as another kind. Raise EngineError if the request failed."""
     if request.error is not None:
         raise EngineError(request.error)
-    values = {one.name: getattr(request, one.name) for one in fields(request)}
-    return kind(**{**values, "outputs": output.from_base(request.outputs)})
+    return kind(**{**vars(request), "outputs": output.from_base(request.outputs)})

@@ -62,8 +62,8 @@ def test_vectors_are_transformers_in_any_batch_and_any_chunks(embedder, kind):
         llm.llm_engine.core.scheduler.check()
     with opened(directory, pooler_config={"pooling_type": kind}, num_gpu_blocks_override=40, max_num_batched_tokens=9) as llm:
         engine, steps = llm.llm_engine, itertools.count()
-        step = engine.step
-        engine.step = lambda: (next(steps) in (2, 7) and engine.reset_prefix_cache(True), step())[1]
+        step = engine.step_requests
+        engine.step_requests = lambda: (next(steps) in (2, 7) and engine.reset_prefix_cache(True), step())[1]
         tight = llm.embed(PROMPTS, use_tqdm=False)
         assert engine.core.stats.preemptions
     for ids, *found in zip(PROMPTS, together, alone, tight, strict=True):

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from test_decoders import PROMPTS, made, normal, states
 from test_encoders_pool import write_sentence_files
 
@@ -15,8 +16,9 @@ from quire import LLM, PoolingParams
 pytestmark = pytest.mark.gpu
 
 TEXTS = random_texts([7, 40, 1, 40, 12, 64, 3, 90, 17])
-BASES = [name for name in ENCODERS if "," not in name]
-CLASSIFIERS = [name for name, family in ENCODERS.items() if family.model.endswith("ForSequenceClassification")]
+KNOWN = {name: family for name, family in ENCODERS.items() if hasattr(transformers, family.config)}  # to this transformers
+BASES = [name for name in KNOWN if "," not in name]
+CLASSIFIERS = [name for name, family in KNOWN.items() if family.model.endswith("ForSequenceClassification")]
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +34,7 @@ def exact_products():
 
 def opened(directory: Path, **args: object) -> LLM:
     defaults = {"device": "cuda", "dtype": "float32", "max_num_seqs": 4, "skip_tokenizer_init": True}
-    return LLM(str(directory), **defaults | {"gpu_memory_utilization": 0.05} | args)
+    return LLM(str(directory), **defaults | {"kv_cache_memory_bytes": 1 << 26} | args)
 
 
 def prompts(texts: list[list[int]]) -> list[dict[str, list[int]]]:

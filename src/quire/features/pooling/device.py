@@ -7,7 +7,7 @@ A row's values do not depend on the other rows: sums are made token by token in 
 multiply one row at a time.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,8 @@ from quire.files.resolve import ModelFiles
 from quire.layers.embedding import PlainHead
 from quire.models.decoder import Decoder
 from quire.ops.activation import activate
-from quire.runner.transfer import upload
+from quire.ops.row_sums import add_rows
+from quire.runner.transfer import upload, upload_together
 from quire.text.tokenizer_files import load_tokenizer
 from quire.types.errors import EngineError, ModelError
 from quire.types.plan import Admission, Ints, Longs, StepRows
@@ -63,6 +64,7 @@ class Tenant:
 
 class PoolingPart(StepPart):
     name = "pooling"
+    graph_keys = ()  # no step is a CUDA graph
 
     def __init__(
         self,
@@ -181,7 +183,7 @@ class PoolingPart(StepPart):
         return replace(batch, token_types=upload(np.concatenate(types).astype(np.int64), self._device.torch_device))
 
     def graph_key(self, rows: StepRows) -> Hashable | None:  # noqa: ARG002
-        return False
+        return None
 
     def close(self) -> None:
         self._score = self._sums = None
@@ -192,37 +194,37 @@ class PoolingPart(StepPart):
 
     def pool(self, rows: StepRows, hidden: Tensor, index: Longs) -> Sequence[Pooled] | None:
         owner, groups = rows.shapes.rows_of(rows.outputs.pool), dict[Pooling, list[tuple[int, Longs]]]()
-        starts = np.searchsorted(owner, np.arange(len(rows.slot) + 1))
-        means: dict[Pooling, list[int]] = {}
-        for row in np.unique(owner).tolist():
-            tenant, states = self._tenants[int(rows.slot[row])], index[starts[row] : starts[row + 1]]
-            end = int(rows.end[row])
+        pooled = np.unique(owner)
+        starts, ends = (np.searchsorted(owner, pooled, side).tolist() for side in ("left", "right"))
+        means = list[tuple[int, int, int, int]]()  # row, first state, states, position of the row's first token
+        shapes = zip(pooled.tolist(), starts, ends, rows.slot[pooled].tolist(), rows.end[pooled].tolist(), strict=True)
+        for row, start, stop, slot, end in shapes:
+            tenant = self._tenants[slot]
             if tenant.pooling.type == "MEAN":
-                begin = end - len(states)
-                self._add(int(rows.slot[row]), hidden, states[max(0, tenant.unpooled - begin) :], begin == 0)
-                if end == tenant.prompt_length:
-                    means.setdefault(tenant.pooling, []).append(row)
-            elif (chosen := _choose(tenant, states, end)) is not None:
+                begin = end - (stop - start)
+                left_out = min(max(0, tenant.unpooled - begin), stop - start)
+                means.append((row, int(index[start]) + left_out, stop - start - left_out, begin))
+            elif (chosen := _choose(tenant, index[start:stop], end)) is not None:
                 groups.setdefault(tenant.pooling, []).append((row, chosen))
         found = [self._finish(pooling, hidden, chosen) for pooling, chosen in groups.items()]
-        for pooling, mean in means.items():
-            slots = [int(rows.slot[row]) for row in mean]
-            assert self._sums is not None
-            lengths = [max(1, self._tenants[slot].pooled_tokens) for slot in slots]
-            averages = self._sums[slots] / torch.tensor(lengths, dtype=torch.float64, device=hidden.device)[:, None]
-            found.append(Pooled(dict.fromkeys(mean, 1), self._activate(pooling, averages.float())))
-        return found
+        return [*found, *self._means(rows, hidden, means)] if means else found
 
-    def _add(self, slot: int, hidden: Tensor, states: Longs, first_row: bool) -> None:
-        """Add the states of a row to the sum of its slot, in the order of tokens."""
+    def _means(self, rows: StepRows, hidden: Tensor, means: list[tuple[int, int, int, int]]) -> Iterator[Pooled]:
+        """Add the states of rows to the sums of their slots. Yield the results of those whose prompts are complete."""
         if self._sums is None:
             self._sums = torch.zeros(self._slots, hidden.shape[1], dtype=torch.float64, device=hidden.device)
-        total = self._sums[slot : slot + 1]
-        if first_row:
-            total.zero_()
-        for first in range(0, len(states), CHUNK):
-            part = hidden[upload(states[first : first + CHUNK], hidden.device)].double()
-            total.index_add_(0, torch.zeros(len(part), dtype=torch.int64, device=hidden.device), part)
+        row, first, count, begin = np.array(means, np.int64).T
+        slot, end = rows.slot[row].astype(np.int64), rows.end[row]
+        add_rows(hidden, first, count, slot, (begin == 0).astype(np.int64), self._sums)
+        tenants = [self._tenants[each] for each in slot.tolist()]
+        length = np.array([max(1, tenant.pooled_tokens) for tenant in tenants], np.int64)
+        complete = dict[Pooling, list[int]]()
+        for each in np.flatnonzero(end == [tenant.prompt_length for tenant in tenants]).tolist():
+            complete.setdefault(tenants[each].pooling, []).append(each)
+        for pooling, chosen in complete.items():
+            slots, lengths = upload_together([slot[chosen], length[chosen]], hidden.device)
+            averages = self._sums[slots] / lengths.double()[:, None]
+            yield Pooled(dict.fromkeys(row[chosen].tolist(), 1), self._activate(pooling, averages.float()))
 
     def _finish(self, pooling: Pooling, hidden: Tensor, chosen: Sequence[tuple[int, Longs]]) -> Pooled:
         index = np.concatenate([states for _, states in chosen])

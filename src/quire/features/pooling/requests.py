@@ -1,6 +1,7 @@
 """A prompt and pooling parameters become a request of the engine, and its output becomes a pooling output."""
 
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -79,13 +80,7 @@ def prepare_pooling(
         )
     salt = cache_salt(read.extras)
     salt = salt if read.cache_salt is None else (*salt, f"tenant={read.cache_salt}")
-    sampling = SamplingParams(
-        max_tokens=1,
-        temperature=0.0,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_reading_prefix_cache=asked.reads_all or bool(params.skip_reading_prefix_cache),
-    )
+    sampling = _nothing_drawn(asked.reads_all or bool(params.skip_reading_prefix_cache))
     request = EngineRequest(
         id=engine_id or request_id,
         prompt=ids,
@@ -100,6 +95,17 @@ def prepare_pooling(
         extras=replace(read.extras, pooling=asked),
     )
     return PreparedRequest(request_id, read.text, ids, sampling, (request,))
+
+
+@cache
+def _nothing_drawn(skip_prefix_cache: bool) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_reading_prefix_cache=skip_prefix_cache,
+    )
 
 
 def _as_files_say(prompt: PromptType, pooling: ModelPooling, name: str | None) -> tuple[PromptType, str]:
