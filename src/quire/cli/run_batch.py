@@ -1,6 +1,7 @@
 """`quire run-batch`: answer the requests of a JSONL file in OpenAI's batch format."""
 
 import argparse
+import copy
 import dataclasses
 import sys
 from typing import Any
@@ -60,12 +61,7 @@ def _served() -> type:
         field for field in dataclasses.fields(ServerArgs)
         if field.name in _FLAGS or (spec_of(field).group in _SECTIONS and field.name not in _NOT)
     ]  # fmt: skip
-    made = [
-        (field.name, field.type, dataclasses.field(default=field.default, default_factory=field.default_factory,
-                                                   metadata=field.metadata))
-        for field in chosen
-    ]  # type: ignore[call-overload,misc]  # fmt: skip
-    return dataclasses.make_dataclass("BatchServerArgs", made)
+    return dataclasses.make_dataclass("BatchServerArgs", [(field.name, field.type, copy.copy(field)) for field in chosen])
 
 
 def run(namespace: argparse.Namespace) -> int:

@@ -7,7 +7,9 @@ loopback, answers no other origin, and drains for half a minute. The engine's ow
 
 import argparse
 import dataclasses
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from quire.config.args import nearest
@@ -18,6 +20,7 @@ from quire.types.errors import ConfigError
 
 _BIND, _SECURITY, _ANSWERS, _RUN, _SEEN = "network", "security", "answers", "running", "logs and metrics"
 _TOOLS, _ADAPTERS = "tools and reasoning", "LoRA adapters (with --enable-lora)"
+_BATCHES = "batches (with --batch-dir)"
 PROBES = "/livez,/readyz,/health,/ping,/metrics"  # requested every few seconds by other machines
 _LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
@@ -117,6 +120,26 @@ class ServerArgs:
         [], LIST, _ADAPTERS, "resolvers of installed packages (entry points quire.lora_resolvers) for other names"
     )
 
+    batch_dir: str | None = setting(
+        None, TEXT, _BATCHES, "a folder for /v1/files and /v1/batches, which survive a restart there; default: no such routes"
+    )
+    batch_concurrency: int | None = setting(
+        None, NUMBER, _BATCHES, "lines of batches in flight while the server is idle, and a 16th of it while it has other "
+        "requests; default: 3/4 of max_num_seqs for each engine", low=1,
+    )  # fmt: skip
+    batch_lines: int = setting(50_000, NUMBER, _BATCHES, "most lines of a batch", low=1)
+    batch_file_bytes: int = setting(
+        200 * 2**20, NUMBER, _BATCHES, "most bytes of an uploaded file; larger ones are a 413", low=1, high=200 * 2**20
+    )
+    batch_files: int = setting(
+        10_000, NUMBER, _BATCHES, "most files of an API key, and most batches; of these the oldest that have ended make room",
+        low=1,
+    )  # fmt: skip
+    batch_disk_bytes: int = setting(
+        20 * 2**30, NUMBER, _BATCHES, "most bytes in the folder; of several API keys, none may take more than it leaves to "
+        "others", low=1,
+    )  # fmt: skip
+
     api_server_count: int = setting(
         1, NUMBER, _RUN, "API processes on the port, in front of the same engines; each tokenizes and detokenizes", low=1,
         high=64, short="-asc",
@@ -189,6 +212,8 @@ class ServerArgs:
             )
         if self.reasoning_config and not self.reasoning_parser:
             raise ConfigError("reasoning_config requires --reasoning-parser. Add it")
+        if self.batch_dir is not None:
+            _check_folder("--batch-dir", Path(self.batch_dir).expanduser())
         if self.sample is not None and not self.sample.strip():
             raise ConfigError("--sample is empty: give a question, or leave it out")
         if self.open and self.disable_page:
@@ -220,6 +245,15 @@ class ServerArgs:
         for name in given:
             delattr(namespace, name)
         return cls.from_kwargs(**given)
+
+
+def _check_folder(flag: str, folder: Path) -> None:
+    """Raise ConfigError if files cannot be written to the folder, which is created later if it does not exist."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{flag} {folder} is a file. Give a folder")
+    parent = next((each for each in (folder.absolute(), *folder.absolute().parents) if each.exists()), folder)
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"{flag} {folder} cannot be written to. Give a folder in which this user may create files")
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:

@@ -29,6 +29,8 @@ from quire.obs.metrics import Metrics
 from quire.serve import adapters, anthropic, chat, completions, models, responses
 from quire.serve.about import About
 from quire.serve.auth import EVERY_HOST, Guard, HostCheck, Keys, glance
+from quire.serve.batches.routes import batch_router, closed_batch_router, start_batches
+from quire.serve.batches.throttle import OnlineRequests
 from quire.serve.body import ClientGone, JSONRoute
 from quire.serve.engine_events import EngineEvents
 from quire.serve.errors import (
@@ -245,6 +247,7 @@ def build_app(llm: AsyncLLM, settings: ServerArgs, limits: ServerLimits = LIMITS
     else:
         routers.append(generation_refusals())
     routers.append(adapters.router if llm.adapters.enabled and adapters.updates_allowed(settings) else adapters.closed_router)
+    routers.append(closed_batch_router if settings.batch_dir is None else batch_router)
     if developing():
         routers.append(developer_router)
     if settings.enable_tokenizer_info_endpoint:
@@ -258,6 +261,8 @@ def build_app(llm: AsyncLLM, settings: ServerArgs, limits: ServerLimits = LIMITS
     install_error_handlers(app)
     install_no_route_handlers(app, routes, answered(tasks))
     app.add_middleware(bounded)
+    if settings.batch_dir is not None:
+        start_batches(app, llm, settings, app.online)
     return app
 
 
@@ -267,6 +272,7 @@ class Api(FastAPI):
     def __init__(self, **about: Any) -> None:
         super().__init__(**about)
         self.shortcuts: dict[str, tuple[JSONRoute, ASGIApp]] = {}  # by path, for POST
+        self.online = OnlineRequests()  # of the shortcuts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         shortcut = self.shortcuts.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
@@ -274,7 +280,8 @@ class Api(FastAPI):
             return await super().__call__(scope, receive, send)
         route, answer = shortcut
         scope["app"], scope["route"], scope["endpoint"] = self, route, route.endpoint
-        return await answer(scope, receive, send)
+        with self.online.counted(scope):
+            return await answer(scope, receive, send)
 
 
 class Boundary:

@@ -3,7 +3,12 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from starlette.types import Scope
+
+from quire.serve.batches.calls import OF_BATCH
 
 BUSY_SHARE = 16  # of the lines in flight: one in this number remains while there are other requests
 QUIET_S = 1.0  # after the last other request, until the server counts as idle
@@ -18,12 +23,18 @@ class OnlineRequests:
         self.open = 0
         self._ended_at = 0.0  # in seconds of time.monotonic()
 
-    def enter(self) -> None:
+    @contextmanager
+    def counted(self, scope: Scope) -> Iterator[None]:
+        """Count a request while its response is made and sent, unless it is a line of a batch."""
+        if scope.get("state", {}).get(OF_BATCH):
+            yield
+            return
         self.open += 1
-
-    def leave(self) -> None:
-        self.open -= 1
-        self._ended_at = time.monotonic()
+        try:
+            yield
+        finally:
+            self.open -= 1
+            self._ended_at = time.monotonic()
 
     @property
     def recent(self) -> bool:
