@@ -190,11 +190,10 @@ def _target(files: BatchFiles) -> Iterator[Path]:
 
 def _put(url: str, path: Path) -> None:
     """Upload the output with PUT. If that fails, the file is kept and its name is in the error."""
-    request = urllib.request.Request(url, method="PUT", headers={"Content-Type": "application/jsonl"})
-    request.add_header("Content-Length", str(path.stat().st_size))
+    headers = {"Content-Type": "application/jsonl", "Content-Length": str(path.stat().st_size)}
     try:
         with path.open("rb") as content:
-            request.data = content
+            request = urllib.request.Request(url, content, headers, method="PUT")
             urllib.request.urlopen(request, timeout=TIMEOUT_S).close()
     except (OSError, ValueError) as error:
         kept = path.parent.with_name(f"{path.parent.name}.jsonl")

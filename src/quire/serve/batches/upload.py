@@ -17,7 +17,7 @@ MAX_FILENAME_CHARS = 255
 WRITE_BYTES = 2**20
 FILE = "file"  # the field that is the file
 
-_BOUNDARY = re.compile(r'^multipart/form-data\s*;.*?\bboundary=(?:"([^"]{1,70})"|([^\s;,"]{1,70}))', re.IGNORECASE)
+_BOUNDARY = re.compile(r'^multipart/form-data\s*;.*?\bboundary=(?:"([^"]{1,70})"|([^\s;,"]{1,70}))(?![^\s;,])', re.IGNORECASE)
 _PARAMETER = re.compile(r';\s*(name|filename)=(?:"((?:[^"\\]|\\.)*)"|([^\s;]+))', re.IGNORECASE)
 _UNSEEN = re.compile(r"[\x00-\x1f\x7f]")
 
