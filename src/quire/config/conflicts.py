@@ -70,14 +70,12 @@ CORE: tuple[Conflict, ...] = (
         ),
     ),
     Conflict(
-        "an encoder on several ranks",
-        lambda c: c.facts.encoder and c.world > 1,
-        lambda c: f"{c.parallelism} is not supported with {c.facts.architecture}, an encoder. Use data-parallel engines",
-    ),
-    Conflict(
-        "an encoder with adapters",
-        lambda c: c.facts.encoder and c.max_loras > 0,
-        lambda c: f"enable_lora is not supported with {c.facts.architecture}, an encoder. Merge the adapter into the weights",
+        "an encoder over stages",
+        lambda c: c.facts.encoder and c.stages > 1,
+        lambda c: (
+            f"pipeline_parallel_size={c.stages} is not supported with {c.facts.architecture}, an encoder. Divide the model by "
+            "tensor_parallel_size, or use data-parallel engines"
+        ),
     ),
     Conflict(
         "an encoder by transformers",

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from quire.attn.batch import Batch
+from quire.dist.mesh import HeadDivision
 from quire.layers.linear import FusedLinear, Linear
-from quire.layers.parameter import parameter
+from quire.layers.parameter import Role, parameter
 from quire.layers.rope import Rope
 from quire.ops.packed_attention import attend_packed
 from quire.ops.qkv import turn
@@ -73,11 +74,18 @@ class PackedSelfAttention(nn.Module):
         position_bias: PositionBias | None = None,
     ) -> None:
         super().__init__()
-        self.heads, self.head_dim, self.window = heads, hidden_size // heads, window
-        self.qkv = FusedLinear(hidden_size, dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden_size), bias=bias)
-        self.o_proj = Linear(hidden_size, hidden_size, bias=out_bias)
+        self.head_dim, self.window = hidden_size // heads, window
+        self.division = HeadDivision(heads, heads, self.head_dim)
+        sizes, cut = dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden_size), self.division.cut_queries
+        self.qkv = FusedLinear(hidden_size, sizes, bias=bias, role=Role.COLUMN, cuts=(cut,) * 3)
+        self.o_proj = Linear(hidden_size, hidden_size, bias=out_bias, role=Role.ROW, cuts=(cut,))
         self.rope, self.position_bias = rope, position_bias
         self.scale = self.head_dim**-0.5
+        self.shard_heads(range(heads))
+
+    def shard_heads(self, heads: range) -> None:
+        """Attend with these heads only; the linear layers are sharded separately. Before loading."""
+        self.local_heads = heads
 
     if TYPE_CHECKING:
 
@@ -85,12 +93,13 @@ class PackedSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, H] -> [T, H]."""
-        qkv = self.qkv(x, batch.tokens).view(len(x), 3 * self.heads, self.head_dim)
+        heads = self.local_heads
+        qkv = self.qkv(x, batch.tokens).view(len(x), 3 * len(heads), self.head_dim)
         if self.rope is not None:
             table = self.rope.table
-            turn(qkv[:, : 2 * self.heads], *table.rows(batch.positions), table.interleaved)
+            turn(qkv[:, : 2 * len(heads)], *table.rows(batch.positions), table.interleaved)
         query, key, value = qkv.chunk(3, dim=1)
-        bias = None if self.position_bias is None else self.position_bias.table
+        bias = None if self.position_bias is None else self.position_bias.table[heads.start : heads.stop]
         out = attend_packed(
             query, key, value, batch.rows, batch.row_starts, batch.plans, scale=self.scale, window=self.window, bias=bias
         )

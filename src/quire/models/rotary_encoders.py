@@ -10,6 +10,7 @@ from quire.layers.linear import FusedLinear, Part
 from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.norm import LayerNorm, NoNorm, Norm
 from quire.layers.packed_attention import PackedSelfAttention
+from quire.layers.parameter import Role
 from quire.models.bert import NO_POOLER, POOLER
 from quire.models.encoder import Classifier, Encoder, PreNormBlock, Renames, count_labels
 from quire.types.errors import ModelError
@@ -131,8 +132,9 @@ class UpGateLinear(FusedLinear):
     def parts(self, path: str) -> Mapping[str, Part]:
         if self.separate:
             return super().parts(path)
-        size = self.outputs // 2
-        return {path: Part(2 * size, ((size, range(size)), (0, range(size, 2 * size))))}
+        (gate, up), (size, _) = self.local_outputs, self.sections
+        rows = (len(gate), up), (0, range(size + gate.start, size + gate.stop))
+        return {path: Part(2 * size, rows)}
 
 
 class GTE(RotaryEncoder):
@@ -152,7 +154,7 @@ class GTE(RotaryEncoder):
     def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
         size, inner = facts.hidden_size, facts.hf["intermediate_size"]
         mlp = GatedMLP(size, inner, facts.hf["hidden_act"], down_bias=True, fused=True)
-        mlp.gate_up = UpGateLinear(size, {"gate_proj": inner, "up_proj": inner})
+        mlp.gate_up = UpGateLinear(size, {"gate_proj": inner, "up_proj": inner}, role=Role.COLUMN)
         return mlp
 
 

@@ -14,6 +14,7 @@ from quire.layers.linear import Linear
 from quire.layers.mlp import Cutoff
 from quire.layers.moe import Experts
 from quire.layers.norm import WidthNorms
+from quire.layers.packed_attention import PackedSelfAttention
 from quire.layers.parameter import Role
 from quire.types.errors import ConfigError
 
@@ -28,7 +29,7 @@ def shard(model: nn.Module, position: Position, group: Group, grain: int = 1, *,
     """
     if position.size == 1:
         return
-    if not any(isinstance(layer, SelfAttention | LatentAttention) for layer in model.modules()):
+    if not any(isinstance(layer, SelfAttention | LatentAttention | PackedSelfAttention) for layer in model.modules()):
         raise ConfigError("tensor parallelism requires a model family of Quire's own")
     with torch.device("meta"):
         for layer in model.modules():
@@ -80,6 +81,8 @@ def _shard_by_role(layer: nn.Module, position: Position, group: Group) -> None:
             layer.group = group
         case SelfAttention():
             layer.shard_heads(*layer.division.share(position))
+        case PackedSelfAttention():
+            layer.shard_heads(layer.division.share(position)[0])
         case LatentAttention():
             layer.shard_heads(position)
         case Cutoff():

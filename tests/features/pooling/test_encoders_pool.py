@@ -142,8 +142,7 @@ def test_texts_are_lower_cased_where_sentence_transformers_does_so(tmp_path: Pat
     ("args", "message"),
     [
         ({"runner": "generate"}, "requires an LM head"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported with BertModel"),
-        ({"enable_lora": True}, "enable_lora is not supported with BertModel"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported with BertModel, an encoder. Divide the"),
         ({"max_num_batched_tokens": 50}, "a whole prompt must fit in one step"),
         ({"model_impl": "transformers"}, "transformers"),
     ],
