@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from quire.attn.batch import Batch, Tokens
+from quire.layers.class_linear import ClassLinear
 from quire.layers.embedding import Embedding, PositionEmbedding
-from quire.layers.linear import Linear
 from quire.layers.mlp import MLP
 from quire.layers.norm import LayerNorm, Norm
 from quire.layers.packed_attention import PackedSelfAttention, PositionBias
@@ -56,10 +56,10 @@ class Classifier(nn.Module):
     ) -> None:
         """activation: of the dense layer; None: there is no dense layer."""
         super().__init__()
-        self.dense = None if activation is None else Linear(size, size, bias=dense_bias)
+        self.dense = None if activation is None else ClassLinear(size, size, bias=dense_bias)
         self.activation = activation if activation in (None, "tanh") else check_activation(str(activation))
         self.norm = norm
-        self.out_proj = Linear(size, labels, bias=True)
+        self.out_proj = ClassLinear(size, labels, bias=True)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         """x [N, H] -> [N, labels] float32."""

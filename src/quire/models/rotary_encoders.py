@@ -133,7 +133,7 @@ class UpGateLinear(FusedLinear):
         if self.separate:
             return super().parts(path)
         (gate, up), (size, _) = self.local_outputs, self.sections
-        rows = (len(gate), up), (0, range(size + gate.start, size + gate.stop))
+        rows = (0, range(size + gate.start, size + gate.stop)), (len(gate), up)
         return {path: Part(2 * size, rows)}
 
 

@@ -24,6 +24,7 @@ TAG = PROMPTS[0][2]
 
 def made(directory, kind="LlamaModel", config="LlamaConfig", **changes):
     """A checkpoint of a class of transformers, and its model."""
+    directory.mkdir(exist_ok=True)
     make_tokenizer(directory)
     torch.manual_seed(0)
     model = getattr(transformers, kind)(getattr(transformers, config)(**SIZES | changes, initializer_range=0.3)).eval()

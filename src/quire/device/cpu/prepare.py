@@ -24,6 +24,7 @@ from quire.device.cpu.repack import repack
 from quire.device.cpu.segments import Segments
 from quire.device.cpu.session import PRODUCT_CACHED_ELEMENTS, Product, float_product, packed_product
 from quire.device.cpu.trace import Trace, Untraceable, trace_body
+from quire.layers.class_linear import ClassLinear
 from quire.layers.embedding import Embedding, Head, PlainHead
 from quire.layers.linear import Linear, Plain
 from quire.layers.lora import LinearBank
@@ -120,7 +121,7 @@ class CompiledBody:
 
 def find_banks(model: Decoder) -> list[LinearBank]:
     """Return the LoRA banks of the body; none if any is of another kind."""
-    layers = [layer for layer in model.modules() if not isinstance(layer, Head | Embedding)]
+    layers = [layer for layer in model.modules() if not isinstance(layer, Head | Embedding | ClassLinear)]
     banks = [bank for layer in layers if (bank := getattr(layer, "bank", None)) is not None]
     return banks if all(type(bank) is LinearBank for bank in banks) else []
 

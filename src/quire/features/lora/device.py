@@ -56,13 +56,11 @@ class LoRAPart(StepPart):
         parameters = {name for name, _ in model.named_parameters()}
         self._whole = WholeModel(find_sites(model, self._added_tokens), model.renames, parameters)
 
-    def transform(self, model: Decoder) -> None:
+    def load(self, model: Decoder, reserved_bytes: Callable[[], int]) -> None:  # noqa: ARG002
         device = self._device.torch_device
         tabled = (self._max_loras, self._max_rank) if device.type == "cuda" else None  # for kernels
+        # once the checkpoint is known: it may store a layer's parts as one tensor or as several
         self._adapters = adapt(model, device=device, dtype=self._dtype, tabled=tabled, more=self._added_tokens)
-
-    def load(self, model: Decoder, reserved_bytes: Callable[[], int]) -> None:  # noqa: ARG002
-        assert self._adapters is not None
         budget = None
         if self._device.torch_device.type != "cpu":
             budget = self._max_loras * self._adapters.bytes_of(self._max_rank)

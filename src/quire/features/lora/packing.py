@@ -15,9 +15,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from quire.features.lora.sites import Addition, EmbeddingSite, ExpertsSite, HeadSite, LatentSite, LinearSite, Numbers, Site
+from quire.features.lora.sites import (
+    Addition,
+    ClassSite,
+    EmbeddingSite,
+    ExpertsSite,
+    HeadSite,
+    LatentSite,
+    LinearSite,
+    Numbers,
+    Site,
+)
 from quire.features.lora.values import Scaled, move
 from quire.files.threads import in_threads
+from quire.layers.class_linear import ClassLinear
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear
 from quire.layers.moe import Experts
@@ -94,10 +105,13 @@ class Adapters:
         return self._table is not None
 
     def bytes_of(self, rank: int) -> int:
-        """Return the bytes of an adapter of this rank that changes every linear layer, with biases and DoRA magnitudes."""
+        """Return the bytes of an adapter of this rank that changes every linear layer, with biases, DoRA magnitudes and a
+        classification head of its own."""
         linear = [site for site in self._by_path.values() if isinstance(site, LinearSite)]
         shapes = [(width, site.inputs) for site in linear for _, width in site.parts]
         sizes = [size for outputs, inputs in shapes for size in (outputs * rank, inputs * rank, outputs, outputs)]
+        classes = [shape for site in linear if isinstance(site, ClassSite) for shape in site.shapes.values()]
+        sizes += [size for outputs, inputs in classes for size in (outputs * inputs, outputs)]
         return sum(map(_aligned, sizes)) * self.dtype.itemsize
 
     def lay_out(self, additions: Mapping[str, Addition]) -> Layout:
@@ -210,6 +224,7 @@ class AddressTable:
             size += -(-len(site.parts) * ENTRY // 2) * 2  # each begins at a multiple of 16 bytes
         self._rows = torch.zeros(places + 1, size, dtype=torch.int64, device=device)
         self.unusual: set[int] = set()  # slots with weights that kernels do not support
+        self._beside = {site.path for site in sites if isinstance(site, ClassSite)}  # run after the layers, without kernels
         for site, start in zip(self._sites, self._starts, strict=True):
             assert isinstance(site, LinearSite)
             site.use_table(self._rows.view(-1)[start:], size, ranks)
@@ -222,7 +237,7 @@ class AddressTable:
                 numbers = np.array(site.tabulate(place), np.int64).ravel()
                 row[start : start + len(numbers)] = numbers
         self._write(place, row)
-        if paths - {site.path for site in self._sites}:
+        if paths - {site.path for site in self._sites} - self._beside:
             self.unusual.add(place)
 
     def row_of(self, where: Where, itemsize: int) -> TableRow | None:
@@ -268,6 +283,8 @@ def find_sites(model: nn.Module, more: int = 0) -> list[Site]:
     sites: list[Site] = []
     for path, layer in model.named_modules():
         match layer:
+            case ClassLinear():
+                sites.append(ClassSite(path, layer))
             case Linear(as_floats=True):
                 sites.append(LatentSite(path, layer))
             case Linear():

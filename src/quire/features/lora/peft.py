@@ -54,6 +54,7 @@ HALVES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"weight", "plain"),
     )
 )
+REPLACED = ("head", "embedding", "classes")  # kinds of sites whose matrix an adapter may replace
 HALF_OF = {"down": "lora_A", "up": "lora_B"}
 PIECE = 1 << 22  # bytes of a file that a thread reads
 LARGEST = 1e6  # what a matrix may be multiplied by, and a number that is added: beyond it activations overflow before long
@@ -252,9 +253,12 @@ class Reader:
         """Add a saved matrix; PEFT's copy next to low-rank additions counts only if it differs from the model's."""
         whole, outputs, inputs = halves.get("whole"), *site.shapes[path]
         shape = (inputs, outputs) if site.kind == "embedding" else (outputs, inputs)
-        if whole is not None and site.kind not in ("head", "embedding"):
-            raise whole.wrong("is a whole matrix (modules_to_save); only of head and embedding can an adapter have its own")
-        base = halves.get("base") if site.kind in ("head", "embedding") else None
+        if whole is not None and site.kind not in REPLACED:
+            raise whole.wrong(
+                "is a whole matrix (modules_to_save); an adapter can only replace those of the LM head, embedding and "
+                "classification head"
+            )
+        base = halves.get("base") if site.kind in REPLACED else None
         given = base if whole is None else whole
         if given is not None:
             self._check_shape(given, shape, site)

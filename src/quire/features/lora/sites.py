@@ -1,7 +1,7 @@
 """The layers of a model that adapters can add to: what a rank needs of an addition, and its way to the layer's bank."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -226,6 +226,25 @@ class LatentSite(LinearSite):
             whole[part.outputs] += (part.down.float() @ part.up.float()).t()
         whole = whole if made.gain is None else whole * made.gain.float().unsqueeze(1)
         self._bank.put(place, LinearLoRA(whole=whole.to(weight.dtype)))
+
+
+class ClassSite(LinearSite):
+    """A layer of a classification head, whose matrix an adapter may replace. Kernels do not support it."""
+
+    kind = "classes"
+
+    def __init__(self, path: str, layer: Linear) -> None:
+        super().__init__(path, layer)
+        self.parts = []
+
+    def cut(self, found: Mapping[str, Addition]) -> Given:
+        numbers, [(name, addition)] = super().cut(found), found.items()
+        return numbers if addition.whole is None else {**numbers, f"{name}.whole": addition.whole.t()}
+
+    def put(self, place: int, numbers: Numbers, known: Numbers) -> None:
+        super().put(place, numbers, known)
+        whole = numbers.get(f"{next(iter(self.shapes))}.whole")
+        self._bank.put(place, replace(self._bank.places[place], whole=whole))
 
 
 class HeadSite(Untabled):

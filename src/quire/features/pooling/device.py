@@ -9,7 +9,7 @@ multiply one row at a time.
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import cast
 
 import numpy as np
 import torch
@@ -17,12 +17,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quire.attn.batch import PLAIN, Batch, Tokens
+from quire.attn.batch import PLAIN, Batch, LoRATokens, Tokens
 from quire.device.base import Device
 from quire.features.base import Allocation, Pooled, StepPart
 from quire.features.pooling.host import CHUNK, ModelPooling
 from quire.features.pooling.sentence_files import Dense
 from quire.files.resolve import ModelFiles
+from quire.layers.class_linear import ClassLinear
 from quire.layers.embedding import PlainHead
 from quire.models.decoder import Decoder
 from quire.ops.activation import activate
@@ -56,10 +57,19 @@ class Tenant:
     tokens: Ints  # its prompt, to find step_tag_id
     segment: int  # position of the first token with segment id 1; 0: there is none
     unpooled: int = 0  # tokens at the beginning that are left out of the mean
+    adapter: int = 0  # slot of its LoRA adapter; 0: none
 
     @property
     def pooled_tokens(self) -> int:
         return max(0, self.prompt_length - self.unpooled)
+
+    @property
+    def way(self) -> "Way":
+        return self.pooling, self.adapter
+
+
+Way = tuple[Pooling, int]  # requests with the same pooling and LoRA adapter are pooled together
+Score = Callable[[Tensor, Tokens], Tensor]  # states [n, H] and their adapters -> class logits [n, classes]
 
 
 class PoolingPart(StepPart):
@@ -82,7 +92,7 @@ class PoolingPart(StepPart):
         self._tenants: dict[int, Tenant] = {}
         self._sums: Tensor | None = None  # [S, H] float64, made when a prompt's mean is first asked for
         self._slots = 0
-        self._score: Callable[[Tensor], Tensor] | None = None
+        self._score: Score | None = None
         self._dense: list[tuple[Tensor, Tensor | None, str]] = []  # weight, bias, activation
 
     # ---- the model's head ------------------------------------------------------------------------------------------------
@@ -112,8 +122,7 @@ class PoolingPart(StepPart):
     def load(self, model: Decoder, reserved_bytes: Callable[[], int]) -> None:  # noqa: ARG002
         how = self._how
         if hasattr(model, "classify"):
-            classify: Any = model.classify
-            self._score = lambda states: classify(states, PLAIN)
+            self._score = cast(Score, model.classify)
         elif how.from_tokens:
             self._score = self._score_by_tokens(model)
         elif how.head != "embed":
@@ -123,21 +132,24 @@ class PoolingPart(StepPart):
         if how.files is not None:
             self._dense = [_load_dense(dense, self._device.torch_device) for dense in how.files.dense]
 
-    def _score_by_tokens(self, model: Decoder) -> Callable[[Tensor], Tensor]:
+    def _score_by_tokens(self, model: Decoder) -> Score:
         """Class logits from the rows of the LM head that belong to tokens."""
         how, head = self._how, model.lm_head
         ids = self._find_ids()
-        if isinstance(head.method, PlainHead) and head.group is None and head.bias is None:
+        matrix: Tensor | None = None
+        if isinstance(head.method, PlainHead) and head.group is None and head.bias is None and head.soft_cap is None:
             rows = head.matrix()[torch.tensor(ids, device=self._device.torch_device)].float()
             matrix = (rows[1:] - rows[:1] if how.difference else rows) * head.scale
-            if head.soft_cap is None:
-                return self._by_row(lambda states: functional.linear(states.float(), matrix))
 
-        def by_logits(states: Tensor) -> Tensor:
-            logits = torch.cat([model.logits(part, PLAIN)[:, ids] for part in torch.split(states, CHUNK)])
+        def score(states: Tensor, tokens: Tokens) -> Tensor:
+            adapted = tokens.lora is not None and head.bank is not None and any(head.bank.of(tokens.lora))
+            if matrix is not None and not adapted:
+                return self._by_row(lambda row: functional.linear(row.float(), matrix))(states)
+            parts = [model.logits(part, _like(tokens, len(part)))[:, ids] for part in torch.split(states, CHUNK)]
+            logits = torch.cat(parts)
             return logits[:, 1:] - logits[:, :1] if how.difference else logits
 
-        return by_logits
+        return score
 
     def _find_ids(self) -> list[int]:
         tokenizer = load_tokenizer(self._files, tokenizer=self._tokenizer, revision=self._revision)
@@ -167,7 +179,9 @@ class PoolingPart(StepPart):
     def admit(self, slot: int, admission: Admission) -> None:
         if (pooling := admission.extras.pooling) is not None:
             extras = admission.extras
-            self._tenants[slot] = Tenant(pooling, admission.prompt_length, admission.tokens, extras.segment, extras.unpooled)
+            self._tenants[slot] = Tenant(
+                pooling, admission.prompt_length, admission.tokens, extras.segment, extras.unpooled, extras.adapter
+            )
 
     def retire(self, slot: int) -> None:
         self._tenants.pop(slot, None)
@@ -193,7 +207,7 @@ class PoolingPart(StepPart):
     # ---- pooling ---------------------------------------------------------------------------------------------------------
 
     def pool(self, rows: StepRows, hidden: Tensor, index: Longs) -> Sequence[Pooled] | None:
-        owner, groups = rows.shapes.rows_of(rows.outputs.pool), dict[Pooling, list[tuple[int, Longs]]]()
+        owner, groups = rows.shapes.rows_of(rows.outputs.pool), dict[Way, list[tuple[int, Longs]]]()
         pooled = np.unique(owner)
         starts, ends = (np.searchsorted(owner, pooled, side).tolist() for side in ("left", "right"))
         means = list[tuple[int, int, int, int]]()  # row, first state, states, position of the row's first token
@@ -205,8 +219,8 @@ class PoolingPart(StepPart):
                 left_out = min(max(0, tenant.unpooled - begin), stop - start)
                 means.append((row, int(index[start]) + left_out, stop - start - left_out, begin))
             elif (chosen := _choose(tenant, index[start:stop], end)) is not None:
-                groups.setdefault(tenant.pooling, []).append((row, chosen))
-        found = [self._finish(pooling, hidden, chosen) for pooling, chosen in groups.items()]
+                groups.setdefault(tenant.way, []).append((row, chosen))
+        found = [self._finish(way, hidden, chosen) for way, chosen in groups.items()]
         return [*found, *self._means(rows, hidden, means)] if means else found
 
     def _means(self, rows: StepRows, hidden: Tensor, means: list[tuple[int, int, int, int]]) -> Iterator[Pooled]:
@@ -218,28 +232,29 @@ class PoolingPart(StepPart):
         add_rows(hidden, first, count, slot, (begin == 0).astype(np.int64), self._sums)
         tenants = [self._tenants[each] for each in slot.tolist()]
         length = np.array([max(1, tenant.pooled_tokens) for tenant in tenants], np.int64)
-        complete = dict[Pooling, list[int]]()
+        complete = dict[Way, list[int]]()
         for each in np.flatnonzero(end == [tenant.prompt_length for tenant in tenants]).tolist():
-            complete.setdefault(tenants[each].pooling, []).append(each)
-        for pooling, chosen in complete.items():
+            complete.setdefault(tenants[each].way, []).append(each)
+        for way, chosen in complete.items():
             slots, lengths = upload_together([slot[chosen], length[chosen]], hidden.device)
             averages = self._sums[slots] / lengths.double()[:, None]
-            yield Pooled(dict.fromkeys(row[chosen].tolist(), 1), self._activate(pooling, averages.float()))
+            yield Pooled(dict.fromkeys(row[chosen].tolist(), 1), self._activate(way, averages.float()))
 
-    def _finish(self, pooling: Pooling, hidden: Tensor, chosen: Sequence[tuple[int, Longs]]) -> Pooled:
+    def _finish(self, way: Way, hidden: Tensor, chosen: Sequence[tuple[int, Longs]]) -> Pooled:
         index = np.concatenate([states for _, states in chosen])
         parts = [
-            self._activate(pooling, hidden[upload(index[first : first + CHUNK], hidden.device)].float())
+            self._activate(way, hidden[upload(index[first : first + CHUNK], hidden.device)].float())
             for first in range(0, max(1, len(index)), CHUNK)
         ]
         return Pooled({row: len(states) for row, states in chosen}, parts[0] if len(parts) == 1 else torch.cat(parts))
 
-    def _activate(self, pooling: Pooling, states: Tensor) -> Tensor:
+    def _activate(self, way: Way, states: Tensor) -> Tensor:
         """states [n, H] float32 -> [n, size] float32."""
+        pooling, adapter = way
         if pooling.task.endswith("classify"):
             if self._score is None:
                 raise EngineError("the model has no classification head")
-            scores = self._score(states.to(self._dtype)).float()
+            scores = self._score(states.to(self._dtype), _adapted(adapter, len(states), states.device)).float()
             if pooling.activate:
                 scores = _apply(self._how.activation, scores)
             ids = pooling.returned_token_ids
@@ -260,21 +275,28 @@ class ClassHead(NoHead):
 
     def __init__(self, vocab_size: int, labels: int, size: int, bias: bool, hidden: bool = False) -> None:
         super().__init__(vocab_size)
-        self.hidden = nn.Linear(size, size, bias=bias) if hidden else None
-        self.classes = nn.Linear(size, labels, bias=bias)
+        self.hidden = ClassLinear(size, size, bias=bias) if hidden else None
+        self.classes = ClassLinear(size, labels, bias=bias)
 
-    def score(self, states: Tensor) -> Tensor:
-        """states [n, H] -> [n, labels] float32."""
+    def score(self, states: Tensor, tokens: Tokens) -> Tensor:
+        """states [n, H], all with the same adapter -> [n, labels] float32."""
         if states.device.type == "cpu" and len(states) > 1:  # a product's sums depend on the number of rows
-            return torch.cat([self.score(row) for row in torch.split(states, 1)])
+            one = _like(tokens, 1)
+            return torch.cat([self.score(row, one) for row in torch.split(states, 1)])
         x = states.float()
         if self.hidden is not None:
-            x = _linear(self.hidden, x).relu()
-        return _linear(self.classes, x)
+            x = self.hidden.compute_in_float32(x, tokens).relu()
+        return self.classes.compute_in_float32(x, tokens)
 
 
-def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    return functional.linear(x, layer.weight.float(), None if layer.bias is None else layer.bias.float())
+def _adapted(adapter: int, count: int, device: torch.device) -> Tokens:
+    """Return `count` states with the LoRA adapter in this slot; 0: without one."""
+    return Tokens(LoRATokens(np.full(count, adapter, np.int64), device)) if adapter else PLAIN
+
+
+def _like(tokens: Tokens, count: int) -> Tokens:
+    """Return the first `count` of states that all have the same adapter."""
+    return tokens.take(np.arange(count))
 
 
 def _choose(tenant: Tenant, states: Longs, end: int) -> Longs | None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.files.reading import shown
+from quire.layers.class_linear import ClassLinear
 from quire.layers.embedding import Embedding, Head
 from quire.layers.linear import Linear, Plain
 from quire.layers.moe import Experts, PlainExperts
@@ -143,13 +144,13 @@ class RoundedExperts(PlainExperts):
 
 class OnlineFloat8Scheme:
     """quantization="fp8" for a checkpoint of floats: matrices are quantized after loading,
-    except embedding, head and routers."""
+    except embedding, head, routers and classification heads."""
 
     def __init__(self, config: Mapping[str, Any], inventory: Inventory | None, target: Target) -> None:  # noqa: ARG002
         self._target = target
 
     def linear(self, path: str, layer: Linear) -> Plain | None:
-        if path.rpartition(".")[2] in ROUTERS:
+        if path.rpartition(".")[2] in ROUTERS or isinstance(layer, ClassLinear):
             return None
         return OnlineLinear() if "fp8" in self._target.keeps and not layer.as_floats else RoundedLinear()
 
