@@ -35,6 +35,7 @@ from quire.engine.memory import (
     weights_of,
 )
 from quire.features.host import Memory, Sizes
+from quire.features.pooling.host import supported_tasks
 from quire.files.resolve import with_weights_on_disk
 from quire.models.registry import find_family
 from quire.sim.analytic import CARDS, find_card
@@ -85,6 +86,8 @@ class MemoryPlan:
     engines: int  # data_parallel_size; all other fields are of one engine; on a CPU they share the memory
     ranks: int  # processes that share the model; pages and cache are of each
     stages: tuple[int, ...]  # layers of each; pages and cache are those of the stage with most layers
+    tasks: tuple[str, ...]  # that requests may ask of the model
+    pooling: int  # reserved for pooling
     cache: int
     pages: int
     positions: int  # max_position of the model
@@ -109,6 +112,9 @@ def render(plan: MemoryPlan) -> str:
             f"{size(plan.activations)} for {plan.max_batched_tokens} tokens, {plan.max_seqs} requests (estimated)",
         ),
     ]
+    if "generate" not in plan.tasks:
+        lines.insert(1, ("Tasks", ", ".join(plan.tasks)))
+        lines.append(("Pooling", f"{size(plan.pooling)} reserved for hidden states and results"))
     if plan.graphs:
         lines.append(("CUDA graphs", f"{size(plan.graphs)} reserved (--enforce-eager: none)"))
     lines += _optional_lines(plan)
@@ -121,15 +127,21 @@ def render(plan: MemoryPlan) -> str:
     if plan.bytes_per_page:
         pages = f"{plan.pages:,} pages of {plan.page_size} tokens, {size(plan.bytes_per_page)} each"
         cache = f"{cache} in {plan.cache_dtype}: {pages}{' in addition to the states' if plan.states else ''}"
-    else:
+    elif plan.states:
         cache = f"{cache} for states; there are no keys and values"
+    else:
+        cache = "none: an encoder reads each prompt whole in one step and keeps no keys and values"
     each = [f"{number} {what}" for number, what in ((plan.ranks, "ranks"), (plan.engines, "engines")) if number > 1]
     lines.append(("Cache", ", in each of ".join([cache, " of each of ".join(each)] if each else [cache])))
     if len(plan.stages) > 1:
         lines.append(("Stages", f"{len(plan.stages)}, of {', '.join(map(str, plan.stages))} layers"))
     lines.append(("Context", f"{plan.max_model_len:,} tokens (the model was made for {plan.positions:,})"))
     for length, requests in plan.concurrency.items():
-        lines.append(("At once", f"{_requests(requests, plan.max_seqs)} of {length:,} tokens"))
+        if plan.bytes_per_page or plan.states:
+            lines.append(("At once", f"{_requests(requests, plan.max_seqs)} of {length:,} tokens"))
+        else:
+            prompts = min(plan.max_seqs, plan.max_batched_tokens // length)
+            lines.append(("In one step", f"{prompts} prompts of {length:,} tokens"))
     lines += [("Advice" if plan.fits else "Does not fit", text) for text in plan.advice]
     out, last = [], ""
     for name, text in lines:
@@ -355,7 +367,9 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
         engines=args.data_parallel_size,
         ranks=config.world,
         stages=tuple(len(stage) for stage in config.stage_layers),
-        cache=max(0, cache),
+        tasks=supported_tasks(config),
+        pooling=use.sum("reserved", "pooling"),
+        cache=max(0, cache) if layout.bytes_per_page or facts.states else 0,
         pages=pages,
         positions=facts.max_position,
         max_model_len=length,

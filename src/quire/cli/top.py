@@ -163,9 +163,12 @@ def screen(known: EngineView, problem: str | None, url: str, width: int, height:
     if not hello:
         return [_cut(f"quire top  {url}  {problem or 'connecting'}", width)]
     state = problem if problem is not None else "; ".join(_engine(known, engine) for _, engine in sorted(known.engines.items()))
-    lines = [f"{hello['model']} on {hello['device']} ({hello['dtype']}), Quire {hello['server']} at {url}: {state}"]
+    does = "" if _generates(known) else f", {', '.join(hello['tasks'])}"
+    lines = [f"{hello['model']} on {hello['device']} ({hello['dtype']}{does}), Quire {hello['server']} at {url}: {state}"]
     lines += [numbers(known), *_steps(known)]
-    if stats:
+    if stats and not _generates(known):
+        lines.append(f"result      {_histogram(stats['ttft'], hello['ttft_bounds'])}")
+    elif stats:
         lines.append(f"first token {_histogram(stats['ttft'], hello['ttft_bounds'])}")
         lines.append(f"next token  {_histogram(stats['itl'], hello['itl_bounds'])}")
     lines += ["", *_map(known, width)]
@@ -179,24 +182,33 @@ def numbers(known: EngineView) -> str:
     stats, pages = known.stats, known.pages
     step = next(iter(known.steps.values()), None)
     restarts = sum(engine["restarts"] for engine in known.engines.values())
-    used = f"{pages['used']}/{pages['used'] + pages['cached'] + pages['blank']}" if pages else "?"
+    used = f"pages {pages['used']}/{pages['used'] + pages['cached'] + pages['blank']}" if pages else "pages ?"
+    if known.hello and known.hello["pages"] <= known.hello["engines"]:
+        used = "no KV cache"
     rates = stats.get("rates", {})
     own = f" ({step['own_running']} yours)" if step and known.hello.get("keys") else ""
+    speed = f"prompt {rates.get('prompt', 0):.0f}/s  generated {rates.get('generated', 0):.0f}/s"
+    if not _generates(known):
+        speed = f"prompts {rates.get('finished', 0):.1f}/s  tokens {rates.get('prompt', 0):.0f}/s"
     return (
-        f"running {stats.get('running', 0)}{own}  waiting {stats.get('waiting', 0)}  pages {used}  "
-        f"prompt {rates.get('prompt', 0):.0f}/s  generated {rates.get('generated', 0):.0f}/s  "
+        f"running {stats.get('running', 0)}{own}  waiting {stats.get('waiting', 0)}  {used}  {speed}  "
         f"preemptions {stats.get('preemptions', 0)}  compiling {stats.get('compiling', 0)}  "
         f"restarts {restarts}"
     )
 
 
-def finished(request: dict[str, Any]) -> str:
+def finished(request: dict[str, Any], generates: bool = True) -> str:
     """Return a line about a finished request and the parts of its time."""
     parts = " + ".join(f"{name} {seconds:.3f}" for name, seconds in request["parts"].items())
+    drawn = f"drawn {request['drawn']} " if generates else ""
     return (
         f"finished {_plain(request['id'])} {request['reason']} prompt {request['prompt']} ({request['cached']} cached) "
-        f"drawn {request['drawn']} in {request['wall']:.3f} s = {parts}"
+        f"{drawn}in {request['wall']:.3f} s = {parts}"
     )
+
+
+def _generates(known: EngineView) -> bool:
+    return "generate" in known.hello.get("tasks", ("generate",))
 
 
 def name(known: EngineView, event: dict[str, Any]) -> str:
@@ -274,7 +286,7 @@ def _requests(known: EngineView, room: int) -> list[str]:
             f"{drawn:>7}{row:>5}{max(0.0, known.last - request['arrived']):>9.1f}"
         )
     left = room - len(lines)
-    lines += [finished(request) for request in list(reversed(known.finished))[: max(0, left)]]
+    lines += [finished(request, _generates(known)) for request in list(reversed(known.finished))[: max(0, left)]]
     return lines[:room]
 
 
@@ -375,7 +387,8 @@ def _print(feed: TopFeed) -> None:
                     why = f": {event['reason']}" if event["reason"] and event["state"] == "restarting" else ""
                     lines.append(f"{name(feed.known, event)} {event['state']}, {event['restarts']} restarts{why}")
                 elif kind == "requests":
-                    lines += [finished(request) for request in event["requests"] if request["state"] == "finished"]
+                    done = [request for request in event["requests"] if request["state"] == "finished"]
+                    lines += [finished(request, _generates(feed.known)) for request in done]
                 elif kind == "gap":
                     lines.append(f"{event['lost']} events were lost: this client is too slow")
             if feed.known.hello and time.monotonic() >= due and feed.problem is None:

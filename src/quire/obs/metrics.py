@@ -220,7 +220,7 @@ class Metrics:
         """A request is counted when it gets somewhere."""
 
     def on_outputs(self, news: OutputNews) -> None:
-        if news.tokens:  # as vLLM counts: tokens generated, and the prompts whose first ones are among them
+        if news.tokens or news.prompts:  # as vLLM counts: tokens generated, and the prompts whose first ones are among them
             self.step_tokens.observe(news.tokens + sum(tokens for tokens, _ in news.prompts))
         self.generation_tokens.add(news.tokens)
         self.ttft.observe_all(news.first_tokens)
@@ -251,7 +251,7 @@ class Metrics:
         self.request_generated.observe_all(request.generated)
         self.request_longest.observe(max(request.generated))
         self.request_n.observe(params.n)
-        if params.max_tokens is not None:
+        if params.max_tokens is not None and not request.pools:
             self.request_limit.observe(params.max_tokens)
         self.e2e.observe(metrics.finished_ts - metrics.queued_ts)
         if metrics.scheduled_ts:

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from quire import __version__
 from quire.async_llm import AsyncLLM
 from quire.engine.handle import OneEngine
+from quire.features.pooling.host import supported_tasks
 from quire.obs.metrics import FIRST_TOKEN, PER_TOKEN, Metrics
 from quire.serve.generation import answer_of
 from quire.text.outputs import RequestAnswer
@@ -263,6 +264,7 @@ def hello(llm: AsyncLLM, several: bool) -> Event:
         "dtype": config.dtype,
         "ranks": config.world,
         "stages": config.stages,
+        "tasks": list(supported_tasks(config)),
         "max_model_len": llm.max_model_len,
         "max_seqs": config.max_seqs,
         "max_batched_tokens": config.max_batched_tokens,

@@ -7,6 +7,7 @@ from pydantic import Discriminator, Tag
 from typing_extensions import TypedDict
 
 from quire.features.lora.client import NamedAdapter
+from quire.features.pooling.host import supported_tasks
 from quire.serve.body import JSONRoute
 from quire.serve.errors import ErrorBody, HttpError, json_response
 from quire.serve.inputs import render_messages
@@ -48,6 +49,7 @@ class ModelCard(TypedDict):
     root: str
     parent: str | None
     max_model_len: int
+    supported_tasks: list[str]
     permission: list[Permission]
 
 
@@ -95,6 +97,7 @@ def _card(server: Server, name: str) -> ModelCard:
         "root": server.llm.config.args.model,
         "parent": None,
         "max_model_len": server.llm.max_model_len,
+        "supported_tasks": list(supported_tasks(server.llm.config)),
         "permission": [
             {
                 "id": f"modelperm-{name}",

@@ -17,6 +17,7 @@ from quire.async_llm import AsyncLLM
 from quire.config.config import Config
 from quire.config.server_args import ServerArgs
 from quire.engine.client import check_number
+from quire.features.pooling.host import supported_tasks
 from quire.files.identity import identity
 from quire.files.resolve import ModelFiles
 from quire.obs.metrics import Metrics
@@ -103,7 +104,7 @@ class Server:
 
     @cached_property
     def formats(self) -> ModelFormats:
-        return choose_formats(self.settings, self.llm.tokenizer)
+        return choose_formats(self.settings, self.llm.tokenizer, "generate" in supported_tasks(self.llm.config))
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:

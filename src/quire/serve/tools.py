@@ -194,7 +194,10 @@ def check_parsers(settings: ServerArgs) -> None:
             find_format(name, use)
 
 
-def choose_formats(settings: ServerArgs, tokenizer: Tokenizer | None) -> ModelFormats:
+def choose_formats(settings: ServerArgs, tokenizer: Tokenizer | None, generates: bool = True) -> ModelFormats:
+    """generates: the model writes text that may contain them."""
+    if not generates:
+        return ModelFormats()
     template = None if tokenizer is None else tokenizer.chat_template
     chosen: dict[Use, Format] = {}
     describe_tools = False

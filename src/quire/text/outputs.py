@@ -263,6 +263,7 @@ class RequestAnswer:
             trace_headers=self._trace_headers,
             engine_ids=tuple(request.id for request in self.prepared.requests),
             lora_name=self.prepared.lora_name,
+            pools=self.prepared.requests[0].extras.pooling is not None,
         )
 
     def emit(self) -> RequestOutput:

@@ -35,6 +35,7 @@ class Finished:
     trace_headers: Mapping[str, str] | None = None
     engine_ids: tuple[str, ...] = ()  # one per choice
     lora_name: str = ""  # of its adapter
+    pools: bool = False  # it returns a vector and generates nothing
 
 
 @dataclass

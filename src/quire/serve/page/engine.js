@@ -92,7 +92,7 @@ function drawTiles() {
   const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "–");
   const told = {
     generated: rate(generated), prompt: rate(prompt), running: `${count(queue.running)} / ${count(hello.max_seqs * hello.engines)}`, waiting: count(queue.waiting),
-    pages: percent(pool.used, hello.pages), hits: percent(stats.cached_tokens, stats.prompt_tokens),
+    pages: hello.pages > hello.engines ? percent(pool.used, hello.pages) : "none", hits: percent(stats.cached_tokens, stats.prompt_tokens),
     preemptions: count(stats.preemptions), restarts: count(engine.restarts),
   };
   for (const [name, text] of Object.entries(told)) setText(view.tiles[name], text);

@@ -138,13 +138,21 @@ async function readModels() {
   ui.model.replaceChildren(...names.map((id) => el("option", { value: id }, id)));
   ui.model.value = names.includes(chosen) ? chosen : names[0];
   ui.model.disabled = names.length < 2;
-  ui.welcomeModel.textContent = `${ui.model.value} is ready when you are.`;
+  const tasks = data[0].supported_tasks;
+  const pools = !tasks.includes("generate");
+  ui.composer.hidden = ui.suggestions.hidden = pools;
+  if (pools) ui.welcome.firstElementChild.textContent = "This model does not chat";
+  const does = `returns vectors or scores (${tasks.join(", ")}). Requests to its API appear under Engine.`;
+  ui.welcomeModel.textContent = pools ? `${ui.model.value} ${does}` : `${ui.model.value} is ready when you are.`;
   showComposer();
 }
 
 const STATES = {
   connecting: "connecting", loading: "the model is loading", lost: "no connection", full: "too many viewers", off: "no events",
 };
+
+/** Tokens per second: generated, or of prompts if the model generates nothing. */
+const speed = () => latestRates()[feed.hello?.tasks?.includes("generate") === false ? 1 : 2];
 
 function showState(state) {
   feed.state = state;
@@ -154,7 +162,7 @@ function showState(state) {
 function showPulse() {
   const { running, waiting } = feed.queue;
   const well = feed.engine?.state === "ready";
-  const work = running + waiting ? `${running} running${waiting ? `, ${waiting} waiting` : ""} · ${rate(latestRates()[2])} tokens/s` : "idle";
+  const work = running + waiting ? `${running} running${waiting ? `, ${waiting} waiting` : ""} · ${rate(speed())} tokens/s` : "idle";
   setText(ui.pulseText, STATES[feed.state] || (well ? work : `engine ${feed.engine.state}`));
   ui.pulse.dataset.state = feed.state !== "live" ? feed.state : !well ? "lost" : running ? "working" : "live";
 }
