@@ -76,6 +76,9 @@ class StepPart(ABC):
     graph_keys: Sequence[Hashable] = (False,)  # every key that `graph_key` can return, False first; (): nothing is recorded
     single_tokens = False  # only steps whose rows have one token each can be recorded
 
+    def before_cut(self, model: "Decoder") -> None:
+        """Read or change the whole model, on the meta device, before a pipeline stage takes its layers out of it."""
+
     def transform(self, model: "Decoder") -> None:
         """Change this rank's share of the model, on the meta device, before its weights are loaded."""
 

@@ -8,7 +8,7 @@ the first stage knows token values. CUDA graphs contain a stage's layers (`graph
 received, and tokens are drawn, outside of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,16 +57,13 @@ class StageRunner(Runner):
         ring: Ring,
         layers: Sequence[LayerCache],
         whole: bool = False,
-        before_cut: Callable[[Decoder], None] | None = None,
         **options: Any,
     ) -> None:
         """layers: what this rank's cache holds of each layer of its stage.
         whole: the last stage returns the states of all tokens, for a drafter of the first.
-        before_cut: is called with the whole model, before the other stages' layers are taken out.
 
         The rest is as in Runner.
         """
-        self._before_cut = before_cut
         super().__init__(*args, position=ring.own.position, group=ring.group, **options)
         self._pipeline_rank, self._stage, self._layers = ring.own, ring.own.stage, tuple(layers)
         self._others, self._ends = ring.others, ring.ends
@@ -77,8 +74,8 @@ class StageRunner(Runner):
 
     def _build(self) -> Decoder:
         model = super()._build()
-        if self._before_cut is not None:
-            self._before_cut(model)
+        for part in self._parts:
+            part.before_cut(model)
         take_stage(model, self._stage)
         return model
 

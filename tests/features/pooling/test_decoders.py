@@ -140,7 +140,6 @@ def test_what_an_embedder_cannot_do_is_refused_by_name(embedder):
         ({"pooler_config": {"tok_pooling_type": "STEP"}}, "requires step_tag_id"),
         ({"task": "embed", "convert": "embed"}, "stands for runner and convert"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config is not supported"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported with pooling"),
     ],
 )
 def test_settings_that_do_not_suit_are_refused(embedder, args, match):

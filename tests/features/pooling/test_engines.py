@@ -27,7 +27,7 @@ def check(outputs, right):
         np.testing.assert_allclose(output.outputs.data, vector, atol=1e-5)
 
 
-@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}])
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"data_parallel_size": 2}])
 def test_ranks_and_engines(embedder, sizes, quick):
     directory, right = embedder
     with opened(directory, max_num_batched_tokens=16, **sizes) as llm:

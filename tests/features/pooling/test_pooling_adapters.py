@@ -36,7 +36,10 @@ def probabilities(model, ids):
     return model(torch.tensor([ids])).logits[0].softmax(-1).numpy()
 
 
-@pytest.mark.parametrize("sizes", [{}, {"tensor_parallel_size": 2}], ids=["alone", "ranks"])
+SIZES = [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=["alone", "ranks", "stages"])
 def test_a_classifier_takes_the_adapters_own_head(tmp_path, sizes, quick):
     """PEFT saves `score` of task type SEQ_CLS as a whole matrix."""
     model = made(tmp_path / "model", "Qwen2ForSequenceClassification", "Qwen2Config", num_labels=3)

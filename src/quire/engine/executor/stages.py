@@ -26,7 +26,6 @@ from quire.engine.executor import wire
 from quire.engine.executor.local import DividedExecutor, device_lost
 from quire.engine.executor.workers import Workers
 from quire.engine.runners import bounded_facts, make_device_drafter, make_parts, runner_settings
-from quire.features.lora.device import LoRAPart
 from quire.runner.flight import StepFlight
 from quire.runner.settings import DTYPES
 from quire.runner.stage import Begun, StageRunner
@@ -132,7 +131,6 @@ def make_stage_runner(config: Config, device: Device, ring: Ring) -> StageRunner
     whole = config.draft_head is not None and bool(config.draft_head.facts.layers)
     facts, own, position = bounded_facts(config), ring.own.stage.own, ring.own.position
     layers, parts = share_layers(facts.layers, position), make_parts(config, device, position, ring.group, drafter=drafter)
-    lora = next((part for part in parts if isinstance(part, LoRAPart)), None)
     return StageRunner(
         facts,
         runner_settings(config, enforce_eager=drafts or whole),
@@ -142,5 +140,4 @@ def make_stage_runner(config: Config, device: Device, ring: Ring) -> StageRunner
         layers=[layers[index] for index in own],
         whole=whole,
         parts=parts,
-        before_cut=None if lora is None else lora.note_whole_model,
     )

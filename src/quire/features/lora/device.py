@@ -51,8 +51,8 @@ class LoRAPart(StepPart):
         assert self._cache is not None
         return self._cache
 
-    def note_whole_model(self, model: Decoder) -> None:
-        """Of a pipeline stage, before its layers are cut out: every stage checks an adapter's file against the whole model."""
+    def before_cut(self, model: Decoder) -> None:
+        """Note the whole model: every pipeline stage checks an adapter's file against it."""
         parameters = {name for name, _ in model.named_parameters()}
         self._whole = WholeModel(find_sites(model, self._added_tokens), model.renames, parameters)
 

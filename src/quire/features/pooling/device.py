@@ -24,10 +24,11 @@ from quire.features.pooling.host import CHUNK, ModelPooling
 from quire.features.pooling.sentence_files import Dense
 from quire.files.resolve import ModelFiles
 from quire.layers.class_linear import ClassLinear
-from quire.layers.embedding import PlainHead
+from quire.layers.embedding import Head, PlainHead
 from quire.models.decoder import Decoder
 from quire.ops.activation import activate
 from quire.ops.row_sums import add_rows
+from quire.prepare.stage import OtherStage
 from quire.runner.transfer import upload, upload_together
 from quire.text.tokenizer_files import load_tokenizer
 from quire.types.errors import EngineError, ModelError
@@ -97,9 +98,15 @@ class PoolingPart(StepPart):
 
     # ---- the model's head ------------------------------------------------------------------------------------------------
 
+    def before_cut(self, model: Decoder) -> None:
+        self.transform(model)
+
     def transform(self, model: Decoder) -> None:
+        """Replace the LM head, unless it was replaced before the cut."""
         how = self._how
         if hasattr(model, "classify") or how.from_tokens:  # an encoder has its own head; the LM head has the classes
+            return
+        if not isinstance(model.lm_head, Head):
             return
         vocab, size = model.embed_tokens.total, model.embed_tokens.size
         unread: list[tuple[str, str | None]] = [(r"^lm_head\.", None)]
@@ -120,13 +127,14 @@ class PoolingPart(StepPart):
         model.renames = (*model.renames, *unread)
 
     def load(self, model: Decoder, reserved_bytes: Callable[[], int]) -> None:  # noqa: ARG002
-        how = self._how
+        how, head = self._how, getattr(model, "lm_head", None)
+        if isinstance(head, OtherStage):  # results are pooled on the first pipeline stage
+            return
         if hasattr(model, "classify"):
             self._score = cast(Score, model.classify)
         elif how.from_tokens:
             self._score = self._score_by_tokens(model)
         elif how.head != "embed":
-            head = model.lm_head
             assert isinstance(head, ClassHead)
             self._score = head.score
         if how.files is not None:

@@ -457,13 +457,6 @@ CONFLICTS: tuple[Conflict, ...] = (
         ),
     ),
     Conflict(
-        "pooling over stages",
-        lambda c: _pools(c) and c.stages > 1,
-        lambda c: (
-            f"pipeline_parallel_size={c.stages} is not supported with pooling. Divide the model by tensor_parallel_size instead"
-        ),
-    ),
-    Conflict(
         "pooling without a model",
         lambda c: _pools(c) and c.args.distributed_executor_backend == "fake",
         lambda _: "distributed_executor_backend='fake' is not supported with pooling, whose values need a model. Remove it",
