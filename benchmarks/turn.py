@@ -95,7 +95,7 @@ def play_a_gpu() -> None:
     CPUDevice.records, CPUDevice.recorder, CPUDevice.updates = True, lambda _: Recorder(), lambda _: Updates()
     CPUDevice.prepare = lambda _device, model, _setting: Prepared(model.run_blocks)
     CPUDevice.facts = lambda *args: replace(facts(*args), overlaps=True, times_steps=False)
-    Sampler.draw, Sampler.latest = (lambda *_: None), property(lambda _: drawn)
+    Sampler.sample_fused, Sampler.latest = (lambda *_: None), property(lambda _: drawn)
 
 
 class Marks:

@@ -82,4 +82,4 @@ def recording(monkeypatch):
     monkeypatch.setattr(backend, "BACKENDS", {"reference": backend.BACKENDS["reference"]})
     monkeypatch.setattr(ReferenceAttention, "fixed", lambda _, spec, dtype: Plans(spec))
     monkeypatch.setattr(Sampler, "plain", lambda *_: False)
-    monkeypatch.setattr(Sampler, "draw", lambda *_: None)
+    monkeypatch.setattr(Sampler, "sample_fused", lambda *_: None)

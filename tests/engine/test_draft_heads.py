@@ -155,7 +155,7 @@ def listen(llm):
 
     def listening(ran):
         follow(ran)
-        for row in ran.drew.tolist():
+        for row in ran.sampled.tolist():
             slot, size = int(ran.plan.slot[row]), int(ran.text[row])
             heard.append((slots.tokens[slot, :size].tolist(), drafter.expects(slot, ran.plan.ahead).tolist()))
 

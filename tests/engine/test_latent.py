@@ -43,7 +43,7 @@ def test_a_row_for_all_heads_is_all_that_is_kept(checkpoint):
     assert estimate_parameters(facts.hf) == counted
 
 
-def test_several_drawn_from_one_prompt_and_drafts(checkpoint):
+def test_several_sampled_from_one_prompt_and_drafts(checkpoint):
     directory = checkpoint("deepseek-v2").directory
     plain = engine(directory, max_num_batched_tokens=16)
     drawn = SamplingParams(n=3, seed=4, temperature=1.0, max_tokens=12, ignore_eos=True)

@@ -132,16 +132,16 @@ def test_drafts(checkpoint, rooms):
 
 def test_ranks_draw_each_for_itself(checkpoint, rooms, monkeypatch):
     """As those on GPUs do, and are told nothing; `seed` is all that a draw needs."""
-    monkeypatch.setattr(CPUDevice, "draws_alike", True)
-    monkeypatch.setattr(StageRunner, "take_drawn_of", None)
-    monkeypatch.setattr(Runner, "take_drawn", None)
+    monkeypatch.setattr(CPUDevice, "samples_alike", True)
+    monkeypatch.setattr(StageRunner, "take_sampled_of", None)
+    monkeypatch.setattr(Runner, "take_sampled", None)
     for stages in (1, 2):
         compare(checkpoint("llama").directory, rooms, tensor_parallel_size=2, pipeline_parallel_size=stages)
 
 
 def test_masks_are_told(tiny_model, rooms, monkeypatch):
     """Of steps in which some rows have one, what was drawn is."""
-    monkeypatch.setattr(CPUDevice, "draws_alike", True)
+    monkeypatch.setattr(CPUDevice, "samples_alike", True)
     rules = SamplingParams(temperature=0.8, seed=3, structured_outputs=StructuredOutputsParams(regex="(fox|dog) [a-z]{5}"))
     for stages in (1, 2):
         compare(

@@ -6,7 +6,7 @@ import torch
 
 from quire.device.registry import open_device
 from quire.features.speculation.device.drafter import DraftSampler
-from quire.ops.arguments import BROKEN, GOOD, NOTHING_ALLOWED, DrawColumns, DrawScratch, Factors
+from quire.ops.arguments import BROKEN, GOOD, NOTHING_ALLOWED, Factors, SampleColumns, SampleScratch
 from quire.ops.sample import reference_penalize, reference_score
 from quire.runner.sampler.pipeline import Sampler
 from quire.runner.sampler.stage import Rows
@@ -45,8 +45,8 @@ def small_tiles(device, monkeypatch):
         monkeypatch.setattr(kernels, "TILE", 512)
 
 
-def columns(params: list[SamplingParams], seeds: list[int], vocabulary: int, device: str) -> DrawColumns:
-    return DrawColumns(
+def columns(params: list[SamplingParams], seeds: list[int], vocabulary: int, device: str) -> SampleColumns:
+    return SampleColumns(
         torch.tensor([p.temperature for p in params], device=device),
         torch.tensor([p.top_k if 0 < p.top_k < vocabulary else vocabulary for p in params], device=device),
         torch.tensor([p.top_p for p in params], device=device),
@@ -66,13 +66,13 @@ def draw_both(logits, params, device, seed=0, fault=None):
         sampler.admit(slot, Admission(slot, nothing, 3, 0, parameters[row], seed=seed + row, stop_ids=(), bad_words=()))
     tokens = torch.full((rows, rows + 4), -5, dtype=torch.int32)
     there = [torch.from_numpy(x) for x in (slots, ends, ends)]
-    expected = sampler._draw_in_stages(logits.clone(), Rows(slots, ends, ends, *there, tokens.clone()), fault)
-    scratch, tokens = DrawScratch(rows, vocabulary, torch.device(device)), tokens.to(device)
+    expected = sampler._sample_in_stages(logits.clone(), Rows(slots, ends, ends, *there, tokens.clone()), fault)
+    scratch, tokens = SampleScratch(rows, vocabulary, torch.device(device)), tokens.to(device)
     drawer, by_slot = there[0].clone(), [parameters[row] for row in slots.tolist()]
     drawer[0] = -1  # nobody
     held = columns(by_slot, [seed + row for row in slots.tolist()], vocabulary, device)
     there_fault = None if fault is None else fault.to(device)
-    kernels.draw(logits.to(device), drawer.to(device), there[1].to(device), held, tokens, scratch, there_fault)
+    kernels.sample_rows(logits.to(device), drawer.to(device), there[1].to(device), held, tokens, scratch, there_fault)
     assert (tokens[slots[0]] == -5).all() and int((tokens != -5).sum()) == rows - 1
     written = tokens.cpu()[there[0], there[1]][1:]
     return scratch.out.cpu()[:, 1:], written, expected[:, 1:]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.runner.sampler.pipeline import Drawn, Sampler
+from quire.runner.sampler.pipeline import Sampled, Sampler
 from quire.runner.sampler.stage import Rows
 from quire.types.plan import Admission, Outputs, RowShapes, StepPlan
 from quire.types.sampling import SamplingParams
@@ -56,7 +56,7 @@ def sampler_of(vocabulary: int, *admissions: Admission, mode: Any = "raw_logprob
     return sampler
 
 
-def draw(logits: torch.Tensor, *admissions: Admission, mode: Any = "raw_logprobs") -> Drawn:
+def draw(logits: torch.Tensor, *admissions: Admission, mode: Any = "raw_logprobs") -> Sampled:
     """One row of logits per admission."""
     return sampler_of(logits.shape[1], *admissions, mode=mode).sample(logits.clone(), rows_of(*admissions))
 

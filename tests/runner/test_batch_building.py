@@ -128,7 +128,7 @@ def test_too_many_tokens_are_refused():
         Slots(1, LENGTH, 1, PAGE, CPU).take_in(plan(admitted=(admission(0, [0] * 41),)))
 
 
-def test_drafts_stand_behind_the_last_token_and_are_all_drawn_from():
+def test_drafts_stand_behind_the_last_token_and_are_all_sampled_from():
     slots = Slots(2, LENGTH, 1, PAGE, CPU, drafts=3)
     first = plan(rows=[(1, 2, 2, True)], admitted=(admission(1, [4, 5]),))
     slots.take_in(first)

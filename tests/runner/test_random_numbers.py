@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runner_support import CPU, admission, draw
 
-from quire.runner.sampler import draw as drawing
-from quire.runner.sampler.draw import bits_of, noisiest_of_many
+from quire.runner.sampler import gumbel
+from quire.runner.sampler.gumbel import bits_of, noisiest_of_many
 
 WORD = 2**64
 
@@ -30,28 +30,28 @@ def bits_reference(seed: int, position: int, index: int) -> int:
 
 def mix_on_device(words: torch.Tensor) -> torch.Tensor:
     """What `mix` does where numpy cannot be used."""
-    for shift, factor in ((30, drawing.FIRST_FACTOR), (27, drawing.SECOND_FACTOR), (31, 1)):
-        words = (words ^ drawing._shifted(words, shift)) * drawing.as_signed(factor)
+    for shift, factor in ((30, gumbel.FIRST_FACTOR), (27, gumbel.SECOND_FACTOR), (31, 1)):
+        words = (words ^ gumbel._shifted(words, shift)) * gumbel.as_signed(factor)
     return words
 
 
 @given(seed=st.integers(-(2**63), WORD - 1), position=st.integers(0, 2**31), index=st.integers(0, 300_000))
 def test_bits_are_those_of_big_integers(seed, position, index):
-    keys = drawing.row_keys(torch.tensor([drawing.as_signed(seed)]), torch.tensor([position]))
-    step = drawing.steps(1, CPU) * (index + 1)
-    bits = drawing.random_bits(keys, step)
+    keys = gumbel.row_keys(torch.tensor([gumbel.as_signed(seed)]), torch.tensor([position]))
+    step = gumbel.steps(1, CPU) * (index + 1)
+    bits = gumbel.random_bits(keys, step)
     assert int(bits) % WORD == bits_reference(seed, position, index)
     expected = min(max(np.float32((int(bits) % WORD) >> 11) * np.float32(2.0**-53), np.float32(2.0**-54)), 1 - 2.0**-24)
-    assert float(drawing.uniform(bits)) == float(expected)
+    assert float(gumbel.uniform(bits)) == float(expected)
 
 
 def test_signed_and_unsigned_arithmetic_agree():
     words = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 0x0123456789ABCDEF, -(2**40)])
-    assert mix_on_device(words.clone()).tolist() == drawing.mix(words.clone()).tolist()
+    assert mix_on_device(words.clone()).tolist() == gumbel.mix(words.clone()).tolist()
 
 
 def test_extreme_bits_give_finite_noise():
-    u = drawing.uniform(torch.tensor([0, -1, 1, -(2**63)]))
+    u = gumbel.uniform(torch.tensor([0, -1, 1, -(2**63)]))
     assert (u > 0).all() and (u < 1).all()
     assert torch.log(-torch.log1p(-u)).isfinite().all()
 
@@ -75,8 +75,8 @@ def test_positions_draw_independently():
 
 
 def test_noise_has_the_moments_of_a_gumbel():
-    keys = drawing.row_keys(torch.arange(20), torch.arange(20))
-    noise = drawing.gumbel(keys[:, None], drawing.steps(10_000, CPU))
+    keys = gumbel.row_keys(torch.arange(20), torch.arange(20))
+    noise = gumbel.gumbel(keys[:, None], gumbel.steps(10_000, CPU))
     assert float(noise.mean()) == pytest.approx(np.euler_gamma, abs=0.01)
     assert float(noise.std()) == pytest.approx(math.pi / math.sqrt(6), abs=0.01)
 
@@ -95,7 +95,7 @@ def test_few_candidates_draw_the_same_as_all_with_the_rest_at_minus_infinity():
     """Noise is made for the tokens left alone when they are few: the token must not change."""
     logits = torch.randn(1, 400, generator=torch.Generator().manual_seed(2))
     kept = logits.topk(10).values[0, -1]
-    noise = drawing.gumbel(drawing.row_keys(torch.tensor([9]), torch.tensor([3])), drawing.steps(400, CPU))
+    noise = gumbel.gumbel(gumbel.row_keys(torch.tensor([9]), torch.tensor([3])), gumbel.steps(400, CPU))
     expected = torch.where(logits >= kept, logits + noise, -torch.inf).argmax(1)
     assert draw(logits, admission(seed=9, top_k=10)).ids.tolist() == expected.tolist()
 
@@ -108,11 +108,11 @@ def test_who_is_worth_a_logarithm_decides_nothing(scale):
         logits = (numbers.standard_normal(int(numbers.integers(1, 6000))) * scale).astype(np.float32)
         odd = numbers.integers(len(logits), size=len(logits) // 3 if seed % 4 else 0)
         logits[odd] = (np.finfo(np.float32).min, -np.inf, np.inf)[seed % 3]
-        bits = bits_of(np.uint64(seed), drawing.steps(len(logits), CPU).numpy().view(np.uint64))
-        assert noisiest_of_many(logits, bits) == int(np.argmax(logits + drawing.gumbel_unsigned(bits)))
+        bits = bits_of(np.uint64(seed), gumbel.steps(len(logits), CPU).numpy().view(np.uint64))
+        assert noisiest_of_many(logits, bits) == int(np.argmax(logits + gumbel.gumbel_unsigned(bits)))
 
 
 def test_noise_is_the_same_for_one_and_for_many():
-    keys, steps = drawing.row_keys(torch.tensor([7]), torch.tensor([1])), drawing.steps(5000, CPU)
-    few = drawing.gumbel_unsigned(drawing.random_bits(keys, steps).numpy().view(np.uint64))
-    assert drawing.gumbel(keys, steps).numpy() == pytest.approx(few, rel=1e-6, abs=1e-6)
+    keys, steps = gumbel.row_keys(torch.tensor([7]), torch.tensor([1])), gumbel.steps(5000, CPU)
+    few = gumbel.gumbel_unsigned(gumbel.random_bits(keys, steps).numpy().view(np.uint64))
+    assert gumbel.gumbel(keys, steps).numpy() == pytest.approx(few, rel=1e-6, abs=1e-6)

@@ -9,7 +9,7 @@ from runner_support import CPU, admission, ints, plan, rows_of
 from test_runner import LENGTH, PAGES, PROMPT, Driver, make_runner
 
 from quire.device.registry import open_device
-from quire.runner.sampler import draw
+from quire.runner.sampler import gumbel
 from quire.runner.sampler.pipeline import Sampler
 
 pytestmark = pytest.mark.gpu
@@ -29,11 +29,11 @@ PARAMS = [
 def test_random_bits_are_the_same():
     seeds, positions = torch.tensor([0, -1, 2**63 - 1, 12345]), torch.tensor([0, 7, 2**31, 99])
     bits = [
-        draw.random_bits(draw.row_keys(seeds.to(d), positions.to(d))[:, None], draw.steps(5000, torch.device(d))).cpu()
+        gumbel.random_bits(gumbel.row_keys(seeds.to(d), positions.to(d))[:, None], gumbel.steps(5000, torch.device(d))).cpu()
         for d in ("cpu", "cuda")
     ]
     assert torch.equal(*bits)
-    assert torch.equal(draw.uniform(bits[0]), draw.uniform(bits[0].cuda()).cpu())
+    assert torch.equal(gumbel.uniform(bits[0]), gumbel.uniform(bits[0].cuda()).cpu())
 
 
 @pytest.mark.parametrize("levels", [None, 8], ids=["distinct", "ties"])

@@ -9,7 +9,7 @@ from runner_support import plan
 from quire.features.speculation.device.part import unroll
 from quire.ops.arguments import BROKEN, GOOD
 from quire.runner.flight import StepFlight, accept
-from quire.runner.sampler.pipeline import Drawn
+from quire.runner.sampler.pipeline import Sampled
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -32,8 +32,8 @@ def test_a_row_with_drafts_as_rows_of_one_token():
     assert owner.tolist() == [0, 0, 0, 1, 2, 3, 3]
     assert unrolled.slot.tolist() == [4, 4, 4, 1, 0, 2, 2] and unrolled.end.tolist() == [7, 8, 9, 5, 7, 5, 6]
     assert unrolled.count.tolist() == [1, 1, 1, 5, 1, 5, 1] and not unrolled.drafts.any()
-    assert unrolled.outputs.draw.tolist() == step.outputs.draw.tolist()
-    assert unrolled.draw_row.tolist() == [0, 1, 2, 4, 5, 6]
+    assert unrolled.outputs.sample_after.tolist() == step.outputs.sample_after.tolist()
+    assert unrolled.sample_row.tolist() == [0, 1, 2, 4, 5, 6]
 
 
 def test_a_row_that_fails_behind_a_right_draft_brings_what_came_before():
@@ -42,5 +42,5 @@ def test_a_row_that_fails_behind_a_right_draft_brings_what_came_before():
     faults = [GOOD, BROKEN, GOOD, GOOD, GOOD, BROKEN, GOOD]
     step = structs.replace(step, draft_token=np.array([5, 6, 1, 9], np.int32))
     assert accept(step, np.array(ids), np.array(faults), step.draft_token).tolist() == [2, 1, 1]
-    result = StepFlight(step, [], Drawn(torch.tensor([ids, faults], dtype=torch.int32))).result()
+    result = StepFlight(step, [], Sampled(torch.tensor([ids, faults], dtype=torch.int32))).result()
     assert (result.lengths.tolist(), result.ids.tolist(), list(result.failed)) == ([1, 0, 1, 1], [5, 8, 3], [0])

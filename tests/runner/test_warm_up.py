@@ -39,6 +39,6 @@ def test_the_largest_step_is_possible(seqs, tokens, longest, drafts):
     drafts = min(drafts, longest - 1)
     assert plan.count.max() <= longest and (plan.count > plan.drafts).all()
     assert len(plan.slot) == min(seqs, tokens // (1 + drafts))
-    assert len(plan.outputs.draw) == len(plan.slot) * (1 + drafts)
+    assert len(plan.outputs.sample_after) == len(plan.slot) * (1 + drafts)
     assert min(tokens, len(plan.slot) * longest) - len(plan.slot) < plan.tokens <= tokens
     assert np.array_equal(plan.count, plan.end)

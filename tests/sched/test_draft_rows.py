@@ -94,7 +94,7 @@ def test_drafts_go_up_to_a_thinking_budget_and_on_behind_it(depth, wrong):
     ]  # fmt: skip
     drafted = [int(plan.end[0] - plan.drafts[0]) - len(PROMPT) for plan in desk.plans if plan.drafts.any()]
     assert min(drafted) < 9 and max(drafted) > 11
-    assert all(not plan.drafts[plan.draw_row[plan.masked]].any() for plan in desk.plans)
+    assert all(not plan.drafts[plan.sample_row[plan.masked]].any() for plan in desk.plans)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -113,5 +113,5 @@ def test_masks_hold_along_drafts(depth, wrong):
         drawn = desk.model.generate([*PROMPT, *expected], seed=0, max_tokens=1)[0]
         expected.append(FORCED[place][0] if place in FORCED else drawn)
     assert tokens == expected and desk.right("b")
-    masked = [plan.drafts[plan.draw_row[plan.masked]] for plan in desk.plans if len(plan.masked)]
+    masked = [plan.drafts[plan.sample_row[plan.masked]] for plan in desk.plans if len(plan.masked)]
     assert np.concatenate(masked).max() > 0

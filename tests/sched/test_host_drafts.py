@@ -73,7 +73,7 @@ def test_masks_hold_along_drafts_and_what_is_forced_is_no_draft(wrong):
         drawn = desk.model.generate([*PROMPT, *expected], seed=0, max_tokens=1)[0]
         expected.append(FORCED[place][0] if place in FORCED else drawn)
     assert desk.tokens("a") == expected and desk.right("b")
-    assert np.concatenate([plan.drafts[plan.draw_row[plan.masked]] for plan in desk.plans if len(plan.masked)]).max() > 0
+    assert np.concatenate([plan.drafts[plan.sample_row[plan.masked]] for plan in desk.plans if len(plan.masked)]).max() > 0
     given = desk_with(Script(forced=FORCED, tardy=lambda: 0), drafts=3, wrong=wrong, host=True)
     given.add("a", PROMPT, 14, structured_outputs=GRAMMAR)
     given.finish()

@@ -31,7 +31,7 @@ def run(seed, choices, depth):
 
 def numbers(plan):
     told = {name: value.tolist() for name, value in structs.asdict(plan).items() if hasattr(value, "tolist")}
-    shapes = [plan.count.tolist(), plan.drafts.tolist(), plan.outputs.draw.tolist()]
+    shapes = [plan.count.tolist(), plan.drafts.tolist(), plan.outputs.sample_after.tolist()]
     return plan.step, [admission.slot for admission in plan.admitted], shapes, told
 
 

@@ -38,7 +38,7 @@ def check_against_oracle(work: Workload) -> None:
             continue
         assert got.tokens == answer
         assert got.last.finish_reason == (
-            "stop" if not spec.draws or (whole[-1] == EOS and len(whole) > spec.params.min_tokens) else "length"
+            "stop" if not spec.samples or (whole[-1] == EOS and len(whole) > spec.params.min_tokens) else "length"
         )
         assert got.scores == ([] if spec.params.prompt_logprobs is None else unscored)
         assert got.last.cached_tokens < len(spec.prompt)

@@ -113,7 +113,7 @@ class Oracle:
 
 
 def whole_answer(model: FakeModel, spec: EngineRequest) -> list[int]:
-    if not spec.draws:
+    if not spec.samples:
         return []
     most = min(spec.params.max_tokens, MAX_MODEL_LEN - len(spec.prompt))
     return model.generate(

@@ -100,7 +100,7 @@ class Device:
 
     name = ""  # the value of the argument `device`
     records = False  # a step can be recorded and replayed: requires `recorder`
-    draws_alike = False  # every rank samples by itself; else rank 0 sends its tokens, and its host waits for the device
+    samples_alike = False  # every rank samples by itself; else rank 0 sends its tokens, and its host waits for the device
     compiles = False  # kernels are compiled at their first run, so the engine runs warm-up steps at start
 
     def facts(self, memory: int | None = None) -> "DeviceFacts":

@@ -171,7 +171,7 @@ class EngineCore:
         try:
             flight = self.executor.submit(scheduled.plan)
             if len(scheduled.plan.masked):
-                self._draw_masked(scheduled, flight)
+                self._sample_masked(scheduled, flight)
             self._flights.append((scheduled, flight, ahead, self._has_prepared()))
         except EngineDead:
             raise
@@ -184,10 +184,10 @@ class EngineCore:
         self._prepared = counts.captures + counts.compilations
         return self._prepared != before
 
-    def _draw_masked(self, scheduled: Scheduled, flight: Flight) -> None:
+    def _sample_masked(self, scheduled: Scheduled, flight: Flight) -> None:
         while self._flights:  # masks depend on the tokens of earlier steps
             self._land(*self._flights.popleft())
-        flight.draw(self._masks(scheduled))
+        flight.sample(self._masks(scheduled))
 
     def _masks(self, scheduled: Scheduled) -> Words:
         if self.watch is None:

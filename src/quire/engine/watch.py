@@ -153,7 +153,7 @@ class Watch:
         row = np.zeros(self._roster.max_seqs, np.int32)
         if self._last is not None:
             row[self._last.plan.slot] = self._last.plan.count
-        drawn = [len(request.tokens) - len(request.spec.prompt) for request in running]
+        sampled = [len(request.tokens) - len(request.spec.prompt) for request in running]
         guesses = None
         if self._guesses:
             records = self._running.values()
@@ -165,7 +165,7 @@ class Watch:
         return EngineSnapshot(
             now, steps, skipped, [_snapshot(record) for record in moved], self._roster.compiling,
             [request.spec.id for request in running], row[[request.slot for request in running]],
-            _ints([request.computed for request in running]), _ints(drawn),
+            _ints([request.computed for request in running]), _ints(sampled),
             first, cells, self._pages.tenants, self._pages.pool.blank, self._pages.pool.cached, guesses,
         )  # fmt: skip
 
@@ -282,7 +282,7 @@ def _state(request: Request, place: QueueState) -> RequestState:
     if place in ("unready", "waiting"):
         return "waiting" if request.admitted < 0 else "preempted"
     if place == "running":
-        return "prompt" if request.known > 1 or not request.drew else "decode"
+        return "prompt" if request.known > 1 or not request.sampled else "decode"
     return "finished"
 
 

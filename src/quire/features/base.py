@@ -43,7 +43,7 @@ class FinishedStep:
     plan: StepPlan
     rows: StepRows  # as they were run, see `StepPart.arrange`
     hidden: "Tensor | None"  # [kept tokens, hidden_size]; None: a CUDA graph was replayed
-    drawn_from: "Tensor | None"  # [draws, hidden_size]; None: a CUDA graph was replayed
+    sampled_from: "Tensor | None"  # [samples, hidden_size]; None: a CUDA graph was replayed
 
 
 @dataclass(frozen=True)

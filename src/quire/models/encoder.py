@@ -109,7 +109,7 @@ class Encoder(Decoder):
         return batch.take_final(x if self.final_norm is None else self.final_norm(x))
 
     def logits(self, hidden: Tensor, tokens: Tokens) -> Tensor:  # noqa: ARG002
-        """Return zeros: only warm-up and profile runs draw tokens."""
+        """Return zeros: only warm-up and profile runs sample tokens."""
         return torch.zeros(len(hidden), self.embed_tokens.total, device=hidden.device)
 
     def classify(self, pooled: Tensor, tokens: Tokens) -> Tensor:

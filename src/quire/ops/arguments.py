@@ -147,7 +147,7 @@ class Rotation:
 
 
 @dataclass(frozen=True)
-class DrawColumns:
+class SampleColumns:
     """Sampling parameters of each slot. Their memory is fixed: CUDA graphs read it."""
 
     temperature: Tensor  # [S] float32; 0: greedy
@@ -157,8 +157,8 @@ class DrawColumns:
     seed: Tensor  # [S] int64
 
 
-class DrawScratch:
-    """Memory of a draw of at most `rows` rows, reused by the next one."""
+class SampleScratch:
+    """Memory for sampling at most `rows` rows, reused by the next one."""
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
         chunks, groups = -(-vocabulary // CHUNK), -(-vocabulary // GROUP)
@@ -167,7 +167,7 @@ class DrawScratch:
         self.groups = torch.zeros(rows, groups, dtype=torch.float32, device=device)
         self.members = torch.zeros(rows, groups, dtype=torch.int32, device=device)
         self.unedited = torch.full((rows,), -1, dtype=torch.int32, device=device)
-        self.out = torch.zeros(2, rows, dtype=torch.int32, device=device)  # ids and faults of the latest draw
+        self.out = torch.zeros(2, rows, dtype=torch.int32, device=device)  # ids and faults of the latest call
 
 
 class Factors(NamedTuple):

@@ -7,26 +7,26 @@ same, so both sample the same tokens except for rounding. This file knows neithe
 import torch
 from torch import Tensor
 
-from quire.ops.arguments import MAX_PENALIZED_LOGIT, DrawColumns, DrawScratch, Factors
+from quire.ops.arguments import MAX_PENALIZED_LOGIT, Factors, SampleColumns, SampleScratch
 
 
-def draw(
+def sample_rows(
     logits: Tensor,
-    drawer: Tensor,
+    sampling_slot: Tensor,
     end: Tensor,
-    columns: DrawColumns,
+    columns: SampleColumns,
     tokens: Tensor,
-    scratch: DrawScratch,
+    scratch: SampleScratch,
     fault: Tensor | None = None,
 ) -> Tensor:
-    """Return ids and faults [2, >= N] int32, valid until the next draw, for logits [N, V] float32.
+    """Return ids and faults [2, >= N] int32, valid until the next call, for logits [N, V] float32.
 
-    drawer, end: [N] int64: row i samples for slot drawer[i], into tokens [S, L] int32 at end[i]; -1: nothing
+    sampling_slot, end: [N] int64: row i samples for slot sampling_slot[i], into tokens [S, L] int32 at end[i]; -1: nothing
     fault: [N] int32 faults of the logits before they were edited; None: not edited
     """
     from quire.ops.kernels import sample
 
-    sample.draw(logits, drawer, end, columns, tokens, scratch, fault)
+    sample.sample_rows(logits, sampling_slot, end, columns, tokens, scratch, fault)
     return scratch.out
 
 
@@ -67,8 +67,8 @@ def reference_penalize(
     before = logits[row[:, None], history]
     values = torch.where(before > 0, before / repetition, before * repetition)
     if (frequency != 0).any() or (presence != 0).any():
-        drawn = (place >= prompt[:, None]) & (place < end[:, None])
-        counts = logits.new_zeros(len(row), logits.shape[1]).scatter_add_(1, history, drawn.float()).gather(1, history)
+        sampled = (place >= prompt[:, None]) & (place < end[:, None])
+        counts = logits.new_zeros(len(row), logits.shape[1]).scatter_add_(1, history, sampled.float()).gather(1, history)
         values -= frequency * counts
         values -= presence * (counts > 0)
     values = torch.where(before > -torch.inf, values.clamp(-MAX_PENALIZED_LOGIT, MAX_PENALIZED_LOGIT), before)

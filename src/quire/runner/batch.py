@@ -1,14 +1,14 @@
-"""Build the ragged batch that the model runs, and the rows that the sampler draws for, from a plan and the slots.
+"""Build the ragged batch that the model runs, and the rows that the sampler samples for, from a plan and the slots.
 
     rows        r0: 3 tokens at 0..2      r1: 1 token at 7       r2: 2 tokens at 4..5
     positions   [ 0  1  2 |  7 |  4  5 ]
     row_starts  [ 0          3    4       6 ]
     kept                2    3                 (r2 is a chunk: it ends before its last known token)
 
-After the last attention a row keeps its tokens from the first one that an output needs: the last token if it draws, one more
+After the last attention a row keeps its tokens from the first one that an output needs: the last token if it samples, one more
 for each draft, more for prompt logprobs. At least one token of the batch is kept.
 
-Token ids are read from the slots on the device: a row can follow a draw whose value has not reached the host.
+Token ids are read from the slots on the device: a row can follow a sampled token whose value has not reached the host.
 """
 
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ NO_TOKENS: Longs = np.empty(0, np.int64)
 @dataclass(frozen=True)
 class Built:
     batch: Batch
-    rows: Rows  # the draws
+    rows: Rows  # the samples
     shift: Longs  # [R] index among kept tokens = index among all tokens + shift
 
 
@@ -52,13 +52,13 @@ def build_batch(
     kept_starts = _starts(kept)
     all_kept = kept_starts[-1] == row_starts[-1]
     kept_index = NO_TOKENS if all_kept else spans(row_starts[1:] - kept, kept)
-    draw, row = plan.outputs.draw, plan.draw_row
+    after, row = plan.outputs.sample_after, plan.sample_row
     shift = kept_starts[1:] - row_starts[1:]
-    draw_slot, draw_end = slot[row], end[row] - (row_starts[1:][row] - 1 - draw)
-    prompt = slots.prompt_length[draw_slot]
+    sample_slot, sample_end = slot[row], end[row] - (row_starts[1:][row] - 1 - after)
+    prompt = slots.prompt_length[sample_slot]
     starts_on_device, slot_on_device, end_on_device, kept_starts_on_device, kept_on_device, logit_index, *rest = (
         upload_together(
-            [row_starts, slot, end, kept_starts, kept_index, draw + shift[row], draw_slot, draw_end, prompt],
+            [row_starts, slot, end, kept_starts, kept_index, after + shift[row], sample_slot, sample_end, prompt],
             slots.device,
         )
     )
@@ -82,21 +82,21 @@ def build_batch(
         batch = part.extend(batch, plan, slot_on_device)
     if not all_kept:
         batch = with_final_tokens(batch, kept, kept_starts_on_device.int(), kept_on_device)
-    return Built(batch, Rows(draw_slot, draw_end, prompt, rest[0], rest[1], rest[2], slots.tokens), shift)
+    return Built(batch, Rows(sample_slot, sample_end, prompt, rest[0], rest[1], rest[2], slots.tokens), shift)
 
 
-def draws_of(plan: StepRows, slots: Slots) -> Rows:
-    """Return the draws of rows that draw after their last token, or not at all."""
-    row = plan.draw_row
+def samples_of(plan: StepRows, slots: Slots) -> Rows:
+    """Return the samples of rows that sample after their last token, or not at all."""
+    row = plan.sample_row
     slot, end = plan.slot[row].astype(np.int64), plan.end[row].astype(np.int64)
     prompt = slots.prompt_length[slot]
     slot_on_device, end_on_device, prompt_on_device = upload_together([slot, end, prompt], slots.device)
     return Rows(slot, end, prompt, slot_on_device, end_on_device, prompt_on_device, slots.tokens)
 
 
-def draws_batch(plan: StepRows, slots: Slots, parts: Iterable[StepPart]) -> Batch:
-    """Return a batch of the tokens that the rows of `plan` draw after, for logits alone."""
-    row = plan.draw_row
+def samples_batch(plan: StepRows, slots: Slots, parts: Iterable[StepPart]) -> Batch:
+    """Return a batch of the tokens that the rows of `plan` sample after, for logits alone."""
+    row = plan.sample_row
     slot, none = upload(plan.slot[row].astype(np.int64), slots.device), torch.zeros(0, dtype=torch.int32, device=slots.device)
     batch = Batch(slot, slot, none, none, (), slot, ())
     one = np.ones(len(row), np.int32)
@@ -121,7 +121,7 @@ def _starts(counts: Longs) -> Longs:
 def _count_kept(plan: StepRows, row_starts: Longs) -> Longs:
     """Return [R] the number of last tokens that each row keeps."""
     outputs, kept = plan.outputs, np.zeros(len(plan.slot), np.int64)
-    for tokens in (outputs.draw, outputs.prompt_logprobs, outputs.pool):
+    for tokens in (outputs.sample_after, outputs.prompt_logprobs, outputs.pool):
         if len(tokens):
             row = plan.shapes.rows_of(tokens)
             np.maximum.at(kept, row, row_starts[row + 1] - tokens)

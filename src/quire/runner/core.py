@@ -197,7 +197,7 @@ class RunnerCore(ABC):
 
     @property
     def finishes(self) -> bool:
-        """Whether this rank has the LM head and draws."""
+        """Whether this rank has the LM head and samples."""
         return True
 
     def profile(self, gpu_memory_utilization: float, kv_cache_memory_bytes: int | None) -> int:

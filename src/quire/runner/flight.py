@@ -10,7 +10,7 @@ from quire.features.base import Follower, Pooled
 from quire.ops.arguments import GOOD
 from quire.runner.sampler.edits import Masks
 from quire.runner.sampler.logprobs import Report, to_top_logprobs
-from quire.runner.sampler.pipeline import FAULTS, Drawn
+from quire.runner.sampler.pipeline import FAULTS, Sampled
 from quire.runner.transfer import Download, Longs
 from quire.types.errors import EngineError
 from quire.types.plan import NOTHING, Bools, Floats, Ints, StepPlan, StepResult, TopLogprobs, Words, spans
@@ -21,21 +21,21 @@ BROKEN_PROMPT = "the model's logits are broken at a prompt position: they contai
 
 
 class StepFlight:
-    """A step without masked rows has drawn when this is made. One with masked rows draws when it gets the masks.
+    """A step without masked rows has sampled when this is made. One with masked rows samples when it gets the masks.
 
-    The copies to the host are queued at the draw, after the step's own work; `result` waits for nothing else.
+    The copies to the host are queued after sampling and the step's own work; `result` waits for nothing else.
     """
 
     def __init__(
         self,
         plan: StepPlan,
         prompts: list[tuple[int, Report]],
-        draw: Drawn | Callable[[Masks | None], Drawn] | None,
+        sample: Sampled | Callable[[Masks | None], Sampled] | None,
         pooled: Sequence[Pooled] = (),
         follower: Follower | None = None,
     ) -> None:
         """prompts: (row, report) pairs in the order of positions.
-        draw: what was drawn, or makes the step's draws, in order.
+        sample: what was sampled, or makes the step's samples, in order.
         pooled: what was pooled of rows.
         follower: goes on when the tokens have reached the host.
         """
@@ -45,23 +45,23 @@ class StepFlight:
         self._follower = follower
         self.before_following: Callable[[Ints], None] | None = None  # called with the tokens per row before the follower
         self.meanwhile: Callable[[float], None] | None = None  # called while the result is awaited (`Download.wait`)
-        self._draw = draw
-        self._drawn: Drawn | None = None
+        self._sample = sample
+        self._sampled: Sampled | None = None
         self._download: Download | None = None
         self._result: StepResult | None = None
         if not len(plan.masked):
             self._complete(None)
 
-    def draw(self, masks: Words) -> None:
-        """masks [masked, W], of the plan's masked draws in order."""
+    def sample(self, masks: Words) -> None:
+        """masks [masked, W], of the plan's masked samples in order."""
         self._complete(Masks(self._plan.masked.astype(np.int64), masks))
 
     def _complete(self, masks: Masks | None) -> None:
-        drawn = self._drawn = self._draw(masks) if callable(self._draw) else self._draw
-        self._draw = None
-        tensors: list[Tensor] = [] if drawn is None else [drawn.result]
+        sampled = self._sampled = self._sample(masks) if callable(self._sample) else self._sample
+        self._sample = None
+        tensors: list[Tensor] = [] if sampled is None else [sampled.result]
         tensors += [pooled.values for pooled in self._pooled]
-        for report in [*([drawn.report] if drawn and drawn.report else []), *(report for _, report in self._prompts)]:
+        for report in [*([sampled.report] if sampled and sampled.report else []), *(report for _, report in self._prompts)]:
             tensors += report.tensors
         self._download = Download(tensors)
 
@@ -69,12 +69,12 @@ class StepFlight:
     def follows(self) -> bool:
         return self._follower is not None
 
-    def drawn_ids(self) -> Ints | None:
-        """Return the token ids of the draws; None: nothing is drawn, or not yet."""
-        if self._drawn is None or self._download is None:
+    def sampled_ids(self) -> Ints | None:
+        """Return the token ids of the samples; None: nothing is sampled, or not yet."""
+        if self._sampled is None or self._download is None:
             return None
         result: Ints = self._download.wait(self.meanwhile)[0]  # type: ignore[assignment]
-        return result[0, : len(self._plan.draw_row)]
+        return result[0, : len(self._plan.sample_row)]
 
     def result(self) -> StepResult:
         if self._result is None:
@@ -85,25 +85,25 @@ class StepFlight:
         if self._download is None:
             raise EngineError(f"step {self._plan.step} was awaited before it got its masks")
         arrays = iter(self._download.wait(self.meanwhile))
-        plan, drawn = self._plan, self._drawn
+        plan, sampled = self._plan, self._sampled
         lengths, ids, fault = plan.sample.astype(np.int32), NOTHING, NOTHING
-        if drawn is not None:
-            ids, fault = next(arrays)[:, slice(len(plan.draw_row)) if drawn.places is None else drawn.places]
+        if sampled is not None:
+            ids, fault = next(arrays)[:, slice(len(plan.sample_row)) if sampled.places is None else sampled.places]
         pooled, failed = self._read_pooled(arrays)
-        kept: Ints | slice = slice(None)  # the draws that count
+        kept: Ints | slice = slice(None)  # the samples that count
         drafts: dict[int, Ints] = {}
-        if drawn is not None and plan.shapes.drafted:
+        if sampled is not None and plan.shapes.drafted:
             tokens = plan.draft_token if self._follower is None else self._follower.drafts_of(plan)
             lengths[plan.sample] = accept(plan, ids, fault, tokens)
-            kept = slice(lengths.item(0)) if len(lengths) == 1 else spans(plan.shapes.first_draw, lengths)
+            kept = slice(lengths.item(0)) if len(lengths) == 1 else spans(plan.shapes.first_sample, lengths)
         if np.count_nonzero(fault) and np.count_nonzero(fault[kept]):
             faults, kept, lengths = _split_failed(plan, fault, kept)
             failed |= faults
         logprobs: dict[int, TopLogprobs] = {}
-        if drawn is not None and drawn.report is not None:
+        if sampled is not None and sampled.report is not None:
             top = to_top_logprobs(next(arrays), next(arrays), next(arrays))
-            counts = np.isin(drawn.reported, np.arange(len(fault))[kept])
-            logprobs = _split_rows(top, plan.draw_row[drawn.reported], drawn.widths, counts)
+            counts = np.isin(sampled.reported, np.arange(len(fault))[kept])
+            logprobs = _split_rows(top, plan.sample_row[sampled.reported], sampled.widths, counts)
         prompt_logprobs = self._read_prompts(arrays, failed) if self._prompts else {}
         if self._follower is not None:
             drafts = self._follow(self._follower, lengths)
@@ -116,7 +116,7 @@ class StepFlight:
         if self.before_following is not None:
             self.before_following(lengths)
         follower.follow(plan, lengths)
-        masked = np.unique(plan.draw_row[plan.masked]).tolist() if plan.ahead else ()
+        masked = np.unique(plan.sample_row[plan.masked]).tolist() if plan.ahead else ()
         return {row: follower.expects(int(plan.slot[row]), int(plan.guesses[row])) for row in masked}
 
     def _read_pooled(self, arrays: Iterator[Array]) -> tuple[dict[int, Floats], dict[int, str]]:
@@ -146,24 +146,24 @@ class StepFlight:
 
 
 def accept(plan: StepPlan, ids: Ints, fault: Ints, drafts: Ints) -> Longs:
-    """Return the number of tokens that each drawing row brings: the draws up to the first rejected draft.
+    """Return the number of tokens that each sampling row brings: the samples up to the first rejected draft.
 
-    ids, fault: [N] of the draws. drafts: [sum of drafts]. A draft is accepted if the draw before it gave that token:
+    ids, fault: [N] of the samples. drafts: [sum of drafts]. A draft is accepted if the sample before it gave that token:
 
         row       [ newest  draft 1  draft 2  draft 3 ]
-        drawn        t1       t2       t3       t4
+        sampled        t1       t2       t3       t4
         accepted     t1       t2       t3                   draft 1 = t1, draft 2 = t2, draft 3 is not t3
 
-    Every draw is what it would be without drafts. The device waits for this: there are few, and lists are faster then.
+    Every sample is what it would be without drafts. The device waits for this: there are few, and lists are faster then.
     """
-    drawn, faults, expected = ids.tolist(), fault.tolist(), drafts.tolist()
+    sampled, faults, expected = ids.tolist(), fault.tolist(), drafts.tolist()
     lengths, at, first = list[int](), 0, 0
     for sample, count in plan.shapes.each:
         if not sample:
             continue
         accepted = 0
         for draft in expected[first : first + count]:
-            if drawn[at + accepted] != draft or faults[at + accepted] != GOOD:
+            if sampled[at + accepted] != draft or faults[at + accepted] != GOOD:
                 break
             accepted += 1
         lengths.append(1 + accepted)
@@ -173,11 +173,11 @@ def accept(plan: StepPlan, ids: Ints, fault: Ints, drafts: Ints) -> Longs:
 
 
 def _split_failed(plan: StepPlan, fault: Ints, kept: Ints | slice) -> tuple[dict[int, str], Ints, Ints]:
-    """Return the rows that failed and why, the draws of the other rows, and the number of tokens of each row."""
-    row, good = plan.draw_row[kept], fault[kept] == GOOD
+    """Return the rows that failed and why, the samples of the other rows, and the number of tokens of each row."""
+    row, good = plan.sample_row[kept], fault[kept] == GOOD
     failed = {int(row[i]): FAULTS[int(fault[kept][i])] for i in np.flatnonzero(~good)}
     left = np.arange(len(fault), dtype=np.int32)[kept][good]
-    return failed, left, np.bincount(plan.draw_row[left], minlength=len(plan.slot)).astype(np.int32)
+    return failed, left, np.bincount(plan.sample_row[left], minlength=len(plan.slot)).astype(np.int32)
 
 
 def _split_rows(top: TopLogprobs, rows: Ints, widths: Sequence[int], counts: Bools) -> dict[int, TopLogprobs]:

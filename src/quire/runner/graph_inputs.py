@@ -1,6 +1,6 @@
 """The inputs of CUDA graphs, at fixed addresses.
 
-numbers   [ slot, end, prompt, drawer of each row (int64) | starts | attention plan of group 0 | ... ]
+numbers   [ slot, end, prompt, sampling_slot of each row (int64) | starts | attention plan of group 0 | ... ]
           ragged: ... | plan of group 0 for the rows' last tokens, which alone continue after the last attention | ... ]
 """
 
@@ -25,7 +25,7 @@ from quire.types.plan import Ints, Longs, StepRows
 
 NUMBERS = 4  # int64 of each row
 NO_SLOT = -1
-PADDING = np.array([[NO_SLOT], [1], [0], [NO_SLOT]])  # slot, end, prompt and drawer of padding rows
+PADDING = np.array([[NO_SLOT], [1], [0], [NO_SLOT]])  # slot, end, prompt and sampling_slot of padding rows
 NOTHING: Ints = np.empty(0, np.int32)
 Integers = npt.NDArray[np.integer]
 Planners = list[tuple[FixedPlans, int | None]]
@@ -72,10 +72,10 @@ class Inputs:
         """Send a step's numbers to the device, with other pending updates."""
         for part in self._used(bucket):
             part.write_inputs(plan, bucket.rows)
-        drawer: Integers = plan.slot
-        if not plain or not plan.shapes.all_draw:
-            drawer = np.where(plan.sample & plain, plan.slot, NO_SLOT)
-        self._send((plan.slot, plan.end, self._slots.prompt_length[plan.slot], drawer), plan.count, bucket, work)
+        sampling_slot: Integers = plan.slot
+        if not plain or not plan.shapes.all_sample:
+            sampling_slot = np.where(plan.sample & plain, plan.slot, NO_SLOT)
+        self._send((plan.slot, plan.end, self._slots.prompt_length[plan.slot], sampling_slot), plan.count, bucket, work)
 
     def write_again(self, plan: StepRows, plain: bool, work: Work) -> bool:
         """Send the latest decode step again with new ends. Return False if its attention work has changed."""
@@ -84,7 +84,7 @@ class Inputs:
                 return False
         rows = len(plan.end)
         self._row_numbers[1, :rows] = plan.end
-        if not plain:  # a draw does not read it
+        if not plain:  # sampling does not read it
             self._row_numbers[2, :rows] = self._slots.prompt_length[plan.slot]
         self._deliver()
         return True
@@ -132,7 +132,7 @@ class Inputs:
         return batch
 
     def row_numbers(self, bucket: Bucket) -> tuple[Tensor, ...]:
-        """Return slot, end, prompt and drawer, each [rows] int64."""
+        """Return slot, end, prompt and sampling_slot, each [rows] int64."""
         numbers = self._numbers[: number_size(bucket.rows)].view(torch.int64).view(NUMBERS, -1)
         return numbers[:, : bucket.rows].unbind()
 
@@ -210,7 +210,7 @@ def row_starts(counts: Ints, bucket: Bucket) -> Ints:
 
 
 def pack(numbers: Sequence[Integers], bucket: Bucket, plans: list[Ints], out: Ints) -> tuple[Longs, list[Ints]]:
-    """Write slot, end, prompt and drawer [n] of a step's rows to `out`, padded to the bucket's size, and then the plans.
+    """Write slot, end, prompt and sampling_slot [n] of a step's rows to `out`, padded to the bucket's size, and then the plans.
 
     Return the views of `out` with the rows [NUMBERS, rows], and with each plan.
     """

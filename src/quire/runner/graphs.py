@@ -1,15 +1,15 @@
-"""CUDA graphs of steps with few tokens: everything from slots to drawn tokens in one launch.
+"""CUDA graphs of steps with few tokens: everything from slots to sampled tokens in one launch.
 
     fill      numbers, slots ─► ids, positions, key lengths, tables, write positions
     model     ─► logits [rows, V]
-    draw      ─► ids and faults [2, rows], tokens to their slots
+    sample      ─► ids and faults [2, rows], tokens to their slots
 
 A graph is recorded for a bucket: a number of rows and tokens, and room for attention splits. Its inputs have fixed addresses
 (`graph_inputs.py`). This module decides which graph runs a step, and which are recorded.
 
 Most buckets are for decode steps; the others are for steps with prompts, whose rows are ragged. Padding rows run token 0 on the
 null page, and their results are not read: in ragged steps the first one takes all unused tokens, and the others are empty. If
-rows need more than a draw (edits, logprobs), the graph draws for none of them, and the sampler continues from the logits.
+rows need more than sampling (edits, logprobs), the graph samples for none of them, and the sampler continues from the logits.
 
 A bucket without a graph borrows a larger one, or the step runs eagerly. A bucket that is needed often is recorded in a step;
 that step is its first replay. Idle time is used to record buckets ahead. Recording takes as long as a few steps: ragged
@@ -64,10 +64,10 @@ BORROWED_REPLAYS = 200  # borrowed replays of a bucket before it is recorded
 MAX_START_DRAFTS = 15  # drafts of one request, whose steps are recorded at the start
 
 
-class Draws(Protocol):
-    """The part of a sampler that draws without edits."""
+class FusedSampler(Protocol):
+    """The part of a sampler that samples without edits."""
 
-    def draw(self, logits: Tensor, drawer: Tensor, end: Tensor, tokens: Tensor) -> Tensor: ...
+    def sample_fused(self, logits: Tensor, sampling_slot: Tensor, end: Tensor, tokens: Tensor) -> Tensor: ...
 
     @property
     def latest(self) -> Tensor: ...
@@ -80,7 +80,7 @@ class StepRecorder:
         self,
         model: Decoder,
         slots: Slots,
-        sampler: Draws,
+        sampler: FusedSampler,
         inputs: Inputs,
         recorder: Recorder,
         parts: Sequence[StepPart] = (),
@@ -111,7 +111,7 @@ class StepRecorder:
         return self._recorder.capture(partial(self._forward, bucket))
 
     def _forward(self, bucket: Bucket) -> Tensor:
-        """Return logits [rows, V]; drawn tokens are in the slots and in the sampler's result.
+        """Return logits [rows, V]; sampled tokens are in the slots and in the sampler's result.
 
         Each run has its own batch: what layers cache in a batch, such as sines of positions, would be missing in a recording
         that only reads it.
@@ -122,8 +122,8 @@ class StepRecorder:
         for part in self._parts:
             part.keep_states(hidden, len(batch.ids))
         logits = self._model.logits(hidden, batch.final.tokens)
-        _, end, _, drawer = self._inputs.row_numbers(bucket)
-        self._sampler.draw(logits, drawer, end, self._slots.tokens)
+        _, end, _, sampling_slot = self._inputs.row_numbers(bucket)
+        self._sampler.sample_fused(logits, sampling_slot, end, self._slots.tokens)
         return logits
 
     def _fill(self, bucket: Bucket) -> Batch:
@@ -190,7 +190,7 @@ def fixed_plans(model: Decoder, groups: int) -> Planners | None:
 
 
 def recordable(rows: StepRows) -> bool:
-    """Return whether the rows need nothing but draws after their last tokens, which is what graphs contain."""
+    """Return whether the rows need nothing but samples after their last tokens, which is what graphs contain."""
     return not (rows.shapes.drafted or len(rows.outputs.prompt_logprobs) or len(rows.outputs.pool))
 
 
@@ -210,10 +210,10 @@ class ReplayedStep(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PendingDraw:
+class PendingSample:
     """Logits of a graph for the sampler, valid until the next step."""
 
-    logits: Tensor  # [N, V] float32 of the rows that draw, which the sampler may overwrite
+    logits: Tensor  # [N, V] float32 of the rows that sample, which the sampler may overwrite
     rows: Rows  # those rows
 
 
@@ -226,7 +226,7 @@ class Graphs:
         self,
         model: Decoder,
         slots: Slots,
-        sampler: Draws,
+        sampler: FusedSampler,
         planners: Planners,
         recorder: Recorder,
         vocabulary: int,
@@ -255,10 +255,10 @@ class Graphs:
         self._latest: ReplayedStep | None = None
         self.captures = self.replays = self.eager = 0
 
-    def run(self, plan: StepRows, plain: bool, keys: tuple[Hashable, ...] = ()) -> Tensor | PendingDraw | None:
+    def run(self, plan: StepRows, plain: bool, keys: tuple[Hashable, ...] = ()) -> Tensor | PendingSample | None:
         """Replay a step, or record it. None: run it eagerly.
 
-        plain: the rows need nothing but a draw; then the result are ids and faults [2, >= R] int32 of all rows.
+        plain: the rows need nothing but sampling; then the result are ids and faults [2, >= R] int32 of all rows.
         keys: of the parts, in their order.
         """
         found = self._replay(plan, plain, keys)
@@ -268,10 +268,10 @@ class Graphs:
         if plain:
             return self._sampler.latest
         rows = self._inputs.sampler_rows(plan, bucket)
-        if plan.shapes.all_draw:
-            return PendingDraw(logits[: len(plan.slot)], rows)
-        drawing = np.flatnonzero(plan.sample)
-        return PendingDraw(logits[upload(drawing, self._slots.device)], rows.take(drawing))
+        if plan.shapes.all_sample:
+            return PendingSample(logits[: len(plan.slot)], rows)
+        sampling = np.flatnonzero(plan.sample)
+        return PendingSample(logits[upload(sampling, self._slots.device)], rows.take(sampling))
 
     def replay_stage(self, plan: StepRows, enter: Callable[[], None], keys: tuple[Hashable, ...] = ()) -> bool:
         """Replay a pipeline stage, from the entry of the buffers, where `enter` writes hidden states, to its exit.

@@ -1,8 +1,8 @@
 """The state of each request on the device: arrays indexed by slot.
 
-    tokens[slot]    [ prompt ........ | drawn ...... | stale ]     a drawn token is written here by the step that drew it
+    tokens[slot]    [ prompt ........ | sampled ...... | stale ]     a sampled token is written here by the step that sampled it
     cursor[slot]    [ run so far ............. )
-    known[slot]     [ known .................. )                   = cursor + 1 after a draw
+    known[slot]     [ known .................. )                   = cursor + 1 after sampling
                                              [ drafts ..... )      draft tokens follow it
 
 Token values live on the device only: the host knows how many there are, never which. After a row with drafts `cursor` and
@@ -87,7 +87,7 @@ class Slots:
         drafts: int = 0,
         updates: DeviceUpdates | None = None,
     ) -> None:
-        """length: tokens that a request may run; the last drawn token and `drafts` drafts come on top."""
+        """length: tokens that a request may run; the last sampled token and `drafts` drafts come on top."""
         self.device = device
         self.updates = updates or DeviceUpdates()
         self.length = length
@@ -100,7 +100,7 @@ class Slots:
         self.cursor = np.zeros(slots, np.int64)  # [S]
         self.known = np.zeros(slots, np.int64)  # [S]
         self.inexact = np.zeros(slots, np.bool_)  # [S] drafts were run: cursor and known are upper bounds
-        self.draws = np.ones(slots, np.bool_)  # [S] tokens are drawn after the last known one
+        self.samples = np.ones(slots, np.bool_)  # [S] tokens are sampled after the last known one
         self.prompt_length = np.zeros(slots, np.int64)  # [S]
 
     def only(self, group: int) -> "Slots":
@@ -132,11 +132,11 @@ class Slots:
             if length > self.length:
                 raise EngineError(f"a request of {length} tokens was admitted to slots of {self.length}")
             self.cursor[slot], self.known[slot], self.prompt_length[slot] = admission.start, length, admission.prompt_length
-            self.inexact[slot], self.draws[slot] = False, admission.extras.pooling is None
+            self.inexact[slot], self.samples[slot] = False, admission.extras.pooling is None
             self.updates.write(self.tokens, slot * self.tokens.shape[1], admission.tokens)
 
     def _give(self, plan: StepPlan) -> None:
-        """Append tokens that were not drawn, such as the end of a thinking budget."""
+        """Append tokens that were not sampled, such as the end of a thinking budget."""
         self.known[plan.given_slot] = plan.given_position + 1  # if a slot has several, the last
         index = plan.given_slot.astype(np.int64) * self.tokens.shape[1] + plan.given_position
         self.updates.scatter(self.tokens, index, plan.given_token)
@@ -175,7 +175,8 @@ class Slots:
             self.updates.scatter(self.tables, (group.astype(np.int64) * slots + slot) * width + index, page)
 
     def check(self, plan: StepPlan) -> None:
-        """Raise EngineError unless each row begins at its slot's cursor, and draws exactly if it reaches the last known token.
+        """Raise EngineError unless each row begins at its slot's cursor, and samples if and only if it ends at the last known
+        token.
 
         Any other row would silently read or write the wrong cache entries. For an inexact slot only bounds are checked
         (`inexact`: cursor and known are upper bounds).
@@ -184,7 +185,7 @@ class Slots:
             return
         slot = plan.slot.astype(np.int64)
         start, reach, known, cursor = plan.end - plan.count, plan.end - plan.drafts, self.known[slot], self.cursor[slot]
-        wrong = (start != cursor) | (plan.sample != ((reach == known) & self.draws[slot]))
+        wrong = (start != cursor) | (plan.sample != ((reach == known) & self.samples[slot]))
         if self.drafts:
             wrong &= ~self.inexact[slot]
             wrong |= start > cursor
@@ -197,7 +198,7 @@ class Slots:
         rows = zip(plan.slot.tolist(), plan.end.tolist(), plan.count.tolist(), plan.shapes.each, strict=True)
         for slot, end, count, (sample, drafts) in rows:
             after, left = self.cursor.item(slot) - (end - count), self.known.item(slot) - (end - drafts)
-            exact = not after and sample == (not left and self.draws.item(slot))
+            exact = not after and sample == (not left and self.samples.item(slot))
             if min(slot, after, left) < 0 or drafts >= count or drafts > self.drafts or not (exact or self.inexact.item(slot)):
                 return False
         return True
@@ -210,7 +211,7 @@ class Slots:
         )
 
     def advance(self, plan: StepPlan) -> None:
-        """Note that the rows were launched. Those that draw have one more token to run; some drafts may be accepted."""
+        """Note that the rows were launched. Those that sample have one more token to run; some drafts may be accepted."""
         self.cursor[plan.slot] = plan.end
         if not self.drafts:
             self.known[plan.slot] += plan.sample

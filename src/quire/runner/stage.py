@@ -1,11 +1,11 @@
 """A runner whose model is one stage of a pipeline.
 
-    first stage    apply the plan, embed, own layers ─► ...             ... ─► norm and head, draw: `finish`
+    first stage    apply the plan, embed, own layers ─► ...             ... ─► norm and head, sample: `finish`
     other stages   apply the plan ─► receive hidden states, own layers, send hidden states
 
 All stages get all plans, in the same order. Between the start of a step and its end the first stage may start other steps. Only
 the first stage knows token values. CUDA graphs contain a stage's layers (`graphs.py`); hidden states are sent and
-received, and tokens are drawn, outside of them.
+received, and tokens are sampled, outside of them.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from quire.attn.batch import Batch
 from quire.dist.stages import Ring
 from quire.models.decoder import Decoder
 from quire.prepare.stage import take_stage
-from quire.runner.batch import Built, build_batch, draws_batch, draws_of
+from quire.runner.batch import Built, build_batch, samples_batch, samples_of
 from quire.runner.flight import StepFlight
 from quire.runner.graphs import StageBuffers
 from quire.runner.sampler.stage import Rows
@@ -39,13 +39,13 @@ class Begun:
     run: StepRows | None = None  # its rows; None: it has none, and nothing was sent
     owner: Longs | None = None  # [rows] the plan's row of each, if they are not the plan's
     built: Built | None = None  # None: a CUDA graph was replayed
-    drawn_from: Batch | None = None  # the tokens that it draws after, if a graph was replayed
+    sampled_from: Batch | None = None  # the tokens that it samples after, if a graph was replayed
 
     @property
     def kept(self) -> int:
         """Return the number of hidden states that the last stage sends."""
         assert self.run is not None
-        return max(1, len(self.run.outputs.draw)) if self.built is None else len(self.built.batch.final.ids)
+        return max(1, len(self.run.outputs.sample_after)) if self.built is None else len(self.built.batch.final.ids)
 
 
 class StageRunner(Runner):
@@ -70,7 +70,7 @@ class StageRunner(Runner):
         self._all_kept = whole
         self._buffers: StageBuffers | None = None  # of replayed steps
         self._entered = 0  # tokens of the latest replayed step
-        self._undrawn: dict[int, Rows] = {}  # step -> its draws, whose tokens another rank of the first stage reports
+        self._unsampled: dict[int, Rows] = {}  # step -> its samples, whose tokens another rank of the first stage reports
 
     def _build(self) -> Decoder:
         model = super()._build()
@@ -92,7 +92,7 @@ class StageRunner(Runner):
     def close(self) -> None:
         self._ends.close()
         self._buffers = None
-        self._undrawn.clear()
+        self._unsampled.clear()
         super().close()
 
     def warm_up(self) -> None:
@@ -132,9 +132,9 @@ class StageRunner(Runner):
         if keys is None or not graphs.replay_stage(run, lambda: self._fill_entry(buffers, plan, run), keys):
             return None
         assert self._state is not None
-        drawn_from = draws_batch(run, self._state.slots, self._parts) if self.finishes else None
+        sampled_from = samples_batch(run, self._state.slots, self._parts) if self.finishes else None
         self._ends.outlet.send(self._stage_output(buffers, run))
-        return Begun(plan, run, owner, drawn_from=drawn_from)
+        return Begun(plan, run, owner, sampled_from=sampled_from)
 
     def _fill_entry(self, buffers: StageBuffers, plan: StepPlan, run: StepRows) -> None:
         if buffers.entry is not None:
@@ -144,14 +144,14 @@ class StageRunner(Runner):
             self._entered = run.tokens
 
     def _stage_output(self, buffers: StageBuffers, run: StepRows) -> Tensor:
-        """Return [K, H] what a replayed step sends: all tokens, or after the last layer those that are drawn from."""
+        """Return [K, H] what a replayed step sends: all tokens, or after the last layer those that are sampled from."""
         if not buffers.last:
             return buffers.exit[: run.tokens]
-        if run.shapes.all_draw:
+        if run.shapes.all_sample:
             return buffers.exit[: len(run.slot)]
-        if not len(run.draw_row):
+        if not len(run.sample_row):
             return buffers.exit[:1]
-        return buffers.exit[upload(run.draw_row.astype(np.int64), buffers.exit.device)]
+        return buffers.exit[upload(run.sample_row.astype(np.int64), buffers.exit.device)]
 
     def _stage_buffers(self) -> StageBuffers:
         self._entered = 0
@@ -173,30 +173,32 @@ class StageRunner(Runner):
         if len(hidden) != begun.kept:
             raise EngineError(f"step {begun.plan.step} kept {begun.kept} tokens, but received hidden states of {len(hidden)}")
         built = begun.built
-        outputs = self._draw_replayed(begun, hidden) if built is None else self._outputs(begun.run, built, hidden)
+        outputs = self._sample_replayed(begun, hidden) if built is None else self._outputs(begun.run, built, hidden)
         flight = self._fly(begun.plan, begun.run, begun.owner, outputs)
-        if self._pending is not None and not self.draws_itself(begun.plan):
-            self._undrawn[begun.plan.step] = self._pending
+        if self._pending is not None and not self.samples_itself(begun.plan):
+            self._unsampled[begun.plan.step] = self._pending
         return flight
 
-    def _draw_replayed(self, begun: Begun, hidden: Tensor) -> StepOutputs:
-        """Return the outputs of a replayed step; hidden [K, H] of the draws, or of one unused token."""
-        assert self._state is not None and begun.run is not None and begun.drawn_from is not None
-        draws = draws_of(begun.run, self._state.slots)
-        return StepOutputs(self._prepare_draw(hidden[: len(draws.slots)], draws, begun.drawn_from, None))
+    def _sample_replayed(self, begun: Begun, hidden: Tensor) -> StepOutputs:
+        """Return the outputs of a replayed step; hidden [K, H] of the samples, or of one unused token."""
+        assert self._state is not None and begun.run is not None and begun.sampled_from is not None
+        samples = samples_of(begun.run, self._state.slots)
+        return StepOutputs(self._prepare_sample(hidden[: len(samples.slots)], samples, begun.sampled_from, None))
 
     @torch.inference_mode()
-    def take_drawn_of(self, step: int, ids: Ints) -> None:
-        """Write the tokens that the first rank of the first stage drew in `step`, before the next step begins."""
-        rows = self._undrawn.pop(step, None)
+    def take_sampled_of(self, step: int, ids: Ints) -> None:
+        """Write the tokens that the first rank of the first stage sampled in `step`, before the next step begins."""
+        rows = self._unsampled.pop(step, None)
         if rows is None or len(ids) != len(rows.slots):
-            raise EngineError(f"got {len(ids)} drawn tokens for {0 if rows is None else len(rows.slots)} draws of step {step}")
+            raise EngineError(
+                f"got {len(ids)} sampled tokens for {0 if rows is None else len(rows.slots)} samples of step {step}"
+            )
         rows.tokens[rows.slot, rows.end] = upload(ids, rows.tokens.device)
 
-    def take_drawn(self, ids: Ints) -> None:
+    def take_sampled(self, ids: Ints) -> None:
         """As in Runner, if a drafter follows the latest step."""
-        if self._launched is not None and (len(ids) or self._launched.step in self._undrawn):
-            self.take_drawn_of(self._launched.step, ids)
+        if self._launched is not None and (len(ids) or self._launched.step in self._unsampled):
+            self.take_sampled_of(self._launched.step, ids)
 
     def describe_rank(self) -> dict[str, int]:
         rank, own = self._pipeline_rank, self._stage.own

@@ -18,10 +18,10 @@ from quire.models.decoder import Decoder
 from quire.runner.batch import Built, build_batch, compute_logits
 from quire.runner.core import RunnerCore, SlotState
 from quire.runner.flight import StepFlight
-from quire.runner.graphs import Graphs, PendingDraw, recordable
+from quire.runner.graphs import Graphs, PendingSample, recordable
 from quire.runner.sampler.edits import Masks
 from quire.runner.sampler.logprobs import Report
-from quire.runner.sampler.pipeline import Drawn, Sampler
+from quire.runner.sampler.pipeline import Sampled, Sampler
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
 from quire.runner.transfer import Longs, upload, upload_together
@@ -29,17 +29,18 @@ from quire.types.errors import EngineError
 from quire.types.plan import Ints, StepPlan, StepRows
 
 PROMPT_CHUNK = 256  # prompt positions whose logits are held at a time
-Draw = Drawn | Callable[[Masks | None], Drawn] | None  # what a step drew, or how it draws; None: nothing, or on another rank
+# what a step sampled, or how it samples; None: nothing, or on another rank
+Samples = Sampled | Callable[[Masks | None], Sampled] | None
 
 
 class StepOutputs(NamedTuple):
     """What a step computed."""
 
-    draw: Draw
+    samples: Samples
     prompts: Sequence[tuple[int, Report]] = ()  # (row, prompt logprobs), in the order of positions
     pooled: Sequence[Pooled] = ()
     hidden: Tensor | None = None  # [kept tokens, H]; None: a CUDA graph was replayed
-    drawn_from: Tensor | None = None  # [draws, H]
+    sampled_from: Tensor | None = None  # [samples, H]
 
 
 class Runner(RunnerCore):
@@ -49,7 +50,7 @@ class Runner(RunnerCore):
     unchanged, and the next plan may be launched.
     """
 
-    _pending: Rows | None = None  # draws of the latest step, whose tokens another rank reports
+    _pending: Rows | None = None  # samples of the latest step, whose tokens another rank reports
     _launched: StepPlan | None = None  # the latest step
     _follower: Follower | None = None  # of the latest step
 
@@ -69,7 +70,7 @@ class Runner(RunnerCore):
             built = build_batch(rows, slots, self._parts, whole=any(part.reads_all_tokens for part in self._parts))
             outputs = self._outputs(rows, built, self._loaded()(built.batch))
         slots.advance(plan)
-        if self.draws_itself(plan):
+        if self.samples_itself(plan):
             self._pending = None
         return self._fly(plan, rows, owner, outputs)
 
@@ -101,7 +102,7 @@ class Runner(RunnerCore):
             for part in self._parts:
                 part.retire(slot)
         for admission in plan.admitted:
-            if admission.draws:
+            if admission.samples:
                 sampler.admit(admission.slot, admission)
             for part in self._parts:
                 part.retire(admission.slot)
@@ -132,9 +133,9 @@ class Runner(RunnerCore):
         replayed = None if keys is None else graphs.run(rows, plain, keys)
         if replayed is None:
             return None
-        if isinstance(replayed, PendingDraw):
-            return StepOutputs(partial(self._draw, replayed.logits, replayed.rows) if len(replayed.rows.slots) else None)
-        return StepOutputs(Drawn(replayed, places=None if rows.shapes.all_draw else rows.draw_row))
+        if isinstance(replayed, PendingSample):
+            return StepOutputs(partial(self._sample, replayed.logits, replayed.rows) if len(replayed.rows.slots) else None)
+        return StepOutputs(Sampled(replayed, places=None if rows.shapes.all_sample else rows.sample_row))
 
     def _outputs(self, rows: StepRows, built: Built, hidden: Tensor) -> StepOutputs:
         """Return what the rows output; hidden [K, H] of the tokens that the batch keeps."""
@@ -142,9 +143,9 @@ class Runner(RunnerCore):
         (slots, _, sampler), model, outputs = self._state, self._loaded(), rows.outputs
         prompts = report_prompts(rows, built, hidden, model, slots, sampler) if len(outputs.prompt_logprobs) else []
         pooled = self._pool(rows, hidden, final_states(outputs.pool, rows, built)) if len(outputs.pool) else ()
-        drawn_from = hidden[built.batch.logit_index] if len(outputs.draw) else hidden[:0]
-        draw = self._prepare_draw(drawn_from, built.rows, built.batch, outputs.draw)
-        return StepOutputs(draw, prompts, pooled, hidden, drawn_from)
+        sampled_from = hidden[built.batch.logit_index] if len(outputs.sample_after) else hidden[:0]
+        samples = self._prepare_sample(sampled_from, built.rows, built.batch, outputs.sample_after)
+        return StepOutputs(samples, prompts, pooled, hidden, sampled_from)
 
     def _pool(self, rows: StepRows, hidden: Tensor, index: Longs) -> Sequence[Pooled]:
         for part in self._parts:
@@ -152,44 +153,44 @@ class Runner(RunnerCore):
                 return pooled
         raise EngineError("a step has hidden states to pool, but the engine was started without pooling")
 
-    def _prepare_draw(self, hidden: Tensor, rows: Rows, batch: Batch, tokens: Ints | None) -> Draw:
-        """hidden [N, H] of the draws, tokens [N] their indices in the batch (None: all)."""
+    def _prepare_sample(self, hidden: Tensor, rows: Rows, batch: Batch, tokens: Ints | None) -> Samples:
+        """hidden [N, H] of the samples, tokens [N] their indices in the batch (None: all)."""
         self._pending = None
         if not len(hidden):
             return None
         logits, first = compute_logits(self._loaded(), hidden, batch, tokens), self._position.rank == 0
         self._pending = None if first else rows
-        return partial(self._draw, logits, rows) if first or self._device.draws_alike else None
+        return partial(self._sample, logits, rows) if first or self._device.samples_alike else None
 
     @torch.inference_mode()
-    def _draw(self, logits: Tensor, rows: Rows, masks: Masks | None) -> Drawn:
-        """logits [N, V] of the draws. Called before the next launch."""
+    def _sample(self, logits: Tensor, rows: Rows, masks: Masks | None) -> Sampled:
+        """logits [N, V] of the samples. Called before the next launch."""
         assert self._state is not None
         return self._state.sampler.sample(logits, rows, masks)
 
     def _fly(self, plan: StepPlan, rows: StepRows, owner: Longs | None, outputs: StepOutputs) -> StepFlight:
         """Call the parts for the finished step and return its flight."""
-        finished = FinishedStep(plan, rows, outputs.hidden, outputs.drawn_from)
+        finished = FinishedStep(plan, rows, outputs.hidden, outputs.sampled_from)
         followers = [part.finish(finished) for part in self._parts]
         self._follower = next((follower for follower in followers if follower is not None), None)
         self._launched = plan
         prompts = [(row if owner is None else int(owner[row]), report) for row, report in outputs.prompts]
-        return StepFlight(plan, prompts, outputs.draw, outputs.pooled, self._follower)
+        return StepFlight(plan, prompts, outputs.samples, outputs.pooled, self._follower)
 
     # ---- several ranks ---------------------------------------------------------------------------------------------------
 
-    def draws_itself(self, plan: StepPlan) -> bool:
-        """Return whether every rank draws in this step. All have bit-identical logits, but only the first has masks."""
-        return self._device.draws_alike and not len(plan.masked)
+    def samples_itself(self, plan: StepPlan) -> bool:
+        """Return whether every rank samples in this step. All have bit-identical logits, but only the first has masks."""
+        return self._device.samples_alike and not len(plan.masked)
 
     @torch.inference_mode()
-    def take_drawn(self, ids: Ints) -> None:
-        """Write the tokens that the first rank drew in the latest step, before the next is launched."""
+    def take_sampled(self, ids: Ints) -> None:
+        """Write the tokens that the first rank sampled in the latest step, before the next is launched."""
         rows, self._pending = self._pending, None
         if rows is None and not len(ids):
             return
         if rows is None or len(ids) != len(rows.slots):
-            raise EngineError(f"got {len(ids)} drawn tokens for {0 if rows is None else len(rows.slots)} draws")
+            raise EngineError(f"got {len(ids)} sampled tokens for {0 if rows is None else len(rows.slots)} samples")
         rows.tokens[rows.slot, rows.end] = upload(ids, rows.tokens.device)
 
     def complete(self, plan: StepPlan) -> StepPlan:

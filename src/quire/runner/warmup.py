@@ -1,6 +1,6 @@
 """Warm-up and profile runs before the engine is ready, so that the first requests find kernels compiled and loaded.
 
-First one layer of each kind and each kind of draw run in parallel threads, so that kernels are compiled at the same time.
+First one layer of each kind and each kind of sampling run in parallel threads, so that kernels are compiled at the same time.
 Then typical steps follow: decode, few and many rows, short and long contexts, prompts of several lengths, both mixed, with each
 kind of sampling. Everything runs on the null page, and the results are dropped.
 """
@@ -47,7 +47,7 @@ TOKEN_COUNTS = (32, 64, 96, 128, 192)  # tokens, for layers that do not depend o
 MIXED = 3  # decode rows in a step with a prompt
 RECORDED = 4  # repetitions of a step, so that its CUDA graph is recorded and replayed
 THREADS = 8
-# tokens of GEMMs that no graph contains: the drawn tokens in the LM head, all tokens of a large step in other layers.
+# tokens of GEMMs that no graph contains: the sampled tokens in the LM head, all tokens of a large step in other layers.
 # The steps are odd, because the choice of a kernel also depends on the low bits of the number of tokens
 FEW_ROWS, FEW_STEP, MANY_STEP = 512, 7, 97
 
@@ -76,7 +76,7 @@ def largest_step(max_seqs: int, max_batched_tokens: int, longest: int, drafts: i
 
 
 def make_step(requests: Sequence[MadeUpRequest], retired: int = 0) -> StepPlan:
-    """Return a step of new requests in slots 0, 1, ..., which all draw. The first `retired` slots are retired before.
+    """Return a step of new requests in slots 0, 1, ..., which all sample. The first `retired` slots are retired before.
 
     No table entry is written: every token uses the null page.
     """
@@ -125,21 +125,21 @@ def warm_up_parts(
     longest: int,
     enter: Callable[[Batch], Tensor] | None = None,
 ) -> None:
-    """Run each kind of layer in its own thread, for decode and for prompts, and each kind of draw.
+    """Run each kind of layer in its own thread, for decode and for prompts, and each kind of sampling.
 
     The slots must be free. A layer that cannot run alone runs first in a whole step. `enter`: returns the input of the first
     layer, if the model does not embed.
     """
     layers = list(_layers(model, slots, longest, enter or model.embed))
-    jobs = [*layers[:1], *_draws(slots, sampler, vocabulary), *layers[1:]]
+    jobs = [*layers[:1], *_samples(slots, sampler, vocabulary), *layers[1:]]
     with ThreadPoolExecutor(THREADS, "quire-warm-up") as pool:
         for group in (jobs[:1], jobs[1:]):  # the first job initializes the compiler
             for future in [pool.submit(job) for job in group]:
                 if (error := future.exception()) is not None:
                     logger.debug("a layer could not run alone; it runs first in a whole step", exc_info=error)
-    drawn = np.arange(min(len(KINDS), len(slots.tokens)), dtype=np.int32)
-    slots.retire(drawn)
-    for slot in drawn.tolist():
+    sampled = np.arange(min(len(KINDS), len(slots.tokens)), dtype=np.int32)
+    slots.retire(sampled)
+    for slot in sampled.tolist():
         sampler.retire(slot)
 
 
@@ -215,8 +215,8 @@ def _batch(requests: Sequence[MadeUpRequest], slots: Slots) -> Batch:
     return batch
 
 
-def _draws(slots: Slots, sampler: Sampler, vocabulary: int) -> list[Callable[[], None]]:
-    """Return two jobs: all kinds of draws, which share kernels, and what runs before and after a draw.
+def _samples(slots: Slots, sampler: Sampler, vocabulary: int) -> list[Callable[[], None]]:
+    """Return two jobs: all kinds of sampling, which share kernels, and what runs before and after sampling.
 
     The requests are not retired.
     """
@@ -227,11 +227,11 @@ def _draws(slots: Slots, sampler: Sampler, vocabulary: int) -> list[Callable[[],
     sampler.refresh(slots.updates)
     rows = build_batch(plan, slots).rows
     single = [rows.take(np.array([row])) for row in range(len(plan.slot))]
-    return [partial(job, sampler, torch.zeros(1, vocabulary, device=slots.device), single) for job in (_draw, _edit)]
+    return [partial(job, sampler, torch.zeros(1, vocabulary, device=slots.device), single) for job in (_sample, _edit)]
 
 
 @torch.inference_mode()
-def _draw(sampler: Sampler, logits: Tensor, each: Sequence[Rows]) -> None:
+def _sample(sampler: Sampler, logits: Tensor, each: Sequence[Rows]) -> None:
     for rows in each:
         if sampler.plain(rows.slots):
             sampler.sample(logits, rows)

@@ -42,10 +42,10 @@ class RequestLimits:
         length, max_tokens = len(spec.prompt), spec.params.max_tokens
         if not length:
             raise RequestError("the prompt is empty; it must have at least one token", "prompt")
-        longest = self._max_model_len + (not spec.draws)
+        longest = self._max_model_len + (not spec.samples)
         limit = longest if max_tokens is None else min(length + max_tokens, longest)
         begun = length + len(spec.resumed)
-        if begun >= limit and not spec.draws:
+        if begun >= limit and not spec.samples:
             raise PromptTooLong(f"the prompt has {length} tokens; the longest context is {self._max_model_len}", "prompt")
         if begun >= limit:
             raise PromptTooLong(f"the request has {begun} tokens and may have {limit}: none is left to generate", "prompt")

@@ -29,7 +29,7 @@ class Odd(NamedTuple):
     """A row that is not a plain decode row: more or fewer tokens or samples than one, or scores, or pooling."""
 
     tokens: int
-    draws: int
+    samples: int
     scores: range  # prompt positions of the row whose next token's logprobs are requested
     pool: int  # hidden states of this many tokens at its end are pooled
 
@@ -105,7 +105,7 @@ class PlanBuilder:
         """Save the slot's recurrent state after this step's rows to an entry."""
         self._saves.append((slot, entry))
 
-    def row(self, request: Request, count: int, end: int, draws: int, masked: bool) -> None:
+    def row(self, request: Request, count: int, end: int, samples: int, masked: bool) -> None:
         scores, spec = range(0), request.spec
         if spec.params.prompt_logprobs is not None:
             scores = range(max(end - count, request.scored), min(end, len(spec.prompt) - 1))
@@ -114,8 +114,8 @@ class PlanBuilder:
             pool = count if pooling.reads_all else int(end == len(spec.prompt))
         if masked:
             self._masked.append(len(self.requests))
-        if count != 1 or draws != 1 or scores or pool:
-            self._odd[len(self.requests)] = Odd(count, draws, scores, pool)
+        if count != 1 or samples != 1 or scores or pool:
+            self._odd[len(self.requests)] = Odd(count, samples, scores, pool)
         self.requests.append(request)
         self.ends.append(end)
 
@@ -152,7 +152,7 @@ class PlanBuilder:
             **self._changes(retired),
             **({"masked": self._masks(shapes)} if self._masked else {}),
         )
-        return Scheduled(plan, requests, tuple(i for i, odd in self._odd.items() if odd.draws != 1))
+        return Scheduled(plan, requests, tuple(i for i, odd in self._odd.items() if odd.samples != 1))
 
     def _changes(self, retired: list[int]) -> dict[str, Ints]:
         """Return the fields of a plan that are empty in most steps."""
@@ -186,20 +186,20 @@ class PlanBuilder:
 
     def _masks(self, shapes: RowShapes) -> Ints:
         rows = _ints(self._masked)
-        return spans(shapes.first_draw[rows], 1 + shapes.drafts[rows])
+        return spans(shapes.first_sample[rows], 1 + shapes.drafts[rows])
 
 
 @lru_cache(64)  # the next step usually has one of the latest shapes
 def _shapes(rows: int, odd: tuple[tuple[int, Odd], ...]) -> RowShapes:
     """Return the shapes of `rows` rows, of which some are odd; without prompt logprobs."""
-    count, draws = np.ones((2, rows), np.int32)
+    count, samples = np.ones((2, rows), np.int32)
     for i, row in odd:
-        count[i], draws[i] = row.tokens, row.draws
-    outputs = Outputs.last(count, draws)
+        count[i], samples[i] = row.tokens, row.samples
+    outputs = Outputs.last(count, samples)
     if pooling := [i for i, row in odd if row.pool]:
         pooled = _ints([row.pool for _, row in odd if row.pool])
         outputs = replace(outputs, pool=spans(np.cumsum(count)[pooling] - pooled, pooled))
-    return RowShapes(count, np.maximum(draws - 1, 0), outputs)
+    return RowShapes(count, np.maximum(samples - 1, 0), outputs)
 
 
 def _guesses(requests: tuple[Request, ...], ahead: int, other: Mapping[Request, int] | None) -> Ints:

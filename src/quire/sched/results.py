@@ -97,7 +97,7 @@ class Results:
         if i in result.failed and ending is None:
             self._roster.leave(request, "error")
             return [delta(request, taken, error=result.failed[i], extras=extras)]
-        if not request.spec.draws:
+        if not request.spec.samples:
             return self._pool(request, int(plan.end[i]), int(plan.count[i]), result.pooled.get(i))
         if not sample:
             return [delta(request, [], extras=extras)] if scores else []

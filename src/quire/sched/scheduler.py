@@ -43,7 +43,7 @@ def steady_decode(last: Scheduled, step: int, speculation: Speculation) -> Sched
         return None
     for request, (sample, drafts) in zip(last.requests, shapes.each, strict=True):
         end = request.computed + 1 + drafts
-        able = sample and request.drew and request.known == 1 and not (request.unverified or request.spec.params.needs_masks)
+        able = sample and request.sampled and request.known == 1 and not (request.unverified or request.spec.params.needs_masks)
         if not able or speculation.granted.get(request, 0) != drafts or end > min(request.covered, request.limit - 1):
             return None
         ends.append(end)
@@ -406,9 +406,9 @@ class Scheduler:
         request.known -= count - drafts
         if self._snapshots is not None and not drafts and (entry := self._snapshots.save(request)) is not None:
             plan.save(request.slot, entry)
-        sample = not request.known and request.spec.draws
+        sample = not request.known and request.spec.samples
         masked = sample and request.spec.params.needs_masks and (request.constrained or reasoning_budget_left(request) <= 0)
-        request.drew = sample
+        request.sampled = sample
         if sample:
             request.known = 1
             request.unverified += drafts
@@ -430,7 +430,7 @@ class Scheduler:
 
     def _guesses(self, request: Request, most: int, left: int, plan: PlanBuilder) -> int:
         """Return how many drafts follow the request's known token: as many as fit without cost for other requests."""
-        if not request.drew:
+        if not request.sampled:
             return 0
         end = request.computed + 1
         room = min(left, self._limits.chunk, reasoning_budget_left(request)) - 1

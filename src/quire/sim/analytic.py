@@ -91,7 +91,7 @@ class StepShape:
     rows: int
     singles: int  # decode rows
     tokens: int
-    draws: int
+    samples: int
     single_keys: float  # attended to by decode rows
     own_keys: float  # the same, with keys shared by rows counted once
     prompt_keys: float  # read by prefill rows, each once
@@ -107,10 +107,10 @@ def windows_of(layers: Sequence[LayerCache]) -> tuple[Window, ...]:
 
 def shape_of(plan: StepPlan, windows: Sequence[Window], distinct: int) -> StepShape:
     """Return the shape of a plan. `distinct`: the number of keys in all used pages."""
-    rows, tokens, draws = len(plan.count), plan.tokens, len(plan.outputs.draw)
+    rows, tokens, samples = len(plan.count), plan.tokens, len(plan.outputs.sample_after)
     if tokens == rows:  # most steps
         keys = _attended_keys(plan.end, windows)
-        return StepShape(rows, rows, tokens, draws, keys, min(keys, distinct), 0.0, 0.0)
+        return StepShape(rows, rows, tokens, samples, keys, min(keys, distinct), 0.0, 0.0)
     several = plan.count > 1
     count, end = plan.count[several].astype(np.int64), plan.end[several].astype(np.int64)
     read = pairs = 0.0
@@ -123,7 +123,7 @@ def shape_of(plan: StepPlan, windows: Sequence[Window], distinct: int) -> StepSh
             read += share * float(np.minimum(end, count + window).sum())
             pairs += share * float(np.minimum(every, count * window).sum())
     keys = _attended_keys(plan.end[~several], windows)
-    return StepShape(rows, rows - len(count), tokens, draws, keys, min(keys, distinct), read, pairs)
+    return StepShape(rows, rows - len(count), tokens, samples, keys, min(keys, distinct), read, pairs)
 
 
 def _attended_keys(end: npt.NDArray[np.int32], windows: Sequence[Window]) -> float:
@@ -175,7 +175,7 @@ class AnalyticTiming:
     def seconds(self, shape: StepShape) -> float:
         parts, tokens = self._parts, shape.tokens if shape.tokens == shape.rows else recorded_width(shape.tokens)
         reading = (parts.dense + parts.head) * self._byte
-        operations = 2 * (parts.dense * tokens + parts.head * shape.draws)
+        operations = 2 * (parts.dense * tokens + parts.head * shape.samples)
         if parts.experts:
             idle = (1 - parts.experts_per_token / parts.experts) ** tokens  # the share of experts without a token
             reading += parts.expert * parts.experts * (1 - idle) * self._byte

@@ -54,10 +54,10 @@ class Device:
         """Return the result and the seconds of a step. `keys`: in all used pages."""
         for admission in plan.admitted:
             self._echo[admission.slot] = admission.seed
-        if len(plan.outputs.draw) == len(plan.slot) == plan.tokens:  # most steps
+        if len(plan.outputs.sample_after) == len(plan.slot) == plan.tokens:  # most steps
             result = StepResult(plan.step, self._ones[: len(plan.slot)], self._echo[plan.slot])
         else:
-            result = StepResult(plan.step, plan.sample.astype(np.int32), self._echo[plan.slot[plan.draw_row]])
+            result = StepResult(plan.step, plan.sample.astype(np.int32), self._echo[plan.slot[plan.sample_row]])
         return result, self._timing.seconds(shape_of(plan, self._windows, keys))
 
 

@@ -53,8 +53,8 @@ class Admission:
     extras: Extras = NO_EXTRAS
 
     @property
-    def draws(self) -> bool:
-        """Whether tokens are drawn."""
+    def samples(self) -> bool:
+        """Whether tokens are sampled."""
         return self.extras.pooling is None
 
 
@@ -62,14 +62,14 @@ class Admission:
 class Outputs:
     """Tokens of a step whose logits or states are needed: indices among all tokens of the step, rising."""
 
-    draw: Ints  # [draws] after which a token is sampled; of a row with drafts, its last known token and each draft
+    sample_after: Ints  # [samples] after which a token is sampled; of a row with drafts, its last known token and each draft
     prompt_logprobs: Ints = field(default_factory=_none)  # logprobs of the prompt token that follows
     pool: Ints = field(default_factory=_none)  # the hidden state itself, for pooling
 
     @classmethod
-    def last(cls, count: npt.NDArray[np.integer], draws: npt.NDArray[np.integer]) -> "Outputs":
-        """Return samples after the last draws[r] tokens of each row, and nothing else."""
-        return cls(spans(np.cumsum(count) - draws, draws))
+    def last(cls, count: npt.NDArray[np.integer], samples: npt.NDArray[np.integer]) -> "Outputs":
+        """Return samples after the last samples[r] tokens of each row, and nothing else."""
+        return cls(spans(np.cumsum(count) - samples, samples))
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,28 +110,28 @@ class RowShapes:
         return np.searchsorted(np.cumsum(self.count), tokens, side="right").astype(np.int32)
 
     @cached_property
-    def draw_row(self) -> Ints:
-        """[draws] the row of each draw."""
-        return self.rows_of(self.outputs.draw)
+    def sample_row(self) -> Ints:
+        """[samples] the row of each sample."""
+        return self.rows_of(self.outputs.sample_after)
 
     @cached_property
-    def first_draw(self) -> Ints:
-        """[rows] index of the row's first draw."""
-        draws = np.where(self.sample, 1 + self.drafts, 0)
-        first: Ints = draws.cumsum(dtype=np.int32) - draws.astype(np.int32)
+    def first_sample(self) -> Ints:
+        """[rows] index of the row's first sample."""
+        samples = np.where(self.sample, 1 + self.drafts, 0)
+        first: Ints = samples.cumsum(dtype=np.int32) - samples.astype(np.int32)
         return first
 
     @cached_property
-    def all_draw(self) -> bool:
+    def all_sample(self) -> bool:
         return bool(self.sample.all())
 
     @cached_property
     def sample(self) -> Bools:
         """[rows] whether the row samples."""
-        if len(self.outputs.draw) == self.tokens:  # most steps: every token is sampled after
+        if len(self.outputs.sample_after) == self.tokens:  # most steps: every token is sampled after
             return np.ones(len(self.count), np.bool_)
         sample = np.zeros(len(self.count), np.bool_)
-        sample[self.draw_row] = True
+        sample[self.sample_row] = True
         return sample
 
 
@@ -159,8 +159,8 @@ class StepRows(msgspec.Struct, frozen=True, eq=False):
         return self.shapes.tokens
 
     @property
-    def draw_row(self) -> Ints:
-        return self.shapes.draw_row
+    def sample_row(self) -> Ints:
+        return self.shapes.sample_row
 
     @property
     def sample(self) -> Bools:
@@ -193,7 +193,7 @@ class StepPlan(StepRows, frozen=True, eq=False, dict=True):
     # pages to duplicate before anything is written in this step (copy on write)
     copy_from: Ints = NOTHING  # [copies]
     copy_to: Ints = NOTHING  # [copies]
-    masked: Ints = NOTHING  # [masked] indices among the draws, rising
+    masked: Ints = NOTHING  # [masked] indices among the samples, rising
     # tokens that were not sampled: tokens[slot, position] = token, in order, each after the slot's last
     given_slot: Ints = NOTHING  # [given]
     given_position: Ints = NOTHING  # [given]

@@ -52,8 +52,8 @@ class EngineRequest:
     scored: int = 0  # the last prompt position whose logprobs were handed out
 
     @property
-    def draws(self) -> bool:
-        """Whether tokens are drawn. A request that draws none ends with the row of its last prompt token."""
+    def samples(self) -> bool:
+        """Whether tokens are sampled. A request that samples none ends with the row of its last prompt token."""
         return self.extras.pooling is None
 
     @property
@@ -90,7 +90,7 @@ class Request:
     computed: int = 0
     known: int = field(init=False)
     unverified: int = 0  # drafts in flight, by which `computed` may turn out to be too large
-    drew: bool = False  # its latest row samples, so that drafts can follow
+    sampled: bool = False  # its latest row samples, so that drafts can follow
     chunks: int = 0  # rows in flight that sample no token
     fast_until: int = 0  # decode rows up to here need no page and no check; 0 while more than one token is known
     inspect_at: int = 0  # at this length a new token may end the request or fill a page

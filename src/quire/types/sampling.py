@@ -124,7 +124,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, metaclass=_Named):
     repetition_detection: RepetitionDetectionParams | None = None
     routed_experts_prompt_start: int = 0
     trace_decode_token_ids: list[int] | None = None
-    thinking_forced_ids: list[int] | None = None  # drawn when thinking_token_budget is spent; None = thinking_end_ids
+    thinking_forced_ids: list[int] | None = None  # sampled when thinking_token_budget is spent; None = thinking_end_ids
 
     def __post_init__(self) -> None:
         """Check all fields that differ from their default."""

@@ -30,7 +30,7 @@ SERVED_TOKENS = 8192
 
 class CUDADevice(Device):
     name = "cuda"
-    records = compiles = draws_alike = True
+    records = compiles = samples_alike = True
 
     def __init__(self) -> None:
         self._kernels: Variants | None = None

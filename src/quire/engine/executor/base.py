@@ -10,7 +10,7 @@ from quire.types.stats import DeviceCounts
 class Flight(Protocol):
     """A step in flight."""
 
-    def draw(self, masks: Words) -> None:
+    def sample(self, masks: Words) -> None:
         """Give a step with masked rows their masks [masked, W], before its result is awaited and the next step submitted."""
 
     def result(self) -> StepResult:

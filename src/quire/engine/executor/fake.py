@@ -57,7 +57,7 @@ class FakeFlight:
         if not masked:
             self._outcome = run(None)
 
-    def draw(self, masks: Masks) -> None:
+    def sample(self, masks: Masks) -> None:
         self._outcome = self._run(masks)
 
     def result(self) -> StepResult:
@@ -222,17 +222,17 @@ class FakeExecutor:
             positions = np.arange(end[i] - count[i], end[i])
             self._write_span(int(slots[i]), positions, lost)
         places = spans(end - count, count)  # [tokens] the position of each
-        drawn = self._draw(plan, slots[plan.draw_row], places[plan.outputs.draw] + 1, masks)
-        lengths = self._accept(plan, drawn, places)
-        kept = spans(np.searchsorted(plan.draw_row, np.arange(len(slots))), lengths)  # the draws that count
-        ids, row = drawn[kept], plan.draw_row[kept]
+        sampled = self._sample(plan, slots[plan.sample_row], places[plan.outputs.sample_after] + 1, masks)
+        lengths = self._accept(plan, sampled, places)
+        kept = spans(np.searchsorted(plan.sample_row, np.arange(len(slots))), lengths)  # the samples that count
+        ids, row = sampled[kept], plan.sample_row[kept]
         self.cursor[slots] = end - np.where(plan.sample, 1 + plan.drafts - lengths, 0)
         self.bound[slots] = plan.end
         if self._states is not None:  # after wrong drafts they are restored
             for slot in slots[plan.drafts > 0].tolist():
                 if self._states[slot] != LOST:
                     self._states[slot] = self.tokens[slot, : self.cursor[slot]].tobytes()
-        self.tokens[slots[row], places[plan.outputs.draw[kept]] + 1] = ids
+        self.tokens[slots[row], places[plan.outputs.sample_after[kept]] + 1] = ids
         self.known[slots] = np.where(plan.sample, self.cursor[slots] + 1, self.known[slots])
         self._propose(slots[plan.sample])
         logprobs, scores = self._score(plan, slots, ids, row, places)
@@ -240,7 +240,7 @@ class FakeExecutor:
         failed = {int(i): "failed on order" for i in np.flatnonzero(np.isin(slots, list(bad)))} if bad else {}
         if failed:
             ids, lengths = ids[~np.isin(row, list(failed))], np.where(np.isin(np.arange(len(slots)), list(failed)), 0, lengths)
-        masked = np.unique(plan.draw_row[plan.masked]).tolist()
+        masked = np.unique(plan.sample_row[plan.masked]).tolist()
         drafts = {row: self._drafts(int(slots[row])) for row in masked if self._guess is not None}
         pool = plan.outputs.pool
         owner = plan.shapes.rows_of(pool)
@@ -262,8 +262,8 @@ class FakeExecutor:
         known = self.known[slots] + plan.drafts
         if (end > known).any():
             raise EngineError("a row ends after its last token")
-        draws = np.array([self.admissions[slot].extras.pooling is None for slot in slots.tolist()], np.bool_)
-        if (plan.sample != ((end == known) & draws)).any():
+        samples = np.array([self.admissions[slot].extras.pooling is None for slot in slots.tolist()], np.bool_)
+        if (plan.sample != ((end == known) & samples)).any():
             raise EngineError("a row samples before its last token, or does not sample after it")
 
     def _move_states(self, states: dict[int, bytes], plan: StepPlan, end: Longs, lost: bool) -> None:
@@ -282,32 +282,32 @@ class FakeExecutor:
                 raise EngineError("drafts do not follow the last token of their slot")
             self.tokens[np.repeat(slots, plan.drafts), spans(end - plan.drafts, plan.drafts)] = plan.draft_token
 
-    def _draw(self, plan: StepPlan, slots: Longs, positions: Ints, masks: Masks | None) -> Ints:
-        """Return the new tokens for slots and positions [draws]."""
+    def _sample(self, plan: StepPlan, slots: Longs, positions: Ints, masks: Masks | None) -> Ints:
+        """Return the new tokens for slots and positions [samples]."""
         if not len(slots):
             return np.empty(0, np.int32)
-        drawn = self.model.draw(
+        sampled = self.model.sample(
             [self._digest(g, slots, positions) for g in range(len(self.tables))], self.seeds[slots], positions
         )
         if self._states is not None:
             wrong = np.array([self._states[slot] == LOST for slot in slots.tolist()])
-            drawn = np.where(wrong, (drawn + 1) % self.model.vocab_size, drawn).astype(np.int32)
+            sampled = np.where(wrong, (sampled + 1) % self.model.vocab_size, sampled).astype(np.int32)
         if masks is not None:
             for i, mask in zip(plan.masked.tolist(), masks, strict=True):
-                drawn[i] = self.model.within(int(drawn[i]), mask)
+                sampled[i] = self.model.within(int(sampled[i]), mask)
         for i, slot in enumerate(slots.tolist()) if self._special else ():
             admission = self.admissions[slot]
             if positions[i] - admission.prompt_length < admission.params.min_tokens:
-                drawn[i] = self.model.without(int(drawn[i]), admission.stop_ids)
-        return drawn
+                sampled[i] = self.model.without(int(sampled[i]), admission.stop_ids)
+        return sampled
 
-    def _accept(self, plan: StepPlan, drawn: Ints, places: Ints) -> Ints:
-        """Return [rows] how many of the drawn tokens are kept: those before the first wrong draft, and one."""
+    def _accept(self, plan: StepPlan, sampled: Ints, places: Ints) -> Ints:
+        """Return [rows] how many of the sampled tokens are kept: those before the first wrong draft, and one."""
         lengths = plan.sample.astype(np.int32)
         for row in np.flatnonzero(plan.drafts).tolist():
-            index = np.flatnonzero(plan.draw_row == row)
-            drafts = self.tokens[plan.slot[row], places[plan.outputs.draw[index[1:]]]]
-            wrong = np.flatnonzero(drawn[index[:-1]] != drafts)
+            index = np.flatnonzero(plan.sample_row == row)
+            drafts = self.tokens[plan.slot[row], places[plan.outputs.sample_after[index[1:]]]]
+            wrong = np.flatnonzero(sampled[index[:-1]] != drafts)
             lengths[row] += wrong[0] if len(wrong) else len(drafts)
         return lengths
 
@@ -384,7 +384,7 @@ class FakeExecutor:
     def _score(
         self, plan: StepPlan, slots: Longs, ids: Ints, row: Ints, places: Ints
     ) -> tuple[dict[int, TopLogprobs], dict[int, TopLogprobs]]:
-        """Return the logprobs of drawn tokens and of prompt tokens."""
+        """Return the logprobs of sampled tokens and of prompt tokens."""
         logprobs, prompt_logprobs = {}, {}
         for i in np.unique(row).tolist() if self._special else ():
             count = self.admissions[int(slots[i])].params.logprobs

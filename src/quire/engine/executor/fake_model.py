@@ -29,7 +29,7 @@ ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 @dataclass(frozen=True)
 class FakeModel:
-    """`eos_probability`: the probability of `eos_id` at every position; it is never drawn otherwise."""
+    """`eos_probability`: the probability of `eos_id` at every position; it is never sampled otherwise."""
 
     windows: tuple[int | None, ...]  # [groups] None = sees everything
     vocab_size: int = 1000
@@ -47,7 +47,7 @@ class FakeModel:
         x = tokens.astype(np.uint64) * np.uint64(TOKEN) + positions.astype(np.uint64) * np.uint64(POSITION)
         return mix(x + np.uint64(GROUP * (group + 1) & MASK))
 
-    def draw(self, digests: list[Words], seeds: Words, positions: npt.NDArray[np.integer]) -> Ints:
+    def sample(self, digests: list[Words], seeds: Words, positions: npt.NDArray[np.integer]) -> Ints:
         """Return tokens [rows] for digests [groups][rows], seeds [rows] and positions [rows] of the new tokens."""
         x = mix(seeds + positions.astype(np.uint64) * np.uint64(SEED))
         for digest in digests:

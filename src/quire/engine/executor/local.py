@@ -32,9 +32,9 @@ class LocalFlight:
     def __init__(self, flight: StepFlight) -> None:
         self._flight = flight
 
-    def draw(self, masks: Words) -> None:
+    def sample(self, masks: Words) -> None:
         try:
-            self._flight.draw(masks)
+            self._flight.sample(masks)
         except AcceleratorError as error:
             raise device_lost(error) from error
 
@@ -236,19 +236,19 @@ class DividedExecutor(LocalExecutor):
 
 
 class RanksFlight(LocalFlight):
-    """A step of the first rank, which draws for all."""
+    """A step of the first rank, which samples for all."""
 
     def __init__(self, flight: StepFlight, executor: "RanksExecutor") -> None:
         super().__init__(flight)
         self._executor = executor
 
-    def draw(self, masks: Words) -> None:
-        super().draw(masks)
-        self._executor.drawn = self._flight.drawn_ids()
+    def sample(self, masks: Words) -> None:
+        super().sample(masks)
+        self._executor.sampled = self._flight.sampled_ids()
 
 
 class RanksExecutor(DividedExecutor):
-    """Tensor parallelism: every plan goes to all ranks, with the tokens that the previous step drew; all run it at the same
+    """Tensor parallelism: every plan goes to all ranks, with the tokens that the previous step sampled; all run it at the same
     time.
 
     A step that fails on one rank ends all of them.
@@ -256,20 +256,20 @@ class RanksExecutor(DividedExecutor):
 
     def __init__(self, runner: Runner, workers: Workers) -> None:
         super().__init__(runner, workers)
-        self.drawn: Ints | None = None  # by the latest step; the other ranks get it with the next
+        self.sampled: Ints | None = None  # by the latest step; the other ranks get it with the next
 
     def submit(self, plan: StepPlan) -> RanksFlight:
         self.check()
-        drawn, self.drawn = self.drawn, None
+        sampled, self.sampled = self.sampled, None
         plan = self._runner.complete(plan)
-        self._workers.send(wire.RunStep(drawn, plan))
+        self._workers.send(wire.RunStep(sampled, plan))
         with self._in_step(plan):
             flight = self._runner.launch(plan)
         flight.before_following, flight.meanwhile = self._follow, self._meanwhile
-        self.drawn = None if self._runner.draws_itself(plan) else flight.drawn_ids()
+        self.sampled = None if self._runner.samples_itself(plan) else flight.sampled_ids()
         return RanksFlight(flight, self)
 
     def _follow(self, lengths: Ints) -> None:
         """Let all ranks draft at the same time."""
-        drawn, self.drawn = self.drawn, None
-        self._workers.send(wire.Follow(np.empty(0, np.int32) if drawn is None else drawn, lengths))
+        sampled, self.sampled = self.sampled, None
+        self._workers.send(wire.Follow(np.empty(0, np.int32) if sampled is None else sampled, lengths))

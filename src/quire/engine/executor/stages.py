@@ -39,17 +39,17 @@ class StageFlight:
         self._executor, self.begun = executor, begun
         self.flight: StepFlight | None = None  # when it is finished
         plan = begun.plan
-        self._slots, self._draws = {*plan.slot.tolist()}, {*plan.slot[plan.sample].tolist()}
+        self._slots, self._samples = {*plan.slot.tolist()}, {*plan.slot[plan.sample].tolist()}
 
     def comes_before(self, plan: StepPlan) -> bool:
         """Return whether it must be finished before the plan begins."""
         taken = {*plan.retired.tolist(), *plan.given_slot.tolist(), *(admission.slot for admission in plan.admitted)}
-        return not self._slots.isdisjoint(taken) or not self._draws.isdisjoint(plan.slot.tolist())
+        return not self._slots.isdisjoint(taken) or not self._samples.isdisjoint(plan.slot.tolist())
 
-    def draw(self, masks: Words) -> None:
+    def sample(self, masks: Words) -> None:
         try:
-            self._executor.finish(self).draw(masks)
-            self._executor.note_drawn(self)
+            self._executor.finish(self).sample(masks)
+            self._executor.note_sampled(self)
         except AcceleratorError as error:
             raise device_lost(error) from error
 
@@ -68,15 +68,15 @@ class StagesExecutor(DividedExecutor):
         self._stage = runner
         self._mates = [rank for rank in ring.own.stage_ranks if rank != ring.own.rank]
         self._open: deque[StageFlight] = deque()  # begun, not finished
-        self._drawn: dict[int, Ints] = {}  # step -> drawn tokens that the other ranks of this stage do not have yet
+        self._sampled: dict[int, Ints] = {}  # step -> sampled tokens that the other ranks of this stage do not have yet
 
     def submit(self, plan: StepPlan) -> StageFlight:
         self.check()
         for flight in [each for each in self._open if each.comes_before(plan)][-1:]:
             self.finish(flight)
         plan = self._stage.complete(plan)
-        drawn, self._drawn = self._drawn, {}
-        self._workers.send(wire.BeginStep(drawn, plan))
+        sampled, self._sampled = self._sampled, {}
+        self._workers.send(wire.BeginStep(sampled, plan))
         with self._in_step(plan):
             flight = StageFlight(self, self._stage.begin(plan))
         self._open.append(flight)
@@ -92,20 +92,20 @@ class StagesExecutor(DividedExecutor):
                     self._workers.send(wire.FinishStep(plan.step), self._mates)
                 flight.flight = self._stage.finish(flight.begun)
             flight.flight.before_following, flight.flight.meanwhile = self._follow, self._meanwhile
-            self.note_drawn(flight)
+            self.note_sampled(flight)
         return flight_to_finish.flight
 
     def _follow(self, lengths: Ints) -> None:
         """Let all ranks of this stage draft at the same time; steps then run one at a time."""
         if self._mates:
-            drawn, self._drawn = self._drawn, {}
-            self._workers.send(wire.Follow(next(iter(drawn.values()), NOTHING), lengths), self._mates)
+            sampled, self._sampled = self._sampled, {}
+            self._workers.send(wire.Follow(next(iter(sampled.values()), NOTHING), lengths), self._mates)
 
-    def note_drawn(self, flight: StageFlight) -> None:
-        shared = self._mates and not self._stage.draws_itself(flight.begun.plan)
-        ids = flight.flight.drawn_ids() if shared and flight.flight is not None else None
+    def note_sampled(self, flight: StageFlight) -> None:
+        shared = self._mates and not self._stage.samples_itself(flight.begun.plan)
+        ids = flight.flight.sampled_ids() if shared and flight.flight is not None else None
         if ids is not None:
-            self._drawn[flight.begun.plan.step] = ids
+            self._sampled[flight.begun.plan.step] = ids
 
 
 def join_pipeline(
@@ -125,7 +125,7 @@ def join_pipeline(
 
 
 def make_stage_runner(config: Config, device: Device, ring: Ring) -> StageRunner:
-    """Return the runner of a stage. Drafters run where tokens are drawn: whole on each rank of the first stage."""
+    """Return the runner of a stage. Drafters run where tokens are sampled: whole on each rank of the first stage."""
     drafts = config.drafts_on_device and ring.own.stage.first
     drafter = make_device_drafter(config) if drafts else None
     whole = config.draft_head is not None and bool(config.draft_head.facts.layers)

@@ -22,23 +22,23 @@ class StartRank(WireMessage):
 
 
 class RunStep(WireMessage):
-    """A step. Only the first rank draws: `drawn` are the tokens of the previous step, if it drew any."""
+    """A step. Only the first rank samples: `sampled` are the tokens of the previous step, if it sampled any."""
 
-    drawn: Ints | None
+    sampled: Ints | None
     plan: StepPlan
 
 
 class Follow(WireMessage):
-    """Run the drafter after the latest step: drawn tokens, and how many tokens its rows accepted."""
+    """Run the drafter after the latest step: sampled tokens, and how many tokens its rows accepted."""
 
-    drawn: Ints
+    sampled: Ints
     lengths: Ints
 
 
 class BeginStep(WireMessage):
-    """Run rows through a pipeline stage. drawn: tokens of finished steps, for the first stage."""
+    """Run rows through a pipeline stage. sampled: tokens of finished steps, for the first stage."""
 
-    drawn: dict[int, Ints]
+    sampled: dict[int, Ints]
     plan: StepPlan
 
 

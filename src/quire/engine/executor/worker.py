@@ -1,7 +1,7 @@
 """A rank other than the first: `python -m quire.engine.executor.worker PARENT SOCKET MEMORY RANK:SOCKET,...`, started by
 `workers.py` alone.
 
-It executes commands of the first rank: it builds its share of the model and runs the same plans. It gets drawn tokens from
+It executes commands of the first rank: it builds its share of the model and runs the same plans. It gets sampled tokens from
 the first rank. Ctrl-C is ignored: the first rank decides.
 """
 
@@ -84,24 +84,24 @@ class Rank:
         match command:
             case wire.StartRank():
                 self._runner = self._start(command)
-            case wire.RunStep(drawn, plan):
+            case wire.RunStep(sampled, plan):
                 self.step = plan.step
-                if drawn is not None:
-                    self._started.take_drawn(drawn)
+                if sampled is not None:
+                    self._started.take_sampled(sampled)
                 self._started.launch(plan)
-            case wire.Follow(drawn, lengths):
-                self._started.take_drawn(drawn)
+            case wire.Follow(sampled, lengths):
+                self._started.take_sampled(sampled)
                 self._started.follow(lengths)
             case wire.ReadAdapter(ref, needed):
                 if needed:
                     self._own_adapters.ask(ref)
                 else:
                     self._own_adapters.forget_adapter(ref.version)
-            case wire.BeginStep(drawn_of, plan):
+            case wire.BeginStep(sampled_of, plan):
                 self.step = plan.step
                 runner = self._staged
-                for step, ids in drawn_of.items() if runner.finishes else ():
-                    runner.take_drawn_of(step, ids)
+                for step, ids in sampled_of.items() if runner.finishes else ():
+                    runner.take_sampled_of(step, ids)
                 begun = runner.begin(plan)
                 if runner.finishes:
                     self._begun.append(begun)

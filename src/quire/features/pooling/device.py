@@ -39,7 +39,7 @@ EPSILON = 1e-12  # least norm that a vector is divided by
 
 
 class NoHead(nn.Module):
-    """The LM head of a model that draws nothing. Warm-up and profile runs, which draw, get zeros."""
+    """The LM head of a model that samples nothing. Warm-up and profile runs, which sample, get zeros."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()

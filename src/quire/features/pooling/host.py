@@ -434,7 +434,7 @@ def _pools(config: "Config") -> bool:
 
 CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
-        "drafts of what draws nothing",
+        "drafts of what samples nothing",
         lambda c: _pools(c) and c.speculation is not None,
         lambda _: "speculative_config is not supported with pooling, which generates no tokens. Remove it",
     ),

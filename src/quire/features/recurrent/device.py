@@ -184,6 +184,8 @@ def _alone(plan: StepPlan, rows: Longs, count: Ints, end: Ints) -> StepRows:
 def _longer(plan: StepPlan, by: Ints) -> StepRows:
     """Return rows that begin by[r] tokens earlier."""
     shift, outputs = np.cumsum(by), plan.outputs
-    moved = (tokens + shift[plan.shapes.rows_of(tokens)] for tokens in (outputs.draw, outputs.prompt_logprobs, outputs.pool))
+    moved = (
+        tokens + shift[plan.shapes.rows_of(tokens)] for tokens in (outputs.sample_after, outputs.prompt_logprobs, outputs.pool)
+    )
     outputs = Outputs(*(tokens.astype(np.int32) for tokens in moved))
     return StepRows(plan.slot, plan.end, RowShapes(plan.count + by, plan.drafts, outputs))

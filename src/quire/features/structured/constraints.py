@@ -208,15 +208,15 @@ class Constraints:
             self._jump(self.grammars, depth, ahead)
 
     def masks(self, scheduled: Scheduled) -> Words:
-        """Return the masks of the masked draws. Rows whose masks are late are suspended: their tokens do not count."""
+        """Return the masks of the masked samples. Rows whose masks are late are suspended: their tokens do not count."""
         grammars, plan = self.supported(), scheduled.plan
-        rows = plan.draw_row[plan.masked]
+        rows = plan.sample_row[plan.masked]
         requests = [scheduled.requests[row] for row in rows.tolist()]
         names = [request.spec.id for request in requests]
         for name in grammars.late(list(dict.fromkeys(names)), MASK_WAIT):
             self._scheduler.suspend(name)
         self._take_news(grammars)
-        drafts = plan.masked - np.searchsorted(plan.draw_row, rows)  # before each draw
+        drafts = plan.masked - np.searchsorted(plan.sample_row, rows)  # before each sample
         masks = grammars.masks(names, drafts.tolist())
         for request, mask in zip(requests, masks, strict=True):
             token = forced_end(request)
@@ -248,7 +248,7 @@ class Constraints:
         self.on_refused(name, why)
 
     def _jump(self, grammars: GrammarLanes, depth: int, ahead: bool) -> None:
-        """Where a grammar leaves no choice, tokens are taken without being drawn.
+        """Where a grammar leaves no choice, tokens are taken without being sampled.
 
         A step ahead, a request has to pause for that, and the longer row it gets then may slow the others' step down: only a
         number of tokens that makes up for it is worth that.
@@ -256,7 +256,7 @@ class Constraints:
         if not ahead:
             grammars.settle(MASK_WAIT)
         for name, tokens in grammars.forced():
-            left = len(tokens) - self._scheduler.in_flight(name)  # a row in flight draws the first of them
+            left = len(tokens) - self._scheduler.in_flight(name)  # a row in flight samples the first of them
             if not depth or left > JUMP_PRICE * self._scheduler.stats.running:
                 self._report(self._scheduler.extend(name, tokens))
         grammars.send()

@@ -15,7 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.ops.arguments import BROKEN, CHUNK, GROUP, MAX_PENALIZED_LOGIT, NOTHING_ALLOWED, DrawColumns, DrawScratch, Factors
+from quire.ops.arguments import (
+    BROKEN,
+    CHUNK,
+    GROUP,
+    MAX_PENALIZED_LOGIT,
+    NOTHING_ALLOWED,
+    Factors,
+    SampleColumns,
+    SampleScratch,
+)
 from quire.ops.kernels.launcher import cdiv, launched, power_of_two
 
 BLOCK = 1024
@@ -221,7 +230,7 @@ def _narrow(counts, prefix, rank, shift):
 @triton.jit
 def _scan(
     logits,  # [N, V] float32
-    drawers,  # [N] int64 slot; -1: no sampling
+    sampling_slots,  # [N] int64 slot; -1: no sampling
     ends,  # [N] int64
     temperatures,  # [S] float32
     top_ks,  # [S] int64
@@ -242,7 +251,7 @@ def _scan(
 ):
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    slot = tl.load(drawers + row)
+    slot = tl.load(sampling_slots + row)
     if slot >= 0:
         temperature = tl.load(temperatures + slot)
         unfiltered = (tl.load(top_ks + slot) >= VOCABULARY) & (tl.load(min_ps + slot) == 0)
@@ -354,7 +363,7 @@ def _noisiest_before(
 @triton.jit(do_not_specialize=["token_stride", "out_stride"])
 def _pick(
     logits,  # [N, V] float32
-    drawers,  # [N] int64
+    sampling_slots,  # [N] int64
     ends,  # [N] int64
     temperatures,  # [S] float32
     top_ks,  # [S] int64
@@ -385,7 +394,7 @@ def _pick(
     GROUP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(drawers + row)
+    slot = tl.load(sampling_slots + row)
     if slot >= 0:
         end = tl.load(ends + row)
         chunk = tl.arange(0, CHUNKS_BLOCK)
@@ -445,8 +454,8 @@ def _pick(
         tl.store(tokens + slot * token_stride + end, token)
 
 
-def draw(
-    logits: Tensor, drawer: Tensor, end: Tensor, columns: DrawColumns, tokens: Tensor, scratch: DrawScratch,
+def sample_rows(
+    logits: Tensor, sampling_slot: Tensor, end: Tensor, columns: SampleColumns, tokens: Tensor, scratch: SampleScratch,
     fault: Tensor | None,
 ) -> None:  # fmt: skip
     vocabulary = logits.shape[1]
@@ -454,11 +463,11 @@ def draw(
     shape = {"VOCABULARY": vocabulary, "CHUNKS": chunks, "GROUPS": groups, "GROUP": GROUP}
     stats = (scratch.peaks, scratch.places, scratch.noisy_peaks, scratch.noisy_places, scratch.masses, scratch.groups)
     _scan[(chunks, len(logits))](
-        logits, drawer, end, columns.temperature, columns.top_k, columns.min_p, columns.seed, *stats, logits.stride(0),
+        logits, sampling_slot, end, columns.temperature, columns.top_k, columns.min_p, columns.seed, *stats, logits.stride(0),
         **shape, CHUNK=CHUNK, num_warps=8,
     )  # fmt: skip
     _pick[(len(logits),)](
-        logits, drawer, end, columns.temperature, columns.top_k, columns.top_p, columns.min_p, columns.seed, *stats,
+        logits, sampling_slot, end, columns.temperature, columns.top_k, columns.top_p, columns.min_p, columns.seed, *stats,
         scratch.members, scratch.unedited if fault is None else fault, tokens, scratch.out,
         logits.stride(0), tokens.stride(0), scratch.out.stride(0),
         **shape, BROKEN=BROKEN, NOTHING_ALLOWED=NOTHING_ALLOWED,

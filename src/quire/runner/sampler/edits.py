@@ -1,4 +1,4 @@
-"""Edits of the logits before the draw, in the order of the pipeline.
+"""Edits of the logits before sampling, in the order of the pipeline.
 
 Each keeps its state per slot and is skipped if no row of the step uses it.
 """
@@ -218,7 +218,7 @@ class Masks:
     grammars know the model's own tokens, not those that adapters add.
     """
 
-    rows: Longs  # [m] indices among the rows that draw
+    rows: Longs  # [m] indices among the rows that sample
     bits: Words  # [m, W]
 
 

@@ -1,4 +1,4 @@
-"""Filters of rows that draw at random: temperature, min_p, top_k and top_p; and the searches over the vocabulary."""
+"""Filters of rows that sample at random: temperature, min_p, top_k and top_p; and the searches over the vocabulary."""
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +58,7 @@ class Temperature:
         self.column.reset(slot)
 
     def random(self, slots: Longs) -> npt.NDArray[np.bool_]:
-        """Return [N] which of these slots draw at random."""
+        """Return [N] which of these slots sample at random."""
         random: npt.NDArray[np.bool_] = self.column.host[slots] > 0
         return random
 

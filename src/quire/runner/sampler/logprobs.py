@@ -69,10 +69,10 @@ class Logprobs:
         self._ids.pop(slot, None)
 
     def requested(self, rows: Rows) -> Longs:
-        """Return the rows that request logprobs of the token they draw."""
+        """Return the rows that request logprobs of the token they sample."""
         return np.flatnonzero(self._width[rows.slots] != NOT_REQUESTED)
 
-    def of_draws(self, logits: Tensor, chosen: Tensor, rows: Rows) -> Report:
+    def of_samples(self, logits: Tensor, chosen: Tensor, rows: Rows) -> Report:
         """Return the report for logits [n, V] of `rows`, which all request logprobs. It is as wide as the widest row."""
         widths = self._width[rows.slots]
         others = top_ids(logits, int(widths.max()))

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from quire.device.updates import DeviceUpdates
-from quire.ops.arguments import BROKEN, GOOD, NOTHING_ALLOWED, DrawColumns, DrawScratch
-from quire.ops.sample import draw
-from quire.runner.sampler.draw import Draw
+from quire.ops.arguments import BROKEN, GOOD, NOTHING_ALLOWED, SampleColumns, SampleScratch
+from quire.ops.sample import sample_rows
 from quire.runner.sampler.edits import Allowed, BadWords, Bias, Masks, MinTokens, Penalties, forbid
 from quire.runner.sampler.filters import MinP, Temperature, Truncation, largest
+from quire.runner.sampler.gumbel import GumbelSampling
 from quire.runner.sampler.logprobs import Logprobs, Report
 from quire.runner.sampler.stage import Columns, Edit, Extra, Filter, Part, Rows, Stage, concerns
 from quire.runner.transfer import Longs, upload
@@ -22,7 +22,7 @@ from quire.types.errors import NO_TOKEN
 from quire.types.plan import Admission, Ints
 from quire.types.sampling import LogprobsMode
 
-FILTERS: tuple[type[Filter], ...] = ()  # additional filters; those of the fused draw are not listed
+FILTERS: tuple[type[Filter], ...] = ()  # additional filters; those of the fused kernel are not listed
 CACHED_LOGITS = 2**18  # elements that fit a CPU's cache while it filters them
 FAULTS = {
     BROKEN: "the model's logits are broken: they contain NaN or +inf, or no finite value at all",
@@ -31,14 +31,14 @@ FAULTS = {
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """The draws of one step, on the device."""
+class Sampled:
+    """The samples of one step, on the device."""
 
     result: Tensor  # [2, >= N] int32: ids (valid even where there is a fault), and GOOD or a key of FAULTS
     reported: Longs = field(default_factory=lambda: np.empty(0, np.int64))  # [n] the rows with logprobs
     widths: Sequence[int] = ()  # [n] tokens in addition to the chosen one
     report: Report | None = None  # of those rows
-    places: Ints | None = None  # [draws] indices of the draws among N; None: they are the first
+    places: Ints | None = None  # [samples] indices of the samples among N; None: they are the first
 
     @property
     def ids(self) -> Tensor:
@@ -50,11 +50,11 @@ class Drawn:
 
 
 class Sampler:
-    """The sampler: edits change the logits of every row; filters and the random draw are for rows with a temperature.
+    """The sampler: edits change the logits of every row; filters and random sampling are for rows with a temperature.
 
-    A greedy row takes the largest logit after the edits. Each row follows its own parameters. With CUDA filters and draw are
-    two launches (`ops/sample.py`), which may be recorded; on other devices they are stages. A filter that those launches lack
-    (FILTERS) edits its own rows before them; other rows are drawn as without it.
+    A greedy row takes the largest logit after the edits. Each row follows its own parameters. On CUDA, filters and sampling
+    are two launches (`ops/sample.py`), which may be recorded; on other devices they are stages. A filter that the
+    launches lack (FILTERS) edits its own rows before them; other rows are sampled as without it.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class Sampler:
         fused: bool | None = None,
         own: int | None = None,
     ) -> None:
-        """drafts: further draws per slot in a step.
-        fused: filters and draw are one kernel; None: on CUDA.
+        """drafts: further samples per slot in a step.
+        fused: filters and sampling are one kernel; None: on CUDA.
         own: the model's own tokens, if adapters may add some.
         """
         self._device, self.vocabulary, self._slots = device, vocabulary, slots
@@ -77,7 +77,7 @@ class Sampler:
         self._columns = columns = Columns(slots, device)
         self.logprobs = Logprobs(slots, own or vocabulary, logprobs_mode, device)
         self._temperature = Temperature(columns)
-        self._draw = Draw(columns, vocabulary)
+        self._random = GumbelSampling(columns, vocabulary)
         self._edits: tuple[Edit, ...] = (
             Allowed(device), BadWords(device), MinTokens(slots, device), Bias(device), Penalties(columns, vocabulary),
         )  # fmt: skip
@@ -89,24 +89,24 @@ class Sampler:
         self._users: Counter[Part] = Counter()  # requests that use each part
         self._extras: tuple[Extra, ...] = (self.logprobs, *self._edits)
         self._special: set[int] = set()  # slots with edits, logprobs or unfused filters
-        self._filtered: set[int] = set()  # slots with a filter that the fused draw lacks
-        parameters = (self._temperature.column, truncation.top_k, truncation.top_p, min_p.column, self._draw.seed)
-        self._parameters = DrawColumns(*(column.on_device for column in parameters))
-        self._scratch = DrawScratch(slots * (1 + drafts), vocabulary, device) if fused else None
+        self._filtered: set[int] = set()  # slots with a filter that the fused kernel lacks
+        parameters = (self._temperature.column, truncation.top_k, truncation.top_p, min_p.column, self._random.seed)
+        self._parameters = SampleColumns(*(column.on_device for column in parameters))
+        self._scratch = SampleScratch(slots * (1 + drafts), vocabulary, device) if fused else None
 
     def for_drafts(self) -> "Sampler":
         """Return a sampler of the same requests for one draft token per slot.
 
-        It has its own scratch memory: a draft must not overwrite what the latest step drew.
+        It has its own scratch memory: a draft must not overwrite what the latest step sampled.
         """
         drafts = copy.copy(self)
         if self._scratch is not None:
-            drafts._scratch = DrawScratch(self._slots, self.vocabulary, self._device)
+            drafts._scratch = SampleScratch(self._slots, self.vocabulary, self._device)
         return drafts
 
     def admit(self, slot: int, admission: Admission) -> None:
         self.retire(slot)
-        self._draw.admit(slot, admission)
+        self._random.admit(slot, admission)
         parts = self._used[slot] = [part for part in self._parts if concerns(part, admission.params)]
         for part in parts:
             part.admit(slot, admission)
@@ -124,41 +124,43 @@ class Sampler:
             self._users[part] -= 1
 
     def plain(self, slots: Ints | Longs) -> bool:
-        """Return whether these slots need only `draw`: no edits, no logprobs."""
+        """Return whether these slots need only `sample_fused`: no edits, no logprobs."""
         return not self._special or self._special.isdisjoint(slots.tolist())
 
     def refresh(self, updates: DeviceUpdates) -> None:
-        """Queue changed parameters for the device; deliver them before anything is drawn or replayed."""
+        """Queue changed parameters for the device; deliver them before anything is sampled or replayed."""
         self._columns.refresh(updates)
 
-    def draw(self, logits: Tensor, drawer: Tensor, end: Tensor, tokens: Tensor, fault: Tensor | None = None) -> Tensor:
-        """Draw by the fused kernel: see `ops/sample.py`."""
+    def sample_fused(
+        self, logits: Tensor, sampling_slot: Tensor, end: Tensor, tokens: Tensor, fault: Tensor | None = None
+    ) -> Tensor:
+        """Sample by the fused kernel: see `ops/sample.py`."""
         assert self._scratch is not None
-        return draw(logits, drawer, end, self._parameters, tokens, self._scratch, fault)
+        return sample_rows(logits, sampling_slot, end, self._parameters, tokens, self._scratch, fault)
 
     @property
     def latest(self) -> Tensor:
-        """Return the result of the latest `draw`, recorded or not."""
+        """Return the result of the latest `sample_fused`, recorded or not."""
         assert self._scratch is not None
         return self._scratch.out
 
-    def sample(self, logits: Tensor, rows: Rows, masks: Masks | None = None) -> Drawn:
-        """Draw from logits [N, V] float32, which may be overwritten. The tokens are also written to their slots."""
+    def sample(self, logits: Tensor, rows: Rows, masks: Masks | None = None) -> Sampled:
+        """Sample from logits [N, V] float32, which may be overwritten. The tokens are also written to their slots."""
         plain = masks is None and self.plain(rows.slots)
         edited, fault, raw = (logits, None, None) if plain else self.edit(logits, rows, masks)
-        result = self._draw_rows(edited, rows, fault)
-        return Drawn(result) if plain else self.report(result, edited, raw, rows)
+        result = self._sample_rows(edited, rows, fault)
+        return Sampled(result) if plain else self.report(result, edited, raw, rows)
 
     def guess(self, logits: Tensor, rows: Rows) -> Tensor:
-        """Draw as `sample` does, without masks and logprobs; return the ids [N] int32, which are also written to their
+        """Sample as `sample` does, without masks and logprobs; return the ids [N] int32, which are also written to their
         slots."""
         edited, fault, _ = (logits, None, None) if self.plain(rows.slots) else self.edit(logits, rows, None)
-        return self._draw_rows(edited, rows, fault)[0, : len(rows.slots)]
+        return self._sample_rows(edited, rows, fault)[0, : len(rows.slots)]
 
-    def _draw_rows(self, logits: Tensor, rows: Rows, fault: Tensor | None) -> Tensor:
-        if self._draws_fused(rows):
-            return self.draw(logits, rows.slot, rows.end, rows.tokens, fault)
-        return self._draw_in_stages(logits, rows, fault)
+    def _sample_rows(self, logits: Tensor, rows: Rows, fault: Tensor | None) -> Tensor:
+        if self._samples_fused(rows):
+            return self.sample_fused(logits, rows.slot, rows.end, rows.tokens, fault)
+        return self._sample_in_stages(logits, rows, fault)
 
     def edit(self, logits: Tensor, rows: Rows, masks: Masks | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the edited logits; if something was edited, also the faults before, and the raw logits of rows that report
@@ -177,23 +179,23 @@ class Sampler:
             logits = forbid(logits, masks)
         return (self._drop(logits, rows, filtered) if len(filtered) else logits), fault, raw
 
-    def report(self, result: Tensor, logits: Tensor, raw: Tensor | None, rows: Rows) -> Drawn:
-        """Return the draws with the requested logprobs."""
+    def report(self, result: Tensor, logits: Tensor, raw: Tensor | None, rows: Rows) -> Sampled:
+        """Return the samples with the requested logprobs."""
         requested = self.logprobs.requested(rows)
         if not len(requested):
-            return Drawn(result)
+            return Sampled(result)
         chosen = upload(requested, self._device)
         asking = rows.take(requested)
-        report = self.logprobs.of_draws(logits[chosen] if raw is None else raw, result[0].long()[chosen], asking)
-        return Drawn(result, requested, self.logprobs.widths(asking), report)
+        report = self.logprobs.of_samples(logits[chosen] if raw is None else raw, result[0].long()[chosen], asking)
+        return Sampled(result, requested, self.logprobs.widths(asking), report)
 
-    def _draws_fused(self, rows: Rows) -> bool:
-        """Return whether the fused kernel draws: logprobs of filtered logits need the stages."""
+    def _samples_fused(self, rows: Rows) -> bool:
+        """Return whether the fused kernel samples: logprobs of filtered logits need the stages."""
         return self._scratch is not None and not (self.logprobs.processed and len(self.logprobs.requested(rows)))
 
     def _filtered_rows(self, rows: Rows) -> Longs:
-        """Return the rows with filters that must run before the fused draw."""
-        if not self._filtered or not self._draws_fused(rows):
+        """Return the rows with filters that must run before the fused kernel."""
+        if not self._filtered or not self._samples_fused(rows):
             return np.empty(0, np.int64)
         random = self._temperature.random(rows.slots)
         return np.array(
@@ -201,7 +203,7 @@ class Sampler:
         )
 
     def _drop(self, logits: Tensor, rows: Rows, index: Longs) -> Tensor:
-        """Drop filtered tokens. The draw applies the temperature itself, so the logits stay unscaled."""
+        """Drop filtered tokens. The fused kernel applies the temperature itself, so the logits stay unscaled."""
         chosen, filtering = upload(index, self._device), rows.take(index)
         kept = logits[chosen]
         scaled = self._temperature.apply(kept.clone(), filtering)
@@ -211,28 +213,28 @@ class Sampler:
         logits[chosen] = kept.masked_fill_(scaled == -torch.inf, -torch.inf)
         return logits
 
-    def _draw_in_stages(self, logits: Tensor, rows: Rows, fault: Tensor | None) -> Tensor:
+    def _sample_in_stages(self, logits: Tensor, rows: Rows, fault: Tensor | None) -> Tensor:
         """Return ids and faults [2, N] int32. fault: of the logits before the edits, if there were any."""
         peak, ids = largest(logits)
         if fault is None:
             fault = _find_broken(peak)
         else:
             fault = torch.where((peak == -torch.inf) & (fault == GOOD), NOTHING_ALLOWED, fault)
-        self._draw_at_random(logits, ids, rows)
+        self._sample_at_random(logits, ids, rows)
         result = torch.stack([ids.int(), fault])
         rows.tokens[rows.slot, rows.end] = result[0]
         return result
 
-    def _draw_at_random(self, logits: Tensor, ids: Tensor, rows: Rows) -> None:
-        """Filter and draw, into `ids`, for rows with a temperature."""
+    def _sample_at_random(self, logits: Tensor, ids: Tensor, rows: Rows) -> None:
+        """Filter and sample, into `ids`, for rows with a temperature."""
         index = np.flatnonzero(self._temperature.random(rows.slots))
         for part in np.array_split(index, -(-len(index) // self._together)) if len(index) else ():
-            chosen, drawing = upload(part, self._device), rows.take(part)
+            chosen, sampling = upload(part, self._device), rows.take(part)
             filtered = logits[chosen]
             for stage in self._filters:
-                if self._users[stage] and stage.active(drawing):
-                    filtered = stage.apply(filtered, drawing)
-            ids[chosen] = self._draw.choose(filtered, drawing)
+                if self._users[stage] and stage.active(sampling):
+                    filtered = stage.apply(filtered, sampling)
+            ids[chosen] = self._random.choose(filtered, sampling)
             if self.logprobs.processed:
                 logits[chosen] = filtered
 

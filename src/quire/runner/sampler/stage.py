@@ -21,10 +21,10 @@ MOST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class Rows:
-    """The draws of one step, on host and device: one per row, more for rows with drafts."""
+    """The samples of one step, on host and device: one per row, more for rows with drafts."""
 
     slots: Longs  # [N]
-    ends: Longs  # [N] tokens before the one to be drawn: its position
+    ends: Longs  # [N] tokens before the one to be sampled: its position
     prompts: Longs  # [N] how many of those are the prompt
     slot: Tensor  # [N] int64, on the device
     end: Tensor  # [N] int64
@@ -73,7 +73,7 @@ class Stage(Part, Protocol):
 
 
 class Extra(Part, Protocol):
-    """A part that is neither a filter nor the draw."""
+    """A part that is neither a filter nor the sampling itself."""
 
     def wants(self, admission: Admission) -> bool:
         """Return whether it may ever be active for this request."""

@@ -110,7 +110,7 @@ class Speculation:
 
     def _up_to_date(self, request: Request) -> bool:
         """Return whether the drafts belong to the current text: nothing is in flight or was added."""
-        return request.drew and request.drafting.at == len(request.tokens) == request.computed + 1
+        return request.sampled and request.drafting.at == len(request.tokens) == request.computed + 1
 
     def _limit(self, requests: int) -> int:
         if self._largest_batch is not None and requests > self._largest_batch:

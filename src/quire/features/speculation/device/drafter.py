@@ -1,6 +1,6 @@
-"""Draft models and heads that run on the device: their interface, the rows that they run, and how they draw.
+"""Draft models and heads that run on the device: their interface, the rows that they run, and how they sample.
 
-A draft token that is wrong costs time, nothing else: the target model draws every token itself.
+A draft token that is wrong costs time, nothing else: the target model samples every token itself.
 """
 
 from dataclasses import dataclass
@@ -29,16 +29,16 @@ class RanStep:
     plan: StepPlan
     lengths: Ints  # [R] tokens that its rows brought
     states: list[Tensor]  # each [T, H]: inputs of the layers in `taps`, or final states; empty if the drafter reads none
-    drawn_from: Tensor | None  # [draws, H]; None if the drafter reads no states
+    sampled_from: Tensor | None  # [samples, H]; None if the drafter reads no states
 
     @property
     def text(self) -> Ints:
-        """[R] the number of known tokens, for rows that drew."""
+        """[R] the number of known tokens, for rows that sampled."""
         return self.plan.end - self.plan.drafts + self.lengths
 
     @property
-    def drew(self) -> Ints:
-        """The rows that drew a valid token."""
+    def sampled(self) -> Ints:
+        """The rows that sampled a valid token."""
         return np.flatnonzero(self.plan.sample & (self.lengths > 0)).astype(np.int32)
 
 
@@ -72,7 +72,7 @@ class DeviceDrafter:
         recorder: None: it records no CUDA graphs.
         """
         self._guessed = Guessed(len(slots.tokens), self.most)
-        self._draws = DraftSampler(sampler, slots)
+        self._draft_sampler = DraftSampler(sampler, slots)
 
     def take_in(self, plan: StepPlan) -> None:
         """Note admissions and copied pages, before the step is run."""
@@ -119,13 +119,13 @@ class Guessed:
 
 
 class DraftSampler:
-    """Draws draft tokens as the target model will draw them: with the request's parameters and the same random numbers.
+    """Sample draft tokens as the target model will sample them: with the request's parameters and the same random numbers.
 
     Random numbers are a function of seed, position and token id. A drafter that adds the same Gumbel noise to its own logits
-    draws the target's token whenever the two distributions are close enough, at any temperature. Grammar masks are not
-    applied: the host computes them for the tokens that the target draws.
+    samples the target's token whenever the two distributions are close enough, at any temperature. Grammar masks are not
+    applied: the host computes them for the tokens that the target samples.
 
-    `draw` and `latest` are what recorded steps of a draft model call in place of a sampler's."""
+    `sample_fused` and `latest` are what recorded steps of a draft model call in place of a sampler's."""
 
     def __init__(self, sampler: Sampler, slots: Slots) -> None:
         self._sampler, self._slots = sampler.for_drafts(), slots
@@ -135,21 +135,21 @@ class DraftSampler:
         return self._sampler.latest
 
     def plain(self, slot: Ints) -> bool:
-        """Return whether `draw` is all that these slots need: no penalties, no logit bias."""
+        """Return whether `sample_fused` is all that these slots need: no penalties, no logit bias."""
         return self._sampler.plain(slot)
 
-    def draw(self, logits: Tensor, drawer: Tensor, end: Tensor, tokens: Tensor) -> Tensor:
-        return self._sampler.draw(self._fit(logits), drawer, end, tokens)
+    def sample_fused(self, logits: Tensor, sampling_slot: Tensor, end: Tensor, tokens: Tensor) -> Tensor:
+        return self._sampler.sample_fused(self._fit(logits), sampling_slot, end, tokens)
 
     def rows(self, slot: Ints, end: Ints) -> Rows:
-        """Return the rows that draw the tokens of `slot` [N] at positions `end` [N]."""
+        """Return the rows that sample the tokens of `slot` [N] at positions `end` [N]."""
         slots, ends = slot.astype(np.int64), end.astype(np.int64)
         prompts = self._slots.prompt_length[slots]
         there = upload_together([slots, ends, prompts], self._slots.device)
         return Rows(slots, ends, prompts, there[0], there[1], there[2], self._slots.tokens)
 
     def guess(self, logits: Tensor, rows: Rows, ids: Tensor | None = None) -> Tensor:
-        """Draw one draft token per row and write it to the row's slot.
+        """Sample one draft token per row and write it to the row's slot.
 
         logits: [N, W] float32; may be overwritten.
         ids: [W] int64, the target's token id of each column; None: columns are the target's first W tokens.
@@ -198,6 +198,6 @@ def read_guesses(slots: Slots, slot: Ints, place: Ints, count: int) -> Tensor:
 def rows(slot: Ints, count: Ints | int, end: Ints, sample: Bools | bool = True) -> StepRows:
     """Return rows without drafts."""
     counts = np.broadcast_to(np.asarray(count, np.int32), slot.shape)
-    draws = np.broadcast_to(np.asarray(sample), slot.shape).astype(np.int32)
-    shapes = RowShapes(counts, np.zeros_like(counts), Outputs.last(counts, draws))
+    samples = np.broadcast_to(np.asarray(sample), slot.shape).astype(np.int32)
+    shapes = RowShapes(counts, np.zeros_like(counts), Outputs.last(counts, samples))
     return StepRows(slot.astype(np.int32), end.astype(np.int32), shapes)

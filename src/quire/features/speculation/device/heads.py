@@ -2,10 +2,10 @@
 
     position      0          1          2      ...    p
     state         h0         h1         h2            hp           of the target model, at each of the step's tokens
-    token         t1         t2         t3            tp+1         the next one: known, or drawn by this step
+    token         t1         t2         t3            tp+1         the next one: known, or sampled by this step
     head       (h0, t1)   (h1, t2)   (h2, t3)  ... (hp, tp+1)  ─►  tp+2
 
-A head runs when the step has drawn, over the step's tokens that were accepted. What it caches at a position depends on the
+A head runs when the step has sampled, over the step's tokens that were accepted. What it caches at a position depends on the
 next token: after a prefix hit whose next token differed, the last cached key belongs to the other text, and drafts may be
 slightly worse. It then continues one token at a time, with its own output in place of the target model's state.
 """
@@ -121,16 +121,16 @@ class HeadDrafter(DeviceDrafter):
         self._layers = self._kv = self._passes = None
 
     def follow(self, ran: RanStep) -> None:
-        plan, drew, ahead = ran.plan, ran.drew, min(ran.plan.ahead, self.most)
+        plan, sampled, ahead = ran.plan, ran.sampled, min(ran.plan.ahead, self.most)
         known = plan.count - plan.drafts
         count = np.where(plan.sample, known + np.maximum(ran.lengths, 1) - 1, plan.count)  # accepted tokens
         out, state = self._take_states(ran, count)
-        if not ahead or not len(drew):
+        if not ahead or not len(sampled):
             return
-        if len(drew) < len(out):
-            last = upload((np.cumsum(count) - 1)[drew].astype(np.int64), out.device)
+        if len(sampled) < len(out):
+            last = upload((np.cumsum(count) - 1)[sampled].astype(np.int64), out.device)
             out, state = out[last], state[last]
-        self._go_on(plan.slot[drew], ran.text[drew], out, state, ahead)
+        self._go_on(plan.slot[sampled], ran.text[sampled], out, state, ahead)
 
     def _take_states(self, ran: RanStep, count: Ints) -> tuple[Tensor, Tensor]:
         """Run each token's state with the next token, for the first count[r] tokens of each row."""
@@ -144,7 +144,7 @@ class HeadDrafter(DeviceDrafter):
         return self._forward(slots.tokens[slot, batch.positions + 1].long(), self._layers.combine(states), batch)
 
     def _go_on(self, slot: Ints, text: Ints, out: Tensor, state: Tensor, ahead: int) -> None:
-        """Draw `ahead` tokens after each text. out, state: [R, H], from which the first is drawn and the next pass goes on."""
+        """Sample `ahead` tokens after each text. out, state: [R, H], from which the first token and the next pass come."""
         assert self._passes is not None
         passes = self._passes
         ids = self._guess(out, slot, text)
@@ -162,11 +162,11 @@ class HeadDrafter(DeviceDrafter):
         return out, state
 
     def _guess(self, out: Tensor, slot: Ints, end: Ints) -> Tensor:
-        """Draw the tokens of `slot` [R] at positions `end` [R] from out [R, H]; they are written to the slots. -> [R] int64."""
+        """Return the tokens [R] int64 of `slot` [R] at positions `end` [R], sampled from out [R, H] and written to slots."""
         layers = self._layers
         assert layers is not None
         logits = (self._model.lm_head if layers.lm_head is None else layers.lm_head)(out, PLAIN)
-        return self._draws.guess(logits, self._draws.rows(slot, end), self._ids).long()
+        return self._draft_sampler.guess(logits, self._draft_sampler.rows(slot, end), self._ids).long()
 
 
 # ---- EAGLE ------------------------------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ class MTPLayers(HeadLayers):
 LAYERS: Mapping[str, Callable[[DraftHead], HeadLayers]] = {EAGLE: EagleLayers, EAGLE3: Eagle3Layers, MTP: MTPLayers}
 
 
-# ---- Medusa: head i drafts the token i + 1 positions ahead, all from the state from which the last token was drawn
+# ---- Medusa: head i drafts the token i + 1 positions ahead, all from the state from which the last token was sampled
 
 
 class MedusaHead(nn.Module):
@@ -371,19 +371,19 @@ class Medusa(DeviceDrafter):
         self._heads = self._slots = None
 
     def follow(self, ran: RanStep) -> None:
-        plan, drew, ahead = ran.plan, ran.drew, min(ran.plan.ahead, self.most)
-        if not ahead or not len(drew):
+        plan, sampled, ahead = ran.plan, ran.sampled, min(ran.plan.ahead, self.most)
+        if not ahead or not len(sampled):
             return
-        assert self._slots is not None and ran.drawn_from is not None
-        last = np.searchsorted(plan.draw_row, drew) + ran.lengths[drew] - 1
-        slot, text = plan.slot[drew], ran.text[drew]
-        self._propose(ran.drawn_from[upload(last.astype(np.int64), ran.drawn_from.device)], slot, text, ahead)
+        assert self._slots is not None and ran.sampled_from is not None
+        last = np.searchsorted(plan.sample_row, sampled) + ran.lengths[sampled] - 1
+        slot, text = plan.slot[sampled], ran.text[sampled]
+        self._propose(ran.sampled_from[upload(last.astype(np.int64), ran.sampled_from.device)], slot, text, ahead)
         self._guessed.note(slot, read_guesses(self._slots, slot, text, ahead))
 
     def _propose(self, hidden: Tensor, slot: Ints, text: Ints, ahead: int) -> None:
-        """Write `ahead` tokens after each text [R], drawn from hidden [R, H]."""
+        """Write `ahead` tokens after each text [R], sampled from hidden [R, H]."""
         heads = self._heads
         assert heads is not None
         for i, block in enumerate(heads.blocks[:ahead]):
             lm_head = heads.lm_heads[i] if heads.lm_heads else heads.lm_head or self._model.lm_head
-            self._draws.guess(lm_head(block(hidden), PLAIN), self._draws.rows(slot, text + i), self._ids)
+            self._draft_sampler.guess(lm_head(block(hidden), PLAIN), self._draft_sampler.rows(slot, text + i), self._ids)

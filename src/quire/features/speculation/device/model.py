@@ -23,7 +23,7 @@ from quire.load.load import load_weights
 from quire.models.decoder import Decoder
 from quire.models.registry import build_model
 from quire.runner.core import KVBuffers
-from quire.runner.graphs import Graphs, PendingDraw, allowance, fixed_plans
+from quire.runner.graphs import Graphs, PendingSample, allowance, fixed_plans
 from quire.runner.sampler.pipeline import Sampler
 from quire.runner.slots import Prefixes, Slots
 from quire.types.cache import CacheLayout
@@ -81,7 +81,7 @@ class DraftModel(DeviceDrafter):
         self._graphs = None
         if recorder is not None and planners is not None:
             vocabulary = self._facts.vocab_size
-            self._graphs = Graphs(self._model, self._passes.slots, self._draws, planners, recorder, vocabulary, room)
+            self._graphs = Graphs(self._model, self._passes.slots, self._draft_sampler, planners, recorder, vocabulary, room)
             with torch.inference_mode():
                 self._graphs.record_guesses()
         self._seen = np.zeros(len(slots.tokens), np.int32)  # [S] tokens of the text
@@ -118,7 +118,7 @@ class DraftModel(DeviceDrafter):
             return
         assert self._passes is not None
         wants, text = np.zeros(len(slot), np.bool_), ran.text
-        wants[ran.drew] = plan.guesses[ran.drew] > 0
+        wants[ran.sampled] = plan.guesses[ran.sampled] > 0
         wants &= self._passes.fits(text)
         prompt = plan.count - plan.drafts > 1
         self._catch_up(slot, np.where(wants, text, plan.end - plan.drafts), wants | prompt | ~plan.sample, wants)
@@ -146,17 +146,17 @@ class DraftModel(DeviceDrafter):
         self._guessed.note(slot, self._passes.read(slot, text, ahead))
 
     def _run(self, plan: StepRows) -> None:
-        """Run rows and write the tokens that they draw to their slots."""
+        """Run rows and write the tokens that they sample to their slots."""
         assert self._model is not None and self._passes is not None
-        replayed = None if self._graphs is None else self._graphs.run(plan, self._draws.plain(plan.slot))
-        if isinstance(replayed, PendingDraw):
-            if len(plan.outputs.draw):
-                self._draws.guess(replayed.logits, replayed.rows)
+        replayed = None if self._graphs is None else self._graphs.run(plan, self._draft_sampler.plain(plan.slot))
+        if isinstance(replayed, PendingSample):
+            if len(plan.outputs.sample_after):
+                self._draft_sampler.guess(replayed.logits, replayed.rows)
         elif replayed is None:
             built = self._passes.build(plan)
             hidden = self._model(built.batch)
-            if len(plan.outputs.draw):
-                self._draws.guess(self._model.logits(hidden[built.batch.logit_index], PLAIN), built.rows)
+            if len(plan.outputs.sample_after):
+                self._draft_sampler.guess(self._model.logits(hidden[built.batch.logit_index], PLAIN), built.rows)
 
 
 class FilledPages:

@@ -79,15 +79,15 @@ class SpeculationPart(StepPart):
         if step.hidden is None:
             return self._finish_replayed(self.drafter, step.rows)
         states = self._taps.take() if self._taps is not None else [step.hidden] if self.drafter.whole else []
-        return Drafting(self.drafter, states, step.drawn_from)
+        return Drafting(self.drafter, states, step.sampled_from)
 
     def _finish_replayed(self, drafter: DeviceDrafter, rows: StepRows) -> Follower:
         """If states are read, the rows have one token each."""
         if self._kept is None:
             return Drafting(drafter, [], None)
         states = self._kept.read(len(rows.slot))
-        drawing = None if rows.shapes.all_draw else upload(rows.outputs.draw.astype(np.int64), states[0].device)
-        return Drafting(drafter, states, states[0] if drawing is None else states[0][drawing])
+        sampling = None if rows.shapes.all_sample else upload(rows.outputs.sample_after.astype(np.int64), states[0].device)
+        return Drafting(drafter, states, states[0] if sampling is None else states[0][sampling])
 
     def idle(self) -> bool:
         return self.drafter is not None and self.drafter.idle()
@@ -104,11 +104,11 @@ class Drafting:
 
     drafter: DeviceDrafter
     states: list[Tensor]
-    drawn_from: Tensor | None
+    sampled_from: Tensor | None
 
     @torch.inference_mode()
     def follow(self, plan: StepPlan, lengths: Ints) -> None:
-        self.drafter.follow(RanStep(plan, lengths, self.states, self.drawn_from))
+        self.drafter.follow(RanStep(plan, lengths, self.states, self.sampled_from))
 
     def drafts_of(self, plan: StepPlan) -> Ints:
         return self.drafter.guessed(plan)
@@ -198,6 +198,6 @@ def unroll_shapes(shapes: RowShapes) -> Unrolled:
     behind = pieces.cumsum(dtype=np.int32)
     place = np.arange(len(owner), dtype=np.int32) - (behind - pieces)[owner]
     count = np.where(place == 0, (shapes.count - shapes.drafts)[owner], 1).astype(np.int32)
-    draw = Outputs.last(count, shapes.sample[owner].astype(np.int32)).draw
-    outputs = Outputs(draw, shapes.outputs.prompt_logprobs, shapes.outputs.pool)
+    after = Outputs.last(count, shapes.sample[owner].astype(np.int32)).sample_after
+    outputs = Outputs(after, shapes.outputs.prompt_logprobs, shapes.outputs.pool)
     return Unrolled(RowShapes(count, np.zeros_like(count), outputs), owner, shapes.drafts[owner] - place)

@@ -1,9 +1,9 @@
-"""The random draw: Gumbel-max over the tokens that the filters kept, with random numbers that are a pure function.
+"""Random sampling: Gumbel-max over the tokens that the filters kept, with random numbers that are a pure function.
 
     key  = mix(seed + (position + 1) · GOLDEN)         one per row
     bits = mix(key + (index + 1) · GOLDEN)             one per token of the vocabulary: the SplitMix64 sequence from `key`
 
-There is no generator state. So a token does not depend on the batch, the slot or the chunking, and a replayed request draws
+There is no generator state. So a token does not depend on the batch, the slot or the chunking, and a replayed request samples
 the same tokens again. The integers are the same on every device.
 """
 
@@ -68,7 +68,7 @@ def steps(count: int, device: torch.device) -> Tensor:
 
 
 def row_keys(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return keys [N] int64 for seeds and positions [N] int64 of the tokens to be drawn."""
+    """Return keys [N] int64 for seeds and positions [N] int64 of the tokens to be sampled."""
     return mix(seeds + (positions + 1) * as_signed(GOLDEN))
 
 
@@ -78,12 +78,12 @@ def random_bits(keys: Tensor, steps: Tensor) -> Tensor:
 
 
 def uniform(bits: Tensor) -> Tensor:
-    """Return float32 strictly inside (0, 1). Small values keep full precision down to 2**-54: the tail decides draws."""
+    """Return float32 strictly inside (0, 1). Small values keep full precision down to 2**-54: the tail decides samples."""
     return _shifted(bits, 11).to(torch.float32).mul_(2.0**-53).clamp_(HALF_STEP, LARGEST_BELOW_ONE)
 
 
 def gumbel(keys: Tensor, steps: Tensor) -> Tensor:
-    """Return Gumbel noise, float32: argmax(logits + noise) is a draw from softmax(logits)."""
+    """Return Gumbel noise, float32: argmax(logits + noise) is a sample from softmax(logits)."""
     waiting = uniform(random_bits(keys, steps)).neg_().log1p_().neg_()  # exponential: -log(1 - u)
     return waiting.log_().neg_()
 
@@ -101,8 +101,8 @@ def _shifted(words: Tensor, by: int) -> Tensor:
     return (words >> by).bitwise_and_(2 ** (64 - by) - 1)
 
 
-class Draw:
-    """Draw tokens from filtered logits."""
+class GumbelSampling:
+    """Sample tokens from filtered logits."""
 
     def __init__(self, columns: Columns, vocabulary: int) -> None:
         self.seed = columns.make(np.int64, 0)
@@ -120,7 +120,7 @@ class Draw:
         return largest(gumbel(keys[:, None], self._steps).add_(logits))[1]
 
     def _choose_one(self, logits: Logits, key: np.uint64) -> int:
-        """Return the drawn token. Filtered tokens need no noise."""
+        """Return the sampled token. Filtered tokens need no noise."""
         steps = self._steps.numpy().view(np.uint64)
         left = logits > -np.inf
         if np.count_nonzero(left) * FEW > len(logits):
@@ -142,7 +142,7 @@ def _noisiest(logits: Logits, bits: Words) -> int:
 
 
 def noisiest_of_many(logits: Logits, bits: Words) -> int:
-    """Return the drawn token with few logarithms: the best token with large noise bounds the logit that another one must
+    """Return the sampled token with few logarithms: the best token with large noise bounds the logit that another one must
     have.
     """
     noisy = np.flatnonzero(bits < np.uint64(WORD // RARE))
