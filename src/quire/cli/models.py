@@ -1,8 +1,12 @@
-"""`quire models`: list model families, file formats, and the models with short names."""
+"""`quire models`: list model families, file formats, and the models with short names; `--local`: the models on this disk."""
 
 import argparse
+import dataclasses
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.cli.model_store import StoredModel
 
 
 def add_parser(subparsers: Any) -> None:
@@ -11,11 +15,15 @@ def add_parser(subparsers: Any) -> None:
         help="list model families, formats and aliases",
         description="Lists the architectures that Quire implements, the formats it reads, and the models with short names.",
     )
+    parser.add_argument("--local", action="store_true", help="list the models on this disk, with their sizes")
+    parser.add_argument("--download-dir", default=None, metavar="DIR", help="with --local: the hub's cache directory")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(namespace: argparse.Namespace) -> int:
+    if namespace.local:
+        return _run_local(namespace)
     found = gather()
     print(json.dumps(found, indent=2) if namespace.json else render(found))
     return 0
@@ -92,3 +100,31 @@ def render(found: dict[str, Any]) -> str:
         lines.append(f"  {name:<12} {alias['what']}{default}")
         lines.append(f"  {'':<12} from {alias['from']}; {state}")
     return "\n".join(lines)
+
+
+def _run_local(namespace: argparse.Namespace) -> int:
+    from quire.cli.hub_download import hub_directory
+    from quire.cli.model_store import stored_models
+    from quire.files.cache import cache_directory
+
+    hub = hub_directory(namespace.download_dir)
+    models = stored_models(hub)
+    if namespace.json:
+        print(json.dumps([dataclasses.asdict(model) | {"path": str(model.path)} for model in models], indent=2))
+    elif models:
+        print(render_local(models))
+    else:
+        print(f"no models in {hub} or {cache_directory()}: quire pull MODEL fetches one")
+    return 0
+
+
+def render_local(models: "list[StoredModel]") -> str:
+    from quire.cli.pull import megabytes
+
+    head = ("NAME", "REVISION", "SIZE", "FORMAT", "SERVED", "WHAT")
+    rows = [head] + [
+        (model.name, model.revision or "-", megabytes(model.nbytes), model.format, "yes" if model.served else "no", model.about)
+        for model in models
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head) - 1)]
+    return "\n".join("  ".join([*map(str.ljust, row, widths), row[-1]]) for row in rows)

@@ -7,14 +7,15 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
 from quire.files import wheel
 from quire.files.reading import check_regular_files
-from quire.files.safetensors import gguf_shards, group_models, read_index
+from quire.files.safetensors import gguf_shards, group_models, read_index, shard_pattern
 from quire.progress import doing, set_aside
 from quire.types.errors import ModelError, ModelNotFound
 
@@ -26,6 +27,39 @@ PARAMS, TEKKEN = "params.json", "tekken.json"  # Mistral's own format
 _TOKENIZERS = (TEKKEN, "tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 MAX_SHOWN_CHARS = 100  # of a name, in errors
 _PICKLES = ("pytorch_model*.bin", "*.pth", "*.pt", "model*.ckpt")
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A name of the hub: a repository, and which of its GGUF models if it is not the safetensors one."""
+
+    repo: str
+    quant: str = ""  # "Q4_K_M"
+    file: str = ""  # path in the repository
+
+    def select(self, names: Iterable[str]) -> list[str]:
+        """Return those of a repository's files that are fetched for this model."""
+        if self.quant:
+            return sorted(name for name in names if name.endswith(".gguf") and _has_quant(name.rpartition("/")[2], self.quant))
+        if self.file:
+            return sorted(name for name in names if fnmatchcase(name, shard_pattern(self.file)))
+        return sorted(
+            name
+            for name in names
+            if any(fnmatchcase(name, pattern) for pattern in TEXT_FILES + WEIGHT_FILES)
+            and not any(fnmatchcase(name, pattern) for pattern in NEVER_FETCHED)
+        )
+
+
+def hub_name(model: str) -> HubName | None:
+    """Return what a name means on the hub; None for an alias or a local path."""
+    if model in wheel.ALIASES or _must_be_local(model) or _local_path(model).exists():
+        return None
+    if match := _HUB_GGUF_QUANT.match(model):
+        return HubName(match["repo"], quant=match["quant"])
+    if match := _HUB_GGUF_FILE.match(model):
+        return HubName(match["repo"], file=match["file"])
+    return HubName(model)
 
 
 @dataclass(frozen=True)
@@ -67,13 +101,14 @@ def resolve_model(
         return _from_directory(name, path, weights, mistral)
     if path.is_file():
         return _from_file(name, path)
-    if _must_be_local(name):
+    wanted = hub_name(name)
+    if wanted is None:
         raise ModelNotFound(f"{name}: no such file or directory{_nearest_alias(name)}")
-    if match := _HUB_GGUF_QUANT.match(name):
-        path = fetch_gguf_quant(match["repo"], match["quant"], revision=revision, download_dir=download_dir, token=token)
+    if wanted.quant:
+        path = fetch_gguf_quant(wanted.repo, wanted.quant, revision=revision, download_dir=download_dir, token=token)
         return ModelFiles(name, path, "gguf", gguf_shards(path))
-    if match := _HUB_GGUF_FILE.match(name):
-        path = fetch_gguf(match["repo"], match["file"], revision=revision, download_dir=download_dir, token=token)
+    if wanted.file:
+        path = fetch_gguf(wanted.repo, wanted.file, revision=revision, download_dir=download_dir, token=token)
         return ModelFiles(name, path, "gguf", gguf_shards(path))
     return _from_hub(name, revision, download_dir, token, weights, mistral)
 
@@ -225,8 +260,6 @@ def fetch_snapshot(
 
 def fetch_gguf(repo: str, file: str, *, revision: str | None, download_dir: str | None, token: str | bool | None) -> Path:
     """Return one GGUF file of a hub repository; its sibling shards are fetched, too."""
-    from quire.files.safetensors import shard_pattern
-
     snapshot = _download(repo, [shard_pattern(file)], revision, download_dir, token)
     path = snapshot / file
     if not path.is_file():
