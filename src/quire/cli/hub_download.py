@@ -106,7 +106,6 @@ def check_space(listing: Listing) -> None:
 def fetch_large(listing: Listing, token: str | bool | None) -> None:
     """Fetch the large missing files into the cache's blobs; what an earlier attempt stored is kept."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.utils import build_hf_headers
 
     large = [file for file in listing.missing if file.nbytes >= MIN_RESUMED_BYTES]
     for number, file in enumerate(large, 1):
@@ -117,11 +116,21 @@ def fetch_large(listing: Listing, token: str | bool | None) -> None:
             return  # the library meets the same problem, and `resolve_model` reports it
         if about.etag is None or re.fullmatch(r"[\w.-]+", about.etag) is None:
             continue  # the library decides
-        headers = dict(build_hf_headers(token=token))
+        headers = _authorization(token)
         if urlsplit(about.location).netloc != urlsplit(url).netloc:  # the token is for the hub only
-            headers.pop("authorization", None)
+            headers = {}
         what = f"fetching {file.name} ({number} of {len(large)})"
         _fetch(what, about.location, headers, listing.blobs / about.etag, about.size or file.nbytes)
+
+
+def _authorization(token: str | bool | None) -> dict[str, str]:
+    """Return the header of the hub library's token; token: as in `resolve_model`."""
+    from huggingface_hub import constants, get_token
+
+    if token is False or (token is None and constants.HF_HUB_DISABLE_IMPLICIT_TOKEN):
+        return {}
+    text = token if isinstance(token, str) else get_token()
+    return {"authorization": f"Bearer {text}"} if text else {}
 
 
 def _fetch(what: str, url: str, headers: dict[str, str], target: Path, nbytes: int) -> None:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from quire.cli.parser import CommandParser
 
 COMMANDS = (
-    "serve", "run", "run-batch", "chat", "plan", "simulate", "models", "pull", "rm", "top", "bench", "completion",
+    "serve", "run", "run-batch", "chat", "plan", "simulate", "models", "pull", "rm", "complete", "top", "bench",
+    "collect-env", "completion",
 )  # fmt: skip
 EXAMPLES = """examples:
   quire chat                               talk with the small default model
