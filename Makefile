@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # what a process compiles the next one need not: the tests start hundreds, and each would spend seconds on torch
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: serve test matrix check docs clean
+.PHONY: serve test matrix check docs deploy-check clean
 
 serve: $(VENV)/.installed
 	$(BIN)/quire serve smollm2 --sample "What is the capital of France? Answer in one word."
@@ -27,6 +27,10 @@ docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "the site is in build/site: open build/site/index.html"
 
+# linters that the package index does not have for this machine are named by the script, as are those of apt
+deploy-check: $(VENV)/.installed-deploy
+	$(BIN)/python scripts/deploy_check.py
+
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("Quire needs Python 3.11 or newer, and $(PYTHON) is %d.%d; say which: make PYTHON=python3.12 ..." % v[:2])'
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
@@ -44,6 +48,12 @@ $(VENV)/.installed-dev: $(BIN)/python pyproject.toml $(KERNELS)
 # the site needs nothing of Quire itself: only what the extra `docs` names is installed
 $(VENV)/.installed-docs: $(BIN)/python pyproject.toml
 	$(BIN)/python scripts/install.py $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	touch $@
+
+DEPLOY_TOOLS = $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["deploy"])')
+
+$(VENV)/.installed-deploy: $(BIN)/python pyproject.toml
+	for tool in $(DEPLOY_TOOLS); do $(BIN)/python scripts/install.py "$$tool" || echo "$$tool could not be installed"; done
 	touch $@
 
 clean:
