@@ -1,5 +1,6 @@
 """Tiny random checkpoints of encoder-only families, made by transformers, and what transformers makes of texts."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,3 +80,23 @@ def _inputs(ids: list[int], types: list[int] | None) -> dict[str, torch.Tensor]:
 def random_texts(lengths: list[int], seed: int = 1) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(5, 97, (count,), generator=generator).tolist() for count in lengths]
+
+
+GGUF_LAYER = {
+    "attention.self.query": "attn_q", "attention.self.key": "attn_k", "attention.self.value": "attn_v",
+    "attention.output.dense": "attn_output", "attention.output.LayerNorm": "attn_output_norm", "intermediate.dense": "ffn_up",
+    "output.dense": "ffn_down", "output.LayerNorm": "layer_output_norm", "attn.Wqkv": "attn_qkv",
+    "attn.out_proj": "attn_output", "norm1": "attn_output_norm", "norm2": "layer_output_norm", "mlp.fc11": "ffn_up",
+    "mlp.fc12": "ffn_gate", "mlp.fc2": "ffn_down",
+}  # fmt: skip
+GGUF_TOP = {
+    "embeddings.word_embeddings": "token_embd", "embeddings.position_embeddings": "position_embd",
+    "embeddings.token_type_embeddings": "token_types", "embeddings.LayerNorm": "token_embd_norm", "emb_ln": "token_embd_norm",
+}  # fmt: skip
+
+
+def gguf_name(name: str) -> str:
+    """What llama.cpp's converter calls a tensor."""
+    path, _, kind = name.rpartition(".")
+    layer = re.fullmatch(r"encoder\.layers?\.(\d+)\.(.+)", path)
+    return f"{GGUF_TOP[path]}.{kind}" if layer is None else f"blk.{layer[1]}.{GGUF_LAYER[layer[2]]}.{kind}"

@@ -1,6 +1,5 @@
 """Encoder-only models against transformers: states and class logits of packed texts of mixed lengths, in float32."""
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from encoder_families import ENCODERS, SIZES, logits_of, random_texts, save_encoder, states_of
+from encoder_families import ENCODERS, SIZES, gguf_name, logits_of, random_texts, save_encoder, states_of
 from gguf_files import write_gguf
 from quire.attn.batch import Batch
 from quire.config.facts import ModelFacts, read_facts
@@ -178,26 +177,6 @@ def test_what_is_not_built_is_refused_by_name(name: str, overrides: dict[str, ob
     save_encoder(ENCODERS[name], tmp_path)
     with pytest.raises(ModelError, match=message):
         load(tmp_path, **overrides)
-
-
-GGUF_LAYER = {
-    "attention.self.query": "attn_q", "attention.self.key": "attn_k", "attention.self.value": "attn_v",
-    "attention.output.dense": "attn_output", "attention.output.LayerNorm": "attn_output_norm", "intermediate.dense": "ffn_up",
-    "output.dense": "ffn_down", "output.LayerNorm": "layer_output_norm", "attn.Wqkv": "attn_qkv",
-    "attn.out_proj": "attn_output", "norm1": "attn_output_norm", "norm2": "layer_output_norm", "mlp.fc11": "ffn_up",
-    "mlp.fc12": "ffn_gate", "mlp.fc2": "ffn_down",
-}  # fmt: skip
-GGUF_TOP = {
-    "embeddings.word_embeddings": "token_embd", "embeddings.position_embeddings": "position_embd",
-    "embeddings.token_type_embeddings": "token_types", "embeddings.LayerNorm": "token_embd_norm", "emb_ln": "token_embd_norm",
-}  # fmt: skip
-
-
-def gguf_name(name: str) -> str:
-    """What llama.cpp's converter calls a tensor."""
-    path, _, kind = name.rpartition(".")
-    layer = re.fullmatch(r"encoder\.layers?\.(\d+)\.(.+)", path)
-    return f"{GGUF_TOP[path]}.{kind}" if layer is None else f"blk.{layer[1]}.{GGUF_LAYER[layer[2]]}.{kind}"
 
 
 @pytest.mark.parametrize(

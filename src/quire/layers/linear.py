@@ -20,6 +20,8 @@ from quire.ops.adapters import linear_tiled
 from quire.ops.linear import gated_linear, linear
 from quire.ops.quantized_layouts import Rounding, Rows
 
+MATRICES = ("weight", "qweight", "weight_packed")  # names of a matrix in checkpoints, quantized or not
+
 
 class LinearMethod(Protocol):
     @property
@@ -279,7 +281,8 @@ class FusedLinear(MergedLinear):
     separate = False
 
     def arrange(self, path: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.separate = f"{path}.weight" not in shapes and f"{next(iter(super().tensors(path)))}.weight" in shapes
+        fused, first = ([f"{name}.{kind}" for kind in MATRICES] for name in (path, next(iter(super().tensors(path)))))
+        self.separate = shapes.keys().isdisjoint(fused) and not shapes.keys().isdisjoint(first)
 
     def tensors(self, path: str) -> Mapping[str, slice]:
         return super().tensors(path) if self.separate else {path: slice(None)}

@@ -86,7 +86,7 @@ def test_adapters_change_vectors(tmp_path):
         assert isinstance(llm, LLM) and np.abs(adapted[3] - plain[3]).max() > 0.01
 
 
-@pytest.mark.parametrize("scheme", ["awq", "fp8-block"])
+@pytest.mark.parametrize("scheme", ["awq", "fp8-block", "gptq", "bnb-nf4"])
 def test_quantized_weights(tmp_path, scheme):
     write(scheme, tmp_path)
     found = []
