@@ -50,6 +50,8 @@ class BERT(Encoder):
         super().__init__(facts)
         if self.classifier is None or self.classifier.dense is None:  # not part of the vectors
             self.renames = (*self.renames[:1], NO_POOLER, *self.renames[1:])
+        if facts.architecture == "HF_ColBERT":  # the projection belongs to pooling
+            self.renames = ((r"^linear\.", None), *self.renames)
 
     positions = "absolute"
 

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 QUERIES_PER_PIECE = 512  # with a window: more would mostly read keys that are masked
-Rows = Sequence[tuple[int, int, int]]  # of each sequence: index of its first token, token count, and once more the count
+# of each sequence: index of its first token, token count, and how many of its tokens, from the first one, are keys
+Rows = Sequence[tuple[int, int, int]]
 
 
 def attend_packed(
@@ -59,7 +60,7 @@ def reference_attend_packed(
 ) -> Tensor:
     """As `attend_packed`, in torch. Neighbouring sequences of one length are one call."""
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    for count, same in groupby((row for row in rows if row[1]), lambda row: row[1]):
+    for (count, keys), same in groupby((row for row in rows if row[1]), lambda row: row[1:]):
         alike = list(same)
         first, number = alike[0][0], len(alike)
         part = slice(first, first + number * count)
@@ -68,19 +69,24 @@ def reference_attend_packed(
         q, k, v = (x[part].view(shape).transpose(1, 2) for x in (query, key, value))
         target = out[part].view(shape).transpose(1, 2)
         windowed = window is not None and window < count - 1
+        lonely = windowed and keys < count  # queries may see no key
         step = QUERIES_PER_PIECE if windowed else count
         for begin in range(0, count, step):
             end = min(begin + step, count)
-            low, high = (max(0, begin - window), min(count, end + window)) if windowed and window is not None else (0, count)
+            low, high = 0, keys
+            if windowed and window is not None:
+                low, high = min(max(0, begin - window), keys - 1), min(keys, end + window)
             mask = None
             if windowed or bias is not None:
-                piece = ("packed", count, begin, window, None if bias is None else bias.data_ptr(), query.dtype)
+                piece = ("packed", count, keys, begin, window, None if bias is None else bias.data_ptr(), query.dtype)
                 if piece not in plans:
                     plans[piece] = _mask(begin, end, low, high, window, bias, query)
                 mask = plans[piece]
             target[:, :, begin:end] = F.scaled_dot_product_attention(
                 q[:, :, begin:end], k[:, :, low:high], v[:, :, low:high], attn_mask=mask, scale=scale
             )
+            if lonely:
+                target[:, :, begin:end].nan_to_num_(0.0)
     return out
 
 

@@ -33,6 +33,8 @@ class Extras:
     lora: AdapterRef | None = None  # the LoRA adapter; `adapter` is its slot, known when it is on the device
     lora_name: str = ""  # the user's name of it
     unpooled: int = 0  # tokens at the beginning that are left out of the mean
+    unattended: int = 0  # tokens at the end that no token attends to
+    skipped: tuple[int, ...] = ()  # token ids that have no vector where each token has one
     segment: int = 0  # of a pair of texts: position of the first token with segment id 1; 0 = all tokens have segment id 0
 
     @property

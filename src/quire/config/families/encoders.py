@@ -68,7 +68,7 @@ def _finish_gguf(header: GGUFHeader, config: dict[str, Any]) -> None:
 
 CARDS = (
     Card(
-        "BERT", "encoder", "bert:BERT", _architectures("Bert"), {"bert": _BERT},
+        "BERT", "encoder", "bert:BERT", (*_architectures("Bert"), "HF_ColBERT"), {"bert": _BERT},
         gguf=(
             GGUF("bert", {"hidden_act": "gelu", "without": ("rope",)}, _NORM, _finish_gguf, layers="encoder.layer", root="",
                  names=_BERT_NAMES),

@@ -13,7 +13,7 @@ from typing import cast
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -59,6 +59,8 @@ class Tenant:
     segment: int  # position of the first token with segment id 1; 0: there is none
     unpooled: int = 0  # tokens at the beginning that are left out of the mean
     adapter: int = 0  # slot of its LoRA adapter; 0: none
+    unattended: int = 0  # tokens at the end that no token attends to
+    skipped: tuple[int, ...] = ()  # token ids without vectors
 
     @property
     def pooled_tokens(self) -> int:
@@ -188,15 +190,20 @@ class PoolingPart(StepPart):
         if (pooling := admission.extras.pooling) is not None:
             extras = admission.extras
             self._tenants[slot] = Tenant(
-                pooling, admission.prompt_length, admission.tokens, extras.segment, extras.unpooled, extras.adapter
-            )
+                pooling, admission.prompt_length, admission.tokens, extras.segment, extras.unpooled, extras.adapter,
+                extras.unattended, extras.skipped,
+            )  # fmt: skip
 
     def retire(self, slot: int) -> None:
         self._tenants.pop(slot, None)
 
     def extend(self, batch: Batch, rows: StepRows, slot: Tensor) -> Batch:  # noqa: ARG002
-        """Tell an encoder which tokens belong to the second text of a pair."""
+        """Tell an encoder which tokens belong to the second text of a pair, and which are no keys."""
         tenants = [self._tenants.get(each) for each in rows.slot.tolist()]
+        unattended = [0 if tenant is None else tenant.unattended for tenant in tenants]
+        if any(unattended):
+            keys = [(first, count, length - less) for (first, count, length), less in zip(batch.rows, unattended, strict=True)]
+            batch = replace(batch, rows=tuple(keys))
         segments = [0 if tenant is None else tenant.segment for tenant in tenants]
         if not any(segments):
             return batch
@@ -320,7 +327,7 @@ def _choose(tenant: Tenant, states: Longs, end: int) -> Longs | None:
             chosen: Longs = states[tenant.tokens[begin:end] == tenant.pooling.step_tag_id]
             return chosen
         case _:
-            return states
+            return states[~np.isin(tenant.tokens[begin:end], tenant.skipped)] if tenant.skipped else states
 
 
 def _apply(name: str, x: Tensor) -> Tensor:
@@ -338,8 +345,7 @@ def _apply(name: str, x: Tensor) -> Tensor:
 
 
 def _load_dense(dense: Dense, device: torch.device) -> tuple[Tensor, Tensor | None, str]:
-    tensors = load_file(dense.weights)
-    weight, bias = (tensors.get(f"linear.{name}") for name in ("weight", "bias"))
-    if weight is None:
-        raise ModelError(f"{dense.weights}: linear.weight is missing")
+    with safe_open(dense.weights, "pt") as tensors:
+        weight = tensors.get_tensor("linear.weight")
+        bias = tensors.get_tensor("linear.bias") if dense.bias else None
     return weight.float().to(device), None if bias is None else bias.float().to(device), dense.activation

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from quire.config.families import has_lm_head
 from quire.config.fields import OBJECT, TEXT, setting
 from quire.features.host import NO_MEMORY, Conflict, Feature, Memory, Sizes
-from quire.features.pooling.sentence_files import SentenceFiles, read_sentence_files
+from quire.features.pooling.sentence_files import LateInteraction, SentenceFiles, read_colbert_files, read_sentence_files
 from quire.files.safetensors import read_header
 from quire.types.cache import DTYPE_BYTES
 from quire.types.errors import ConfigError, InvalidParameter, ModelError
@@ -27,11 +27,12 @@ Head = Literal["embed", "classify", "tokens", "reward"]
 Activation = Literal["identity", "sigmoid", "softmax"]
 Role = Literal["query", "document"]  # of a text in retrieval
 
+COLBERT = "HF_ColBERT"  # the class of Stanford's ColBERT checkpoints
 # how class names of config.json end -> what the model has in place of an LM head
 HEADS: Mapping[str, Head] = {
     "ForSequenceClassification": "classify", "ForTokenClassification": "tokens", "ForRewardModel": "reward",
     "ForProcessRewardModel": "reward", "RewardModel": "reward", "EmbeddingModel": "embed", "Model": "embed",
-    "ForMaskedLM": "embed",
+    "ForMaskedLM": "embed", COLBERT: "embed",
 }  # fmt: skip
 TASKS: Mapping[str, tuple[str, str]] = {  # what `task`, the older argument, stands for: runner, convert
     "auto": ("auto", "auto"), "generate": ("generate", "none"), "embed": ("pooling", "embed"),
@@ -157,6 +158,11 @@ class ModelPooling:
             )
         return prompts[name]
 
+    @property
+    def late(self) -> LateInteraction | None:
+        """How queries and documents are read, of a model with a vector for each token; None: all texts alike."""
+        return None if self.files is None else self.files.late
+
     def before_role(self, role: Role) -> str:
         """Return what goes before queries, or before documents, in retrieval: the files' prompt for them, or nothing."""
         prompts = {} if self.files is None else self.files.prompts
@@ -217,6 +223,10 @@ def find_pooling(args: Any, facts: "ModelFacts") -> ModelPooling | None:
     runner, convert = _asked(args)
     own = head_of(facts.architecture)
     files = read_sentence_files(facts.files.path) if facts.files.path.is_dir() else None
+    if files is None and facts.architecture == COLBERT:
+        files = read_colbert_files(facts.files.path, facts.files.weights)
+    if files is not None and files.late is not None and files.late.fill and not files.late.attended and not facts.encoder:
+        raise ModelError("mask tokens that no token attends to are only supported with encoders; this is a decoder")
     if runner == "generate":
         if own is not None:
             raise ConfigError(f"runner='generate' requires an LM head, and {facts.architecture} has none. Use runner='auto'")

@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 Params = PoolingParams | Sequence[PoolingParams] | None
 Typed = TypeVar("Typed", covariant=True)
+ROLES_OF_PAIRS = ("query", "document")
 Results = list[PoolingRequestOutput[PoolingOutput]]
 
 
@@ -174,14 +176,17 @@ class PoolingMethods:
         lora: Adapters,
         tokenization_kwargs: Mapping[str, Any] | None,
     ) -> list[ScoringRequestOutput]:
-        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        done = dict(zip(texts, self._encode(texts, params, use_tqdm, lora, task, None, tokenization_kwargs), strict=True))
-        for text, one in done.items():
+        roles = ROLES_OF_PAIRS if require_pooling(self._inputs).late is not None else (None, None)
+        wanted = list(dict.fromkeys((role, text) for pair in pairs for role, text in zip(roles, pair, strict=True)))
+        each = [_with_prompt(params, role) for role, _ in wanted]
+        found = self._encode([text for _, text in wanted], each, use_tqdm, lora, task, None, tokenization_kwargs)
+        done = dict(zip(wanted, found, strict=True))
+        for (_, text), one in done.items():
             if one.error is not None:
                 raise EngineError(f"{text!r:.80}: {one.error}")
         scored = []
         for query, document in pairs:
-            first, second = done[query], done[document]
+            first, second = done[roles[0], query], done[roles[1], document]
             score = similarity(first.outputs.data, second.outputs.data)
             ids = [*first.prompt_token_ids, *second.prompt_token_ids]
             cached = first.num_cached_tokens + second.num_cached_tokens
@@ -222,6 +227,13 @@ class PoolingMethods:
         return [pooling_output(output, pools_tokens(one)) for output, one in zip(outputs, prepared, strict=True)]
 
 
+def _with_prompt(params: PoolingParams | None, name: str | None) -> PoolingParams:
+    """Return the parameters with this prompt, if they name none."""
+    if name is None or (params is not None and params.prompt_name is not None):
+        return params or PoolingParams()
+    return replace(params or PoolingParams(), prompt_name=name)
+
+
 def _kept(params: PoolingParams | None, tokenization_kwargs: Mapping[str, Any] | None, longest: int) -> int | None:
     """Return how many tokens of a pair are kept; None: all."""
     how = Tokenization.of(tokenization_kwargs)
@@ -257,6 +269,8 @@ def similarity(first: Any, second: Any) -> float:
     if first.ndim == 1:
         product = float(np.dot(first.astype(np.float64), second.astype(np.float64)))
         return product / max(float(np.linalg.norm(first.astype(np.float64)) * np.linalg.norm(second.astype(np.float64))), 1e-12)
+    if not len(second):
+        return 0.0
     return float((first.astype(np.float64) @ second.astype(np.float64).T).max(axis=1).sum())
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from quire.config.features import cache_salt
 from quire.features.pooling.host import ModelPooling
+from quire.features.pooling.late_interaction import find_role, role_reader, with_role
 from quire.text.inputs import InputProcessor, PreparedRequest
 from quire.text.prompts import PromptReader, Tokenization
 from quire.text.tokenizer import Tokenizer
@@ -65,13 +66,19 @@ def prepare_pooling(
             f"priority must be an integer of at most 64 bits (lower runs first), got {priority!r}", "priority"
         )
     if isinstance(prompt, Prompt):
-        extras = prompt.extras if extras == NO_EXTRAS else replace(extras, segment=prompt.extras.segment)
+        extras = prompt.extras if extras == NO_EXTRAS else with_role(extras, prompt)
     asked = pooling.request(params, task)
     prompts = inputs.prompts if extras.lora is None else inputs.prompts.of(extras)
+    tokenization, reader = _tokenization(params, how, prompts.max_model_len), None
     if not isinstance(prompt, Prompt):
-        prompt, before = _as_files_say(prompt, pooling, params.prompt_name)
+        if (role := find_role(pooling, params.prompt_name)) is not None and prompts.tokenizer is not None:
+            reader = role_reader(prompts.tokenizer, pooling, role, prompts.max_model_len)
+            tokenization = _bounded(tokenization, reader.room)
+        prompt, before = _as_files_say(prompt, pooling, params.prompt_name, None if reader is None else reader.text)
         extras = replace(extras, unpooled=unpooled_tokens(prompts.tokenizer, pooling, before))
-    read = prompts.read(prompt, _tokenization(params, how, prompts.max_model_len), extras)
+    read = prompts.read(prompt, tokenization, extras)
+    if reader is not None:
+        read = reader.complete(read)
     ids = prompts.check(read, answered=False)
     if asked.step_tag_id is not None and asked.step_tag_id >= prompts.vocab_size:
         raise InvalidParameter(
@@ -108,16 +115,27 @@ def _nothing_drawn(skip_prefix_cache: bool) -> SamplingParams:
     )
 
 
-def _as_files_say(prompt: PromptType, pooling: ModelPooling, name: str | None) -> tuple[PromptType, str]:
+def _bounded(how: Tokenization | None, most: int) -> Tokenization:
+    """Return the tokenization with at most this many tokens, cut at the end."""
+    asked = None if how is None else how.truncate_prompt_tokens or how.max_length
+    kept = most if asked in (None, -1) else min(most, asked)
+    return replace(
+        how or Tokenization(), truncation=None, max_length=None, truncate_prompt_tokens=kept, truncation_side="right"
+    )
+
+
+def _as_files_say(prompt: PromptType, pooling: ModelPooling, name: str | None, instead: str | None) -> tuple[PromptType, str]:
     """Return the prompt as the files of sentence-transformers change it, and what they put before its text.
 
     name: of the text before it; None: the files' default; "": nothing
+    instead: what goes before it in place of the text of that name
     """
     parts: dict[str, Any] = prompt if isinstance(prompt, dict) else {"prompt": prompt}  # type: ignore[assignment]
     text = None if "prompt_token_ids" in parts else parts.get("prompt")
     before = pooling.before(name, isinstance(text, str))
     if not isinstance(text, str) or not text:
         return prompt, ""
+    before = before if instead is None else instead
     changed = before + text
     if pooling.files is not None and pooling.files.lower_case:
         changed = changed.lower()

@@ -8,8 +8,9 @@ config_sentence_transformers.json   prompts, by name
 sentence_bert_config.json           the longest text in tokens
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,11 @@ Pooling = Literal["CLS", "MEAN", "LAST"]
 
 MODULES, SETTINGS, LENGTHS = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
 MAX_CONFIG_BYTES = 1 << 20
+METADATA, PROJECTION = "artifact.metadata", "linear.weight"
+QUERY_TOKENS = 32  # of ColBERT's queries
+_MARKERS = {"query": "[unused0]", "document": "[unused1]"}
+_PYLATE = ("query_length", "document_length", "query_prefix", "document_prefix", "skiplist_words", "do_query_expansion",
+           "attend_to_expansion_tokens")  # fmt: skip
 DENSE_WEIGHTS = "model.safetensors"
 ACTIVATIONS = {"Identity": "identity", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu", "Sigmoid": "sigmoid"}
 _POOLINGS: Mapping[str, Pooling] = {"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST"}
@@ -41,6 +47,20 @@ class Dense:
 
 
 @dataclass(frozen=True)
+class LateInteraction:
+    """How a model with a vector for each token reads queries and documents. Markers are the prompts of their names."""
+
+    query_length: int | None = None  # tokens; longer texts are cut
+    document_length: int | None = None
+    fill: int = 0  # queries are filled up to this many tokens; 0: they are not
+    cut: bool = True  # longer queries are cut to `fill`
+    attended: bool = False  # tokens attend to those that fill a query
+    filler: str | None = None  # the token; None: the mask token, or the end of text
+    skipped_words: tuple[str, ...] = ()  # tokens without vectors
+    skipped_roles: tuple[str, ...] = ("document",)
+
+
+@dataclass(frozen=True)
 class SentenceFiles:
     """The modules after the model. Without a pooling module every token has a vector (ColBERT)."""
 
@@ -52,6 +72,7 @@ class SentenceFiles:
     lower_case: bool = False  # texts are lower-cased before they are tokenized
     prompts: Mapping[str, str] = field(default_factory=dict, hash=False)  # name -> text before an input
     default_prompt: str | None = None  # a name among `prompts`
+    late: LateInteraction | None = None  # of models with a vector for each token
     similarity: str | None = None  # how vectors are compared: "cosine", "dot", ...
 
 
@@ -72,10 +93,16 @@ def read_sentence_files(folder: Path) -> SentenceFiles | None:
         raise ModelError(f"{folder / LENGTHS}: max_seq_length must be a positive integer or null, got {shown(length)}")
     prompts, default = _read_prompts(settings, folder / SETTINGS)
     similarity = settings.get("similarity_fn_name")
+    late, normalize = None, found.normalize
+    if found.pooling is None:
+        late = _read_late(settings, lengths, found.mask, folder / SETTINGS)
+        normalize |= found.mask is None  # PyLate always does
+        prompts = _with_markers(prompts, settings)
     return SentenceFiles(
         pooling=found.pooling,
         dense=tuple(found.dense),
-        normalize=found.normalize,
+        normalize=normalize,
+        late=late,
         include_prompt=found.include_prompt,
         max_seq_length=length,
         lower_case=lengths.get("do_lower_case") is True,
@@ -85,6 +112,71 @@ def read_sentence_files(folder: Path) -> SentenceFiles | None:
     )
 
 
+def read_colbert_files(folder: Path, weights: Sequence[Path]) -> SentenceFiles:
+    """Return what Stanford's ColBERT stores: the projection `linear.weight` beside the encoder's weights, and its settings."""
+    path = next((path for path in weights if PROJECTION in read_header(path)), None)
+    if path is None:
+        raise ModelError(f"{folder}: the projection {PROJECTION} is missing in the weight files")
+    outputs, inputs = read_header(path)[PROJECTION].shape
+    settings = _read_object(folder / METADATA)
+    punctuation = tuple(string.punctuation) if settings.get("mask_punctuation", True) else ()
+    late = LateInteraction(
+        document_length=_length(settings, "doc_maxlen", folder / METADATA),
+        fill=_length(settings, "query_maxlen", folder / METADATA) or QUERY_TOKENS,
+        attended=bool(settings.get("attend_to_mask_tokens")),
+        skipped_words=punctuation,
+    )
+    markers = {"query": settings.get("query_token_id"), "document": settings.get("doc_token_id")}
+    prompts = {name: str(markers[name] or default) for name, default in _MARKERS.items()}
+    return SentenceFiles(dense=(Dense(path, inputs, outputs, False, "identity"),), normalize=True, prompts=prompts, late=late)
+
+
+def _read_late(
+    settings: Mapping[str, Any], transformer: Mapping[str, Any], mask: Mapping[str, Any] | None, where: Path
+) -> LateInteraction:
+    """settings: of the model, where PyLate stores them. transformer, mask: of modules, where sentence-transformers does."""
+    known = {**settings, **{name: value for name, value in transformer.items() if value is not None}}
+    pylate = any(name in settings for name in _PYLATE)
+    query, document = (_length(known, name, where) for name in ("query_length", "document_length"))
+    found = LateInteraction(query_length=query, document_length=document)
+    expansion = known.get("query_expansion")
+    if isinstance(expansion, Mapping):
+        strategy, filler = expansion.get("strategy"), expansion.get("token")
+        if strategy not in ("fixed", "min") or not (filler is None or isinstance(filler, str)):
+            raise ModelError(f"{where}: query_expansion must have the strategy fixed or min, got {shown(expansion)}")
+        fill = _length(expansion, "length", where) or QUERY_TOKENS
+        found = replace(found, fill=fill, cut=strategy == "fixed", attended=expansion.get("attend") is True, filler=filler)
+    elif "query_expansion" not in known and pylate and settings.get("do_query_expansion") is not False:
+        attended = settings.get("attend_to_expansion_tokens") is True
+        found = replace(found, fill=query or QUERY_TOKENS, attended=attended)
+    words, roles = settings.get("skiplist_words"), ("document",)
+    if mask is not None:
+        words, given = mask.get("skiplist_words"), mask.get("skiplist_tasks")
+        roles = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, list) else roles
+        if mask.get("keep_only_token_ids"):
+            raise ModelError(f"{where.parent}: keep_only_token_ids is not supported; it is for images")
+    elif words is None and pylate:
+        words = list(string.punctuation)
+    return replace(found, skipped_words=tuple(map(str, words or ())), skipped_roles=tuple(map(str, roles)))
+
+
+def _with_markers(prompts: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the prompts of queries and documents with PyLate's markers before them."""
+    found = {"query": "", "document": "", **prompts}
+    for name in ("query", "document"):
+        marker = settings.get(f"{name}_prefix")
+        if isinstance(marker, str):
+            found[name] = marker + found[name].removeprefix(marker)
+    return found
+
+
+def _length(config: Mapping[str, Any], name: str, where: Path) -> int | None:
+    value = config.get(name)
+    if value is not None and (type(value) is not int or value < 1):
+        raise ModelError(f"{where}: {name} must be a positive integer or null, got {shown(value)}")
+    return value
+
+
 class _Modules:
     """Takes the modules in order, and refuses an order or a kind that is not supported."""
 
@@ -92,6 +184,7 @@ class _Modules:
         self.folder = folder
         self.pooling: Pooling | None = None
         self.include_prompt, self.normalize, self.dense = True, False, list[Dense]()
+        self.mask: Mapping[str, Any] | None = None  # of MultiVectorMask
 
     def add(self, number: int, module: Any, where: Path) -> None:
         kind = module.get("type") if isinstance(module, Mapping) else None
@@ -110,6 +203,8 @@ class _Modules:
         elif name == "Dense":
             self.dense.append(_read_dense(inner))
             self._check_size(where)
+        elif name == "MultiVectorMask" and self.pooling is None:
+            self.mask = _read_object(inner / "config.json")
         elif name == "Normalize":
             self.normalize = True
         else:

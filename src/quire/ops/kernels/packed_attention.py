@@ -22,7 +22,7 @@ def _attend_packed(
     value,  # [T, heads, HEAD_DIM]
     out,  # [T, heads, HEAD_DIM]
     bias,  # [heads, 2 * reach + 1] float32, if BIAS
-    tiles,  # [tiles, 2] int32: sequence, first query in it
+    tiles,  # [tiles, 3] int32: sequence, first query in it, tokens of it that are keys
     starts,  # [R + 1] int32
     query_stride,  # between tokens
     key_stride,
@@ -39,7 +39,7 @@ def _attend_packed(
     BIAS: tl.constexpr,
 ):
     tile, head = tl.program_id(0), tl.program_id(1)
-    row, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    row, first, keys = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
     start = tl.load(starts + row).to(tl.int64)
     count = (tl.load(starts + row + 1) - start).to(tl.int32)
     dim = tl.arange(0, DIM_BLOCK)
@@ -48,20 +48,20 @@ def _attend_packed(
     column = head * HEAD_DIM + dim
     asking = (position < count)[:, None] & inside[None, :]
     q = tl.load(query + (start + position)[:, None] * query_stride + column[None, :], mask=asking, other=0.0)
-    low, high = 0, count
+    low, high = 0, keys
     if WINDOW:
         low = tl.maximum(first - window, 0) // N * N
-        high = tl.minimum(first + M + window, count)
+        high = tl.minimum(first + M + window, keys)
     acc = tl.zeros([M, DIM_BLOCK], tl.float32)
     peak = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     for begin in range(low, high, N):
         at = begin + tl.arange(0, N)
-        there = (at < count)[:, None] & inside[None, :]
+        there = (at < keys)[:, None] & inside[None, :]
         k = tl.load(key + (start + at)[:, None] * key_stride + column[None, :], mask=there, other=0.0)
         logit = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         distance = at[None, :] - position[:, None]
-        visible = (at < count)[None, :] & (position < count)[:, None]
+        visible = (at < keys)[None, :] & (position < count)[:, None]
         if WINDOW:
             visible &= (distance <= window) & (distance >= -window)
         if BIAS:
@@ -95,8 +95,8 @@ def attend_packed(
     _, heads, head_dim = query.shape
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if ("packed tiles",) not in plans:
-        tiles = [(row, first) for row, (_, count, _) in enumerate(rows) for first in range(0, count, QUERIES)]
-        plans["packed tiles",] = torch.tensor(tiles, dtype=torch.int32).view(-1, 2).to(query.device, non_blocking=True)
+        tiles = [(row, first, keys) for row, (_, count, keys) in enumerate(rows) for first in range(0, count, QUERIES)]
+        plans["packed tiles",] = torch.tensor(tiles, dtype=torch.int32).view(-1, 3).to(query.device, non_blocking=True)
     tiles = plans["packed tiles",]
     if not len(tiles):
         return out

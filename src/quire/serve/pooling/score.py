@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
-from quire.features.pooling.host import ModelPooling
+from quire.features.pooling.host import ModelPooling, Role
 from quire.features.pooling.requests import engine_template, pair_prompt
 from quire.serve.body import JSONRoute
 from quire.serve.errors import ErrorBody, json_response
@@ -41,6 +41,7 @@ rerank_router = APIRouter(route_class=JSONRoute, tags=["Jina, Cohere"])
 _ERRORS: dict[int | str, dict[str, Any]] = {400: {"model": ErrorBody}, 404: {"model": ErrorBody}}
 SCORE_PATHS = ("/score", "/v1/score")
 RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
+ROLES_OF_PAIRS: tuple[Role, Role] = ("query", "document")
 _FIELDS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
 
 
@@ -115,7 +116,7 @@ def _cosine(first: Floats, second: Floats) -> float:
 
 def _late_interaction(query: Floats, document: Floats) -> float:
     """MaxSim: each token of the query counts with the best of the document's tokens."""
-    return float((query @ document.T).max(axis=1).sum())
+    return float((query @ document.T).max(axis=1).sum()) if len(document) else 0.0
 
 
 # ---- prompts
@@ -137,11 +138,13 @@ async def _read_apart(
     """Read queries, then documents, each as a prompt of its own."""
     special = reader.special(True)
     cut = reader.cut(request, special)
-    queries = await reader.texts(pairs.queries, cut, pairs.query_field, before=before[0])
+    late = model_pooling(reader.server).late is not None and request.prompt_name != ""
+    first, second = ROLES_OF_PAIRS if late else (None, None)
+    queries = await reader.texts(pairs.queries, cut, pairs.query_field, before=before[0], role=first)
     if document_tokens is not None:
         keep = reader.kept(min(document_tokens + sum(special), reader.longest), "max_tokens_per_doc", sum(special))
         cut = Cut(reader.longest, keep if cut.keep is None else min(keep, cut.keep), True, *special)
-    return queries + await reader.texts(pairs.documents, cut, pairs.document_field, before=before[1])
+    return queries + await reader.texts(pairs.documents, cut, pairs.document_field, before=before[1], role=second)
 
 
 async def _read_together(reader: InputReader, request: ScoreFields, pairs: Pairs, document_tokens: int | None) -> list[Prompt]:

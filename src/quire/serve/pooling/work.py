@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 from fastapi import Request
 
-from quire.features.pooling.host import ModelPooling, pooling_of
+from quire.features.pooling.host import ModelPooling, Role, pooling_of
+from quire.features.pooling.late_interaction import find_role, role_reader
 from quire.features.pooling.requests import unpooled_tokens
 from quire.serve.errors import GenerationFailed
 from quire.serve.inputs import render_messages
@@ -104,13 +105,24 @@ class InputReader:
         return keep
 
     async def texts(
-        self, texts: Sequence[str], cut: Cut, parameter: str, add_special_tokens: bool = True, before: str = ""
+        self,
+        texts: Sequence[str],
+        cut: Cut,
+        parameter: str,
+        add_special_tokens: bool = True,
+        before: str = "",
+        role: Role | None = None,
     ) -> list[Prompt]:
-        """Tokenize texts. before: the prompt that goes before each of them."""
+        """Tokenize texts. before: the prompt that goes before each of them. role: of the texts in late interaction."""
         names = [entry(parameter, i, len(texts)) for i in range(len(texts))]
         for text, own in zip(texts, names, strict=True):
             if not text:
                 raise InvalidParameter(f"{own} is empty: send a text", parameter)
+        reader = None
+        if role is not None and self.prompts.tokenizer is not None:
+            reader = role_reader(self.prompts.tokenizer, model_pooling(self.server), role, self.longest)
+            before = reader.text
+            cut = Cut(self.longest, min(reader.room, cut.keep or reader.room), True, *self.special(add_special_tokens))
         if before:
             texts = [before + text for text in texts]
         if cut.keep is None:
@@ -130,7 +142,7 @@ class InputReader:
         unpooled = unpooled_tokens(self.prompts.tokenizer, model_pooling(self.server), before)
         if unpooled:
             encoded = [replace(prompt, extras=replace(prompt.extras, unpooled=unpooled)) for prompt in encoded]
-        return encoded
+        return encoded if reader is None else [reader.complete(prompt) for prompt in encoded]
 
     def _refuse_hopeless(self, text: str, parameter: str, name: str) -> None:
         """Refuse what is too long whatever its tokens are."""
@@ -205,11 +217,12 @@ async def read_inputs(server: Server, request: InputFields) -> list[Prompt]:
         if name not in InputFields.__annotations__ and name in request.model_fields_set - {"model"}:
             raise InvalidParameter(f"{name} cannot be used with input: it belongs to messages. Leave it out", name)
     inputs = split_inputs(request.input)
-    before = model_pooling(server).before(getattr(request, "prompt_name", None), isinstance(inputs[0], str))
+    asked = getattr(request, "prompt_name", None)
+    before, role = model_pooling(server).before(asked, isinstance(inputs[0], str)), find_role(model_pooling(server), asked)
     special = request.add_special_tokens is not False
     cut = reader.cut(request, reader.special(special))
     if isinstance(inputs[0], str):
-        return await reader.texts([str(text) for text in inputs], cut, "input", special, before)
+        return await reader.texts([str(text) for text in inputs], cut, "input", special, before, role)
     ids = [one for one in inputs if not isinstance(one, str)]
     total = sum(map(len, ids))
     refuse_more("input", total, server.limits.prompt_tokens, "tokens in all inputs together")
