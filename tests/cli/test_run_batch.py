@@ -4,6 +4,7 @@ import http.server
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -132,6 +133,16 @@ def test_a_killed_run_goes_on_and_answers_every_line_once(model: Path, tmp_path:
     _, log = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, log
     assert Counter(line["custom_id"] for line in read(target)) == {str(i): 1 for i in range(count)}
+
+
+def test_ctrl_c_leaves_a_file_that_can_be_resumed(model: Path, tmp_path: Path) -> None:
+    source, target = write(tmp_path / "in", [request(str(i), 8) for i in range(500)]), tmp_path / "out"
+    process = start(model, source, target)
+    wait_for(lambda: target.exists() and target.stat().st_size)
+    process.send_signal(signal.SIGINT)
+    _, log = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130 and "interrupted" in log and "--resume goes on after them" in log, log
+    assert 0 < len(read(target)) < 500
 
 
 def test_a_full_disk_ends_the_run_with_whole_lines(model: Path, tmp_path: Path) -> None:

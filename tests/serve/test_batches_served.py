@@ -198,8 +198,10 @@ def test_cancelling(client: openai.OpenAI, http: httpx.Client) -> None:
     with pytest.raises(openai.ConflictError, match="cancel that batch first"):
         client.files.delete(first.input_file_id)
     assert client.batches.cancel(second.id).status == "cancelling"
+    over = ended(client, second.id)  # before its turn
+    assert client.batches.retrieve(first.id).status == "in_progress"
     assert client.batches.cancel(first.id).cancelling_at is not None
-    for batch in (ended(client, first.id), ended(client, second.id)):
+    for batch in (ended(client, first.id), over):
         assert batch.status == "cancelled" and batch.cancelled_at
         assert len(lines_of(client, batch.output_file_id)) == batch.request_counts.completed
     assert error_of(http.post(f"/v1/batches/{first.id}/cancel"))["code"] == 409

@@ -64,40 +64,41 @@ class BatchWorker:
             os.close(descriptor)
 
     async def _run_all(self) -> None:
-        running: dict[str | None, asyncio.Task[None]] = {}
+        running: dict[str, asyncio.Task[None]] = {}  # by the batch's id
         try:
             while True:
                 self._news.clear()
-                for store, batch in await asyncio.to_thread(self._next_batches):
-                    if store.tenant not in running:
-                        running[store.tenant] = asyncio.create_task(self._attend(store, batch))
+                for store, batch in await asyncio.to_thread(self._next_batches, set(running)):
+                    running[batch.id] = asyncio.create_task(self._attend(store, batch))
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._news.wait(), POLL_S)
-                for tenant in [tenant for tenant, task in running.items() if task.done()]:
-                    running.pop(tenant).result()
+                for name in [name for name, task in running.items() if task.done()]:
+                    running.pop(name).result()
         finally:
             for task in running.values():
                 task.cancel()
             await asyncio.gather(*running.values(), return_exceptions=True)
 
-    def _next_batches(self) -> list[tuple[TenantStore, StoredBatch]]:
-        """Return the oldest batch of each tenant that has not ended."""
-        found = []
+    def _next_batches(self, running: set[str]) -> list[tuple[TenantStore, StoredBatch]]:
+        """Return batches to begin: the oldest one of each tenant, and those that are cancelled or expired before their turn."""
+        found: list[tuple[TenantStore, StoredBatch]] = []
         sweep = time.monotonic() - self._swept_at > SWEEP_S
         for store in self._store.tenants():
             if sweep:
                 store.remove_expired()
-            oldest = None
-            for batch in store.batches(known=self._ended):
-                if batch.ended:
-                    self._ended.add(batch.id)
-                else:
-                    oldest = batch
-            if oldest is not None:
-                found.append((store, oldest))
+            waiting = [batch for batch in store.batches(known=self._ended) if not self._has_ended(batch)]
+            for batch in waiting:
+                over = time.time() >= batch.expires_at or store.cancelling_at(batch) is not None
+                if batch.id not in running and (over or batch is waiting[-1]):
+                    found.append((store, batch))
         if sweep:
             self._swept_at = time.monotonic()
         return found
+
+    def _has_ended(self, batch: StoredBatch) -> bool:
+        if batch.ended:
+            self._ended.add(batch.id)
+        return batch.ended
 
     async def _attend(self, store: TenantStore, batch: StoredBatch) -> None:
         """Bring a batch to its end, or as far as possible now."""
@@ -122,6 +123,8 @@ class BatchWorker:
     # ---- the life of a batch ------------------------------------------------------------------------------------------------
 
     async def _process(self, store: TenantStore, batch: StoredBatch) -> None:
+        if batch.status == "validating" and await asyncio.to_thread(store.cancelling_at, batch) is not None:
+            batch.status, batch.end, batch.finalizing_at = "finalizing", "cancelled", int(time.time())
         if batch.status == "validating":
             problem = await asyncio.to_thread(self._validate, store, batch)
             if problem is not None:
