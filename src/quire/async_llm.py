@@ -142,6 +142,11 @@ class AsyncLLM(EngineView, AsyncLLMNotBuilt):
         return len(self._outputs)
 
     @property
+    def open_ids(self) -> list[str]:
+        """Return the ids of requests that are not finished."""
+        return list(self._streams)
+
+    @property
     def supported_tasks(self) -> tuple[str, ...]:
         """What the model can be asked for: generate, or pooling tasks."""
         return supported_tasks(self.config)

@@ -68,7 +68,7 @@ def test_pooling_endpoints_of_a_model_that_generates_say_how_to_have_them(http, 
     assert f"--runner pooling --convert {convert}" in error["message"]
 
 
-@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/collective_rpc", "/get_world_size"])
+@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/collective_rpc", "/abort_requests", "/inference/v1/generate"])
 def test_developer_routes_say_how_to_switch_them_on(http, path):
     error = error_of(http.post(path, json={}))
     assert error["code"] == 404

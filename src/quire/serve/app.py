@@ -47,6 +47,7 @@ from quire.serve.health import Health, ServerState
 from quire.serve.limits import LIMITS, ServerLimits
 from quire.serve.pooling.routes import answered, generation_refusals, pooling_routers
 from quire.serve.server import Server
+from quire.serve.token_routes import token_router
 from quire.serve.vllm_routes import absent_router, developer_router, developing, install_no_route_handlers, no_route
 
 _SANE = re.compile(rb"[\x21-\x7e]{1,%d}" % LIMITS.identifier_characters)  # ids go into headers and logs
@@ -249,7 +250,7 @@ def build_app(llm: AsyncLLM, settings: ServerArgs, limits: ServerLimits = LIMITS
     routers.append(adapters.router if llm.adapters.enabled and adapters.updates_allowed(settings) else adapters.closed_router)
     routers.append(closed_batch_router if settings.batch_dir is None else batch_router)
     if developing():
-        routers.append(developer_router)
+        routers += [developer_router, *([token_router] if "generate" in tasks else [])]
     if settings.enable_tokenizer_info_endpoint:
         routers.append(models.info_router)
     routes = [*app.routes, *(route for router in routers for route in router.routes)]

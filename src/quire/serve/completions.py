@@ -35,7 +35,7 @@ router = APIRouter(route_class=JSONRoute, tags=["OpenAI"])
 @router.post("/v1/completions", responses={200: {"model": Completion}, 400: {"model": ErrorBody}, 404: {"model": ErrorBody}})
 async def create_completion(request: CompletionRequest, raw: Request) -> Response:
     server = server_of(raw)
-    job = await _prepare(server, raw, request)
+    job = await prepare(server, raw, request)
     if request.stream:
         return EventStream(_stream(server, job, request), refusable=job.has_grammar)
     gather = search_beams(server, job, request) if request.use_beam_search else collect(server, job)
@@ -43,10 +43,11 @@ async def create_completion(request: CompletionRequest, raw: Request) -> Respons
     return json_response(_answer(server, job, request, outputs, await _echoes(server, job, request)))
 
 
-async def _prepare(server: Server, raw: Request, request: CompletionRequest) -> GenerationJob:
+async def prepare(server: Server, raw: Request, request: CompletionRequest, prefix: str = "cmpl") -> GenerationJob:
+    """Return the work of a checked request. prefix: of the answer's id"""
     model = await server.check(request)
     check_request(request)
-    job = make_job(server, raw, request, "cmpl", model, await read_prompts(server, request))
+    job = make_job(server, raw, request, prefix, model, await read_prompts(server, request))
     await report_unenforced(raw, job.params[0].structured_outputs)
     return job
 

@@ -15,7 +15,14 @@ from quire.serve.server import server_of
 
 DEVELOPER_VARIABLES = ("QUIRE_SERVER_DEV_MODE", "VLLM_SERVER_DEV_MODE")
 SWITCH = f"{DEVELOPER_VARIABLES[0]}=1 in its environment"
-BUILT = ("/server_info", "/reset_prefix_cache", "/collective_rpc", "/get_world_size")  # the first is in `about`
+BUILT = (
+    "/server_info",
+    "/reset_prefix_cache",
+    "/collective_rpc",
+    "/get_world_size",
+    "/inference/v1/generate",
+    "/abort_requests",
+)  # the first is in `about`
 
 _SLEEP = "weights and cache stay on the device while the server runs"
 _PAUSE = "generation cannot be paused; end single requests by closing their connection"
@@ -23,18 +30,16 @@ _WEIGHTS = "weights are read at the start only; start a new server, or load a Lo
 _MEDIA = "only text is served, so there is no such cache"
 _PROFILE = "there is no profiler; see docs/performance.md and --otlp-traces-endpoint"
 _SCALE = "the number of engines is fixed at the start (--data-parallel-size)"
-_TOKENS = "send token ids as the prompt of /v1/completions, and ask for return_token_ids"
 _RENDER = "POST /tokenize renders and tokenizes messages"
 NOT_BUILT = {
     **dict.fromkeys(("/sleep", "/wake_up", "/is_sleeping"), _SLEEP),
-    **dict.fromkeys(("/pause", "/resume", "/is_paused", "/abort_requests"), _PAUSE),
+    **dict.fromkeys(("/pause", "/resume", "/is_paused"), _PAUSE),
     **dict.fromkeys(("/init_weight_transfer_engine", "/start_weight_update", "/start_draft_weight_update", "/update_weights",
                      "/finish_weight_update", "/update_weight_version", "/weight_info"), _WEIGHTS),
     **dict.fromkeys(("/reset_mm_cache", "/reset_encoder_cache"), _MEDIA),
     **dict.fromkeys(("/start_profile", "/stop_profile"), _PROFILE),
     **dict.fromkeys(("/scale_elastic_ep", "/is_scaling_elastic_ep"), _SCALE),
     **dict.fromkeys(("/fault_tolerance/apply", "/fault_tolerance/status"), "lost engines are restarted automatically"),
-    **dict.fromkeys(("/inference/v1/generate",), _TOKENS),
     **dict.fromkeys(("/v1/completions/render", "/v1/chat/completions/render"), _RENDER),
     **dict.fromkeys(("/v1/completions/derender", "/v1/chat/completions/derender"), "POST /detokenize returns text"),
     "/v1/chat/completions/batch": "send one request per conversation; the server batches them",
@@ -72,7 +77,7 @@ def no_route(scope: Scope, routes: Sequence[BaseRoute], answered: str = "") -> H
     if not methods and path in NOT_BUILT:
         return HttpError(404, f"{path} is not available here: {NOT_BUILT[path]}", own=(path, path))
     if not methods and path in OFF:
-        return HttpError(404, f"{path} is switched off here: start the server with {OFF[path]}")
+        return HttpError(404, f"{path} is switched off here: start the server with {OFF[path]}", own=(path, path))
     if not methods:
         return HttpError(404, f"there is no such path here. There are {answered} and /tokenize")
     error = HttpError(405, f"{scope['method']} is not a method of this path; there is {' and '.join(methods)}")
