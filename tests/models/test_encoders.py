@@ -79,6 +79,42 @@ def test_token_types_tell_two_texts_apart(tmp_path: Path) -> None:
         torch.testing.assert_close(model.classify(states[:1], batch.tokens)[0], logits_of(reference, text, one), **TOLERANCE)
 
 
+@pytest.mark.parametrize("mixed", [None, 0.6])
+@torch.no_grad()
+def test_ntk_scaling_of_gte(mixed: float | None, tmp_path: Path) -> None:
+    """The published formulas: "fixed NTK" changes the base and all frequencies, "mixed NTK" each frequency by its dimension."""
+    reference, factor, dim, base = save_encoder(ENCODERS["GTE"], tmp_path), 8.0, 8, 160000.0
+    plain = base ** (-torch.arange(0, dim, 2).float() / dim)
+    if mixed is None:
+        expected = (base * factor) ** (-torch.arange(0, dim, 2).float() / dim) / factor ** (2 / dim)
+    else:
+        a = torch.tensor(factor).log() / (dim / 2) ** mixed
+        expected = plain / (a * torch.arange(1, dim // 2 + 1).float() ** mixed).exp()
+    rotary = next(module for module in reference.modules() if hasattr(module, "inv_freq"))
+    torch.testing.assert_close(rotary.inv_freq, plain)
+    rotary.inv_freq = expected
+    scaling = {"type": "ntk", "factor": factor, **({} if mixed is None else {"mixed_b": mixed})}
+    facts, model = load(tmp_path, rope_parameters=None, rope_theta=base, rope_scaling=scaling)
+    assert facts.max_position == SIZES["max_position_embeddings"]
+    texts = random_texts(LENGTHS)
+    for text, states in zip(texts, parts(model(pack(texts)), texts), strict=True):
+        torch.testing.assert_close(states, states_of(reference, text), **TOLERANCE)
+
+
+@torch.no_grad()
+def test_gte_with_separate_projections(tmp_path: Path) -> None:
+    reference = save_encoder(ENCODERS["GTE"], tmp_path)
+    path = tmp_path / "model.safetensors"
+    stored = {}
+    for name, tensor in load_file(path).items():
+        parts_of = zip("qkv", tensor.chunk(3), strict=True) if ".qkv_proj." in name else [("qkv", tensor)]
+        stored |= {name.replace("qkv_proj", f"{part}_proj"): some.contiguous() for part, some in parts_of}
+    save_file({f"new.{name}": tensor for name, tensor in stored.items()}, path, metadata={"format": "pt"})
+    _, model = load(tmp_path, pack_qkv=False, unpad_inputs=True, use_memory_efficient_attention=True)
+    [text] = random_texts([20])
+    torch.testing.assert_close(model(pack([text])), states_of(reference, text), **TOLERANCE)
+
+
 @torch.no_grad()
 def test_a_masked_language_model_is_an_encoder_without_its_head(tmp_path: Path) -> None:
     family = ENCODERS["ModernBERT"]
@@ -170,6 +206,8 @@ def test_jina_v2(tmp_path: Path) -> None:
         ("BERT", {"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key' is not supported"),
         ("BERT", {"is_decoder": True}, "is_decoder true is not supported"),
         ("Nomic", {"prenorm": True}, "prenorm is not supported"),
+        ("GTE", {"logn_attention_scale": True}, "logn_attention_scale True is not supported"),
+        ("GTE", {"layer_norm_type": "rms_norm"}, "layer_norm_type 'rms_norm' is not supported"),
         ("BERT, cross-encoder", {"id2label": None, "num_labels": -1}, "num_labels must be a positive integer"),
     ],
 )

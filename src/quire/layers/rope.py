@@ -73,6 +73,16 @@ def dynamic_growth(factor: float, dim: int) -> float:
     return float((factor * factor - (factor - 1)) ** (dim / (dim - 2)))
 
 
+def _ntk(s: Scheme) -> Frequencies:
+    """GTE: a larger base, and all frequencies lowered (fixed NTK), or frequencies lowered by dimension (mixed NTK)."""
+    factor, power = s.need("factor"), s.parameters.get("mixed_b")
+    if power is None:
+        return _inverse(s.base * factor, s.dim) / factor ** (2 / s.dim), 1.0
+    half = s.dim // 2
+    growth = math.log(factor) / half**power * torch.arange(1, half + 1, dtype=torch.float32, device="cpu") ** power
+    return _inverse(s.base, s.dim) / growth.exp(), 1.0
+
+
 def _llama3(s: Scheme) -> Frequencies:
     """Scale low frequencies, keep high ones, and blend between."""
     factor, low, high = s.need("factor"), s.need("low_freq_factor"), s.need("high_freq_factor")
@@ -135,6 +145,7 @@ SCHEMES: dict[str, Callable[[Scheme], Frequencies]] = {
     "none": _still,
     "linear": _linear,
     "dynamic": _dynamic,
+    "ntk": _ntk,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,

@@ -27,6 +27,7 @@ _NAMES = (
     (r"^encoder\.layers?\.", "layers."),
     (r"\.(attn|mixer)\.Wqkv\.", ".self_attn.qkv."),
     (r"\.attention\.qkv_proj\.", ".self_attn.qkv."),
+    (r"\.attention\.([qkv])_proj\.", r".self_attn.\1_proj."),  # GTE's with pack_qkv false
     (r"\.(attn|mixer)\.out_proj\.", ".self_attn.o_proj."),
     (r"\.attention\.o_proj\.", ".self_attn.o_proj."),
     (r"\.(norm1|attn_ln|post_attention_layernorm)\.", ".attn_norm."),
@@ -147,6 +148,11 @@ class GTE(RotaryEncoder):
     )
 
     def __init__(self, facts: "ModelFacts") -> None:
+        hf = facts.hf
+        fixed = {"position_embedding_type": "rope", "layer_norm_type": "layer_norm", "logn_attention_scale": False}
+        for name, value in fixed.items():
+            if hf.get(name) not in (None, value):
+                raise ModelError(f"{name} {hf[name]!r} is not supported for GTE's encoders; {value!r} is")
         super().__init__(facts)
         if self.classifier is None or self.classifier.dense is None:
             self.renames = (*self.renames[:1], NO_POOLER, *self.renames[1:])
