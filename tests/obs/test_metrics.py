@@ -112,7 +112,16 @@ def test_names_types_labels_and_buckets(prefix: str) -> None:
 def test_the_other_format() -> None:
     content, kind = make().render(Engine(), "application/openmetrics-text; version=1.0.0")
     assert kind.startswith("application/openmetrics-text")
-    assert "quire:generation_tokens" in {family.name for family in parse_openmetrics(content.decode())}
+    families = {family.name: family for family in parse_openmetrics(content.decode())}
+    assert [sample.name for sample in families["quire:num_requests_running"].samples] == ["quire:num_requests_running"]
+
+
+def test_names_are_the_same_in_every_format() -> None:
+    """Prometheus 2 accepts OpenMetrics first, and says nothing of escaping."""
+    prometheus = "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,text/plain;q=0.5"
+    for accept in ("", "text/plain", "application/openmetrics-text", prometheus, f"{prometheus};escaping=allow-utf-8"):
+        content, _ = make().render(Engine(), accept)
+        assert b"\nquire:num_requests_running{" in content and b"quire_num" not in content
 
 
 def test_nothing_is_global() -> None:

@@ -13,6 +13,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 OPERATORS = {
     "and", "or", "unless", "by", "without", "on", "ignoring", "group_left", "group_right", "bool", "offset", "inf", "nan",
 }  # fmt: skip
+PROMETHEUS_ACCEPTS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
 PROMETHEUS_OWN = {"up"}  # series that Prometheus itself makes
 CLAUSE = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)")
 NOT_METRICS = re.compile(r'"(?:[^"\\]|\\.)*"|\{[^}]*\}|\[[^\]]*\]')
@@ -44,7 +45,7 @@ def scraped(serve_model: Path) -> dict[str, set[str]]:
     with serving(serve_model, *flags) as server, server.client() as http:
         for _ in range(2):
             assert http.post("/v1/completions", json=body).status_code == 200
-        text = http.get("/metrics").text
+        text = http.get("/metrics", headers={"Accept": PROMETHEUS_ACCEPTS}).text
     found: dict[str, set[str]] = {}
     for line in text.splitlines():
         if match := re.match(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? ", line):

@@ -6,7 +6,7 @@ read from the engine on a scrape. Each server has its own registry; nothing is g
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import CollectorRegistry
@@ -279,11 +279,8 @@ class Metrics:
 
     def render(self, engine: Engine, accept: str = "") -> tuple[bytes, str]:
         """All of it as text, and the text's content type: what the reader accepts decides between two formats."""
-        from prometheus_client.exposition import choose_encoder
-
         self.look(engine)
-        encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+        return encode(self.registry, accept)
 
     def render_total(
         self,
@@ -296,7 +293,6 @@ class Metrics:
         """The same of several API processes: these values and those of others, from `take`. `adapters`: of the others'
         requests that wait, and that run."""
         from prometheus_client import CollectorRegistry, PlatformCollector
-        from prometheus_client.exposition import choose_encoder
 
         self.look(engine, adapters)
         whole, *parts, about_http = total([*self.boards, http], others, self.of_engines)
@@ -305,8 +301,7 @@ class Metrics:
         registry.register(Boards(parts, self._undivided(whole)) if parts else whole)
         registry.register(about_http)
         PlatformCollector(registry=registry)
-        encode, content_type = choose_encoder(accept)
-        return encode(registry), content_type
+        return encode(registry, accept)
 
     def _undivided(self, board: Board) -> list[Instrument]:
         """What engines have no part of each."""
@@ -387,3 +382,17 @@ class HttpMetrics:
         self.sent.observe(sent, handler)
         self.duration.observe(seconds, method, handler)
         self.duration_fine.observe(seconds)
+
+
+def encode(registry: "CollectorRegistry", accept: str) -> tuple[bytes, str]:
+    """Return the metrics as text in the format that a reader accepts, and the content type.
+
+    No name needs escaping. prometheus_client escapes the colon of our samples in OpenMetrics all the same, unless the reader
+    allows UTF-8: Prometheus 2 would store `quire_num_requests_running`.
+    """
+    from prometheus_client.exposition import choose_encoder
+
+    chosen, content_type = choose_encoder(accept)
+    if isinstance(chosen, partial) and "escaping" in chosen.keywords:
+        chosen = partial(chosen.func, **{**chosen.keywords, "escaping": "allow-utf-8"})
+    return chosen(registry), content_type
