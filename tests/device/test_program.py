@@ -61,6 +61,20 @@ def test_operators(operator, attributes, expected, columns, workers):
         torch.testing.assert_close(run.run(a, b)[0], expected(a, b), atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.parametrize("shifted", [True, False])
+@pytest.mark.parametrize("columns", [64, 37])
+def test_layer_norms(columns, shifted, workers):
+    weight, bias = torch.randn(columns), torch.randn(columns) if shifted else None
+    constants = [each.numpy() for each in (weight, bias) if each is not None]
+    run = session(
+        lambda graph, names: graph.add("LayerNormalization", [*names, *map(graph.constant, constants)], epsilon=1e-5),
+        [columns], [columns],
+    )  # fmt: skip
+    for rows in (1, 7, 200):
+        x = torch.randn(rows, columns) * 3 + 1
+        torch.testing.assert_close(run.run(x)[0], F.layer_norm(x, (columns,), weight, bias, 1e-5), atol=2e-6, rtol=2e-6)
+
+
 @pytest.mark.parametrize("columns", [64, 37])
 def test_norms(columns, workers):
     weight = torch.randn(columns)

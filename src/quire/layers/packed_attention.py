@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from quire.attn.batch import Batch
 from quire.dist.mesh import HeadDivision
@@ -93,14 +94,23 @@ class PackedSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, H] -> [T, H]."""
-        heads = self.local_heads
-        qkv = self.qkv(x, batch.tokens).view(len(x), 3 * len(heads), self.head_dim)
-        if self.rope is not None:
-            table = self.rope.table
-            turn(qkv[:, : 2 * len(heads)], *table.rows(batch.positions), table.interleaved)
-        query, key, value = qkv.chunk(3, dim=1)
-        bias = None if self.position_bias is None else self.position_bias.table[heads.start : heads.stop]
-        out = attend_packed(
-            query, key, value, batch.rows, batch.row_starts, batch.plans, scale=self.scale, window=self.window, bias=bias
-        )
-        return self.o_proj(out.flatten(1), batch.tokens)
+        return self.o_proj(attend_sequences(self, self.qkv(x, batch.tokens), batch), batch.tokens)
+
+
+def attend_sequences(attention: PackedSelfAttention, qkv: Tensor, batch: Batch) -> Tensor:
+    """Return attention's output [T, heads * head_dim]. May overwrite qkv [T, 3 * heads * head_dim]. Overridable by
+    __torch_function__.
+    """
+    if has_torch_function_unary(qkv):
+        return handle_torch_function(attend_sequences, (qkv,), attention, qkv, batch)
+    heads = attention.local_heads
+    qkv = qkv.view(len(qkv), 3 * len(heads), attention.head_dim)
+    if attention.rope is not None:
+        table = attention.rope.table
+        turn(qkv[:, : 2 * len(heads)], *table.rows(batch.positions), table.interleaved)
+    query, key, value = qkv.chunk(3, dim=1)
+    bias = None if attention.position_bias is None else attention.position_bias.table[heads.start : heads.stop]
+    out = attend_packed(
+        query, key, value, batch.rows, batch.row_starts, batch.plans, scale=attention.scale, window=attention.window, bias=bias
+    )
+    return out.flatten(1)

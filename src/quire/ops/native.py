@@ -42,6 +42,11 @@ def adapts() -> bool:
     return kernels() is not None and bool(getattr(kernels(), "ADAPTS", 0))
 
 
+def encodes() -> bool:
+    """Return whether there are kernels for encoders in float32: LayerNorm and attention over packed sequences."""
+    return multiplies_floats() and bool(getattr(kernels(), "ENCODES", 0))
+
+
 def tile() -> int:
     """Return the outputs per tile of a 4- or 8-bit matrix."""
     return int(kernels().TILE)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from quire.attn.batch import Batch, LoRATokens, take_rows, without_lora
 from quire.device.base import Body, Prepared, Setting
 from quire.device.cpu.autotune import NEVER, choose, dequantize_from, runtime_for_blocks, runtime_for_floats
+from quire.device.cpu.encoder import compile_encoder
 from quire.device.cpu.graph import Runtime
 from quire.device.cpu.network import DecoderNetwork, find_attention_shapes
 from quire.device.cpu.openvino import PAGE
@@ -35,7 +36,7 @@ from quire.load.load import Filling, find_rows
 from quire.models.decoder import Decoder
 from quire.ops.activation import gated
 from quire.ops.blocks import GROUP, IntegerMatrix
-from quire.ops.native import adapts
+from quire.ops.native import adapts, encodes
 from quire.ops.quantized_layouts import Int8, PackedInts, Rounding
 from quire.types.cache import KVLayout, can_divide
 
@@ -52,6 +53,11 @@ def prepare(model: Decoder, setting: Setting) -> Prepared:
     layers = gguf_layers(model)
     floats = runtime_for_floats() if whole else None
     adapted = any(isinstance(layer, Linear) and layer.bank is not None for layer in model.modules())
+    if setting.facts.encoder and whole and not setting.tapped and not adapted and encodes():
+        encoder = prepare_encoder(model, setting.facts.hidden_size)
+        if encoder is not None:
+            gather_in_background(setting.facts.weight_bytes)
+            return Prepared(encoder, layout)
     if layers or floats is not None:
         by_layer = setting.tapped or setting.facts.encoder
         compiled = None if by_layer or model.recurrents else compile_body(
@@ -78,6 +84,19 @@ def prepare(model: Decoder, setting: Setting) -> Prepared:
         give_back_memory()
     gather_in_background(setting.facts.weight_bytes)
     return Prepared(body, layout)
+
+
+def prepare_encoder(model: Decoder, columns: int) -> Body | None:
+    """Compile an encoder and pack the matrices of its classifier; None if it cannot be compiled."""
+    try:
+        body = compile_encoder(model.run_blocks, columns)
+    except Untraceable as reason:
+        logger.info("encoder runs layer by layer: cannot compile %s", reason)
+        return None
+    multiply_few_rows(model)
+    pack_floats(model, Runtime.OWN)
+    give_back_memory()
+    return body
 
 
 @dataclass(frozen=True)
@@ -178,7 +197,7 @@ def hold_once(model: Decoder, setting: Setting) -> None:
 def pack_floats(model: Decoder, runtime: Runtime) -> None:
     gc.collect()  # frees the traces, which hold matrices; each matrix is then freed once its copy is made
     for layer in model.modules():
-        if isinstance(layer, Linear) and isinstance(layer.method, Plain):
+        if isinstance(layer, Linear) and isinstance(layer.method, Plain) and layer.weight.numel():  # not compiled already
             layer.use(PackedFloats(layer.weight, layer.bias, runtime))
 
 

@@ -23,7 +23,7 @@ from quire.ops.blocks import GROUP
 from quire.ops.native import kernels, workers
 
 OP = struct.Struct("2q 2q 2q 3q 2q d")  # as in C: kind columns, inputs, strides, weight out total, prepared matrix, eps
-NORM, ADD_NORM, ADD, MULTIPLY, SILU, GELU, GELU_TANH, COPY, ROUND, GATHER, PRODUCT, LOW_RANK = range(12)
+NORM, ADD_NORM, ADD, MULTIPLY, SILU, GELU, GELU_TANH, COPY, ROUND, GATHER, PRODUCT, LOW_RANK, LAYER_NORM = range(13)
 TOTAL = 3  # output index of the sum in an add-norm
 OPERATORS = {"Add": ADD, "Mul": MULTIPLY, "QuickGelu": SILU}
 ROWS_OF_BLOCK = 4  # tokens per block of a product
@@ -84,8 +84,9 @@ class Binding:
         self._ops = b"".join(op for node in program.nodes for op in self._compile(node))
         self._workers = workers()
 
-    def run(self) -> None:
-        kernels().run(self._ops, self._rows, self._workers)
+    def run(self, rows: int | None = None) -> None:
+        """Run the first `rows` rows; None: all."""
+        kernels().run(self._ops, self._rows if rows is None else rows, self._workers)
 
     def _lay(self) -> None:
         """Assign locations to intermediate results."""
@@ -125,6 +126,11 @@ class Binding:
             return [self._op(ADD_NORM, node, weight=node.inputs[2])]
         if node.operator == "SimplifiedLayerNormalization":
             return [self._op(NORM, node, weight=node.inputs[1])]
+        if node.operator == "LayerNormalization":
+            scale, *shift = (program.address(name) for name in node.inputs[1:])
+            (a, stride), (out, _) = self._locations[source], self._locations[node.outputs[0]]
+            bias, eps = shift[0] if shift else 0, float(node.attributes["epsilon"])
+            return [OP.pack(LAYER_NORM, program.columns[source], a, bias, stride, 0, scale, out, 0, 0, 0, eps)]
         if node.operator == "Gelu":
             return [self._op(GELU_TANH if node.attributes["approximate"] == "tanh" else GELU, node)]
         return [self._op(OPERATORS[node.operator], node)]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from quire.dist.collectives import Group, add_parts, join_parts, spread
 from quire.layers.attention import SelfAttention, attend_heads, take_final
 from quire.layers.linear import Linear
 from quire.layers.lora import LinearBank
+from quire.layers.packed_attention import PackedSelfAttention, attend_sequences
 from quire.layers.quant.gguf import GGUFMethod
 from quire.ops.linear import linear
 from quire.ops.norm import add_rms_norm, rms_norm
@@ -69,7 +71,7 @@ class Boundary:
     columns: if ranks have different columns of the sum, those of this rank.
     """
 
-    attention: SelfAttention | None
+    attention: SelfAttention | PackedSelfAttention | None
     source: "Symbol"
     target: "Symbol"
     group: Group | None = None
@@ -82,7 +84,10 @@ class Boundary:
     def do(self, x: Tensor, batch: Batch) -> Tensor:
         if self.group is not None:
             return self.add(x)
-        return take_final(x, batch) if self.attention is None else attend_heads(self.attention, x, batch)
+        if self.attention is None:
+            return take_final(x, batch)
+        attend = attend_sequences if isinstance(self.attention, PackedSelfAttention) else attend_heads
+        return attend(self.attention, x, batch)  # type: ignore[operator]
 
 
 @dataclass
@@ -196,6 +201,21 @@ def _add_rms_norm(x: Symbol, residual: Symbol, weight: Tensor, eps: float, offse
     return normed, total
 
 
+def _layer_norm(
+    x: Symbol, shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Symbol:
+    if list(shape) != [x.columns]:
+        raise Untraceable(f"a LayerNorm over {shape}")
+
+    def make(graph: Graph, names: Sequence[str]) -> Sequence[str]:
+        scale = torch.ones(x.columns) if weight is None else weight
+        shift = [] if bias is None else [graph.constant(bias.detach().float().numpy())]
+        scales = graph.constant(scale.detach().float().numpy())
+        return graph.add("LayerNormalization", [*names, scales, *shift], axis=-1, epsilon=eps)
+
+    return x.then(make, columns=[x.columns])[0]
+
+
 def _silu(x: Symbol, inplace: bool = False) -> Symbol:  # noqa: ARG001
     return x.simple("QuickGelu", domain=CONTRIB, alpha=1.0)
 
@@ -212,6 +232,13 @@ def _attend(attention: SelfAttention, qkv: Symbol, batch: "TracedBatch") -> Symb
     if attention.last and lora is not None and final is not None:
         final.known = True
         qkv.segments[-1].boundaries.append(Boundary(None, lora.places, final.places))
+    qkv.segments.append(Segment())
+    return target
+
+
+def _attend_packed(attention: PackedSelfAttention, qkv: Symbol, batch: "TracedBatch") -> Symbol:  # noqa: ARG001
+    target = Symbol(qkv.segments, qkv.columns // 3)
+    qkv.segments[-1].boundaries.append(Boundary(attention, qkv, target))
     qkv.segments.append(Segment())
     return target
 
@@ -266,7 +293,9 @@ OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
     add_rms_norm: _add_rms_norm,
     F.silu: _silu,
     F.gelu: _gelu,
+    F.layer_norm: _layer_norm,
     attend_heads: _attend,
+    attend_sequences: _attend_packed,
     add_parts: _add_parts,
     join_parts: _join_parts,
     take_final: _keep,
@@ -323,6 +352,10 @@ class TracedBatch:
     @property
     def final(self) -> "TracedBatch":
         return self if self._final is None else self._final
+
+    def take_final(self, x: Symbol) -> Symbol:
+        """Return x: who runs a compiled encoder drops tokens afterwards."""
+        return x
 
 
 def trace_body(body: Callable[[Any, Any], Any], columns: int, tables: LowRankTables | None = None) -> Trace:

@@ -3,9 +3,11 @@
 
 #define VECTORS (FLOAT_TILE / LANES)
 #define AT_ONCE (LANES / 2) /* rows */
+#define PAIRED 12           /* rows that two tiles are multiplied by together */
 #define NEAR 144            /* inputs of two tiles that the nearest cache has room for */
 #define vec NAMED(vec)
 #define load NAMED(load)
+#define run_pair NAMED(run_pair)
 #define run_two NAMED(run_two)
 #define run_tile NAMED(run_tile)
 
@@ -35,35 +37,46 @@ INLINE void run_tile(int rows, const Matrix *m, int64_t tile, const float *x, fl
     }
 }
 
+/* What `rows` rows add to the sums of two whole tiles, from input `from` to `to`. The sums wait among the results. */
+INLINE void run_pair(int rows, const Matrix *m, int64_t tile, const float *x, int64_t from, int64_t to, int ahead, float *y) {
+    const float *w = (const float *)(m->tiles + tile * m->tile_bytes), *other = w + m->inputs * FLOAT_TILE;
+    vec sums[PAIRED][2 * VECTORS] = {{{0}}};
+    for (int r = 0; from && r < rows; r++)
+        for (int i = 0; i < 2 * VECTORS; i++) sums[r][i] = load(y + r * m->outputs + i * LANES);
+#pragma GCC unroll 4
+    for (int64_t k = from; k < to; k++) {
+        vec taken[2 * VECTORS];
+        for (int i = 0; i < 2 * VECTORS; i++) taken[i] = load((i < VECTORS ? w : other) + k * FLOAT_TILE + i % VECTORS * LANES);
+        if (ahead) { /* what comes next */
+            __builtin_prefetch(w + (k + NEAR) * FLOAT_TILE);
+            __builtin_prefetch(other + (k + NEAR) * FLOAT_TILE);
+        }
+        for (int r = 0; r < rows; r++) {
+            float one = x[r / 4 * 4 * m->inputs + 4 * k + r % 4];
+            for (int i = 0; i < 2 * VECTORS; i++) sums[r][i] += taken[i] * one;
+        }
+    }
+    const float *bias = m->bias && to == m->inputs ? m->bias + tile * FLOAT_TILE : 0;
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < 2 * VECTORS; i++) {
+            vec sum = bias ? sums[r][i] + load(bias + i * LANES) : sums[r][i];
+            __builtin_memcpy(y + r * m->outputs + i * LANES, &sum, sizeof sum);
+        }
+}
+
 /* Two whole tiles, which have twice the products for each number of a row that is fetched. Inputs are taken by so many that both
-   tiles stay near while all rows go by; the sums wait among the results, and are in the same order. */
+   tiles stay near while all rows go by, which are a multiple of four; sums are in the same order as alone. */
 INLINE void run_two(const Matrix *m, int64_t tile, const float *x, int64_t rows, float *y) {
-    const float *w = (const float *)(m->tiles + tile * m->tile_bytes), *bias = m->bias + tile * FLOAT_TILE;
     for (int64_t from = 0, to; from < m->inputs; from = to) {
         to = from + NEAR < m->inputs ? from + NEAR : m->inputs;
-        for (int64_t row = 0; row < rows; row += AT_ONCE) {
+        for (int64_t row = 0, some; row < rows; row += some) {
+            const float *taken = x + row * m->inputs;
             float *out = y + row * m->outputs + tile * FLOAT_TILE;
-            vec sums[AT_ONCE][2 * VECTORS] = {{{0}}};
-            for (int r = 0; from && r < AT_ONCE; r++)
-                for (int i = 0; i < 2 * VECTORS; i++) sums[r][i] = load(out + r * m->outputs + i * LANES);
-            for (int64_t k = from; k < to; k++) {
-                vec taken[2 * VECTORS];
-                for (int i = 0; i < 2 * VECTORS; i++)
-                    taken[i] = load(w + (i / VECTORS * m->inputs + k) * FLOAT_TILE + i % VECTORS * LANES);
-                if (row == 0) { /* what comes next */
-                    __builtin_prefetch(w + (k + NEAR) * FLOAT_TILE);
-                    __builtin_prefetch(w + (m->inputs + k + NEAR) * FLOAT_TILE);
-                }
-                for (int r = 0; r < AT_ONCE; r++) {
-                    float one = x[(row + r / 4 * 4) * m->inputs + 4 * k + r % 4];
-                    for (int i = 0; i < 2 * VECTORS; i++) sums[r][i] += taken[i] * one;
-                }
-            }
-            for (int r = 0; r < AT_ONCE; r++)
-                for (int i = 0; i < 2 * VECTORS; i++) {
-                    vec sum = m->bias && to == m->inputs ? sums[r][i] + load(bias + i * LANES) : sums[r][i];
-                    __builtin_memcpy(out + r * m->outputs + i * LANES, &sum, sizeof sum);
-                }
+            some = rows - row < PAIRED ? rows - row : PAIRED;
+            if (some == PAIRED && row) run_pair(PAIRED, m, tile, taken, from, to, 0, out);
+            else if (some == PAIRED) run_pair(PAIRED, m, tile, taken, from, to, 1, out);
+            else if (some == 8) run_pair(8, m, tile, taken, from, to, !row, out);
+            else run_pair(4, m, tile, taken, from, to, !row, out);
         }
     }
 }
@@ -71,7 +84,7 @@ INLINE void run_two(const Matrix *m, int64_t tile, const float *x, int64_t rows,
 static void TILES(const Matrix *m, const float *x, int64_t rows, float *y, int64_t tile, int64_t end) {
     for (int64_t some; tile < end; tile += some) {
         /* registers of other CPUs have no room for two */
-        int64_t done = LANES == 16 && tile + 2 <= end && (tile + 2) * FLOAT_TILE <= m->outputs ? rows - rows % AT_ONCE : 0;
+        int64_t done = LANES == 16 && tile + 2 <= end && (tile + 2) * FLOAT_TILE <= m->outputs ? rows - rows % 4 : 0;
         if (done) run_two(m, tile, x, done, y);
         some = done ? 2 : 1;
         for (int64_t t = tile; t < tile + some; t++)
@@ -99,7 +112,9 @@ static void TILES(const Matrix *m, const float *x, int64_t rows, float *y, int64
 #undef VECTORS
 #undef AT_ONCE
 #undef NEAR
+#undef PAIRED
 #undef vec
 #undef load
 #undef run_tile
+#undef run_pair
 #undef run_two

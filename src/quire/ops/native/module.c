@@ -4,6 +4,7 @@
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
+#include "packed_attention.h"
 #include "paged_attention.h"
 #include "program.h"
 
@@ -27,6 +28,23 @@ static PyObject *attend(PyObject *self, PyObject *args) {
     }
     PyBuffer_Release(&layer);
     PyBuffer_Release(&rows);
+    if (!fits) return refuse();
+    Py_RETURN_NONE;
+}
+
+static PyObject *attend_packed(PyObject *self, PyObject *args) {
+    Py_buffer layer, starts;
+    int workers;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*y*i", &layer, &starts, &workers)) return NULL;
+    int fits = layer.len == sizeof(PackedLayer) && starts.len >= (Py_ssize_t)sizeof(int32_t) && starts.len % sizeof(int32_t) == 0;
+    if (fits) {
+        Py_BEGIN_ALLOW_THREADS
+        attend_sequences(layer.buf, starts.buf, starts.len / (int64_t)sizeof(int32_t) - 1, workers);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&layer);
+    PyBuffer_Release(&starts);
     if (!fits) return refuse();
     Py_RETURN_NONE;
 }
@@ -60,6 +78,7 @@ static PyObject *multiplies_floats(PyObject *self, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"attend", attend, METH_VARARGS, "attend(layer, rows, workers)"},
+    {"attend_packed", attend_packed, METH_VARARGS, "attend_packed(layer, starts, workers)"},
     {"run", run, METH_VARARGS, "run(operators, rows, workers)"},
     {"multiplies", multiplies, METH_NOARGS, "multiplies() -> can this CPU multiply by numbers of few bits?"},
     {"multiplies_floats", multiplies_floats, METH_NOARGS, "multiplies_floats() -> the same for float32"},
@@ -69,7 +88,7 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, m
 PyMODINIT_FUNC PyInit__native(void) {
     PyObject *made = PyModule_Create(&module);
     int failed = made && (PyModule_AddIntConstant(made, "TILE", TILE) != 0 || PyModule_AddIntConstant(made, "FLOAT_TILE", FLOAT_TILE) != 0 ||
-                          PyModule_AddIntConstant(made, "VERSION", VERSION) != 0 || PyModule_AddIntConstant(made, "ADAPTS", 1) != 0);
+                          PyModule_AddIntConstant(made, "VERSION", VERSION) != 0 || PyModule_AddIntConstant(made, "ADAPTS", 1) != 0 || PyModule_AddIntConstant(made, "ENCODES", 1) != 0);
     if (failed) {
         Py_DECREF(made);
         return NULL;

@@ -24,6 +24,7 @@ static void run_row(const Op *op, int64_t row) {
             add_row(a, b, op->columns, total);
             norm_row(total, op->weight, (float)op->eps, op->columns, out);
             break;
+        case LAYER_NORM: layer_norm_row(a, op->weight, op->b, (float)op->eps, op->columns, out); break;
         case ADD: add_row(a, b, op->columns, out); break;
         case MULTIPLY: multiply_row(a, b, op->columns, out); break;
         case SILU: silu_row(a, op->columns, out); break;
@@ -55,7 +56,7 @@ static void run_rows(Run *run, int64_t first, int64_t last) {
 static void run_product(Run *run, const Op *op, int workers) {
     const int floats = op->matrix->kind == FLOATS, width = floats ? FLOAT_TILE : TILE;
     int64_t tiles = (op->columns + width - 1) / width, share = tiles / (workers * SHARES);
-    if (share < FEWEST / width) share = FEWEST / width;
+    share = (share / (FEWEST / width) + 1) * (FEWEST / width); /* whole pairs: two tiles are multiplied together */
     for (int64_t tile, end; (end = take(&run->meeting, tiles, share, &tile));)
         (floats ? multiply_float_tiles(op->matrix, op->taken, run->rows, op->out, tile, end)
                 : multiply_tiles(op->matrix, op->taken, run->rows, op->out, tile, end));

@@ -47,11 +47,6 @@ INLINE vec gelu_tanh(vec x) {
     return 0.5f * x * (1.f + choose(inner < 0.f, -tanh, tanh));
 }
 
-INLINE vec gelu(vec x) {
-    for (int i = 0; i < LANES; i++) x[i] = 0.5f * x[i] * (1.f + erff(x[i] * 0.70710678f));
-    return x;
-}
-
 /* four vectors at a time, for one is a long chain of operations; then what is left of the row */
 #define EACH(f)                                                                                                     \
     int64_t i = 0;                                                                                                  \
@@ -63,7 +58,6 @@ INLINE vec gelu(vec x) {
     for (; i < columns; i++) { vec one = {x[i]}; out[i] = f(one)[0]; }
 
 void silu_row(const float *x, int64_t columns, float *out) { EACH(silu) }
-void gelu_row(const float *x, int64_t columns, float *out) { EACH(gelu) }
 void gelu_tanh_row(const float *x, int64_t columns, float *out) { EACH(gelu_tanh) }
 
 void add_row(const float *a, const float *b, int64_t columns, float *out) {
