@@ -268,6 +268,11 @@ def test_cohere_embed(http: httpx.Client) -> None:
     parts = [{"content": [{"type": "text", "text": text}]} for text in TEXTS[:2]]
     other = http.post("/v2/embed", json={"model": NAME, "inputs": parts, "output_dimension": 32}).json()
     np.testing.assert_allclose(other["embeddings"]["float"], vectors, atol=1e-6)
+    first = http.post("/v1/embed", json=body).json()  # of Cohere's older clients
+    assert (first["response_type"], first["meta"]["api_version"]["version"]) == ("embeddings_floats", "1")
+    np.testing.assert_allclose(first["embeddings"], vectors, atol=1e-6)
+    named = http.post("/v1/embed", json=body | {"embedding_types": ["float"]}).json()
+    assert named["response_type"] == "embeddings_by_type" and named["embeddings"]["float"] == first["embeddings"]
 
 
 @pytest.mark.parametrize("truncate", ["START", "END"])

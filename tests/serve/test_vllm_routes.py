@@ -56,7 +56,18 @@ def test_tokenizer_info(server, http):
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1/embeddings", "/v2/embed", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/classify"],
+    [
+        "/v1/embeddings",
+        "/v1/embed",
+        "/v2/embed",
+        "/pooling",
+        "/score",
+        "/v1/score",
+        "/rerank",
+        "/v1/rerank",
+        "/v2/rerank",
+        "/classify",
+    ],
 )
 def test_pooling_endpoints_of_a_model_that_generates_say_how_to_have_them(http, path):
     error = error_of(http.post(path, json={"input": "a"}))

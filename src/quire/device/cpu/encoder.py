@@ -121,8 +121,8 @@ def compile_encoder(body: Callable[[Any, Any], Any], columns: int) -> CompiledEn
         raise Untraceable("an encoder on several ranks")
     for segment in trace.segments:
         for boundary in segment.boundaries:
-            attention = boundary.attention
-            if not isinstance(attention, PackedSelfAttention) or not supports(attention.head_dim, _rotation(attention)):
+            attention = boundary.packed
+            if attention is None or not supports(attention.head_dim, _rotation(attention)):
                 raise Untraceable("this attention")
     return CompiledEncoder(trace)
 
@@ -145,8 +145,8 @@ def _rotation(attention: PackedSelfAttention) -> Any:
 
 
 def _bind(boundary: Boundary, qkv: Tensor, out: Tensor) -> PackedAttention:
-    attention = boundary.attention
-    assert isinstance(attention, PackedSelfAttention)
+    attention = boundary.packed
+    assert attention is not None
     bias = None if attention.position_bias is None else attention.position_bias.table
     return PackedAttention(
         qkv, out, attention.head_dim, scale=attention.scale, window=attention.window, rotation=_rotation(attention), bias=bias

@@ -71,11 +71,12 @@ class Boundary:
     columns: if ranks have different columns of the sum, those of this rank.
     """
 
-    attention: SelfAttention | PackedSelfAttention | None
+    attention: SelfAttention | None
     source: "Symbol"
     target: "Symbol"
     group: Group | None = None
     columns: range | None = None
+    packed: PackedSelfAttention | None = None  # an encoder's attention
 
     def add(self, part: Tensor) -> Tensor:
         assert self.group is not None
@@ -84,10 +85,7 @@ class Boundary:
     def do(self, x: Tensor, batch: Batch) -> Tensor:
         if self.group is not None:
             return self.add(x)
-        if self.attention is None:
-            return take_final(x, batch)
-        attend = attend_sequences if isinstance(self.attention, PackedSelfAttention) else attend_heads
-        return attend(self.attention, x, batch)  # type: ignore[operator]
+        return take_final(x, batch) if self.attention is None else attend_heads(self.attention, x, batch)
 
 
 @dataclass
@@ -238,7 +236,7 @@ def _attend(attention: SelfAttention, qkv: Symbol, batch: "TracedBatch") -> Symb
 
 def _attend_packed(attention: PackedSelfAttention, qkv: Symbol, batch: "TracedBatch") -> Symbol:  # noqa: ARG001
     target = Symbol(qkv.segments, qkv.columns // 3)
-    qkv.segments[-1].boundaries.append(Boundary(attention, qkv, target))
+    qkv.segments[-1].boundaries.append(Boundary(None, qkv, target, packed=attention))
     qkv.segments.append(Segment())
     return target
 

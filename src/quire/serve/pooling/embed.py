@@ -1,4 +1,4 @@
-"""/v1/embeddings (OpenAI), /v2/embed (Cohere) and /pooling: vectors of texts."""
+"""/v1/embeddings (OpenAI), /v1/embed and /v2/embed (Cohere) and /pooling: vectors of texts."""
 
 import base64
 import sys
@@ -148,12 +148,13 @@ async def pool(request: PoolingRequest, raw: Request) -> Response:
     )
 
 
-# ---- /v2/embed
+# ---- /v1/embed, /v2/embed
 
 INPUT_TYPES = ("search_document", "search_query", "classification", "clustering", "image")
 _ROLES: dict[str, Role] = {"search_query": "query", "search_document": "document"}
 
 
+@cohere_router.post("/v1/embed", responses=_ERRORS)
 @cohere_router.post("/v2/embed", responses=_ERRORS)
 async def embed_for_cohere(request: CohereEmbedRequest, raw: Request) -> Response:
     server = server_of(raw)
@@ -170,7 +171,9 @@ async def embed_for_cohere(request: CohereEmbedRequest, raw: Request) -> Respons
     keep = reader.longest
     if request.max_tokens is not None:
         keep = reader.kept(request.max_tokens, "max_tokens", sum(special))
-    cut = Cut(reader.longest) if request.truncate == "NONE" else Cut(reader.longest, keep, request.truncate == "END", *special)
+    cut = (
+        Cut(reader.longest) if request.truncate == "NONE" else Cut(reader.longest, keep, request.truncate != "START", *special)
+    )
     prompts = await reader.texts(texts, cut, parameter, before=before)
     if request.truncate == "NONE" and any(len(one.ids) > keep for one in prompts):
         i = next(i for i, one in enumerate(prompts) if len(one.ids) > keep)
@@ -180,14 +183,17 @@ async def embed_for_cohere(request: CohereEmbedRequest, raw: Request) -> Respons
     results = await collect(server, job)
     vectors = [result.outputs.data for result in results]
     tokens = usage_of(server, results)["prompt_tokens"]
+    version = raw.scope["route"].path.split("/")[1].removeprefix("v")
+    by_type = request.embedding_types is not None or version == "2"
+    found = {kind: _as_type(kind, vectors) for kind in dict.fromkeys(request.embedding_types or ["float"])}
     return json_response(
         {
             "id": job.id,
-            "response_type": "embeddings_by_type",
-            "embeddings": {kind: _as_type(kind, vectors) for kind in dict.fromkeys(request.embedding_types or ["float"])},
+            "response_type": "embeddings_by_type" if by_type else "embeddings_floats",
+            "embeddings": found if by_type else found["float"],
             "texts": texts,
             "meta": {
-                "api_version": {"version": "2"},
+                "api_version": {"version": version},
                 "billed_units": {"input_tokens": tokens},
                 "tokens": {"input_tokens": tokens},
             },

@@ -98,7 +98,7 @@ class EmbeddingList(TypedDict):
     usage: PoolingUsage
 
 
-# ---- /v2/embed
+# ---- /v1/embed, /v2/embed
 
 
 class CohereContent(BaseModel):
@@ -122,7 +122,7 @@ class CohereEmbedRequest(RequestBody):
     embedding_types: Annotated[list[EmbeddingType], Field(fail_fast=True)] | None = None
     output_dimension: Annotated[Integer, Field(ge=1, le=LARGEST_INT)] | None = None
     max_tokens: Annotated[Integer, Field(ge=1, le=LARGEST_INT)] | None = Field(None, description="kept of each text")
-    truncate: Literal["NONE", "START", "END"] = Field("END", description="which end of a long text is cut off")
+    truncate: Literal["NONE", "START", "END"] | None = Field("END", description="which end of a long text is cut off")
     priority: Int64 = 0
     request_id: str | None = None
 

@@ -16,7 +16,7 @@ GENERATING = (
 # router, its paths, the tasks of which it takes one, and what the server must be started with to have them
 _ROUTERS: tuple[tuple[APIRouter, tuple[str, ...], tuple[str, ...], str], ...] = (
     (embed.embeddings_router, ("/v1/embeddings",), ("embed",), "embed"),
-    (embed.cohere_router, ("/v2/embed",), ("embed",), "embed"),
+    (embed.cohere_router, ("/v2/embed", "/v1/embed"), ("embed",), "embed"),
     (score.score_router, score.SCORE_PATHS, ("score",), "embed"),
     (score.rerank_router, score.RERANK_PATHS, ("score",), "embed"),
     (classify.router, ("/classify",), ("classify",), "classify"),
