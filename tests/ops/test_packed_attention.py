@@ -79,3 +79,42 @@ def test_the_kernel(device, dtype, lengths, window, biased):
     )
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found.cpu().double(), expected, rtol=tolerance, atol=tolerance)
+
+
+KEYS = ((40, 40), (12, 7), (200, 130), (1, 1), (65, 2))  # tokens of each sequence, and how many of them are keys
+
+
+@pytest.mark.parametrize("window", [None, 3, 64])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_last_tokens_of_a_sequence_may_be_no_keys(window, biased):
+    _fewer_keys(window, biased, lambda *parts, starts, **options: reference_attend_packed(*parts, **options))
+
+
+@pytest.mark.parametrize("window", [None, 3, 64])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_kernel_with_fewer_keys(device, window, biased):
+    pytest.importorskip("triton")
+    from quire.ops.kernels.packed_attention import attend_packed
+
+    def attend(query, key, value, rows, plans, *, starts, bias, **options):
+        bias = None if bias is None else bias.to(device)
+        query, key, value = (x.to(device) for x in (query, key, value))
+        return attend_packed(query, key, value, rows, starts.to(device), plans, bias=bias, **options).cpu()
+
+    _fewer_keys(window, biased, attend)
+
+
+def _fewer_keys(window, biased, attend):
+    (query, key, value), _, rows, starts = make([count for count, _ in KEYS], SHAPES[0], torch.float32, False)
+    bias = torch.randn(2, 2 * 256 + 1) if biased else None
+    rows = [(first, count, keys) for (first, count, _), (_, keys) in zip(rows, KEYS, strict=True)]
+    found = attend(query, key, value, rows, {}, starts=starts, scale=0.3, window=window, bias=bias)
+    for first, count, keys in rows:
+        distance = torch.arange(keys) - torch.arange(count)[:, None]
+        for head in range(2):
+            logits = query[first : first + count, head].double() @ key[first : first + keys, head].double().T * 0.3
+            logits = logits if bias is None else logits + bias[head].double()[distance + 256]
+            if window is not None:
+                logits = logits.masked_fill(distance.abs() > window, float("-inf"))
+            right = torch.softmax(logits, -1).nan_to_num(0.0) @ value[first : first + keys, head].double()
+            torch.testing.assert_close(found[first : first + count, head].double(), right, rtol=1e-5, atol=1e-5)

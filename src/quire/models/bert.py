@@ -57,9 +57,9 @@ class BERT(Encoder):
 
 
 class Roberta(BERT):
-    """The first positions are those of padding; the pooler is never used."""
+    """Learned positions begin after that of the padding token; the pooler is never used."""
 
-    first_position = 2
+    padding = 1
     renames: Renames = (
         (r"^roberta\.", ""), NO_POOLER, (r"^lm_head\.", None), *_EMBEDDINGS, *_BLOCKS,
         (r"^classifier\.(?=weight|bias)", "classifier.out_proj."),
@@ -89,7 +89,7 @@ class DistilBERT(Encoder):
 class MPNet(Encoder):
     """A learned bias for each head and distance, shared by all layers."""
 
-    first_position = 2
+    padding = 1
     renames: Renames = (
         (r"^mpnet\.", ""), NO_POOLER, (r"^lm_head\.", None), *_EMBEDDINGS,
         (r"^encoder\.relative_attention_bias\.", "position_bias."),

@@ -75,7 +75,7 @@ class Encoder(Decoder):
     """BERT's architecture, except what a family's `make_*` methods change."""
 
     recordable = keeps_context = False
-    first_position = 0  # index of the first token's learned position
+    padding: int | None = None  # token id without a position of its own: it has this learned position, the others follow
     tokens_have_dense = False  # the head of token classification has the dense layer of sequence classification
     renames: Renames = ()
 
@@ -100,8 +100,17 @@ class Encoder(Decoder):
             types = torch.zeros_like(batch.ids) if batch.token_types is None else batch.token_types
             x = x + self.embed_types(types.clamp(max=self.embed_types.total - 1), batch.tokens)
         if self.embed_positions is not None:
-            x = x + self.embed_positions(batch.positions + self.first_position, batch.tokens)
+            x = x + self.embed_positions(self.positions_of(batch), batch.tokens)
         return self.embed_norm(x)
+
+    def positions_of(self, batch: Batch) -> Tensor:
+        """Return the learned position of each token [T]. With `padding`, only other tokens are counted."""
+        if self.padding is None:
+            return batch.positions
+        counted = (batch.ids != self.padding).long()
+        total = counted.cumsum(0)
+        first = torch.arange(len(total), device=total.device) - batch.positions  # of the token's sequence
+        return (total - total[first] + counted[first]) * counted + self.padding
 
     def run_blocks(self, x: Tensor, batch: Batch) -> Tensor:
         for block in self.layers:

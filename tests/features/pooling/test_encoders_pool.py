@@ -151,3 +151,14 @@ def test_what_encoders_cannot_do_is_refused_at_the_start(args: dict[str, object]
     save_encoder(ENCODERS["BERT"], tmp_path)
     with pytest.raises(ConfigError, match=message):
         opened(tmp_path, **args)
+
+
+@pytest.mark.parametrize("name", ["RoBERTa", "MPNet"])
+def test_a_padding_token_in_a_text_has_no_position_of_its_own(name: str, tmp_path: Path) -> None:
+    model = save_encoder(ENCODERS[name], tmp_path)
+    texts = [[5, 1, 6, 1, 1, 7], [1], [1, 8, 9], [4, 5, 6]]
+    with opened(tmp_path) as llm:
+        raw = PoolingParams(task="token_embed", use_activation=False)
+        found = llm.encode([{"prompt_token_ids": text} for text in texts], raw, use_tqdm=False)
+    for text, one in zip(texts, found, strict=True):
+        np.testing.assert_allclose(one.outputs.data, states_of(model, text).numpy(), atol=1e-4)
