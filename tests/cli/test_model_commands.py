@@ -345,6 +345,16 @@ def test_an_alias_in_the_cache(
     assert [path.name for path in cache.iterdir()] == ["other"]
 
 
+@pytest.mark.parametrize("present", ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"])
+def test_a_model_with_missing_shards_is_listed(
+    present: str, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.repos["org/shards"] = {present: hub.repos["org/ggufs"]["m-Q8_0.gguf"]}
+    assert said(capsys, "pull", f"org/shards/{present}")[0] == 1
+    (model,) = json.loads(said(capsys, "models", "--local", "--json")[1])
+    assert (model["format"], model["served"]) == ("incomplete", False) and "missing" in model["about"]
+
+
 def test_models_that_cannot_be_served_say_why(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = dict(hub.repos["org/tiny"])
     files["config.json"] = json.dumps({**CONFIG, "is_encoder_decoder": True}).encode()

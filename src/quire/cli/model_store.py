@@ -56,7 +56,7 @@ def _of_repository(directory: Path) -> Iterator[StoredModel]:
         revision = ", ".join(refs.get(snapshot.name, ())) or snapshot.name[:8]
         yield from _of_snapshot(repo, snapshot, revision)
     if left := sum(path.stat().st_size for path in (directory / "blobs").glob("*.incomplete")):
-        about = f"an interrupted download; `quire pull {repo}` continues it"
+        about = f"an interrupted download; `quire pull` completes it, `quire rm {repo}` removes it"
         yield StoredModel(repo, "hub", directory, "", left, "incomplete", False, about)
 
 
@@ -72,11 +72,13 @@ def _refs(directory: Path) -> dict[str, list[str]]:
 def _of_snapshot(repo: str, snapshot: Path, revision: str) -> Iterator[StoredModel]:
     files = [path for path in sorted(snapshot.rglob("*")) if path.is_file()]
     ggufs = [path for path in files if path.suffix == ".gguf"]
+    groups, problem = [], "the first shard of a GGUF model is missing, or there is no text model"
     try:
         groups = group_models(ggufs)
     except ModelError as error:  # shards are missing
-        yield StoredModel(repo, "hub", snapshot, revision, _bytes(ggufs), "incomplete", False, str(error))
-        groups = []
+        problem = str(error)
+    if ggufs and not groups:
+        yield StoredModel(repo, "hub", snapshot, revision, _bytes(ggufs), "incomplete", False, problem)
     for shards in groups:
         name = f"{repo}/{shards[0].relative_to(snapshot).as_posix()}"
         served, about = _describe(str(shards[0]))
