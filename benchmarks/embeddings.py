@@ -3,7 +3,8 @@
     python benchmarks/embeddings.py FOLDER [--documents 1 32 512] [--tokens 16 512] [--tries 3] [--only NAME ...]
 
 FOLDER: a model with the files of sentence-transformers, such as all-MiniLM-L6-v2. Each batch has documents of lengths spread
-evenly over `--tokens`, in a fixed random order. The systems take turns, so that a busy machine slows all of them. Every system
+evenly over `--tokens`, in a fixed random order. The systems take turns, so that a busy machine slows all of them, and the
+processor time of all threads is shown beside the wall time. Every system
 normalizes, computes in float32 with as many threads, and gets the same token ids; the vectors must agree. sentence-transformers
 and onnxruntime (with onnx, which exports the model) are measured if they are installed.
 """
@@ -141,21 +142,26 @@ def main() -> int:
             continue
         systems[name] = make(options.folder, threads)
     print(f"{threads} threads, documents of {options.tokens[0]} to {options.tokens[1]} tokens, best of {options.tries}")
-    print(f"{'documents':>10}  {'system':24}{'seconds':>9}{'documents/s':>13}{'tokens/s':>11}  cosine with the first")
+    columns = f"{'seconds':>9}{'documents/s':>13}{'tokens/s':>11}{'CPU ms/document':>17}"
+    print(f"{'documents':>10}  {'system':24}{columns}  cosine with the first")
     for count in options.documents:
         texts = make_documents(count, *options.tokens, vocabulary=30000)
-        total, best, vectors = sum(map(len, texts)), dict.fromkeys(systems, float("inf")), dict[str, np.ndarray]()
+        total, vectors = sum(map(len, texts)), dict[str, np.ndarray]()
+        best, processor = dict.fromkeys(systems, float("inf")), dict.fromkeys(systems, float("inf"))
         for name, embed in systems.items():
             vectors[name] = embed(texts[: min(count, BATCH)])
         for _ in range(options.tries):
             for name, embed in systems.items():
-                start = time.perf_counter()
+                start, used = time.perf_counter(), time.process_time()
                 vectors[name] = embed(texts)
                 best[name] = min(best[name], time.perf_counter() - start)
+                processor[name] = min(processor[name], time.process_time() - used)
         first = next(iter(vectors.values()))
         for name, seconds in best.items():
             cosine = float((first * vectors[name]).sum(1).min())
-            print(f"{count:10}  {name:24}{seconds:9.3f}{count / seconds:13.1f}{total / seconds:11.0f}  {cosine:.7f}")
+            used = 1000 * processor[name] / count
+            columns = f"{seconds:9.3f}{count / seconds:13.1f}{total / seconds:11.0f}{used:17.1f}"
+            print(f"{count:10}  {name:24}{columns}  {cosine:.7f}")
             if cosine < 0.99999:
                 return 1
     return 0

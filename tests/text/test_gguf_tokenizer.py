@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from tokenizers import Regex, pre_tokenizers
 
 from quire.text.other_tokenizers import (
@@ -215,3 +216,39 @@ def test_what_cannot_be_built_is_named() -> None:
 def test_chat_templates_are_read() -> None:
     metadata = byte_level_metadata() | {"tokenizer.chat_template": "one", "tokenizer.chat_template.tool_use": "two"}
     assert tokenizer_from_gguf(metadata).chat_template == {"default": "one", "tool_use": "two"}
+
+
+@pytest.mark.parametrize("lower", [True, False])
+def test_wordpiece(lower):
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        "[unused0]",
+        "paris",
+        "is",
+        "walk",
+        "##ing",
+        "##s",
+        "!",
+        ",",
+        "a",
+        "##a",
+    ]
+    words += [] if lower else ["Paris"]
+    original = tokenizers.Tokenizer(tokenizers.models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    original.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lower)
+    original.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    original.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    stored = [word[2:] if word.startswith("##") else word if word.startswith("[") else f"▁{word}" for word in words]
+    found = tokenizer_from_gguf({
+        "tokenizer.ggml.model": "bert", "tokenizer.ggml.tokens": stored,
+        "tokenizer.ggml.token_type": [3 if i < 5 else 1 for i in range(len(words))],
+        "tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.eos_token_id": 3, "tokenizer.ggml.unknown_token_id": 1,
+        "tokenizer.ggml.seperator_token_id": 3, "tokenizer.ggml.padding_token_id": 0,
+    })  # fmt: skip
+    for text in ("Paris is walking, aa!", "páris walks xyz", "", "is\u00a0a  walka"):
+        assert found.encode(text) == original.encode(text).ids
+    assert found.encode("walking", add_special_tokens=False) == [8, 9]

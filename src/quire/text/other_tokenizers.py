@@ -2,6 +2,7 @@
 
     tokenizer.ggml.model   gpt2    byte-level BPE with its merges; `pre` names the word pattern
                            llama   SentencePiece BPE: no merges, the score of the merged token decides; byte fallback
+                           bert    WordPiece; "▁" marks tokens that begin a word, where vocab.txt marks the others with "##"
 
 Merges never cross a word border, so the word patterns are part of the vocabulary. They are the ones of the families' own
 tokenizer.json files.
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers.normalizers import Normalizer
 from tokenizers.pre_tokenizers import PreTokenizer
 
@@ -141,9 +142,12 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str = "GGUF metadat
         tokenizer, add_bos = _byte_level(vocabulary)
     elif kind == "llama":
         tokenizer, add_bos = _sentencepiece(vocabulary), True
+    elif kind == "bert":
+        tokenizer = _wordpiece(vocabulary)
+        return Tokenizer(LibraryBackend(tokenizer), special_tokens=vocabulary.named(), chat_templates=_chat_templates(metadata))
     else:
         raise ModelError(
-            f"{source}: the tokenizer kind {kind!r} is not supported (gpt2 and llama are); "
+            f"{source}: the tokenizer kind {kind!r} is not supported (gpt2, llama and bert are); "
             "pass tokenizer= with a directory or hub id that has the model's tokenizer.json"
         )
     tokenizer.add_tokens(vocabulary.added_tokens())
@@ -209,10 +213,39 @@ class _Vocabulary:
         ids = {name: self._id(key) for key, name in NAMED.items()}
         return {name: self.tokens[token_id] for name, token_id in ids.items() if token_id is not None}
 
+    def token(self, name: str) -> str | None:
+        token_id = self._id(name)
+        return None if token_id is None else self.tokens[token_id]
+
     def _id(self, name: str) -> int | None:
         """Some files hold an id that is out of range where they mean "none"."""
         token_id = self.get(f"{name}_token_id")
         return int(token_id) if token_id is not None and 0 <= token_id < len(self.tokens) else None
+
+
+def _wordpiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    plain = {NORMAL, UNUSED}
+    ids = {}
+    for i, token in enumerate(vocabulary.tokens):
+        special = vocabulary.types[i] not in plain or (token.startswith("[") and token.endswith("]") and len(token) > 2)
+        ids[token if special else token[1:] if token.startswith(SPACE) else f"##{token}"] = i
+    unknown, first, last = (
+        next((name for name in (vocabulary.token(key), usual) if name in ids), None)
+        for key, usual in (("unknown", "[UNK]"), ("cls", "[CLS]"), ("seperator", "[SEP]"))
+    )
+    if unknown is None or first is None or last is None:
+        raise ModelError(f"{vocabulary.source}: the WordPiece vocabulary must have [UNK], [CLS] and [SEP]")
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(ids, unk_token=unknown, max_input_chars_per_word=100))
+    words = [token for i, token in enumerate(vocabulary.tokens) if vocabulary.types[i] in plain]
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=all(token == token.lower() for token in words))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_tokens(vocabulary.added_tokens())
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[first, "$A", last], pair=[first, "$A", last, "$B:1", f"{last}:1"],
+        special_tokens=[(first, ids[first]), (last, ids[last])],
+    )  # fmt: skip
+    return tokenizer
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
