@@ -37,7 +37,7 @@ LAYOUT = make_layout([LayerCache(1, 8), LayerCache(1, 8, 6)], 4, 2)
 MODEL = FakeModel.of(LAYOUT)
 PAGES, SEATS, LENGTH, BUDGET = 400, 32, 64, 128
 PREFIXES = 6  # that prompts begin with: an adapter that read another's pages would be found out
-MOST_OPEN = 96
+MAX_OPEN = 96
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Traffic:
         sent = 0
         while sent < requests or self._open:
             for _ in range(self._random.randrange(6)):
-                if sent < requests and len(self._open) < MOST_OPEN:
+                if sent < requests and len(self._open) < MAX_OPEN:
                     self._send(f"r{sent}")
                     sent += 1
             chance = self._random.random()

@@ -253,7 +253,7 @@ def test_files_that_changed_meanwhile_are_not_read(engine):
 @pytest.mark.parametrize("settled", [-9, 3600], ids=["old", "too new for their times to tell"])
 @pytest.mark.parametrize("back", [False, True], ids=["replaced", "replaced and put back"])
 def test_files_that_change_between_digest_and_reading_are_nobodys(engine, monkeypatch, settled, back):
-    monkeypatch.setattr("quire.files.adapter.SETTLED_S", settled)
+    monkeypatch.setattr("quire.files.adapter.STABLE_AGE_S", settled)
     extras, read = engine.adapter("a", "1"), engine.executor.read_adapter
 
     def write(content, when):

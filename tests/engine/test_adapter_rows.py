@@ -81,7 +81,9 @@ def open_adapted():
 
 
 def ask(llm, work):
-    outputs = llm.generate([Prompt(None, ids, extras=Extras(adapter=place)) for place, ids in work], PARAMS, use_tqdm=False)
+    outputs = llm.generate(
+        [Prompt(None, ids, extras=Extras(adapter_slot=place)) for place, ids in work], PARAMS, use_tqdm=False
+    )
     return [
         (list(one.token_ids), [[(token, lp.logprob) for token, lp in step.items()] for step in one.logprobs])
         for one in (output.outputs[0] for output in outputs)

@@ -12,7 +12,7 @@ from quantized_checkpoints import write
 from quire import SamplingParams
 from quire.attn import cpu
 from quire.ops.native import kernels, run_decoders
-from quire.ops.paged_attention import Rows
+from quire.ops.paged_attention import AttentionRows
 from tiny_model import make_tokenizer
 
 PARAMS = SamplingParams(temperature=0.9, top_p=0.9, seed=5, max_tokens=12, ignore_eos=True, logprobs=3)
@@ -93,7 +93,7 @@ def test_prompts_have_the_bits_of_tokens_one_by_one(model, monkeypatch):
             ends += range(length - count + 1, length + 1)
         cuts.append(len(ends) - len(batch.rows))
         lengths, starts = torch.tensor(ends, dtype=torch.int32), torch.arange(len(ends) + 1, dtype=torch.int32)
-        return Rows(batch.groups[group].tables[numbers], lengths, starts)
+        return AttentionRows(batch.groups[group].tables[numbers], lengths, starts)
 
     monkeypatch.setattr(cpu, "batch_rows", rows_of_one)
     assert ask_all(open_model(model, max_num_batched_tokens=256)) == usual and max(cuts) > 200

@@ -157,7 +157,7 @@ def listen(llm):
         follow(ran)
         for row in ran.sampled.tolist():
             slot, size = int(ran.plan.slot[row]), int(ran.text[row])
-            heard.append((slots.tokens[slot, :size].tolist(), drafter.expects(slot, ran.plan.ahead).tolist()))
+            heard.append((slots.tokens[slot, :size].tolist(), drafter.expects(slot, ran.plan.next_drafts).tolist()))
 
     drafter.follow = listening
     return heard

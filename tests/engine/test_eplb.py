@@ -7,7 +7,7 @@ from test_ranks import GREEDY, PROMPTS, SEEDED, family_engine, ids
 
 from forked import nursery
 from quire.engine.executor import workers
-from quire.features.experts.device import balance_of, settle, spread
+from quire.features.experts.device import balance_of, place_experts, spread
 from quire.layers.moe import FREE_SLOT
 from quire.types.errors import ConfigError
 
@@ -46,7 +46,7 @@ def test_experts_are_spread_by_load():
         before = [[FREE_SLOT] * room for room in places]
         for _ in range(3):
             loads = [int(numbers.paretovariate(1.0)) for _ in range(experts)]
-            after = settle(before, spread(loads, places), places)
+            after = place_experts(before, spread(loads, places), places)
             assert [len(one) for one in after] == places
             assert {expert for one in after for expert in one} - {FREE_SLOT} == set(range(experts))
             for old, new in zip(before, after, strict=True):  # whoever stays keeps its place

@@ -56,7 +56,7 @@ def test_rows_run_with_their_own_adapters(tiny_model, tmp_path, device, depth):
     answers = {number: expected(tiny_model, number) for number in (0, 1, 2)}
     assert len({tuple(answer) for answer in answers.values()}) == 3
     for order in (wanted, wanted[::-1]):  # the second time what is cached is found, and nobody finds another's
-        outputs = llm.generate(prompts(*(Extras(adapter=number) for number in order)), GREEDY, use_tqdm=False)
+        outputs = llm.generate(prompts(*(Extras(adapter_slot=number) for number in order)), GREEDY, use_tqdm=False)
         assert [output.outputs[0].token_ids for output in outputs] == [answers[number] for number in order]
     assert outputs[-1].num_cached_tokens == outputs[0].num_cached_tokens == 20
     core.scheduler.check()
@@ -64,7 +64,7 @@ def test_rows_run_with_their_own_adapters(tiny_model, tmp_path, device, depth):
 
 def test_an_adapter_without_room_is_not_passed_over(tiny_model):
     llm = open_model(tiny_model)
-    [output] = llm.generate(prompts(Extras(adapter=1)), GREEDY, use_tqdm=False)
+    [output] = llm.generate(prompts(Extras(adapter_slot=1)), GREEDY, use_tqdm=False)
     assert output.outputs[0].finish_reason == "error" and "started without" in output.outputs[0].error
     [output] = llm.generate(prompts(Extras(pooling=Pooling("embed", "LAST"))), GREEDY, use_tqdm=False)
     assert "a request requires pooling; the engine was started without it" in output.outputs[0].error

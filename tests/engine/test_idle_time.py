@@ -12,7 +12,7 @@ class Core:
     def __init__(self, chores: int) -> None:
         self.chores, self.has_unfinished, self.stats, self.steps, self.checks = chores, False, None, 0, 0
         self.constraints, self.watch = SimpleNamespace(), None
-        self.tokens, self.rows, self.waited, self.ahead = 0, 0, 0.0, False
+        self.tokens, self.rows, self.waited, self.step_in_flight = 0, 0, 0.0, False
 
     def idle(self) -> bool:
         self.chores -= 1

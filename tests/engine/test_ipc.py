@@ -42,7 +42,7 @@ REQUEST = EngineRequest(
     salt=("tenant=ü", "owner=b"),
     fork_of="a#0",
     hold=True,
-    extras=Extras(adapter=3, pooling=Pooling("token_classify", "STEP", returned_token_ids=(3, 1))),
+    extras=Extras(adapter_slot=3, pooling=Pooling("token_classify", "STEP", returned_token_ids=(3, 1))),
     resumed=(4, 3),
     scored=2,
 )  # fmt: skip

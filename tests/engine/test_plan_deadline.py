@@ -70,7 +70,7 @@ class Core:
     """Each step of one row takes 30 ms; newcomers are noted with the steps before them. It ends after ten."""
 
     def __init__(self, ahead: bool) -> None:
-        self.stats, self.tokens, self.rows, self.waited, self.steps, self.ahead = None, 1, 1, 0.0, 0, ahead
+        self.stats, self.tokens, self.rows, self.waited, self.steps, self.step_in_flight = None, 1, 1, 0.0, 0, ahead
         self.joined: dict[str, int] = {}
         self.constraints, self.watch = SimpleNamespace(on_refused=None), None
         self.adapters = SimpleNamespace(reading=False)

@@ -201,7 +201,7 @@ def test_a_late_mask_is_told_when_it_is_there(model, tokenizer, monkeypatch):
     grammars.accept("one", [a])
     grammars.send()
     assert grammars.late(["one", "nobody"], 0.01) == ["one"]
-    grammars.settle(PATIENCE)  # it is late anyway
+    grammars.wait_forced(PATIENCE)  # it is late anyway
     for i in range(8):
         grammars.open(spec(f"more{i}", constraint={"regex": "a" * 100_000}))
     assert time.monotonic() - begun < PATIENCE / 2

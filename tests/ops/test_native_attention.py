@@ -13,7 +13,7 @@ from quire.ops import paged_attention
 from quire.ops.arguments import HeadNorms, Rotation
 from quire.ops.kv import attend
 from quire.ops.native import kernels
-from quire.ops.paged_attention import PagedAttention, Rows, suits
+from quire.ops.paged_attention import AttentionRows, PagedAttention, suits
 from quire.ops.qkv import reference_place_heads
 
 by_kernel = pytest.mark.skipif(kernels() is None, reason="no C compiler was there when Quire was installed")
@@ -60,7 +60,7 @@ def make_cache(shape: Shape, pages: int) -> torch.Tensor:
     return kv.transpose(0, 1).contiguous().transpose(0, 1) if shape.layout == "apart" else kv
 
 
-def make_rows(shape: Shape, lengths: list[int]) -> tuple[Rows, torch.Tensor, int]:
+def make_rows(shape: Shape, lengths: list[int]) -> tuple[AttentionRows, torch.Tensor, int]:
     """Rows with scattered pages, their tables, and how many pages there are."""
     needed = [-(-length // shape.page_size) for length in lengths]
     order = (torch.randperm(sum(needed), generator=torch.Generator().manual_seed(2)) + 1).int()
@@ -70,10 +70,10 @@ def make_rows(shape: Shape, lengths: list[int]) -> tuple[Rows, torch.Tensor, int
     return rows_of(tables, lengths), tables, sum(needed) + 1
 
 
-def rows_of(tables: torch.Tensor, lengths: list[int], counts: list[int] | None = None) -> Rows:
+def rows_of(tables: torch.Tensor, lengths: list[int], counts: list[int] | None = None) -> AttentionRows:
     """Rows of so many tokens, or of one each."""
     starts = torch.tensor([0, *(counts or [1] * len(lengths))]).cumsum(0)
-    return Rows(tables, torch.tensor(lengths, dtype=torch.int32), starts.int())
+    return AttentionRows(tables, torch.tensor(lengths, dtype=torch.int32), starts.int())
 
 
 def make_extras(shape: Shape) -> tuple[Rotation | None, HeadNorms | None]:
@@ -93,13 +93,13 @@ def bind(shape: Shape, kv: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor | 
     return PagedAttention(kv, qkv, out, rotation=rotation, norms=norms, placed=placed, **terms)
 
 
-def run_kernel(shape: Shape, kv: torch.Tensor, qkv: torch.Tensor, rows: Rows) -> torch.Tensor:
+def run_kernel(shape: Shape, kv: torch.Tensor, qkv: torch.Tensor, rows: AttentionRows) -> torch.Tensor:
     out = torch.full((len(qkv), shape.heads * shape.head_dim), float("nan"))
     bind(shape, kv, qkv, out).run(rows)
     return out
 
 
-def run_in_two(shape: Shape, kv: torch.Tensor, qkv: torch.Tensor, rows: Rows) -> torch.Tensor:
+def run_in_two(shape: Shape, kv: torch.Tensor, qkv: torch.Tensor, rows: AttentionRows) -> torch.Tensor:
     bind(shape, kv, qkv, None).run(rows)
     out = torch.full((len(qkv), shape.heads * shape.head_dim), float("nan"))
     bind(shape, kv, qkv[:, : shape.heads * shape.head_dim], out, placed=True).run(rows)

@@ -9,9 +9,9 @@ from quire.attn.triton import FixedCuts
 from quire.attn.work_split import SPLIT, SharedPrefix, nothing_shared
 from quire.device.cuda.capture import MAX_GRAPH_BYTES, taken_between
 from quire.runner.buckets import (
+    MAX_GRAPH_ROWS,
+    MAX_GRAPH_TOKENS,
     MAX_ROOM,
-    MOST_ROWS,
-    MOST_TOKENS,
     Bucket,
     draft_buckets,
     drafter_buckets,
@@ -37,7 +37,7 @@ def test_the_least_bucket_that_takes_the_rows(rows, max_seqs, size):
 
 
 def test_buckets_are_few():
-    assert len({row_bucket(rows, MOST_ROWS) for rows in range(1, MOST_ROWS + 1)}) <= 20
+    assert len({row_bucket(rows, MAX_GRAPH_ROWS) for rows in range(1, MAX_GRAPH_ROWS + 1)}) <= 20
     assert len({room_bucket(Room(need, 0), 1) for need in range(MAX_ROOM.splits)}) <= 12
     assert len({room_bucket(Room(70, shared), 1) for shared in range(MAX_ROOM.shared + 1)}) == 5
     assert room_bucket(Room(2048, 0), 32) == Room(3072, 0) and room_bucket(Room(1023, 0), 1) == Room(1024, 0)
@@ -80,7 +80,7 @@ def test_what_a_graph_takes_is_not_what_others_do():
 
 def test_the_allowance_grows_with_the_logits():
     assert allowance(2, 1000) - allowance(1, 1000) == 12000
-    assert allowance(10**6, 1000) == allowance(MOST_ROWS, 1000)
+    assert allowance(10**6, 1000) == allowance(MAX_GRAPH_ROWS, 1000)
 
 
 def numbers_of(lengths, window, bucket, find=nothing_shared):
@@ -196,7 +196,7 @@ def test_steps_with_prompts_are_coarse():
     assert prompt_bucket(Room(0, 3, 1), 5, 17, 256) == Bucket(16, Room(64, 64, 128), 32)
     assert prompt_bucket(Room(0, 0, 1), 256, 1100, 512) == Bucket(288, Room(1024, 0, 128), 1280)
     assert prompt_bucket(Room(0, 0, 1), 300, 1100, 512) == Bucket(513, Room(1024, 0, 128), 1280)
-    assert prompt_bucket(Room(0, 0, 1), 5, MOST_TOKENS + 1, 256) is None
+    assert prompt_bucket(Room(0, 0, 1), 5, MAX_GRAPH_TOKENS + 1, 256) is None
     assert prompt_bucket(Room(0, 0, 1), 513, 700, 512) is None
     assert prompt_bucket(Room(MAX_ROOM.splits, 0, 1), 3, 500, 256) is None
 
@@ -258,9 +258,9 @@ def test_what_is_recorded_at_the_start_serves_rows_with_drafts(requests, drafts,
     one = np.ones_like(slot)
     _, need = FixedCuts(8, 16).cut(one, end, None, prefixes.finder(0, slot, one, end))
     need = Room(need.splits - len(slot), need.shared)
-    size = row_bucket(len(slot), MOST_ROWS)
+    size = row_bucket(len(slot), MAX_GRAPH_ROWS)
     own = Bucket(size, room_bucket(need, size))
-    recorded = draft_buckets(8, MOST_ROWS)
+    recorded = draft_buckets(8, MAX_GRAPH_ROWS)
     assert own in recorded or substitute(own, need, recorded) is not None
     assert len(recorded) == len(set(recorded)) < 25
     guesses, need, size = drafter_buckets(256, 8192), Room(requests * ((context - 1) // SPLIT), 0), row_bucket(requests, 256)

@@ -62,12 +62,12 @@ class Card:
     def submit(self, plan: StepPlan) -> object:
         self._seen |= {each.slot: 0 for each in plan.admitted}
         self.free = landed = max(self.now, self.free) + 1e-3 * self._takes(plan)
-        self.steps.append((len(plan.slot), int(plan.drafts.sum()), plan.ahead, int(plan.guesses.sum())))
+        self.steps.append((len(plan.slot), int(plan.drafts.sum()), plan.next_drafts, int(plan.guesses.sum())))
 
         def result() -> StepResult:
             self.now = max(self.now, landed)
-            if plan.ahead:
-                self.free = max(self.free, self.now) + 1e-3 * (PASS * plan.ahead + READING * self._read(plan))
+            if plan.next_drafts:
+                self.free = max(self.free, self.now) + 1e-3 * (PASS * plan.next_drafts + READING * self._read(plan))
             return self._draw(plan)
 
         return SimpleNamespace(result=result)

@@ -110,7 +110,7 @@ def test_they_are_tried_again_and_a_step_without_is_measured():
         desk.step()
     assert desk.right("late") and len(desk.companion.asked) > before + 20
     desk, _ = play(tokens=1400, max_model_len=1500)
-    assert any(not plan.drafts.any() and not plan.ahead for plan in desk.plans[-100:])
+    assert any(not plan.drafts.any() and not plan.next_drafts for plan in desk.plans[-100:])
 
 
 @pytest.mark.parametrize("reading", [0.0, 0.3])

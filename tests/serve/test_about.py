@@ -10,7 +10,7 @@ import pytest
 from front_desk import Desk
 
 from quire.config.server_args import ServerArgs
-from quire.serve.about import MOST_BYTES
+from quire.serve.about import MAX_BYTES
 
 BROWSER = {"Accept": "text/html,application/xhtml+xml"}
 ROUTES = ["/", "/livez", "/readyz", "/health", "/ping", "/version", "/metrics", "/v1/whoami", "/nothing", "/livez%0a"]
@@ -19,7 +19,7 @@ ROUTES = ["/", "/livez", "/readyz", "/health", "/ping", "/version", "/metrics", 
 def test_the_page_for_browsers() -> None:
     page = Desk().ask("/", headers=BROWSER)
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
-    assert len(page.content) <= MOST_BYTES == 110_000
+    assert len(page.content) <= MAX_BYTES == 110_000
     assert page.content == Desk(loaded=False).ask("/", headers=BROWSER).content  # it asks for all it shows
     assert Desk(disable_page=True).ask("/", headers=BROWSER).status_code == 404
 

@@ -8,7 +8,7 @@ import pytest
 
 from quire.config.server_args import ServerArgs
 from quire.obs.metrics import HttpMetrics, Metrics
-from quire.serve.engine_events import MAX_WAITING, MOST_BYTES, EngineEvents, Viewer, ViewerStream, encode
+from quire.serve.engine_events import MAX_BYTES, MAX_WAITING, EngineEvents, Viewer, ViewerStream, encode
 from quire.serve.engine_views import END_TIMEOUT_S, RequestTraces
 from quire.serve.health import ServerState, Service
 from quire.serve.limits import ServerLimits
@@ -26,15 +26,15 @@ def test_a_viewer_that_does_not_read_holds_a_bounded_number_of_events():
         viewer = Viewer(None, lambda: encode("snapshot", {"t": 1.0}))
         for i in range(10 * MAX_WAITING):
             viewer.push(encode("step", {"i": i}))
-            assert len(viewer._waiting) <= MAX_WAITING and viewer._bytes <= MOST_BYTES
+            assert len(viewer._waiting) <= MAX_WAITING and viewer._bytes <= MAX_BYTES
         gap, snapshot = events_of(await viewer.take())
         assert gap == ("gap", {"lost": 10 * MAX_WAITING}) and snapshot[0] == "snapshot"
         viewer.push(encode("step", {"i": -1}))
         assert events_of(await viewer.take()) == [("step", {"i": -1})], "it goes on from there"
-        large = b"x" * (MOST_BYTES // 2)
+        large = b"x" * (MAX_BYTES // 2)
         for _ in range(5):
             viewer.push(large)
-        assert viewer._bytes <= MOST_BYTES
+        assert viewer._bytes <= MAX_BYTES
 
     asyncio.run(go())
 

@@ -139,7 +139,7 @@ def without_lora(batch: Batch) -> Batch:
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchPart:
     """Some rows of a batch. A part whose rows have no final token gets one, whose result is unused: every batch has final
     tokens."""
 
@@ -148,7 +148,7 @@ class Part:
     final: Tensor  # [K] int64 indices of its final tokens among all final ones; the unused one is excluded and comes last
 
 
-def take_rows(batch: Batch, rows: Sequence[int]) -> Part:
+def take_rows(batch: Batch, rows: Sequence[int]) -> BatchPart:
     """Return the batch of these rows, in this order. CPU only."""
     index = torch.tensor(rows, dtype=torch.int64)
     tokens, shapes, starts = _tokens_of(batch, rows)
@@ -177,7 +177,7 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Part:
             [torch.arange(start, start + count) for start, count in zip(first.tolist(), counts.tolist(), strict=True)]
         )
         part = with_final_tokens(part, counts, torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32), index)
-    return Part(part, tokens, final)
+    return BatchPart(part, tokens, final)
 
 
 def _tokens_of(batch: Batch, rows: Sequence[int]) -> tuple[Tensor, tuple[tuple[int, int, int], ...], Tensor]:

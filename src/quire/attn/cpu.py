@@ -48,14 +48,14 @@ class KernelRows:
     """Adjacent rows for the C kernel."""
 
     count: int  # of their tokens
-    rows: paged_attention.Rows
+    rows: paged_attention.AttentionRows
 
 
-def batch_rows(batch: Batch, group: int) -> paged_attention.Rows:
+def batch_rows(batch: Batch, group: int) -> paged_attention.AttentionRows:
     """Return all rows of a batch, for the C kernel."""
     if ("rows", group) not in batch.plans:
         batch.plans["rows", group] = _kernel_rows(batch, group, 0, len(batch.rows)).rows
-    rows: paged_attention.Rows = batch.plans["rows", group]
+    rows: paged_attention.AttentionRows = batch.plans["rows", group]
     return rows
 
 
@@ -217,7 +217,7 @@ def _kernel_rows(batch: Batch, group: int, first: int, end: int) -> KernelRows:
     """Return rows first ... end of a batch, with token starts relative to the first of them."""
     starts = batch.row_starts[first : end + 1]
     starts = starts - starts[0] if first else starts
-    rows = paged_attention.Rows(batch.groups[group].tables[first:end], batch.kv_lengths[first:end], starts)
+    rows = paged_attention.AttentionRows(batch.groups[group].tables[first:end], batch.kv_lengths[first:end], starts)
     return KernelRows(sum(count for _, count, _ in batch.rows[first:end]), rows)
 
 

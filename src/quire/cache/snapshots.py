@@ -97,7 +97,7 @@ class Snapshots:
                 request.rolling = b""
         return entry
 
-    def settle(self) -> None:
+    def publish(self) -> None:
         """Make snapshots of earlier steps findable if all their tokens are known; called before a step is planned."""
         fresh, self._fresh = self._fresh, []
         for request, at, entry in fresh:

@@ -7,12 +7,12 @@ from quire.features.lora.host import LoRA
 from quire.features.pooling.host import PoolingModels
 from quire.features.quantization.host import QuantizedWeights
 from quire.features.recurrent.host import Recurrent
-from quire.features.speculation.host import Speculation
+from quire.features.speculation.host import SpeculativeDecoding
 from quire.features.structured.host import StructuredOutputs
 from quire.types.prompts import Extras
 
 FEATURES: tuple[Feature, ...] = (
-    ExpertParallel(), QuantizedWeights(), QuantizedCache(), PoolingModels(), LoRA(), Recurrent(), Speculation(),
+    ExpertParallel(), QuantizedWeights(), QuantizedCache(), PoolingModels(), LoRA(), Recurrent(), SpeculativeDecoding(),
     StructuredOutputs(),
 )  # fmt: skip
 SALTS = tuple(feature.cache_salt for feature in FEATURES if feature.cache_salt is not None)

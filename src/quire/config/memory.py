@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.files.gguf import FLOAT4_TYPES, GGML_TYPES, INTEGER_TYPES, SIX_BIT_TYPES, GGUFTensor
-from quire.types.plan import MOST_ROWS
+from quire.types.plan import MAX_GRAPH_ROWS
 
 FLOAT32_BYTES = 4
 CUDA_CONTEXT_BYTES = 512 * 2**20  # of the driver and its libraries: a typical value, not measured
@@ -28,7 +28,7 @@ def graph_bytes(rows: int, vocabulary: int, kinds: int = 1) -> int:
 
     kinds: combinations of features, such as with and without LoRA adapters, that have graphs of their own.
     """
-    return kinds * GRAPH_ACTIVATION_BYTES + 3 * FLOAT32_BYTES * min(rows, MOST_ROWS) * vocabulary
+    return kinds * GRAPH_ACTIVATION_BYTES + 3 * FLOAT32_BYTES * min(rows, MAX_GRAPH_ROWS) * vocabulary
 
 
 def host_cache_bytes(available: int) -> int:

@@ -107,7 +107,7 @@ class Child(EngineConnection):
         try:
             arguments, descriptors = ["{0}", PARENT, "{1}"], [self._journal.fileno(), theirs.fileno()]
             if args is None:
-                arguments.append(ipc.AHEAD)
+                arguments.append(ipc.SPARE)
             if ends is not None:
                 arguments.append(ends.say([f"{{{i}}}" for i in range(2, 2 + len(ends.descriptors))]))
                 descriptors += ends.descriptors

@@ -108,7 +108,7 @@ class EngineCore:
         return self.scheduler.has_unfinished or bool(self._deltas) or self.adapters.busy
 
     @property
-    def ahead(self) -> bool:
+    def step_in_flight(self) -> bool:
         """Whether a step is in flight."""
         return bool(self._flights)
 
@@ -124,7 +124,7 @@ class EngineCore:
         while self._flights and self.scheduler.waits:
             self._land(*self._flights.popleft())
         if self.constraints.begun:
-            self.constraints.before_plan(self.depth, self.ahead)
+            self.constraints.before_plan(self.depth, self.step_in_flight)
         if self.adapters.places:
             self.adapters.turn()
         scheduled = self.scheduler.schedule(self._clock())
@@ -165,14 +165,14 @@ class EngineCore:
         self.executor.stop()
 
     def _submit(self, scheduled: Scheduled) -> None:
-        ahead = bool(self._flights)
-        if not ahead:
+        in_flight = bool(self._flights)
+        if not in_flight:
             self._busy_since = self._clock()
         try:
             flight = self.executor.submit(scheduled.plan)
             if len(scheduled.plan.masked):
                 self._sample_masked(scheduled, flight)
-            self._flights.append((scheduled, flight, ahead, self._has_prepared()))
+            self._flights.append((scheduled, flight, in_flight, self._has_prepared()))
         except EngineDead:
             raise
         except Exception as error:
@@ -203,7 +203,7 @@ class EngineCore:
         if self.constraints.begun:
             self.constraints.note(deltas)
 
-    def _land(self, scheduled: Scheduled, flight: Flight, ahead: bool, prepared: bool) -> None:
+    def _land(self, scheduled: Scheduled, flight: Flight, in_flight: bool, prepared: bool) -> None:
         began = self._clock()
         try:
             result = flight.result()
@@ -217,9 +217,9 @@ class EngineCore:
             guessed, self._guessed = self._guessed, 0.0
             gap = self._busy_since - self._landed_at - guessed  # idle time of the device before this step
             busy, self._busy_since = ended - self._busy_since, ended
-            idle_before = guessed + (gap if not ahead and 0 < gap < PLANNING_S else 0.0)
+            idle_before = guessed + (gap if not in_flight and 0 < gap < PLANNING_S else 0.0)
             seconds, idle_before = (0.0, 0.0) if prepared else (busy, idle_before)
-            self.scheduler.record_step_time(scheduled, seconds, idle_before=idle_before, synchronous=not ahead)
+            self.scheduler.record_step_time(scheduled, seconds, idle_before=idle_before, synchronous=not in_flight)
             self._landed_at = ended
             if self.watch is not None:
                 self.watch.landing(scheduled, result, busy, ended)
@@ -235,7 +235,7 @@ class EngineCore:
         """Draft on the host. It counts as a wait of the device, unless the drafter only looks at text."""
         began = self._clock()
         drafted = speculation.landed(scheduled, result)
-        if speculation.ahead:
+        if speculation.next_drafts:
             self._guessed = self._clock() - began
         return drafted
 

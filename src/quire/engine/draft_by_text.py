@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 KEPT = 128  # characters at the end of the text that are encoded again
 PIECE = 1024  # characters that are encoded at once, where a word begins
 LONGEST = 4  # tokens that one character may be spread over
-MOST_EACH, MORE = 6, 64  # tokens of each character, and beyond: of text that another tokenizer writes out
+MAX_EACH, MORE = 6, 64  # tokens of each character, and beyond: of text that another tokenizer writes out
 FAR_TOO_MANY = 64  # tokens of each character: of that nothing more is encoded
 TRIED = 64  # characters at most that are encoded for the first time
-MOST_GUESSED = 64  # characters of each guess
+MAX_GUESSED = 64  # characters of each guess
 ANCHOR = "\n"  # nothing is joined with it to one token but other white space
 _UNREADABLE = "\ufffd"
 
@@ -92,12 +92,12 @@ class Retokenizer:
 
     def _encode(self, text: str) -> list[int]:
         ids = encode_behind(self._other, text) if self._settled else self._other.encode(text)
-        self._beyond |= len(ids) > MOST_EACH * len(text) + MORE
+        self._beyond |= len(ids) > MAX_EACH * len(text) + MORE
         return ids
 
     def translate(self, tokens: Sequence[int], ids: Sequence[int], guesses: Sequence[int]) -> list[int]:
         """Guesses behind the ids -> tokens behind the tokens, of all characters that are whole."""
-        text = new_detokenizer(self._other, ids[-LONGEST:]).feed(guesses)[: MOST_GUESSED * len(guesses)]
+        text = new_detokenizer(self._other, ids[-LONGEST:]).feed(guesses)[: MAX_GUESSED * len(guesses)]
         if not text:
             return []
         last = self._own.decode(tokens[-1:], skip_special_tokens=False)

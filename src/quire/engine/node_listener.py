@@ -54,7 +54,7 @@ class WaitingNode:
             raise EngineError("invalid message")
         self.connection, self.engine = connection, engine
         self.host = str(connection.getpeername()[0])
-        self.ahead = time.monotonic() - clock  # our clock minus the node's
+        self.clock_offset = time.monotonic() - clock  # our clock minus the node's
 
     @property
     def waits(self) -> bool:
@@ -182,7 +182,7 @@ class RemoteEngine(EngineConnection):
                 case ipc.Ended() as ended:
                     self._ended = ended
                 case report:
-                    return _by_our_clock(report, self._relay.ahead)
+                    return _by_our_clock(report, self._relay.clock_offset)
         if self._channel.fault and not self._fault:
             self._abandon(self._channel.fault)
         return None
@@ -248,7 +248,7 @@ class _Relay:
         self._node_listener, self._engine, self._inner = node_listener, engine, inner
         self._outer: socket.socket | None = None
         self.over = threading.Event()
-        self.host, self.ahead = "", 0.0
+        self.host, self.clock_offset = "", 0.0
         self.since: float | None = None  # when the node connected
 
     def run(self) -> None:
@@ -256,7 +256,7 @@ class _Relay:
         if arrived is None:
             self._inner.close()
             return
-        self.host, self.ahead, self._outer = arrived.host, arrived.ahead, arrived.connection
+        self.host, self.clock_offset, self._outer = arrived.host, arrived.clock_offset, arrived.connection
         self.since = time.monotonic()
         if self.over.is_set():
             self.end()
@@ -291,21 +291,21 @@ def _copy(source: socket.socket, sink: socket.socket) -> None:
             sink.sendall(chunk)
 
 
-def _by_our_clock(report: ipc.Report, ahead: float) -> ipc.Report:
+def _by_our_clock(report: ipc.Report, clock_offset: float) -> ipc.Report:
     """Convert times from the node's clock, which started with its machine."""
-    if abs(ahead) < CLOCK_TOLERANCE_S:
+    if abs(clock_offset) < CLOCK_TOLERANCE_S:
         return report
     match report:
         case ipc.StepReport(deltas):
             report.deltas = [
-                msgspec.structs.replace(delta, scheduled_at=delta.scheduled_at + ahead) if delta.scheduled_at else delta
+                msgspec.structs.replace(delta, scheduled_at=delta.scheduled_at + clock_offset) if delta.scheduled_at else delta
                 for delta in deltas
             ]
         case ipc.Seen(snapshot):
-            snapshot.t += ahead
+            snapshot.t += clock_offset
             for request in snapshot.requests:
-                request.since += ahead
-                request.seen += ahead
+                request.since += clock_offset
+                request.seen += clock_offset
     return report
 
 

@@ -1,4 +1,4 @@
-"""The engine process: `python -m quire.engine.process JOURNAL PARENT SOCKET [ahead]`, started by the supervisor alone.
+"""The engine process: `python -m quire.engine.process JOURNAL PARENT SOCKET [spare]`, started by the supervisor alone.
 
 The process receives its arguments, starts an engine core and runs its loop: take commands, step, report. A thread sends
 heartbeats to the parent and ends the process when the parent is gone. Ctrl-C is ignored: the parent decides. SIGTERM stops it.
@@ -120,7 +120,7 @@ class EngineLoop:
                 deltas = self._core.step()
                 self._link.send(ipc.StepReport(deltas, self._core.stats, self._core.tokens))
                 self._report_snapshot()
-                rows = self._core.rows if self._core.ahead and self._gathers else 0
+                rows = self._core.rows if self._core.step_in_flight and self._gathers else 0
                 self._deadline.turned(began, time.monotonic(), self._core.waited, rows, self._core.tokens)
 
     def _report_snapshot(self) -> int:
@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     pulse.start()
     try:
         watch = Stopwatch.of_engine("python")
-        if ipc.AHEAD in options:
+        if ipc.SPARE in options:
             with (
                 contextlib.suppress(ImportError),
                 shown(tell=_tell),

@@ -35,7 +35,7 @@ METADATA_BYTES = 1 << 20
 MAX_TEXT_FILE_BYTES = 256 << 20
 MAX_VALUE_BYTES = 8
 CHUNK_BYTES = 1 << 22  # that a thread reads and hashes
-SETTLED_S = 0.1  # a file that was written more recently may be written again without a change of its times
+STABLE_AGE_S = 0.1  # a file that was written more recently may be written again without a change of its times
 
 
 _thread = local()  # .buffer: memory of a thread to read into
@@ -224,8 +224,8 @@ def stamp(path: str) -> str:
 
     It is empty if the files are so new that equal times prove nothing.
     """
-    found, settled = file_stamp(path)
-    return found if settled else ""
+    found, stable = file_stamp(path)
+    return found if stable else ""
 
 
 def file_stamp(path: str) -> tuple[str, bool]:
@@ -241,4 +241,4 @@ def file_stamp(path: str) -> tuple[str, bool]:
             stamps.append(f"{found.st_dev}.{found.st_ino}.{found.st_size}.{found.st_mtime_ns}.{found.st_ctime_ns}")
     except OSError as error:
         raise AdapterError(f"{file}: cannot be read: {error.strerror or error}", "lora_path") from error
-    return " ".join(stamps), newest + SETTLED_S * 1e9 < time.time_ns()
+    return " ".join(stamps), newest + STABLE_AGE_S * 1e9 < time.time_ns()

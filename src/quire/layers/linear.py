@@ -18,7 +18,7 @@ from quire.layers.lora import LinearBank
 from quire.layers.parameter import CheckpointTensor, Destination, Method, MethodLayer, Role, WeightSlices, parameter, rows_of
 from quire.ops.adapters import linear_tiled
 from quire.ops.linear import gated_linear, linear
-from quire.ops.quantized_layouts import Rounding, Rows
+from quire.ops.quantized_layouts import Activations, Rounding
 
 MATRICES = ("weight", "qweight", "weight_packed")  # names of a matrix in checkpoints, quantized or not
 
@@ -39,15 +39,15 @@ class LinearMethod(Protocol):
 
     def finish(self, layer: "Linear") -> None: ...
 
-    def rounding(self, x: Rows) -> Rounding | None:
+    def rounding(self, x: Activations) -> Rounding | None:
         """Return the activation quantization applied to inputs shaped like x; None: inputs stay as they are."""
         ...
 
-    # x: Rows, quantized only as `rounding` returns
+    # x: Activations, quantized only as `rounding` returns
 
     def apply(self, layer: "Linear", x: Any) -> Tensor: ...
 
-    def apply_gated(self, layer: "Linear", x: Any, activation: str, rounding: Rounding | None = None) -> Rows:
+    def apply_gated(self, layer: "Linear", x: Any, activation: str, rounding: Rounding | None = None) -> Activations:
         """Return activation(gate) * up [..., outputs / 2]: the first half of the outputs is the gate, the second half `up`.
 
         rounding: activation quantization of the only reader, which this call may fuse.
@@ -76,12 +76,12 @@ class Plain(Method):
     def apply(self, layer: "Linear", x: Tensor) -> Tensor:
         return linear(x, layer.weight, layer.bias)
 
-    def apply_gated(self, layer: "Linear", x: Tensor, activation: str, rounding: Rounding | None = None) -> Rows:  # noqa: ARG002
+    def apply_gated(self, layer: "Linear", x: Tensor, activation: str, rounding: Rounding | None = None) -> Activations:  # noqa: ARG002
         return gated_linear(x, layer.weight, layer.bias, activation)
 
 
 @dataclass(frozen=True)
-class Part:
+class MatrixPart:
     """The rows of one checkpoint matrix that a layer holds."""
 
     outputs: int  # of the checkpoint matrix
@@ -137,7 +137,7 @@ class Linear(MethodLayer):
         """Return the sections of each checkpoint tensor, by its path, in row order."""
         return {path: slice(None)}
 
-    def parts(self, path: str) -> Mapping[str, Part]:
+    def parts(self, path: str) -> Mapping[str, MatrixPart]:
         """Return what the layer holds of each checkpoint tensor, by its path, in row order."""
         found, at = {}, 0
         for name, which in self.tensors(path).items():
@@ -149,7 +149,7 @@ class Linear(MethodLayer):
                     rows = range(before.start, rows.stop)
                 ranges.append((start, rows))
                 first, at = first + size, at + len(some)
-            found[name] = Part(first, tuple(ranges))
+            found[name] = MatrixPart(first, tuple(ranges))
         return found
 
     def weight_slices(self, path: str) -> WeightSlices:
@@ -165,7 +165,7 @@ class Linear(MethodLayer):
     def finish(self, device: torch.device) -> None:  # noqa: ARG002
         self.method.finish(self)
 
-    def rounding(self, x: Rows) -> Rounding | None:
+    def rounding(self, x: Activations) -> Rounding | None:
         """Return the activation quantization that this layer applies to inputs shaped like x, so that the only producer can
         fuse it; None: no quantization. LoRA reads unquantized activations."""
         return self.method.rounding(x) if self.bank is None else None
@@ -175,7 +175,7 @@ class Linear(MethodLayer):
         def __call__(self, x: Any, tokens: Tokens) -> Tensor: ...
 
     def forward(self, x: Any, tokens: Tokens) -> Tensor:
-        """x: Rows [..., inputs] -> [..., outputs]."""
+        """x: Activations [..., inputs] -> [..., outputs]."""
         lora = tokens.lora
         if self.joined is not None and self.group is not None:
             x = join_parts(x, self.group, self.joined, self.all_inputs)
@@ -191,7 +191,7 @@ class Linear(MethodLayer):
             return join_parts(out, self.group, self.local_outputs[0], sum(self.sections))
         return add_parts(out, self.group)
 
-    def gated(self, x: Any, activation: str, tokens: Tokens, reader: "Linear | None" = None) -> Rows:
+    def gated(self, x: Any, activation: str, tokens: Tokens, reader: "Linear | None" = None) -> Activations:
         """Apply the layer and `activation(gate) * up` (`LinearMethod.apply_gated`), fused where the method can and no token
         has a LoRA adapter. `reader`: the only layer that reads the result."""
         lora = tokens.lora
@@ -220,7 +220,7 @@ class HeadsLinear(Linear):
         )
         self.division = division
 
-    def parts(self, path: str) -> Mapping[str, Part]:
+    def parts(self, path: str) -> Mapping[str, MatrixPart]:
         size, group = self.division.size, self.division.queries // self.division.keys
         ranges, at = list[tuple[int, range]](), 0
         for some, each, first in zip(self.local_outputs, (group, 1, 1), (0, group, group + 1), strict=True):
@@ -232,7 +232,7 @@ class HeadsLinear(Linear):
                     rows = range(before.start, rows.stop)
                 ranges.append((start, rows))
                 at += size
-        return {path: Part(sum(self.sections), tuple(ranges))}
+        return {path: MatrixPart(sum(self.sections), tuple(ranges))}
 
 
 class BlockedLinear(Linear):
@@ -243,14 +243,14 @@ class BlockedLinear(Linear):
         super().__init__(inputs, 3 * size, role=Role.COLUMN, sections=(size,) * 3, cuts=(cut,) * 3)
         self.division, self.each = division, division.queries // blocks
 
-    def parts(self, path: str) -> Mapping[str, Part]:
+    def parts(self, path: str) -> Mapping[str, MatrixPart]:
         size, ranges, at = self.division.size, list[tuple[int, range]](), 0
         for some, position in zip(self.local_outputs, (0, 2, 1), strict=True):
             for head in range(some.start // size, some.stop // size):
                 row = ((head // self.each * 3 + position) * self.each + head % self.each) * size
                 ranges.append((at, range(row, row + size)))
                 at += size
-        return {path: Part(sum(self.sections), tuple(ranges))}
+        return {path: MatrixPart(sum(self.sections), tuple(ranges))}
 
 
 class MergedLinear(Linear):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.ops.quantized_layouts import Rounding, Rows
+from quire.ops.quantized_layouts import Activations, Rounding
 
 
 class Role(Enum):
@@ -87,7 +87,7 @@ class Method:
     def finish(self, layer: Any) -> None:
         """Repack the parameters after loading."""
 
-    def rounding(self, x: Rows) -> Rounding | None:  # noqa: ARG002
+    def rounding(self, x: Activations) -> Rounding | None:  # noqa: ARG002
         """Return None: activations are not quantized (`layers.linear.LinearMethod`)."""
         return None
 

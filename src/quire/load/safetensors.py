@@ -92,7 +92,7 @@ class SafetensorsSource:
             entries = sorted(parts[path], key=lambda entry: (entry[0], entry[1].ranges))
             if not entries:
                 continue
-            data, released = map_file(path, ahead=not any(part.ranges for _, part in entries)), 0
+            data, released = map_file(path, prefetch=not any(part.ranges for _, part in entries)), 0
             for offset, part in entries:
                 if offset - released > MAX_READ_BYTES_IN_MEMORY:
                     size = (offset - released) // mmap.PAGESIZE * mmap.PAGESIZE

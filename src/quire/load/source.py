@@ -51,14 +51,14 @@ def read_whole(source: Source) -> dict[str, Tensor]:
     return {part.name: tensor for part, tensor in source.read([TensorSlice(name) for name in source.shapes])}
 
 
-def map_file(path: Path, *, ahead: bool = True) -> mmap.mmap:
-    """Map a file copy-on-write, since torch requires writable memory; nothing is written. ahead: all of it will be read."""
+def map_file(path: Path, *, prefetch: bool = True) -> mmap.mmap:
+    """Map a file copy-on-write, since torch requires writable memory; nothing is written. prefetch: all of it will be read."""
     try:
         with open_regular(path) as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from error
-    if ahead:
+    if prefetch:
         data.madvise(mmap.MADV_WILLNEED)
     return data
 

@@ -10,13 +10,13 @@ from quire.layers.attention import SelfAttention
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import Norm, RMSNorm
-from quire.ops.quantized_layouts import Rows
+from quire.ops.quantized_layouts import Activations
 
 # layers whose input is read by one linear layer only, and its name; not subclasses, which may read it twice
 FIRST_LINEAR: Mapping[type[nn.Module], str] = MappingProxyType({SelfAttention: "qkv", GatedMLP: "gate_up"})
 
 
-def fused_norm(reader: nn.Module, norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Rows, Tensor]:
+def fused_norm(reader: nn.Module, norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Activations, Tensor]:
     """Return norm.add(x [T, H], residual), quantized if the first linear layer of `reader`, the only reader, would do it."""
     first = FIRST_LINEAR.get(type(reader))
     if first is not None and type(norm) is RMSNorm:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from quire.layers.embedding import PositionEmbedding
-from quire.layers.linear import FusedLinear, Part
+from quire.layers.linear import FusedLinear, MatrixPart
 from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.norm import LayerNorm, NoNorm, Norm
 from quire.layers.packed_attention import PackedSelfAttention
@@ -130,12 +130,12 @@ class NomicBERT(RotaryEncoder):
 class UpGateLinear(FusedLinear):
     """The checkpoint's matrix has `up` before the gate; here the gate comes first."""
 
-    def parts(self, path: str) -> Mapping[str, Part]:
+    def parts(self, path: str) -> Mapping[str, MatrixPart]:
         if self.separate:
             return super().parts(path)
         (gate, up), (size, _) = self.local_outputs, self.sections
         rows = (0, range(size + gate.start, size + gate.stop)), (len(gate), up)
-        return {path: Part(2 * size, rows)}
+        return {path: MatrixPart(2 * size, rows)}
 
 
 class GTE(RotaryEncoder):

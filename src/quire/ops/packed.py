@@ -22,13 +22,13 @@ from quire.ops.arguments import ClampedSwiglu, ExpertBiases
 from quire.ops.linear import SHORT, gated_linear, linear
 from quire.ops.quantized_layouts import (
     Activation,
+    Activations,
     Float4,
     Float8,
     Int8,
     PackedInts,
     RoundedRows,
     Rounding,
-    Rows,
     powers_of_two,
     unpack_nibbles,
 )
@@ -137,10 +137,12 @@ class PackedMatrix:
         return int(self.packed.outputs)
 
     @overload
-    def multiply(self, x: Rows, bias: Tensor | None, activation: str = "") -> Tensor: ...
+    def multiply(self, x: Activations, bias: Tensor | None, activation: str = "") -> Tensor: ...
     @overload
-    def multiply(self, x: Rows, bias: Tensor | None, activation: str, rounding: Rounding | None) -> Rows: ...
-    def multiply(self, x: Rows, bias: Tensor | None, activation: str = "", rounding: Rounding | None = None) -> Rows:
+    def multiply(self, x: Activations, bias: Tensor | None, activation: str, rounding: Rounding | None) -> Activations: ...
+    def multiply(
+        self, x: Activations, bias: Tensor | None, activation: str = "", rounding: Rounding | None = None
+    ) -> Activations:
         """Return x [..., inputs] times the matrix [..., outputs]; with an activation: gate rows first -> [..., outputs / 2].
 
         rounding: activation quantization of the only reader; by groups, it is fused.
@@ -152,7 +154,7 @@ class PackedMatrix:
         out = self._multiply(x.reshape(-1, x.shape[-1]), bias, activation, rounding)
         return out if isinstance(out, RoundedRows) else out.view(*x.shape[:-1], out.shape[-1])
 
-    def rounding(self, x: Rows) -> Rounding | None:
+    def rounding(self, x: Activations) -> Rounding | None:
         """Return the activation quantization for inputs shaped like x; None: inputs stay as they are."""
         packed, (by_row, whole, by_block) = self.packed, MIN_QUANTIZED_ROWS
         if len(x) >= (by_row if packed.form == "float8" else whole) and self._rounds(x):
@@ -163,7 +165,7 @@ class PackedMatrix:
             return Rounding(torch.float8_e4m3fn, packed.columns, packed.value_stride, BLOCK)
         return None
 
-    def _multiply(self, x: Rows, bias: Tensor | None, activation: str, after: Rounding | None) -> Rows:
+    def _multiply(self, x: Activations, bias: Tensor | None, activation: str, after: Rounding | None) -> Activations:
         if (rounding := self.rounding(x)) is not None:
             from quire.ops.kernels.rounding import round_all
 
@@ -210,7 +212,7 @@ class PackedMatrix:
         """Return whether tensor cores are faster for one row, too: where unpacking takes longer than reading."""
         return self.packed.form in ("int4", "float4") and x.dtype in SHORT
 
-    def _rounds(self, x: Rows) -> bool:
+    def _rounds(self, x: Activations) -> bool:
         """Return whether activations are quantized with a scale per row, for an 8-bit GEMM."""
         if self.activation not in (Activation.TOKEN, Activation.TENSOR) or self.packed.groups > 1:
             return False
@@ -220,26 +222,26 @@ class PackedMatrix:
             return False
         return self.outputs % 16 == 0 and self.packed.columns % 16 == 0 and x.dtype in SHORT
 
-    def _by_int8_kernel(self, x: Rows) -> bool:
+    def _by_int8_kernel(self, x: Activations) -> bool:
         """Return whether our int8 kernel is used: up to INT_ROWS rows, and for sizes that torch does not support."""
         if self.packed.form != "int8" or x.dtype not in SHORT or (len(x) > INT_ROWS and self.outputs % 16 == 0):
             return False
         return torch.cuda.get_device_capability(x.device) >= (9, 0)
 
-    def _rounds_blocks(self, x: Rows) -> bool:
+    def _rounds_blocks(self, x: Activations) -> bool:
         """Return whether activations are quantized with a scale per block of columns, for our fp8 kernel."""
         if self.activation is not Activation.GROUP or self.packed.group != BLOCK or self.packed.value_stride != BLOCK // 2:
             return False
         return x.dtype in SHORT and torch.cuda.get_device_capability(x.device) >= (8, 9)
 
-    def _in_library(self, x: Rows) -> bool:
+    def _in_library(self, x: Activations) -> bool:
         """Return whether torch multiplies with scales per block (Hopper only), and is faster."""
         if x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device) != (9, 0):
             return False
         least = 64 if self.outputs >= WIDE else 128 if self.outputs > LOW else 129
         return len(x) >= least and (torch.version.cuda or "") >= BLOCKS_SINCE
 
-    def _multiply_blocks(self, x: RoundedRows, bias: Tensor | None, activation: str, after: Rounding | None) -> Rows:
+    def _multiply_blocks(self, x: RoundedRows, bias: Tensor | None, activation: str, after: Rounding | None) -> Activations:
         from quire.ops.kernels.packed_8bit import blocks_product, library_product
 
         out = None

@@ -18,14 +18,14 @@ from torch import Tensor
 
 QUERIES_PER_PIECE = 512  # with a window: more would mostly read keys that are masked
 # of each sequence: index of its first token, token count, and how many of its tokens, from the first one, are keys
-Rows = Sequence[tuple[int, int, int]]
+Sequences = Sequence[tuple[int, int, int]]
 
 
 def attend_packed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rows: Rows,
+    rows: Sequences,
     starts: Tensor,
     plans: dict[Any, Any],
     *,
@@ -51,7 +51,7 @@ def reference_attend_packed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rows: Rows,
+    rows: Sequences,
     plans: dict[Any, Any],
     *,
     scale: float,

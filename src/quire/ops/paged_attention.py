@@ -26,8 +26,8 @@ def suits(kv: Tensor) -> bool:
     return kv.dtype == torch.float32 and not kv.is_cuda and whole and in_order and kernels() is not None
 
 
-class Rows:
-    """Rows of tokens in one cache group; a row may be empty."""
+class AttentionRows:
+    """AttentionRows of tokens in one cache group; a row may be empty."""
 
     def __init__(self, tables: Tensor, lengths: Tensor, starts: Tensor) -> None:
         """Hold int32 tables [R, P], lengths [R] including the rows' own tokens, and starts [R + 1] of the rows' tokens."""
@@ -73,5 +73,5 @@ class PagedAttention:
             *(scale, 0.0 if norms is None else norms.eps, soft_cap or 0.0),
         )
 
-    def run(self, rows: Rows) -> None:
+    def run(self, rows: AttentionRows) -> None:
         kernels().attend(self.packed, rows.packed, workers())

@@ -12,12 +12,12 @@ from quire.ops.arguments import ExpertBiases, Gated
 from quire.ops.linear import SHORT, linear_float
 from quire.ops.moe import experts_forward, sum_experts
 from quire.ops.packed import CACHED_VALUES, PackedMatrix, pack, packed_experts_forward
-from quire.ops.quantized_layouts import FLOAT8_MAX, Activation, Float8, Int8, PackedInts, Rounding, Rows, in_groups
+from quire.ops.quantized_layouts import FLOAT8_MAX, Activation, Activations, Float8, Int8, PackedInts, Rounding, in_groups
 
 GROUP = 128  # values of a row that share a scale
 
 
-def quantized_linear(x: Rows, matrix: Any, bias: Tensor | None = None) -> Tensor:
+def quantized_linear(x: Activations, matrix: Any, bias: Tensor | None = None) -> Tensor:
     """Return x [..., inner] times a quantized matrix [outputs, inner]. x may be quantized as `rounding_for` returns."""
     if isinstance(matrix, PackedMatrix):
         return matrix.multiply(x, bias)
@@ -33,8 +33,8 @@ def quantized_linear_float(x: Tensor, matrix: Any, bias: Tensor | None = None) -
 
 
 def quantized_gated_linear(
-    x: Rows, matrix: Any, bias: Tensor | None, activation: str, rounding: Rounding | None = None
-) -> Rows:
+    x: Activations, matrix: Any, bias: Tensor | None, activation: str, rounding: Rounding | None = None
+) -> Activations:
     """Return activation(gate) * up [..., n] for a matrix [2n, inner], gate rows first. `rounding`: activation quantization of
     the only reader, which may be fused.
     """
@@ -66,14 +66,14 @@ def quantized_experts_forward(
     return sum_experts(x, weights, experts, len(up.numbers), run, biases)
 
 
-def rounding_for(matrix: Any, x: Rows) -> Rounding | None:
+def rounding_for(matrix: Any, x: Activations) -> Rounding | None:
     """Return the activation quantization for inputs shaped like x, if the producer of x can fuse it."""
     if not isinstance(matrix, PackedMatrix) or matrix.order is not None or matrix.inputs < 2 * matrix.packed.value_stride:
         return None
     return matrix.rounding(x)
 
 
-def settled(matrix: Any) -> Any | None:
+def device_layout(matrix: Any) -> Any | None:
     """Return the matrix as its device multiplies by it; None: it should be dequantized."""
     return pack(matrix) if matrix.numbers.is_cuda else matrix
 

@@ -313,4 +313,4 @@ class RoundedRows:
         return self.numbers.device
 
 
-Rows = Tensor | RoundedRows
+Activations = Tensor | RoundedRows

@@ -24,7 +24,7 @@ The parent starts it, sends commands, and replaces it when it dies:
 
     async def on_frame(frame):                      # until the process is gone:
         report = decode_report(frame)               #   await channel.listen(on_frame)
-        calls.settle(report.id, report.ids)         #   if restarts.allow(): start the next one
+        calls.resolve(report.id, report.ids)         #   if restarts.allow(): start the next one
 
 The process itself:
 

@@ -67,7 +67,7 @@ class PendingCalls:
         finally:
             del self._futures[number]
 
-    def settle(self, number: int, value: Any, error: Exception | None = None) -> None:
+    def resolve(self, number: int, value: Any, error: Exception | None = None) -> None:
         """Deliver a reply. Replies to unknown numbers are ignored: their caller was cancelled."""
         future = self._futures.get(number)
         if future is not None and not future.done():
@@ -79,4 +79,4 @@ class PendingCalls:
     def fail_all(self, error: Exception) -> None:
         """The peer is gone: raise `error` in all callers."""
         for number in list(self._futures):
-            self.settle(number, None, error)
+            self.resolve(number, None, error)

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from quire.attn.backend import Room
 from quire.attn.work_split import MIN_SHARING_ROWS
-from quire.types.plan import MOST_ROWS as MOST_ROWS
-from quire.types.plan import MOST_TOKENS as MOST_TOKENS
+from quire.types.plan import MAX_GRAPH_ROWS as MAX_GRAPH_ROWS
+from quire.types.plan import MAX_GRAPH_TOKENS as MAX_GRAPH_TOKENS
 from quire.types.plan import TOKEN_BUCKETS
 
-ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, *range(96, 257, 32), *range(320, MOST_ROWS + 1, 64))
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, *range(96, 257, 32), *range(320, MAX_GRAPH_ROWS + 1, 64))
 MIN_SPLITS = 64
 COARSE_SPLITS = 1024  # step between larger sizes: unused splits cost time there
 SHARED_BUCKETS = (0, 64, 256, 1024, 4096)  # splits that several rows share
@@ -23,8 +23,8 @@ MAX_ROOM = Room(8192, SHARED_BUCKETS[-1], MAX_TILES)
 USUAL_SPLITS = (4, 2, 8)  # splits of a row: context lengths that are recorded in idle time, the most frequent first
 BORROWED = 2  # factor by which a borrowed bucket may be larger, in rows and in splits; shared splits: the next size
 # steps with prompts: padding costs little compared with prompt tokens, so coarse sizes suffice
-ROW_BUCKETS_WITH_PROMPTS = (16, 80, 288, MOST_ROWS + 1)  # above 64 and 256, common values of max_num_seqs
-MIN_TILES = 128  # enough for MOST_TOKENS in a few rows
+ROW_BUCKETS_WITH_PROMPTS = (16, 80, 288, MAX_GRAPH_ROWS + 1)  # above 64 and 256, common values of max_num_seqs
+MIN_TILES = 128  # enough for MAX_GRAPH_TOKENS in a few rows
 MAX_PROMPT_SPLITS = 256  # of the contexts of all prompts' last tokens
 BORROWED_WITH_PROMPTS = 4
 MAX_START_ROWS = 256  # rows of graphs that are recorded at the start if drafts are on

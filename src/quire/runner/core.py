@@ -18,7 +18,7 @@ from quire.dist.collectives import Group
 from quire.dist.mesh import ALONE, Position, share_layers
 from quire.features.base import Allocation, StepPart
 from quire.models.decoder import Decoder
-from quire.runner.buckets import MOST_TOKENS
+from quire.runner.buckets import MAX_GRAPH_TOKENS
 from quire.runner.flight import StepFlight
 from quire.runner.graphs import Graphs, StageBuffers, allowance, fixed_plans
 from quire.runner.sampler.pipeline import Sampler
@@ -34,7 +34,7 @@ from quire.types.stats import DeviceCounts
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
 
-Part = TypeVar("Part", bound=StepPart)
+PartType = TypeVar("PartType", bound=StepPart)
 
 
 class KVBuffers:
@@ -147,7 +147,7 @@ class RunnerCore(ABC):
         """Return this rank's share of the model, without weights."""
         return self._settings.weights.build(self._facts, self._device, self._position, self._group)
 
-    def part(self, kind: type[Part]) -> Part:
+    def part(self, kind: type[PartType]) -> PartType:
         """Return the part of a feature that is on."""
         found = next((part for part in self._parts if isinstance(part, kind)), None)
         if found is None:
@@ -181,7 +181,7 @@ class RunnerCore(ABC):
                 flight.result()
         hidden = torch.zeros(max_tokens, self._facts.hidden_size, dtype=self._dtype, device=slots.device)
         with without_ranks(model, self._group):
-            warm_up_products(model, hidden, MOST_TOKENS, self.finishes)
+            warm_up_products(model, hidden, MAX_GRAPH_TOKENS, self.finishes)
             for part in self._parts:
                 part.warm_up(max_tokens)
         del hidden

@@ -116,7 +116,7 @@ class StepFlight:
         if self.before_following is not None:
             self.before_following(lengths)
         follower.follow(plan, lengths)
-        masked = np.unique(plan.sample_row[plan.masked]).tolist() if plan.ahead else ()
+        masked = np.unique(plan.sample_row[plan.masked]).tolist() if plan.next_drafts else ()
         return {row: follower.expects(int(plan.slot[row]), int(plan.guesses[row])) for row in masked}
 
     def _read_pooled(self, arrays: Iterator[Array]) -> tuple[dict[int, Floats], dict[int, str]]:

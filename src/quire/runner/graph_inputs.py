@@ -18,7 +18,7 @@ from quire.attn.batch import Batch, GroupView, LogitTokens
 from quire.attn.work_split import nothing_shared
 from quire.features.base import StepPart
 from quire.ops.arguments import RowInputs
-from quire.runner.buckets import MAX_ROOM, MOST_TOKENS, Bucket, final_room
+from quire.runner.buckets import MAX_GRAPH_TOKENS, MAX_ROOM, Bucket, final_room
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
 from quire.types.plan import Ints, Longs, StepRows
@@ -49,7 +49,7 @@ class Inputs:
         most = max_rows + 1  # ragged buckets have one more row, for unused tokens
         rooms = (MAX_ROOM, final_room(MAX_ROOM))
         size = number_size(most) + start_size(most) + sum(planner.size(most, room) for planner, _ in planners for room in rooms)
-        tokens = max(most, MOST_TOKENS)
+        tokens = max(most, MAX_GRAPH_TOKENS)
         width = -(-slots.tables.shape[2] // 4) * 4  # rows of tables begin at multiples of 16 bytes
         self._numbers = torch.zeros(size, dtype=torch.int32, device=device)
         self._packed: Ints = NOTHING  # the latest step's inputs, and views of it:

@@ -39,10 +39,10 @@ from quire.features.base import StepPart
 from quire.models.decoder import Decoder
 from quire.ops.rows import fill_rows
 from quire.runner.buckets import (
+    MAX_GRAPH_ROWS,
+    MAX_GRAPH_TOKENS,
     MAX_PROMPT_SPLITS,
     MAX_TILES,
-    MOST_ROWS,
-    MOST_TOKENS,
     Bucket,
     draft_buckets,
     drafter_buckets,
@@ -145,7 +145,7 @@ class StageBuffers:
 
     @classmethod
     def of(cls, stage: Stage, columns: int, dtype: torch.dtype, device: torch.device) -> "StageBuffers":
-        places = [torch.zeros(MOST_TOKENS, columns, dtype=dtype, device=device) for _ in range(1 if stage.first else 2)]
+        places = [torch.zeros(MAX_GRAPH_TOKENS, columns, dtype=dtype, device=device) for _ in range(1 if stage.first else 2)]
         return cls(None if stage.first else places[1], places[0], stage.last)
 
 
@@ -240,10 +240,10 @@ class Graphs:
         buffers: the hidden states of a pipeline stage; None: the model is whole.
         """
         self._keys: list[tuple[Hashable, ...]] = list(product(*(part.graph_keys for part in parts)))
-        self._max_tokens = 0 if any(part.single_tokens for part in parts) else min(max_tokens, MOST_TOKENS)
+        self._max_tokens = 0 if any(part.single_tokens for part in parts) else min(max_tokens, MAX_GRAPH_TOKENS)
         self._slots, self._sampler, self._planners = slots, sampler, planners
         self._drafts, rows = drafts, len(slots.tokens) * (1 + drafts)
-        self._max_rows = min(rows, MOST_ROWS)
+        self._max_rows = min(rows, MAX_GRAPH_ROWS)
         self._allowance = allowance(rows, vocabulary, parts)
         self._taken = 0  # bytes
         self._uses: Counter[Bucket] = Counter()

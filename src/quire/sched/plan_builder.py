@@ -67,7 +67,7 @@ class PlanBuilder:
                 seed=spec.seed,
                 stop_ids=tuple(sorted(spec.stop_ids - spec.eos_ids if request.constrained else spec.stop_ids)),
                 bad_words=spec.bad_words,
-                extras=replace(spec.extras, adapter=request.adapter_slot) if request.adapter_slot else spec.extras,
+                extras=replace(spec.extras, adapter_slot=request.adapter_slot) if request.adapter_slot else spec.extras,
             )
         )
 
@@ -119,7 +119,7 @@ class PlanBuilder:
         self.requests.append(request)
         self.ends.append(end)
 
-    def settled(self, request: Request) -> int:
+    def written(self, request: Request) -> int:
         """Return the positions of a request whose content is written before this step's copies run."""
         if request.admitted == self.step:
             return 0
@@ -129,11 +129,11 @@ class PlanBuilder:
         return request.computed - (1 if odd is None else odd.tokens)
 
     def build(
-        self, retired: list[int], last: Scheduled | None, ahead: int = 0, guesses: Mapping[Request, int] | None = None
+        self, retired: list[int], last: Scheduled | None, next_drafts: int = 0, guesses: Mapping[Request, int] | None = None
     ) -> Scheduled | None:
         """Return the step; None if it has no rows. Arrays that equal those of the `last` step are reused.
 
-        ahead: tokens to draft after each row; guesses: exceptions by request
+        next_drafts: tokens to draft after each row; guesses: exceptions by request
         """
         if not self.requests:
             return None
@@ -148,7 +148,7 @@ class PlanBuilder:
             end=_ints(self.ends),
             shapes=shapes,
             draft_token=_ints(self._drafts),
-            guesses=_guesses(requests, ahead, guesses),
+            guesses=_guesses(requests, next_drafts, guesses),
             **self._changes(retired),
             **({"masked": self._masks(shapes)} if self._masked else {}),
         )
@@ -202,15 +202,15 @@ def _shapes(rows: int, odd: tuple[tuple[int, Odd], ...]) -> RowShapes:
     return RowShapes(count, np.maximum(samples - 1, 0), outputs)
 
 
-def _guesses(requests: tuple[Request, ...], ahead: int, other: Mapping[Request, int] | None) -> Ints:
+def _guesses(requests: tuple[Request, ...], next_drafts: int, other: Mapping[Request, int] | None) -> Ints:
     if not other:
-        return _equal_guesses(len(requests), ahead)
-    return _ints([other.get(request, ahead) for request in requests])
+        return _equal_guesses(len(requests), next_drafts)
+    return _ints([other.get(request, next_drafts) for request in requests])
 
 
 @lru_cache(64)
-def _equal_guesses(rows: int, ahead: int) -> Ints:
-    return np.full(rows, ahead, np.int32)
+def _equal_guesses(rows: int, next_drafts: int) -> Ints:
+    return np.full(rows, next_drafts, np.int32)
 
 
 def _table(rows: Sequence[tuple[int, ...]]) -> list[Ints]:

@@ -33,12 +33,12 @@ class Forks:
         parent = live.get(name) or self.held.get(name)
         return None if parent is None or parent is child or parent.spec.salt != child.spec.salt else parent
 
-    def park(self, child: Request, parent: Request, settled: int) -> bool:
+    def park(self, child: Request, parent: Request, written: int) -> bool:
         """Park the child if waiting for its parent pays. It never waits for a request of lower rank."""
         if parent.finished is not None or self._order.rank(parent) > self._order.rank(child):
             return False
         target = common_prefix(child.tokens, parent.tokens) - 1
-        if settled >= target:
+        if written >= target:
             return False
         self.families.setdefault(parent, []).append((target, child))
         return True

@@ -39,7 +39,12 @@ from quire.types.stats import Stats
 def steady_decode(last: Scheduled, step: int, speculation: Speculation) -> Scheduled | None:
     """Return the last step again, with all requests and new drafts, and move the cursors; None if planning would differ."""
     plan, shapes, ends = last.plan, last.plan.shapes, list[int]()
-    if speculation.ahead or plan.ahead or len(shapes.outputs.pool) or shapes.tokens != len(last.requests) + shapes.drafted:
+    if (
+        speculation.next_drafts
+        or plan.next_drafts
+        or len(shapes.outputs.pool)
+        or shapes.tokens != len(last.requests) + shapes.drafted
+    ):
         return None
     for request, (sample, drafts) in zip(last.requests, shapes.each, strict=True):
         end = request.computed + 1 + drafts
@@ -128,7 +133,7 @@ class Scheduler:
         if speculation is not None:
             roster.on_leave.append(speculation.forget)
         self._granted: Mapping[Request, int] = {}  # drafts that `speculation` allows each row of the current step
-        self._ahead = (
+        self._preallocated_tokens = (
             GROWTH_PAGES * layout.page_size if self._tables.frees_only_at_end and pages >= 4 * GROWTH_PAGES * max_seqs else 0
         )
         self._owed = 0  # pages that requests of the latest plan still need
@@ -247,7 +252,7 @@ class Scheduler:
             if scheduled is not None:
                 return scheduled
         if self._snapshots is not None:
-            self._snapshots.settle()
+            self._snapshots.publish()
         plan = PlanBuilder(self._step)
         decoding = any(request.known == 1 for request in self._running)
         self._room = self._budget.tokens(self._pool.pages - self._pool.free, len(self._running), self._backlog(), decoding)
@@ -264,7 +269,7 @@ class Scheduler:
         self._paused.clear()
         for request, start in self._roster.forced.items():
             plan.give(request, start)
-        guessed = () if self.speculation is None else (self.speculation.ahead, self.speculation.guesses)
+        guessed = () if self.speculation is None else (self.speculation.next_drafts, self.speculation.guesses)
         scheduled = plan.build(self._roster.retired, self._last, *guessed)
         if scheduled is not None:
             self._roster.retired, self._roster.forced, self._owed = [], {}, plan.owed
@@ -318,7 +323,7 @@ class Scheduler:
         """Do the work that can wait until a step has started."""
         self.publish()
         if self.speculation is not None:
-            self.speculation.settle()
+            self.speculation.evaluate()
 
     def publish(self) -> None:
         """Publish the pages that planned rows fill. It may be delayed until the next search for a prefix."""
@@ -451,7 +456,7 @@ class Scheduler:
             if request.rows:  # preempted, with rows in flight
                 return None
             parent = None if request.spec.fork_of is None else self._forks.parent(request, self._live)
-            if parent is None or not self._forks.park(request, parent, plan.settled(parent)):
+            if parent is None or not self._forks.park(request, parent, plan.written(parent)):
                 return request
             self._queue.remove(request)
         return None
@@ -471,7 +476,7 @@ class Scheduler:
         parent = self._forks.parent(request, self._live)
         if parent is None:
             return None
-        shared = min(common_prefix(request.tokens, parent.tokens), len(request.tokens) - 1, plan.settled(parent))
+        shared = min(common_prefix(request.tokens, parent.tokens), len(request.tokens) - 1, plan.written(parent))
         if shared <= hit or not self._tables.can_fork(parent, shared):
             return None
         request.rewind(shared)
@@ -503,8 +508,8 @@ class Scheduler:
             return True
         self._tables.trim(request)
         plenty = self._pool.free - max(self._owed, plan.owed) > self._pool.pages // 4
-        ahead = min(end + self._ahead, request.limit - 1)
-        grown = self._tables.grow(request, ahead) if plenty and ahead > end else None
+        reach = min(end + self._preallocated_tokens, request.limit - 1)
+        grown = self._tables.grow(request, reach) if plenty and reach > end else None
         if grown is None:
             grown = self._tables.grow(request, end)
         if grown is None:

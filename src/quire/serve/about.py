@@ -136,7 +136,7 @@ def _system() -> dict[str, str]:
 
 # ---- pages
 
-MOST_BYTES = 110_000  # of a page, as it is sent
+MAX_BYTES = 110_000  # of a page, as it is sent
 
 _SCRIPT = re.compile(r'<script src="([\w.]+)"></script>')
 _STYLE = re.compile(r'<link rel="stylesheet" href="([\w.]+)">')

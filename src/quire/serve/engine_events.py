@@ -27,7 +27,7 @@ from quire.types.engine_snapshot import SNAPSHOT_INTERVAL_S, EngineSnapshot
 from quire.types.stats import Arrived, OutputNews, Stats
 
 MAX_WAITING = 32  # events
-MOST_BYTES = 2**20  # of them
+MAX_BYTES = 2**20  # of them
 HEARTBEAT = 10.0  # seconds without an event
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"),
@@ -54,7 +54,7 @@ class Viewer:
 
     def push(self, *events: bytes) -> None:
         size = sum(map(len, events))
-        full = len(self._waiting) + len(events) > MAX_WAITING or self._bytes + size > MOST_BYTES
+        full = len(self._waiting) + len(events) > MAX_WAITING or self._bytes + size > MAX_BYTES
         if self._waiting and (self._lost or full):
             self._lost += len(self._waiting)
             self._waiting.clear()

@@ -233,9 +233,9 @@ def _take_back(seconds: float, *tables: list[float]) -> None:
 
 VERSION = 1
 STATS_EVERY = 1.0  # seconds
-MOST_ROWS = 1024  # running requests in one event
-MOST_REQUESTS = 256  # changed ones
-MOST_OPEN, MOST_FINISHED = 1024, 64  # in a snapshot
+MAX_ROWS = 1024  # running requests in one event
+MAX_REQUESTS = 256  # changed ones
+MAX_OPEN, MAX_FINISHED = 1024, 64  # in a snapshot
 _IN_USE = b"oO"  # by the viewer's own requests
 _STRANGE = b"xX"
 
@@ -299,7 +299,7 @@ def requests(changed_traces: list[RequestTrace], tenant: str | None) -> Event | 
     if not mine:
         return None
     events = list({trace.seen.key: trace for trace in mine}.values())  # each once, as it is now
-    shown = [trace.as_event() for trace in events[-MOST_REQUESTS:]]
+    shown = [trace.as_event() for trace in events[-MAX_REQUESTS:]]
     return {"t": moment(time.monotonic()), "requests": shown, "more": len(events) - len(shown)}
 
 
@@ -327,8 +327,8 @@ def step(seen: EngineSnapshot, llm: AsyncLLM, traces: RequestTraces, tenant: str
         "waiting": waiting,
         "own_running": own_running,
         "own_waiting": own_waiting,
-        **{name: column[:MOST_ROWS] for name, column in lists.items()},
-        "more": max(0, rows - MOST_ROWS),
+        **{name: column[:MAX_ROWS] for name, column in lists.items()},
+        "more": max(0, rows - MAX_ROWS),
     }
 
 
@@ -434,7 +434,7 @@ class StatsView:
 
 def snapshot(traces: RequestTraces, tenant: str | None, latest: Event | None, others: Event) -> Event:
     """`others`: the states of engines, pages and statistics."""
-    mine = list(islice(traces.of(tenant), MOST_OPEN + 1))
-    more = 0 if len(mine) <= MOST_OPEN else sum(1 for _ in traces.of(tenant)) - MOST_OPEN
-    events = [trace.as_event() for trace in [*traces.finished_of(tenant, MOST_FINISHED), *mine[:MOST_OPEN]]]
+    mine = list(islice(traces.of(tenant), MAX_OPEN + 1))
+    more = 0 if len(mine) <= MAX_OPEN else sum(1 for _ in traces.of(tenant)) - MAX_OPEN
+    events = [trace.as_event() for trace in [*traces.finished_of(tenant, MAX_FINISHED), *mine[:MAX_OPEN]]]
     return {"t": moment(time.monotonic()), "requests": events, "more": more, "step": latest, **others}

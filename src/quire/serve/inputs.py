@@ -28,7 +28,7 @@ from quire.types.sampling import (
     RequestOutputKind,
     SamplingParams,
 )
-from quire.types.structured import MOST_GRAMMAR_BYTES, StructuredOutputsParams, as_structured_outputs
+from quire.types.structured import MAX_GRAMMAR_BYTES, StructuredOutputsParams, as_structured_outputs
 
 UNENFORCED = b"x-quire-schema-unenforced"
 SMALL = 1 << 14  # bytes of a schema that is checked on the event loop
@@ -49,7 +49,7 @@ def structured_outputs(request: GenerationFields) -> StructuredOutputsParams | N
 
 async def report_unenforced(raw: Request, constraint: StructuredOutputsParams | None, use: ToolUse | None = None) -> None:
     """List schema keywords that the grammar does not enforce in the answer's headers; in a strict tool they are an error."""
-    if constraint is None or constraint.size > MOST_GRAMMAR_BYTES:
+    if constraint is None or constraint.size > MAX_GRAMMAR_BYTES:
         return
     closed = server_of(raw).llm.config.args.structured_outputs_config.get("disable_additional_properties", True)
     if constraint.size <= SMALL:

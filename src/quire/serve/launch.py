@@ -268,7 +268,7 @@ def _cache_info(llm: AsyncLLM, pages: int) -> dict[str, object]:
     }
 
 
-MOST_TOKENS = 64
+MAX_TOKENS = 64
 
 
 async def print_sample(llm: AsyncLLM, question: str) -> None:
@@ -280,7 +280,7 @@ async def print_sample(llm: AsyncLLM, question: str) -> None:
 
 
 async def _answer(llm: AsyncLLM, question: str) -> str:
-    params = SamplingParams(temperature=0.0, max_tokens=MOST_TOKENS, output_kind=RequestOutputKind.FINAL_ONLY)
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, output_kind=RequestOutputKind.FINAL_ONLY)
     text = ""
     async for output in llm.generate(await _prompt(llm, question), params, "sample"):
         text = output.outputs[0].text

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from quire.types.checks import shown
 from quire.types.errors import ConfigError, InvalidParameter
-from quire.types.sampling import MOST_BAD_WORDS, MOST_LOGPROB_TOKEN_IDS
+from quire.types.sampling import MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_STRINGS_VARIABLES = ("QUIRE_MAX_STOP_STRINGS", "VLLM_MAX_STOP_STRINGS")
@@ -79,8 +79,8 @@ class ServerLimits:
     stop: int = field(default_factory=max_stop_strings)
     stop_token_ids: int = 1024
     logit_bias: int = 1024
-    bad_words: int = MOST_BAD_WORDS
-    logprob_token_ids: int = MOST_LOGPROB_TOKEN_IDS
+    bad_words: int = MAX_BAD_WORDS
+    logprob_token_ids: int = MAX_LOGPROB_TOKEN_IDS
     allowed_token_ids: int = 2**18
     chat_template_kwargs: int = 64
     metadata: int = 256

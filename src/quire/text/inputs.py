@@ -22,7 +22,7 @@ from quire.types.errors import InvalidParameter, NotSupported
 from quire.types.prompts import NO_EXTRAS, Extras, Prompt, PromptType
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
-from quire.types.structured import FIELD, MOST_GRAMMAR_BYTES, StructuredOutputsParams
+from quire.types.structured import FIELD, MAX_GRAMMAR_BYTES, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from quire.text.offload import TextOffload
@@ -216,9 +216,9 @@ class InputProcessor:
             if params.disable_additional_properties is None:
                 params.disable_additional_properties = self._closed
         size = params.size
-        if size > MOST_GRAMMAR_BYTES:
+        if size > MAX_GRAMMAR_BYTES:
             raise InvalidParameter(
-                f"{FIELD}.{params.constraint} has {size} bytes; at most {MOST_GRAMMAR_BYTES} can be compiled", FIELD
+                f"{FIELD}.{params.constraint} has {size} bytes; at most {MAX_GRAMMAR_BYTES} can be compiled", FIELD
             )
 
     def _seed_for(self, params: SamplingParams) -> int:

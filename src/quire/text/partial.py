@@ -111,7 +111,7 @@ def encode_end(tokenizer: TextEncoder, text: str, add_special_tokens: bool, keep
 
 
 @dataclass(frozen=True)
-class Part:
+class TextEnd:
     """One end of a text. Its tokens, special ones included, are enough if there are more than `cut.keep` of them.
 
     lead: the words at its beginning whose tokens may differ from those within the whole text; "": none
@@ -121,7 +121,7 @@ class Part:
     lead: str = ""
 
 
-def parts(text: str, cut: Cut) -> Iterator[Part]:
+def parts(text: str, cut: Cut) -> Iterator[TextEnd]:
     """Yield ever longer ends of a text, of which the kept tokens may be taken. None: the whole text must be tokenized."""
     length = CHARACTERS_PER_TOKEN * cut.room + LONG_CHARACTERS // 2
     while 2 * length < len(text):
@@ -132,18 +132,18 @@ def parts(text: str, cut: Cut) -> Iterator[Part]:
         length *= GROWTH
 
 
-def _first(text: str, length: int) -> Part | None:
+def _first(text: str, length: int) -> TextEnd | None:
     spaces = [*_SPACE_IN_WORDS.finditer(text, max(0, length - SEARCHED_CHARACTERS), length)]
-    return Part(text[: spaces[-1].start()]) if spaces else None
+    return TextEnd(text[: spaces[-1].start()]) if spaces else None
 
 
-def _last(text: str, length: int) -> Part | None:
+def _last(text: str, length: int) -> TextEnd | None:
     """The part begins with a word. How the tokenizer spells the beginning of a text matters to this word only."""
     begin = _SPACE_IN_WORDS.search(text, len(text) - length, len(text) - length + SEARCHED_CHARACTERS)
     if begin is None:
         return None
     end = _SPACE_IN_WORDS.search(text, begin.end(), begin.end() + SEARCHED_CHARACTERS)
-    return None if end is None else Part(text[begin.end() :], text[begin.end() : end.start()])
+    return None if end is None else TextEnd(text[begin.end() :], text[begin.end() : end.start()])
 
 
 # ---- tokenizers that treat words apart

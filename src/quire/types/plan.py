@@ -207,7 +207,7 @@ class StepPlan(StepRows, frozen=True, eq=False, dict=True):
     guesses: Ints = NOTHING  # [rows] tokens that a drafter with weights drafts after each row
 
     @cached_property
-    def ahead(self) -> int:
+    def next_drafts(self) -> int:
         """Return the maximum of `guesses`."""
         return int(self.guesses.max(initial=0))
 
@@ -234,9 +234,9 @@ class StepResult(msgspec.Struct, frozen=True, eq=False):
     failed: dict[int, str] = {}  # row -> error after its tokens; the other rows are valid
 
 
-MOST_ROWS = 512  # requests in a step with a CUDA graph
-MOST_TOKENS = 2048  # larger steps hide the launch of kernels one by one
-TOKEN_BUCKETS = (16, 32, *range(64, 1024, 64), *range(1024, MOST_TOKENS + 1, 256))
+MAX_GRAPH_ROWS = 512  # requests in a step with a CUDA graph
+MAX_GRAPH_TOKENS = 2048  # larger steps hide the launch of kernels one by one
+TOKEN_BUCKETS = (16, 32, *range(64, 1024, 64), *range(1024, MAX_GRAPH_TOKENS + 1, 256))
 
 
 def recorded_width(tokens: int) -> int:

@@ -28,9 +28,9 @@ class Extras:
     `Prompt`, `EngineRequest` and `Admission` have it as a whole, so a new field needs no other changes.
     """
 
-    adapter: int = 0  # device slot of the LoRA adapter; set in an `Admission`, from `lora`; 0: none
+    adapter_slot: int = 0  # device slot of the LoRA adapter; set in an `Admission`, from `lora`; 0: none
     pooling: Pooling | None = None  # pool the prompt's hidden states, and sample no token
-    lora: AdapterRef | None = None  # the LoRA adapter; `adapter` is its slot, known when it is on the device
+    lora: AdapterRef | None = None  # the LoRA adapter; `adapter_slot` is its slot, known when it is on the device
     lora_name: str = ""  # the user's name of it
     unpooled: int = 0  # tokens at the beginning that are left out of the mean
     unattended: int = 0  # tokens at the end that no token attends to
@@ -40,7 +40,7 @@ class Extras:
     @property
     def features(self) -> tuple[str, ...]:
         """Return the features whose device half the request requires."""
-        return (*(("lora",) if self.adapter else ()), *(("pooling",) if self.pooling is not None else ()))
+        return (*(("lora",) if self.adapter_slot else ()), *(("pooling",) if self.pooling is not None else ()))
 
 
 NO_EXTRAS = Extras()

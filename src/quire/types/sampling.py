@@ -20,9 +20,9 @@ from quire.types.structured import StructuredOutputsParams, as_structured_output
 
 GREEDY_BELOW = 1e-5
 LOWEST_TEMPERATURE = 1e-2
-MOST_SEQUENCES = 16384
-MOST_LOGPROB_TOKEN_IDS = 128
-MOST_BAD_WORDS = 128
+MAX_SEQUENCES = 16384
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_BAD_WORDS = 128
 SEED_BITS = 64
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
@@ -207,7 +207,7 @@ class BeamSearchParams(msgspec.Struct):
     structured_outputs: Any = None
 
     def __post_init__(self) -> None:
-        check_int("beam_width", self.beam_width, low=1, high=MOST_SEQUENCES)
+        check_int("beam_width", self.beam_width, low=1, high=MAX_SEQUENCES)
         check_int("max_tokens", self.max_tokens, low=1)
         check_real("temperature", self.temperature, low=0.0, high=2.0)
         check_real("length_penalty", self.length_penalty, low=-MAX_LENGTH_PENALTY, high=MAX_LENGTH_PENALTY)
@@ -277,8 +277,8 @@ def _bad_words(name: str, value: Any) -> list[str]:
     words = [] if value is None else list(value)
     if any(not isinstance(word, str) or not word for word in words):
         raise InvalidParameter(f"bad_words must be non-empty strings, got {words!r}", name)
-    if len(words) > MOST_BAD_WORDS:
-        raise InvalidParameter(f"bad_words may hold at most {MOST_BAD_WORDS} words, got {len(words)}", name)
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidParameter(f"bad_words may hold at most {MAX_BAD_WORDS} words, got {len(words)}", name)
     return words
 
 
@@ -295,8 +295,8 @@ def _allowed_ids(name: str, value: Any) -> list[int]:
 
 def _logprob_ids(name: str, value: Any) -> list[int]:
     ids = check_ids(name, value)
-    if len(ids) > MOST_LOGPROB_TOKEN_IDS:
-        raise InvalidParameter(f"logprob_token_ids may hold at most {MOST_LOGPROB_TOKEN_IDS} ids, got {len(ids)}", name)
+    if len(ids) > MAX_LOGPROB_TOKEN_IDS:
+        raise InvalidParameter(f"logprob_token_ids may hold at most {MAX_LOGPROB_TOKEN_IDS} ids, got {len(ids)}", name)
     return ids
 
 
@@ -323,7 +323,7 @@ def _bias(name: str, value: Any) -> dict[int, float]:
 
 
 _CHECKS: dict[str, Check] = {
-    "n": _integer(1, MOST_SEQUENCES),
+    "n": _integer(1, MAX_SEQUENCES),
     "presence_penalty": _real(low=-2.0, high=2.0),
     "frequency_penalty": _real(low=-2.0, high=2.0),
     "repetition_penalty": _real(above=0.0),

@@ -14,7 +14,7 @@ from quire.types.json_text import read_json
 
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 FIELD = "structured_outputs"
-MOST_GRAMMAR_BYTES = 1 << 18
+MAX_GRAMMAR_BYTES = 1 << 18
 
 
 class StructuredOutputsParams(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
@@ -114,9 +114,9 @@ def read_object(name: str, value: str | dict[str, Any]) -> dict[str, Any]:
     """Return a schema or a tag that is given as an object or as text."""
     if isinstance(value, dict):
         return value
-    if len(value) > MOST_GRAMMAR_BYTES:
+    if len(value) > MAX_GRAMMAR_BYTES:
         raise InvalidParameter(
-            f"{FIELD}.{name} has {len(value)} characters; at most {MOST_GRAMMAR_BYTES} bytes can be compiled", FIELD
+            f"{FIELD}.{name} has {len(value)} characters; at most {MAX_GRAMMAR_BYTES} bytes can be compiled", FIELD
         )
     try:
         parsed = read_json(value)

@@ -32,7 +32,7 @@ from quire.types.stats import NO_COUNTS, DeviceCounts
 
 FAKE_LATENCY = "QUIRE_FAKE_LATENCY"  # environment: seconds per step
 MAX_FAKE_PAGES = 1 << 17
-MOST_DRAFTS = 8
+MAX_DRAFTS = 8
 POISON = np.uint64(0xDEADDEADDEADDEAD)
 LOST = b"lost"  # state of a lost step
 Longs = npt.NDArray[np.int64]
@@ -201,7 +201,7 @@ class FakeExecutor:
         self.sums[plan.copy_to] = self.sums[plan.copy_from]
 
     def _flavour(self, admission: Admission) -> int:
-        place = admission.extras.adapter
+        place = admission.extras.adapter_slot
         if place and place not in self.adapters:
             raise EngineError(f"a row uses adapter slot {place}, which is empty")
         return flavour(self.adapters[place]) if place else 0
@@ -321,7 +321,7 @@ class FakeExecutor:
 
     def _drafts(self, slot: int) -> Ints:
         known = int(self.known[slot])
-        return self.tokens[slot, known : known + MOST_DRAFTS].copy()
+        return self.tokens[slot, known : known + MAX_DRAFTS].copy()
 
     def _write(self, slots: Longs, positions: Longs, lost: bool) -> None:
         """Write one token of each slot."""

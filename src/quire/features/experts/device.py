@@ -86,7 +86,7 @@ class Balancer:
         loads, before = balance.loads.tolist(), balance.ranks
         if not any(loads):
             return
-        after = settle(before, spread(loads, self._places), self._places)
+        after = place_experts(before, spread(loads, self._places), self._places)
         was, becomes = balance_of(loads, before), balance_of(loads, after)
         worth_it = becomes > was
         if self._wanted.log_balancedness and self._position.rank == 0:
@@ -166,9 +166,9 @@ def spread(loads: Sequence[int], places: Sequence[int]) -> list[list[int]]:
     return found
 
 
-def settle(before: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], places: Sequence[int]) -> list[list[int]]:
+def place_experts(before: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], places: Sequence[int]) -> list[list[int]]:
     """The experts of every rank, place by place: whoever stays on a rank stays where it is."""
-    settled = []
+    assigned = []
     for old, new, room in zip(before, wanted, places, strict=True):
         there = [expert if expert in new and expert not in old[:place] else FREE_SLOT for place, expert in enumerate(old)]
         coming = list(new)
@@ -176,8 +176,8 @@ def settle(before: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], pla
             if expert != FREE_SLOT:
                 coming.remove(expert)
         there = [expert if expert != FREE_SLOT or not coming else coming.pop(0) for expert in there]
-        settled.append(there[:room])
-    return settled
+        assigned.append(there[:room])
+    return assigned
 
 
 def balance_of(loads: Sequence[int], ranks: Sequence[Sequence[int]]) -> float:

@@ -27,7 +27,7 @@ RunExperts = Callable[[Tensor, Tensor, Tensor], Tensor]  # x [T, H], weights and
 
 
 @dataclass(frozen=True)
-class Rows:
+class ExpertWork:
     """That an engine wants run."""
 
     layer: int
@@ -53,7 +53,7 @@ class ExpertsGroup(SharedMemoryGroup):
             waiting.register(end, select.POLLIN)
         return bool(waiting.poll(None if seconds is None else 1000 * seconds))
 
-    def offer(self, rows: Rows | None) -> list[Tensor]:
+    def offer(self, rows: ExpertWork | None) -> list[Tensor]:
         """What every rank has laid down, where it lies."""
         slots = self._next()
         header = slots[self._rank][: 8 * HEADER].view(torch.int64)
@@ -141,12 +141,12 @@ class SharedExperts:
         out = torch.empty_like(x)
         if not len(x):
             return out
-        all_rows = Rows(layer, x, weights.float(), experts.to(torch.int64))
+        all_rows = ExpertWork(layer, x, weights.float(), experts.to(torch.int64))
         most = max(1, (self.group.chunk_bytes - 16 * HEADER) // (self._engines * -(-all_rows.size // len(x))))
         with self._lock:
             for first in range(0, len(x), most):
                 few = slice(first, first + most)
-                rows = Rows(layer, x[few], all_rows.weights[few], all_rows.experts[few])
+                rows = ExpertWork(layer, x[few], all_rows.weights[few], all_rows.experts[few])
                 while (done := self._turn(rows)) is None:
                     pass
                 out[few] = done
@@ -177,7 +177,7 @@ class SharedExperts:
                             self.on_dead(self._dead or error)
                             return
 
-    def _turn(self, rows: Rows | None) -> Tensor | None:
+    def _turn(self, rows: ExpertWork | None) -> Tensor | None:
         """None: it was another one's."""
         self.check()
         try:
@@ -188,7 +188,7 @@ class SharedExperts:
             self.check()
             raise
 
-    def _take_turn(self, rows: Rows | None) -> Tensor | None:
+    def _take_turn(self, rows: ExpertWork | None) -> Tensor | None:
         laid = self.group.offer(rows)
         headers = [slot[: 8 * HEADER].view(torch.int64).tolist() for slot in laid]
         layer = min((header[0] for header in headers if header[0] != NOTHING), default=NOTHING)

@@ -83,8 +83,8 @@ class LoRAPart(StepPart):
         self._adapted.clear()
 
     def admit(self, slot: int, admission: Admission) -> None:
-        if admission.extras.adapter:
-            self._places[slot] = admission.extras.adapter
+        if admission.extras.adapter_slot:
+            self._places[slot] = admission.extras.adapter_slot
             self._adapted.add(slot)
 
     def retire(self, slot: int) -> None:

@@ -174,7 +174,7 @@ class LoRA(Feature):
 
     def cache_salt(self, extras: Extras) -> tuple[str, ...]:
         # without a reference, a caller chose the slot itself (tests of the device half): the slot stands for the version
-        version = extras.adapter if extras.lora is None else extras.lora.version
+        version = extras.adapter_slot if extras.lora is None else extras.lora.version
         return (f"adapter={version}",) if version else ()
 
 

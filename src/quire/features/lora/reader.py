@@ -87,12 +87,12 @@ def read_unchanged(
 
     For files changed so recently that their stamp proves nothing, the digest is computed again.
     """
-    before, settled = file_stamp(ref.path)
-    if not (settled and before == ref.stamp) and digest(ref.path, gone) != ref.version:
+    before, stable = file_stamp(ref.path)
+    if not (stable and before == ref.stamp) and digest(ref.path, gone) != ref.version:
         raise _changed(ref)
     facts = read(ref)
     after, _ = file_stamp(ref.path)
-    if after != before or (not settled and digest(ref.path, gone) != ref.version):
+    if after != before or (not stable and digest(ref.path, gone) != ref.version):
         raise _changed(ref)
     return facts
 

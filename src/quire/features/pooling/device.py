@@ -190,7 +190,7 @@ class PoolingPart(StepPart):
         if (pooling := admission.extras.pooling) is not None:
             extras = admission.extras
             self._tenants[slot] = Tenant(
-                pooling, admission.prompt_length, admission.tokens, extras.segment, extras.unpooled, extras.adapter,
+                pooling, admission.prompt_length, admission.tokens, extras.segment, extras.unpooled, extras.adapter_slot,
                 extras.unattended, extras.skipped,
             )  # fmt: skip
 

@@ -116,7 +116,7 @@ CONFLICTS: tuple[Conflict, ...] = (
 )  # fmt: skip
 
 
-class Speculation(Feature):
+class SpeculativeDecoding(Feature):
     name = "speculation"
     conflicts = CONFLICTS
     cache_salt = None  # drafts do not change the model's keys and values

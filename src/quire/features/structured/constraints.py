@@ -109,8 +109,8 @@ class GrammarLanes:
             news.add(self.second.news())
         return news
 
-    def settle(self, seconds: float) -> None:
-        self.first.settle(seconds)
+    def wait_forced(self, seconds: float) -> None:
+        self.first.wait_forced(seconds)
 
     def forced(self) -> list[tuple[str, list[int]]]:
         return self.first.forced() + self.second.forced()
@@ -201,11 +201,11 @@ class Constraints:
         if self.grammars is not None:
             self.grammars.stop()
 
-    def before_plan(self, depth: int, ahead: bool) -> None:
-        """Apply the grammars' news and forced tokens. ahead: a step is in flight."""
+    def before_plan(self, depth: int, in_flight: bool) -> None:
+        """Apply the grammars' news and forced tokens. in_flight: a step is in flight."""
         if self.grammars:
             self._take_news(self.grammars)
-            self._jump(self.grammars, depth, ahead)
+            self._jump(self.grammars, depth, in_flight)
 
     def masks(self, scheduled: Scheduled) -> Words:
         """Return the masks of the masked samples. Rows whose masks are late are suspended: their tokens do not count."""
@@ -247,14 +247,14 @@ class Constraints:
             self.grammars.close(name)
         self.on_refused(name, why)
 
-    def _jump(self, grammars: GrammarLanes, depth: int, ahead: bool) -> None:
+    def _jump(self, grammars: GrammarLanes, depth: int, in_flight: bool) -> None:
         """Where a grammar leaves no choice, tokens are taken without being sampled.
 
-        A step ahead, a request has to pause for that, and the longer row it gets then may slow the others' step down: only a
-        number of tokens that makes up for it is worth that.
+        With a step in flight, a request has to pause for that, and its longer row may slow down the step of the others: only
+        a number of tokens that makes up for it is worth that.
         """
-        if not ahead:
-            grammars.settle(MASK_WAIT)
+        if not in_flight:
+            grammars.wait_forced(MASK_WAIT)
         for name, tokens in grammars.forced():
             left = len(tokens) - self._scheduler.in_flight(name)  # a row in flight samples the first of them
             if not depth or left > JUMP_PRICE * self._scheduler.stats.running:

@@ -17,9 +17,9 @@ from quire.layers.quant.scheme import MATRIX, ROUTERS, CheckpointScheme, Invento
 from quire.layers.quant.stored import QuantizedLinear, Target
 from quire.ops.quantized import (
     dequantized,
+    device_layout,
     quantize_float8,
     quantized_experts_forward,
-    settled,
 )
 from quire.ops.quantized_layouts import Activation
 from quire.types.errors import ModelError
@@ -107,7 +107,7 @@ class OnlineLinear(QuantizedLinear, Plain):
 
     def finish(self, layer: Linear) -> None:
         form = quantize_float8(layer.weight.data)
-        self.matrix = settled(form)
+        self.matrix = device_layout(form)
         if self.matrix is None:
             layer.hold(Plain(), weight=dequantized(form, layer.weight.dtype))
         else:
@@ -119,7 +119,7 @@ class OnlineExperts(PlainExperts):
 
     def finish(self, layer: Experts) -> None:
         super().finish(layer)
-        up, down = (settled(quantize_float8(stack.data)) for stack in (layer.up, layer.down))
+        up, down = (device_layout(quantize_float8(stack.data)) for stack in (layer.up, layer.down))
         assert up is not None and down is not None  # kernels for scales per channel take any size
         self.matrices = up, down
         layer.hold(self)

@@ -175,7 +175,7 @@ class BlocksLinear(_Blocks, HeldLinear):
         self._parts = parts
 
     def finish(self, layer: Linear) -> None:
-        self.settle(layer, [self.form(part) for part in self._parts])
+        self.install(layer, [self.form(part) for part in self._parts])
 
 
 class BlocksHead(_Blocks, HeldHead):
@@ -184,7 +184,7 @@ class BlocksHead(_Blocks, HeldHead):
         self._matrix = matrix
 
     def finish(self, layer: Head) -> None:
-        self.settle(layer, [self.form(self._matrix)])
+        self.install(layer, [self.form(self._matrix)])
 
 
 class BlocksExperts(_Blocks, HeldExperts):
@@ -195,7 +195,7 @@ class BlocksExperts(_Blocks, HeldExperts):
         self._stacks = stacks
 
     def finish(self, layer: Experts) -> None:
-        self.settle(layer, *(stack_layouts([self.form(matrix) for matrix in stack]) for stack in self._stacks))
+        self.install(layer, *(stack_layouts([self.form(matrix) for matrix in stack]) for stack in self._stacks))
 
 
 class GGUFLayoutScheme(GGUFScheme):

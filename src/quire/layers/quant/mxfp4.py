@@ -17,7 +17,7 @@ from quire.layers.parameter import CheckpointTensor, Destination, Method, Weight
 from quire.layers.quant.layout import check_group, check_scale
 from quire.layers.quant.scheme import Inventory
 from quire.layers.quant.stored import Target
-from quire.ops.quantized import quantized_experts_forward, settled
+from quire.ops.quantized import device_layout, quantized_experts_forward
 from quire.ops.quantized_layouts import Float4
 from quire.types.errors import ModelError
 
@@ -66,7 +66,7 @@ class MXFP4Experts(Method):
             gates, back = (self._form(layer, name) for name in STACKS)
             part_pairs(gates.numbers)
             part_pairs(gates.scale)
-            self.up, self.down = settled(gates), settled(back)
+            self.up, self.down = device_layout(gates), device_layout(back)
             assert self.up is not None and self.down is not None  # kernels take groups of 32
             layer.hold(self)
             return

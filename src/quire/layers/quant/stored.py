@@ -16,14 +16,14 @@ from quire.layers.parameter import CheckpointTensor, Destination, Method, Weight
 from quire.layers.quant.layout import UNDIVIDED, Layout, Raw, check_scales
 from quire.ops.quantized import (
     dequantized,
+    device_layout,
     quantized_experts_forward,
     quantized_gated_linear,
     quantized_linear,
     quantized_linear_float,
     rounding_for,
-    settled,
 )
-from quire.ops.quantized_layouts import Rounding, Rows, merge
+from quire.ops.quantized_layouts import Activations, Rounding, merge
 from quire.types.errors import ModelError
 
 # tensors with the group of each input: the configuration field that enables them
@@ -39,11 +39,11 @@ class Target:
     keeps: frozenset[str]  # layouts that the device multiplies by, and "experts" if experts may stay quantized
     dequantized: Counter[str] = field(default_factory=Counter)
 
-    def settle(self, parts: Sequence[Any], stack: bool = False) -> Any:
+    def combine(self, parts: Sequence[Any], stack: bool = False) -> Any:
         """Return parts stacked along the outputs as one quantized matrix, or as floats in the model's dtype."""
         whole = merge(parts) if not any(isinstance(part, Tensor) for part in parts) else None
         if whole is not None and whole.kind in self.keeps and ("experts" in self.keeps or not stack):
-            held = settled(whole)
+            held = device_layout(whole)
             if held is not None:
                 return held
         self.dequantized[parts[0].kind if whole is not None else "mixed"] += 1
@@ -91,13 +91,13 @@ class QuantizedLinear:
 
     matrix: Any
 
-    def rounding(self, x: Rows) -> Rounding | None:
+    def rounding(self, x: Activations) -> Rounding | None:
         return rounding_for(self.matrix, x)
 
-    def apply(self, layer: Linear, x: Rows) -> Tensor:
+    def apply(self, layer: Linear, x: Activations) -> Tensor:
         return quantized_linear(x, self.matrix, layer.bias)
 
-    def apply_gated(self, layer: Linear, x: Rows, activation: str, rounding: Rounding | None = None) -> Rows:
+    def apply_gated(self, layer: Linear, x: Activations, activation: str, rounding: Rounding | None = None) -> Activations:
         return quantized_gated_linear(x, self.matrix, layer.bias, activation, rounding)
 
 
@@ -106,9 +106,9 @@ class HeldLinear(QuantizedLinear):
 
     target: Target
 
-    def settle(self, layer: Linear, parts: Sequence[Any]) -> None:
+    def install(self, layer: Linear, parts: Sequence[Any]) -> None:
         """Set the matrix to parts stacked along the outputs."""
-        found = self.target.settle(parts)
+        found = self.target.combine(parts)
         if isinstance(found, Tensor):
             layer.hold(Plain(), weight=found)
         else:
@@ -120,8 +120,8 @@ class HeldHead:
     target: Target
     matrix: Any  # a quantized layout
 
-    def settle(self, layer: Head, parts: Sequence[Any]) -> None:
-        found = self.target.settle(parts)
+    def install(self, layer: Head, parts: Sequence[Any]) -> None:
+        found = self.target.combine(parts)
         if isinstance(found, Tensor):
             layer.hold(PlainHead(), weight=found)
         else:
@@ -137,10 +137,10 @@ class HeldExperts:
     up: Any  # quantized layouts: up [E, 2 * inner, hidden] with gate rows first, down [E, hidden, inner]
     down: Any
 
-    def settle(self, layer: Experts, *stacks: Any) -> None:
+    def install(self, layer: Experts, *stacks: Any) -> None:
         """Set the matrices. stacks: gate, up and down; without a gate they are dequantized."""
         target = self.target if layer.gated else replace(self.target, keeps=frozenset())
-        above, below = target.settle(stacks[:-1], stack=True), target.settle(stacks[-1:], stack=True)
+        above, below = target.combine(stacks[:-1], stack=True), target.combine(stacks[-1:], stack=True)
         if isinstance(above, Tensor) or isinstance(below, Tensor):
             floats = [part if isinstance(part, Tensor) else dequantized(part, self.target.dtype) for part in (above, below)]
             layer.hold(PlainExperts() if layer.gated else UngatedExperts(), up=floats[0], down=floats[1])
@@ -194,7 +194,7 @@ class StoredLinear(HeldLinear, QuantizedParameters):
         return self.all_slices(layer)
 
     def finish(self, layer: Linear) -> None:
-        self.settle(layer, self.convert(layer))
+        self.install(layer, self.convert(layer))
 
 
 class StoredHead(QuantizedParameters, HeldHead):
@@ -207,7 +207,7 @@ class StoredHead(QuantizedParameters, HeldHead):
         return self.all_slices(layer)
 
     def finish(self, layer: Head) -> None:
-        self.settle(layer, self.convert(layer))
+        self.install(layer, self.convert(layer))
 
 
 class StoredExperts(QuantizedParameters, HeldExperts):
@@ -232,7 +232,7 @@ class StoredExperts(QuantizedParameters, HeldExperts):
         return taken
 
     def finish(self, layer: Experts) -> None:
-        self.settle(layer, *(self._convert_stack(layer, key) for key in self.matrices))
+        self.install(layer, *(self._convert_stack(layer, key) for key in self.matrices))
 
     def _convert_stack(self, layer: Experts, key: str) -> Any:
         """Convert some experts at a time: intermediate values need more memory."""

@@ -29,7 +29,7 @@ LANES = 512  # tokens of a row written at once
 BLOCK_K, LONG_BLOCK_K = 128, 256  # inputs read at once; more where registers allow
 LONG, WIDE = 8192, 16384  # thresholds of inputs and outputs
 LEAST_ROWS = 64  # minimum block of rows per program
-LEAST, MOST_RANKS = 16, 64  # block sizes of ranks; tl.dot requires at least 16
+LEAST, MAX_RANKS = 16, 64  # block sizes of ranks; tl.dot requires at least 16
 
 
 class Program(NamedTuple):
@@ -436,7 +436,7 @@ def add(out: Tensor, x: Tensor, rows: AdapterTiles, table: AdapterTable, own: Te
 
 
 def ranks_at_once(table: AdapterTable) -> int:
-    return min(max(power_of_two(table.ranks), LEAST), MOST_RANKS)
+    return min(max(power_of_two(table.ranks), LEAST), MAX_RANKS)
 
 
 def _expand_sums(

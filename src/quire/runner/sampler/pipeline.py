@@ -16,7 +16,7 @@ from quire.runner.sampler.edits import Allowed, BadWords, Bias, Masks, MinTokens
 from quire.runner.sampler.filters import MinP, Temperature, Truncation, largest
 from quire.runner.sampler.gumbel import GumbelSampling
 from quire.runner.sampler.logprobs import Logprobs, Report
-from quire.runner.sampler.stage import Columns, Edit, Extra, Filter, Part, Rows, Stage, concerns
+from quire.runner.sampler.stage import Columns, Edit, Extra, Filter, Rows, SamplerPart, Stage, concerns
 from quire.runner.transfer import Longs, upload
 from quire.types.errors import NO_TOKEN
 from quire.types.plan import Admission, Ints
@@ -84,9 +84,9 @@ class Sampler:
         min_p, truncation = MinP(columns), Truncation(columns, vocabulary)
         self._unfused: tuple[Filter, ...] = tuple(make(columns, vocabulary) for make in FILTERS)
         self._filters: tuple[Stage, ...] = (self._temperature, *self._unfused, min_p, truncation)
-        self._parts: tuple[Part, ...] = (self.logprobs, *self._edits, *self._filters)
-        self._used: dict[int, list[Part]] = {}  # slot -> the parts whose parameters its request sets
-        self._users: Counter[Part] = Counter()  # requests that use each part
+        self._parts: tuple[SamplerPart, ...] = (self.logprobs, *self._edits, *self._filters)
+        self._used: dict[int, list[SamplerPart]] = {}  # slot -> the parts whose parameters its request sets
+        self._users: Counter[SamplerPart] = Counter()  # requests that use each part
         self._extras: tuple[Extra, ...] = (self.logprobs, *self._edits)
         self._special: set[int] = set()  # slots with edits, logprobs or unfused filters
         self._filtered: set[int] = set()  # slots with a filter that the fused kernel lacks

@@ -14,7 +14,7 @@ from quire.types.errors import EngineError
 from quire.types.plan import Admission
 from quire.types.sampling import SamplingParams
 
-MOST_COLUMNS = 16
+MAX_COLUMNS = 16
 LEAST = float(np.finfo(np.float32).tiny)  # a device may flush smaller values to 0
 MOST = float(np.finfo(np.float32).max)
 
@@ -55,7 +55,7 @@ class PerSlot(Protocol):
     def retire(self, slot: int) -> None: ...
 
 
-class Part(PerSlot, Protocol):
+class SamplerPart(PerSlot, Protocol):
     """A part of the sampler. fields: the sampling parameters it reads; it does not get requests with defaults for all of
     them.
     """
@@ -64,7 +64,7 @@ class Part(PerSlot, Protocol):
     def fields(self) -> tuple[str, ...]: ...
 
 
-class Stage(Part, Protocol):
+class Stage(SamplerPart, Protocol):
     """`apply` may change `logits` [N, V] float32 in place and returns them; it is called only if `active`."""
 
     def active(self, rows: Rows) -> bool: ...
@@ -72,7 +72,7 @@ class Stage(Part, Protocol):
     def apply(self, logits: Tensor, rows: Rows) -> Tensor: ...
 
 
-class Extra(Part, Protocol):
+class Extra(SamplerPart, Protocol):
     """A part that is neither a filter nor the sampling itself."""
 
     def wants(self, admission: Admission) -> bool:
@@ -92,7 +92,7 @@ class Filter(Edit, Protocol):
 NEUTRAL = SamplingParams()
 
 
-def concerns(part: Part, params: SamplingParams) -> bool:
+def concerns(part: SamplerPart, params: SamplingParams) -> bool:
     return any(getattr(params, name) != getattr(NEUTRAL, name) for name in part.fields)
 
 
@@ -104,7 +104,7 @@ class Columns:
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.device = device
-        self._words = np.zeros((MOST_COLUMNS, slots), np.int64)  # [columns, S]; a narrower type uses the first part of its row
+        self._words = np.zeros((MAX_COLUMNS, slots), np.int64)  # [columns, S]; a narrower type uses the first part of its row
         self._on_device = (
             torch.from_numpy(self._words) if device.type == "cpu" else torch.zeros(self._words.shape, dtype=torch.int64)
         )
@@ -113,8 +113,8 @@ class Columns:
         self.stale = False
 
     def make(self, dtype: npt.DTypeLike, neutral: float) -> "Column":
-        if self._made == MOST_COLUMNS:
-            raise EngineError(f"a sampler has at most {MOST_COLUMNS} columns")
+        if self._made == MAX_COLUMNS:
+            raise EngineError(f"a sampler has at most {MAX_COLUMNS} columns")
         host = self._words[self._made].view(dtype)[: self._words.shape[1]]
         on_device = self._on_device[self._made].view(torch.from_numpy(host).dtype)[: len(host)]
         self._made += 1

@@ -39,26 +39,26 @@ class SpeculationAhead(Speculation):
         rows = [request for request in running if request.known == 1]
         limit = self._limit(len(rows))
         self.granted = {}
-        if self.ahead:  # drafts of the last step
+        if self.next_drafts:  # drafts of the last step
             for request in rows:
                 drafting = request.drafting
                 offered = min(limit, len(drafting.tokens) if self.by_host else drafting.offered)
                 if offered and self._up_to_date(request):
                     self.granted[request] = offered
-        self.ahead, self.guesses = limit, {}
+        self.next_drafts, self.guesses = limit, {}
         if self._adaptive:
             unread = [max(0, len(request.tokens) - request.drafting.read) for request in rows]
             further = sum(min(EXPECTED_TOKENS, request.limit - len(request.tokens)) for request in rows) // max(1, len(rows))
             drafting_of = [request.drafting for request in rows]
-            counts, self.ahead = self._choice.choose(drafting_of, self._common, self._outcomes, limit, unread, further)
-            self.guesses = {request: count for request, count in zip(rows, counts, strict=True) if count != self.ahead}
+            counts, self.next_drafts = self._choice.choose(drafting_of, self._common, self._outcomes, limit, unread, further)
+            self.guesses = {request: count for request, count in zip(rows, counts, strict=True) if count != self.next_drafts}
             if self._choice.tries:
                 self._outcomes = min(self._outcomes, TRIAL_OUTCOMES)
-        self.waits = self.ahead > 0 or bool(self.granted)
+        self.waits = self.next_drafts > 0 or bool(self.granted)
 
     def record_step_time(self, scheduled: Scheduled, seconds: float, synchronous: bool = False) -> None:  # noqa: ARG002
         plan, drafts, rows = scheduled.plan, scheduled.plan.shapes.drafted, len(scheduled.plan.slot)
-        before, self._before = self._before, plan.ahead
+        before, self._before = self._before, plan.next_drafts
         fresh, self._fresh = self._fresh, 0
         self._account.spend(seconds)
         self._seconds, self._odd = 0.0, bool(before or drafts)
@@ -68,14 +68,14 @@ class SpeculationAhead(Speculation):
             self._with_prompts(plan, before, drafts, seconds)
             return
         self._seconds = seconds
-        if plan.ahead:
+        if plan.next_drafts:
             asked = zip(scheduled.requests, plan.guesses.tolist(), strict=True)
             self._fresh = sum(max(0, len(request.tokens) - request.drafting.read) for request, guesses in asked if guesses)
-        if plan.ahead == before and (plan.ahead or not drafts):
-            self._choice.took(rows, plan.ahead, int(plan.guesses.sum()), fresh, seconds)
+        if plan.next_drafts == before and (plan.next_drafts or not drafts):
+            self._choice.took(rows, plan.next_drafts, int(plan.guesses.sum()), fresh, seconds)
 
     def _with_prompts(self, plan: StepPlan, before: int, drafts: int, seconds: float) -> None:
-        if plan.ahead:  # the drafter processes the prompts, too
+        if plan.next_drafts:  # the drafter processes the prompts, too
             self._account.lose(self._choice.reading(plan.tokens - drafts - len(plan.slot)))
         elif not before and not drafts:
             self._choice.prompt(plan.tokens, seconds)
@@ -83,8 +83,8 @@ class SpeculationAhead(Speculation):
     def landed(self, scheduled: Scheduled, result: StepResult) -> list[Request]:
         plan = scheduled.plan
         if self._odd:
-            self._book(scheduled, result, len(plan.slot) * plan.ahead)
-        if not plan.ahead and not plan.shapes.drafted:
+            self._book(scheduled, result, len(plan.slot) * plan.next_drafts)
+        if not plan.next_drafts and not plan.shapes.drafted:
             return []
         rows: list[Request] = []
         each = zip(scheduled.requests, result.lengths.tolist(), plan.drafts.tolist(), plan.guesses.tolist(), strict=True)
@@ -100,7 +100,7 @@ class SpeculationAhead(Speculation):
         if self._batch_drafter is None or not rows:
             return []
         texts: dict[str, Text] = {request.spec.id: text_of(request) for request in rows}
-        drafts_of = self._batch_drafter.propose_all(texts, plan.ahead)
+        drafts_of = self._batch_drafter.propose_all(texts, plan.next_drafts)
         for request in rows:
             request.drafting.tokens = drafts_of.get(request.spec.id, ())[: request.drafting.offered]
         return [request for request in rows if request.drafting.tokens]

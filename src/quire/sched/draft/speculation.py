@@ -77,9 +77,9 @@ class Speculation:
         self._trial = False  # run drafts once, as a measurement
         self._turn = 0  # of the sampling of requests
         self._steps_without = 0  # steps since the last drafts
-        self._ahead = self._ahead_once = False  # is a step in flight at commit, and was one ever
+        self._in_flight = self._was_in_flight = False  # is a step in flight at commit, and was one ever
         self.granted: dict[Request, int] = {}  # drafts of the next step
-        self.ahead = 0  # drafts that a drafter with weights makes after each row
+        self.next_drafts = 0  # drafts that a drafter with weights makes after each row
         self.guesses: dict[Request, int] = {}  # exceptions
         self.waits = drafter is not None and not adaptive  # plan the next step when all tokens are known
 
@@ -139,14 +139,14 @@ class Speculation:
         }
         best, enough = 0, NEAR_BEST * max(paces.values(), default=0.0)
         careful = max(1, round(share * self._most_now(rows, plain)))
-        if enough > NEAR_BEST * (MIN_SPEEDUP_ASYNC if self._ahead else MIN_SPEEDUP) * rows / plain:
+        if enough > NEAR_BEST * (MIN_SPEEDUP_ASYNC if self._in_flight else MIN_SPEEDUP) * rows / plain:
             best = min(careful, next(count for count, pace in paces.items() if pace >= enough))
         self._idle = 0 if best else self._idle + 1
         if not best and gains:
             tried = min(careful, len({id(request) for _, request in gains}))
             if self._trial or self._may_try(costs.seconds(rows, round(tried / share)) - plain, plain, gains[0][0]):
                 best, self._idle = tried, 0
-                self._trial = self._ahead  # then it is tried when all tokens have come
+                self._trial = self._in_flight  # then it is tried when all tokens have come
         return best
 
     def _most_now(self, rows: int, plain: float) -> int:
@@ -167,14 +167,14 @@ class Speculation:
 
     def record_step_time(self, scheduled: Scheduled, seconds: float, synchronous: bool = False) -> None:
         """Record the duration of a step. `synchronous`: it was planned after the tokens of the last one were known."""
-        self.settle()
+        self.evaluate()
         plan, drafts = scheduled.plan, scheduled.plan.shapes.drafted
         self._account.spend(seconds)
         self._seconds = 0.0
         if seconds > 0 and plan.tokens - drafts == len(plan.slot) and not len(plan.masked):
-            self._seconds, self._in_vain = seconds, synchronous and self._ahead_once and not drafts
+            self._seconds, self._in_vain = seconds, synchronous and self._was_in_flight and not drafts
 
-    def settle(self) -> None:
+    def evaluate(self) -> None:
         """Evaluate the latest committed step. While drafts pay, that can wait until the next step has started."""
         if self._landed is None:
             return
@@ -198,7 +198,7 @@ class Speculation:
             return fruitful
         self._landed = scheduled, result
         if self._adaptive and self._account.lost >= 0:  # no gain is left that another such step could cost
-            self.settle()
+            self.evaluate()
         enabled, rows = self._limit(len(scheduled.requests)) > 0, list[Request]()
         for request, length in zip(scheduled.requests, result.lengths.tolist(), strict=True):
             if length:
@@ -206,10 +206,10 @@ class Speculation:
                 request.drafting.tokens, request.drafting.at = (), -1
             if request.finished is None and length and enabled:
                 rows.append(request)
-        self._ahead = any(request.pending for request in rows)
-        self._ahead_once |= self._ahead
+        self._in_flight = any(request.pending for request in rows)
+        self._was_in_flight |= self._in_flight
         self._steps_without = 0 if self.granted else self._steps_without + 1
-        few = self._ahead or (self._adaptive and self._steps_without > IDLE_STEPS and not self.waits)
+        few = self._in_flight or (self._adaptive and self._steps_without > IDLE_STEPS and not self.waits)
         sampled = self._some(rows) if few else rows
         for request in sampled:
             drafting = request.drafting
@@ -218,7 +218,7 @@ class Speculation:
                 fruitful.append(request)
         if self._adaptive:
             self._decide(rows, sampled, fruitful)
-        return [] if self._ahead else fruitful
+        return [] if self._in_flight else fruitful
 
     def _some(self, rows: list[Request]) -> list[Request]:
         """Return a sample of the rows, others each time."""
@@ -232,7 +232,7 @@ class Speculation:
         if not fruitful or self._costs.plain(count) is None:
             self.waits = self.waits and bool(fruitful)
             return
-        if self._ahead:
+        if self._in_flight:
             self.waits = self._best_count(count, self._gains(fruitful, self._limit(count)), len(sampled) / count) > 0
 
     def forget(self, request: Request) -> None:
@@ -242,14 +242,14 @@ class Speculation:
 
     def idle(self) -> bool:
         """Use idle time. Return False if there is nothing to prepare."""
-        self.settle()
+        self.evaluate()
         if self._costs.taken >= self._stored + STORE_INTERVAL:
             self._store()
         return False
 
     def close(self) -> None:
         """Store measurements and free memory."""
-        self.settle()
+        self.evaluate()
         if self._costs.taken >= self._stored + MIN_STORED:
             self._store()
 

@@ -200,9 +200,9 @@ class RouterClient(EngineGroup):
                 self._open.discard(refused.id)
                 self._listener.on_refused(refused.id, ipc.request_error(refused))
             case ipc.Reply(number, value, error) as reply:
-                self._calls.settle(number, value, None if error is None else ipc.reply_error(reply))
+                self._calls.resolve(number, value, None if error is None else ipc.reply_error(reply))
             case wire.Gathered() as gathered:
-                self._calls.settle(gathered.id, gathered)
+                self._calls.resolve(gathered.id, gathered)
             case wire.Named(number, name, adapter):
                 if self.names is not None:
                     self.names.apply_change(name, adapter)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from itertools import takewhile
 
-from quire.text.parse.parts import Mark, Part
+from quire.text.parse.parts import CallPart, Mark
 
 SHORT = 3  # characters: brackets and the like are text as well
 
@@ -18,7 +18,7 @@ class Calls:
     """
 
     begin: tuple[str, ...]  # any of these
-    call: tuple[Part, ...]
+    call: tuple[CallPart, ...]
     opening: str = ""
     opening_is_read: bool = True  # or is it part of the first call?
     end: str = ""  # nothing: calls are over when no other follows

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from quire.text.parse.format import Calls, Channels, Format, Thinking
 from quire.text.parse.parts import (
+    CallPart,
     Elements,
     Envelope,
     Id,
@@ -15,7 +16,6 @@ from quire.text.parse.parts import (
     Maybe,
     Name,
     Parameters,
-    Part,
     PythonCall,
     Word,
 )
@@ -76,7 +76,7 @@ def _functions(begin: str, end: str) -> tuple[Calls, ...]:
         ("<parameter=", ">"), ("", "</parameter>"), lines=True, stops=("<parameter=", "</function>", end),
         end="</function>", before=(end, "<function="),
     )  # fmt: skip
-    function: tuple[Part, ...] = (Mark("<function="), Name((">",)), parameters)
+    function: tuple[CallPart, ...] = (Mark("<function="), Name((">",)), parameters)
     return (
         Calls((begin,), function, several=True, end=end),
         Calls(("<function=",), function, several=True, end=end, begin_is_read=False),
@@ -124,7 +124,7 @@ _DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁cal
 _DEEPSEEK_CALL, _DEEPSEEK_SEPARATOR, _DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 
 
-def _deepseek(*call: Part, in_template: tuple[str, ...] = ()) -> Format:
+def _deepseek(*call: CallPart, in_template: tuple[str, ...] = ()) -> Format:
     parts = (Mark(_DEEPSEEK_CALL), *call, Mark(_DEEPSEEK_CALL_END))
     calls = Calls((_DEEPSEEK_BEGIN,), parts, end=_DEEPSEEK_END, several=True)
     return Format((calls,), _THINK, in_template=(_DEEPSEEK_BEGIN, *in_template))

@@ -16,7 +16,7 @@ from typing import Literal
 
 from quire.text.parse.events import CallWriter, Event, Reasoning, Text, ToolArguments, ToolEnd, Tools, ToolStart
 from quire.text.parse.format import Calls, Channels, Format, Thinking
-from quire.text.parse.parts import Json, Known, Part
+from quire.text.parse.parts import CallPart, Json, Known
 from quire.text.parse.source import AnswerText, Malformed, Marks, Pull, marks_of
 from quire.text.parse.values import read_value
 
@@ -110,7 +110,7 @@ class AnswerParser:
             self._say(Text, thinking.begin[0])
             thinking = None
         if thinking is not None and (thinking.opened if inside is None else inside):
-            yield from self._source.ahead(self._marks_ahead(*thinking.begin), self._noise)
+            yield from self._source.next_mark(self._marks_ahead(*thinking.begin), self._noise)
             yield from self._read_reasoning(thinking)
         elif self._header and not inside:
             yield from self._drop_header()
@@ -149,7 +149,7 @@ class AnswerParser:
         while source.run(_HEADER_WORD) or source.at == len(source.text):
             if source.position - place > LONGEST_SPAN or not (yield from source.more()):
                 break
-        _, mark = yield from source.ahead(marks_of(frozenset(self._header)), frozenset())
+        _, mark = yield from source.next_mark(marks_of(frozenset(self._header)), frozenset())
         if not mark:
             source.rewind()
             return
@@ -163,7 +163,7 @@ class AnswerParser:
             marks += thinking.begin
         if not marks:
             return ""
-        self._gap, mark = yield from self._source.ahead(self._marks_ahead(*marks), self._noise)
+        self._gap, mark = yield from self._source.next_mark(self._marks_ahead(*marks), self._noise)
         return mark
 
     def _marks_in_text(self, thinking: Thinking | None) -> list[str]:
@@ -328,7 +328,7 @@ class AnswerParser:
             self._flush()
         return emitted
 
-    def _read_call(self, parts: tuple[Part, ...], only_known: bool) -> Pull[_Outcome]:
+    def _read_call(self, parts: tuple[CallPart, ...], only_known: bool) -> Pull[_Outcome]:
         call = CallWriter(self._count, self._emit, self._tools or {}, only_known, self._source.keep)
         outcome = yield from self._try(parts, call)
         if outcome != "none":
@@ -337,7 +337,7 @@ class AnswerParser:
             self._count += 1
         return outcome
 
-    def _try(self, parts: tuple[Part, ...], call: CallWriter) -> Pull[_Outcome]:
+    def _try(self, parts: tuple[CallPart, ...], call: CallWriter) -> Pull[_Outcome]:
         source = self._source
         try:
             for part in parts:
@@ -405,7 +405,7 @@ class AnswerParser:
         source = self._source
         headers = self._marks_ahead(channels.start, channels.channel, channels.recipient)
         while True:
-            self._gap, mark = yield from source.ahead(headers, self._noise)
+            self._gap, mark = yield from source.next_mark(headers, self._noise)
             header = (yield from self._read_header(mark, channels)) if mark else ""
             if source.at == len(source.text) and source.ended:
                 return

@@ -34,7 +34,7 @@ _KEY = re.compile(r"[\w.$-]{1,64}")
 _IDENTIFIER = re.compile(r"[\w.-]*")
 
 
-class Part(Protocol):
+class CallPart(Protocol):
     def read(self, source: AnswerText, call: CallWriter) -> Pull[None]: ...
 
     @property

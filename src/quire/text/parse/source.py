@@ -170,7 +170,7 @@ class AnswerText:
             if len(self.text) - self.at >= most or not (yield from self.more()):
                 raise Malformed("a mark is missing")
 
-    def ahead(self, marks: "Marks", dropped: frozenset[str]) -> Pull[tuple[str, str]]:
+    def next_mark(self, marks: "Marks", dropped: frozenset[str]) -> Pull[tuple[str, str]]:
         """The space and the mark that come next; both are taken. If something else comes, neither is. `dropped` ones vanish."""
         while True:
             found = _SPACE.match(self.text, self.at)

@@ -121,16 +121,16 @@ class HeadDrafter(DeviceDrafter):
         self._layers = self._kv = self._passes = None
 
     def follow(self, ran: RanStep) -> None:
-        plan, sampled, ahead = ran.plan, ran.sampled, min(ran.plan.ahead, self.most)
+        plan, sampled, next_drafts = ran.plan, ran.sampled, min(ran.plan.next_drafts, self.most)
         known = plan.count - plan.drafts
         count = np.where(plan.sample, known + np.maximum(ran.lengths, 1) - 1, plan.count)  # accepted tokens
         out, state = self._take_states(ran, count)
-        if not ahead or not len(sampled):
+        if not next_drafts or not len(sampled):
             return
         if len(sampled) < len(out):
             last = upload((np.cumsum(count) - 1)[sampled].astype(np.int64), out.device)
             out, state = out[last], state[last]
-        self._go_on(plan.slot[sampled], ran.text[sampled], out, state, ahead)
+        self._go_on(plan.slot[sampled], ran.text[sampled], out, state, next_drafts)
 
     def _take_states(self, ran: RanStep, count: Ints) -> tuple[Tensor, Tensor]:
         """Run each token's state with the next token, for the first count[r] tokens of each row."""
@@ -143,16 +143,16 @@ class HeadDrafter(DeviceDrafter):
         slot = upload(np.repeat(plan.slot, count).astype(np.int64), slots.device)
         return self._forward(slots.tokens[slot, batch.positions + 1].long(), self._layers.combine(states), batch)
 
-    def _go_on(self, slot: Ints, text: Ints, out: Tensor, state: Tensor, ahead: int) -> None:
-        """Sample `ahead` tokens after each text. out, state: [R, H], from which the first token and the next pass come."""
+    def _go_on(self, slot: Ints, text: Ints, out: Tensor, state: Tensor, next_drafts: int) -> None:
+        """Sample `next_drafts` tokens after each text. out, state: [R, H], from which the first token comes."""
         assert self._passes is not None
         passes = self._passes
         ids = self._guess(out, slot, text)
-        for i in range(1, ahead):
+        for i in range(1, next_drafts):
             end = np.minimum(text - 1 + i, passes.slots.length)  # no draft beyond is used
             out, state = self._forward(ids, state, passes.build(rows(slot, 1, end, False), whole=True).batch)
             ids = self._guess(out, slot, text + i)
-        self._guessed.note(slot, passes.read(slot, text, ahead))
+        self._guessed.note(slot, passes.read(slot, text, next_drafts))
 
     def _forward(self, ids: Tensor, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         layers = self._layers
@@ -371,19 +371,19 @@ class Medusa(DeviceDrafter):
         self._heads = self._slots = None
 
     def follow(self, ran: RanStep) -> None:
-        plan, sampled, ahead = ran.plan, ran.sampled, min(ran.plan.ahead, self.most)
-        if not ahead or not len(sampled):
+        plan, sampled, next_drafts = ran.plan, ran.sampled, min(ran.plan.next_drafts, self.most)
+        if not next_drafts or not len(sampled):
             return
         assert self._slots is not None and ran.sampled_from is not None
         last = np.searchsorted(plan.sample_row, sampled) + ran.lengths[sampled] - 1
         slot, text = plan.slot[sampled], ran.text[sampled]
-        self._propose(ran.sampled_from[upload(last.astype(np.int64), ran.sampled_from.device)], slot, text, ahead)
-        self._guessed.note(slot, read_guesses(self._slots, slot, text, ahead))
+        self._propose(ran.sampled_from[upload(last.astype(np.int64), ran.sampled_from.device)], slot, text, next_drafts)
+        self._guessed.note(slot, read_guesses(self._slots, slot, text, next_drafts))
 
-    def _propose(self, hidden: Tensor, slot: Ints, text: Ints, ahead: int) -> None:
-        """Write `ahead` tokens after each text [R], sampled from hidden [R, H]."""
+    def _propose(self, hidden: Tensor, slot: Ints, text: Ints, next_drafts: int) -> None:
+        """Write `next_drafts` tokens after each text [R], sampled from hidden [R, H]."""
         heads = self._heads
         assert heads is not None
-        for i, block in enumerate(heads.blocks[:ahead]):
+        for i, block in enumerate(heads.blocks[:next_drafts]):
             lm_head = heads.lm_heads[i] if heads.lm_heads else heads.lm_head or self._model.lm_head
             self._draft_sampler.guess(lm_head(block(hidden), PLAIN), self._draft_sampler.rows(slot, text + i), self._ids)

@@ -110,11 +110,11 @@ class DraftModel(DeviceDrafter):
         return self._graphs is not None and self._graphs.record_next()
 
     def follow(self, ran: RanStep) -> None:
-        plan, slot, ahead = ran.plan, ran.plan.slot, min(ran.plan.ahead, self.most)
+        plan, slot, next_drafts = ran.plan, ran.plan.slot, min(ran.plan.next_drafts, self.most)
         right = np.minimum(np.maximum(ran.lengths - 1, 0), self._further[slot])
         self._seen[slot] += np.where(plan.drafts > 0, right, 0)
         self._further[slot] = 0
-        if not ahead:
+        if not next_drafts:
             return
         assert self._passes is not None
         wants, text = np.zeros(len(slot), np.bool_), ran.text
@@ -124,7 +124,7 @@ class DraftModel(DeviceDrafter):
         self._catch_up(slot, np.where(wants, text, plan.end - plan.drafts), wants | prompt | ~plan.sample, wants)
         self._filled.note(slot, self._seen[slot])
         if wants.any():
-            self._go_on(slot[wants], text[wants], plan.guesses[wants], ahead)
+            self._go_on(slot[wants], text[wants], plan.guesses[wants], next_drafts)
 
     def _catch_up(self, slot: Ints, end: Ints, chosen: Bools, wants: Bools) -> None:
         """Run the texts of the chosen rows up to `end`, at most `room` tokens at a time."""
@@ -136,14 +136,14 @@ class DraftModel(DeviceDrafter):
             self._seen[slot[run]] += now[run]
             self._run(rows(slot[run], now[run], self._seen[slot[run]], (wants & (left == 0))[run]))
 
-    def _go_on(self, slot: Ints, text: Ints, counts: Ints, ahead: int) -> None:
+    def _go_on(self, slot: Ints, text: Ints, counts: Ints, next_drafts: int) -> None:
         assert self._passes is not None
-        for i in range(1, ahead):
+        for i in range(1, next_drafts):
             fits = self._passes.fits(text + i) & (counts > i)
             if fits.any():
                 self._run(rows(slot[fits], 1, (text + i)[fits]))
                 self._further[slot[fits]] += 1
-        self._guessed.note(slot, self._passes.read(slot, text, ahead))
+        self._guessed.note(slot, self._passes.read(slot, text, next_drafts))
 
     def _run(self, plan: StepRows) -> None:
         """Run rows and write the tokens that they sample to their slots."""

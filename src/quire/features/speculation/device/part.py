@@ -14,7 +14,7 @@ from quire.device.base import Device
 from quire.features.base import Allocation, FinishedStep, Follower, StepPart
 from quire.features.speculation.device.drafter import DeviceDrafter, RanStep
 from quire.models.decoder import Decoder
-from quire.runner.buckets import MOST_ROWS
+from quire.runner.buckets import MAX_GRAPH_ROWS
 from quire.runner.slots import Slots
 from quire.runner.transfer import upload
 from quire.types.errors import ConfigError
@@ -67,7 +67,7 @@ class SpeculationPart(StepPart):
     def allocate_inputs(self, slots: Slots, max_rows: int) -> None:  # noqa: ARG002
         if self.drafter is not None and self.drafter.reads:
             count = len(self.drafter.taps) or 1
-            self._kept = KeptStates(self._taps, count, MOST_ROWS, self._hidden_size, self._dtype, slots.device)
+            self._kept = KeptStates(self._taps, count, MAX_GRAPH_ROWS, self._hidden_size, self._dtype, slots.device)
 
     def keep_states(self, hidden: Tensor, tokens: int) -> None:
         if self._kept is not None:

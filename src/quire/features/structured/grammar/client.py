@@ -185,7 +185,7 @@ class Grammars:
 
     def prepare(self) -> None:
         """Start the process before a request needs it."""
-        self._spawn(ahead=True)
+        self._spawn(spare=True)
 
     def stop(self) -> None:
         if self._process is not None:
@@ -236,7 +236,7 @@ class Grammars:
             self._news.ready, news.ready = news.ready, []  # requests that continue now would be suspects, too
         return news
 
-    def settle(self, seconds: float) -> None:
+    def wait_forced(self, seconds: float) -> None:
         """Waits until `forced` is up to date, but for those that are late anyway, for no longer than that."""
         if self._accepted < self._sent:
             last = max((entry.sent_in for entry in self._open.values() if entry.ready and not entry.awaited), default=0)
@@ -328,10 +328,10 @@ class Grammars:
 
     # ---- the process
 
-    def _spawn(self, ahead: bool = False) -> bool:
+    def _spawn(self, spare: bool = False) -> bool:
         if self._process is None and time.monotonic() >= self._next_start:
             try:
-                self._process = Process(self._start, self.words, ahead, self._gives_way)
+                self._process = Process(self._start, self.words, spare, self._gives_way)
             except OSError as error:
                 logger.error("the grammar process does not start: %s", error)
                 self._give_up(NO_START, self._fail)

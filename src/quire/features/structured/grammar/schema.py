@@ -23,7 +23,7 @@ Schema = dict[str, Any]
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 MAX_ARRANGED = 100  # ways to put different values in a row, or to choose keys
-MOST_PLACES = 16  # of an array in which something must be contained
+MAX_PLACES = 16  # of an array in which something must be contained
 MAX_DEPENDENT = 4
 MAX_ALTERNATIVES = 64  # of oneOf that are compared, and keys of each
 MAX_COMPARED = 1  # objects in each other
@@ -111,7 +111,7 @@ class Rewriting:
                 node["maxItems"] = min(most, node.get("maxItems", most))
             return True
         items, longest = node.get("items", True), node.get("maxItems")
-        if not isinstance(longest, int) or longest > MOST_PLACES or (least, most) != (1, None) or "prefixItems" in node:
+        if not isinstance(longest, int) or longest > MAX_PLACES or (least, most) != (1, None) or "prefixItems" in node:
             return False
         found = {"allOf": [items, value]}
         self._also({"anyOf": [{"prefixItems": [items] * i + [found], "minItems": i + 1} for i in range(longest)]})

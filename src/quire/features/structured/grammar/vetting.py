@@ -26,20 +26,20 @@ from quire.proc.spawn import end_with_parent, processor_time
 from quire.types.errors import InvalidParameter
 from quire.types.structured import StructuredOutputsParams, read_object
 
-MOST_SECONDS = 1.5  # of a trial, unless others keep it from running:
+MAX_SECONDS = 1.5  # of a trial, unless others keep it from running:
 LEAST_WORK = 1.0  # seconds of processor time that it gets in any case, looked at that often:
 LOOK = 0.3
 LONGEST_TRIAL = 10.0  # seconds, however little it ran
 MAX_STEP_SECONDS = 0.1  # of processor time, for one mask
-MOST_BYTES = 512 << 20  # that a trial may take beyond what there is
+MAX_BYTES = 512 << 20  # that a trial may take beyond what there is
 MAX_TRIALS = 4  # at a time
 LONGEST_WALK = 32  # tokens
 LONGEST_MESSAGE = 1000
 NICENESS = 5
 GOOD = b"\0"  # before a source
 
-TOO_SLOW = f"the grammar is too complex: it could not be compiled within {MOST_SECONDS:g} s"
-TOO_DEEP = f"the grammar is too complex: compiling it took more than {MOST_BYTES >> 20} MiB or too deep a recursion"
+TOO_SLOW = f"the grammar is too complex: it could not be compiled within {MAX_SECONDS:g} s"
+TOO_DEEP = f"the grammar is too complex: compiling it took more than {MAX_BYTES >> 20} MiB or too deep a recursion"
 TOO_SLOW_STEP = f"the grammar is too complex: finding the tokens that may come next takes more than {MAX_STEP_SECONDS:g} s"
 
 
@@ -83,7 +83,7 @@ class _Trial:
     news: bytes = b""
 
     def __post_init__(self) -> None:
-        self.deadline = self.begun + MOST_SECONDS
+        self.deadline = self.begun + MAX_SECONDS
 
     def goes_on(self) -> bool:
         """Beyond its deadline, because it could hardly run: the machine is busy."""
@@ -162,7 +162,7 @@ class _Vetting:
 def _limit_memory() -> None:
     sizes = Path("/proc/self/statm")
     if sizes.exists():
-        most = int(sizes.read_text().split()[0]) * resource.getpagesize() + MOST_BYTES
+        most = int(sizes.read_text().split()[0]) * resource.getpagesize() + MAX_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

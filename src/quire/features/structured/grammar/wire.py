@@ -19,7 +19,7 @@ from quire.proc.messages import encode as encode
 from quire.proc.spawn import ChildProcess, anonymous_memory, command_of, spawn
 from quire.types.structured import StructuredOutputsParams
 
-AHEAD = "ahead"  # option of a process that no request waits for yet
+SPARE = "spare"  # option of a process that no request waits for yet
 GIVES_WAY = "gives-way"  # option of a process that runs at low priority
 
 
@@ -151,10 +151,10 @@ Words = npt.NDArray[np.uint32]
 
 
 class Process:
-    def __init__(self, start: StartWorker, words: int, ahead: bool = False, gives_way: bool = False) -> None:
+    def __init__(self, start: StartWorker, words: int, spare: bool = False, gives_way: bool = False) -> None:
         """
         words: 32-bit words of a mask
-        ahead: no request waits for the process yet, so it runs at low priority while it starts
+        spare: no request waits for the process yet, so it runs at low priority while it starts
         gives_way: the process always runs at low priority
         """
         ours, theirs = socket.socketpair()
@@ -163,7 +163,7 @@ class Process:
             rows = start.rows * (1 + start.drafts)
             memory = anonymous_memory("quire-masks", 4 * rows * words)
             cleaning.callback(os.close, memory)
-            flags = [flag for flag, is_set in ((AHEAD, ahead), (GIVES_WAY, gives_way)) if is_set]
+            flags = [flag for flag, is_set in ((SPARE, spare), (GIVES_WAY, gives_way)) if is_set]
             shared = (theirs.fileno(), memory)
             self._child = spawn(COMMAND, ["{0}", "{1}", *flags], shared, settings=SINGLE_THREADED, with_thread=True)
             self.masks: Words = np.frombuffer(mmap.mmap(memory, 0), np.uint32).reshape(rows, words)

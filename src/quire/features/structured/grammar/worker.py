@@ -1,4 +1,4 @@
-"""The grammar process: `python -m quire.features.structured.grammar.worker SOCKET MEMORY [with-thread] [ahead] [gives-way]`.
+"""The grammar process: `python -m quire.features.structured.grammar.worker SOCKET MEMORY [with-thread] [spare] [gives-way]`.
 
 SOCKET and MEMORY are inherited file descriptors. The process holds a matcher for every open request, takes in sampled tokens
 and writes the masks of the next ones into the shared memory. A thread compiles new grammars after they were vetted, so the loop
@@ -371,7 +371,7 @@ def open_backend(start: wire.StartWorker) -> GrammarBackend:
     return LLGuidance(tokenizer, start.vocab_size, ends)
 
 
-def open_ahead(start: wire.StartWorker) -> GrammarBackend:
+def open_spare(start: wire.StartWorker) -> GrammarBackend:
     """The same by a thread that gives way to others: a process that does cannot go back."""
     with ThreadPoolExecutor(1, initializer=lower_priority) as opener:
         return opener.submit(open_backend, start).result()
@@ -388,7 +388,7 @@ def main(argv: Sequence[str]) -> int:
     start = wire.decode_command(frame)
     assert isinstance(start, wire.StartWorker), start
     try:
-        backend = (open_ahead if wire.AHEAD in options else open_backend)(start)
+        backend = (open_spare if wire.SPARE in options else open_backend)(start)
     except GrammarError as error:
         frames.send(wire.encode(wire.WorkerStarted(str(error))))
         return 0
