@@ -79,6 +79,7 @@ class FakeLLM:
             max_seqs=4,
             max_batched_tokens=64,
             page_size=4,
+            features={},
             world=1,
             stages=1,
         )
