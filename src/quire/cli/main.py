@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from quire.cli.parser import CommandParser
 
 COMMANDS = (
-    "serve", "run", "run-batch", "chat", "plan", "simulate", "models", "pull", "rm", "complete", "top", "bench",
+    "serve", "run", "chat", "run-batch", "plan", "simulate", "models", "pull", "rm", "complete", "top", "bench",
     "collect-env", "completion",
 )  # fmt: skip
 EXAMPLES = """examples:
