@@ -69,7 +69,7 @@ class ServerLimits:
     messages: int = 4096
     message_parts: int = 4096  # of all messages together
     tools: int = 256
-    documents: int = 1024
+    documents: int = 2048  # OpenAI's limit of inputs; of chats and rerankers
     detokenize_tokens: int = 2**20
     stored_responses: int = 1024  # of all clients together; the oldest of the key with the most go first
     stored_bytes: int = 64 * 2**20
