@@ -103,12 +103,12 @@ class Balancer:
         for rank, place, expert in changed:
             if rank == self._position.rank:
                 self.moves += 1
-                for parameter, numbers in zip(_stacks(layer), brought[expert], strict=True):
-                    parameter.data[place] = numbers
+                for parameter, weights in zip(_stacks(layer), brought[expert], strict=True):
+                    parameter.data[place] = weights
         balance.place(after)
 
     def _bring(self, layer: Experts, expert: int) -> list[Tensor]:
-        """An expert's numbers, from the first rank that has it to all."""
+        """Broadcast an expert's weights from the first rank that has it."""
         assert layer.balance is not None
         owner, place = next((r, e.index(expert)) for r, e in enumerate(layer.balance.ranks) if expert in e)
         ours = owner == self._position.rank
@@ -167,16 +167,16 @@ def spread(loads: Sequence[int], places: Sequence[int]) -> list[list[int]]:
 
 
 def place_experts(before: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], places: Sequence[int]) -> list[list[int]]:
-    """The experts of every rank, place by place: whoever stays on a rank stays where it is."""
+    """Return the experts of every rank by slot. An expert that stays on a rank keeps its slot."""
     assigned = []
     for old, new, room in zip(before, wanted, places, strict=True):
-        there = [expert if expert in new and expert not in old[:place] else FREE_SLOT for place, expert in enumerate(old)]
+        kept = [expert if expert in new and expert not in old[:place] else FREE_SLOT for place, expert in enumerate(old)]
         coming = list(new)
-        for expert in there:
+        for expert in kept:
             if expert != FREE_SLOT:
                 coming.remove(expert)
-        there = [expert if expert != FREE_SLOT or not coming else coming.pop(0) for expert in there]
-        assigned.append(there[:room])
+        kept = [expert if expert != FREE_SLOT or not coming else coming.pop(0) for expert in kept]
+        assigned.append(kept[:room])
     return assigned
 
 

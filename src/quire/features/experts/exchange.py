@@ -47,7 +47,8 @@ class ExpertsGroup(SharedMemoryGroup):
     chunk_bytes = 1 << 25
 
     def called(self, seconds: float | None = 0.0, wake: socket.socket | None = None) -> bool:
-        """Has another rank begun a turn, or gone? None: waits until it has, or there is something to read in `wake`."""
+        """Return whether another rank has begun a turn or disconnected. seconds: maximum wait; None: no limit. `wake`, if
+        readable, ends the wait."""
         waiting = select.poll()
         for end in (*self._peers.values(), *(() if wake is None else (wake,))):
             waiting.register(end, select.POLLIN)
@@ -95,7 +96,7 @@ class ExpertsGroup(SharedMemoryGroup):
 
 
 def _places(slot: Tensor, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of experts, weights and rows, behind the header that says how many there are."""
+    """Return views of experts, weights and rows, after the header with their counts."""
     _, rows, top_k, _ = slot[: 8 * HEADER].view(torch.int64).tolist()
     begin = 8 * HEADER
     middle = begin + 8 * rows * top_k
@@ -122,7 +123,7 @@ class SharedExperts:
         self.on_dead: Callable[[Exception], None] = lambda _: None  # called by the thread
 
     def serve(self, layers: Sequence[tuple[int, RunExperts]]) -> None:
-        """From now on others have these for their rows; each with the numbers of a row, in the model's order."""
+        """Run these layers for other engines; layers: (values per row, function), in the model's order."""
         self._layers = layers
         self._thread = threading.Thread(target=self._answer, name="quire-experts", daemon=True)
         self._thread.start()

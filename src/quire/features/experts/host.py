@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from quire.config.config import Config
 
 LEAST = {"window_size": 1, "step_interval": 1}
-IGNORED = ("use_async", "policy", "communicator")  # how weights travel, and who decides: there is one way
+IGNORED = ("use_async", "policy", "communicator")  # how weights are sent, and which policy decides: only one is built
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         ),
     ),
     Conflict(
-        "copies of experts that nobody balances",
+        "expert copies without balancing",
         lambda c: not c.args.enable_eplb and bool(c.args.num_redundant_experts or c.args.eplb_config),
         lambda c: "num_redundant_experts and eplb_config do nothing without enable_eplb; add it, or leave them out",  # noqa: ARG005
     ),
@@ -165,18 +165,18 @@ def _copies(config: "Config") -> int:
 
 
 def _why_not_shared(config: "Config") -> str:
-    """What else was asked for, or is there, that keeps engines from sharing experts."""
+    """Return the settings with which engines cannot share experts."""
     args, facts = config.args, config.facts
     return " or ".join(
         what
-        for what, there in (
+        for what, applies in (
             (f"the device {config.device} (CPUs can)", config.device != "cpu"),
             (f"pipeline_parallel_size={config.stages}", config.stages > 1),
             ("engines on other machines (data_parallel_size_local)", config.local_engines < args.data_parallel_size),
             ("enable_lora", config.max_loras > 0),
             (f"{facts.architecture}, which transformers runs,", facts.by_transformers),
         )
-        if there
+        if applies
     )
 
 

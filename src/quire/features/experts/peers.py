@@ -71,8 +71,8 @@ def read_ends(options: Iterable[str]) -> Ends | None:
     for option in options:
         if option.startswith(OPTION):
             memory, *ways = option.removeprefix(OPTION).split(",")
-            told = [tuple(map(int, way.split("-"))) for way in ways]
-            ends = Ends(int(memory), tuple((rank, other, descriptor) for rank, other, descriptor in told))
+            paths = [tuple(map(int, way.split("-"))) for way in ways]
+            ends = Ends(int(memory), tuple((rank, other, descriptor) for rank, other, descriptor in paths))
             for descriptor in ends.descriptors:
                 os.set_inheritable(descriptor, False)
             return ends
@@ -125,7 +125,7 @@ def watch_peers(ends: Ends | None, lost: Callable[[], object]) -> Iterator[None]
     def look() -> None:
         waiting = select.poll()
         for copy in copies:
-            waiting.register(copy, 0)  # closed by the other end, whatever there is to be read
+            waiting.register(copy, 0)  # closed by the other end, even if data is left to read
         while not (found := waiting.poll(1000 * POLL_S)) and not over.is_set():
             pass
         for copy in copies:

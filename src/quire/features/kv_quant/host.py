@@ -1,4 +1,4 @@
-"""A KV cache of 8 bits. Its scales are part of the page (`LayerCache.page_bytes`), so it takes nothing beside the cache."""
+"""The 8-bit KV cache. Its scales are part of the page (`LayerCache.page_bytes`), so it takes no further memory."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -33,7 +33,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         ),
     ),
     Conflict(
-        "scales that would not lie at whole numbers",
+        "misaligned scales",
         lambda c: c.cache_bytes == 1 and any(x.sides * x.kv_heads * x.head_dim * c.page_size % 4 for x in c.facts.layers),
         lambda c: f"a cache of 8 bits needs pages of whole words of 4 bytes; block_size {2 * c.page_size} would do",
     ),

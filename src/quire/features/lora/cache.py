@@ -117,10 +117,10 @@ class LoRACache:
         try:
             packed = self._adapters.pack(additions)
         except (MemoryError, RuntimeError) as error:  # torch has the second for the first
-            raise AdapterError(f"{ref.path}: there is no memory for it: {error}", "lora_path") from error
+            raise AdapterError(f"{ref.path}: no memory is left for the adapter: {error}", "lora_path") from error
         if not packed.finite:
             kind = str(packed.flat.dtype).removeprefix("torch.")
-            raise AdapterError(f"{ref.path}: it has numbers that are too large for {kind}", "lora_path")
+            raise AdapterError(f"{ref.path}: the adapter has weights that are too large for {kind}", "lora_path")
         return packed, rank
 
     def _pin(self, size: int, count: int) -> None:

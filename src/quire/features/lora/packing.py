@@ -66,7 +66,7 @@ class PackedAdapter:
     finite: bool = True  # no weight is NaN or infinite in the model's dtype
     row: "TableRow | None" = None
     known: Numbers = field(default_factory=dict)  # by site: DoRA gains that were computed already
-    there: torch.cuda.Event | None = None  # recorded when a device has filled the buffer; None: the host filled it
+    uploaded: torch.cuda.Event | None = None  # recorded when a device has filled the buffer; None: the host filled it
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Numbers]]:
         for site, numbers in self.where.items():
@@ -172,8 +172,8 @@ class Adapters:
         """Put an adapter in a slot, between steps. flat: its weights, if they are on the device already."""
         self.drop(place)
         if flat is None:
-            if packed.there is not None:
-                packed.there.synchronize()  # long since, as a rule
+            if packed.uploaded is not None:
+                packed.uploaded.synchronize()  # long since, as a rule
             flat = packed.flat.to(self.device, non_blocking=True) if self.device.type != "cpu" else packed.flat
         elif flat.is_cuda:
             flat.record_stream(
@@ -260,8 +260,8 @@ class AddressTable:
         self._write(place, row.numbers + row.addresses * flat.data_ptr())
 
     def _write(self, place: int, row: npt.NDArray[np.int64]) -> None:
-        there = torch.from_numpy(row)
-        self._rows[place].copy_(there.pin_memory() if self._rows.is_cuda else there, non_blocking=True)
+        on_host = torch.from_numpy(row)
+        self._rows[place].copy_(on_host.pin_memory() if self._rows.is_cuda else on_host, non_blocking=True)
 
     def clear(self, place: int) -> None:
         self._rows[place].zero_()

@@ -57,7 +57,7 @@ class FilePlan:
     moves: Moves
     modules: tuple[str, ...]  # that have two halves each
     halves: npt.NDArray[np.int64]  # [modules, 2] lora_A and lora_B among the spans of `moves`
-    scaled: npt.NDArray[np.int64]  # [copies] by the scale of which module; behind the last: not at all
+    scaled: npt.NDArray[np.int64]  # [copies] index of the module whose scale applies; after the last: no scale
     rank: int  # the largest
 
     def scales(self, config: AdapterConfig) -> Floats:
@@ -133,7 +133,7 @@ class FilePlans:
             return None
         additions, rank = Reader(config, self._model).read(found)
         layout = self._adapters.lay_out(additions)
-        numbers = {module: number for number, module in enumerate(parts)}
+        index_of = {module: number for number, module in enumerate(parts)}
         copies, scaled, storage = [], [], base.untyped_storage()._cdata
         places = [place for each in layout.where.values() for place in each.values()]
         for (name, values), (to, shape) in zip(layout.given, places, strict=True):
@@ -141,7 +141,7 @@ class FilePlans:
             if source.untyped_storage()._cdata != storage or source.dim() != 2:
                 return None  # put together of several
             copies.append((to, *shape, source.storage_offset(), *source.stride()))
-            scaled.append(numbers[paths[name.removesuffix(".up")]] if isinstance(values, Scaled) else len(parts))
+            scaled.append(index_of[paths[name.removesuffix(".up")]] if isinstance(values, Scaled) else len(parts))
         if layout.whole or layout.row is None or not copies:
             return None
         spans = [((info.offset - first) // kind.itemsize, info.elements) for info in header.values()]
@@ -201,8 +201,8 @@ class AdapterUpload:
             self._slots.put(Slot(torch.empty(PIECE, dtype=torch.uint8, pin_memory=cuda), event))
 
     def read(self, path: str) -> Uploaded | None:
-        """None = it has to be looked at on the host: it is of an unusual kind, there is something wrong with it, or the device
-        has no room for it beside those that are there."""
+        """Return the uploaded adapter. None: the host must read it, because the kind or the files are unusual, or the device
+        has no memory left."""
         try:
             found = self._plans.find(path)
             if found is None:
@@ -211,7 +211,7 @@ class AdapterUpload:
             return self._read(file, plan, plan.scales(config))
         except (AdapterError, ModelError, OSError, MemoryError, torch.OutOfMemoryError) as error:
             logger.debug("%s is read on the host", path, exc_info=error)
-        except Exception as error:  # the host's way does not depend on it
+        except Exception as error:  # reading on the host does not depend on it
             logger.warning("%s is read on the host, which takes longer", path, exc_info=error)
         return None
 
@@ -221,21 +221,21 @@ class AdapterUpload:
         with self._aside():
             raw = torch.empty(-(-plan.bytes // PIECE) * PIECE, dtype=torch.uint8, device=self._device)
             self._bring(file, plan, raw)
-            numbers = raw[: plan.bytes // plan.kind.itemsize * plan.kind.itemsize].view(plan.kind)
+            weights = raw[: plan.bytes // plan.kind.itemsize * plan.kind.itemsize].view(plan.kind)
             flat = torch.empty(plan.layout.size, dtype=dtype, device=self._device)
-            largest = find_largest(numbers, moves)
-            pack(numbers, flat, moves, torch.from_numpy(plan.of_copies(scales)).to(self._device))
+            largest = find_largest(weights, moves)
+            pack(weights, flat, moves, torch.from_numpy(plan.of_copies(scales)).to(self._device))
             if not plan.is_sound(largest.cpu().double().numpy(), scales, dtype):
                 return None
-            there = None
+            uploaded = None
             if self._stream is None:
                 held = flat
             else:
                 held = self._adapters.host_room(plan.layout.size)
                 for begin in range(0, len(flat), PIECE):  # steps have copies to make between
                     held[begin : begin + PIECE].copy_(flat[begin : begin + PIECE], non_blocking=True)
-                there = self._stream.record_event()
-        return Uploaded(PackedAdapter(held, plan.layout.where, row=plan.layout.row, there=there), flat, plan.rank)
+                uploaded = self._stream.record_event()
+        return Uploaded(PackedAdapter(held, plan.layout.where, row=plan.layout.row, uploaded=uploaded), flat, plan.rank)
 
     def _bring(self, file: Path, plan: FilePlan, raw: Tensor) -> None:
         with file.open("rb") as source:
@@ -260,7 +260,7 @@ class AdapterUpload:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def warm_up(self) -> None:
-        """The kernels of every kind of file are there when the first is read."""
+        """Compile the kernels of every kind of file before the first is read."""
         moves = Moves(np.array([[0, 64]]), np.array([[0, 8, 8, 0, 1, 8]]), self._device)
         with self._aside(), torch.no_grad():
             ones = torch.ones(1, device=self._device)
@@ -271,10 +271,10 @@ class AdapterUpload:
 
 
 def fill(room: Tensor, source: int, begin: int, name: str) -> None:
-    """room [n] uint8 with what the file has from there on."""
-    there, done = room.numpy().data, 0
-    while done < len(there):
-        came = os.preadv(source, [there[done:]], begin + done)
+    """Fill room [n] uint8 with the file's bytes from `begin` on."""
+    memory, done = room.numpy().data, 0
+    while done < len(memory):
+        came = os.preadv(source, [memory[done:]], begin + done)
         if not came:
             raise AdapterError(f"{name} was changed while it was read", "lora_path")
         done += came

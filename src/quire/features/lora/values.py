@@ -1,5 +1,5 @@
-"""An adapter's many numbers, looked at and moved once each. They are moved as they are where that is all there is to do, and in
-pieces that torch does not divide among threads of its own: who loads an adapter has threads already, and others need theirs."""
+"""Check and copy the weights of an adapter, each once. Weights that need no scale are copied unchanged, in pieces that torch
+does not divide among its own threads: adapters are loaded in threads already, and running steps need the others."""
 
 import math
 from dataclasses import dataclass
@@ -10,21 +10,20 @@ import torch
 from torch import Tensor
 
 LARGE = 1e30  # fits in bfloat16, too
-AT_ONCE = 1 << 15  # numbers, up to which torch uses one thread
+AT_ONCE = 1 << 15  # values, up to which torch uses one thread
 BITS = {2: (torch.int16, np.int16, np.uint16), 4: (torch.int32, np.int32, np.uint32), 8: (torch.int64, np.int64, np.uint64)}
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """Numbers that are to be multiplied, when they are moved."""
+    """Weights to be multiplied by `scale` when they are copied."""
 
     values: Tensor
     scale: float
 
 
 def largest_of(values: Tensor) -> float:
-    """How far from 0 they get; infinitely if one of them is no number. Floats are ordered as their bits are, but for their
-    signs."""
+    """Return the largest absolute value; infinity if one is NaN. Floats are ordered as their bits are, except for the sign."""
     if not values.numel():
         return 0.0
     kind, signed, unsigned = BITS[values.dtype.itemsize]
@@ -66,5 +65,5 @@ def _as_wide(values: Tensor, to: Tensor) -> Tensor:
 
 
 def _fits(made: Tensor) -> bool:
-    """What an adapter may have fits wherever there are exponents as of float32."""
+    """Return whether the values are finite. Types with the exponent range of float32 hold every value of an adapter."""
     return torch.finfo(made.dtype).max > LARGE or largest_of(made) < math.inf

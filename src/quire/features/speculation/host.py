@@ -101,7 +101,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         lambda c: c.speculation is not None and bool(c.facts.states) and (c.drafts_on_device or c.device != "cpu"),
         lambda c: (
             f"speculative_config.method {c.draft_method} is not supported with {c.facts.architecture} on "
-            f"{c.device}: its recurrent state goes back behind drafts that were wrong only where the host drafts, on a CPU. "
+            f"{c.device}: its recurrent state can be restored after rejected drafts only if the host drafts, on a CPU. "
             + ('Take {"method": "ngram"} or {"method": "suffix"}' if c.device == "cpu" else "Leave speculative_config out")
         ),
     ),
@@ -109,8 +109,8 @@ CONFLICTS: tuple[Conflict, ...] = (
         "drafts by recurrent layers",
         lambda c: c.draft_facts is not None and bool(c.draft_facts.states),
         lambda c: (
-            f"the draft model {c.draft_facts and c.draft_facts.architecture} has recurrent layers, whose states do not go back "
-            "behind drafts that were wrong; take another draft model, or let it draft by text (use_heterogeneous_vocab: true)"
+            f"the draft model {c.draft_facts and c.draft_facts.architecture} has recurrent layers, whose states cannot be "
+            "restored after rejected drafts; take another draft model, or let it draft by text (use_heterogeneous_vocab: true)"
         ),
     ),
 )  # fmt: skip

@@ -1,5 +1,5 @@
 /* Products of float32 rows by a float32 matrix, which lies in tiles of FLOAT_TILE outputs: [inputs][FLOAT_TILE]. Four rows lie
-   together, too: [inputs][4]. An output is a sum in the order of the inputs, whatever the rows beside it. */
+   together, too: [inputs][4]. An output is a sum in the order of the inputs and does not depend on the other rows. */
 
 #include "product.h"
 
@@ -12,7 +12,7 @@
 void gather_rows(const float *x, int64_t stride, int64_t first, int64_t end, int64_t inputs, float *out) {
     for (int64_t row = first; row < end; row += 4) {
         const float *from[4];
-        for (int64_t r = 0; r < 4; r++) from[r] = x + (row + r < end ? row + r : row) * stride; /* nobody reads those that are not there */
+        for (int64_t r = 0; r < 4; r++) from[r] = x + (row + r < end ? row + r : row) * stride; /* rows after the end are not read */
         float *to = out + row * inputs;
         int64_t k = 0;
         for (; k + 4 <= inputs; k += 4) {

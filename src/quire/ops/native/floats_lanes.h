@@ -1,4 +1,4 @@
-/* The kernel of `floats.c` for x86 and vectors of LANES numbers, under the name TILES. Included once for each kind of CPU. A tile
+/* The kernel of `floats.c` for x86 and vectors of LANES values, under the name TILES. Included once for each kind of CPU. A tile
    has 16 outputs; as many rows are taken together as registers have room for their sums. */
 
 #define VECTORS (FLOAT_TILE / LANES)

@@ -1,4 +1,4 @@
-/* What Python calls. Addresses come as numbers in structures that Python packs; whoever packs keeps the memory. */
+/* The functions that Python calls. Addresses come as integers in structures that Python packs; the caller keeps the memory. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -80,7 +80,7 @@ static PyMethodDef methods[] = {
     {"attend", attend, METH_VARARGS, "attend(layer, rows, workers)"},
     {"attend_packed", attend_packed, METH_VARARGS, "attend_packed(layer, starts, workers)"},
     {"run", run, METH_VARARGS, "run(operators, rows, workers)"},
-    {"multiplies", multiplies, METH_NOARGS, "multiplies() -> can this CPU multiply by numbers of few bits?"},
+    {"multiplies", multiplies, METH_NOARGS, "multiplies() -> does this CPU support 4- and 8-bit GEMMs?"},
     {"multiplies_floats", multiplies_floats, METH_NOARGS, "multiplies_floats() -> the same for float32"},
     {NULL, NULL, 0, NULL},
 };

@@ -1,7 +1,7 @@
 /* A unit is some tokens of one row that follow each other, and one head of its keys, with the group of query heads that share it.
    Keys are taken in blocks; what was summed before is corrected when a block has a greater score. Where blocks begin depends on
    the pages alone, and each query has its own sums, in an order that is the same for one query and for many. Units have nothing
-   in common either. So a token's numbers do not depend on those beside it, on how its row is cut or on how many threads there are. */
+   in common either. So a token's result does not depend on other tokens, on how its row is cut or on the number of threads. */
 
 #include "paged_attention.h"
 
@@ -13,13 +13,13 @@
 
 #define BLOCK 32           /* keys */
 #define FEW 16             /* values */
-#define TILE 4             /* keys, and at most so many queries, that are multiplied together */
-#define TURNED_FROM 8      /* queries: for so many, keys are turned before they are multiplied */
-#define MOST_QUERIES 64    /* that go by a block while it is in the cache */
-#define MOST_COMPONENTS 512
-#define HELD (16 * 1024)   /* numbers of queries: those of so many are worked on at once */
-#define LINE 16            /* numbers that a cache fetches together */
-#define SHARES 32          /* of the units for each worker: who is faster takes more */
+#define TILE 4             /* keys, and the maximum of queries, that are multiplied together */
+#define TURNED_FROM 8      /* queries from which on keys are transposed before they are multiplied */
+#define MAX_QUERIES 64     /* that are multiplied by a block while it is in the cache */
+#define MAX_COMPONENTS 512
+#define HELD (16 * 1024)   /* values of the queries that are processed at once */
+#define LINE 16            /* values of a cache line */
+#define SHARES 32          /* of the units for each worker; a faster worker takes more */
 #define SPREAD_FROM 2048   /* pairs of a query head and a key: for fewer, another worker is not worth it */
 
 typedef struct {
@@ -100,7 +100,7 @@ static void work(void *context, int workers) {
 }
 
 void attend_rows(const Layer *layer, const Rows *rows, int workers) {
-    Run run = {layer, rows, layer->group < MOST_QUERIES ? MOST_QUERIES / layer->group : 1, 0, {0}};
+    Run run = {layer, rows, layer->group < MAX_QUERIES ? MAX_QUERIES / layer->group : 1, 0, {0}};
     int64_t pairs = 0;
     for (int64_t row = 0; row < rows->count; row++) {
         int64_t count = rows->starts[row + 1] - rows->starts[row];

@@ -3,9 +3,9 @@
 #pragma once
 #include <stdint.h>
 
-typedef struct {                                    /* a layer; strides are in numbers */
+typedef struct {                                    /* a layer; strides are in values */
     const float *queries, *keys, *values;           /* of the tokens; no keys: they are in the cache already */
-    float *out, *cached_keys, *cached_values;       /* no out: keys and values go to the cache, and nobody attends */
+    float *out, *cached_keys, *cached_values;       /* no out: keys and values go to the cache, and no attention is computed */
     const float *cosines, *sines, *query_norm, *key_norm; /* any may be missing */
     int64_t query_stride, out_stride, page_stride, head_stride;
     int64_t group, kv_heads, head_dim, half_turned, page_size, window;

@@ -1,4 +1,4 @@
-/* The kernel of `paged_attention.c` for vectors of LANES numbers, under the name UNIT. Included once for each kind of CPU, for what
+/* The kernel of `paged_attention.c` for vectors of LANES values, under the name UNIT. Included once for each kind of CPU, for what
    a compiler makes of vectors is settled where a function is written. */
 
 #define WIDE (LANES == 8 ? 2 : 4) /* vectors of values: as many as registers have room for their sums */
@@ -190,7 +190,7 @@ INLINE void score_turned(int queries, const float *q, const float *turned, int64
     for (; t < count; t += LANES) score_columns(queries, 1, q, turned + t, dim, scores + t);
 }
 
-/* scores [queries, BLOCK] become weights, and what was summed before is corrected by the greatest that there is now */
+/* scores [queries, BLOCK] become weights, and what was summed before is corrected by the new maximum */
 INLINE void weigh(int queries, float *scores, int64_t count, int64_t dim, State *states, float *out) {
     vec tops[TILE], sums[TILE] = {{0}};
     float top[TILE], total[TILE];
@@ -266,8 +266,8 @@ INLINE void visit(int queries, const Layer *l, const Block *b, const float *turn
 
 /* `count` of a unit's queries, which are [tokens, group] */
 INLINE void attend(const Layer *l, const Rows *r, const Unit *unit, int64_t first, int64_t count, const float *q, float *out) {
-    float turned[BLOCK * MOST_COMPONENTS];
-    State states[MOST_QUERIES];
+    float turned[BLOCK * MAX_COMPONENTS];
+    State states[MAX_QUERIES];
     int64_t dim = l->head_dim, last = unit->position + (first + count - 1) / l->group, from = lowest(l, unit->position + first / l->group);
     for (int64_t i = 0; i < count; i++) states[i] = (State){-INFINITY, 0};
     __builtin_memset(out, 0, (size_t)(count * dim) * sizeof(float));
@@ -302,7 +302,7 @@ INLINE void place(const Layer *l, const Rows *r, const Unit *unit, int64_t token
 
 static void UNIT(const Layer *l, const Rows *r, const Unit *unit) {
     float q[HELD], out[HELD], scale = (float)(l->soft_cap != 0 ? l->scale / l->soft_cap : l->scale);
-    int64_t dim = l->head_dim, all = unit->count * l->group, at_once = least(HELD / dim, MOST_QUERIES);
+    int64_t dim = l->head_dim, all = unit->count * l->group, at_once = least(HELD / dim, MAX_QUERIES);
     for (int64_t token = 0; l->keys && token < unit->count; token++) place(l, r, unit, token);
     for (int64_t first = 0, count; l->out && first < all; first += count) {
         count = least(all - first, at_once);

@@ -1,6 +1,6 @@
-/* Products of float32 rows by a matrix of 4- or 8-bit numbers in groups of 32, each with a scale and, if need be, an offset.
-   `tiles.py` lays the matrix out. Rows are rounded to 8 bits by the same groups first. Sums within a group are whole numbers
-   and those of groups are always added in the same order, so a row's result does not depend on the rows beside it. */
+/* Products of float32 rows by a matrix of 4- or 8-bit values in groups of 32, each with a scale and, if need be, an offset.
+   `tiles.py` lays the matrix out. Rows are quantized to 8 bits in the same groups first. Sums within a group are integers
+   and the sums of groups are always added in the same order, so a row's result does not depend on the other rows. */
 
 #include "product.h"
 

@@ -19,9 +19,9 @@ typedef struct {
     int64_t kind, inputs, outputs, tile_bytes;
 } Matrix;
 
-/* a group of four rows, rounded: numbers [8][4 rows][4], so that what is multiplied together lies together */
+/* a group of four rows, rounded: values [8][4 rows][4], so that what is multiplied together lies together */
 typedef struct {
-    int8_t numbers[8][16];
+    int8_t values[8][16];
     float scale[4], sum[4];
 } Block;
 
@@ -29,7 +29,7 @@ typedef struct {
 int can_multiply(void);
 int can_multiply_floats(void);
 
-/* rows first ... end of x, which are `stride` numbers apart; places in `out` are counted from row 0 */
+/* rows first ... end of x, which are `stride` values apart; places in `out` are counted from row 0 */
 void round_rows(const float *x, int64_t stride, int64_t first, int64_t end, int64_t groups, Block *out);
 void gather_rows(const float *x, int64_t stride, int64_t first, int64_t end, int64_t inputs, float *out);
 

@@ -1,11 +1,11 @@
-/* `product.c` for ARM's dot products of 4 times 4 numbers of 8 bits. */
+/* `product.c` for ARM's dot products of 4 times 4 values of 8 bits. */
 
 #if !defined(__clang__)
 #pragma GCC optimize("no-schedule-insns") /* it would line up what can run side by side */
 #endif
 
-/* 32 numbers of a row -> one of four places of a block. Their sum is that of the rounded numbers: an offset then errs with its
-   numbers, which are together smaller than either. */
+/* 32 values of a row -> one of four places of a block. Their sum is that of the rounded values: an offset then errs with its
+   values, which are together smaller than either. */
 INLINE void round_group(const float *x, Block *block, int place) {
     float32x4_t v[8], most;
     for (int i = 0; i < 8; i++) v[i] = vld1q_f32(x + 4 * i);
@@ -16,8 +16,8 @@ INLINE void round_group(const float *x, Block *block, int place) {
     for (int i = 0; i < 8; i += 2) {
         int32x4_t low = vcvtnq_s32_f32(vmulq_n_f32(v[i], inverse)), high = vcvtnq_s32_f32(vmulq_n_f32(v[i + 1], inverse));
         int8x8_t both = vmovn_s16(vcombine_s16(vmovn_s32(low), vmovn_s32(high)));
-        vst1_lane_s32((int32_t *)block->numbers[i] + place, vreinterpret_s32_s8(both), 0);
-        vst1_lane_s32((int32_t *)block->numbers[i + 1] + place, vreinterpret_s32_s8(both), 1);
+        vst1_lane_s32((int32_t *)block->values[i] + place, vreinterpret_s32_s8(both), 0);
+        vst1_lane_s32((int32_t *)block->values[i + 1] + place, vreinterpret_s32_s8(both), 1);
         sum = vaddq_s32(sum, vaddq_s32(low, high));
     }
     block->scale[place] = greatest / 127.f;
@@ -41,14 +41,14 @@ INLINE void keep(float32x4_t sums, float unit, const Matrix *m, int64_t first, f
     for (int64_t i = first; i < m->outputs; i++) y[i] = some[i - first];
 }
 
-#define MAGIC 0x4B400000 /* 1.5 * 2^23: whole numbers that are added to its bits are added to the float */
+#define MAGIC 0x4B400000 /* 1.5 * 2^23: integers that are added to its bits are added to the float */
 
 /* Rows are written out one by one: a compiler does not keep an array in registers. */
 #define ROWS(DO) DO(0, x0, 0) DO(1, x0, 1) DO(2, x0, 2) DO(3, x0, 3) DO(4, x1, 0) DO(5, x1, 1) DO(6, x1, 2) DO(7, x1, 3)
 #define DECLARE(r, x, lane) float32x4_t out##r = vdupq_n_f32(0);
 /* by a load, for the units that calculate are busy */
 #define BEGIN(r, x, lane) int32x4_t sum##r; if (rows > r) __asm__ volatile("ldr %q0, %1" : "=w"(sum##r) : "Q"(magic));
-#define DOT(r, x, lane) if (rows > r) sum##r = vdotq_laneq_s32(sum##r, numbers, x, lane);
+#define DOT(r, x, lane) if (rows > r) sum##r = vdotq_laneq_s32(sum##r, values, x, lane);
 #define SCALE(r, x, lane) \
     if (rows > r) out##r = vfmaq_f32(out##r, vsubq_f32(vreinterpretq_f32_s32(sum##r), begun), vmulq_laneq_f32(scale, scale_##x, lane));
 #define SHIFT(r, x, lane) if (rows > r) out##r = vfmaq_laneq_f32(out##r, offset, sum_##x, lane);
@@ -61,7 +61,7 @@ INLINE void run_tile(int bits, int offsets, int wide, int rows, const Matrix *m,
     const uint8_t *w = m->tiles + tile * m->tile_bytes;
     const int64_t groups = m->inputs / GROUP;
     const Block *other = x + (rows > 4 ? groups : 0), *end = x + groups;
-    const float unit = bits == 4 && !offsets ? 1.f / 16 : 1.f; /* signed numbers stand in the upper halves of bytes */
+    const float unit = bits == 4 && !offsets ? 1.f / 16 : 1.f; /* signed values stand in the upper halves of bytes */
     ROWS(DECLARE)
     for (; x < end; x++, other++) {
         for (int i = 0; i < 16 * bits; i += 64) __builtin_prefetch(w + AHEAD + i);
@@ -69,17 +69,17 @@ INLINE void run_tile(int bits, int offsets, int wide, int rows, const Matrix *m,
 #pragma GCC unroll 8
         for (int i = 0; i < 8; i += bits == 4 ? 2 : 1, w += 16) {
             uint8x16_t taken = vld1q_u8(w);
-            int8x16_t numbers, x0, x1;
+            int8x16_t values, x0, x1;
             if (bits == 8) {
-                numbers = vreinterpretq_s8_u8(taken), x0 = vld1q_s8(x->numbers[i]), x1 = vld1q_s8(other->numbers[i]);
+                values = vreinterpretq_s8_u8(taken), x0 = vld1q_s8(x->values[i]), x1 = vld1q_s8(other->values[i]);
                 ROWS(DOT)
                 continue;
             }
-            numbers = vreinterpretq_s8_u8(offsets ? vandq_u8(taken, vdupq_n_u8(15)) : vshlq_n_u8(taken, 4));
-            x0 = vld1q_s8(x->numbers[i]), x1 = vld1q_s8(other->numbers[i]);
+            values = vreinterpretq_s8_u8(offsets ? vandq_u8(taken, vdupq_n_u8(15)) : vshlq_n_u8(taken, 4));
+            x0 = vld1q_s8(x->values[i]), x1 = vld1q_s8(other->values[i]);
             ROWS(DOT)
-            numbers = vreinterpretq_s8_u8(offsets ? vshrq_n_u8(taken, 4) : vandq_u8(taken, vdupq_n_u8(0xF0)));
-            x0 = vld1q_s8(x->numbers[i + 1]), x1 = vld1q_s8(other->numbers[i + 1]);
+            values = vreinterpretq_s8_u8(offsets ? vshrq_n_u8(taken, 4) : vandq_u8(taken, vdupq_n_u8(0xF0)));
+            x0 = vld1q_s8(x->values[i + 1]), x1 = vld1q_s8(other->values[i + 1]);
             ROWS(DOT)
         }
         const int size = wide ? 16 : 8;

@@ -1,7 +1,7 @@
-/* `product.c` for AVX-512's dot products of 16 times 4 numbers of 8 bits, of which the first are not signed: what is signed in a
-   matrix is raised by 8 or 128, and the sum of the row's numbers takes that off again. */
+/* `product.c` for AVX-512's dot products of 16 times 4 values of 8 bits, of which the first are not signed: what is signed in a
+   matrix is raised by 8 or 128, and the sum of the row's values takes that off again. */
 
-/* 32 numbers of a row -> one of four places of a block */
+/* 32 values of a row -> one of four places of a block */
 INLINE void round_group(const float *x, Block *block, int place) {
     __m512 low = _mm512_loadu_ps(x), high = _mm512_loadu_ps(x + 16);
     float greatest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
@@ -10,7 +10,7 @@ INLINE void round_group(const float *x, Block *block, int place) {
     int32_t fours[8];
     _mm_storeu_si128((__m128i *)fours, _mm512_cvtepi32_epi8(first));
     _mm_storeu_si128((__m128i *)(fours + 4), _mm512_cvtepi32_epi8(second));
-    for (int i = 0; i < 8; i++) __builtin_memcpy(block->numbers[i] + 4 * place, &fours[i], 4);
+    for (int i = 0; i < 8; i++) __builtin_memcpy(block->values[i] + 4 * place, &fours[i], 4);
     block->scale[place] = greatest / 127.f;
     block->sum[place] = block->scale[place] * (float)_mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
 }
@@ -30,7 +30,7 @@ INLINE void keep(__m512 sums, const Matrix *m, int64_t first, float *y) {
 #define DECLARE(r, block, lane) __m512 out##r = _mm512_setzero_ps();
 #define BEGIN(r, block, lane) __m512i sum##r = _mm512_setzero_si512();
 #define DOT(r, block, lane) \
-    if (rows > r) sum##r = _mm512_dpbusd_epi32(sum##r, numbers, _mm512_set1_epi32(((const int32_t *)block->numbers[at])[lane]));
+    if (rows > r) sum##r = _mm512_dpbusd_epi32(sum##r, values, _mm512_set1_epi32(((const int32_t *)block->values[at])[lane]));
 #define SCALE(r, block, lane)                                                                                                    \
     if (rows > r) {                                                                                                              \
         out##r = _mm512_fmadd_ps(offset, _mm512_set1_ps(block->sum[lane]), out##r);                                              \
@@ -52,9 +52,9 @@ INLINE void run_tile(int bits, int offsets, int wide, int rows, const Matrix *m,
         ROWS(BEGIN)
 #pragma GCC unroll 8
         for (int at = 0; at < 8; at++) {
-            __m512i numbers = _mm512_loadu_si512(w + (bits == 8 ? at : at / 2) * 64);
-            if (bits == 8 || !offsets) numbers = _mm512_xor_si512(numbers, raise);
-            if (bits == 4) numbers = _mm512_and_si512(at % 2 ? _mm512_srli_epi16(numbers, 4) : numbers, nibble);
+            __m512i values = _mm512_loadu_si512(w + (bits == 8 ? at : at / 2) * 64);
+            if (bits == 8 || !offsets) values = _mm512_xor_si512(values, raise);
+            if (bits == 4) values = _mm512_and_si512(at % 2 ? _mm512_srli_epi16(values, 4) : values, nibble);
             ROWS(DOT)
         }
         w += 4 * TILE * bits;

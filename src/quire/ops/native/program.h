@@ -1,4 +1,4 @@
-/* A row of operators on matrices of float32 numbers, with a row for each token. `program.py` writes it. */
+/* A row of operators on matrices of float32 values, with a row for each token. `program.py` writes it. */
 
 #pragma once
 #include "product.h"
@@ -7,7 +7,7 @@ enum { NORM, ADD_NORM, ADD, MULTIPLY, SILU, GELU, GELU_TANH, COPY, ROUND, GATHER
 
 typedef struct {
     int64_t kind, columns;  /* of the result; for ROUND and GATHER, of what is taken */
-    const float *a, *b;     /* inputs; strides are in numbers */
+    const float *a, *b;     /* inputs; strides are in values */
     int64_t a_stride, b_stride;
     const void *weight;     /* of a norm (b: bias of LAYER_NORM, may be NULL); of LOW_RANK: inputs, parts, and the address of entries by place (`rows.h`), all int64_t */
     float *out, *total;     /* total: of ADD_NORM, before the norm */

@@ -1,4 +1,4 @@
-/* Operators on rows of float32 numbers, each row for itself. */
+/* Operators on rows of float32 values, each row for itself. */
 
 #pragma once
 #include <stdint.h>

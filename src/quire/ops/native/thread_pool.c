@@ -20,7 +20,7 @@ static pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER, lock = PTHREAD_MUTEX_IN
 static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
 static _Atomic uint32_t latest; /* number of the latest job */
 static _Atomic int left, sleeping;
-static _Atomic int64_t waited; /* nanoseconds of a run that somebody has waited beyond patience */
+static _Atomic int64_t waited; /* nanoseconds of a run that a thread has waited beyond PATIENCE */
 static int64_t alone_until, alone_for = ALONE;
 static int helpers, watching_forks, slow_runs;
 static Job job;
@@ -53,7 +53,7 @@ static void wait_for_job(uint32_t seen) {
 
 static void *help(void *unused) {
     (void)unused;
-    for (uint32_t seen = atomic_load(&latest);; seen++) { /* whoever started us, or a job, waits until we say that we are there */
+    for (uint32_t seen = atomic_load(&latest);; seen++) { /* the thread that started this one, or a job, waits for this */
         atomic_fetch_sub_explicit(&left, 1, memory_order_release);
         wait_for_job(seen);
         job(context, helpers + 1);
@@ -61,7 +61,7 @@ static void *help(void *unused) {
     return NULL;
 }
 
-/* One look of somebody who waits; `since` is when patience ended, or 0. */
+/* One poll of a waiting thread; `since` is the time when PATIENCE ended, or 0. */
 static inline void wait_on(int64_t looks, int64_t *since) {
     pause_briefly();
     if (looks % PATIENCE != 0) return;
@@ -79,19 +79,19 @@ static void wait_for_helpers(void) {
     note_wait(since);
 }
 
-/* Threads that have to share their cores with others mostly wait for one another. What is computed is the same with one. */
+/* If other programs use the cores, the threads mostly wait for each other. One thread computes the same result. */
 static void judge(int64_t begun) {
     int64_t end = now();
     if (2 * atomic_load_explicit(&waited, memory_order_relaxed) < end - begun) {
         slow_runs = 0, alone_for = ALONE;
     } else if (++slow_runs >= PATIENT_RUNS) {
-        slow_runs = PATIENT_RUNS - 1; /* one more after the pause tells whether it is still so */
+        slow_runs = PATIENT_RUNS - 1; /* one more slow run after the pause is enough */
         alone_until = end + alone_for;
         alone_for = alone_for < LONGEST_ALONE ? 2 * alone_for : LONGEST_ALONE;
     }
 }
 
-/* In a child process there are no helpers. */
+/* A child process has no helpers. */
 static void start_again(void) {
     helpers = 0;
     pthread_mutex_init(&busy, NULL);
@@ -105,7 +105,7 @@ static void start_helpers(int wanted) {
     while (helpers < wanted && helpers < MOST) {
         pthread_t thread;
         atomic_store(&left, 1);
-        if (pthread_create(&thread, NULL, help, NULL) != 0) { /* nobody is to wait for this one */
+        if (pthread_create(&thread, NULL, help, NULL) != 0) { /* no thread waits for this one */
             atomic_store(&left, 0);
             return;
         }

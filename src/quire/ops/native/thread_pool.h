@@ -1,5 +1,5 @@
-/* Threads that take part in a job together with whoever calls. They wait for the next one for a moment before they sleep, for a
-   step is a row of short jobs. */
+/* Threads that run a job together with the caller. They spin for a moment before they sleep, because a step is a sequence of
+   short jobs. */
 
 #pragma once
 #include <stdatomic.h>

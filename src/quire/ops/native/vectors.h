@@ -1,4 +1,4 @@
-/* Vectors of four numbers as every CPU has them, and names for code that is compiled for several widths. */
+/* Vectors of four values as every CPU has them, and names for code that is compiled for several widths. */
 
 #pragma once
 #include <stdint.h>
@@ -16,7 +16,7 @@ typedef int32_t places __attribute__((vector_size(16)));
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (places){__VA_ARGS__})
 #endif
 
-/* four numbers from k on of each of four rows -> v[i]: the rows' numbers k + i */
+/* four values from k on of each of four rows -> v[i]: the rows' values k + i */
 #define TURN(v, rows, k)                                                                                         \
     do {                                                                                                         \
         quad low, high, later_low, later_high;                                                                   \

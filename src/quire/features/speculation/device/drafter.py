@@ -145,8 +145,8 @@ class DraftSampler:
         """Return the rows that sample the tokens of `slot` [N] at positions `end` [N]."""
         slots, ends = slot.astype(np.int64), end.astype(np.int64)
         prompts = self._slots.prompt_length[slots]
-        there = upload_together([slots, ends, prompts], self._slots.device)
-        return Rows(slots, ends, prompts, there[0], there[1], there[2], self._slots.tokens)
+        uploaded = upload_together([slots, ends, prompts], self._slots.device)
+        return Rows(slots, ends, prompts, uploaded[0], uploaded[1], uploaded[2], self._slots.tokens)
 
     def guess(self, logits: Tensor, rows: Rows, ids: Tensor | None = None) -> Tensor:
         """Sample one draft token per row and write it to the row's slot.
@@ -177,7 +177,7 @@ class Passes:
         self.slots = slots.only(group)
 
     def fits(self, end: Ints) -> Bools:
-        """Return which rows may end there."""
+        """Return which rows may end at these positions."""
         fits: Bools = end <= self.slots.length
         return fits
 

@@ -173,7 +173,7 @@ class HeadDrafter(DeviceDrafter):
 
 
 def layer_maker(head: DraftHead) -> Decoder:
-    """Return a model with the head's kind of layers, told by its tensor names."""
+    """Return a model with the head's kind of layers, recognized by its tensor names."""
     if head.has("q_norm.weight"):
         return Qwen3(head.facts)
     return Qwen2(head.facts) if head.has("q_proj.bias") and not head.has("o_proj.bias") else Llama(head.facts)
@@ -182,7 +182,7 @@ def layer_maker(head: DraftHead) -> Decoder:
 class EagleLayers(HeadLayers):
     """EAGLE and EAGLE-2: Llama layers over the next token's embedding and the target model's last state.
 
-    There is no norm before the first layer, and none after the last; the target model's LM head makes the logits.
+    The first layer has no norm before it and the last none after it; the target model's LM head makes the logits.
     """
 
     renames = ((r"^model\.", ""), (r"^(t2d|rotary_emb|layers\.\d+\.self_attn\.rotary_emb)", None))

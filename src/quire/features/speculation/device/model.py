@@ -1,4 +1,4 @@
-"""A draft model with the target model's vocabulary. Its keys and values are in pages with the same numbers.
+"""A draft model with the target model's vocabulary. Its keys and values are in pages with the same page numbers.
 
 It runs prompts with the target model. Before it drafts it runs the tokens that it has not seen, then one token at a time. While
 no drafts are wanted it runs nothing.

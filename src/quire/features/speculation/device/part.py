@@ -195,8 +195,8 @@ def unroll_slots(slot: bytes, shapes: RowShapes) -> Ints:
 def unroll_shapes(shapes: RowShapes) -> Unrolled:
     pieces = 1 + shapes.drafts  # the known tokens, and each draft
     owner = np.arange(len(pieces)).repeat(pieces)
-    behind = pieces.cumsum(dtype=np.int32)
-    place = np.arange(len(owner), dtype=np.int32) - (behind - pieces)[owner]
+    ends = pieces.cumsum(dtype=np.int32)
+    place = np.arange(len(owner), dtype=np.int32) - (ends - pieces)[owner]
     count = np.where(place == 0, (shapes.count - shapes.drafts)[owner], 1).astype(np.int32)
     after = Outputs.last(count, shapes.sample[owner].astype(np.int32)).sample_after
     outputs = Outputs(after, shapes.outputs.prompt_logprobs, shapes.outputs.pool)

@@ -39,7 +39,7 @@ from quire.text.tokenizer_files import read_tokenizer
 MAX_KEPT = 256  # compiled grammars
 MAX_KEPT_BYTES = 32 << 20  # of their texts
 MAX_REFUSED = 4096
-SLOW = 0.005  # seconds of processor time for one matcher's turn, from which on the engine is told
+SLOW = 0.005  # seconds of processor time for one matcher's turn, from which on it is reported to the engine
 SLOW_TOGETHER = 0.01  # by the clock, for all masks of a turn: from then on each is measured
 WATCHED_TURNS = 32
 LONGEST_WORK = 30  # seconds for one matcher, then the process ends: its engine may have lost interest in it
@@ -147,7 +147,7 @@ class GrammarWorker:
         for token in backend.eos_ids:
             ends[token // 32] |= np.uint32(1 << token % 32)
         self._not_ends = ~ends  # [words]
-        self._end = np.zeros(backend.words, np.uint32)  # the end that `Live.forced` tells of
+        self._end = np.zeros(backend.words, np.uint32)  # the end that `Live.forced` reports
         self._end[backend.eos_ids[0] // 32] = np.uint32(1 << backend.eos_ids[0] % 32)
         self._vetting = start_vetting(backend, frames.socket)
         threading.stack_size(COMPILE_STACK)
@@ -255,7 +255,7 @@ class GrammarWorker:
             signal.alarm(LONGEST_WORK)
 
     def _fill_all(self, good: list[tuple[int, Live]]) -> None:
-        """Together, as long as that is fast: who was slow can be told only of masks that are made one by one."""
+        """Fill all masks together while that is fast. Only masks that are filled one by one show which matcher is slow."""
         if self._watched or len(good) == 1:
             self._watched = max(0, self._watched - 1)
             for number, live in good:
@@ -269,10 +269,10 @@ class GrammarWorker:
                 self._watched = WATCHED_TURNS
 
     def _fill_along(self, live: Live, drafts: Sequence[int]) -> None:
-        """Behind a draft that is not allowed any mask will do: nobody gets there."""
+        """Fill the masks after each draft. After a draft that is not allowed any mask will do: no token is sampled with it."""
         self._masks[live.row + 1 : live.row + 1 + len(drafts)] = ALL
-        for behind, _ in enumerate(live.along(drafts), live.row + 1):
-            self._fill([(live, behind)])
+        for after, _ in enumerate(live.along(drafts), live.row + 1):
+            self._fill([(live, after)])
 
     def _fill(self, places: Sequence[tuple[Live, int]]) -> None:
         bound = [(live.matcher, row) for live, row in places if live.tail is None]
