@@ -11,7 +11,7 @@ import numpy as np
 from quire.bench.metrics import MAX_REQUESTS, MAX_SECONDS, MAX_TOKENS, check_count, read_tokens
 from quire.bench.samples import Ids, RandomPrompts, Sample
 from quire.types.errors import ConfigError
-from quire.types.json_text import read_json
+from quire.types.json_text import read_json, read_json_lines
 
 SYNTHETIC = ("random", "prefix_repetition", "timed_trace")  # of random tokens or words
 
@@ -144,18 +144,9 @@ def _custom_sample(where: str, line: dict[str, Any], output_tokens: int) -> Samp
 def _json_lines(options: DatasetOptions) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each line's place in the file, for errors, and its object."""
     empty = True
-    for number, text in enumerate(_read_text(options).splitlines(), 1):
-        if not text.strip():
-            continue
-        where = f"{options.path} line {number}"
-        try:
-            line = read_json(text)
-        except ValueError as error:
-            raise ConfigError(f"{where} is not JSON: {error}") from None
-        if not isinstance(line, dict):
-            raise ConfigError(f"{where} is not a JSON object")
+    for each in read_json_lines(str(options.path), _read_text(options).splitlines()):
         empty = False
-        yield where, line
+        yield each
     if empty:
         raise ConfigError(f"{options.path} holds no lines")
 

@@ -20,7 +20,7 @@ from quire.bench.datasets import DatasetOptions, TokenCounter, around, sharegpt_
 from quire.bench.metrics import MAX_REQUESTS, MAX_SECONDS, MAX_TOKENS, check_count, read_tokens
 from quire.bench.samples import RandomPrompts, workload
 from quire.types.errors import ConfigError
-from quire.types.json_text import read_json
+from quire.types.json_text import read_json_lines
 
 FORMATS = ("azure", "mooncake", "sharegpt")
 SUFFIXES = {".csv": "azure", ".jsonl": "mooncake", ".json": "sharegpt"}
@@ -162,16 +162,7 @@ def _moment(where: str, text: str) -> tuple[float, bool]:
 def _mooncake(name: str, lines: Iterable[str]) -> Iterator[tuple[str, Arrival]]:
     """Yield requests of JSON lines: timestamp (ms), input_length, output_length, hash_ids (each 512 tokens of the prompt)."""
     contents = Contents()
-    for number, text in enumerate(lines, 1):
-        if not text.strip():
-            continue
-        where = f"{name} line {number}"
-        try:
-            line = read_json(text)
-        except ValueError as error:
-            raise ConfigError(f"{where} is not JSON: {error}") from None
-        if not isinstance(line, dict):
-            raise ConfigError(f"{where} is not a JSON object")
+    for where, line in read_json_lines(name, lines):
         stamp = line.get("timestamp")
         if isinstance(stamp, bool) or not isinstance(stamp, int | float) or not 0 <= stamp < 1000 * MAX_SECONDS:
             raise ConfigError(f"{where}: timestamp must be milliseconds of at least 0, got {stamp!r}")
