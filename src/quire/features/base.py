@@ -73,7 +73,8 @@ class StepPart(ABC):
     name: str  # of the feature
     reads_layers = False  # it reads hidden states between layers, so the device must run them one by one
     reads_all_tokens = False  # it reads the final hidden states of all tokens of a step
-    graph_keys: Sequence[Hashable] = (False,)  # every key that `graph_key` can return, False first; (): nothing is recorded
+    graph_keys: Sequence[Hashable] = (False,)  # every key that `graph_key` can return, False first
+    replays_states = False  # graphs end with the hidden states of all tokens, which the part pools: no step draws
     single_tokens = False  # only steps whose rows have one token each can be recorded
 
     def before_cut(self, model: "Decoder") -> None:

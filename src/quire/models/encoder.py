@@ -74,7 +74,7 @@ class Classifier(nn.Module):
 class Encoder(Decoder):
     """BERT's architecture, except what a family's `make_*` methods change."""
 
-    recordable = keeps_context = False
+    keeps_context = False
     padding: int | None = None  # token id without a position of its own: it has this learned position, the others follow
     tokens_have_dense = False  # the head of token classification has the dense layer of sequence classification
     renames: Renames = ()

@@ -121,8 +121,7 @@ class RunnerCore(ABC):
         self._layers = facts.layers if group is None else share_layers(facts.layers, position)
         self._dtype, self._cache_dtype = DTYPES[settings.dtype], DTYPES[settings.cache_dtype or settings.dtype]
         self._vocabulary = facts.vocab_size + settings.added_tokens
-        recordable = group is None and all(part.graph_keys for part in parts)  # graphs cannot wait for ranks
-        self._recording = recordable and device.records and not settings.enforce_eager
+        self._recording = device.records and not settings.enforce_eager and group is None  # graphs cannot wait for ranks
         self._parameters = 0  # of this rank, quantized ones included
         self._kv_layout = KVLayout.PAGES
         self._model: Decoder | None = None
@@ -256,8 +255,10 @@ class RunnerCore(ABC):
                     self.graphs.record_drafts()
 
     def _stage_buffers(self) -> StageBuffers | None:
-        """Return where recorded steps of a pipeline stage read and write hidden states."""
-        return None
+        """Return where recorded steps of a pipeline stage, or of a model that pools, read and write hidden states."""
+        if not any(part.replays_states for part in self._parts):
+            return None
+        return StageBuffers.to_pool(self._facts.hidden_size, self._dtype, self._device.torch_device)
 
     def _loaded(self) -> Decoder:
         if self._model is None:

@@ -44,7 +44,7 @@ class Inputs:
 
     def __init__(self, slots: Slots, planners: Planners, max_rows: int, parts: Sequence[StepPart] = ()) -> None:
         """parts: in the order of the buckets' `keys`."""
-        device, groups = slots.device, len(planners)
+        device, groups = slots.device, max(1, len(planners))  # an encoder has none, but rows read one table
         self._slots, self._planners = slots, planners
         most = max_rows + 1  # ragged buckets have one more row, for unused tokens
         rooms = (MAX_ROOM, final_room(MAX_ROOM))

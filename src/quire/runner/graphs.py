@@ -142,6 +142,11 @@ class StageBuffers:
     entry: Tensor | None  # [T, H]; None: this stage embeds
     exit: Tensor  # [T, H]
     last: bool  # the output has only the rows' last tokens
+    pooled: bool = False  # the output is pooled: no row draws
+
+    @classmethod
+    def to_pool(cls, columns: int, dtype: torch.dtype, device: torch.device) -> "StageBuffers":
+        return cls(None, torch.zeros(MOST_TOKENS, columns, dtype=dtype, device=device), False, pooled=True)
 
     @classmethod
     def of(cls, stage: Stage, columns: int, dtype: torch.dtype, device: torch.device) -> "StageBuffers":
@@ -150,7 +155,7 @@ class StageBuffers:
 
 
 class StageRecorder(StepRecorder):
-    """Record the layers of a pipeline stage: hidden states from `entry`, or embedded ids, to `exit`."""
+    """Record the layers of a stage, or of a model that pools: hidden states from `entry`, or embedded ids, to `exit`."""
 
     def __init__(self, buffers: StageBuffers, *args: Any) -> None:
         super().__init__(*args)
@@ -189,9 +194,10 @@ def fixed_plans(model: Decoder, groups: int) -> Planners | None:
     return [plans for group in range(groups) if (plans := found.get(group, some)) is not None]
 
 
-def recordable(rows: StepRows) -> bool:
-    """Return whether the rows need nothing but samples after their last tokens, which is what graphs contain."""
-    return not (rows.shapes.drafted or len(rows.outputs.prompt_logprobs) or len(rows.outputs.pool))
+def recordable(rows: StepRows, pools: bool) -> bool:
+    """Return whether the rows need nothing but samples after their last tokens, or nothing but states if the model pools."""
+    outputs = rows.outputs
+    return not (rows.shapes.drafted or len(outputs.prompt_logprobs) or len(outputs.draw if pools else outputs.pool))
 
 
 class ReplayedStep(NamedTuple):
@@ -237,7 +243,7 @@ class Graphs:
     ) -> None:
         """max_tokens: of a step, at most.
         drafts: rows that a slot may have in addition, one per draft token.
-        buffers: the hidden states of a pipeline stage; None: the model is whole.
+        buffers: the hidden states of a pipeline stage or of a model that pools; None: steps draw.
         """
         self._keys: list[tuple[Hashable, ...]] = list(product(*(part.graph_keys for part in parts)))
         self._max_tokens = 0 if any(part.single_tokens for part in parts) else min(max_tokens, MAX_GRAPH_TOKENS)
@@ -252,6 +258,7 @@ class Graphs:
         self._device = recorder
         recorded = model, slots, sampler, self._inputs, recorder, parts
         self._recorder = StepRecorder(*recorded) if buffers is None else StageRecorder(buffers, *recorded)
+        self.states = buffers.exit if buffers is not None and buffers.pooled else None  # [T, H] of the latest step, to pool
         self._latest: ReplayedStep | None = None
         self.captures = self.replays = self.eager = 0
 
@@ -339,7 +346,10 @@ class Graphs:
 
     def record_next(self) -> bool:
         """Record the most useful bucket that has no graph. Return False if there is none, or no memory."""
-        likely = [bucket for bucket, _ in self._uses.most_common()] + idle_buckets(self._max_rows, self._max_tokens)
+        usual = idle_buckets(self._max_rows, self._max_tokens)
+        if self.states is not None:
+            usual = [bucket for bucket in usual if bucket.tokens]  # prompts alone
+        likely = [bucket for bucket, _ in self._uses.most_common()] + usual
         likely = [bucket._replace(keys=keys) for bucket in likely for keys in (bucket.keys or self._keys[0], *self._keys)]
         bucket = next((bucket for bucket in likely if bucket not in self._recorded), None)
         if bucket is None or self._taken >= self._allowance:
@@ -380,6 +390,8 @@ class Graphs:
 
     def _cut(self, plan: StepRows) -> tuple[Work, Room] | None:
         """Return each group's attention work, and the room it needs beyond one split per row; None: too much for any graph."""
+        if not self._planners:  # an encoder finds its own tiles
+            return Work([], []), Room(0, 0, 1)
         counts, lengths = plan.count, plan.end
         work, splits, shared, tiles = Work([], []), 0, 0, 0
         for group, (planner, window) in enumerate(self._planners):

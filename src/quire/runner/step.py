@@ -125,17 +125,27 @@ class Runner(RunnerCore):
     def _graph_keys(self, rows: StepRows) -> tuple[Hashable, ...] | None:
         """Return the key of each part; None: no graph can run these rows."""
         keys = tuple(part.graph_key(rows) for part in self._parts)
-        return keys if None not in keys and recordable(rows) else None
+        pools = self.graphs is not None and self.graphs.states is not None
+        return keys if None not in keys and recordable(rows, pools) else None
 
     def _replay(self, graphs: Graphs, rows: StepRows, plain: bool) -> StepOutputs | None:
         """Run a CUDA graph. None: run the step eagerly."""
         keys = self._graph_keys(rows)
+        if keys is not None and graphs.states is not None:
+            return self._replay_states(graphs, graphs.states, rows, keys)
         replayed = None if keys is None else graphs.run(rows, plain, keys)
         if replayed is None:
             return None
         if isinstance(replayed, PendingSample):
             return StepOutputs(partial(self._sample, replayed.logits, replayed.rows) if len(replayed.rows.slots) else None)
         return StepOutputs(Sampled(replayed, places=None if rows.shapes.all_sample else rows.sample_row))
+
+    def _replay_states(self, graphs: Graphs, states: Tensor, rows: StepRows, keys: tuple[Hashable, ...]) -> StepOutputs | None:
+        """Run a CUDA graph of a model that pools. None: run the step eagerly."""
+        if not graphs.replay_stage(rows, lambda: None, keys):
+            return None
+        pool = rows.outputs.pool.astype(np.int64)
+        return StepOutputs(None, pooled=self._pool(rows, states[: rows.tokens], pool) if len(pool) else ())
 
     def _outputs(self, rows: StepRows, built: Built, hidden: Tensor) -> StepOutputs:
         """Return what the rows output; hidden [K, H] of the tokens that the batch keeps."""

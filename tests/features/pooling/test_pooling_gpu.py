@@ -49,8 +49,11 @@ def test_vectors_of_encoders(name: str, pooling: str, tmp_path: Path) -> None:
     with opened(tmp_path) as llm:
         together = llm.embed(prompts(TEXTS), use_tqdm=False)
         alone = [llm.embed(one, use_tqdm=False)[0] for one in prompts(TEXTS)]
+        again = [llm.embed(prompts(TEXTS), use_tqdm=False) for _ in range(6)][-1]
+        graphs = llm.llm_engine.core.executor._runner.graphs
+        assert graphs.captures and graphs.replays
         llm.llm_engine.core.scheduler.check()
-    for text, *found in zip(TEXTS, together, alone, strict=True):
+    for text, *found in zip(TEXTS, together, alone, again, strict=True):
         right = states_of(model, text)
         right = right.mean(0) if pooling == "mean_tokens" else right[0]
         for one in found:
@@ -85,13 +88,15 @@ def test_vectors_of_decoders(kind: str, tmp_path: Path) -> None:
     right = {"LAST": lambda x: x[-1], "CLS": lambda x: x[0], "MEAN": lambda x: x.mean(0)}[kind]
     for args in ({}, {"max_num_batched_tokens": 16}):
         with opened(tmp_path, pooler_config={"pooling_type": kind}, num_gpu_blocks_override=64, **args) as llm:
-            for _ in range(2):  # the second time with a prefix hit
+            for _ in range(6):  # from the second time on with prefix hits, later in graphs
                 for ids, one in zip(PROMPTS, llm.embed(prompts(PROMPTS), use_tqdm=False), strict=True):
                     expected = normal(right(states(model, ids))).numpy()
                     np.testing.assert_allclose(one.outputs.embedding, expected, atol=1e-5)
             raw = PoolingParams(task="token_embed", use_activation=False)
             for ids, one in zip(PROMPTS, llm.encode(prompts(PROMPTS), raw, use_tqdm=False), strict=True):
                 np.testing.assert_allclose(one.outputs.data, states(model, ids).numpy(), atol=5e-5)
+            graphs = llm.llm_engine.core.executor._runner.graphs
+            assert graphs.captures and graphs.replays
 
 
 @pytest.mark.parametrize("labels", [1, 3])

@@ -77,7 +77,7 @@ Score = Callable[[Tensor, Tokens], Tensor]  # states [n, H] and their adapters -
 
 class PoolingPart(StepPart):
     name = "pooling"
-    graph_keys = ()  # no step is a CUDA graph
+    replays_states = True
 
     def __init__(
         self,
@@ -199,20 +199,27 @@ class PoolingPart(StepPart):
 
     def extend(self, batch: Batch, rows: StepRows, slot: Tensor) -> Batch:  # noqa: ARG002
         """Tell an encoder which tokens belong to the second text of a pair, and which are no keys."""
-        tenants = [self._tenants.get(each) for each in rows.slot.tolist()]
-        unattended = [0 if tenant is None else tenant.unattended for tenant in tenants]
+        unattended = self._unattended(rows)
         if any(unattended):
             keys = [(first, count, length - less) for (first, count, length), less in zip(batch.rows, unattended, strict=True)]
             batch = replace(batch, rows=tuple(keys))
-        segments = [0 if tenant is None else tenant.segment for tenant in tenants]
+        segments = self._segments(rows)
         if not any(segments):
             return batch
         shapes = zip(segments, rows.end.tolist(), rows.count.tolist(), strict=True)
         types = [np.arange(end - count, end) >= (segment or end) for segment, end, count in shapes]
         return replace(batch, token_types=upload(np.concatenate(types).astype(np.int64), self._device.torch_device))
 
-    def graph_key(self, rows: StepRows) -> Hashable | None:  # noqa: ARG002
-        return None
+    def graph_key(self, rows: StepRows) -> Hashable | None:
+        return None if any(self._segments(rows)) or any(self._unattended(rows)) else False
+
+    def _segments(self, rows: StepRows) -> list[int]:
+        tenants = [self._tenants.get(each) for each in rows.slot.tolist()]
+        return [0 if tenant is None else tenant.segment for tenant in tenants]
+
+    def _unattended(self, rows: StepRows) -> list[int]:
+        tenants = [self._tenants.get(each) for each in rows.slot.tolist()]
+        return [0 if tenant is None else tenant.unattended for tenant in tenants]
 
     def close(self) -> None:
         self._score = self._sums = None

@@ -1,4 +1,10 @@
-"""Bidirectional attention over packed sequences (`ops/packed_attention.py`): one program for a tile of queries and a head."""
+"""Bidirectional attention over packed sequences (`ops/packed_attention.py`): one program for a tile of queries and a head.
+
+Programs find their tiles on the device, so that a CUDA graph can run any sequences:
+
+    rows       [ a: 130 tokens | b: 64 | c: 10 ]
+    tile_ends  [ 3               4       5     ]     program 2 has the last tile of a, program 5 and later ones have none
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +18,7 @@ from quire.ops.kernels.launcher import launched, power_of_two
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 QUERIES, KEYS = 64, 64  # of a tile
+ROW_BLOCKS = (64, 1024)  # sequences that a program looks through: few sizes, each of which is compiled
 
 
 @launched
@@ -22,8 +29,10 @@ def _attend_packed(
     value,  # [T, heads, HEAD_DIM]
     out,  # [T, heads, HEAD_DIM]
     bias,  # [heads, 2 * reach + 1] float32, if BIAS
-    tiles,  # [tiles, 3] int32: sequence, first query in it, tokens of it that are keys
+    tile_ends,  # [R] int32 tiles of this and all earlier sequences
+    key_counts,  # [R] int32 tokens of each sequence, from its first one, that are keys
     starts,  # [R + 1] int32
+    rows,
     query_stride,  # between tokens
     key_stride,
     value_stride,
@@ -37,9 +46,15 @@ def _attend_packed(
     N: tl.constexpr,
     WINDOW: tl.constexpr,
     BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     tile, head = tl.program_id(0), tl.program_id(1)
-    row, first, keys = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
+    each = tl.arange(0, ROWS)
+    row = tl.sum((tl.load(tile_ends + each, mask=each < rows, other=2147483647) <= tile).to(tl.int32), 0)
+    if row == rows:
+        return
+    first = (tile - tl.load(tile_ends + row - 1, mask=row > 0, other=0)) * M
+    keys = tl.load(key_counts + row)
     start = tl.load(starts + row).to(tl.int64)
     count = (tl.load(starts + row + 1) - start).to(tl.int32)
     dim = tl.arange(0, DIM_BLOCK)
@@ -93,19 +108,27 @@ def attend_packed(
 ) -> Tensor:
     """See `ops/packed_attention.py`. Heads of a token lie next to each other in query, key and value."""
     _, heads, head_dim = query.shape
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    out, number = torch.empty(query.shape, dtype=query.dtype, device=query.device), len(starts) - 1
     if ("packed tiles",) not in plans:
-        tiles = [(row, first, keys) for row, (_, count, keys) in enumerate(rows) for first in range(0, count, QUERIES)]
-        plans["packed tiles",] = torch.tensor(tiles, dtype=torch.int32).view(-1, 3).to(query.device, non_blocking=True)
-    tiles = plans["packed tiles",]
-    if not len(tiles):
+        plans["packed tiles",] = ((starts.diff() + (QUERIES - 1)) // QUERIES).cumsum(0, dtype=torch.int32)
+        plans["packed keys",] = _count_keys(rows, starts)
+    if not len(query) or not number:
         return out
     block = max(16, power_of_two(head_dim))
-    _attend_packed[(len(tiles), heads)](
-        query, key, value, out, query if bias is None else bias, tiles, starts,
+    _attend_packed[(len(query) // QUERIES + number, heads)](
+        query, key, value, out, query if bias is None else bias, plans["packed tiles",],
+        plans["packed keys",], starts, number,
         query.stride(0), key.stride(0), value.stride(0), out.stride(0), 0 if bias is None else bias.shape[1] // 2,
         window or 0, scale,
         HEAD_DIM=head_dim, DIM_BLOCK=block, M=QUERIES, N=KEYS if block <= 128 else KEYS // 2, WINDOW=window is not None,
-        BIAS=bias is not None, num_warps=4, num_stages=2,
+        BIAS=bias is not None, ROWS=next((size for size in ROW_BLOCKS if size >= number), power_of_two(number)),
+        num_warps=4, num_stages=2,
     )  # fmt: skip
     return out
+
+
+def _count_keys(rows: Sequence[tuple[int, int, int]], starts: Tensor) -> Tensor:
+    """Return how many tokens of each sequence are keys, [R] int32. rows: empty in a CUDA graph, where all tokens are."""
+    if all(count == keys for _, count, keys in rows):
+        return starts.diff()
+    return torch.tensor([keys for _, _, keys in rows], dtype=torch.int32).to(starts.device, non_blocking=True)
