@@ -123,9 +123,8 @@ class ModelPooling:
         chosen, per_token = cast(PoolingTask, name), name.startswith("token_")
         self._check(params, chosen)
         activate = self.activate if params.activates is None else params.activates
-        found = Pooling(chosen, self.token_type if per_token else self.type, activate)
-        if chosen.endswith("embed"):
-            return replace(found, dimensions=params.dimensions or self.dimensions)
+        cut = params.dimensions or self.dimensions if chosen.endswith("embed") else None
+        found = Pooling(chosen, self.token_type if per_token else self.type, activate, dimensions=cut)
         if chosen == "token_classify":
             tag = self.step_tag_id if params.step_tag_id is None else params.step_tag_id
             ids = self.returned_token_ids if params.returned_token_ids is None else tuple(params.returned_token_ids)

@@ -14,7 +14,7 @@ from quire.text.prompts import PromptReader, Tokenization
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidParameter, NotSupported
 from quire.types.outputs import RequestOutput
-from quire.types.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
+from quire.types.pooling import Pooling, PoolingOutput, PoolingParams, PoolingRequestOutput
 from quire.types.prompts import NO_EXTRAS, Extras, Prompt, PromptType
 from quire.types.request import EngineRequest
 from quire.types.sampling import RequestOutputKind, SamplingParams
@@ -99,9 +99,14 @@ def prepare_pooling(
         priority=priority,
         tenant=tenant or "",
         salt=salt if tenant is None else (*salt, f"owner={tenant}"),
-        extras=replace(read.extras, pooling=asked),
+        extras=_extras_of(asked) if read.extras == NO_EXTRAS else replace(read.extras, pooling=asked),
     )
     return PreparedRequest(request_id, read.text, ids, sampling, (request,))
+
+
+@cache
+def _extras_of(pooling: Pooling) -> Extras:
+    return Extras(pooling=pooling)
 
 
 @cache
