@@ -197,7 +197,7 @@ def fixed_plans(model: Decoder, groups: int) -> Planners | None:
 def recordable(rows: StepRows, pools: bool) -> bool:
     """Return whether the rows need nothing but samples after their last tokens, or nothing but states if the model pools."""
     outputs = rows.outputs
-    return not (rows.shapes.drafted or len(outputs.prompt_logprobs) or len(outputs.draw if pools else outputs.pool))
+    return not (rows.shapes.drafted or len(outputs.prompt_logprobs) or len(outputs.sample_after if pools else outputs.pool))
 
 
 class ReplayedStep(NamedTuple):

@@ -1,7 +1,7 @@
 """A prompt and pooling parameters become a request of the engine, and its output becomes a pooling output."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -104,7 +104,7 @@ def prepare_pooling(
     return PreparedRequest(request_id, read.text, ids, sampling, (request,))
 
 
-@cache
+@lru_cache(256)
 def _extras_of(pooling: Pooling) -> Extras:
     return Extras(pooling=pooling)
 
