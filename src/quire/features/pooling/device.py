@@ -24,7 +24,7 @@ from quire.features.pooling.host import CHUNK, ModelPooling
 from quire.features.pooling.sentence_files import Dense
 from quire.files.resolve import ModelFiles
 from quire.layers.class_linear import ClassLinear
-from quire.layers.embedding import PlainHead
+from quire.layers.embedding import Head, PlainHead
 from quire.models.decoder import Decoder
 from quire.ops.activation import activate
 from quire.ops.row_sums import add_rows
@@ -108,7 +108,7 @@ class PoolingPart(StepPart):
         how = self._how
         if hasattr(model, "classify") or how.from_tokens:  # an encoder has its own head; the LM head has the classes
             return
-        if isinstance(cast(nn.Module, model.lm_head), NoHead):
+        if not isinstance(cast(nn.Module, model.lm_head), Head):
             return
         vocab, size = model.embed_tokens.total, model.embed_tokens.size
         unread: list[tuple[str, str | None]] = [(r"^lm_head\.", None)]
