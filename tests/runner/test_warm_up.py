@@ -21,6 +21,12 @@ def test_every_step_is_one_the_engine_could_be_asked_for(seqs, tokens, longest):
     assert not slots.known.any()
 
 
+def test_without_a_cache_every_request_is_whole_in_its_step():
+    plans = [plan for plan in warm_up_steps(256, 8192, 512, whole=True) if len(plan.slot)]
+    assert all((plan.end == plan.count).all() for plan in plans)
+    assert max(plan.end.max() for plan in plans) > 100
+
+
 def test_all_shapes_are_there():
     plans = list(warm_up_steps(256, 8192, LONG))
     single = [plan for plan in plans if len(plan.slot) and (plan.count == 1).all()]

@@ -174,7 +174,7 @@ class RunnerCore(ABC):
         max_seqs, max_tokens = self._settings.max_seqs, self._settings.max_batched_tokens
         with without_ranks(model, self._group):
             warm_up_parts(model, slots, sampler, self._vocabulary, longest, self._enter)
-        for plan in warm_up_steps(max_seqs, max_tokens, longest):
+        for plan in warm_up_steps(max_seqs, max_tokens, longest, whole=not model.keeps_context):
             flight = self.launch(structs.replace(plan, guesses=np.full(len(plan.slot), slots.drafts, np.int32)))
             if flight.follows:
                 flight.result()

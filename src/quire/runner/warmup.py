@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -146,28 +146,29 @@ def warm_up_parts(
 def _layers(model: Decoder, slots: Slots, longest: int, enter: Callable[[Batch], Tensor]) -> Iterator[Callable[[], None]]:
     """Yield jobs, one layer each. Norms first: their kernels are small."""
     attentions, norms, others = kinds_of_layers(model)
+    built = partial(_batch, slots=slots, whole=not model.keeps_context)
     one, alike = [MadeUpRequest(longest, 1)], [MadeUpRequest(longest, 1)] * min(SHARED_ROWS, len(slots.tokens))
     long, prompt = [MadeUpRequest(longest, longest)], [MadeUpRequest(longest, min(longest, 16))]
     some = [MadeUpRequest(min(longest, TOKEN_COUNTS[1]), min(longest, TOKEN_COUNTS[1]))]
     for layer in norms:
-        yield partial(_run, enter, _batch(one, slots), lambda x, _, layer=layer: layer.add(x, None))
-        yield partial(_run, enter, _batch(one, slots), lambda x, _, layer=layer: layer.add(x, x))
+        yield partial(_run, enter, built(one), lambda x, _, layer=layer: layer.add(x, None))
+        yield partial(_run, enter, built(one), lambda x, _, layer=layer: layer.add(x, x))
         for reader in (*attentions, *others):  # activation quantization is fused into the norm for some readers
-            yield partial(_run, enter, _batch(some, slots), partial(_fused_norm, layer, reader))
+            yield partial(_run, enter, built(some), partial(_fused_norm, layer, reader))
     for requests in (long, prompt, alike, one):  # the slowest first
         for layer in attentions:
-            yield partial(_run, enter, _batch(requests, slots), layer)
+            yield partial(_run, enter, built(requests), layer)
     for requests in (prompt, one):
         for layer in others:
-            yield partial(_run, enter, _batch(requests, slots), _feed(layer))
+            yield partial(_run, enter, built(requests), _feed(layer))
     matrices, dtype = distinct_matrices(model), next(model.parameters()).dtype
     for tokens in sorted({min(size, longest) for size in TOKEN_COUNTS}):
         for layer in others:
-            yield partial(_run, enter, _batch([MadeUpRequest(tokens, tokens)], slots), _feed(layer))
+            yield partial(_run, enter, built([MadeUpRequest(tokens, tokens)]), _feed(layer))
         for matrix in matrices:
             yield partial(_multiply, matrix, torch.zeros(tokens, matrix.inputs, dtype=dtype, device=slots.device))
     for requests in (alike, one):
-        yield partial(_run, enter, _batch(requests, slots), lambda x, batch: model.logits(x, batch.tokens))
+        yield partial(_run, enter, built(requests), lambda x, batch: model.logits(x, batch.tokens))
 
 
 @torch.inference_mode()
@@ -207,8 +208,8 @@ def kinds_of_layers(model: Decoder) -> tuple[list[nn.Module], list[nn.Module], l
     return list(attentions.values()), list(norms.values()), list(others.values())
 
 
-def _batch(requests: Sequence[MadeUpRequest], slots: Slots) -> Batch:
-    plan = make_step(requests)
+def _batch(requests: Sequence[MadeUpRequest], slots: Slots, whole: bool) -> Batch:
+    plan = make_step(_without_contexts(requests) if whole else requests)
     slots.take_in(plan)
     batch = build_batch(plan, slots).batch
     slots.retire(plan.slot)
@@ -266,13 +267,20 @@ def _run(enter: Callable[[Batch], Tensor], batch: Batch, layer: Callable[..., ob
 # ---- steps -----------------------------------------------------------------------------------------------------------------
 
 
-def warm_up_steps(max_seqs: int, max_tokens: int, longest: int) -> Iterator[StepPlan]:
-    """Yield steps with requests of their own, which the next step retires; the last has none. No context exceeds `longest`."""
+def warm_up_steps(max_seqs: int, max_tokens: int, longest: int, whole: bool = False) -> Iterator[StepPlan]:
+    """Yield steps with requests of their own, which the next step retires; the last has none. No context exceeds `longest`.
+
+    whole: every request is whole in its step.
+    """
     before = 0
     for requests in _shapes(max_seqs, max_tokens, longest):
-        yield make_step(requests, retired=before)
+        yield make_step(_without_contexts(requests) if whole else requests, retired=before)
         before = len(requests)
     yield make_step((), retired=before)
+
+
+def _without_contexts(requests: Sequence[MadeUpRequest]) -> Sequence[MadeUpRequest]:
+    return [replace(request, length=request.count) for request in requests]
 
 
 def _shapes(max_seqs: int, max_tokens: int, long: int) -> Iterator[Sequence[MadeUpRequest]]:

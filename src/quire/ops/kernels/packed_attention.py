@@ -56,7 +56,7 @@ def _attend_packed(
     first = (tile - tl.load(tile_ends + row - 1, mask=row > 0, other=0)) * M
     start = tl.load(starts + row).to(tl.int64)
     count = (tl.load(starts + row + 1) - start).to(tl.int32)
-    keys = tl.minimum(tl.load(key_counts + row), count)  # warm-up steps claim more
+    keys = tl.minimum(tl.load(key_counts + row), count)
     dim = tl.arange(0, DIM_BLOCK)
     inside = dim < HEAD_DIM
     position = first + tl.arange(0, M)
