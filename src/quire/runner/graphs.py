@@ -146,7 +146,7 @@ class StageBuffers:
 
     @classmethod
     def to_pool(cls, columns: int, dtype: torch.dtype, device: torch.device) -> "StageBuffers":
-        return cls(None, torch.zeros(MOST_TOKENS, columns, dtype=dtype, device=device), False, pooled=True)
+        return cls(None, torch.zeros(MAX_GRAPH_TOKENS, columns, dtype=dtype, device=device), False, pooled=True)
 
     @classmethod
     def of(cls, stage: Stage, columns: int, dtype: torch.dtype, device: torch.device) -> "StageBuffers":
