@@ -191,7 +191,11 @@ CORE: tuple[Conflict, ...] = (
             "more; leave one of them out"
         ),
     ),
-    Conflict("layers that cannot be divided", lambda c: bool(_why_no_stages(c)), lambda c: _why_no_stages(c)),
+    Conflict(
+        "layers that cannot be divided",
+        lambda c: not c.facts.encoder and bool(_why_no_stages(c)),
+        lambda c: _why_no_stages(c),
+    ),
     Conflict(
         "more ranks than heads",
         lambda c: c.ranks > count_heads(c.facts) and not _never_divided(c),

@@ -21,6 +21,7 @@ from quire.device.registry import open_device
 from quire.engine.layouts import cache_sizes, draft_quantized_layouts, model_share, text_drafter_config
 from quire.engine.runners import bounded_facts
 from quire.features.host import Memory, Sizes
+from quire.features.pooling.host import pooling_of
 from quire.features.quantization.host import may_copy
 from quire.files.gguf import GGUFTensor, read_gguf_shards
 from quire.files.safetensors import TensorInfo, read_header
@@ -207,15 +208,18 @@ def _build_ranks(config: Config) -> Iterator[tuple[int, int]]:
 
 def _build_shares(config: Config) -> "Iterator[nn.Module]":
     from quire.dist.stages import PipelineRank
+    from quire.features.pooling.device import replace_head
     from quire.models.registry import build_model
     from quire.prepare.quantize import find_grain
     from quire.prepare.shard import shard
     from quire.prepare.stage import take_stage
 
-    layers, expert_parallel = config.stage_layers, config.args.enable_expert_parallel
+    layers, expert_parallel, pooling = config.stage_layers, config.args.enable_expert_parallel, pooling_of(config)
     for rank in range(config.world):
         own = PipelineRank.of(rank, layers, config.ranks, expert_parallel)
         model = build_model(bounded_facts(config), config.args.model_impl)
+        if pooling is not None:
+            replace_head(model, pooling)
         exact = config.keep_quantized and config.device_facts.kind == "cpu"
         shard(model, own.position, _NoGroup(), find_grain(config.quantization), exact=exact)
         if config.stages > 1:

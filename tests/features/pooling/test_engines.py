@@ -94,3 +94,13 @@ def test_quantized_weights(tmp_path, scheme):
         with opened(tmp_path / kind, runner="pooling", dtype="auto", skip_tokenizer_init=True) as llm:
             found.append([one.outputs.data for one in llm.encode(PROMPTS, use_tqdm=False)])
     assert min(float(one @ other) for one, other in zip(*found, strict=True)) > 0.999
+
+
+@pytest.mark.parametrize("flags", [["--tensor-parallel-size=2"], ["--pipeline-parallel-size=2"], ["--enable-lora"]])
+@pytest.mark.parametrize("kind", ["Qwen2Model", "Qwen2ForSequenceClassification"])
+def test_a_plan_reads_the_head_of_a_pooling_model(tmp_path, kind, flags, capsys):
+    from quire.cli.main import main
+
+    made(tmp_path, kind, "Qwen2Config", num_labels=3)
+    assert main(["plan", str(tmp_path), "--device=cpu", *flags]) == 0
+    assert "Cache" in capsys.readouterr().out

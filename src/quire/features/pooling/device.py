@@ -101,32 +101,10 @@ class PoolingPart(StepPart):
     # ---- the model's head ------------------------------------------------------------------------------------------------
 
     def before_cut(self, model: Decoder) -> None:
-        self.transform(model)
+        replace_head(model, self._how)
 
     def transform(self, model: Decoder) -> None:
-        """Replace the LM head, unless it was replaced before the cut."""
-        how = self._how
-        if hasattr(model, "classify") or how.from_tokens:  # an encoder has its own head; the LM head has the classes
-            return
-        if not isinstance(cast(nn.Module, model.lm_head), Head):
-            return
-        vocab, size = model.embed_tokens.total, model.embed_tokens.size
-        unread: list[tuple[str, str | None]] = [(r"^lm_head\.", None)]
-        with torch.device("meta"):
-            if how.head == "embed":
-                head: nn.Module = NoHead(vocab)
-                unread.append((r"^(score|classifier)\.", None))
-            elif how.layers == 1:
-                head = ClassHead(vocab, how.size, size, how.bias)
-                unread.append((r"^(score|classifier)\.(0\.)?", "lm_head.classes."))
-            else:
-                head = ClassHead(vocab, how.size, size, how.bias, hidden=True)
-                unread += [
-                    (r"^(score|classifier)\.0\.", "lm_head.hidden."),
-                    (r"^(score|classifier)\.\d+\.", "lm_head.classes."),
-                ]
-        model.lm_head = head  # type: ignore[assignment]
-        model.renames = (*model.renames, *unread)
+        replace_head(model, self._how)  # unless a pipeline stage did so before the cut
 
     def load(self, model: Decoder, reserved_bytes: Callable[[], int]) -> None:  # noqa: ARG002
         how, head = self._how, getattr(model, "lm_head", None)
@@ -290,6 +268,31 @@ class PoolingPart(StepPart):
             exact = states.double()
             states = (exact / exact.norm(dim=-1, keepdim=True).clamp_min(EPSILON)).float()
         return states.contiguous()
+
+
+def replace_head(model: Decoder, how: ModelPooling) -> None:
+    """Put the pooling head in the place of the LM head, on the meta device. Do nothing if that was done."""
+    if hasattr(model, "classify") or how.from_tokens:  # an encoder has its own head; the LM head has the classes
+        return
+    if not isinstance(cast(nn.Module, model.lm_head), Head):
+        return
+    vocab, size = model.embed_tokens.total, model.embed_tokens.size
+    unread: list[tuple[str, str | None]] = [(r"^lm_head\.", None)]
+    with torch.device("meta"):
+        if how.head == "embed":
+            head: nn.Module = NoHead(vocab)
+            unread.append((r"^(score|classifier)\.", None))
+        elif how.layers == 1:
+            head = ClassHead(vocab, how.size, size, how.bias)
+            unread.append((r"^(score|classifier)\.(0\.)?", "lm_head.classes."))
+        else:
+            head = ClassHead(vocab, how.size, size, how.bias, hidden=True)
+            unread += [
+                (r"^(score|classifier)\.0\.", "lm_head.hidden."),
+                (r"^(score|classifier)\.\d+\.", "lm_head.classes."),
+            ]
+    model.lm_head = head  # type: ignore[assignment]
+    model.renames = (*model.renames, *unread)
 
 
 class ClassHead(NoHead):
