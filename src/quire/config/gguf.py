@@ -1,11 +1,12 @@
 """Translate GGUF metadata to a Hugging Face config, by the card of the file's architecture (`config/families/`)."""
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from quire.config.families import find_gguf
-from quire.config.families.card import FIELDS
+from quire.config.families.card import FIELDS, Card
 from quire.config.gguf_values import check_types, has_tensor, neat, number, one_value
 from quire.config.sanity_checks import oversized_counts
 from quire.files.gguf import GGUFHeader, GGUFTensor
@@ -18,6 +19,7 @@ _END_TOKENS = frozenset({
     "<|eot|>", "<EOT>",
 })  # fmt: skip
 _CONTROL, _USER_DEFINED = 3, 4
+_POOLINGS, _RANK = {0: "NONE", 1: "MEAN", 2: "CLS", 3: "LAST"}, 4  # pooling_type
 # config field -> metadata key, for error messages
 GGUF_NAMES = {name: key for key, name in FIELDS.items()} | {
     "rope_theta": "rope.freq_base", "partial_rotary_factor": "rope.dimension_count, as a share of attention.key_length",
@@ -67,7 +69,31 @@ def translate(headers: list[GGUFHeader]) -> dict[str, Any]:
     config |= {name: has_tensor(header, tensor) for name, tensor in architecture.flags.items()}
     if architecture.finish is not None:
         architecture.finish(header, config)
+    _read_pooling(header, card, config)
     return config
+
+
+def _read_pooling(header: GGUFHeader, card: Card, config: dict[str, Any]) -> None:
+    """Add how the model pools, if the file says so: `pooling_type`, or a class with a classification head for rank."""
+    kind = int(number(header, "pooling_type", -1))
+    if kind < 0:
+        return
+    if kind != _RANK:
+        if kind not in _POOLINGS:
+            known = ", ".join(map(str, (*_POOLINGS, _RANK)))
+            raise ModelError(f"{header.path}: {header.architecture}.pooling_type must be one of {known}, got {kind}")
+        config["pooling_type"] = _POOLINGS[kind]
+        return
+    head = header.tensors.get("cls.output.weight")
+    if head is None:
+        raise ModelError(f"{header.path}: pooling_type rank requires the tensor cls.output.weight, which is missing")
+    name = re.sub(r"(Model|ForCausalLM)$", "", card.architectures[0])
+    config["architectures"] = [f"{name}ForSequenceClassification"]
+    config["num_labels"] = head.shape[0] if len(head.shape) == 2 else 1
+    config["classifier_dense"] = "cls.weight" in header.tensors
+    labels = header.get("classifier.output_labels")
+    if isinstance(labels, list) and len(labels) == config["num_labels"]:
+        config["id2label"] = {i: str(label) for i, label in enumerate(labels)}
 
 
 def _floats(header: GGUFHeader, name: str) -> list[float]:

@@ -46,6 +46,7 @@ _USUAL_IN_LAYER = re.compile(
     r"|self_attn\.([qkvo]_proj|[qk]_norm)|mlp\.(experts\.|shared_experts\.)?(gate|up|down)_proj"
     r"|mlp\.gate(\.e_score_correction)?|(mamba|mixer)\.[a-zA-Z]\w*"
 )
+_HEADS = {"cls": "classifier.dense", "cls.output": "classifier.out_proj"}  # of classification
 # the config has these: how rotary frequencies are scaled
 IN_CONFIG = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 
@@ -70,7 +71,8 @@ def hf_names(row: GGUF, hf: Mapping[str, Any], gguf_name: str, shape: tuple[int,
     if match is None:
         part, _, kind = gguf_name.rpartition(".")
         plus_one = row.norm_plus_one and "norm" in part
-        yield Name(f"{_module(row, part, gguf_name)}.{kind}", values=_minus_one if plus_one else None)
+        one_class = (1, *shape) if gguf_name == "cls.output.weight" and len(shape) == 1 else None
+        yield Name(f"{_module(row, part, gguf_name)}.{kind}", values=_minus_one if plus_one else None, shape=one_class)
         return
     if hf.get("num_nextn_predict_layers") and int(match["layer"]) >= hf["num_hidden_layers"]:
         return  # draft layers
@@ -104,6 +106,8 @@ def _module(row: GGUF, tensor: str, gguf_name: str) -> str:
     """Return the Hugging Face module of a GGUF tensor without its suffix; of a layer, below the path of the layer."""
     if tensor == "output":
         return "lm_head"
+    if tensor in _HEADS:
+        return _HEADS[tensor] if row.layers.startswith("encoder.") else "score"
     in_layer = tensor.startswith("blk.")
     top = f"{row.layers.partition('.')[0]}." if row.root is None else row.root
     root, usual = (f"{row.layers}.0.", _USUAL_IN_LAYER) if in_layer else (top, _USUAL)

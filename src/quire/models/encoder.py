@@ -163,6 +163,7 @@ class Encoder(Decoder):
         return None
 
     def make_head_of(self, facts: "ModelFacts", *, dense: bool) -> Classifier:
+        dense = dense and facts.hf.get("classifier_dense", True)  # GGUF files may lack it
         return Classifier(facts.hidden_size, count_labels(facts), "tanh" if dense else None)
 
     def packed_rope(self, facts: "ModelFacts", layer_type: str | None = None) -> Rope:

@@ -3,7 +3,6 @@
 from typing import Any
 
 from quire.config.families.card import FIELDS, GGUF, Card, Config
-from quire.config.gguf_values import number
 from quire.files.gguf import GGUFHeader
 
 _NORM = FIELDS | {"attention.layer_norm_epsilon": "layer_norm_eps"}
@@ -11,7 +10,6 @@ _HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassifi
 _BERT = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2, "max_position_embeddings": 512}
 _ROBERTA = {**_BERT, "type_vocab_size": 1}
 _PADDING_POSITIONS = 2  # learned positions that no token of a text has
-_POOLINGS = {1: "MEAN", 2: "CLS", 3: "LAST"}  # GGUF's pooling_type
 # where the checkpoint has its layers, and what is beside them
 _BERT_NAMES = ("embeddings.word_embeddings", "embeddings.position_embeddings", "embeddings.token_type_embeddings",
                "embeddings.LayerNorm", "attention.self.query", "attention.self.key", "attention.self.value",
@@ -61,9 +59,6 @@ def _nomic(config: Config) -> Config:
 def _finish_gguf(header: GGUFHeader, config: dict[str, Any]) -> None:
     types = header.tensors.get("token_types.weight")
     config["type_vocab_size"] = 0 if types is None else types.shape[0]
-    pooling = _POOLINGS.get(int(number(header, "pooling_type", 0)))
-    if pooling is not None:
-        config["pooling_type"] = pooling
 
 
 CARDS = (

@@ -230,7 +230,8 @@ def find_pooling(args: Any, facts: "ModelFacts") -> ModelPooling | None:
         if own is not None:
             raise ConfigError(f"runner='generate' requires an LM head, and {facts.architecture} has none. Use runner='auto'")
         return None
-    if runner == "auto" and convert in ("auto", "none") and (facts.by_transformers or (own is None and files is None)):
+    asks = files is not None or (facts.files.format == "gguf" and facts.hf.get("pooling_type") is not None)
+    if runner == "auto" and convert in ("auto", "none") and (facts.by_transformers or (own is None and not asks)):
         return None
     if convert == "none" and own is None:
         raise ConfigError(
@@ -314,7 +315,8 @@ def _with_settings(found: ModelPooling, settings: Mapping[str, Any]) -> ModelPoo
 
 def _embedder(facts: "ModelFacts", files: SentenceFiles | None) -> ModelPooling:
     tasks: tuple[PoolingTask, ...] = ("embed", "token_embed", "score")
-    if files is not None and files.pooling is None:  # every token has a vector
+    stored = facts.hf.get("pooling_type") if facts.files.format == "gguf" else None
+    if (files is not None and files.pooling is None) or stored == "NONE":  # every token has a vector
         tasks = ("token_embed", "score")
     default = _default_type(facts, "pooling_type")
     lengths = facts.hf.get("matryoshka_dimensions")
@@ -334,9 +336,12 @@ def _embedder(facts: "ModelFacts", files: SentenceFiles | None) -> ModelPooling:
 
 def _default_type(facts: "ModelFacts", name: str) -> PoolingType:
     """Return how a model pools whose files do not say: encoders by what config.json or the GGUF file has under `name`."""
-    if not facts.encoder:
+    gguf = facts.files.format == "gguf"
+    if not facts.encoder and not gguf:
         return "LAST"
-    stored = str(facts.hf.get(name) or "CLS").upper()
+    stored = str(facts.hf.get(name) or ("CLS" if facts.encoder else "LAST")).upper()
+    if gguf and stored == "NONE":
+        stored = "CLS"
     if stored not in SEQUENCE_TYPES:
         raise ModelError(f"{name} must be one of {', '.join(SEQUENCE_TYPES)}; got {facts.hf.get(name)!r}")
     return cast(PoolingType, stored)
