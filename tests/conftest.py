@@ -98,3 +98,13 @@ def quick():
 
     with quick_engines():
         yield
+
+
+@pytest.fixture
+def packages(tmp_path_factory, monkeypatch):
+    """packages.add(name, entry points, code): install packages with plug-ins (plugin_packages.py)."""
+    from plugin_packages import Packages
+
+    found = Packages(tmp_path_factory.mktemp("packages"), monkeypatch)
+    yield found
+    found.forget()

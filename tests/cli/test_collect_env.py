@@ -13,7 +13,7 @@ def test_text_and_json_say_the_same(capsys: pytest.CaptureFixture[str], monkeypa
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert main(["collect-env", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {*found} == {"quire", "system", "cpu", "gpus", "libraries", "chosen", "environment"}
+    assert {*found} == {"quire", "system", "cpu", "gpus", "plugins", "libraries", "chosen", "environment"}
     assert found["chosen"]["device"]["value"] in ("cpu", "cuda") and found["chosen"]["device"]["reason"]
     assert found["chosen"]["attention"]["value"] in ("cpu", "triton", "reference")
     assert all({"value", "reason"} == {*choice} for choice in found["chosen"].values())

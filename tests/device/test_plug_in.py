@@ -123,15 +123,15 @@ def test_the_documentation_has_every_fact():
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("wrong", "toy_device:not_a_device, cannot be used: it is not a subclass of quire.device.base.Device"),
-        ("vague", r"Vague, cannot be used: facts\(\) must return DeviceFacts; got None"),
-        ("broken", "toy_device:Broken, cannot be used: KeyError: 'toys'"),
-        ("absent", "toy_device:Absent, cannot be used: AttributeError: "),
-        ("quits", "toy_that_quits:Toy, cannot be used: SystemExit: 3"),
+        ("wrong", r"toy_device:not_a_device\) cannot be used: it is not a subclass of quire.device.base.Device"),
+        ("vague", r"toy_device:Vague\) cannot be used: facts\(\) must return DeviceFacts; got None"),
+        ("broken", r"toy_device:Broken\) cannot be used: KeyError: 'toys'"),
+        ("absent", r"toy_device:Absent\) cannot be used: AttributeError: "),
+        ("quits", r"toy_that_quits:Toy\) cannot be used: SystemExit: 3"),
     ],
 )
 def test_what_is_no_device(name, why, toy, tmp_path):
-    with pytest.raises(ConfigError, match=f"the device '{name}', {why}"):
+    with pytest.raises(ConfigError, match=rf"the device '{name}' of toy-device 1.0 \({why}"):
         generate(make_model(tmp_path), name)
 
 

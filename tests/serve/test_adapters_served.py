@@ -305,7 +305,7 @@ def test_what_is_unloaded_is_not_counted_any_more(running, folder, monkeypatch):
         ({"lora_modules": ['{"name": "a"}']}, "has no path"),
         ({"lora_modules": ['{"name": "a", "path": "b", "rank": 3}']}, "unknown rank"),
         ({"lora_modules": ["a=b", "a=c"]}, "two adapters 'a'"),
-        ({"lora_resolver": ["nobody"]}, "no installed package has 'nobody'"),
+        ({"lora_resolver": ["nobody"]}, "of an installed package; got 'nobody'"),
         ({"lora_resolver_dir": "/nowhere/at/all"}, "is not a directory"),
     ],
 )

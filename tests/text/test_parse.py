@@ -294,18 +294,22 @@ def test_every_name_of_vllms_is_known(use, known):
     assert all(find_format(name, use) for name in known.split())
 
 
-def test_plugins_of_packages(monkeypatch):
+def test_plugins_of_packages(monkeypatch, caplog):
     class Point:
+        group, value, dist = "quire.parsers", "module:thing", None
+
         def __init__(self, name, found):
             self.name, self.load = name, lambda: found
 
     points = [Point("packed", Format((named("f"),))), Point("maker", lambda: register_format("made", Format((named("g"),))))]
-    monkeypatch.setattr("quire.text.parse.registry.entry_points", lambda group: points if group == "quire.parsers" else [])
+    monkeypatch.setattr("quire.config.plugins.entry_points", lambda group: points if group == "quire.parsers" else [])
     load_plugins([])
     assert {"packed", "made"} <= set(names("tool calls"))
     points.append(Point("broken", lambda: 1 / 0))
-    with pytest.raises(ConfigError, match="'broken'"):
-        load_plugins([])
+    load_plugins([])
+    assert "'broken'" in caplog.text
+    with pytest.raises(ConfigError, match="'broken'.*ZeroDivisionError"):
+        load_plugins([], require=True)
 
 
 def test_a_plugin_file(tmp_path):

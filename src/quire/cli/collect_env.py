@@ -14,6 +14,7 @@ from typing import Any
 
 from quire import __version__
 from quire.bench.machine import commit, cpu_name
+from quire.config.plugins import describe_plugins
 
 CPU_INFO = Path("/proc/cpuinfo")
 INSTRUCTION_SETS = (  # those that kernels and libraries choose by
@@ -30,9 +31,10 @@ SHOWN_VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "GOMP_SPINCOUNT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "KMP_AFFINITY",
     "LANG", "LC_ALL", "LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_ARENA_MAX", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME",
     "NVIDIA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "PYTHONHASHSEED", "PYTHONPATH", "PYTORCH_CUDA_ALLOC_CONF",
-    "QUIRE_CACHE", "QUIRE_LOGGING_LEVEL", "QUIRE_LOG_STATS_INTERVAL", "QUIRE_MAX_STOP_STRINGS", "QUIRE_SERVER_DEV_MODE",
+    "QUIRE_CACHE", "QUIRE_LOGGING_LEVEL", "QUIRE_LOG_STATS_INTERVAL", "QUIRE_MAX_STOP_STRINGS", "QUIRE_PLUGINS",
+    "QUIRE_PLUGIN_TIMEOUT", "QUIRE_SERVER_DEV_MODE",
     "QUIRE_TEMPLATE_SECONDS", "RANK", "TORCH_CUDA_ARCH_LIST", "TRITON_CACHE_DIR", "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
-    "VLLM_LOGGING_LEVEL", "VLLM_LOG_STATS_INTERVAL", "VLLM_MAX_STOP_STRINGS", "VLLM_PP_LAYER_PARTITION",
+    "VLLM_LOGGING_LEVEL", "VLLM_LOG_STATS_INTERVAL", "VLLM_MAX_STOP_STRINGS", "VLLM_PLUGINS", "VLLM_PP_LAYER_PARTITION",
     "VLLM_SERVER_DEV_MODE", "WORLD_SIZE", "XDG_CACHE_HOME",
 )  # fmt: skip
 # variables of which only is shown that they are set: they may contain a key or a password
@@ -41,7 +43,7 @@ HIDDEN_VARIABLES = (
     "http_proxy", "https_proxy", "no_proxy", "RAY_ADDRESS", "OTEL_EXPORTER_OTLP_HEADERS",
 )  # fmt: skip
 SET = "(set)"
-TITLES = {"cpu": "CPU", "gpus": "GPUs"}
+TITLES = {"cpu": "CPU", "gpus": "GPUs", "plugins": "Plug-ins"}
 GPU_FIELDS = ("name", "driver_version", "memory.total", "compute_cap", "pci.bus_id")
 COMMAND_TIMEOUT_S = 20.0
 TYPICAL_HEADS = (32, 8, 128)  # query heads, KV heads and head size of the layer whose attention backend is shown
@@ -70,6 +72,7 @@ def gather() -> dict[str, Any]:
         "system": _system(),
         "cpu": _cpu(),
         "gpus": _gpus(),
+        "plugins": describe_plugins(),
         "libraries": {name: _version(name) for name in LIBRARIES},
         "chosen": _chosen(),
         "environment": environment(os.environ),
@@ -227,6 +230,8 @@ def render(found: Mapping[str, Any]) -> str:
         if section == "gpus":
             rows = [(f"{number}", ", ".join(gpu.values())) for number, gpu in enumerate(content["found"])]
             rows = rows or [("none", content["reason"])]
+        elif section == "plugins":
+            rows = [(row["name"], f"{row['kind']}, {row['package']}: {row['state']}") for row in content]
         elif section == "chosen":
             rows = [(name, f"{choice['value']} ({choice['reason']})") for name, choice in content.items()]
         else:

@@ -16,6 +16,7 @@ _VARIABLES: dict[str, tuple[Callable[[str], Any], Any]] = {
     "VLLM_LOG_STATS_INTERVAL": (float, 10.0),
     "VLLM_LORA_RESOLVER_CACHE_DIR": (str, None),
     "VLLM_MAX_STOP_STRINGS": (int, 4),
+    "VLLM_PLUGINS": (lambda text: text.split(","), None),
     "VLLM_PP_LAYER_PARTITION": (str, None),
     "VLLM_SERVER_DEV_MODE": (_switch, False),
     "VLLM_USE_V1": (_switch, True),

@@ -68,6 +68,7 @@ MODULES: dict[str, dict[str, str]] = {
         **_POOLED,
     },
     "platforms": {"current_platform": "quire.compat.platforms:current_platform"},
+    "plugins": {"load_general_plugins": "quire.config.plugins:load_general"},
     "pooling_params": {"PoolingParams": "quire.types.pooling:PoolingParams"},
     "renderers.hf": {"resolve_chat_template": "quire.compat.tokenizers:resolve_chat_template"},
     "sampling_params": {
@@ -126,7 +127,6 @@ NOT_BUILT_MODULES = {
     "forward_context": _INTERNALS,
     "model_executor": _LOADERS,
     "multimodal": _MEDIA,
-    "plugins": "plug-ins of vLLM are not loaded",
     "utils.print_utils": _POOLING,
     "utils.serial_utils": _POOLING,
     "v1.core": _INTERNALS,

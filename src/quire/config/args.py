@@ -18,6 +18,7 @@ from quire.config.devices import check_device
 from quire.config.features import FEATURES
 from quire.config.fields import FLAG, FLOATS, LIST, NAMES, NUMBER, OBJECT, REAL, TEXT, TOKEN, setting, spec_of
 from quire.config.flags import add_flags, add_hidden_flags, kind_of
+from quire.config.plugins import load_general
 from quire.config.vllm_arguments import HINT_SHORT_FLAGS, HINTS, REFUSED, SHORT_FLAGS, refuse, replace_value, take_hint
 from quire.features.experts.host import ExpertArgs
 from quire.features.kv_quant.host import CacheArgs
@@ -248,6 +249,9 @@ class _CoreArgs:
         choices=("auto", "mp", "ray", "external_launcher", "uni", "fake"),
     )  # fmt: skip
 
+    require_plugins: bool = setting(
+        False, FLAG, _OTHER, "do not start if a plug-in of an installed package fails, instead of skipping it"
+    )
     disable_log_stats: bool = setting(False, FLAG, _OTHER, "no periodic throughput line")
 
 
@@ -259,6 +263,7 @@ class EngineArgs(PoolingArgs, ExpertArgs, LoRAArgs, SpeculationArgs, StructuredA
             optional = field.default is None
             value = replace_value(field.name, getattr(self, field.name))
             setattr(self, field.name, spec_of(field).check(field.name, value, optional))
+        load_general(self.require_plugins)  # they may register what the following checks look up
         check_device(self.device)
         for feature in FEATURES:
             feature.check(self)

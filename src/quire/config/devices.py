@@ -1,11 +1,9 @@
 """The names of devices: Quire's own, and plug-ins of an entry point group (`device/registry.py`)."""
 
-from importlib.metadata import EntryPoint, entry_points
-
+from quire.config.plugins import DEVICES, PlugIn, find_plugins, why_missing
 from quire.types.errors import ConfigError
 
 AUTO, OURS = "auto", ("cpu", "cuda")
-GROUP = "quire.devices"
 # quantized layouts (`ops/quantized_layouts.py`) that devices multiply by without dequantizing; a CPU only if it has kernels.
 # "experts": those of experts, too; "blocks": GGUF blocks stay as stored.
 KEEPS = {
@@ -14,11 +12,12 @@ KEEPS = {
 }
 
 
-def plugin_devices() -> dict[str, EntryPoint]:
+def plugin_devices() -> dict[str, PlugIn]:
     """Return the devices of other packages by name; names of Quire's own devices are ignored. Nothing is imported."""
-    return {point.name: point for point in entry_points(group=GROUP) if point.name not in (AUTO, *OURS)}
+    return find_plugins(DEVICES, (AUTO, *OURS))
 
 
 def check_device(name: str) -> None:
     if name not in (AUTO, *OURS) and name not in (plugins := plugin_devices()):
-        raise ConfigError(f"device must be one of {', '.join([AUTO, *OURS, *sorted(plugins)])}; got {name!r}")
+        known = ", ".join([AUTO, *OURS, *plugins])
+        raise ConfigError(f"device must be one of {known}; got {name!r}{why_missing(DEVICES, name)}")

@@ -6,13 +6,12 @@ Speculation changes when tokens come, never which tokens.
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from quire.config.plugins import DRAFTERS, PlugIn, find_plugins, why_missing
 from quire.types.errors import ConfigError
 
 NAME = "speculative_config"
-GROUP = "quire.drafters"  # entry points: a drafter that another package brings
 NGRAM, SUFFIX, SYNTHETIC, CUSTOM, DRAFT_MODEL = "ngram", "suffix", "synthetic", "custom_class", "draft_model"
 EAGLE, EAGLE3, MEDUSA, MTP = "eagle", "eagle3", "medusa", "mtp"
 HEADS = (EAGLE, EAGLE3, MEDUSA, MTP)  # they read the model's hidden states
@@ -181,14 +180,15 @@ def _method(values: dict[str, Any]) -> str:
     method = values.get("method", DRAFT_MODEL if model is not None else None)
     if method is None:
         raise ConfigError(
-            f"{NAME} needs a method ({NAME}.method, or --spec-method): {', '.join((*METHODS, *sorted(plugin_drafters())))}"
+            f"{NAME} needs a method ({NAME}.method, or --spec-method): {', '.join((*METHODS, *plugin_drafters()))}"
         )
     if method.endswith("_mtp"):  # vLLM's old spelling
         method = MTP
     if method in NOT_BUILT:
         raise ConfigError(f"{NAME}.method {method!r} is not built; built are {', '.join(METHODS)}")
     if method not in METHODS and method not in (plugins := plugin_drafters()):
-        raise ConfigError(f"{NAME}.method must be one of {', '.join((*METHODS, *sorted(plugins)))}; got {method!r}")
+        known, hint = ", ".join((*METHODS, *plugins)), why_missing(DRAFTERS, str(method))
+        raise ConfigError(f"{NAME}.method must be one of {known}; got {method!r}{hint}")
     if method in ON_DEVICE and method != MTP and model is None:
         raise ConfigError(f"method {method!r} requires a draft model or head: {NAME}.model, or --spec-model")
     if method == CUSTOM and model is None:
@@ -232,6 +232,6 @@ def _synthetic(values: Mapping[str, Any], tokens: int) -> tuple[float, ...]:
     return (high,) * tokens
 
 
-def plugin_drafters() -> dict[str, EntryPoint]:
+def plugin_drafters() -> dict[str, PlugIn]:
     """Return the drafters of other packages by name; names of Quire's own methods are ignored. Nothing is imported."""
-    return {point.name: point for point in entry_points(group=GROUP) if point.name not in (*METHODS, *NOT_BUILT)}
+    return find_plugins(DRAFTERS, (*METHODS, *NOT_BUILT))

@@ -5,14 +5,12 @@ An entry point's name is the device's name, its value a subclass of `Device`. No
 
 import importlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from quire.config.devices import check_device, plugin_devices
 from quire.device.base import Device
-from quire.types.errors import ConfigError, QuireError
+from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.config.facts import DeviceFacts
@@ -43,24 +41,14 @@ def open_device(name: str) -> Device:
         device: Device = getattr(importlib.import_module(module), attribute)()
         return device
     check_device(name)
-    point = plugin_devices()[name]
-    with _blamed(name, point.value):
-        kind = point.load()
+    plugin = plugin_devices()[name]
+    kind = plugin.load()
+    with plugin.blamed():
         if not (isinstance(kind, type) and issubclass(kind, Device)):
             raise ConfigError("it is not a subclass of quire.device.base.Device")
         custom = kind()
     custom.name = name
     return custom
-
-
-@contextmanager
-def _blamed(name: str, where: str) -> Iterator[None]:
-    """Turn any exception of another package's device into a ConfigError that names the device."""
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        why = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
-        raise ConfigError(f"the device {name!r}, {where}, cannot be used: {why}") from error
 
 
 def find_device(engine: int = 0, engines: int = 1, sharing: bool = False, ranks: int = 1) -> str:
@@ -92,7 +80,7 @@ def _facts(name: str, **known: int) -> "DeviceFacts":
     device = open_device(name)
     if name in DEVICES:
         return device.facts(**known)
-    with _blamed(name, type(device).__qualname__):
+    with plugin_devices()[name].blamed():
         facts = device.facts(**known)
         if not isinstance(facts, DeviceFacts):
             raise ConfigError(f"facts() must return DeviceFacts; got {facts!r}")

@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import entry_points
 from itertools import chain
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +21,7 @@ from starlette.responses import PlainTextResponse
 
 from quire.async_llm import AsyncLLM
 from quire.config.args import EngineArgs
+from quire.config.plugins import LORA_RESOLVERS, find_plugins, why_missing
 from quire.config.resolve import choose_names
 from quire.config.server_args import ServerArgs
 from quire.features.lora.client import NamedAdapter, absolute
@@ -212,7 +212,6 @@ def _inside(path: str, folder: str) -> bool:
 
 # ---- resolvers
 
-GROUP = "quire.lora_resolvers"
 LONGEST_NAME = 255
 
 
@@ -245,18 +244,18 @@ class FolderResolver:
 
 def make_resolvers(names: Sequence[str], directory: str | None) -> list[LoRAResolver]:
     found: list[LoRAResolver] = [] if directory is None else [FolderResolver(directory)]
-    brought = {point.name: point for point in entry_points(group=GROUP)}
+    brought = find_plugins(LORA_RESOLVERS)
     for name in names:
         if name not in brought:
-            there = ", ".join(sorted(brought)) or "none"
+            known, hint = ", ".join(brought) or "none", why_missing(LORA_RESOLVERS, name)
             raise ConfigError(
-                f"lora_resolver: no installed package has {name!r} in the entry point group {GROUP}; available: {there}"
+                f"lora_resolver must be in the entry point group {LORA_RESOLVERS.groups[0]} of an installed package; got "
+                f"{name!r}, available: {known}{hint}"
             )
-        try:
-            resolver = brought[name].load()()
-        except Exception as error:
-            raise ConfigError(f"lora_resolver {name!r} cannot be used: {type(error).__name__}: {error}") from error
-        if not callable(getattr(resolver, "resolve_lora", None)):
-            raise ConfigError(f"lora_resolver {name!r} cannot be used: it has no resolve_lora")
+        plugin = brought[name]
+        resolver = plugin.run(plugin.load())
+        with plugin.blamed():
+            if not callable(getattr(resolver, "resolve_lora", None)):
+                raise ConfigError("it has no resolve_lora")
         found.append(resolver)
     return found

@@ -51,7 +51,7 @@ def run_server(engine_args: EngineArgs, settings: ServerArgs, started: float, sp
     """
     _set_up(settings)
     interval = log_interval()
-    check_parsers(settings)
+    check_parsers(settings, engine_args.require_plugins)
     check_adapters(settings, engine_args)
     keys = find_keys(settings, os.environ)
     addresses = find_addresses(settings)
@@ -68,6 +68,7 @@ def run_api_worker(worker: ApiWorker, sockets: list[socket.socket]) -> int:
     """One of several API processes; the router has checked the settings."""
     settings = worker.begin.settings
     _set_up(settings)
+    check_parsers(settings, worker.begin.args.require_plugins)
     exporter = None if settings.otlp_traces_endpoint is None else make_exporter(settings.otlp_traces_endpoint)
     tracing, keys = None if exporter is None else Tracing(exporter), Keys(find_keys(settings, os.environ))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -186,9 +186,10 @@ class ModelFormats:
         return None if self.reasoning is None else self.reasoning.thinking
 
 
-def check_parsers(settings: ServerArgs) -> None:
-    """Raises ConfigError for a plugin that fails or an unknown name, before anything is loaded."""
-    load_plugins(name for name in (settings.tool_parser_plugin, settings.reasoning_parser_plugin) if name)
+def check_parsers(settings: ServerArgs, require_plugins: bool) -> None:
+    """Raises ConfigError for a file that fails or an unknown name, before anything is loaded."""
+    files = (name for name in (settings.tool_parser_plugin, settings.reasoning_parser_plugin) if name)
+    load_plugins(files, require_plugins)
     for name, use in _asked(settings):
         if name != AUTO:
             find_format(name, use)

@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from quire.config.config import Config
+from quire.config.plugins import load_general
 from quire.files.adapter import has_tokenizer
 from quire.files.gguf import read_gguf
 from quire.files.reading import check_regular_files, error_summary, read_bytes, read_object, read_text, reading, shown
@@ -196,6 +197,7 @@ def _ask_transformers(path: Path, config: Mapping[str, Any]) -> tuple[LibraryBac
             "pip install transformers sentencepiece, "
             "or pass tokenizer= with a directory or hub id that has a tokenizer.json"
         ) from None
+    load_general()  # general plug-ins may register tokenizers
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:  # missing extras (sentencepiece, protobuf, tiktoken), unknown classes, broken files

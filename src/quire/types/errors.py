@@ -9,6 +9,7 @@ QuireError
 │   ├── PromptTooLong               the prompt cannot fit the context or the cache
 │   └── NotSupported                known, but not supported          (HTTP 400 if it names a field, else 501)
 ├── ConfigError(ValueError)         the settings of the engine are invalid
+│   └── PlugInError                 code of another package fails
 ├── ModelError(RuntimeError)        the checkpoint is missing, broken, or of an unknown kind
 │   └── ModelNotFound               nothing on disk, in the cache or on the hub has that name
 └── EngineError(RuntimeError)       the engine itself failed                                      (HTTP 500)
@@ -62,6 +63,10 @@ class NotSupported(RequestError):
 
 
 class ConfigError(QuireError, ValueError):
+    pass
+
+
+class PlugInError(ConfigError):
     pass
 
 

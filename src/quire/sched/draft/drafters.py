@@ -4,7 +4,7 @@ import importlib
 import logging
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -259,17 +259,24 @@ def make_drafter(config: SpeculativeConfig, vocabulary: int) -> HostDrafter:
         )
     if config.method == SYNTHETIC:
         return SyntheticDrafter(config.synthetic_acceptance_rates, vocabulary)
-    where = str(config.model) if config.method == CUSTOM else plugin_drafters()[config.method].value
-    return Guarded(where, _load(config, where), vocabulary)
+    if config.method == CUSTOM:
+        where = str(config.model)
+        return Guarded(where, _load(config, where, lambda: _find(where)), vocabulary)
+    plugin = plugin_drafters()[config.method]
+    return Guarded(plugin.point.value, _load(config, plugin.point.value, plugin.load), vocabulary)
 
 
-def _load(config: SpeculativeConfig, where: str) -> HostDrafter:
-    """Create the user's drafter; its class takes no arguments."""
+def _find(where: str) -> Any:
     module, _, name = where.partition(":") if ":" in where else where.rpartition(".")
+    if not module or not name:
+        raise ConfigError("must be 'package.module:Class'")
+    return getattr(importlib.import_module(module), name)
+
+
+def _load(config: SpeculativeConfig, where: str, find: Callable[[], Any]) -> HostDrafter:
+    """Create the user's drafter; its class takes no arguments."""
     try:
-        if not module or not name:
-            raise ConfigError("must be 'package.module:Class'")
-        drafter: Any = getattr(importlib.import_module(module), name)()
+        drafter: Any = find()()
         if not callable(getattr(drafter, "propose", None)):
             raise ConfigError("has no method propose(text, most)")
     except Exception as error:

@@ -82,7 +82,7 @@ def run_offline(args: EngineArgs, settings: ServerArgs, files: BatchFiles, concu
     """Answer the lines of the input file and return how many were answered."""
     set_up_logging()
     files.check()
-    check_parsers(settings)
+    check_parsers(settings, args.require_plugins)
     check_adapters(settings, args)
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(_fetched(files.input))

@@ -7,15 +7,15 @@ point in the group `quire.parsers`. "auto" is found by the markers in the model'
 import difflib
 import importlib.util
 from collections.abc import Iterable, Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from quire.config import plugins
+from quire.config.plugins import PlugIn
 from quire.text.parse.format import Format
 from quire.text.parse.formats import BUILT_IN, SUFFIXED
 from quire.types.errors import ConfigError
 
-ENTRY_POINTS = "quire.parsers"
 Use = Literal["tool calls", "reasoning"]
 
 _formats: dict[str, Format] = dict(BUILT_IN)
@@ -30,17 +30,9 @@ def register_format(name: str, form: Format) -> None:
     _formats[name] = form
 
 
-def load_plugins(files: Iterable[str]) -> None:
-    """Entry points may be a Format, which gets their name, or a function that registers what it likes."""
-    for point in entry_points(group=ENTRY_POINTS):
-        try:
-            found = point.load()
-            if isinstance(found, Format):
-                register_format(point.name, found)
-            else:
-                found()
-        except Exception as error:
-            raise ConfigError(f"the plugin {point.name!r} of the group {ENTRY_POINTS} failed: {error!r}") from error
+def load_plugins(files: Iterable[str], require: bool = False) -> None:
+    """Load the formats of packages and of these files. require: a package that fails is an error, too, as a file is."""
+    plugins.load_plugins(plugins.PARSERS, _take, require)
     for name in files:
         path = Path(name).expanduser()
         spec = importlib.util.spec_from_file_location(f"quire_plugin_{path.stem}", path)
@@ -50,6 +42,14 @@ def load_plugins(files: Iterable[str]) -> None:
             spec.loader.exec_module(importlib.util.module_from_spec(spec))
         except Exception as error:
             raise ConfigError(f"the parser plugin {name!r} failed: {error!r}") from error
+
+
+def _take(plugin: PlugIn, found: Any) -> None:
+    """An entry point is a Format, which gets its name, or a function that registers what it likes."""
+    if isinstance(found, Format):
+        register_format(plugin.name, found)
+    else:
+        plugin.run(found)
 
 
 def names(use: Use) -> list[str]:

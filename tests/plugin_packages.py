@@ -1,0 +1,35 @@
+"""Packages with plug-ins, as pip would have installed them, for this process and those that it starts."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.config import plugins
+
+
+class Packages:
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._directory = directory
+        self._modules: list[str] = []
+        monkeypatch.syspath_prepend(directory)
+        path = os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")]))
+        monkeypatch.setenv("PYTHONPATH", path)
+        monkeypatch.setattr(plugins, "_general", None)
+        for name in plugins.VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        plugins._report_once.cache_clear()
+
+    def add(self, name: str, points: str, code: str = "", version: str = "1.0") -> None:
+        """Install a package; `code` is its module, which has its name. points: the lines of entry_points.txt."""
+        about = self._directory / f"{name}-{version}.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (about / "entry_points.txt").write_text(points)
+        (self._directory / f"{name}.py").write_text(code)
+        self._modules.append(name)
+
+    def forget(self) -> None:
+        for name in self._modules:
+            sys.modules.pop(name, None)
