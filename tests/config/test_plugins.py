@@ -100,7 +100,7 @@ def test_a_name_of_two_packages_is_used_for_neither(packages, caplog):
     load_general()
     assert calls() == [] and not find_plugins(GENERAL) and not find_plugins(DEVICES)
     assert "the general plug-in 'a' is offered by counter 1.0 and other 2.5, so it is not used" in caplog.text
-    with pytest.raises(PlugInError, match="counter 1.0 and other 2.5"):
+    with pytest.raises(PlugInError, match=r"counter 1\.0 and other 2\.5"):
         EngineArgs(require_plugins=True)
     with pytest.raises(ConfigError, match=r"got 'x'. the device 'x' is offered by other 2.5 and third 1.0"):
         EngineArgs(device="x")
@@ -126,7 +126,7 @@ def test_a_plugin_that_the_variable_leaves_out_is_named(packages, monkeypatch):
     why = r"{} 'toy' of toys 1.0 \(toys:Toy\) is installed, but VLLM_PLUGINS does not name it"
     with pytest.raises(ConfigError, match=why.format("the device")):
         EngineArgs(device="toy")
-    with pytest.raises(ConfigError, match="the drafter 'mine' of toys 1.0"):
+    with pytest.raises(ConfigError, match=r"the drafter 'mine' of toys 1\.0"):
         EngineArgs(speculative_config={"method": "mine", "num_speculative_tokens": 2})
 
 

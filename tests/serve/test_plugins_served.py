@@ -1,7 +1,8 @@
 """Plug-ins in the processes of a server."""
 
-from patience import wait_for
 from server_process import serving
+
+from patience import wait_for
 
 POINTS = "[vllm.general_plugins]\nnote = recorder:note\n[quire.parsers]\nmine = recorder:mine\n"
 RECORDER = """

@@ -308,7 +308,7 @@ def test_plugins_of_packages(monkeypatch, caplog):
     points.append(Point("broken", lambda: 1 / 0))
     load_plugins([])
     assert "'broken'" in caplog.text
-    with pytest.raises(ConfigError, match="'broken'.*ZeroDivisionError"):
+    with pytest.raises(ConfigError, match=r"'broken'.*ZeroDivisionError"):
         load_plugins([], require=True)
 
 
