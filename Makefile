@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # what a process compiles the next one need not: the tests start hundreds, and each would spend seconds on torch
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: serve test matrix check docs deploy-check clean
+.PHONY: serve test matrix check docs wheel deploy-check clean
 
 serve: $(VENV)/.installed
 	$(BIN)/quire serve smollm2 --sample "What is the capital of France? Answer in one word."
@@ -27,6 +27,14 @@ docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "the site is in build/site: open build/site/index.html"
 
+# for a release: the sdist, a wheel with kernels for this machine's architecture and its glibc or newer, and one without kernels
+wheel: $(VENV)/.installed-release
+	rm -rf dist build/wheel
+	QUIRE_KERNELS=0 $(BIN)/python -m build --outdir dist
+	QUIRE_KERNELS=1 $(BIN)/python -m build --outdir build/wheel
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
+	ls dist
+
 # linters that the package index does not have for this machine are named by the script, as are those of apt
 deploy-check: $(VENV)/.installed-deploy
 	$(BIN)/python scripts/deploy_check.py
@@ -37,17 +45,21 @@ $(BIN)/python:
 
 KERNELS := $(wildcard src/quire/ops/native/*.[ch])
 
-$(VENV)/.installed: $(BIN)/python pyproject.toml $(KERNELS)
+$(VENV)/.installed: $(BIN)/python pyproject.toml setup.py $(KERNELS)
 	$(BIN)/python scripts/install.py -e '.[serve,cpu]'
 	touch $@
 
-$(VENV)/.installed-dev: $(BIN)/python pyproject.toml $(KERNELS)
+$(VENV)/.installed-dev: $(BIN)/python pyproject.toml setup.py $(KERNELS)
 	$(BIN)/python scripts/install.py -e '.[dev]'
 	touch $@ $(VENV)/.installed
 
 # the site needs nothing of Quire itself: only what the extra `docs` names is installed
 $(VENV)/.installed-docs: $(BIN)/python pyproject.toml
 	$(BIN)/python scripts/install.py $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	touch $@
+
+$(VENV)/.installed-release: $(BIN)/python pyproject.toml
+	$(BIN)/python scripts/install.py $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["release"])')
 	touch $@
 
 DEPLOY_TOOLS = $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["deploy"])')

@@ -7,7 +7,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"  # the only place: pyproject.toml reads it
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncEngineArgs as AsyncEngineArgs

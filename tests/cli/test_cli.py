@@ -104,7 +104,7 @@ def test_no_command_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out.strip() == "0.1.0"
+    assert capsys.readouterr().out.strip() == quire.__version__
 
 
 @pytest.mark.parametrize(("name", "reason"), [("a" * 5000, "File name too long"), ("~nobody-of-this-name/x", "home directory")])

@@ -46,6 +46,7 @@ def ask(model, libraries, cache) -> list[int]:
         [sys.executable, "-c", SCRIPT, str(model), libraries], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("installed without its C kernels") == 1
     tokens: list[int] = json.loads(done.stdout.splitlines()[-1])
     return tokens
 

@@ -1,5 +1,5 @@
-"""Quire's C kernels for CPUs (`native/`). They are missing if no compiler was available at installation; libraries are used
-then."""
+"""Quire's C kernels for CPUs (`native/`). They are missing in the pure Python wheel and if no compiler was available at
+installation; libraries are used then."""
 
 import importlib
 import logging
@@ -18,8 +18,9 @@ def kernels() -> Any:
     try:
         module = importlib.import_module("quire.ops._native")
     except ImportError:
-        logger.info(
-            "Quire was installed without its C kernels, so CPU inference is slower; install a C compiler and reinstall Quire"
+        logger.warning(
+            "Quire is installed without its C kernels, so CPU inference is slower. Install a C compiler and Python's headers, "
+            "then run pip install --force-reinstall --no-deps --no-binary quire quire (in a checkout: pip install .)"
         )
         return None
     if getattr(module, "VERSION", 0) != VERSION:
