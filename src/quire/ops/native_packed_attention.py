@@ -49,6 +49,8 @@ class PackedAttention:
             *(-1 if window is None else window, scale),
         )
 
-    def run(self, starts: npt.NDArray[np.int32]) -> None:
-        """starts: [sequences + 1] where each begins, and the end of the last one."""
-        kernels().attend_packed(self._packed, starts, workers())
+    def run(self, starts: npt.NDArray[np.int32], keys: npt.NDArray[np.int32]) -> None:
+        """starts: [sequences + 1] where each begins, and the end of the last one.
+        keys: [sequences] how many of its tokens, from the first one, are keys. A query that sees no key gets 0.
+        """
+        kernels().attend_packed(self._packed, starts, keys, workers())

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from quire.device.cpu.session import PROGRAM_TOKENS
 from quire.device.cpu.trace import Boundary, Symbol, Trace, Untraceable, trace_body
 from quire.layers.packed_attention import PackedSelfAttention
 from quire.ops.native_packed_attention import PackedAttention, supports
+from quire.types.plan import Ints
 
 GROUP_TOKENS = 512
 PART_STEP = 8  # tokens that a product multiplies together
@@ -63,8 +63,12 @@ class BoundEncoder:
                 memory.give(values.pop(symbol))
         self.result = values[last]
 
-    def run(self, starts: npt.NDArray[np.int32]) -> None:
-        """Run the sequences in `source`. starts: [sequences + 1] where each begins, and the end of the last one."""
+    def run(self, starts: Ints, keys: Ints) -> None:
+        """Run the sequences in `source`.
+
+        starts: [sequences + 1] where each begins, and the end of the last one.
+        keys: [sequences] how many of its tokens, from the first one, are keys.
+        """
         tokens = int(starts[-1])
         share = -(-tokens // -(-tokens // PROGRAM_TOKENS))
         share += -share % PART_STEP
@@ -73,7 +77,7 @@ class BoundEncoder:
             for bindings, count in parts:
                 bindings[i].run(count)
             if attention is not None:
-                attention.run(starts)
+                attention.run(starts, keys)
 
     def _bind(self, start: int) -> list[Binding]:
         """Return the stages on the memory of up to PROGRAM_TOKENS tokens from `start` on."""
@@ -103,12 +107,12 @@ class CompiledEncoder:
     def __call__(self, x: Tensor, batch: Batch) -> Tensor:
         """Return the hidden states of the final tokens of x [T, H]."""
         out = torch.empty_like(x)
-        for begin, starts in _groups([count for _, count, _ in batch.rows if count]):
+        for begin, starts, keys in _groups([(count, keys) for _, count, keys in batch.rows if count]):
             tokens = int(starts[-1])
             if self._bound is None or self._bound.capacity < tokens:
                 self._bound = BoundEncoder(self._stages, self._first, self._last, max(GROUP_TOKENS, tokens))
             self._bound.source[:tokens] = x[begin : begin + tokens]
-            self._bound.run(starts)
+            self._bound.run(starts, keys)
             out[begin : begin + tokens] = self._bound.result[:tokens]
         return batch.take_final(out)
 
@@ -119,6 +123,8 @@ def compile_encoder(body: Callable[[Any, Any], Any], columns: int) -> CompiledEn
     trace = trace_body(body, columns)
     if trace.divided:
         raise Untraceable("an encoder on several ranks")
+    if not all(segment.steps for segment in trace.segments):
+        raise Untraceable("an encoder without layers")
     for segment in trace.segments:
         for boundary in segment.boundaries:
             attention = boundary.packed
@@ -127,16 +133,19 @@ def compile_encoder(body: Callable[[Any, Any], Any], columns: int) -> CompiledEn
     return CompiledEncoder(trace)
 
 
-def _groups(counts: Sequence[int]) -> list[tuple[int, npt.NDArray[np.int32]]]:
-    """Divide sequences of these lengths into groups: of each the first token and the starts of its sequences within it."""
-    groups, begin, starts = [], 0, [0]
-    for count in counts:
-        if starts[-1] and starts[-1] + count > GROUP_TOKENS:
-            groups.append((begin, np.array(starts, np.int32)))
-            begin, starts = begin + starts[-1], [0]
+def _groups(sequences: Sequence[tuple[int, int]]) -> list[tuple[int, Ints, Ints]]:
+    """Divide sequences (tokens, keys) into groups: of each the first token, the starts of its sequences within it, and their
+    keys."""
+    groups: list[tuple[int, Ints, Ints]] = []
+    begin, starts, keys = 0, [0], list[int]()
+    for count, seen in sequences:
+        if keys and starts[-1] + count > GROUP_TOKENS:
+            groups.append((begin, np.array(starts, np.int32), np.array(keys, np.int32)))
+            begin, starts, keys = begin + starts[-1], [0], []
         starts.append(starts[-1] + count)
-    if starts[-1]:
-        groups.append((begin, np.array(starts, np.int32)))
+        keys.append(seen)
+    if keys:
+        groups.append((begin, np.array(starts, np.int32), np.array(keys, np.int32)))
     return groups
 
 

@@ -33,18 +33,20 @@ static PyObject *attend(PyObject *self, PyObject *args) {
 }
 
 static PyObject *attend_packed(PyObject *self, PyObject *args) {
-    Py_buffer layer, starts;
+    Py_buffer layer, starts, keys;
     int workers;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y*y*i", &layer, &starts, &workers)) return NULL;
-    int fits = layer.len == sizeof(PackedLayer) && starts.len >= (Py_ssize_t)sizeof(int32_t) && starts.len % sizeof(int32_t) == 0;
+    if (!PyArg_ParseTuple(args, "y*y*y*i", &layer, &starts, &keys, &workers)) return NULL;
+    int64_t count = keys.len / (Py_ssize_t)sizeof(int32_t);
+    int fits = layer.len == sizeof(PackedLayer) && starts.len == (Py_ssize_t)sizeof(int32_t) * (count + 1);
     if (fits) {
         Py_BEGIN_ALLOW_THREADS
-        attend_sequences(layer.buf, starts.buf, starts.len / (int64_t)sizeof(int32_t) - 1, workers);
+        attend_sequences(layer.buf, starts.buf, keys.buf, count, workers);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&layer);
     PyBuffer_Release(&starts);
+    PyBuffer_Release(&keys);
     if (!fits) return refuse();
     Py_RETURN_NONE;
 }
@@ -78,7 +80,7 @@ static PyObject *multiplies_floats(PyObject *self, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"attend", attend, METH_VARARGS, "attend(layer, rows, workers)"},
-    {"attend_packed", attend_packed, METH_VARARGS, "attend_packed(layer, starts, workers)"},
+    {"attend_packed", attend_packed, METH_VARARGS, "attend_packed(layer, starts, keys, workers)"},
     {"run", run, METH_VARARGS, "run(operators, rows, workers)"},
     {"multiplies", multiplies, METH_NOARGS, "multiplies() -> does this CPU support 4- and 8-bit GEMMs?"},
     {"multiplies_floats", multiplies_floats, METH_NOARGS, "multiplies_floats() -> the same for float32"},

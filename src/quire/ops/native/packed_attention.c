@@ -18,7 +18,7 @@
 #define SPREAD_FROM 65536       /* multiplications: for fewer, a second worker is not worth its start */
 
 typedef struct {
-    int64_t start, count, head, first, queries; /* start and count: of the sequence; first: of the queries, within it */
+    int64_t start, keys, head, first, queries; /* start and keys: of the sequence; first: of the queries, within it */
 } PackedUnit;
 
 #define ATTEND_UNIT NAMED(attend_packed_unit)
@@ -55,7 +55,7 @@ static void attend_packed_unit(const PackedLayer *l, const PackedUnit *unit) {
 
 typedef struct {
     const PackedLayer *layer;
-    const int32_t *starts;
+    const int32_t *starts, *keys;
     int64_t count, units;
     Meeting meeting;
 } PackedRun;
@@ -73,13 +73,14 @@ static void attend_share(void *context, int workers) {
             for (int64_t own; number >= before + (own = units_of(run, sequence)); sequence++) before += own;
             int64_t start = run->starts[sequence], count = run->starts[sequence + 1] - start;
             int64_t pieces = (count + UNIT_QUERIES - 1) / UNIT_QUERIES, first = (number - before) % pieces * UNIT_QUERIES;
-            PackedUnit unit = {start, count, (number - before) / pieces, first, count - first < UNIT_QUERIES ? count - first : UNIT_QUERIES};
+            int64_t queries = count - first < UNIT_QUERIES ? count - first : UNIT_QUERIES;
+            PackedUnit unit = {start, run->keys[sequence], (number - before) / pieces, first, queries};
             attend_packed_unit(run->layer, &unit);
         }
 }
 
-void attend_sequences(const PackedLayer *layer, const int32_t *starts, int64_t count, int workers) {
-    PackedRun run = {layer, starts, count, 0, {0}};
+void attend_sequences(const PackedLayer *layer, const int32_t *starts, const int32_t *keys, int64_t count, int workers) {
+    PackedRun run = {layer, starts, keys, count, 0, {0}};
     int64_t work = 0;
     for (int64_t i = 0; i < count; i++) {
         int64_t tokens = starts[i + 1] - starts[i];

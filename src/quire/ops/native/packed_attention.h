@@ -15,5 +15,6 @@ typedef struct {                                /* a layer; strides are in eleme
     double scale;
 } PackedLayer;
 
-/* starts: of each sequence, and the end of the last one, `count` + 1 entries */
-void attend_sequences(const PackedLayer *layer, const int32_t *starts, int64_t count, int workers);
+/* starts: of each sequence, and the end of the last one, `count` + 1 entries.
+   keys: of each sequence, how many of its tokens, from the first one, are keys; `count` entries */
+void attend_sequences(const PackedLayer *layer, const int32_t *starts, const int32_t *keys, int64_t count, int workers);

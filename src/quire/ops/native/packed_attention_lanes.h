@@ -16,6 +16,7 @@
 #define copy_values NAMED(packed_copy_values)
 #define score NAMED(packed_score)
 #define adjust NAMED(packed_adjust)
+#define sees_a_key NAMED(packed_sees_a_key)
 #define weigh NAMED(packed_weigh)
 #define add_values NAMED(packed_add_values)
 
@@ -115,6 +116,10 @@ INLINE void adjust(const PackedLayer *l, const PackedUnit *unit, int64_t query, 
     for (int64_t t = end > 0 ? end : 0; t < count; t++) scores[t] = -INFINITY;
 }
 
+INLINE int sees_a_key(const PackedLayer *l, const PackedUnit *unit, int64_t query) {
+    return unit->keys > 0 && (l->window < 0 || query - l->window < unit->keys);
+}
+
 /* Scores [QUERIES, KEYS] become weights. Sums of earlier blocks are rescaled to the greatest score so far. */
 INLINE void weigh(float *scores, int64_t whole, int64_t width, float *greatest, float *total, float *out) {
     for (int q = 0; q < QUERIES; q++, scores += KEYS, out += width) {
@@ -170,13 +175,13 @@ static void ATTEND_UNIT(const PackedLayer *l, const PackedUnit *unit) {
         greatest[i] = -INFINITY, total[i] = 0.f;
     }
     __builtin_memset(out, 0, (size_t)(tiles * QUERIES * width) * sizeof(float));
-    int64_t begin = 0, end = unit->count;
+    int64_t begin = 0, end = unit->keys;
     if (l->window >= 0) {
         begin = unit->first - l->window > 0 ? (unit->first - l->window) / KEYS * KEYS : 0;
         end = unit->first + unit->queries + l->window < end ? unit->first + unit->queries + l->window : end;
     }
     for (int64_t first = begin; first < end; first += KEYS) {
-        int64_t count = unit->count - first < KEYS ? unit->count - first : KEYS;
+        int64_t count = unit->keys - first < KEYS ? unit->keys - first : KEYS;
         int64_t whole = (count + LANES - 1) / LANES * LANES;
         copy_keys(l, unit, first, count, width, turned);
         copy_values(l, unit, first, count, width, values);
@@ -192,7 +197,7 @@ static void ATTEND_UNIT(const PackedLayer *l, const PackedUnit *unit) {
         }
     }
     for (int64_t i = 0; i < unit->queries; i++) {
-        float part = 1.f / total[i], *to = l->out + (unit->start + unit->first + i) * l->out_stride + unit->head * l->head_dim;
+        float part = sees_a_key(l, unit, unit->first + i) ? 1.f / total[i] : 0.f, *to = l->out + (unit->start + unit->first + i) * l->out_stride + unit->head * l->head_dim;
         for (int64_t d = 0; d < l->head_dim; d++) to[d] = out[i * width + d] * part;
     }
 }
@@ -213,5 +218,6 @@ static void ATTEND_UNIT(const PackedLayer *l, const PackedUnit *unit) {
 #undef copy_values
 #undef score
 #undef adjust
+#undef sees_a_key
 #undef weigh
 #undef add_values
