@@ -288,7 +288,7 @@ def test_the_scheduler_is_made_as_the_engine_makes_it(model: str, serving: bool)
     started = start_core(config)
     plan = SimpleNamespace(pages=started.pages, max_model_len=started.max_model_len)
     ours, theirs = Setting(config, plan, None, "").scheduler(started.pages), started.core.scheduler
-    for name in ("_drafts", "_ahead", "_single_rows_share"):
+    for name in ("_drafts", "_preallocated_tokens", "_single_rows_share"):
         assert getattr(ours, name) == getattr(theirs, name)
     assert vars(ours._limits) == vars(theirs._limits) and vars(ours.roster.order) == vars(theirs.roster.order)
     assert type(ours._budget) is type(theirs._budget)

@@ -69,7 +69,7 @@ def test_wrong_environments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_line(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "quire")
     log = StatsLog(100.0)
     log.on_step(Stats(3, 2, 10, 4, 0, 0, preemptions=2), 5, 0.0)
     log.on_outputs(OutputNews(0.0, tokens=40, prompts=[(100, 25), (100, 0)]))
@@ -87,13 +87,13 @@ def test_the_line(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_cpu_has_no_gpu_cache(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "quire")
     StatsLog(0.0, "cpu").log(10.0)
     assert "reqs, KV cache usage: 0.0%" in caplog.text
 
 
 def test_the_line_comes_again_and_again(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "quire")
 
     async def some_time() -> None:
         task = asyncio.create_task(log_periodically(StatsLog(0.0), 0.01))
@@ -112,7 +112,7 @@ def test_the_hit_rate_is_of_recent_requests() -> None:
 
 
 def test_requests(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "quire")
     times = RequestMetrics(0.0, queued_ts=1.0, finished_ts=2.5)
     arrived = Arrived("r1", "a long prompt", (1, 2, 3), SamplingParams(max_tokens=7))
     done = Finished("r1", 3, 0, arrived.params, times, ("stop", "length"), (4, 7), ("one answer", "two\nanswers"))
@@ -128,7 +128,7 @@ def test_requests(caplog: pytest.LogCaptureFixture) -> None:
     ]
     assert "long prompt" not in caplog.text
     caplog.clear()
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "quire")
     log = RequestLog(outputs=True, most=2)
     log.on_arrival(arrived)
     log.on_outputs(OutputNews(0.0, finished=[done]))
@@ -138,7 +138,7 @@ def test_requests(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_drafts_have_a_line_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
     """Also when rows become longer, and when another engine counts from zero."""
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "quire")
     log = StatsLog(100.0)
     for number, drafts in enumerate(
         (DraftCounts(10, 20, 15, (10, 5)), DraftCounts(14, 40, 23, (14, 7, 2)), DraftCounts(2, 4, 0, (0,)))
@@ -160,7 +160,7 @@ def test_drafts_have_a_line_of_their_own(caplog: pytest.LogCaptureFixture) -> No
 
 def test_drafts_are_told_by_one_process(caplog: pytest.LogCaptureFixture) -> None:
     """All API processes know what an engine has counted."""
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "quire")
     for log in (StatsLog(0.0, engine=1, of="API process 1, "), StatsLog(0.0, engine=1, of="API process 2, ", drafts=False)):
         log.on_step(Stats(1, 0, 10, 4, 0, 0, 0, drafts=DraftCounts(10, 20, 15, (10, 5)), engine=1), 5, 0.0)
         log.log(10.0)

@@ -1,5 +1,6 @@
 """Embedding and reranking classes of LangChain, LlamaIndex and Cohere against a server, where they are installed."""
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,13 @@ from tiny_model import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other packages
 TEXTS = ["the quick brown fox", "a page is a page", "jumps over the lazy dog"]
+
+
+@pytest.fixture(autouse=True)
+def _free_clients():
+    """Free clients that keep connections open while warnings are ignored."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +35,8 @@ def base(running: Running) -> str:
 
 @pytest.fixture(scope="module")
 def vectors(base: str) -> np.ndarray:
-    client = openai.OpenAI(base_url=f"{base}/v1", api_key="unused")
-    return np.array([one.embedding for one in client.embeddings.create(model=NAME, input=TEXTS).data])
+    with openai.OpenAI(base_url=f"{base}/v1", api_key="unused") as client:
+        return np.array([one.embedding for one in client.embeddings.create(model=NAME, input=TEXTS).data])
 
 
 def check(found: Any, vectors: np.ndarray) -> None:
