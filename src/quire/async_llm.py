@@ -33,6 +33,7 @@ from quire.engine.timeline import Timeline
 from quire.features.lora.client import AdapterClient, AdapterNames, Sharing
 from quire.features.pooling.host import supported_tasks
 from quire.features.pooling.requests import pooling_output, pools_tokens, prepare_pooling
+from quire.features.profiling.control import AsyncProfiles
 from quire.not_built import AsyncLLMNotBuilt, refuse_connector, refuse_stat_loggers
 from quire.text.inputs import InputProcessor, PreparedRequest, is_quick
 from quire.text.offload import TextOffload
@@ -56,7 +57,7 @@ DRAIN_POLL_S = 0.05
 SHUTDOWN_TIMEOUT_S = 5.0
 
 
-class AsyncLLM(EngineView, AsyncLLMNotBuilt):
+class AsyncLLM(EngineView, AsyncProfiles, AsyncLLMNotBuilt):
     """Construction starts the engine process and returns; `wait_ready` waits until it takes requests.
 
     `config` is complete when the engine is ready: until then, what depends on the device is a guess.
@@ -236,14 +237,17 @@ class AsyncLLM(EngineView, AsyncLLMNotBuilt):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call `check_health` or `describe_rank` on every rank; of several engines, return the first one's answers.
+        """Call `check_health` or `describe_rank` on every rank; return the answers in the order of engines and ranks.
 
         timeout: seconds after which TimeoutError is raised
         """
         check_rank_call(method, args, kwargs)
+        return await asyncio.wait_for(self.call_all(method), timeout)
+
+    async def call_all(self, method: str, *args: Any) -> list[Any]:
+        """Call a method on every rank of every engine; return the results in their order."""
         self._attend()
-        answers: list[Any] = await asyncio.wait_for(self._client.call("call_all", method), timeout)
-        return answers
+        return list(await self._client.call("call_all", method, *args))
 
     # ---- requests -------------------------------------------------------------------------------------------------------
 

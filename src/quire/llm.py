@@ -11,6 +11,7 @@ from quire.beam import search_beams
 from quire.config.args import EngineArgs
 from quire.config.model_config import ModelConfig
 from quire.features.pooling.offline import PoolingMethods
+from quire.features.profiling.control import LLMProfiles
 from quire.llm_engine import LLMEngine
 from quire.not_built import LLMNotBuilt
 from quire.obs.offline import OfflineMetrics
@@ -32,7 +33,7 @@ Messages = list[dict[str, Any]]
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 
 
-class LLM(PoolingMethods, LLMNotBuilt):
+class LLM(PoolingMethods, LLMProfiles, LLMNotBuilt):
     """A model in this process, or data_parallel_size of them in processes of their own. Keyword arguments are those of
     EngineArgs (`quire plan --help=all` lists them)."""
 

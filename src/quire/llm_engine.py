@@ -28,6 +28,7 @@ from quire.engine.timeline import Stopwatch
 from quire.features.lora.client import AdapterNames, NamedAdapter
 from quire.features.pooling.host import supported_tasks
 from quire.features.pooling.requests import pooling_output, pools_tokens, prepare_pooling
+from quire.features.profiling.control import EngineProfiles
 from quire.features.structured.grammar.schema import unenforced
 from quire.not_built import LLMEngineNotBuilt, refuse_connector, refuse_stat_loggers
 from quire.progress import doing
@@ -47,7 +48,7 @@ from quire.types.structured import StructuredOutputsParams
 logger = logging.getLogger(__name__)
 
 
-class LLMEngine(LLMEngineNotBuilt):
+class LLMEngine(EngineProfiles, LLMEngineNotBuilt):
     def __init__(self, config: Config, watch: Stopwatch | None = None) -> None:
         watch = watch or Stopwatch()
         with doing("reading the tokenizer"):
@@ -260,10 +261,12 @@ class LLMEngine(LLMEngineNotBuilt):
         check_rank_call(method, args, kwargs)
         if timeout is not None:
             raise NotSupported(f"timeout is not supported by collective_rpc offline; got {timeout}. Leave it out.", "timeout")
-        if isinstance(self.core, Replicas):
-            raise NotSupported("collective_rpc is not supported with data_parallel_size above 1", "collective_rpc")
+        return self.call_all(method)
+
+    def call_all(self, method: str, *args: Any) -> list[Any]:
+        """Call a method on every rank of every engine; return the results in their order."""
         self._check_open()
-        return self.core.call_all(method)
+        return self.core.call_all(method, *args)
 
     def has_unfinished_requests(self) -> bool:
         return len(self.outputs) > 0

@@ -6,7 +6,6 @@ from typing import Any, NoReturn
 from quire.types.errors import NotSupported
 
 _NO_CODE = "no code is sent to ranks; collective_rpc calls their own methods"
-_NO_PROFILER = "profiling is not built; profile the process itself, for instance with torch.profiler around the calls"
 _KEPT = "sleep mode and weight updates are not built; weights stay as they were loaded"
 _NO_PAUSE = "pausing is not built; abort requests, or wait with wait_for_requests_to_drain"
 
@@ -38,8 +37,6 @@ def refuse_connector(reset_connector: bool) -> None:
 class NotBuilt:
     """What `LLM`, `LLMEngine` and `AsyncLLM` lack."""
 
-    start_profile = _refused("start_profile", _NO_PROFILER)
-    stop_profile = _refused("stop_profile", _NO_PROFILER)
     sleep = _refused("sleep", _KEPT)
     wake_up = _refused("wake_up", _KEPT)
     init_weight_transfer_engine = _refused("init_weight_transfer_engine", _KEPT)

@@ -67,7 +67,7 @@ def test_waiting_until_nothing_is_open(crew, caplog):
 @pytest.mark.parametrize(
     "name",
     [
-        "add_request", "pause_generation", "resume_generation", "start_profile", "stop_profile", "sleep", "wake_up",
+        "add_request", "pause_generation", "resume_generation", "sleep", "wake_up",
         "checkpoint_prepare", "checkpoint_restore", "scale_elastic_ep", "handle_fault", "get_status", "update_weights",
         "init_weight_transfer_engine", "start_weight_update", "start_draft_weight_update", "finish_weight_update",
         "update_weight_version", "get_weight_version", "notify_kv_transfer_request_rejected", "from_vllm_config",

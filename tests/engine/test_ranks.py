@@ -1,6 +1,7 @@
 """A model divided among ranks gives the tokens of one process, whatever is asked of it. Ranks are processes here, too."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,8 +58,9 @@ def test_ranks_give_the_tokens_of_one_process(checkpoint, name):
 
 
 @pytest.fixture(scope="module")
-def divided(tiny_model):
-    llm = open_model(tiny_model, distributed_executor_backend="mp", tensor_parallel_size=2)
+def divided(tiny_model, tmp_path_factory):
+    traces = {"profiler": "torch", "torch_profiler_dir": str(tmp_path_factory.mktemp("traces"))}
+    llm = open_model(tiny_model, distributed_executor_backend="mp", tensor_parallel_size=2, profiler_config=traces)
     yield llm
     llm.llm_engine.shutdown()
 
@@ -132,6 +134,15 @@ def test_what_ranks_can_be_asked(divided, shared_llm):
         divided.collective_rpc(lambda worker: worker)
     with pytest.raises(NotSupported, match="takes no arguments"):
         divided.collective_rpc("check_health", args=(1,))
+
+
+def test_every_rank_writes_a_trace(divided, shared_llm):
+    divided.start_profile()
+    assert ids(divided, TEXT, GREEDY) == ids(shared_llm, TEXT, GREEDY)
+    files = divided.stop_profile()
+    assert len(files) == 2 and all(Path(file).stat().st_size > 1000 for file in files)
+    pids = [rank["pid"] for rank in divided.collective_rpc("describe_rank")]
+    assert [f"-{pid}.pt.trace" in file for pid, file in zip(pids, files, strict=True)] == [True, True]
 
 
 @pytest.mark.parametrize(

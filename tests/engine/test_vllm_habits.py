@@ -276,7 +276,7 @@ def test_smaller_things(llm):
     assert llm.get_tokenizer().decode(prompt["prompt_token_ids"], skip_special_tokens=False) == prompt["prompt"]
 
 
-@pytest.mark.parametrize("name", ["apply_model", "start_profile", "sleep"])
+@pytest.mark.parametrize("name", ["apply_model", "wake_up", "sleep"])
 def test_what_is_not_there_says_so(llm, name):
     with pytest.raises(NotSupported, match=f"LLM.{name} is not available: "):
         getattr(llm, name)("x")

@@ -12,14 +12,16 @@ from server_process import body, children, serving, wait_for
 
 from quick_engines import held_back
 from quire.cli.top import EngineView, screen
+from quire.config.server_args import ServerArgs
 from serving import Running, error_of, events_of
 
 RANK = "X-data-parallel-rank"
 
 
 @pytest.fixture(scope="module")
-def two(serve_model, quick):
-    running = Running(serve_model, data_parallel_size=2)
+def two(serve_model, quick, tmp_path_factory):
+    traces = {"profiler": "torch", "torch_profiler_dir": str(tmp_path_factory.mktemp("traces"))}
+    running = Running(serve_model, data_parallel_size=2, profiler_config=traces)
     yield running
     running.close()
 
@@ -115,6 +117,29 @@ def test_a_killed_engine_is_a_pause_for_its_own_streams_only(shared_server, two)
         assert [stream.result() for stream in streams] == alone
     assert engine.restarts == restarts + 1 and engine.pid != lost and two.llm.engines[0].restarts == 0
     assert two.llm.replayed >= 4
+
+
+def test_profiles_and_calls_of_every_engine(shared_server, two, monkeypatch):
+    alone = answers(shared_server, bodies())
+    assert two.http.post("/start_profile").json() == {"success": True}
+    assert answers(two, bodies()) == alone
+    assert "already running" in error_of(two.http.post("/start_profile"))["message"]
+    files = two.http.post("/stop_profile").json()["files"]
+    assert len(files) == 2 and all(Path(file).stat().st_size > 1000 for file in files)
+    two.http.post("/start_profile")
+    engine = two.llm.engines[0]
+    restarts = engine.restarts
+    os.kill(engine.pid, signal.SIGKILL)
+    wait_for(lambda: engine.restarts > restarts and engine.state == "ready")
+    refused = two.http.post("/start_profile")
+    assert refused.status_code == 400 and "already running" in error_of(refused)["message"], "by the other engine"
+    assert len(two.http.post("/stop_profile").json()["files"]) == 1, "the lost engine's profile is gone"
+    assert "engine that was restarted has lost" in error_of(two.http.post("/stop_profile"))["message"]
+    monkeypatch.setenv("QUIRE_SERVER_DEV_MODE", "1")
+    with two.serve(ServerArgs()) as http:
+        ranks = http.post("/collective_rpc", json={"method": "describe_rank"}).json()["results"]
+        assert {rank["pid"] for rank in ranks} == {each.pid for each in two.llm.engines}
+        assert [http.get(f"/get_world_size{one}").json()["world_size"] for one in ("", "?include_dp=false")] == [2, 1]
 
 
 def metrics_of(client, name):

@@ -39,6 +39,7 @@ def test_endpoints_of_other_models_say_what_this_one_does(http, path):
         ("/load", "--enable-server-load-tracking"),
         ("/tokenizer_info", "--enable-tokenizer-info-endpoint"),
         ("/server_info", "QUIRE_SERVER_DEV_MODE=1"),
+        ("/start_profile", '--profiler-config \'{"profiler": "torch"'),
     ],
 )
 def test_what_is_switched_off_says_how_to_switch_it_on(http, path, switch):
@@ -86,9 +87,7 @@ def test_developer_routes_say_how_to_switch_them_on(http, path):
     assert error["message"].startswith(f"{path} is switched off here: start the server with QUIRE_SERVER_DEV_MODE=1")
 
 
-@pytest.mark.parametrize(
-    "path", ["/sleep", "/wake_up", "/pause", "/update_weights", "/start_profile", "/fault_tolerance/status"]
-)
+@pytest.mark.parametrize("path", ["/sleep", "/wake_up", "/pause", "/update_weights", "/fault_tolerance/status"])
 def test_developer_routes_that_are_not_built_say_why(http, path):
     error = error_of(http.post(path, json={}))
     assert error["code"] == 404 and error["message"].startswith(f"{path} is not available here: ")

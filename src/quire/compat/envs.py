@@ -19,6 +19,7 @@ _VARIABLES: dict[str, tuple[Callable[[str], Any], Any]] = {
     "VLLM_PLUGINS": (lambda text: text.split(","), None),
     "VLLM_PP_LAYER_PARTITION": (str, None),
     "VLLM_SERVER_DEV_MODE": (_switch, False),
+    "VLLM_TORCH_PROFILER_DIR": (str, None),
     "VLLM_USE_V1": (_switch, True),
 }
 

@@ -105,7 +105,6 @@ _LOADERS = "vLLM's model classes, layers and loaders are not there; models are l
 _LOGITS_PROCESSORS = "custom logits processors are not built"
 _MEDIA = "images, audio and video are not built"
 _POOLING = "the modules of its pooling endpoints are not public; run `quire serve`"
-_PROFILER = "profiling is not built; profile the process itself, for instance with torch.profiler"
 _REGISTRY = "models cannot be registered; see docs/models.md for those that are built"
 _SERVER_PARTS = "the parts of the HTTP server are not public; run `quire serve`"
 _STAT_LOGGERS = "custom stat loggers are not built; read get_metrics() or /metrics"
@@ -147,7 +146,7 @@ NOT_BUILT_NAMES = {
     "ModelRegistry": _REGISTRY,
     "MultiModalDataDict": _MEDIA,
     "PoolerConfig": "pass pooler_config as a dict",
-    "ProfilerConfig": _PROFILER,
+    "ProfilerConfig": "pass profiler_config as a dict",
     "WeightTransferConfig": _WEIGHT_TRANSFER,
     "initialize_ray_cluster": "Quire starts Ray nodes itself with distributed_executor_backend='ray'",
 }

@@ -24,6 +24,7 @@ from quire.features.experts.host import ExpertArgs
 from quire.features.kv_quant.host import CacheArgs
 from quire.features.lora.host import LoRAArgs
 from quire.features.pooling.host import PoolingArgs
+from quire.features.profiling.host import ProfilerArgs
 from quire.features.quantization.host import WeightArgs
 from quire.features.speculation.host import SpeculationArgs
 from quire.features.structured.host import StructuredArgs
@@ -257,7 +258,9 @@ class _CoreArgs:
 
 @_accepts_vllm_names
 @dataclass
-class EngineArgs(PoolingArgs, ExpertArgs, LoRAArgs, SpeculationArgs, StructuredArgs, CacheArgs, WeightArgs, _CoreArgs):
+class EngineArgs(
+    PoolingArgs, ExpertArgs, LoRAArgs, SpeculationArgs, StructuredArgs, CacheArgs, WeightArgs, ProfilerArgs, _CoreArgs
+):  # fmt: skip
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             optional = field.default is None

@@ -5,6 +5,7 @@ from quire.features.host import Feature
 from quire.features.kv_quant.host import QuantizedCache
 from quire.features.lora.host import LoRA
 from quire.features.pooling.host import PoolingModels
+from quire.features.profiling.host import Profiling
 from quire.features.quantization.host import QuantizedWeights
 from quire.features.recurrent.host import Recurrent
 from quire.features.speculation.host import SpeculativeDecoding
@@ -13,7 +14,7 @@ from quire.types.prompts import Extras
 
 FEATURES: tuple[Feature, ...] = (
     ExpertParallel(), QuantizedWeights(), QuantizedCache(), PoolingModels(), LoRA(), Recurrent(), SpeculativeDecoding(),
-    StructuredOutputs(),
+    StructuredOutputs(), Profiling(),
 )  # fmt: skip
 SALTS = tuple(feature.cache_salt for feature in FEATURES if feature.cache_salt is not None)
 

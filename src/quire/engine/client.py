@@ -19,7 +19,7 @@ from quire.config.args import EngineArgs
 from quire.config.config import Config
 from quire.engine import ipc
 from quire.engine.child import COMMAND, Child, engine_fork_server
-from quire.engine.handle import EngineListener, EngineStatus, EngineView
+from quire.engine.handle import RANK_METHODS, EngineListener, EngineStatus, EngineView
 from quire.engine.node_listener import NodeListener, RemoteEngine
 from quire.engine.supervisor import AnyChild, Supervisor, SupervisorLimits
 from quire.features.experts.peers import ExpertPeers
@@ -195,7 +195,11 @@ class EngineClient(EngineView):
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method of the engine core; wait for an engine if none is ready."""
-        return await self._answer(ipc.CallMethod(next(self._numbers), method, list(args)))
+        command = ipc.CallMethod(next(self._numbers), method, list(args))
+        if method == "call_all" and args[0] not in RANK_METHODS:
+            with self.supervisor.patient():
+                return await self._answer(command)
+        return await self._answer(command)
 
     async def load_adapter(self, ref: AdapterRef, pinned: bool) -> None:
         """Return when the engine has read the adapter; raise why it cannot."""

@@ -94,9 +94,9 @@ class EngineCore:
         """Read an adapter ahead, unless its files have changed."""
         self.adapters.expect(path, stamp)
 
-    def call_all(self, method: str) -> list[Any]:
+    def call_all(self, method: str, *args: Any) -> list[Any]:
         """Call a method on every rank; return the results in their order."""
-        return self.executor.call_all(method)
+        return self.executor.call_all(method, *args)
 
     def be_watched(self, watched: bool) -> None:
         if self.watch is not None:

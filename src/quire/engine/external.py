@@ -114,8 +114,8 @@ class Leader:
     def retire_adapter(self, version: str) -> None:
         self._share("retire_adapter", 0, lambda: self.core.retire_adapter(version))
 
-    def call_all(self, method: str) -> list[Any]:
-        return self._share("call_all", zlib.crc32(method.encode()), lambda: self.core.call_all(method))
+    def call_all(self, method: str, *args: Any) -> list[Any]:
+        return self._share("call_all", zlib.crc32(method.encode()), lambda: self.core.call_all(method, *args))
 
     def stop(self) -> None:
         self.core.stop()
@@ -187,7 +187,7 @@ class Follower:
     def retire_adapter(self, version: str) -> None:  # noqa: ARG002
         self._outcome("retire_adapter", 0)
 
-    def call_all(self, method: str) -> list[Any]:
+    def call_all(self, method: str, *args: Any) -> list[Any]:  # noqa: ARG002
         return list(self._outcome("call_all", zlib.crc32(method.encode())))
 
     def stop(self) -> None:

@@ -168,6 +168,10 @@ class Replicas:
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         return bool(self._call("reset_prefix_cache", preempt_running))
 
+    def call_all(self, method: str, *args: Any) -> list[Any]:
+        """Call a method on every rank of every engine; return the results in their order."""
+        return list(self._call("call_all", method, *args))
+
     def load_adapter(self, ref: AdapterRef, pinned: bool) -> None:
         """Load an adapter in every engine; raise why it cannot be loaded."""
         loading = load_everywhere(self.engines, ref, pinned)

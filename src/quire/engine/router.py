@@ -142,13 +142,15 @@ class EngineRouter(EngineGroup):
             engine.watch(watched)
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of every engine core. Return whether all returned True, or the first result if they are not bools."""
+        """Call a method of every engine core. Return whether all returned True, all lists as one, or the first result."""
         self.check()
         if method == "reset_prefix_cache":
             self._balancer.forget_pages()
         if method == "release":
             self._balancer.release(args[0])
         answers = await asyncio.gather(*(engine.call(method, *args) for engine in self.engines if engine.state != "dead"))
+        if all(isinstance(answer, list) for answer in answers):
+            return [each for answer in answers for each in answer]
         return all(answers) if all(isinstance(answer, bool) for answer in answers) else answers[0]
 
     def check(self, engine: int | None = None) -> None:

@@ -11,8 +11,8 @@ import asyncio
 import errno
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +35,7 @@ LAST_REPORTS_S = 0.05  # for the last reports of an ended process to arrive
 STOPPED_TIMEOUT_S = 0.5  # silence after which a stopped process (SIGSTOP) is lost
 START_SILENCE_S = 300.0  # allowed without a heartbeat while an engine starts: importing libraries blocks its thread
 KILL_TIMEOUT_S = 30.0
+SLOW_CALL_S = 1800.0
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOBUFS)  # of descriptors, memory, processes
 
 logger = logging.getLogger(__name__)
@@ -105,6 +106,7 @@ class Supervisor:
         self.heard_at = self._born = time.monotonic()
         self._silence = Silence(CHECK_INTERVAL_S)
         self._busy = 0.0  # seconds in the present step, by the latest heartbeat
+        self._patient_until = 0.0
         self._child: AnyChild | None = start()
 
     # ---- state ----------------------------------------------------------------------------------------------------------
@@ -258,8 +260,11 @@ class Supervisor:
     def _diagnose(self) -> str | None:
         """Return what is wrong with an engine whose process is alive, or None."""
         started, silence = self.state == "ready", self._silence.seconds
+        patient = started and time.monotonic() < self._patient_until
         if silence > STOPPED_TIMEOUT_S and self._child is not None and self._child.stopped:
             return f"its process is stopped (SIGSTOP), and has been silent for {silence:.1f} s"
+        if patient:
+            return None
         if silence > (self._limits.dead_after if started else max(self._limits.dead_after, START_SILENCE_S)):
             return f"it has been silent for {silence:.1f} s"
         if started and self._busy > self._limits.hang_timeout:
@@ -267,6 +272,16 @@ class Supervisor:
         if not started and not self._in_time:
             return f"it was not ready after {self._limits.start_timeout:.0f} s"
         return None
+
+    @contextmanager
+    def patient(self) -> Iterator[None]:
+        """Accept that the engine is silent for up to SLOW_CALL_S: writing a trace blocks its heartbeats."""
+        self._patient_until = time.monotonic() + SLOW_CALL_S
+        try:
+            yield
+        finally:
+            self._patient_until = 0.0
+            self._silence.heard()
 
     async def _replace(self, child: AnyChild, reason: str) -> None:
         was, self._busy = self.state, 0.0

@@ -48,7 +48,14 @@ from quire.serve.limits import LIMITS, ServerLimits
 from quire.serve.pooling.routes import answered, generation_refusals, pooling_routers
 from quire.serve.server import Server
 from quire.serve.token_routes import token_router
-from quire.serve.vllm_routes import absent_router, developer_router, developing, install_no_route_handlers, no_route
+from quire.serve.vllm_routes import (
+    absent_router,
+    developer_router,
+    developing,
+    install_no_route_handlers,
+    no_route,
+    profile_router,
+)
 
 _SANE = re.compile(rb"[\x21-\x7e]{1,%d}" % LIMITS.identifier_characters)  # ids go into headers and logs
 
@@ -251,6 +258,8 @@ def build_app(llm: AsyncLLM, settings: ServerArgs, limits: ServerLimits = LIMITS
     routers.append(closed_batch_router if settings.batch_dir is None else batch_router)
     if developing():
         routers += [developer_router, *([token_router] if "generate" in tasks else [])]
+    if llm.config.args.profiler_config.get("profiler"):
+        routers.append(profile_router)
     if settings.enable_tokenizer_info_endpoint:
         routers.append(models.info_router)
     routes = [*app.routes, *(route for router in routers for route in router.routes)]

@@ -9,6 +9,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
 from quire.features.pooling.host import supported_tasks
+from quire.features.profiling.host import REMEDY
 from quire.serve.errors import HttpError, error_response, json_response
 from quire.serve.pooling.routes import answered, purpose
 from quire.serve.server import server_of
@@ -28,7 +29,6 @@ _SLEEP = "weights and cache stay on the device while the server runs"
 _PAUSE = "generation cannot be paused; end single requests by closing their connection"
 _WEIGHTS = "weights are read at the start only; start a new server, or load a LoRA adapter"
 _MEDIA = "only text is served, so there is no such cache"
-_PROFILE = "there is no profiler; see docs/performance.md and --otlp-traces-endpoint"
 _SCALE = "the number of engines is fixed at the start (--data-parallel-size)"
 _RENDER = "POST /tokenize renders and tokenizes messages"
 NOT_BUILT = {
@@ -37,7 +37,6 @@ NOT_BUILT = {
     **dict.fromkeys(("/init_weight_transfer_engine", "/start_weight_update", "/start_draft_weight_update", "/update_weights",
                      "/finish_weight_update", "/update_weight_version", "/weight_info"), _WEIGHTS),
     **dict.fromkeys(("/reset_mm_cache", "/reset_encoder_cache"), _MEDIA),
-    **dict.fromkeys(("/start_profile", "/stop_profile"), _PROFILE),
     **dict.fromkeys(("/scale_elastic_ep", "/is_scaling_elastic_ep"), _SCALE),
     **dict.fromkeys(("/fault_tolerance/apply", "/fault_tolerance/status"), "lost engines are restarted automatically"),
     **dict.fromkeys(("/v1/completions/render", "/v1/chat/completions/render"), _RENDER),
@@ -52,6 +51,7 @@ NOT_BUILT = {
 OFF = {
     "/load": "--enable-server-load-tracking",
     "/tokenizer_info": "--enable-tokenizer-info-endpoint",
+    **dict.fromkeys(("/start_profile", "/stop_profile"), REMEDY),
     **dict.fromkeys(BUILT, SWITCH),
 }
 _UNLISTED_METHODS = {"HEAD", "OPTIONS"}
@@ -138,5 +138,24 @@ async def collective_rpc(
 
 
 @developer_router.get("/get_world_size")
-async def get_world_size(raw: Request) -> Response:
-    return json_response({"world_size": server_of(raw).llm.config.world})
+async def get_world_size(raw: Request, include_dp: bool = True) -> Response:
+    """Return the number of ranks of all engines, or of one."""
+    config = server_of(raw).llm.config
+    return json_response({"world_size": config.world * (config.args.data_parallel_size if include_dp else 1)})
+
+
+# ---- profiles, with --profiler-config
+
+profile_router = APIRouter(include_in_schema=False)
+
+
+@profile_router.post("/start_profile")
+async def start_profile(raw: Request) -> Response:
+    await server_of(raw).llm.start_profile()
+    return json_response({"success": True})
+
+
+@profile_router.post("/stop_profile")
+async def stop_profile(raw: Request) -> Response:
+    """Answer with the traces of all ranks, which are files on the machines of the engines."""
+    return json_response({"success": True, "files": await server_of(raw).llm.stop_profile()})
