@@ -53,7 +53,7 @@ $(VENV)/.installed-dev: $(BIN)/python pyproject.toml setup.py $(KERNELS)
 	$(BIN)/python scripts/install.py -e '.[dev]'
 	touch $@ $(VENV)/.installed
 
-# the site needs nothing of Quire itself: only what the extra `docs` names is installed
+# the site reads Quire's sources and imports nothing of them: only what the extra `docs` names is installed
 $(VENV)/.installed-docs: $(BIN)/python pyproject.toml
 	$(BIN)/python scripts/install.py $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	touch $@

@@ -107,3 +107,14 @@ def test_flags_that_are_named_exist() -> None:
         if named - known:
             unknown[page.name] = named - known
     assert not unknown
+
+
+def test_the_page_of_the_python_api_names_what_there_is() -> None:
+    """`make docs` reads docstrings from the sources; this is what would stop it."""
+    named = re.findall(r"^::: (\S+)$((?:\n    .*)*)", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(named) > 15
+    for path, options in named:
+        home, _, attribute = path.rpartition(".")
+        found = importlib.import_module(path) if path.islower() else getattr(importlib.import_module(home), attribute)
+        for members in re.findall(r"members: \[(.*)\]", options):
+            assert all(hasattr(found, member) for member in members.split(", "))

@@ -1,5 +1,6 @@
 """All errors that Quire raises on purpose.
 
+```
 QuireError
 ├── RequestError(ValueError)        the client's request is wrong; other requests continue        (HTTP 400)
 │   ├── InvalidParameter            one parameter has a bad value; `.parameter` names it
@@ -15,6 +16,7 @@ QuireError
 └── EngineError(RuntimeError)       the engine itself failed                                      (HTTP 500)
     └── EngineDead                  and cannot go on
         └── ExpertPeerLost      since another engine ended, which has some of its experts
+```
 
 The message states the problem and the solution.
 """
