@@ -75,6 +75,10 @@ def test_every_protocol_takes_them(http):
         ).json()
         message = http.post("/v1/messages", json={**said, "model": model, "max_tokens": 6}).json()
         assert (chat["model"], response["model"], message["model"]) == (model, model, model)
+        options = {"temperature": 0, "num_predict": 6}
+        body = {"messages": said["messages"], "model": f"{model}:latest", "options": options, "stream": False}
+        assert http.post("/api/chat", json=body).json()["message"]["content"] == chat["choices"][0]["message"]["content"]
+        assert http.post("/api/show", json={"model": model}).json()["modelfile"] == f"FROM {model}:latest"
         streamed = events_of(http.post("/v1/completions", json=BODY | {"model": model, "stream": True}).text)
         assert "".join(event["choices"][0]["text"] for event in streamed[:-1]) == text(http, model)
         assert {event["model"] for event in streamed[:-1]} == {model}
@@ -88,6 +92,8 @@ def test_every_protocol_takes_them(http):
         )  # fmt: skip
         assert http.post("/tokenize", json={"prompt": "fox", "model": model}).status_code == 200
     assert all(len(set(column)) == 3 for column in zip(*answers.values(), strict=True))
+    parents = {one["name"]: one["details"]["parent_model"] for one in http.get("/api/tags").json()["models"]}
+    assert parents == {"tiny:latest": "", "also-tiny:latest": "", "a:latest": "tiny:latest", "b:latest": "base:latest"}
 
 
 def test_any_name_is_the_model_where_it_is_not_an_adapters(running, http):

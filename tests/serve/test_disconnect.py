@@ -21,6 +21,7 @@ PATHS = {
         "ignore_eos": True,
         "temperature": 0,
     },
+    "/api/chat": {"messages": [{"role": "user", "content": "a"}], "options": {"num_predict": 200, "temperature": 0}},
 }
 
 

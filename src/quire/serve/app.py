@@ -45,6 +45,7 @@ from quire.serve.errors import (
 )
 from quire.serve.health import Health, ServerState
 from quire.serve.limits import LIMITS, ServerLimits
+from quire.serve.ollama.routes import ollama_routers
 from quire.serve.pooling.routes import answered, generation_refusals, pooling_routers
 from quire.serve.server import Server
 from quire.serve.token_routes import token_router
@@ -254,6 +255,7 @@ def build_app(llm: AsyncLLM, settings: ServerArgs, limits: ServerLimits = LIMITS
         routers += [completions.invocations_router, responses.stored_router]
     else:
         routers.append(generation_refusals())
+    routers += ollama_routers(tasks)
     routers.append(adapters.router if llm.adapters.enabled and adapters.updates_allowed(settings) else adapters.closed_router)
     routers.append(closed_batch_router if settings.batch_dir is None else batch_router)
     if developing():

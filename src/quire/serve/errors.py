@@ -6,7 +6,8 @@
     a body that is not the schema    400 Bad Request         `param` is the dotted path, as body.prompt
     anything else                    500 InternalServerError only the request id; the reason is in the server's log
 
-A stream that has begun gets the same JSON as its last event before [DONE]. Clients of /v1/messages get Anthropic's form of it.
+A stream that has begun gets the same JSON as its last event before [DONE]. Clients of /v1/messages get Anthropic's form of it,
+those of /api/chat and its like Ollama's: {"error": "one sentence"}.
 
 An error names the field that the client sent (`FieldNames`):
 
@@ -59,6 +60,10 @@ class AnthropicErrorBody(TypedDict):
     request_id: str
 
 
+class OllamaErrorBody(TypedDict):
+    error: str
+
+
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_CHARS = 2000
@@ -83,7 +88,9 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_PATHS = re.compile(r"(?<![\w/])(?!/v[12]/)(?:/[\w.@+~-]+){2,}/?(?:\.\w+)?")
+_OLLAMA_NAMES = "blobs|chat|copy|create|delete|embed|embeddings|generate|ps|pull|push|show|tags|version"
+_OLLAMA_PATH = re.compile(rf"/api/(?:{_OLLAMA_NAMES})(?:/[^/]*)?$")
+_PATHS = re.compile(rf"(?<![\w/])(?!/v[12]/|/api/(?:{_OLLAMA_NAMES})(?![\w./-]*/))(?:/[\w.@+~-]+){{2,}}/?(?:\.\w+)?")
 _COUNT_OF_ERRORS = re.compile(r"^\d+ validation errors?: ")
 _FIELDS_OF_A_BODY = re.compile(r"(^|; )body\.")
 _ADDRESSES = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
@@ -138,17 +145,29 @@ def error_response(error: BaseException, scope: Any) -> Response:
     return json_response(shaped(body, scope), body["error"]["code"], headers)
 
 
-def shaped(body: ErrorBody, scope: Any) -> ErrorBody | AnthropicErrorBody:
+def shaped(body: ErrorBody, scope: Any) -> ErrorBody | AnthropicErrorBody | OllamaErrorBody:
     """Return the error in the protocol of the request's path."""
-    return anthropic_error(body, request_id_of(scope)) if _ANTHROPIC_PATH in scope.get("path", "") else body
+    path = scope.get("path", "")
+    if _OLLAMA_PATH.search(path):
+        return ollama_error(body)
+    return anthropic_error(body, request_id_of(scope)) if _ANTHROPIC_PATH in path else body
 
 
 def anthropic_error(body: ErrorBody, request_id: str) -> AnthropicErrorBody:
-    status, message, parameter = body["error"]["code"], body["error"]["message"], body["error"]["param"]
+    status = body["error"]["code"]
     kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": _as_text(body)}, "request_id": request_id}
+
+
+def ollama_error(body: ErrorBody) -> OllamaErrorBody:
+    return {"error": _as_text(body)}
+
+
+def _as_text(body: ErrorBody) -> str:
+    """Return the error as one text, with fields as the client wrote them: max_tokens: ..."""
+    message, parameter = body["error"]["message"], body["error"]["param"]
     text = message if parameter is None or parameter in message else f"{parameter}: {message}"
-    text = _FIELDS_OF_A_BODY.sub(r"\1", _COUNT_OF_ERRORS.sub("", text))  # fields as the client wrote them: max_tokens: ...
-    return {"type": "error", "error": {"type": kind, "message": text}, "request_id": request_id}
+    return _FIELDS_OF_A_BODY.sub(r"\1", _COUNT_OF_ERRORS.sub("", text))
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -1,4 +1,4 @@
-"""Server-sent events: an async generator of JSON objects becomes a stream in the form of one protocol (`Wire`).
+"""Streams: an async generator of JSON objects becomes server-sent events or lines of JSON, as one protocol has them (`Wire`).
 
 A stream starts only with its first event, or after `HEADERS_TIMEOUT_S` without one: a failure before that is an ordinary
 HTTP error, a later failure is an event. A request with a grammar may be refused after any time, so its stream
@@ -15,7 +15,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from quire.serve.errors import ErrorBody, anthropic_error, describe, request_id_of
+from quire.serve.errors import ErrorBody, anthropic_error, describe, ollama_error, request_id_of
 from quire.text.pacing import json_chunks
 
 HEADERS_TIMEOUT_S = 1.0  # errors are found within milliseconds, a full queue may take minutes
@@ -23,9 +23,7 @@ HEADERS_TIMEOUT_S = 1.0  # errors are found within milliseconds, a full queue ma
 _encoder = msgspec.json.Encoder()
 Events = AsyncGenerator[Any, None]
 
-_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"),
-]  # fmt: skip
+_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 # characters JSON may hold as they are, but at which some clients end a line
 _LINE_ENDS = tuple((mark.encode(), f"\\u{ord(mark):04x}".encode()) for mark in "\u0085\u2028\u2029")
@@ -46,14 +44,19 @@ class Large(dict[str, Any]):
     """An event that may be large or contain lazy lists: it is encoded in chunks."""
 
 
-async def _large(event: Large) -> list[bytes]:
+async def _large(event: Large, wire: "Wire") -> list[bytes]:
     chunks = [_without_line_ends(chunk) for chunk in await json_chunks(dict(event))]
-    return [b"data: " + chunks[0], *chunks[1:], b"\n\n"]
+    return [wire.before + chunks[0], *chunks[1:], wire.after]
 
 
 def encode_named(event: Any) -> bytes:
     """With its type as the event's name in front."""
     return f"event: {event['type']}\n".encode() + encode_event(event)
+
+
+def encode_line(event: Any) -> bytes:
+    """As a line of JSON."""
+    return _without_line_ends(_encoder.encode(event)) + b"\n"
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,15 @@ class Wire:
     encode: Callable[[Any], bytes]
     failure: Callable[[ErrorBody, str], Any]
     end: bytes
+    media_type: bytes = b"text/event-stream; charset=utf-8"
+    before: bytes = b"data: "  # and `after`: around the JSON of a large event
+    after: bytes = b"\n\n"
 
 
 OPENAI = Wire(encode_event, lambda body, _: body, b"data: [DONE]\n\n")
 NAMED = Wire(encode_named, lambda body, _: {**body["error"], "type": "error"}, b"")  # OpenAI's newer way
 ANTHROPIC = Wire(encode_named, anthropic_error, b"")
+OLLAMA = Wire(encode_line, lambda body, _: ollama_error(body), b"", b"application/x-ndjson", b"", b"\n")
 
 
 class EventStream(Response):
@@ -84,11 +91,12 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         wire = self._wire
         timeout = None if self._refusable else HEADERS_TIMEOUT_S
-        head = _Head(send, {"type": "http.response.start", "status": 200, "headers": [*_HEADERS]}, timeout)
+        headers = [(b"content-type", wire.media_type), *_HEADERS]
+        head = _Head(send, {"type": "http.response.start", "status": 200, "headers": headers}, timeout)
         try:
             async with aclosing(self._events) as events:
                 async for event in events:
-                    for data in await _large(event) if isinstance(event, Large) else (wire.encode(event),):
+                    for data in await _large(event, wire) if isinstance(event, Large) else (wire.encode(event),):
                         await head.send()
                         await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:

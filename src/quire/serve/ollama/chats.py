@@ -1,0 +1,122 @@
+"""Requests to /api/chat and /api/generate as chat requests."""
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from quire.serve.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest, OllamaGenerationFields, Options
+from quire.serve.ollama.requests import answer_fields, sampling_fields
+from quire.serve.protocol import ChatRequest, chat_request
+from quire.serve.server import Server
+from quire.types.errors import InvalidParameter, NotSupported
+
+
+def to_chat(server: Server, model: str, request: OllamaChatRequest, options: Options) -> ChatRequest:
+    body = _common(server, model, request, options) | {"messages": read_messages(request.messages or ())}
+    if request.tools:
+        body["tools"] = request.tools
+    return chat_request(body)
+
+
+def generate_to_chat(server: Server, model: str, request: OllamaGenerateRequest, options: Options) -> ChatRequest:
+    messages = [{"role": "system", "content": request.system}] if request.system else []
+    messages.append({"role": "user", "content": request.prompt or ""})
+    return chat_request(_common(server, model, request, options) | {"messages": messages})
+
+
+def _common(server: Server, model: str, request: OllamaGenerationFields, options: Options) -> dict[str, Any]:
+    body = {"model": model, **sampling_fields(options, "max_completion_tokens"), **answer_fields(request)}
+    if request.logprobs:
+        body |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
+    if request.think is None:
+        return body
+    thinks = request.think is not False
+    if thinks and server.formats.reasoning is None:
+        message = "think requires a model that reasons and a server started with --reasoning-parser"
+        got = str(request.think).lower()
+        raise InvalidParameter(f"{message}; got {got}. Leave it out, or start the server with --reasoning-parser auto", "think")
+    body |= {"chat_template_kwargs": {"enable_thinking": thinks, "thinking": thinks}, "include_reasoning": thinks}
+    if isinstance(request.think, str):
+        body["reasoning_effort"] = request.think
+    return body
+
+
+# ---- messages
+
+
+class _Calls:
+    """The calls of the last message that has some, which wait for their results."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}  # by id
+        self._ids: dict[str, deque[str]] = {}  # by name, in order
+        self._made = itertools.count()
+
+    def begin(self) -> None:
+        self._names, self._ids = {}, {}
+
+    def add(self, call_id: str | None, name: str) -> str:
+        """Return the call's id; older clients send none."""
+        call_id = call_id or f"call{next(self._made):05d}"  # some templates want 9 characters
+        self._names[call_id] = name
+        self._ids.setdefault(name, deque()).append(call_id)
+        return call_id
+
+    def answer(self, call_id: str | None, name: str | None) -> tuple[str | None, str | None]:
+        """Return the id and the name of the call that a result is for: of this id, else the first of this name or of all."""
+        if not call_id:
+            call_id = next(iter(self._ids.get(name, ()) if name else self._names), None)
+        if call_id is None or call_id not in self._names:
+            return call_id, name
+        found = self._names.pop(call_id)
+        self._ids[found].remove(call_id)
+        return call_id, name or found
+
+
+def read_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return OpenAI's form of the messages. Calls and results without ids get some."""
+    calls = _Calls()
+    return [_message(message, f"messages[{i}]", calls) for i, message in enumerate(messages)]
+
+
+def _message(message: dict[str, Any], where: str, calls: _Calls) -> dict[str, Any]:
+    if not isinstance(message.get("role"), str):
+        role = message.get("role")
+        raise InvalidParameter(f"{where}.role must be system, user, assistant or tool; got {role!r:.80}", "messages")
+    if message.get("images"):
+        raise NotSupported(f"{where}.images cannot be used: this server takes text only. Leave it out", "messages")
+    for name in ("content", "thinking", "tool_name", "tool_call_id"):
+        if not isinstance(message.get(name), str | None):
+            raise InvalidParameter(f"{where}.{name} must be a string; got {message[name]!r:.80}", "messages")
+    out = {name: value for name, value in message.items() if name not in _REWRITTEN}
+    out["content"] = message.get("content") or ""
+    if message.get("thinking"):
+        out["reasoning"] = message["thinking"]
+    if message.get("tool_calls"):
+        out["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls", calls)
+    if message["role"] == "tool":
+        found = calls.answer(message.get("tool_call_id"), message.get("tool_name"))
+        out |= {name: value for name, value in zip(("tool_call_id", "name"), found, strict=True) if value}
+    return out
+
+
+_REWRITTEN = ("images", "thinking", "tool_calls", "tool_name", "tool_call_id")
+
+
+def _tool_calls(given: Any, where: str, calls: _Calls) -> list[dict[str, Any]]:
+    if not isinstance(given, list):
+        raise InvalidParameter(f"{where} must be a list of calls; got {given!r:.80}", "messages")
+    calls.begin()
+    out: list[dict[str, Any]] = []
+    for i, call in enumerate(given):
+        function = call.get("function") if isinstance(call, dict) else None
+        name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(arguments, dict | str | None):
+            raise InvalidParameter(
+                f"{where}[{i}] must have a function with a name and arguments, an object; got {call!r:.80}", "messages"
+            )
+        own_id = call.get("id")
+        call_id = calls.add(own_id if isinstance(own_id, str) else None, name)
+        out.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments or {}}})
+    return out
