@@ -21,8 +21,8 @@ With `--api-key` the page needs a key; `--metrics-without-key` opens it.
 
 ## Engine and requests
 
-All carry `model_name` and `engine`, the engine's number; of several engines each has its own samples, and only tool calls and
-`quire:lora_requests_info` are of all together, without a number.
+All carry `model_name` and `engine`, the engine's number; of several engines each has its own samples, and only tool calls,
+`quire:lora_requests_info` and `quire:gpu_*` are of all together, without a number.
 
 """
 _HTTP = """
@@ -37,6 +37,9 @@ _PROCESS = """
 Prometheus' own collectors add the API process (`process_*`), the interpreter (`python_info`) and its garbage collector
 (`python_gc_*`), unless there are several API processes (`--api-server-count`): then all numbers are of all of them together.
 
+`quire:gpu_*` require a CUDA device and `pip install 'quire[nvml]'`. They are read every 5 seconds, on the machine of the API
+process. The estimates of `--enable-mfu-metrics` count matrices, attention, keys, values and states, but no activations.
+
 ## What to look at
 
 | question | where |
@@ -48,6 +51,7 @@ Prometheus' own collectors add the API process (`process_*`), the interpreter (`
 | Is the engine well? | `quire:engine_heartbeat_age_seconds` below 3; `quire:engine_restarts_total` does not grow |
 | Is the tool format right? | `quire:tool_calls_total` by `outcome`: `broken` and `text` stay few |
 | Do drafts pay? | `quire:spec_decode_num_accepted_tokens_total` per `quire:spec_decode_num_drafts_total` |
+| How busy are the GPUs? | `quire:gpu_utilization`; for the MFU the rate of `quire:estimated_flops_per_gpu_total` by the GPU's |
 | On a GPU, is it warm? | under steady traffic only `quire:graph_replays_total` grows, not captures, misses or compilations |
 """
 

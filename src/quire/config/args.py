@@ -254,6 +254,9 @@ class _CoreArgs:
         False, FLAG, _OTHER, "do not start if a plug-in of an installed package fails, instead of skipping it"
     )
     disable_log_stats: bool = setting(False, FLAG, _OTHER, "no periodic throughput line")
+    enable_mfu_metrics: bool = setting(
+        False, FLAG, _OTHER, "estimate operations and bytes of memory traffic from the sizes of model and steps, for /metrics"
+    )
 
 
 @_accepts_vllm_names

@@ -12,6 +12,7 @@ from quire.config.facts import DeviceFacts
 from quire.config.resolve import resolve
 from quire.device.registry import describe, find_device, open_device
 from quire.engine.core import EngineCore
+from quire.engine.executor.counted import counted
 from quire.engine.executor.fake import start_fake
 from quire.engine.layouts import make_scheduler, whole_layout
 from quire.engine.numa import bind_process
@@ -103,7 +104,7 @@ def start_core(config: Config, watch: Stopwatch | None = None, ends: Ends | None
     )
     grammars = make_grammars(config, 0 if speculation is None else speculation.max_drafts)
     room = (config.max_loras, config.max_cpu_loras)
-    core = EngineCore(scheduler, executor, config.depth, grammars, adapters=room)
+    core = EngineCore(scheduler, counted(executor, config), config.depth, grammars, adapters=room)
     watch.lap("scheduler")
     return StartedCore(core, capacity.max_model_len, capacity.pages, watch.read())
 

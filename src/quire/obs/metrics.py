@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import CollectorRegistry
 
+from quire.obs.gpus import GpuReading
 from quire.obs.instruments import Board, Boards, BoardState, Counter, Gauge, Histogram, Instrument, Summary, total
 from quire.types.stats import NOTHING, Arrived, Finished, OutputNews, Stats
 
@@ -32,6 +33,7 @@ WHOLE_REQUEST = (
 )  # fmt: skip
 STEP_TOKENS = tuple(float(n) for n in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
 BY_ADAPTER = ("lora_name",)
+BY_GPU = ("gpu", "gpu_name")
 MAX_ADAPTERS = 1000  # whose values are stored between scrapes
 CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 
@@ -79,6 +81,7 @@ class Metrics:
         self._cache_info = {name: str(value) for name, value in cache_info.items()}
         self._last: dict[int, Stats] = {}  # by engine
         self.adapters: Callable[[], AdaptersInUse] | None = None  # called on a scrape
+        self.gpus: Callable[[], Sequence[GpuReading]] = tuple  # called on a scrape
         self._room = MAX_ADAPTERS
         self.adapter_names: Callable[[], Iterable[str]] | None = None  # those that can be asked for
         self._add_state(board)
@@ -118,6 +121,11 @@ class Metrics:
         self.cache_config = board.add(Gauge("cache_config_info", "How the cache is set up", tuple(self._cache_info)))
         self.cache_config.set(1, *self._cache_info.values())
         self.heartbeat = board.add(Gauge("engine_heartbeat_age_seconds", "Since the engine process was last heard of"))
+        self.gpu_gauges = (
+            board.add(Gauge("gpu_utilization", "Share of time in which the GPU ran a kernel, 0 to 1, by NVML", BY_GPU)),
+            board.add(Gauge("gpu_memory_used_bytes", "Memory of the GPU in use, by all processes, by NVML", BY_GPU)),
+            board.add(Gauge("gpu_memory_total_bytes", "Memory of the GPU, by NVML", BY_GPU)),
+        )
         self.lora_info = board.add(
             Gauge(
                 "lora_requests_info", "Adapters of open requests: waiting for their first token, or running; when (Unix time)",
@@ -145,6 +153,9 @@ class Metrics:
             board.add(Counter("spec_decode_num_accepted_tokens", "Drafts that were right")),
             board.add(Counter("lora_reads", "Adapters read from files")),
             board.add(Counter("lora_loads", "Adapters put on the device")),
+            board.add(Counter("estimated_flops_per_gpu", "Operations of a rank, estimated with --enable-mfu-metrics")),
+            board.add(Counter("estimated_read_bytes_per_gpu", "Memory that a rank read, estimated with --enable-mfu-metrics")),
+            board.add(Counter("estimated_write_bytes_per_gpu", "Memory that a rank wrote, the same")),
         )
         self.accepted_per_position = board.add(
             Counter(
@@ -305,7 +316,7 @@ class Metrics:
 
     def _undivided(self, board: Board) -> list[Instrument]:
         """What engines have no part of each."""
-        names = (self.tool_calls.name, self.lora_info.name)
+        names = (self.tool_calls.name, self.lora_info.name, *(gauge.name for gauge in self.gpu_gauges))
         return [one for one in board.instruments if one.name in names]
 
     def look(self, engine: Engine, adapters: OpenAdapters = NONE_OPEN) -> None:
@@ -323,19 +334,24 @@ class Metrics:
             names = [",".join(sorted({*here, *there})) for here, there in ((waiting, adapters[0]), (running, adapters[1]))]
             self.lora_info.values.clear()
             self.lora_info.set(time.time(), str(most), *names)
+        for gauge in self.gpu_gauges:
+            gauge.values.clear()
+        for gpu in self.gpus():
+            for gauge, value in zip(self.gpu_gauges, gpu[2:], strict=True):
+                gauge.set(value, gpu.number, gpu.name)
         self.restarts.values[()] = float(engine.restarts)
         self.replayed.values[()] = float(engine.replayed)
         for part, each in zip(self.parts, engine.engines if self.parts else (), strict=True):
             part.look(each)
 
 
-def _counted(stats: Stats) -> tuple[int, ...]:
+def _counted(stats: Stats) -> tuple[float, ...]:
     """What counts from the start of an engine."""
     device = stats.device
     return (
         stats.queries, stats.hits, stats.preemptions, device.compilations, device.loads, device.captures, device.replays,
         device.misses, stats.grammar_losses, stats.drafts.rows, stats.drafts.tokens, stats.drafts.accepted,
-        stats.adapter_reads, stats.adapter_puts,
+        stats.adapter_reads, stats.adapter_puts, device.flops, device.read_bytes, device.written_bytes,
     )  # fmt: skip
 
 

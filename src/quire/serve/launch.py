@@ -22,6 +22,7 @@ from quire.async_llm import AsyncLLM
 from quire.config.args import EngineArgs
 from quire.config.server_args import ServerArgs
 from quire.engine.child import Child
+from quire.obs.gpus import start_sampler
 from quire.obs.logs import RequestLog, StatsLog, log_interval, log_periodically, set_http_levels, set_up_logging
 from quire.obs.metrics import HttpMetrics, Metrics
 from quire.obs.tracing import Tracing, make_exporter
@@ -213,6 +214,8 @@ class ServerLaunch(Launch):
         if llm.adapters.enabled:
             metrics.adapters = llm.adapters_in_use
             metrics.adapter_names = lambda: (adapter.name for adapter in llm.adapters.all)
+        if llm.config.device == "cuda" and (sampler := start_sampler()) is not None:
+            metrics.gpus = lambda: sampler.readings
         llm.observers.append(metrics)
         of = "" if self._worker is None else f"API process {self._worker.begin.name.rstrip('.')}, "
         for number in range(0 if args.disable_log_stats else len(llm.engines)):

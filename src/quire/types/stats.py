@@ -68,6 +68,10 @@ class DeviceCounts(msgspec.Struct, frozen=True, array_like=True):
     captures: int = 0  # CUDA graphs recorded
     replays: int = 0  # steps that ran as a CUDA graph
     misses: int = 0  # steps that could have run as a CUDA graph, but did not
+    # estimates for each rank, with enable_mfu_metrics; floats, since their sums exceed 64-bit integers within hours
+    flops: float = 0.0
+    read_bytes: float = 0.0
+    written_bytes: float = 0.0
 
 
 NO_COUNTS = DeviceCounts()
