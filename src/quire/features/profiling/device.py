@@ -74,6 +74,7 @@ class TorchRecorder:
             profile_memory=settings.torch_profiler_with_memory,
             with_stack=settings.torch_profiler_with_stack,
             with_flops=settings.torch_profiler_with_flops,
+            acc_events=True,  # otherwise torch warns on CUDA
         )
         self._begun = False
 
