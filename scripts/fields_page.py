@@ -25,6 +25,7 @@ it is refused by name with what to send instead. A refused field may be sent wit
 something empty, or its default; of those that begin with `guided_`, null or false. Fields that no protocol has
 (`max_tokns`) are ignored, as in vLLM; the server's log warns of each name once, of 64 names at most, with the nearest field.
 vLLM's sampling fields (`seed`, `min_p`, `structured_outputs` ...) mean the same in all four protocols that generate.
+Ollama's API has [its own fields and options](ollama.md#fields).
 """
 
 

@@ -348,6 +348,7 @@ BAD = {
         "images": ["aGk="], "suffix": "y", "template": "y", "context": [1], "width": 5, "shift": True}.items()},
     "chat of generate": ("/api/generate", {"messages": ASK}, 400, "they belong to /api/chat"),
     "generate of chat": ("/api/chat", X, 400, "it belongs to /api/generate"),
+    "a long prompt": ("/api/generate", {"prompt": "x" * (1 << 20)}, 400, "This model's maximum context length is 1048576"),
     "messages of a wrong type": ("/api/chat", {"messages": "hi"}, 400, "messages: "),
     "a message that is none": ("/api/chat", {"messages": [5]}, 400, "messages.0: "),
     "no role": ("/api/chat", {"messages": [{"content": "a"}]}, 400, "messages[0].role must be"),

@@ -1,7 +1,6 @@
 """Requests to /api/chat and /api/generate as chat requests."""
 
 import itertools
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,7 +49,7 @@ class _Calls:
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}  # by id
-        self._ids: dict[str, deque[str]] = {}  # by name, in order
+        self._ids: dict[str, dict[str, None]] = {}  # by name, in order
         self._made = itertools.count()
 
     def begin(self) -> None:
@@ -60,7 +59,7 @@ class _Calls:
         """Return the call's id; older clients send none."""
         call_id = call_id or f"call{next(self._made):05d}"  # some templates want 9 characters
         self._names[call_id] = name
-        self._ids.setdefault(name, deque()).append(call_id)
+        self._ids.setdefault(name, {})[call_id] = None
         return call_id
 
     def answer(self, call_id: str | None, name: str | None) -> tuple[str | None, str | None]:
@@ -70,7 +69,7 @@ class _Calls:
         if call_id is None or call_id not in self._names:
             return call_id, name
         found = self._names.pop(call_id)
-        self._ids[found].remove(call_id)
+        del self._ids[found][call_id]
         return call_id, name or found
 
 
@@ -82,13 +81,13 @@ def read_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _message(message: dict[str, Any], where: str, calls: _Calls) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
-        role = message.get("role")
-        raise InvalidParameter(f"{where}.role must be system, user, assistant or tool; got {role!r:.80}", "messages")
+        kind = _kind(message.get("role"))
+        raise InvalidParameter(f"{where}.role must be system, user, assistant or tool; got {kind}", "messages")
     if message.get("images"):
         raise NotSupported(f"{where}.images cannot be used: this server takes text only. Leave it out", "messages")
     for name in ("content", "thinking", "tool_name", "tool_call_id"):
         if not isinstance(message.get(name), str | None):
-            raise InvalidParameter(f"{where}.{name} must be a string; got {message[name]!r:.80}", "messages")
+            raise InvalidParameter(f"{where}.{name} must be a string; got {_kind(message[name])}", "messages")
     out = {name: value for name, value in message.items() if name not in _REWRITTEN}
     out["content"] = message.get("content") or ""
     if message.get("thinking"):
@@ -106,17 +105,21 @@ _REWRITTEN = ("images", "thinking", "tool_calls", "tool_name", "tool_call_id")
 
 def _tool_calls(given: Any, where: str, calls: _Calls) -> list[dict[str, Any]]:
     if not isinstance(given, list):
-        raise InvalidParameter(f"{where} must be a list of calls; got {given!r:.80}", "messages")
+        raise InvalidParameter(f"{where} must be a list of calls; got {_kind(given)}", "messages")
     calls.begin()
     out: list[dict[str, Any]] = []
     for i, call in enumerate(given):
         function = call.get("function") if isinstance(call, dict) else None
         name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else (None, None)
         if not isinstance(name, str) or not isinstance(arguments, dict | str | None):
-            raise InvalidParameter(
-                f"{where}[{i}] must have a function with a name and arguments, an object; got {call!r:.80}", "messages"
-            )
+            raise InvalidParameter(f"{where}[{i}] must have a function with a name and arguments, an object", "messages")
         own_id = call.get("id")
         call_id = calls.add(own_id if isinstance(own_id, str) else None, name)
         out.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments or {}}})
     return out
+
+
+def _kind(value: Any) -> str:
+    """Name the type, as JSON calls it: the value may be large."""
+    names = ((bool, "a boolean"), (int | float, "a number"), (str, "a string"), (dict, "an object"), (list, "an array"))
+    return next((name for kind, name in names if isinstance(value, kind)), "nothing")

@@ -9,11 +9,19 @@ from fastapi import APIRouter, Request, Response
 
 from quire.serve.chat_stream import Turn, prepare_turn
 from quire.serve.completions import prepare
-from quire.serve.errors import OllamaErrorBody, field_names_of, json_response
+from quire.serve.errors import OllamaErrorBody, Terms, field_names_of, json_response
 from quire.serve.ollama.answers import OllamaReply, plain_turn, without_prompt
 from quire.serve.ollama.chats import generate_to_chat, to_chat
 from quire.serve.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest, OllamaGenerationFields, Options
-from quire.serve.ollama.requests import TERMS, OllamaRoute, answer_fields, check_request, find_model, sampling_fields
+from quire.serve.ollama.requests import (
+    GENERATE_TERMS,
+    TERMS,
+    OllamaRoute,
+    answer_fields,
+    check_request,
+    find_model,
+    sampling_fields,
+)
 from quire.serve.protocol import ChatRequest, CompletionRequest
 from quire.serve.server import Server, server_of
 from quire.serve.sse import OLLAMA, EventStream
@@ -36,7 +44,7 @@ async def ollama_chat(request: OllamaChatRequest, raw: Request) -> Response:
         _check_stays(request)
         return json_response(without_prompt(name, "chat"))
     chat = to_chat(server, model, request, options)
-    turn = await _prepare(server, raw, chat)
+    turn = await _prepare(server, raw, chat, TERMS)
     reply = OllamaReply("chat", server, name, turn.job, _top(request), started)
     if chat.stream:
         return EventStream(reply.stream(turn), OLLAMA, refusable=turn.job.has_grammar)
@@ -52,8 +60,11 @@ async def ollama_generate(request: OllamaGenerateRequest, raw: Request) -> Respo
     if not request.prompt:
         _check_stays(request)
         return json_response(without_prompt(name, "generate"))
-    chat = None if await _is_bare(server, model, request) else generate_to_chat(server, model, request, options)
-    turn = await (_prepare_bare(server, raw, model, request, options) if chat is None else _prepare(server, raw, chat))
+    if await _is_bare(server, model, request):
+        chat, turn = None, await _prepare_bare(server, raw, model, request, options)
+    else:
+        chat = generate_to_chat(server, model, request, options)
+        turn = await _prepare(server, raw, chat, GENERATE_TERMS)
     reply = OllamaReply("generate", server, name, turn.job, _top(request), started)
     if request.stream is not False:
         return EventStream(reply.stream(turn), OLLAMA, refusable=turn.job.has_grammar)
@@ -72,15 +83,15 @@ def _check_stays(request: OllamaGenerationFields) -> None:
         )
 
 
-async def _prepare(server: Server, raw: Request, chat: ChatRequest) -> Turn:
+async def _prepare(server: Server, raw: Request, chat: ChatRequest, terms: Terms) -> Turn:
     """Prepare the turn. Where num_predict is more than what fits, the context ends the answer, as without it."""
     try:
-        return await prepare_turn(server, raw, chat, "chatcmpl", "call_", TERMS)
+        return await prepare_turn(server, raw, chat, "chatcmpl", "call_", terms)
     except PromptTooLong as error:
         if error.parameter != "options.num_predict":
             raise
         chat.max_completion_tokens = None
-        return await prepare_turn(server, raw, chat, "chatcmpl", "call_", TERMS)
+        return await prepare_turn(server, raw, chat, "chatcmpl", "call_", terms)
 
 
 # ---- prompts without a chat template

@@ -82,7 +82,7 @@ async def ollama_show(request: OllamaShowRequest, raw: Request) -> Response:
 async def _models(server: Server) -> list[dict[str, Any]]:
     """Return the list entries of the model, under each of its names, and of the adapters."""
     facts = server.llm.config.facts
-    modified, weights = await asyncio.to_thread(_about_files, facts.files)
+    modified, weights, digests = await asyncio.to_thread(_about_files, facts.files)
     details = {
         "parent_model": "",
         "format": "gguf" if facts.files.format == "gguf" else "safetensors",
@@ -91,7 +91,7 @@ async def _models(server: Server) -> list[dict[str, Any]]:
         "parameter_size": _parameter_size(facts.parameters),
         "quantization_level": weights or _weight_type(facts),
     }
-    digest = _digest(*sorted(files_digest(facts.files).items()))
+    digest = _digest(*sorted(digests.items()))
 
     def entry(name: str, modified: float, digest: str, parent: str = "") -> dict[str, Any]:
         return {
@@ -115,16 +115,17 @@ def _digest(*parts: Any) -> str:
 
 
 @functools.cache
-def _about_files(files: ModelFiles) -> tuple[float, str]:
-    """Return when the weights were written, and the most frequent type of a GGUF file's matrices."""
+def _about_files(files: ModelFiles) -> tuple[float, str, Mapping[str, str]]:
+    """Return when the weights were written, the most frequent type of a GGUF file's matrices, and digests of the files."""
+    digests = files_digest(files)
     try:
         modified = (files.weights[0] if files.weights else files.path).stat().st_mtime
         if files.format != "gguf":
-            return modified, ""
+            return modified, "", digests
         types = Counter(tensor.type for tensor in read_gguf(files.path).tensors.values() if len(tensor.shape) > 1)
     except (OSError, ModelError):  # the files were removed; the engine still has what it read
-        return 0.0, ""
-    return modified, GGML_TYPES[types.most_common(1)[0][0]][0] if types else ""
+        return 0.0, "", digests
+    return modified, GGML_TYPES[types.most_common(1)[0][0]][0] if types else "", digests
 
 
 def _family(facts: ModelFacts) -> str:

@@ -17,6 +17,7 @@ from quire.types.checks import shown
 from quire.types.errors import InvalidParameter, NotSupported
 
 LATEST = ":latest"
+MAX_SHOWN_CHARS = 80  # of names that clients choose
 _PENALTIES = {"repeat_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}  # and the values of none
 
 TERMS: Terms = (
@@ -26,6 +27,7 @@ TERMS: Terms = (
     ("reasoning_effort", "think"),
     *((field, f"options.{field}") for field in WORKING if field == WORKING[field]),
 )
+GENERATE_TERMS: Terms = (*TERMS, (r"messages(\[\d+\](\.content)?)?", "prompt"))
 _BROWSER_HEADERS = (b"origin", b"sec-fetch-site")
 
 
@@ -84,9 +86,9 @@ def check_request(server: Server, request: OllamaFields, elsewhere: Mapping[str,
 
 def _check_options(server: Server, options: Options) -> None:
     for name in options.model_extra or ():
-        near = difflib.get_close_matches(name, Options.model_fields, n=1)
+        near = difflib.get_close_matches(name[:MAX_SHOWN_CHARS], Options.model_fields, n=1)
         hint = f"Send {near[0]}, or leave it out" if near else "Leave it out"
-        raise InvalidParameter(f"options.{name:.80} is not an option of Ollama. {hint}", "options")
+        raise InvalidParameter(f"options.{name[:MAX_SHOWN_CHARS]} is not an option of Ollama. {hint}", "options")
     for name, (neutral, instead) in REFUSED.items():
         value = getattr(options, name)
         if value not in (None, neutral):
