@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.config import plugins
+from quire.config import families, model_registry, plugins, quantization_methods
 
 
 class Packages:
@@ -20,6 +20,7 @@ class Packages:
         for name in plugins.VARIABLES:
             monkeypatch.delenv(name, raising=False)
         plugins._report_once.cache_clear()
+        _forget_tables()
 
     def add(self, name: str, points: str, code: str = "", version: str = "1.0") -> None:
         """Install a package; `code` is its module, which has its name. points: the lines of entry_points.txt."""
@@ -33,3 +34,15 @@ class Packages:
     def forget(self) -> None:
         for name in self._modules:
             sys.modules.pop(name, None)
+        _forget_tables()
+
+
+def _forget_tables() -> None:
+    """Tables of what plug-ins bring are made anew at their next use, as in a process that starts."""
+    for table in (families, quantization_methods):
+        table._failures.clear()
+        table._registered.clear()
+        table.forget_tables()
+    families._plugin_cards.cache_clear()
+    quantization_methods._plugin_methods.cache_clear()
+    model_registry._classes.clear()

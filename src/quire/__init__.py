@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM as AsyncLLM
     from quire.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from quire.config.args import EngineArgs as EngineArgs
+    from quire.config.model_registry import ModelRegistry as ModelRegistry
     from quire.llm import LLM as LLM
     from quire.llm_engine import LLMEngine as LLMEngine
     from quire.types.adapter import LoRARequest as LoRARequest
@@ -43,6 +44,7 @@ _HOMES = {
     "AsyncLLMEngine": "quire.async_llm",
     "AsyncEngineArgs": "quire.async_llm",
     "EngineArgs": "quire.config.args",
+    "ModelRegistry": "quire.config.model_registry",
     "SamplingParams": "quire.types.sampling",
     "BeamSearchParams": "quire.types.sampling",
     "RequestOutputKind": "quire.types.sampling",

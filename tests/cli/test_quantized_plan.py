@@ -10,9 +10,9 @@ from quire.cli.plan import make_plan
 from quire.cli.plan import render as render_plan
 from quire.config.args import EngineArgs
 from quire.config.facts import read_facts
-from quire.config.quantization import LAYOUTS, METHODS
+from quire.config.quantization_methods import BUILT_IN
 from quire.files.resolve import resolve_model
-from quire.prepare.quantize import SCHEMES as READERS
+from quire.prepare.quantize import find_scheme
 from quire.types.errors import ConfigError
 
 PARAMETERS = 328_320  # of the tiny Llama: 2 x 122,880 in matrices, the rest in embedding, head and norms
@@ -138,6 +138,7 @@ def test_copies_that_there_is_no_room_for(tmp_path):
 
 def test_models_lists_methods_by_device():
     found = gather()["quantization"]
-    assert set(found) == set(METHODS) == set(LAYOUTS) == {name.partition(" ")[0] for name in READERS} - {"gguf"} | {"mxfp4"}
+    assert set(found) == {method.name for method in BUILT_IN}
+    assert all(find_scheme(name) for name in found)
     assert found["gptq"]["kept"] == {"cpu": ["int4", "int8"], "cuda": ["int4", "int8"]}
     assert "gptq               cpu runs int4, int8; cuda runs int4, int8" in render(gather())

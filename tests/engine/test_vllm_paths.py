@@ -39,6 +39,7 @@ IMPORTS = {
     "utils.network_utils": ["get_ip", "get_open_port"],
     "utils.system_utils": ["set_ulimit"],
     "v1.engine.async_llm": ["AsyncLLM"],
+    "model_executor.models": ["ModelRegistry"],
     "v1.metrics.reader": ["Counter", "Gauge", "Histogram", "Vector"],
 }
 NOT_THERE = [
@@ -48,6 +49,7 @@ NOT_THERE = [
     ("distributed.weight_transfer", "ModuleSource", "weight transfer"),
     ("entrypoints.launcher", "serve_http", "quire serve"),
     ("model_executor.model_loader", "ShardedStateLoader", "loaders"),
+    ("model_executor.layers.quantization", "register_quantization_config", "vLLM's layers and kernels"),
     ("multimodal.utils", "fetch_image", "images, audio and video"),
     ("sampling_params", "GuidedDecodingParams", "StructuredOutputsParams"),
     ("v1.sample.logits_processor", "LogitsProcessor", "custom logits processors"),
@@ -86,9 +88,9 @@ def test_what_is_not_built_says_which_feature_it_is(vllm, path, name, feature):
         imported("vllm", "outputs", "Nothing")
     with pytest.raises(ImportError, match=r"vllm\.nothing is not built in Quire"):
         importlib.import_module("vllm.nothing.below")
-    with pytest.raises(AttributeError, match="ModelRegistry is not built in Quire: models"):
-        _ = vllm.ModelRegistry
-    assert not hasattr(vllm, "ModelRegistry") and not hasattr(vllm, "nothing")
+    with pytest.raises(AttributeError, match="EmbedsPrompt is not built in Quire: prompt"):
+        _ = vllm.EmbedsPrompt
+    assert not hasattr(vllm, "EmbedsPrompt") and not hasattr(vllm, "nothing")
     with pytest.raises(ImportError, match="No module named"):
         importlib.import_module("quire.nothing")
 

@@ -11,6 +11,7 @@ from quire.cli import models
 from quire.config import families
 from quire.config.families.card import Card
 from quire.config.transformers_types import class_of
+from quire.types.errors import ConfigError
 
 ACME = Card(
     "Acme 1",
@@ -39,13 +40,10 @@ IDS = torch.randint(3, 180, (30,), generator=torch.Generator().manual_seed(1)).t
 
 
 @pytest.fixture
-def acme(monkeypatch):
+def acme(packages):
     """The registry with one card more, and without it afterwards."""
-    monkeypatch.setattr(families, "_registered", [])
     families.register(ACME)
-    yield ACME
-    monkeypatch.undo()
-    families.forget_tables()
+    return ACME
 
 
 def test_a_card_makes_a_family(acme, tmp_path):
@@ -66,9 +64,10 @@ def test_a_card_is_listed(acme):
     assert class_of("acme") == "AcmeForCausalLM"
 
 
-def test_a_card_replaces_what_has_its_names(acme):
-    families.register(Card("Acme 2", "dense", "llama:Qwen3", ("AcmeForCausalLM",), {"acme": {}}))
-    assert families.architectures()["AcmeForCausalLM"].title == families.model_types()["acme"].title == "Acme 2"
+def test_a_card_does_not_take_the_names_of_another(acme):
+    message = r"'Acme 2' \(quire.models.llama:Qwen3\) has the architecture 'AcmeForCausalLM' of the family 'Acme 1'"
+    with pytest.raises(ConfigError, match=message):
+        families.register(Card("Acme 2", "dense", "llama:Qwen3", ("AcmeForCausalLM",), {"acme2": {}}))
 
 
 def test_without_registration_there_is_no_such_family():

@@ -31,7 +31,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 def gather() -> dict[str, Any]:
     from quire.config.args import DEFAULT_MODEL
-    from quire.config.families import architectures, gguf_rows
+    from quire.config.families import architectures, class_path, gguf_rows
     from quire.config.families.composites import COMPOSITES
     from quire.config.quantization import quantization_table
     from quire.files import cache, wheel
@@ -39,7 +39,7 @@ def gather() -> dict[str, Any]:
 
     cached = {name: wheel.cached(name) for name in wheel.ALIASES}
     return {
-        "architectures": {name: f"quire.models.{card.model}" for name, card in sorted(architectures().items())},
+        "architectures": {name: class_path(card) for name, card in sorted(architectures().items())},
         "text_of": sorted(COMPOSITES),
         "fallback": _fallback(),
         "formats": {
@@ -77,7 +77,7 @@ def _fallback() -> str | None:
 def render(found: dict[str, Any]) -> str:
     families: dict[str, list[str]] = {}
     for architecture, target in found["architectures"].items():
-        families.setdefault(target.partition(":")[0].rpartition(".")[2], []).append(architecture)
+        families.setdefault(target.partition(":")[0].removeprefix("quire.models."), []).append(architecture)
     lines = ["Architectures"]
     lines += [f"  {family:<12} {', '.join(names)}" for family, names in sorted(families.items())]
     lines.append(f"  {'text of':<12} {', '.join(found['text_of'])}, where the text model is one of these")
@@ -92,7 +92,7 @@ def render(found: dict[str, Any]) -> str:
     lines += ["", "Quantization of safetensors (which schemes a device runs quantized; others are dequantized)"]
     for name, method in found["quantization"].items():
         native = "; ".join(f"{device} runs {', '.join(kinds)}" for device, kinds in method["kept"].items() if kinds)
-        lines.append(f"  {name:<18} {native or 'dequantized'}")
+        lines.append(f"  {name:<18} {native or ('dequantized' if method['forms'] else 'stays quantized')}")
     lines += ["", f"Aliases (stored in {found['cache']})"]
     for name, alias in found["aliases"].items():
         default = ", the default model" if name == found["default"] else ""

@@ -62,6 +62,7 @@ MODULES: dict[str, dict[str, str]] = {
     "logger": {"init_logger": "quire.compat.utils:init_logger"},
     "logprobs": _LOGPROBS,
     "lora.request": {"LoRARequest": "quire.types.adapter:LoRARequest"},
+    "model_executor.models": {"ModelRegistry": "quire.config.model_registry:ModelRegistry"},
     "outputs": {
         "CompletionOutput": "quire.types.outputs:CompletionOutput",
         "RequestOutput": "quire.types.outputs:RequestOutput",
@@ -101,11 +102,11 @@ MAINS = {"entrypoints.cli.main": "quire.cli.main:main", "entrypoints.openai.api_
 
 _CONNECTORS = "KV cache transfer, offloading and events are not built"
 _INTERNALS = "the inside of the engine is another one; only vLLM's public API is followed"
+_LAYERS = "vLLM's layers and kernels are not there; write quantization methods for Quire's layers (docs/plugins.md)"
 _LOADERS = "vLLM's model classes, layers and loaders are not there; models are loaded by Quire's own"
 _LOGITS_PROCESSORS = "custom logits processors are not built"
 _MEDIA = "images, audio and video are not built"
 _POOLING = "the modules of its pooling endpoints are not public; run `quire serve`"
-_REGISTRY = "models cannot be registered; see docs/models.md for those that are built"
 _SERVER_PARTS = "the parts of the HTTP server are not public; run `quire serve`"
 _STAT_LOGGERS = "custom stat loggers are not built; read get_metrics() or /metrics"
 _WEIGHT_TRANSFER = "weight transfer and updates are not built"
@@ -125,6 +126,7 @@ NOT_BUILT_MODULES = {
     "entrypoints.serve": _SERVER_PARTS,
     "forward_context": _INTERNALS,
     "model_executor": _LOADERS,
+    "model_executor.layers": _LAYERS,
     "multimodal": _MEDIA,
     "utils.print_utils": _POOLING,
     "utils.serial_utils": _POOLING,
@@ -143,7 +145,6 @@ NOT_BUILT_NAMES = {
     "EmbedsPrompt": "prompt embeddings are not built",
     "GuidedDecodingParams": "its name is now StructuredOutputsParams",
     "KVTransferConfig": _CONNECTORS,
-    "ModelRegistry": _REGISTRY,
     "MultiModalDataDict": _MEDIA,
     "PoolerConfig": "pass pooler_config as a dict",
     "ProfilerConfig": "pass profiler_config as a dict",

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NoReturn, TypeVar
 
+from quire.config import families, quantization_methods
 from quire.config.devices import check_device
 from quire.config.features import FEATURES
 from quire.config.fields import FLAG, FLOATS, LIST, NAMES, NUMBER, OBJECT, REAL, TEXT, TOKEN, setting, spec_of
 from quire.config.flags import add_flags, add_hidden_flags, kind_of
+from quire.config.model_registry import share_classes
 from quire.config.plugins import load_general
 from quire.config.vllm_arguments import HINT_SHORT_FLAGS, HINTS, REFUSED, SHORT_FLAGS, refuse, replace_value, take_hint
 from quire.features.experts.host import ExpertArgs
@@ -123,6 +125,9 @@ class _CoreArgs:
     )  # fmt: skip
     model_impl: str = setting(
         "auto", TEXT, _MODEL, "model implementation; auto prefers quire", choices=("auto", "quire", "transformers")
+    )
+    model_classes: dict[str, str] = setting(
+        {}, OBJECT, _MODEL, "classes of architectures, as module:Class; ModelRegistry.register_model adds to them"
     )
     dtype: str = setting(
         "auto", TEXT, _MODEL, "of weights and cache; auto: float32 on CPU, bfloat16 (or the checkpoint's float16) on CUDA",
@@ -270,6 +275,10 @@ class EngineArgs(
             value = replace_value(field.name, getattr(self, field.name))
             setattr(self, field.name, spec_of(field).check(field.name, value, optional))
         load_general(self.require_plugins)  # they may register what the following checks look up
+        if self.require_plugins:
+            families.require_plugins()
+            quantization_methods.require_plugins()
+        self.model_classes = share_classes(self.model_classes)
         check_device(self.device)
         for feature in FEATURES:
             feature.check(self)

@@ -48,7 +48,9 @@ PARSERS = Kind("parser", ("quire.parsers",))
 DRAFTERS = Kind("drafter", ("quire.drafters",))
 DEVICES = Kind("device", ("quire.devices",))
 LORA_RESOLVERS = Kind("LoRA resolver", ("quire.lora_resolvers",))
-KINDS = (GENERAL, PARSERS, DRAFTERS, DEVICES, LORA_RESOLVERS)
+MODELS = Kind("model family", ("quire.models",))
+QUANTIZATION = Kind("quantization method", ("quire.quantization",))
+KINDS = (GENERAL, PARSERS, DRAFTERS, DEVICES, LORA_RESOLVERS, MODELS, QUANTIZATION)
 
 
 @dataclass(frozen=True)
@@ -168,10 +170,10 @@ def load_plugins(kind: Kind, use: Callable[[PlugIn, Any], None], require: bool) 
 
     require: raise PlugInError for a plug-in that fails or that two packages offer, instead of skipping it.
     """
-    _refuse(_load_all(kind, use), require)
+    refuse(load_all(kind, use), require)
 
 
-def _load_all(kind: Kind, use: Callable[[PlugIn, Any], None]) -> list[str]:
+def load_all(kind: Kind, use: Callable[[PlugIn, Any], None]) -> list[str]:
     """Return the errors."""
     errors = [_ambiguous(plugins) for plugins in _offered(kind).values() if len(plugins) > 1]
     for plugin in find_plugins(kind).values():
@@ -185,7 +187,7 @@ def _load_all(kind: Kind, use: Callable[[PlugIn, Any], None]) -> list[str]:
     return errors
 
 
-def _refuse(errors: Sequence[str], require: bool) -> None:
+def refuse(errors: Sequence[str], require: bool) -> None:
     if require and errors:
         raise PlugInError(f"{errors[0]}. Repair or uninstall the package, or start without require_plugins")
 
@@ -203,8 +205,8 @@ def load_general(require: bool = False) -> None:
     with _general_lock:
         if _general is None:
             _check_names()
-            _general = _load_all(GENERAL, lambda plugin, function: plugin.run(function))
-        _refuse(_general, require)
+            _general = load_all(GENERAL, lambda plugin, function: plugin.run(function))
+        refuse(_general, require)
 
 
 def _check_names() -> None:

@@ -1,6 +1,6 @@
 """The quantization of a checkpoint: what its files declare, and what a user may request.
 
-The storage layout of each method is in `layers/quant`; this module has the names only.
+The methods are in `quantization_methods.py`, the storage layout of each is in `layers/quant`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,37 +10,17 @@ from typing import Any
 
 from quire.config.devices import KEEPS
 from quire.config.hf import read_json
+from quire.config.quantization_methods import aliases, methods
 from quire.files.reading import shown
 from quire.files.safetensors import TensorInfo
 from quire.types.errors import ConfigError, ModelError
 
-# method -> its other names, in files and as an argument
-METHODS: dict[str, tuple[str, ...]] = {
-    "awq": ("awq_marlin", "auto_awq"),
-    "bitsandbytes": (),
-    "compressed-tensors": ("compressed_tensors",),
-    "fp8": ("fbgemm_fp8",),
-    "gptq": ("gptq_marlin", "auto_gptq"),
-    "modelopt": ("modelopt_fp4", "modelopt_fp8", "modelopt_mixed", "modelopt_mxfp8"),
-    "mxfp4": ("gpt_oss_mxfp4",),
-}
-# method -> layouts (`ops/quantized_layouts.py`) that its matrices become
-LAYOUTS: dict[str, tuple[str, ...]] = {
-    "awq": ("int4",),
-    "bitsandbytes": ("fp4", "w8a8"),
-    "compressed-tensors": ("int4", "int8", "w8a8", "fp8", "fp4"),
-    "fp8": ("fp8",),
-    "gptq": ("int4", "int8"),
-    "modelopt": ("fp8", "fp4"),
-    "mxfp4": ("fp4",),  # gpt-oss's experts
-}
 # vLLM's others
 NOT_BUILT = (
     "torchao", "quark", "inc", "auto-round", "moe_wna16", "experts_int8", "humming", "online", "mxfp8", "deepseek_v4_fp8",
     "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "int8_per_channel_weight_only", "nvfp4_per_token", "ptpc_fp8",
     "fp_quant", "hqq", "rtn",
 )  # fmt: skip
-ALIASES = {alias: method for method, aliases in METHODS.items() for alias in (method, *aliases)}
 ONLINE = ("fp8",)  # can quantize a float checkpoint at load
 SIDE_FILES = ("quant_config.json", "quantize_config.json")  # of AWQ and GPTQ, if config.json has no quantization
 MODELOPT_FILE = "hf_quant_config.json"
@@ -49,7 +29,7 @@ PACKED = ("qweight", "weight_packed")  # 32-bit words with several weights each
 
 @dataclass(frozen=True)
 class Quantization:
-    method: str  # one of METHODS
+    method: str  # one of `methods()`
     config: Mapping[str, Any]  # as the files have it
     online: bool = False  # the checkpoint has floats, which are quantized at load
 
@@ -57,12 +37,12 @@ class Quantization:
 def quantization_table() -> dict[str, dict[str, Any]]:
     """Return for each method its other names, its layouts, and those that each device multiplies by without dequantizing."""
     return {
-        method: {
-            "names": list(METHODS[method]),
-            "forms": list(layouts),
-            "kept": {device: [layout for layout in layouts if layout in keeps] for device, keeps in KEEPS.items()},
+        name: {
+            "names": list(method.names),
+            "forms": list(method.layouts),
+            "kept": {device: [layout for layout in method.layouts if layout in keeps] for device, keeps in KEEPS.items()},
         }
-        for method, layouts in LAYOUTS.items()
+        for name, method in methods().items()
     }
 
 
@@ -79,14 +59,22 @@ def read_quantization(config: Mapping[str, Any], directory: Path | None) -> Quan
     named = found.get("quant_method", "compressed-tensors" if "config_groups" in found else "")
     if not isinstance(named, str):
         raise ModelError(f"quantization_config: quant_method must be a string, got {shown(named)}")
-    named = named.lower()
-    method = ALIASES.get(named)
-    if method is None:
-        known = ", ".join(METHODS)
+    return Quantization(_find_method(named.lower(), found), found)
+
+
+def _find_method(named: str, config: Mapping[str, Any]) -> str:
+    """Return the method of this name, or the one that recognizes its configuration."""
+    if named in aliases():
+        return aliases()[named]
+    own = [method.name for method in methods().values() if method.applies is not None and method.applies(config)]
+    if len(own) > 1:
+        raise ModelError(f"quantization_config fits the methods {' and '.join(own)}. Uninstall all but one of their packages")
+    if not own:
+        known = ", ".join(methods())
         raise ModelError(
             f"the weights are quantized ({named or 'by an unnamed method'}), which is not supported; these methods are: {known}"
         )
-    return Quantization(method, found)
+    return own[0]
 
 
 def _read_side_files(directory: Path) -> Mapping[str, Any] | None:
@@ -114,10 +102,10 @@ def choose_quantization(asked: str | None, found: Quantization | None, gguf: boo
             what = "a GGUF file" if gguf else "files that are not GGUF"
             raise ConfigError(f"quantization={asked!r} does not fit {what}; leave it out")
         return found
-    method = ALIASES.get(asked.lower())
+    method = aliases().get(asked.lower())
     if method is None:
         what = "is not supported" if asked.lower() in NOT_BUILT else "is unknown"
-        raise ConfigError(f"quantization={asked!r} {what}; these are: gguf, {', '.join(sorted(ALIASES))}")
+        raise ConfigError(f"quantization={asked!r} {what}; these are: gguf, {', '.join(sorted(aliases()))}")
     if found is None:
         if method not in ONLINE:
             raise ConfigError(
@@ -128,6 +116,12 @@ def choose_quantization(asked: str | None, found: Quantization | None, gguf: boo
     if method != found.method:
         raise ConfigError(f"quantization={asked!r}, but the checkpoint has {found.method!r}; leave it out")
     return found
+
+
+def stays_quantized(quantization: Quantization, keeps: frozenset[str]) -> bool:
+    """Return whether a device that keeps these layouts multiplies by the method's weights without dequantizing them."""
+    layouts = methods()[quantization.method].layouts
+    return not layouts or not keeps.isdisjoint(layouts)
 
 
 def count_parameters(infos: Mapping[str, TensorInfo], quantization: Quantization) -> int:
@@ -145,9 +139,12 @@ class Entry:
 
 
 def list_matrices(infos: Mapping[str, TensorInfo], quantization: Quantization) -> Iterator[Entry]:
+    own = methods()[quantization.method].tensors
     for name, info in infos.items():
         last = name.rpartition(".")[2]
-        if last in PACKED and info.dtype == "I32":
+        if last in own:
+            yield Entry(name, info.nbytes * 8 // own[last], own[last])
+        elif last in PACKED and info.dtype == "I32":
             bits = _bits_of(quantization)
             yield Entry(name, info.elements * 32 // bits, bits)
         elif info.dtype == "U8" and (last in ("weight", "weight_packed") or last.endswith("_blocks")):
@@ -176,9 +173,13 @@ def quantized_bytes(infos: Mapping[str, TensorInfo], quantization: Quantization,
     On a CPU, integer weights have a scale and an offset of 4 bytes each per 32 weights; on a GPU scales are as stored.
     """
     entries = {entry.name: entry for entry in list_matrices(infos, quantization)}
+    as_stored = not methods()[quantization.method].layouts
     total = 0
     for name, info in infos.items():
         entry = entries.get(name)
+        if as_stored and (entry is None or entry.bits):
+            total += info.nbytes
+            continue
         floats = 0 if entry is None else entry.count * element
         if (".experts." in name and "experts" not in keeps) or (entry is not None and not entry.bits):
             total += floats

@@ -15,7 +15,7 @@ from quire.config.draft_heads import DraftHead
 from quire.config.facts import ModelFacts
 from quire.config.features import FEATURES
 from quire.config.memory import activation_bytes, cpu_weight_bytes, graph_bytes, packed_weight_bytes, parameter_parts
-from quire.config.quantization import LAYOUTS, Quantization, choose_quantization, quantized_bytes
+from quire.config.quantization import Quantization, choose_quantization, quantized_bytes, stays_quantized
 from quire.config.speculative import MTP
 from quire.device.registry import open_device
 from quire.engine.layouts import cache_sizes, draft_quantized_layouts, model_share, text_drafter_config
@@ -59,7 +59,7 @@ def weights_of(facts: ModelFacts, quantization: Quantization | None, keeps: froz
     """Return the bytes of all weights in memory, and the types they are stored in. keeps: see `DeviceFacts.keeps`."""
     element = DTYPE_BYTES[dtype]
     floats = facts.parameters * element
-    if quantization is not None and find_family(facts) and keeps.intersection(LAYOUTS[quantization.method]):
+    if quantization is not None and find_family(facts) and stays_quantized(quantization, keeps):
         infos = _headers(facts)
         if quantization.online or not infos:
             total = _expected_bytes(facts, quantization, keeps, dtype)

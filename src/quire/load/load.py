@@ -16,7 +16,7 @@ from quire.load.cache_scales import KV_SCALES, has_cache_scales, take_cache_scal
 from quire.load.safetensors import SafetensorsSource
 from quire.load.source import DummySource, Source
 from quire.ops.blocks import QuantizedMatrix
-from quire.prepare.quantize import SCHEMES, find_scheme, quantize
+from quire.prepare.quantize import find_scheme, quantize
 from quire.types.errors import ModelError
 
 if TYPE_CHECKING:
@@ -188,10 +188,6 @@ def use_scheme(model: nn.Module, quantization: "Quantization", source: Source | 
     if source is not None:
         names = [(name, ours) for name in source.shapes if (ours := rename(name, renames)) is not None]
         inventory = take_inventory(names, source.infos)
-    if quantization.method not in SCHEMES:
-        raise ModelError(
-            f"the weights are quantized ({quantization.method}), which is supported for models of the fallback only"
-        )
     scheme = find_scheme(f"{quantization.method} online" if quantization.online else quantization.method)
     try:
         quantize(model, scheme(quantization.config, inventory, target))

@@ -4,7 +4,7 @@ import importlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from quire.config.families import cards, family_of
+from quire.config.families import cards, class_path, family_of
 from quire.config.families.card import Card
 from quire.config.families.composites import COMPOSITES
 from quire.config.transformers_types import check_model_type
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
     from quire.models.decoder import Decoder
 
-FALLBACK = "fallback:Fallback"
-RECOMPUTED = "fallback:Recomputed"
+FALLBACK = "quire.models.fallback:Fallback"
+RECOMPUTED = "quire.models.fallback:Recomputed"
 
 
 def find_family(facts: "ModelFacts") -> Card | None:
@@ -86,7 +86,7 @@ def _check_known(facts: "ModelFacts") -> None:
 def _build(card: Card, facts: "ModelFacts") -> "Decoder":
     import torch
 
-    kind = _import(card.model)
+    kind = _import(class_path(card))
 
     with reading(facts.files.path, f"its configuration is not valid for {facts.architecture}"), torch.device("meta"):
         try:
@@ -110,10 +110,16 @@ def _why_not(facts: "ModelFacts") -> str:
     return f"{halves}; model_impl must be auto or quire"
 
 
-def _import(target: str) -> "type[Decoder]":
+def _import(path: str) -> "type[Decoder]":
     from quire.models.decoder import Decoder
 
-    module, name = target.split(":")
-    found = getattr(importlib.import_module(module if "." in module else f"quire.models.{module}"), name)
-    assert isinstance(found, type) and issubclass(found, Decoder)
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        if module.startswith("quire."):
+            raise
+        raise ModelError(f"the model class {path} cannot be imported in this process: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Decoder)):
+        raise ModelError(f"the model class {path} must be a subclass of quire.models.decoder.Decoder; vLLM's are not supported")
     return found

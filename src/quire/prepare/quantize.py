@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
+from quire.config.quantization_methods import methods
 from quire.layers.embedding import Embedding, EmbeddingMethod, Head, HeadMethod
 from quire.layers.linear import Linear, LinearMethod
 from quire.layers.moe import Experts, ExpertsMethod
@@ -19,19 +20,12 @@ from quire.types.errors import ModelError
 if TYPE_CHECKING:
     from quire.config.quantization import Quantization
 
-# quantization method of a checkpoint: scheme, imported when used
+# schemes of sources other than quantized safetensors, whose schemes are in `config/quantization_methods.py`
 SCHEMES: Mapping[str, str] = MappingProxyType(
     {
-        "awq": "quire.layers.quant.gptq:AWQScheme",
-        "bitsandbytes": "quire.layers.quant.bitsandbytes:BitsAndBytesScheme",
-        "compressed-tensors": "quire.layers.quant.compressed_tensors:CompressedTensorsScheme",
-        "fp8": "quire.layers.quant.fp8:Float8Scheme",
         "fp8 online": "quire.layers.quant.fp8:OnlineFloat8Scheme",
         "gguf": "quire.layers.quant.gguf:GGUFScheme",
         "gguf layouts": "quire.layers.quant.gguf:GGUFLayoutScheme",
-        "gptq": "quire.layers.quant.gptq:GPTQScheme",
-        "modelopt": "quire.layers.quant.modelopt:ModelOptScheme",
-        "mxfp4": "quire.layers.quant.mxfp4:MXFP4Scheme",
     }
 )
 
@@ -49,9 +43,14 @@ class Scheme(Protocol):
 
 
 def find_scheme(name: str) -> Any:
-    """Return the class of a scheme; constructors differ."""
-    module, attribute = SCHEMES[name].split(":")
-    return getattr(importlib.import_module(module), attribute)
+    """Return the class of a scheme. That of a quantization method takes its configuration, an Inventory or None, and a Target;
+    others differ."""
+    where = SCHEMES[name] if name in SCHEMES else methods()[name].scheme
+    module, _, attribute = where.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ModelError(f"the scheme {where} of the quantization method {name!r} cannot be imported: {error}") from error
 
 
 def find_grain(quantization: "Quantization | None") -> int:
@@ -59,7 +58,7 @@ def find_grain(quantization: "Quantization | None") -> int:
 
     Errors in the configuration are reported when files are read.
     """
-    if quantization is None or quantization.online or quantization.method not in SCHEMES:
+    if quantization is None or quantization.online:
         return 1
     try:
         scheme = find_scheme(quantization.method)(quantization.config, None, Target(torch.float32, frozenset()))

@@ -1,29 +1,88 @@
-"""The registry of model families: the cards of every module in this folder, under `CARDS`."""
+"""The registry of model families: the cards of every module in this folder, under `CARDS`, and those of plug-ins."""
 
 import functools
 import importlib
+import importlib.util
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from quire.config.families.card import GGUF, Card, Config
+from quire.config.plugins import MODELS, PlugIn, load_all, load_general, refuse
 from quire.files.gguf import GGUFHeader
-from quire.types.errors import ModelError
+from quire.types.errors import ConfigError, ModelError
 
 _LM_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _registered: list[Card] = []
+_failures: list[str] = []  # of plug-ins
 
 
 @functools.cache
 def cards() -> tuple[Card, ...]:
-    """Return all cards, registered ones first."""
+    """Return all cards: Quire's own, those of plug-ins (group `quire.models`), and those registered in this process."""
+    load_general()  # they may register some
+    return (*_own_cards(), *_plugin_cards(), *_registered)
+
+
+@functools.cache
+def _own_cards() -> tuple[Card, ...]:
     modules = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
-    return (*_registered, *(card for module in modules for card in getattr(module, "CARDS", ())))
+    return tuple(card for module in modules for card in getattr(module, "CARDS", ()))
+
+
+@functools.cache
+def _plugin_cards() -> tuple[Card, ...]:
+    found: list[Card] = []
+
+    def use(plugin: PlugIn, loaded: Any) -> None:  # noqa: ARG001
+        some = tuple(loaded) if isinstance(loaded, tuple | list) else (loaded,)
+        for card in some:
+            _check(card, (*_own_cards(), *found))
+        found.extend(some)
+
+    _failures.extend(load_all(MODELS, use))
+    return tuple(found)
+
+
+def require_plugins() -> None:
+    """Raise ConfigError if a plug-in failed."""
+    cards()
+    refuse(_failures, True)
 
 
 def register(card: Card) -> None:
-    """Add a card, for instance of a family outside this package. It replaces what has the same names."""
-    _registered.insert(0, card)
+    """Add a card in this process. Raise ConfigError if another card has one of its names."""
+    _check(card, cards())
+    _registered.append(card)
     forget_tables()
+
+
+def _check(card: Any, known: Iterable[Card]) -> None:
+    if not isinstance(card, Card):
+        raise ConfigError(f"it must be a Card or a tuple of Cards; got {type(card).__name__}")
+    if not card.architectures or not all(card.model.partition(":")):
+        raise ConfigError(f"the card {card.title!r} must have architectures and a model 'module:Class'; got {card.model!r}")
+    for other in known:
+        shared = sorted(_claimed(card) & _claimed(other))
+        if shared:
+            what, name = shared[0]
+            raise ConfigError(
+                f"the model family {card.title!r} ({class_path(card)}) has the {what} {name!r} of the family {other.title!r} "
+                f"({class_path(other)}). Give it a name of its own"
+            )
+
+
+def _claimed(card: Card) -> set[tuple[str, str]]:
+    """Return the names by which a card is found: (what, name)."""
+    gguf = {("GGUF architecture", row.name) for row in card.gguf if row.when is None}
+    return {("architecture", name) for name in card.architectures} | {("model_type", kind) for kind in card.types} | gguf
+
+
+def class_path(card: Card) -> str:
+    """Return the class of a card as an absolute "module:Class"."""
+    module = card.model.partition(":")[0]
+    own = "." not in module and importlib.util.find_spec(f"quire.models.{module}") is not None
+    return f"quire.models.{card.model}" if own else card.model
 
 
 def forget_tables() -> None:

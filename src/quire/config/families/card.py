@@ -59,7 +59,7 @@ class Card:
 
     title: str  # what people call it; cards with one title share a row of docs/models.md
     kind: str  # dense, MoE, MLA, hybrid, recurrent or encoder; several are separated by ", "
-    model: str  # "module:Class" below quire.models
+    model: str  # "module:Class" below quire.models, or of another package
     architectures: tuple[str, ...]  # class names in config.json
     types: Mapping[str, Config]  # model_type -> fields that its config.json may leave out
     names: Mapping[str, str] = field(default_factory=dict)  # own field name -> common field name
