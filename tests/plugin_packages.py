@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from quire.config import families, model_registry, plugins, quantization_methods
+from quire.serve import endpoints
 
 
 class Packages:
@@ -46,3 +47,4 @@ def _forget_tables() -> None:
     families._plugin_cards.cache_clear()
     quantization_methods._plugin_methods.cache_clear()
     model_registry._classes.clear()
+    endpoints._load.cache_clear()

@@ -10,6 +10,7 @@ from tqdm import tqdm
 from quire.beam import search_beams
 from quire.config.args import EngineArgs
 from quire.config.model_config import ModelConfig
+from quire.features.pooling.io_processor import open_io_processor
 from quire.features.pooling.offline import PoolingMethods
 from quire.features.profiling.control import LLMProfiles
 from quire.llm_engine import LLMEngine
@@ -49,6 +50,8 @@ class LLM(PoolingMethods, LLMProfiles, LLMNotBuilt):
     def _start(self, args: EngineArgs) -> None:
         with shown(f"{args.model} is ready"):
             self.llm_engine = LLMEngine.from_engine_args(args)
+        config, prompts = self.llm_engine.config, self.llm_engine.inputs.prompts
+        self._io_processor = open_io_processor(config, prompts.max_model_len, prompts.tokenizer)
         self._ids = itertools.count()
         self._waiting: list[PreparedRequest] = []  # enqueued, and not waited for yet
         self._metrics = None if args.disable_log_stats else OfflineMetrics(self.llm_engine)

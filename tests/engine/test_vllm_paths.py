@@ -40,6 +40,7 @@ IMPORTS = {
     "utils.system_utils": ["set_ulimit"],
     "v1.engine.async_llm": ["AsyncLLM"],
     "model_executor.models": ["ModelRegistry"],
+    "plugins.io_processors.interface": ["IOProcessor"],
     "v1.metrics.reader": ["Counter", "Gauge", "Histogram", "Vector"],
 }
 NOT_THERE = [

@@ -6,6 +6,7 @@ _ARGS = {"EngineArgs": "quire.config.args:EngineArgs", "AsyncEngineArgs": "quire
 _ASYNC = {"AsyncLLM": "quire.async_llm:AsyncLLM", "AsyncLLMEngine": "quire.async_llm:AsyncLLMEngine"}
 _ENGINE = {"LLMEngine": "quire.llm_engine:LLMEngine"}
 _ERRORS = {"EngineDeadError": "quire.types.errors:EngineDead", "EngineGenerateError": "quire.types.errors:EngineError"}
+_IO = "quire.features.pooling.io_processor"
 _LOGPROBS = {
     "Logprob": "quire.types.outputs:Logprob",
     "FlatLogprobs": "quire.types.outputs:FlatLogprobs",
@@ -70,7 +71,12 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "platforms": {"current_platform": "quire.compat.platforms:current_platform"},
     "plugins": {"load_general_plugins": "quire.config.plugins:load_general"},
+    "plugins.io_processors": {"IOProcessor": f"{_IO}:IOProcessor"},
+    "plugins.io_processors.interface": {
+        name: f"{_IO}:{name}" for name in ("IOProcessor", "IOProcessorInput", "IOProcessorOutput")
+    },
     "pooling_params": {"PoolingParams": "quire.types.pooling:PoolingParams"},
+    "renderers": {"BaseRenderer": f"{_IO}:Renderer"},
     "renderers.hf": {"resolve_chat_template": "quire.compat.tokenizers:resolve_chat_template"},
     "sampling_params": {
         "BeamSearchParams": "quire.types.sampling:BeamSearchParams",

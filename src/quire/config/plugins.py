@@ -50,7 +50,9 @@ DEVICES = Kind("device", ("quire.devices",))
 LORA_RESOLVERS = Kind("LoRA resolver", ("quire.lora_resolvers",))
 MODELS = Kind("model family", ("quire.models",))
 QUANTIZATION = Kind("quantization method", ("quire.quantization",))
-KINDS = (GENERAL, PARSERS, DRAFTERS, DEVICES, LORA_RESOLVERS, MODELS, QUANTIZATION)
+IO_PROCESSORS = Kind("IO processor", ("quire.io_processors", "vllm.io_processor_plugins"))
+ENDPOINTS = Kind("endpoint", ("quire.endpoints",))
+KINDS = (GENERAL, PARSERS, DRAFTERS, DEVICES, LORA_RESOLVERS, MODELS, QUANTIZATION, IO_PROCESSORS, ENDPOINTS)
 
 
 @dataclass(frozen=True)

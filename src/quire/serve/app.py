@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
@@ -32,6 +33,7 @@ from quire.serve.auth import EVERY_HOST, Guard, HostCheck, Keys, glance
 from quire.serve.batches.routes import batch_router, closed_batch_router, start_batches
 from quire.serve.batches.throttle import OnlineRequests
 from quire.serve.body import ClientGone, JSONRoute
+from quire.serve.endpoints import GuardedEndpoints, add_endpoints
 from quire.serve.engine_events import EngineEvents
 from quire.serve.errors import (
     CLIENT_GONE,
@@ -91,7 +93,7 @@ def build_middleware(state: ServerState, keys: Keys, loopback: bool = False) -> 
     """`loopback`: the server listens on loopback addresses only."""
     settings, health = state.settings, Health(state)
     about = About(state, keyed=len(keys) > 0)
-    operations = [*health.routes, *about.routes, *EngineEvents(state, several=len(keys) > 1).routes]
+    operations = operator_routes(state, health, about, several=len(keys) > 1)
     inner = Operations(Gate(state), operations)
     layers: ASGIApp = Meter(Guard(inner, keys, [*health.public, *about.public]), state, operations)
     if settings.allowed_origins:
@@ -110,6 +112,10 @@ def build_middleware(state: ServerState, keys: Keys, loopback: bool = False) -> 
         layers = HostCheck(layers, [settings.host, *settings.allowed_hosts])
     layers = RequestIds(layers, settings.enable_request_id_headers)
     return layers if settings.disable_uvicorn_access_log else AccessLog(layers)
+
+
+def operator_routes(state: ServerState, health: Health, about: About, several: bool) -> list[Route]:
+    return [*health.routes, *about.routes, *EngineEvents(state, several=several).routes]
 
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -246,7 +252,7 @@ def build_app(llm: AsyncLLM, settings: ServerArgs, limits: ServerLimits = LIMITS
         openapi_url=None if settings.disable_fastapi_docs else "/openapi.json",
     )
     app.state.server = server = Server(llm, settings, limits, metrics)
-    _ = server.formats  # chosen, and logged, now
+    _ = server.formats, server.io_processor  # chosen, and logged, now
     bounded = partial(Boundary, limits=limits)
     tasks = supported_tasks(llm.config)
     routers = [models.router, models.tokens_router, *pooling_routers(tasks), absent_router]
@@ -270,6 +276,11 @@ def build_app(llm: AsyncLLM, settings: ServerArgs, limits: ServerLimits = LIMITS
     for route in routes:
         if isinstance(route, JSONRoute):
             app.shortcuts[route.path] = (route, bounded(route.answer))
+    state = ServerState(settings)
+    operations = operator_routes(state, Health(state), About(state, keyed=False), several=False)
+    app.added = add_endpoints(app, [*routes, *operations], llm.config.args.require_plugins)
+    app.guarded = bounded(GuardedEndpoints(app.dispatch, app.online, limits))
+    routes += app.added
     install_error_handlers(app)
     install_no_route_handlers(app, routes, answered(tasks))
     app.add_middleware(bounded)
@@ -284,16 +295,22 @@ class Api(FastAPI):
     def __init__(self, **about: Any) -> None:
         super().__init__(**about)
         self.shortcuts: dict[str, tuple[JSONRoute, ASGIApp]] = {}  # by path, for POST
-        self.online = OnlineRequests()  # of the shortcuts
+        self.online = OnlineRequests()  # of the shortcuts and of plug-ins
+        self.added: list[APIRoute] = []  # by plug-ins
+        self.guarded: ASGIApp = self.dispatch  # answers them
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         shortcut = self.shortcuts.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if shortcut is None:
-            return await super().__call__(scope, receive, send)
+            added = scope["type"] == "http" and any(route.matches(scope)[0] is Match.FULL for route in self.added)
+            return await (self.guarded if added else self.dispatch)(scope, receive, send)
         route, answer = shortcut
         scope["app"], scope["route"], scope["endpoint"] = self, route, route.endpoint
         with self.online.counted(scope):
             return await answer(scope, receive, send)
+
+    async def dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await super().__call__(scope, receive, send)
 
 
 class Boundary:

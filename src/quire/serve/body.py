@@ -87,7 +87,7 @@ class JSONRoute(APIRoute):
         """Answer the request; the work ends when the client disconnects."""
         request = Request(scope, receive)
         _check_content_type(request)
-        body = self._checked(await self._parsed(await _read(request), request))
+        body = self._checked(await self._parsed(await read_body(request), request))
         endpoint: Callable[[Any, Request], Awaitable[Response]] = self.endpoint
         async with UnlessGone(receive):
             response = await endpoint(body, request)
@@ -122,7 +122,7 @@ class JSONRoute(APIRoute):
         return value
 
 
-async def _read(request: Request, limits: ServerLimits = LIMITS) -> bytes:
+async def read_body(request: Request, limits: ServerLimits = LIMITS) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limits.body_bytes:
         raise _too_large(limits)

@@ -31,6 +31,7 @@ from quire.serve.api_workers.client import ApiWorker
 from quire.serve.api_workers.launch import FAILED, SIGNALLED, ApiWorkersLaunch, Launch, in_daemon_thread, log_ready
 from quire.serve.app import build_app, build_middleware
 from quire.serve.auth import Keys, check_exposure, find_keys
+from quire.serve.endpoints import check_endpoints
 from quire.serve.health import ServerState, Service
 from quire.serve.http import RESPONSE_GRACE_S, HttpServer, find_addresses, listen, on_loopback, page_of, reachable, url_of
 from quire.serve.server import files_digest
@@ -53,6 +54,7 @@ def run_server(engine_args: EngineArgs, settings: ServerArgs, started: float, sp
     _set_up(settings)
     interval = log_interval()
     check_parsers(settings, engine_args.require_plugins)
+    check_endpoints(engine_args.require_plugins)
     check_adapters(settings, engine_args)
     keys = find_keys(settings, os.environ)
     addresses = find_addresses(settings)

@@ -18,6 +18,7 @@ from quire.config.config import Config
 from quire.config.server_args import ServerArgs
 from quire.engine.client import check_number
 from quire.features.pooling.host import supported_tasks
+from quire.features.pooling.io_processor import LoadedProcessor, open_io_processor
 from quire.files.identity import identity
 from quire.files.resolve import ModelFiles
 from quire.obs.metrics import Metrics
@@ -105,6 +106,10 @@ class Server:
     @cached_property
     def formats(self) -> ModelFormats:
         return choose_formats(self.settings, self.llm.tokenizer, "generate" in supported_tasks(self.llm.config))
+
+    @cached_property
+    def io_processor(self) -> LoadedProcessor | None:
+        return open_io_processor(self.llm.config, self.llm.max_model_len, self.llm.tokenizer)
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:

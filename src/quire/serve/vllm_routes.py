@@ -61,7 +61,8 @@ def install_no_route_handlers(app: FastAPI, routes: Sequence[BaseRoute], answere
     """`answered`: the paths that errors suggest."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        if not isinstance(error, HttpError):  # the framework's own
+        answered_404 = "endpoint" in request.scope and getattr(error, "status_code", 0) == 404  # by a plug-in's endpoint
+        if not isinstance(error, HttpError) and not answered_404:  # the framework's own
             error = no_route(request.scope, routes, answered)
         return error_response(error, request.scope)
 

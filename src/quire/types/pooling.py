@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 PoolingTask = Literal["embed", "classify", "score", "token_embed", "token_classify"]
 POOLING_TASKS: tuple[PoolingTask, ...] = get_args(PoolingTask)
+IO_PROCESSOR_TASK = "plugin"  # vLLM's task of IO processors; here the model's first task
 PoolingType = Literal["LAST", "CLS", "MEAN", "ALL", "STEP"]
 POOLING_TYPES: tuple[PoolingType, ...] = get_args(PoolingType)
 
@@ -54,7 +55,7 @@ class PoolingParams:
                 check_flag(name, getattr(self, name))
         if self.normalize is not None and self.use_activation not in (None, self.normalize):
             raise InvalidParameter("normalize and use_activation contradict each other. Set use_activation only", "normalize")
-        if self.task is not None and self.task not in POOLING_TASKS:
+        if self.task is not None and self.task not in (*POOLING_TASKS, IO_PROCESSOR_TASK):
             raise InvalidParameter(f"task must be one of {', '.join(POOLING_TASKS)}; got {self.task!r}", "task")
         if self.step_tag_id is not None:
             check_int("step_tag_id", self.step_tag_id, low=0)

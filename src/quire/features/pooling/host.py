@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from quire.config.families import has_lm_head
 from quire.config.fields import OBJECT, TEXT, setting
+from quire.config.plugins import IO_PROCESSORS, find_plugins, why_missing
 from quire.features.host import NO_MEMORY, Conflict, Feature, Memory, Sizes
 from quire.features.pooling.sentence_files import LateInteraction, SentenceFiles, read_colbert_files, read_sentence_files
 from quire.files.safetensors import read_header
@@ -81,6 +82,10 @@ class PoolingArgs:
     override_pooler_config: dict[str, Any] | None = setting(
         None, OBJECT, "model", "older name of pooler_config", after="pooler_config"
     )
+    io_processor_plugin: str | None = setting(
+        None, TEXT, "model", "IO processor of an installed package, for pooling requests with data; default: the one that "
+        "config.json names", after="override_pooler_config",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -480,7 +485,21 @@ CONFLICTS: tuple[Conflict, ...] = (
         lambda c: (found := pooling_of(c)) is not None and bool(found.from_tokens) and c.args.skip_tokenizer_init,
         lambda _: "classifier_from_token requires a tokenizer. Remove skip_tokenizer_init",
     ),
+    Conflict(
+        "IO processor of a model that generates",
+        lambda c: c.args.io_processor_plugin is not None and pooling_of(c) is None,
+        lambda c: f"io_processor_plugin={c.args.io_processor_plugin!r} requires a model that pools. Set runner='pooling'",
+    ),
 )  # fmt: skip
+
+
+def check_io_processor(name: str | None) -> None:
+    """Raise ConfigError if no installed package has an IO processor of this name. Nothing is imported."""
+    if name is not None and name not in (known := find_plugins(IO_PROCESSORS)):
+        raise ConfigError(
+            f"io_processor_plugin must be the IO processor of an installed package ({', '.join(known) or 'there are none'}); "
+            f"got {name!r}{why_missing(IO_PROCESSORS, name)}"
+        )
 
 
 class PoolingModels(Feature):
@@ -496,6 +515,7 @@ class PoolingModels(Feature):
         if args.pooler_config and args.override_pooler_config:
             raise ConfigError("override_pooler_config is the older name of pooler_config. Remove one of them")
         read_settings(args.pooler_config or args.override_pooler_config)
+        check_io_processor(args.io_processor_plugin)
 
     def resolve(self, args: Any, facts: "ModelFacts") -> ModelPooling | None:
         return find_pooling(args, facts)

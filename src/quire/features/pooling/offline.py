@@ -4,7 +4,7 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar, cast
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from quire.types.adapter import LoRARequest
 from quire.types.errors import EngineError, InvalidParameter, NotSupported
 from quire.types.outputs import RequestOutput
 from quire.types.pooling import (
+    IO_PROCESSOR_TASK,
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
@@ -35,7 +36,15 @@ from quire.types.pooling import (
 from quire.types.prompts import Extras, Prompt, PromptType
 
 if TYPE_CHECKING:
+    from quire.features.pooling.io_processor import LoadedProcessor
     from quire.llm_engine import LLMEngine
+
+
+class DataPrompt(TypedDict):
+    """What an IO processor reads."""
+
+    data: Any
+
 
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 Params = PoolingParams | Sequence[PoolingParams] | None
@@ -49,6 +58,7 @@ class PoolingMethods:
 
     llm_engine: "LLMEngine"
     _ids: "itertools.count[int]"
+    _io_processor: "LoadedProcessor | None"
 
     if TYPE_CHECKING:
 
@@ -63,7 +73,7 @@ class PoolingMethods:
 
     def encode(
         self,
-        prompts: PromptType | Sequence[PromptType],
+        prompts: PromptType | Sequence[PromptType] | DataPrompt,
         pooling_params: Params = None,
         *,
         use_tqdm: bool = True,
@@ -76,7 +86,12 @@ class PoolingMethods:
 
         Everything is checked before anything runs. A request that fails while running has an `error` and no values; the others
         are not affected. `pooling_task`: of parameters that name none; default: the model's first supported task.
+        {"data": ...} goes through the IO processor, whose answer is the only output's `outputs`.
         """
+        if isinstance(prompts, dict) and "data" in prompts:
+            more = pooling_task, priority, tokenization_kwargs
+            data = cast(DataPrompt, prompts)["data"]
+            return [self._process(data, pooling_params, use_tqdm, lora_request, *more)]
         batch = as_batch(prompts)
         return self._encode(batch, pooling_params, use_tqdm, lora_request, pooling_task, priority, tokenization_kwargs)
 
@@ -192,6 +207,36 @@ class PoolingMethods:
             cached = first.num_cached_tokens + second.num_cached_tokens
             scored.append(ScoringRequestOutput(f"{first.request_id}_{second.request_id}", ScoringOutput(score), ids, cached))
         return scored
+
+    def _process(
+        self,
+        data: Any,
+        params: Params,
+        use_tqdm: bool,
+        lora_request: Adapters,
+        task: PoolingTask | None,
+        priority: Sequence[int] | None,
+        tokenization_kwargs: Mapping[str, Any] | None,
+    ) -> PoolingRequestOutput[Any]:
+        require_pooling(self._inputs)
+        processor = self._io_processor
+        if processor is None:
+            raise InvalidParameter("data requires an IO processor. Set io_processor_plugin", "data")
+        if tokenization_kwargs:
+            raise NotSupported("tokenization_kwargs is not supported with data. Remove it", "tokenization_kwargs")
+        if not isinstance(params, PoolingParams | None):
+            raise InvalidParameter("pooling_params must be one PoolingParams for data", "pooling_params")
+        request_id = str(next(self._ids))
+        parsed, merged = processor.begin(data, params)
+        prompts = processor.pre_process(parsed, self._inputs.prompts, request_id)
+        asked = None if task == IO_PROCESSOR_TASK else task
+        outputs = self._encode(prompts, merged, use_tqdm, lora_request, asked, priority, None)
+        for i, one in enumerate(outputs):
+            if one.error is not None:
+                raise EngineError(f"prompt {i} of the IO processor {processor.name!r}: {one.error}")
+        cached = sum(one.num_cached_tokens for one in outputs)
+        answer: Any = processor.post_process(outputs, parsed, request_id)
+        return PoolingRequestOutput(request_id, answer, [], cached)
 
     @property
     def _inputs(self) -> InputProcessor:

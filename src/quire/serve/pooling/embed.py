@@ -14,6 +14,7 @@ from quire.features.pooling.host import ModelPooling, Role
 from quire.serve.body import JSONRoute
 from quire.serve.errors import ErrorBody, json_response
 from quire.serve.limits import refuse_more
+from quire.serve.pooling.processed import process_data
 from quire.serve.pooling.protocol import (
     CohereEmbedRequest,
     EmbeddingList,
@@ -22,6 +23,7 @@ from quire.serve.pooling.protocol import (
     EncodingFields,
     PooledList,
     PoolingRequest,
+    ProcessedData,
 )
 from quire.serve.pooling.work import (
     MAX_INPUTS,
@@ -39,7 +41,7 @@ from quire.text.pacing import LazyList
 from quire.text.workers.wire import Cut
 from quire.types.errors import InvalidParameter, NotSupported
 from quire.types.plan import Floats
-from quire.types.pooling import PoolingParams
+from quire.types.pooling import IO_PROCESSOR_TASK, PoolingParams
 
 embeddings_router = APIRouter(route_class=JSONRoute, tags=["OpenAI"])
 pooling_router = APIRouter(route_class=JSONRoute, tags=["pooling"])
@@ -125,10 +127,12 @@ def many(show: Any, results: Sequence[Result]) -> Any:
 # ---- /pooling
 
 
-@pooling_router.post("/pooling", responses={200: {"model": PooledList}, **_ERRORS})
+@pooling_router.post("/pooling", responses={200: {"model": PooledList | ProcessedData}, **_ERRORS})
 async def pool(request: PoolingRequest, raw: Request) -> Response:
     server = server_of(raw)
     model = await server.check(request)
+    if "data" in request.model_fields_set or request.task == IO_PROCESSOR_TASK:
+        return json_response(await process_data(server, raw, request, model))
     params = embed_params(request, request.task)
     model_pooling(server).request(params)
     job = make_job(server, raw, request, "pool", model, await read_inputs(server, request), params)

@@ -131,7 +131,8 @@ class CohereEmbedRequest(RequestBody):
 
 
 class PoolingRequest(InputFields, EmbedFields, PoolingFields):
-    task: Task | None = Field(None, description="default: the model's first task")
+    task: Task | Literal["plugin"] | None = Field(None, description="default: the model's first task, or the IO processor's")
+    data: Any = Field(None, description="instead of input: what the server's IO processor takes")
 
 
 class Pooled(TypedDict):
@@ -147,6 +148,12 @@ class PooledList(TypedDict):
     model: str
     data: list[Pooled]
     usage: PoolingUsage
+
+
+class ProcessedData(TypedDict):
+    request_id: str
+    created_at: int
+    data: Any  # the IO processor's answer
 
 
 # ---- /classify
