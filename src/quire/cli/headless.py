@@ -6,7 +6,6 @@ The ranks are started whenever machine 0 starts the engine, again after a failur
 import contextlib
 import logging
 import signal
-import sys
 import time
 from typing import NoReturn
 
@@ -15,6 +14,7 @@ from quire.engine import handshake
 from quire.engine.executor import nodes
 from quire.engine.handshake import own_terms
 from quire.engine.node_agent import NodeAgent
+from quire.proc.logs import set_up_child
 from quire.types.errors import ConfigError
 
 logger = logging.getLogger("quire.cli.headless")
@@ -73,8 +73,7 @@ def _run_engines(args: EngineArgs) -> int:
 
 
 def _prepare() -> None:
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("quire").setLevel(logging.INFO)
+    set_up_child(logging.Formatter("%(levelname)s %(name)s: %(message)s"), logging.INFO)
     signal.signal(signal.SIGTERM, _stop)
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 from typing import Any
 
 from quire.cli.parser import add_model_tag, engine_args
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(namespace: argparse.Namespace) -> int:
     settings = ServerArgs.take_from(namespace)
+    settings.export_logging(os.environ)
     args = engine_args(namespace)
     if settings.headless:
         from quire.cli.headless import run_headless

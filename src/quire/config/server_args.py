@@ -8,6 +8,7 @@ loopback, answers no other origin, and drains for half a minute. The engine's ow
 import argparse
 import dataclasses
 import os
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,14 @@ class ServerArgs:
     sample: str | None = setting(None, TEXT, _RUN, "a question that is answered on standard output when the server is ready")
     max_queue: int = setting(2048, NUMBER, _RUN, "/readyz is 503 while more requests than this wait", low=0)
 
+    log_format: str | None = setting(
+        None, TEXT, _SEEN, "text, or one JSON object per line, in every process; default: QUIRE_LOGGING_FORMAT or text",
+        choices=("text", "json"),
+    )  # fmt: skip
+    log_config_file: str | None = setting(
+        None, TEXT, _SEEN, "JSON file for logging.config.dictConfig: loggers quire and uvicorn in every process; default: "
+        "QUIRE_LOGGING_CONFIG_PATH or VLLM_LOGGING_CONFIG_PATH",
+    )  # fmt: skip
     uvicorn_log_level: str = setting("info", TEXT, _SEEN, "log level of the HTTP server", choices=_LEVELS)
     disable_uvicorn_access_log: bool = setting(False, FLAG, _SEEN, "no log line per HTTP request")
     disable_access_log_for_endpoints: str = setting(
@@ -185,6 +194,13 @@ class ServerArgs:
         named = [path.strip() for path in self.disable_access_log_for_endpoints.split(",") if path.strip()]
         root = self.root_path.rstrip("/")
         return [*named, *(root + path for path in named if root)]
+
+    def export_logging(self, environment: MutableMapping[str, str]) -> None:
+        """Set the environment variables by which the processes of this server log."""
+        if self.log_format is not None:
+            environment["QUIRE_LOGGING_FORMAT"] = self.log_format
+        if self.log_config_file is not None:
+            environment["QUIRE_LOGGING_CONFIG_PATH"] = str(Path(self.log_config_file).expanduser().absolute())
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

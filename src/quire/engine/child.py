@@ -121,7 +121,7 @@ class Child(EngineConnection):
                 self._finalizer()
         self._process = process
         try:
-            self._log = LogPipe(os.fdopen(inner, "rb"), f"(engine {process.pid})")
+            self._log = LogPipe(os.fdopen(inner, "rb"), f"(engine {process.pid})", process.pid)
         except RuntimeError as error:  # the system has no thread left
             self._finalizer()
             raise OSError(errno.EAGAIN, str(error)) from None

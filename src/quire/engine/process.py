@@ -28,6 +28,7 @@ from quire.engine.timeline import Stopwatch
 from quire.features.experts.peers import Ends, read_ends, watch_peers
 from quire.proc.channel import Channel
 from quire.proc.liveness import Heartbeat
+from quire.proc.logs import formatter, set_up_child
 from quire.proc.spawn import set_up
 from quire.progress import doing, shown
 from quire.types.errors import EngineDead, ExpertPeerLost, QuireError, RequestError
@@ -195,10 +196,7 @@ class EngineLoop:
 def start(command: ipc.StartEngine, watch: Stopwatch, ends: Ends | None) -> tuple[EngineCore, ipc.Ready]:
     from quire.engine.assemble import resolve_here, start_core
 
-    handler = logging.StreamHandler()
-    handler.setFormatter(LINE)
-    logging.basicConfig(handlers=[handler])
-    logging.getLogger("quire").setLevel(command.log_level)
+    set_up_child(LINE, command.log_level)
     with shown(tell=logger.info):
         config = resolve_here(command.args, watch, serving=command.serving, engine=command.engine)
         started = start_core(config, watch, ends=ends)
@@ -228,7 +226,7 @@ def needs_grammars(args: EngineArgs) -> bool:
 def _tell(line: str) -> None:
     """Log a line before the log level is known; the display reads QUIRE_LOGGING_LEVEL itself."""
     record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, line, (), None)
-    print(LINE.format(record), file=sys.stderr, flush=True)
+    print(formatter(LINE).format(record), file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import TypeVar
 
+from quire.proc.logs import apply_config, formatter
 from quire.progress import LEVEL_VARIABLES
 from quire.types.errors import ConfigError
 from quire.types.stats import NO_DRAFTS, NOTHING, Arrived, OutputNews, Stats
@@ -32,10 +33,15 @@ def _escaped(char: str) -> str:
     return char.encode("unicode_escape").decode()
 
 
-def set_up_logging() -> None:
-    """Quire's and uvicorn's loggers write to standard error in one form; Quire's own level comes from the environment."""
+def set_up_logging() -> bool:
+    """Quire's and uvicorn's loggers write to standard error in one form; Quire's own level comes from the environment.
+
+    Return whether a file that the environment names has set up everything instead.
+    """
+    if apply_config():
+        return True
     handler = logging.StreamHandler()
-    handler.setFormatter(OneLine())
+    handler.setFormatter(formatter(OneLine()))
     for name in ("quire", "uvicorn"):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
@@ -44,6 +50,7 @@ def set_up_logging() -> None:
         logging.getLogger(name).handlers = []
         logging.getLogger(name).propagate = True
     logging.getLogger("quire").setLevel(_level())
+    return False
 
 
 def set_http_levels(level: str, access: bool, quiet_paths: Collection[str] = ()) -> None:
@@ -54,7 +61,11 @@ def set_http_levels(level: str, access: bool, quiet_paths: Collection[str] = ())
     logger = logging.getLogger("uvicorn.access")
     logger.setLevel(logging.NOTSET)
     logger.disabled = not access
-    logger.filters = [_QuietPaths(quiet_paths)] if quiet_paths else []
+    set_quiet_paths(quiet_paths)
+
+
+def set_quiet_paths(paths: Collection[str]) -> None:
+    logging.getLogger("uvicorn.access").filters = [_QuietPaths(paths)] if paths else []
 
 
 class _QuietPaths(logging.Filter):

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Protocol
 
+from quire.proc.logs import piped
+
 if TYPE_CHECKING:
     from quire.proc.fork_server import Forked, ForkServer
 
@@ -123,11 +125,11 @@ def anonymous_memory(name: str, size: int = 0) -> int:
 class LogPipe(threading.Thread):
     """Copies the output of a process to our stderr, line by line, and keeps the last lines."""
 
-    def __init__(self, pipe: IO[bytes], prefix: str) -> None:
+    def __init__(self, pipe: IO[bytes], prefix: str, process: int) -> None:
         """RuntimeError: the system has no thread left."""
         super().__init__(name="quire-log", daemon=True)
         self.lines: deque[str] = deque(maxlen=LOG_TAIL_LINES)
-        self._pipe, self._prefix = pipe, prefix
+        self._pipe, self._prefix, self._process = pipe, prefix, process
         self.start()
 
     def run(self) -> None:
@@ -136,7 +138,7 @@ class LogPipe(threading.Thread):
                 line = raw.decode(errors="replace").rstrip()
                 self.lines.append(line)
                 with contextlib.suppress(OSError, ValueError):  # our stderr is closed
-                    sys.stderr.write(f"{self._prefix} {line}\n")
+                    sys.stderr.write(f"{piped(self._prefix, self._process, line)}\n")
 
 
 # ---- in the new process

@@ -23,7 +23,15 @@ from quire.config.args import EngineArgs
 from quire.config.server_args import ServerArgs
 from quire.engine.child import Child
 from quire.obs.gpus import start_sampler
-from quire.obs.logs import RequestLog, StatsLog, log_interval, log_periodically, set_http_levels, set_up_logging
+from quire.obs.logs import (
+    RequestLog,
+    StatsLog,
+    log_interval,
+    log_periodically,
+    set_http_levels,
+    set_quiet_paths,
+    set_up_logging,
+)
 from quire.obs.metrics import HttpMetrics, Metrics
 from quire.obs.tracing import Tracing, make_exporter
 from quire.serve.adapters import check_adapters, load_modules
@@ -80,7 +88,9 @@ def run_api_worker(worker: ApiWorker, sockets: list[socket.socket]) -> int:
 
 
 def _set_up(settings: ServerArgs) -> None:
-    set_up_logging()
+    if set_up_logging():
+        set_quiet_paths(settings.unlogged_paths)
+        return
     set_http_levels(settings.uvicorn_log_level, not settings.disable_uvicorn_access_log, settings.unlogged_paths)
 
 

@@ -25,6 +25,7 @@ from quire.engine.executor.workers import LOST
 from quire.engine.handshake import refuse_other_draft
 from quire.features.experts.peers import Ends, read_ends
 from quire.proc.channel import Frames
+from quire.proc.logs import set_up_child
 from quire.proc.spawn import set_up
 from quire.types.errors import QuireError
 
@@ -191,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     pairs = [end.split(":") for end in ends.split(",") if end]
     if not set_up("rank", options, parent, [connection, memory, *(fd for _, fd in pairs)]):
         return LOST
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    set_up_child(logging.Formatter("%(levelname)s %(name)s: %(message)s"), logging.ERROR)
     logging.getLogger("quire").setLevel(logging.ERROR)  # the first rank logs the same
     control = socket.socket(fileno=int(connection))
     frames = Frames(control)
