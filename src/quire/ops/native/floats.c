@@ -115,10 +115,10 @@ void multiply_float_tiles(const Matrix *m, const float *x, int64_t rows, float *
 #undef LANES
 #pragma GCC pop_options
 
-int can_multiply_floats(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+int can_multiply_floats(void) { return HAS_8_LANES; }
 
 void multiply_float_tiles(const Matrix *m, const float *x, int64_t rows, float *y, int64_t first, int64_t end) {
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl"))
+    if (HAS_16_LANES)
         multiply_tiles_of_floats_16(m, x, rows, y, first, end);
     else
         multiply_tiles_of_floats_8(m, x, rows, y, first, end);

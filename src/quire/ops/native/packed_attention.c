@@ -42,9 +42,9 @@ typedef struct {
 #pragma GCC pop_options
 
 static void attend_packed_unit(const PackedLayer *l, const PackedUnit *unit) {
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+    if (HAS_16_LANES)
         attend_packed_unit_16(l, unit);
-    else if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    else if (HAS_8_LANES)
         attend_packed_unit_8(l, unit);
     else
         attend_packed_unit_4(l, unit);

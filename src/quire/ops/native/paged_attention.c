@@ -59,9 +59,9 @@ typedef struct {
 #pragma GCC pop_options
 
 static void run_unit(const Layer *l, const Rows *r, const Unit *unit) {
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+    if (HAS_16_LANES)
         run_unit_16(l, r, unit);
-    else if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    else if (HAS_8_LANES)
         run_unit_8(l, r, unit);
     else
         run_unit_4(l, r, unit);

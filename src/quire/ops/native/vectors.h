@@ -8,6 +8,14 @@
 #define SUFFIXED(a, b) JOINED(a, b)
 #define NAMED(name) SUFFIXED(name, LANES)
 
+/* Does the CPU have all that the code for 8 lanes (arch=haswell) and 16 lanes (arch=skylake-avx512) is compiled for? A virtual
+   machine may hide any of it. */
+#define HAS_8_LANES                                                                                                           \
+    (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2"))
+#define HAS_16_LANES                                                                                                          \
+    (HAS_8_LANES && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&                                \
+     __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+
 typedef float quad __attribute__((vector_size(16)));
 typedef int32_t places __attribute__((vector_size(16)));
 #ifdef __clang__

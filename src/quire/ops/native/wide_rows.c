@@ -24,9 +24,9 @@
 #undef LANES
 #pragma GCC pop_options
 
-#define RUN(name, ...)                                                                      \
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")) name##_16(__VA_ARGS__); \
-    else if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) name##_8(__VA_ARGS__);     \
+#define RUN(name, ...)                            \
+    if (HAS_16_LANES) name##_16(__VA_ARGS__);     \
+    else if (HAS_8_LANES) name##_8(__VA_ARGS__);  \
     else name##_4(__VA_ARGS__)
 #else
 #define RUN(name, ...) name##_4(__VA_ARGS__)
