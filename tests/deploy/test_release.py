@@ -109,4 +109,6 @@ def test_kernels_use_newer_instructions_only_where_the_cpu_is_asked_first() -> N
 def test_the_version_is_written_once() -> None:
     chart = (ROOT / "deploy/helm/quire/Chart.yaml").read_text(encoding="utf-8")
     assert f'appVersion: "{quire.__version__}"' in chart
+    released = re.findall(r"^## (\d+\.\d+\.\d+) ", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert released[0] == quire.__version__
     assert f"\nversion: {quire.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
