@@ -275,9 +275,8 @@ class EngineArgs(
             value = replace_value(field.name, getattr(self, field.name))
             setattr(self, field.name, spec_of(field).check(field.name, value, optional))
         load_general(self.require_plugins)  # they may register what the following checks look up
-        if self.require_plugins:
-            families.require_plugins()
-            quantization_methods.require_plugins()
+        families.check_plugins(self.require_plugins)
+        quantization_methods.check_plugins(self.require_plugins)
         self.model_classes = share_classes(self.model_classes)
         check_device(self.device)
         for feature in FEATURES:

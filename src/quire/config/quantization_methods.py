@@ -70,10 +70,10 @@ def _plugin_methods() -> tuple[QuantizationMethod, ...]:
     return tuple(found)
 
 
-def require_plugins() -> None:
-    """Raise ConfigError if a plug-in failed."""
+def check_plugins(require: bool) -> None:
+    """Load the plug-ins. require: raise PlugInError if one of them failed."""
     methods()
-    refuse(_failures, True)
+    refuse(_failures, require)
 
 
 @functools.cache

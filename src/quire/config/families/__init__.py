@@ -44,10 +44,10 @@ def _plugin_cards() -> tuple[Card, ...]:
     return tuple(found)
 
 
-def require_plugins() -> None:
-    """Raise ConfigError if a plug-in failed."""
+def check_plugins(require: bool) -> None:
+    """Load the plug-ins. require: raise PlugInError if one of them failed."""
     cards()
-    refuse(_failures, True)
+    refuse(_failures, require)
 
 
 def register(card: Card) -> None:
