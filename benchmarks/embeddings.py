@@ -4,23 +4,30 @@
 
 FOLDER: a model with the files of sentence-transformers, such as all-MiniLM-L6-v2. Each batch has documents of lengths spread
 evenly over `--tokens`, in a fixed random order. The systems take turns, so that a busy machine slows all of them, and the
-processor time of all threads is shown beside the wall time. Every system
-normalizes, computes in float32 with as many threads, and gets the same token ids; the vectors must agree. sentence-transformers
-and onnxruntime (with onnx, which exports the model) are measured if they are installed.
+processor time of all threads and processes is shown beside the wall time. Every system
+normalizes, computes in float32 with as many threads, and gets the same token ids; the vectors must agree. "served" is Quire
+behind `/v1/embeddings`: all documents in one request, vectors in base64. sentence-transformers and onnxruntime (with onnx,
+which exports the model) are measured if they are installed. Linux only: processor times come from /proc.
 """
 
 import argparse
+import atexit
+import base64
 import importlib.util
+import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from front_end import free_port, processor_seconds, stat
 
 Texts = Sequence[Sequence[int]]
 Embed = Callable[[Texts], np.ndarray]
@@ -46,6 +53,30 @@ def quire_embedder(folder: Path, threads: int) -> Embed:  # noqa: ARG001 - it us
         return np.array([output.outputs.embedding for output in outputs], np.float32)
 
     return embed
+
+
+def served_embedder(folder: Path, threads: int) -> Embed:  # noqa: ARG001 - as `quire_embedder`
+    port = free_port()
+    command = [sys.executable, "-m", "quire.cli.main", "serve", str(folder), "--max-model-len", "512", "--port", str(port)]
+    server = subprocess.Popen([*command, "--disable-uvicorn-access-log"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    atexit.register(server.wait, 60)
+    atexit.register(server.terminate)  # runs first
+
+    def embed(texts: Texts) -> np.ndarray:
+        body = json.dumps({"input": texts, "encoding_format": "base64"}).encode()
+        headers = {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}/v1/embeddings", body, headers)) as answer:
+            entries = json.load(answer)["data"]
+        return np.array([np.frombuffer(base64.b64decode(entry["embedding"]), np.float32) for entry in entries])
+
+    while True:
+        try:
+            embed([[101, 102]])
+            return embed
+        except OSError:
+            if server.poll() is not None:
+                raise
+            time.sleep(0.5)
 
 
 def padded(texts: Texts) -> list[tuple[list[int], torch.Tensor, torch.Tensor]]:
@@ -117,8 +148,18 @@ def onnx_embedder(folder: Path, threads: int) -> Embed:
     return lambda texts: joined(texts, run)
 
 
+def processor_time() -> float:
+    """Return the processor seconds of this process and of all its descendants so far."""
+    found = {int(entry.name): stat(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
+    family = {os.getpid()}
+    while more := {pid for pid, fields in found.items() if fields and int(fields[1]) in family} - family:
+        family |= more
+    return time.process_time() + sum(processor_seconds(pid) for pid in family - {os.getpid()})
+
+
 SYSTEMS: dict[str, tuple[Callable[[Path, int], Embed], tuple[str, ...]]] = {
     "quire": (quire_embedder, ()),
+    "served": (served_embedder, ()),
     "sentence-transformers": (sentence_transformers_embedder, ("sentence_transformers",)),
     "onnxruntime": (onnx_embedder, ("onnxruntime", "onnx")),
 }
@@ -152,10 +193,10 @@ def main() -> int:
             vectors[name] = embed(texts[: min(count, BATCH)])
         for _ in range(options.tries):
             for name, embed in systems.items():
-                start, used = time.perf_counter(), time.process_time()
+                start, used = time.perf_counter(), processor_time()
                 vectors[name] = embed(texts)
                 best[name] = min(best[name], time.perf_counter() - start)
-                processor[name] = min(processor[name], time.process_time() - used)
+                processor[name] = min(processor[name], processor_time() - used)
         first = next(iter(vectors.values()))
         for name, seconds in best.items():
             cosine = float((first * vectors[name]).sum(1).min())
