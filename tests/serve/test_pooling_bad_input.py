@@ -31,6 +31,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str, str]] = {
     "encoding_format": ("embedder", EMBED, {"input": "a", "encoding_format": "hex"}, "body.encoding_format", "'base64'"),
     "texts and ids": ("embedder", EMBED, {"input": ["a", [5]]}, "body.input", "list of either"),
     "text too long": ("embedder", EMBED, {"input": LONG}, "input", "Shorten it, or send truncate_prompt_tokens"),
+    "text too long for Cohere": (
+        "embedder", "/v2/embed", {"texts": [LONG], "truncate": "NONE"}, "texts", "Shorten it, or send truncate=END",
+    ),
     "no documents": ("reranker", RERANK, {"query": "a", "documents": []}, "documents", "send at least one text"),
     "documents missing": ("reranker", RERANK, {"query": "a"}, "body.documents", "required"),
     "query longer than the context": ("reranker", RERANK, {"query": LONG, "documents": ["a"]}, "query", "Shorten it"),

@@ -31,7 +31,7 @@ class PoolingParams:
     """vLLM's fields and defaults. None: what the model's files or `pooler_config` say."""
 
     truncate_prompt_tokens: int | None = None  # most prompt tokens; -1: as many as fit
-    dimensions: int | None = None  # of an embedding: its first so many values (Matryoshka)
+    dimensions: int | None = None  # of an embedding: how many of its values are kept (Matryoshka)
     normalize: bool | None = None  # older name of use_activation for embeddings
     use_activation: bool | None = None  # normalize embeddings, apply softmax or sigmoid to class scores
     task: PoolingTask | None = None
@@ -109,15 +109,20 @@ class PoolingOutput:
     data: "Floats"
 
 
+def _one_vector(output: PoolingOutput, name: str) -> list[float]:
+    if output.data.ndim != 1:
+        raise RequestError(f"{name} must be one vector; got values of shape {list(output.data.shape)}")
+    values: list[float] = output.data.tolist()
+    return values
+
+
 @dataclass
 class EmbeddingOutput:
     embedding: list[float]
 
     @classmethod
     def from_base(cls, output: PoolingOutput) -> "EmbeddingOutput":
-        if output.data.ndim != 1:
-            raise RequestError(f"an embedding must be one vector; got values of shape {list(output.data.shape)}")
-        return cls(output.data.tolist())
+        return cls(_one_vector(output, "an embedding"))
 
     @property
     def hidden_size(self) -> int:
@@ -130,9 +135,7 @@ class ClassificationOutput:
 
     @classmethod
     def from_base(cls, output: PoolingOutput) -> "ClassificationOutput":
-        if output.data.ndim != 1:
-            raise RequestError(f"class probabilities must be one vector; got values of shape {list(output.data.shape)}")
-        return cls(output.data.tolist())
+        return cls(_one_vector(output, "class probabilities"))
 
     @property
     def num_classes(self) -> int:

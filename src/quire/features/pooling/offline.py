@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar, cast
 
-import numpy as np
-
 from quire.features.pooling.requests import (
+    ROLES_OF_PAIRS,
     as_pairs,
     engine_template,
     pair_prompt,
@@ -16,6 +15,7 @@ from quire.features.pooling.requests import (
     pools_tokens,
     prepare_pooling,
     require_pooling,
+    similarity,
 )
 from quire.text.inputs import InputProcessor, PreparedRequest
 from quire.text.prompts import Tokenization
@@ -49,7 +49,6 @@ class DataPrompt(TypedDict):
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 Params = PoolingParams | Sequence[PoolingParams] | None
 Typed = TypeVar("Typed", covariant=True)
-ROLES_OF_PAIRS = ("query", "document")
 Results = list[PoolingRequestOutput[PoolingOutput]]
 
 
@@ -307,16 +306,6 @@ def _as(kind: FromBase[Typed], done: Results) -> list[Typed]:
         if one.error is not None:
             raise EngineError(f"prompts[{i}]: {one.error}. encode returns the values of all other prompts")
     return [kind.from_base(one) for one in done]
-
-
-def similarity(first: Any, second: Any) -> float:
-    """Return the cosine of two vectors, or of [tokens, size] arrays the sum of each first token's largest similarity."""
-    if first.ndim == 1:
-        product = float(np.dot(first.astype(np.float64), second.astype(np.float64)))
-        return product / max(float(np.linalg.norm(first.astype(np.float64)) * np.linalg.norm(second.astype(np.float64))), 1e-12)
-    if not len(second):
-        return 0.0
-    return float((first.astype(np.float64) @ second.astype(np.float64).T).max(axis=1).sum())
 
 
 def as_batch(prompts: Any) -> list[PromptType]:

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from quire.config.features import cache_salt
-from quire.features.pooling.host import ModelPooling
+from quire.features.pooling.host import ModelPooling, Role
 from quire.features.pooling.late_interaction import find_role, role_reader, with_role
 from quire.text.inputs import InputProcessor, PreparedRequest
 from quire.text.prompts import PromptReader, Tokenization
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidParameter, NotSupported
 from quire.types.outputs import RequestOutput
+from quire.types.plan import Floats
 from quire.types.pooling import Pooling, PoolingOutput, PoolingParams, PoolingRequestOutput
 from quire.types.prompts import NO_EXTRAS, Extras, Prompt, PromptType
 from quire.types.request import EngineRequest
@@ -193,6 +194,17 @@ def pools_tokens(prepared: PreparedRequest) -> bool:
 
 
 # ---- pairs of texts
+
+
+ROLES_OF_PAIRS: tuple[Role, Role] = ("query", "document")
+
+
+def similarity(first: Floats, second: Floats) -> float:
+    """Return the cosine of two vectors, or of [tokens, size] arrays the sum of each first token's largest similarity."""
+    first, second = first.astype(np.float64), second.astype(np.float64)
+    if first.ndim == 1:
+        return float(first @ second) / max(float(np.linalg.norm(first) * np.linalg.norm(second)), 1e-12)
+    return float((first @ second.T).max(axis=1).sum()) if len(second) else 0.0
 
 
 def pair_prompt(

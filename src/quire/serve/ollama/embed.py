@@ -1,6 +1,7 @@
 """/api/embed and the older /api/embeddings."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -10,12 +11,11 @@ from quire.serve.limits import refuse_more
 from quire.serve.ollama.generation import ERRORS
 from quire.serve.ollama.protocol import OllamaEmbeddingsRequest, OllamaEmbedRequest
 from quire.serve.ollama.requests import OllamaRoute, check_request, find_model
-from quire.serve.pooling.embed import encode, many
+from quire.serve.pooling.embed import encode
 from quire.serve.pooling.protocol import EncodingFields, PoolingFields
-from quire.serve.pooling.work import MAX_INPUTS, InputReader, Result, collect, make_job, model_pooling, usage_of
+from quire.serve.pooling.work import MAX_INPUTS, InputReader, Result, collect, make_job, many, model_pooling, usage_of
 from quire.serve.server import Server, server_of
 from quire.text.workers.wire import Cut
-from quire.types.errors import PromptTooLong
 from quire.types.pooling import PoolingParams
 
 router = APIRouter(route_class=OllamaRoute, tags=["Ollama"])
@@ -40,7 +40,7 @@ async def ollama_embed(request: OllamaEmbedRequest, raw: Request) -> Response:
     return json_response(
         {
             "model": request.model or model,
-            "embeddings": many(show, results),
+            "embeddings": many(show, results, len(results)),
             "total_duration": time.monotonic_ns() - started,
             "load_duration": 0,
             "prompt_eval_count": usage_of(server, results)["prompt_tokens"],
@@ -73,12 +73,9 @@ async def _pool(
     if not texts:  # a request that only loads the model
         return []
     refuse_more(parameter, len(texts), MAX_INPUTS, "texts")
-    reader = await InputReader.of(server, model)
+    reader = replace(await InputReader.of(server, model), shorten="send truncate=true")
     before = model_pooling(server).before(None)
     cut = Cut(reader.longest, reader.longest, True, *reader.special(True)) if truncate else Cut(reader.longest)
-    try:
-        prompts = await reader.texts(texts, cut, parameter, before=before)
-    except PromptTooLong as error:
-        raise PromptTooLong(str(error).replace("send truncate_prompt_tokens", "send truncate=true"), parameter) from None
+    prompts = await reader.texts(texts, cut, parameter, before=before)
     job = make_job(server, raw, _FIELDS, "embd", model, prompts, params, parameter)
     return await collect(server, job)

@@ -5,10 +5,9 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from quire.serve.body import JSONRoute
-from quire.serve.errors import ErrorBody, json_response
-from quire.serve.pooling.embed import many
+from quire.serve.errors import ErrorBody
 from quire.serve.pooling.protocol import ClassificationList, ClassifyRequest
-from quire.serve.pooling.work import collect, make_job, model_pooling, read_inputs, usage_of
+from quire.serve.pooling.work import collect, list_answer, make_job, model_pooling, read_inputs
 from quire.serve.server import server_of
 from quire.types.pooling import PoolingParams
 
@@ -29,13 +28,4 @@ async def classify(request: ClassifyRequest, raw: Request) -> Response:
         label = labels[int(probs.argmax())] if labels else None
         return {"index": i, "label": label, "probs": probs.tolist(), "num_classes": len(probs)}
 
-    return json_response(
-        {
-            "id": job.id,
-            "object": "list",
-            "created": job.created,
-            "model": job.model,
-            "data": many(show, results),
-            "usage": usage_of(server, results),
-        }
-    )
+    return list_answer(server, job, results, show, len(results))

@@ -3,6 +3,7 @@
 import base64
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -19,18 +20,18 @@ from quire.serve.pooling.protocol import (
     CohereEmbedRequest,
     EmbeddingList,
     EmbeddingRequest,
-    EmbedFields,
     EncodingFields,
     PooledList,
     PoolingRequest,
     ProcessedData,
 )
 from quire.serve.pooling.work import (
+    FEW_VALUES,
     MAX_INPUTS,
     InputReader,
-    Result,
     collect,
     entry,
+    list_answer,
     make_job,
     model_pooling,
     read_inputs,
@@ -81,50 +82,13 @@ def _base64(values: npt.NDArray[Any]) -> str:
     return base64.b64encode(values.tobytes()).decode("ascii")
 
 
-def embed_params(request: EmbedFields, task: Any) -> PoolingParams:
-    return PoolingParams(
-        task=task, dimensions=request.dimensions, normalize=request.normalize, use_activation=request.use_activation
-    )
-
-
-# ---- /v1/embeddings
+# ---- /v1/embeddings, /pooling
 
 
 @embeddings_router.post("/v1/embeddings", responses={200: {"model": EmbeddingList}, **_ERRORS})
 async def create_embeddings(request: EmbeddingRequest, raw: Request) -> Response:
-    server = server_of(raw)
-    model = await server.check(request)
-    params = embed_params(request, "embed")
-    model_pooling(server).request(params)
-    job = make_job(server, raw, request, "embd", model, await read_inputs(server, request), params)
-    results = await collect(server, job)
-
-    def show(i: int) -> dict[str, Any]:
-        return {"index": i, "object": "embedding", "embedding": encode(results[i].outputs.data, request)}
-
-    return json_response(
-        {
-            "id": job.id,
-            "object": "list",
-            "created": job.created,
-            "model": job.model,
-            "data": many(show, results),
-            "usage": usage_of(server, results),
-        }
-    )
-
-
-FEW_VALUES = 1 << 14
-
-
-def many(show: Any, results: Sequence[Result]) -> Any:
-    """Return the entries of an answer. Those of a large answer are made while it is written, in turns with other work."""
-    if sum(result.outputs.data.size for result in results) <= FEW_VALUES:
-        return [show(i) for i in range(len(results))]
-    return LazyList(map(show, range(len(results))))
-
-
-# ---- /pooling
+    model = await server_of(raw).check(request)
+    return await _pool(request, raw, model, "embed", "embd", "embedding", "embedding")
 
 
 @pooling_router.post("/pooling", responses={200: {"model": PooledList | ProcessedData}, **_ERRORS})
@@ -133,24 +97,25 @@ async def pool(request: PoolingRequest, raw: Request) -> Response:
     model = await server.check(request)
     if "data" in request.model_fields_set or request.task == IO_PROCESSOR_TASK:
         return json_response(await process_data(server, raw, request, model))
-    params = embed_params(request, request.task)
+    return await _pool(request, raw, model, request.task, "pool", "pooling", "data")
+
+
+async def _pool(
+    request: EmbeddingRequest | PoolingRequest, raw: Request, model: str, task: Any, prefix: str, kind: str, field: str
+) -> Response:
+    """prefix: of the answer's id. kind: `object` of each entry. field: of an entry, with its values."""
+    server = server_of(raw)
+    params = PoolingParams(
+        task=task, dimensions=request.dimensions, normalize=request.normalize, use_activation=request.use_activation
+    )
     model_pooling(server).request(params)
-    job = make_job(server, raw, request, "pool", model, await read_inputs(server, request), params)
+    job = make_job(server, raw, request, prefix, model, await read_inputs(server, request), params)
     results = await collect(server, job)
 
     def show(i: int) -> dict[str, Any]:
-        return {"index": i, "object": "pooling", "data": encode(results[i].outputs.data, request)}
+        return {"index": i, "object": kind, field: encode(results[i].outputs.data, request)}
 
-    return json_response(
-        {
-            "id": job.id,
-            "object": "list",
-            "created": job.created,
-            "model": job.model,
-            "data": many(show, results),
-            "usage": usage_of(server, results),
-        }
-    )
+    return list_answer(server, job, results, show, len(results))
 
 
 # ---- /v1/embed, /v2/embed
@@ -171,7 +136,7 @@ async def embed_for_cohere(request: CohereEmbedRequest, raw: Request) -> Respons
     except InvalidParameter as error:
         raise InvalidParameter(str(error).replace("dimensions", "output_dimension", 1), "output_dimension") from None
     before = _prompt_of(model_pooling(server), request.input_type)
-    reader = await InputReader.of(server, request.model)
+    reader = replace(await InputReader.of(server, request.model), shorten="send truncate=END")
     special = reader.special(True)
     keep = reader.longest
     if request.max_tokens is not None:
@@ -183,7 +148,7 @@ async def embed_for_cohere(request: CohereEmbedRequest, raw: Request) -> Respons
     if request.truncate == "NONE" and any(len(one.ids) > keep for one in prompts):
         i = next(i for i, one in enumerate(prompts) if len(one.ids) > keep)
         name = entry(parameter, i, len(prompts))
-        raise InvalidParameter(f"{name} has more than max_tokens={keep} tokens. Shorten it, or send truncate=END", parameter)
+        raise InvalidParameter(f"{name} has more than max_tokens={keep} tokens. Shorten it, or {reader.shorten}", parameter)
     job = make_job(server, raw, request, "embd", model, prompts, params, parameter)
     results = await collect(server, job)
     vectors = [result.outputs.data for result in results]

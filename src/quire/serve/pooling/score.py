@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 from fastapi import APIRouter, Request, Response
 
-from quire.features.pooling.host import ModelPooling, Role
-from quire.features.pooling.requests import engine_template, pair_prompt
+from quire.features.pooling.host import ModelPooling
+from quire.features.pooling.requests import ROLES_OF_PAIRS, engine_template, pair_prompt, similarity
 from quire.serve.body import JSONRoute
 from quire.serve.errors import ErrorBody, json_response
 from quire.serve.limits import refuse_more
@@ -25,6 +24,7 @@ from quire.serve.pooling.work import (
     Result,
     collect,
     entry,
+    list_answer,
     make_job,
     model_pooling,
     usage_of,
@@ -32,7 +32,6 @@ from quire.serve.pooling.work import (
 from quire.serve.server import Server, server_of
 from quire.text.workers.wire import Cut
 from quire.types.errors import InvalidParameter, NotSupported
-from quire.types.plan import Floats
 from quire.types.pooling import PoolingParams, PoolingTask
 from quire.types.prompts import Prompt
 
@@ -41,7 +40,6 @@ rerank_router = APIRouter(route_class=JSONRoute, tags=["Jina, Cohere"])
 _ERRORS: dict[int | str, dict[str, Any]] = {400: {"model": ErrorBody}, 404: {"model": ErrorBody}}
 SCORE_PATHS = ("/score", "/v1/score")
 RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
-ROLES_OF_PAIRS: tuple[Role, Role] = ("query", "document")
 _FIELDS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
 
 
@@ -105,18 +103,7 @@ async def compute(
         return job, [float(result.outputs.data.reshape(-1)[0]) for result in results], results
     vectors = [result.outputs.data for result in results]
     queries, documents = vectors[: len(pairs.queries)], vectors[len(pairs.queries) :]
-    compare = _cosine if task == "embed" else _late_interaction
-    return job, [compare(queries[pairs.query(i)], document) for i, document in enumerate(documents)], results
-
-
-def _cosine(first: Floats, second: Floats) -> float:
-    lengths = float(np.linalg.norm(first)) * float(np.linalg.norm(second))
-    return float(np.dot(first, second)) / lengths if lengths else 0.0
-
-
-def _late_interaction(query: Floats, document: Floats) -> float:
-    """MaxSim: each token of the query counts with the best of the document's tokens."""
-    return float((query @ document.T).max(axis=1).sum()) if len(document) else 0.0
+    return job, [similarity(queries[pairs.query(i)], document) for i, document in enumerate(documents)], results
 
 
 # ---- prompts
@@ -227,16 +214,11 @@ async def create_score(request: ScoreRequest, raw: Request) -> Response:
     server = server_of(raw)
     await server.check(request)
     job, scores, results = await compute(server, raw, request, "score", _pairs_of(request))
-    return json_response(
-        {
-            "id": job.id,
-            "object": "list",
-            "created": job.created,
-            "model": job.model,
-            "data": [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)],
-            "usage": usage_of(server, results),
-        }
-    )
+
+    def show(i: int) -> dict[str, Any]:
+        return {"index": i, "object": "score", "score": scores[i]}
+
+    return list_answer(server, job, results, show, len(scores))
 
 
 # ---- /rerank

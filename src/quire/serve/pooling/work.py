@@ -7,22 +7,23 @@ HTTP request are one engine request each; all of them end together, also after a
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from fastapi import Request
+from fastapi import Request, Response
 
 from quire.features.pooling.host import ModelPooling, Role, pooling_of
 from quire.features.pooling.late_interaction import find_role, role_reader
 from quire.features.pooling.requests import unpooled_tokens
-from quire.serve.errors import GenerationFailed
+from quire.serve.errors import GenerationFailed, json_response
 from quire.serve.inputs import render_messages
 from quire.serve.limits import refuse_more
 from quire.serve.pooling.protocol import InputFields, PoolingFields, PoolingUsage
 from quire.serve.protocol import TemplateFields
 from quire.serve.server import Server, answer_id, priority_of, rank_of
+from quire.text.pacing import LazyList
 from quire.text.prompts import PromptReader
 from quire.text.workers.wire import Cut
 from quire.types.checks import shown
@@ -31,6 +32,7 @@ from quire.types.pooling import NOT_FINITE, PoolingOutput, PoolingParams, Poolin
 from quire.types.prompts import Extras, Prompt
 
 MAX_INPUTS = 2048  # OpenAI's limit
+FEW_VALUES = 1 << 14  # values that are encoded in one turn of the event loop
 AT_ONCE = 16  # texts that are tokenized, and prompts that are begun, in one turn of the event loop
 Result = PoolingRequestOutput[PoolingOutput]
 _TRACE_HEADERS = ("traceparent", "tracestate")
@@ -55,6 +57,7 @@ class InputReader:
     prompts: PromptReader
     extras: Extras
     cache_salt: str | None = None
+    shorten: str = "send truncate_prompt_tokens"  # what a client may do with a text that is too long
 
     @classmethod
     async def of(cls, server: Server, model: str | None, cache_salt: str | None = None) -> "InputReader":
@@ -159,7 +162,7 @@ class InputReader:
 
     def too_long(self, parameter: str, name: str) -> PromptTooLong:
         return PromptTooLong(
-            f"{name} is longer than the model's context of {self.longest} tokens. Shorten it, or send truncate_prompt_tokens",
+            f"{name} is longer than the model's context of {self.longest} tokens. Shorten it, or {self.shorten}",
             parameter,
         )
 
@@ -330,6 +333,26 @@ def _first(errors: BaseExceptionGroup[BaseException], parameter: str) -> BaseExc
     if isinstance(error, RequestError) and error.parameter == "prompt":
         return type(error)(str(error), parameter)
     return error
+
+
+def list_answer(server: Server, job: PoolingJob, results: Sequence[Result], show: Callable[[int], Any], count: int) -> Response:
+    """Return an answer with `count` entries."""
+    return json_response(
+        {
+            "id": job.id,
+            "object": "list",
+            "created": job.created,
+            "model": job.model,
+            "data": many(show, results, count),
+            "usage": usage_of(server, results),
+        }
+    )
+
+
+def many(show: Callable[[int], Any], results: Sequence[Result], count: int) -> Any:
+    """Return `count` entries of an answer. Those of a large answer are made while it is written, in turns with other work."""
+    few = sum(result.outputs.data.size for result in results) <= FEW_VALUES
+    return [show(i) for i in range(count)] if few else LazyList(map(show, range(count)))
 
 
 def usage_of(server: Server, results: Sequence[Result]) -> PoolingUsage:
