@@ -8,7 +8,7 @@ from quire.layers.embedding import PositionEmbedding
 from quire.layers.mlp import GatedMLP
 from quire.layers.packed_attention import ALiBi, RelativeBias
 from quire.models.alibi import alibi_slopes
-from quire.models.encoder import Classifier, Encoder, Renames, count_labels
+from quire.models.encoder import NO_POOLER, Classifier, Encoder, Renames, count_labels
 from quire.types.errors import ModelError
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ _BLOCKS = (
     (r"\.output\.dense\.", ".mlp.down_proj."),
     (r"\.output\.LayerNorm\.", ".mlp_norm."),
 )
-NO_POOLER = (r"^pooler\.", None)
 POOLER = ((r"^classifier\.(?=weight|bias)", "classifier.out_proj."), (r"^pooler\.dense\.", "classifier.dense."))
 
 
@@ -48,8 +47,7 @@ class BERT(Encoder):
         if kind != self.positions:
             raise ModelError(f"position_embedding_type {kind!r} is not supported; {self.positions} is")
         super().__init__(facts)
-        if self.classifier is None or self.classifier.dense is None:  # not part of the vectors
-            self.renames = (*self.renames[:1], NO_POOLER, *self.renames[1:])
+        self.skip_unused_pooler()
         if facts.architecture == "HF_ColBERT":  # the projection belongs to pooling
             self.renames = ((r"^linear\.", None), *self.renames)
 

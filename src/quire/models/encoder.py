@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 Renames = tuple[tuple[str, str | None], ...]
+NO_POOLER = (r"^pooler\.", None)
 
 
 class PostNormBlock(nn.Module):
@@ -93,6 +94,11 @@ class Encoder(Decoder):
         self.final_norm = self.make_final_norm(facts)
         self.classifier = self.make_classifier(facts)
         self.body = self.run_blocks
+
+    def skip_unused_pooler(self) -> None:
+        """Leave the checkpoint's pooler out unless the head has it: it is not part of the vectors."""
+        if self.classifier is None or self.classifier.dense is None:
+            self.renames = (*self.renames[:1], NO_POOLER, *self.renames[1:])
 
     def embed(self, batch: Batch) -> Tensor:
         x: Tensor = self.embed_tokens(batch.ids, batch.tokens)

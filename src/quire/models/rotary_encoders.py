@@ -11,8 +11,8 @@ from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.norm import LayerNorm, NoNorm, Norm
 from quire.layers.packed_attention import PackedSelfAttention
 from quire.layers.parameter import Role
-from quire.models.bert import NO_POOLER, POOLER
-from quire.models.encoder import Classifier, Encoder, PreNormBlock, Renames, count_labels
+from quire.models.bert import POOLER
+from quire.models.encoder import NO_POOLER, Classifier, Encoder, PreNormBlock, Renames, count_labels
 from quire.types.errors import ModelError
 
 if TYPE_CHECKING:
@@ -120,8 +120,7 @@ class NomicBERT(RotaryEncoder):
         if wrong:
             raise ModelError(f"{', '.join(wrong)} is not supported for Nomic's encoders; got {[hf[name] for name in wrong]}")
         super().__init__(facts)
-        if self.classifier is None or self.classifier.dense is None:
-            self.renames = (*self.renames[:1], NO_POOLER, *self.renames[1:])
+        self.skip_unused_pooler()
 
     def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
         return GatedMLP(facts.hidden_size, facts.hf["intermediate_size"], facts.hf["hidden_act"])
@@ -154,8 +153,7 @@ class GTE(RotaryEncoder):
             if hf.get(name) not in (None, value):
                 raise ModelError(f"{name} {hf[name]!r} is not supported for GTE's encoders; {value!r} is")
         super().__init__(facts)
-        if self.classifier is None or self.classifier.dense is None:
-            self.renames = (*self.renames[:1], NO_POOLER, *self.renames[1:])
+        self.skip_unused_pooler()
 
     def make_mlp(self, facts: "ModelFacts", index: int) -> nn.Module:  # noqa: ARG002
         size, inner = facts.hidden_size, facts.hf["intermediate_size"]

@@ -69,7 +69,7 @@ def reference_attend_packed(
         q, k, v = (x[part].view(shape).transpose(1, 2) for x in (query, key, value))
         target = out[part].view(shape).transpose(1, 2)
         windowed = window is not None and window < count - 1
-        lonely = windowed and keys < count  # queries may see no key
+        keyless = windowed and keys < count  # queries may see no key
         step = QUERIES_PER_PIECE if windowed else count
         for begin in range(0, count, step):
             end = min(begin + step, count)
@@ -85,7 +85,7 @@ def reference_attend_packed(
             target[:, :, begin:end] = F.scaled_dot_product_attention(
                 q[:, :, begin:end], k[:, :, low:high], v[:, :, low:high], attn_mask=mask, scale=scale
             )
-            if lonely:
+            if keyless:
                 target[:, :, begin:end].nan_to_num_(0.0)
     return out
 

@@ -1,4 +1,4 @@
-"""The device half of pooling: hidden states of prompts become vectors or class scores next to the sampler's place.
+"""The device half of pooling: hidden states of prompts become vectors or class scores, next to the sampler.
 
     states of a row ─► LAST, CLS, MEAN (sums of a slot over the chunks of its prompt), ALL, STEP
                     ─► head or Dense layers ─► cut ─► normalization, sigmoid or softmax ─► host, float32
@@ -50,7 +50,7 @@ class NoHead(nn.Module):
 
 
 @dataclass
-class Tenant:
+class PooledRequest:
     """A request in a slot."""
 
     pooling: Pooling
@@ -67,11 +67,11 @@ class Tenant:
         return max(0, self.prompt_length - self.unpooled)
 
     @property
-    def way(self) -> "Way":
+    def group(self) -> "Group":
         return self.pooling, self.adapter
 
 
-Way = tuple[Pooling, int]  # requests with the same pooling and LoRA adapter are pooled together
+Group = tuple[Pooling, int]  # requests with the same pooling and LoRA adapter are pooled together
 Score = Callable[[Tensor, Tokens], Tensor]  # states [n, H] and their adapters -> class logits [n, classes]
 
 
@@ -92,7 +92,7 @@ class PoolingPart(StepPart):
         """tokenizer, revision, files: of the engine's tokenizer. reserved: bytes that pooling takes, see `step_bytes`."""
         self._device, self._dtype, self._how, self._files = device, dtype, pooling, files
         self._tokenizer, self._revision, self._reserved = tokenizer, revision, reserved
-        self._tenants: dict[int, Tenant] = {}
+        self._requests: dict[int, PooledRequest] = {}
         self._sums: Tensor | None = None  # [S, H] float64, made when a prompt's mean is first asked for
         self._slots = 0
         self._score: Score | None = None
@@ -161,22 +161,22 @@ class PoolingPart(StepPart):
     # ---- requests --------------------------------------------------------------------------------------------------------
 
     def allocate(self, allocation: Allocation) -> None:
-        self._tenants.clear()
+        self._requests.clear()
         self._sums, self._slots = None, len(allocation.slots.tokens)
 
     def admit(self, slot: int, admission: Admission) -> None:
         if (pooling := admission.extras.pooling) is not None:
             extras = admission.extras
-            self._tenants[slot] = Tenant(
+            self._requests[slot] = PooledRequest(
                 pooling, admission.prompt_length, admission.tokens, extras.segment, extras.unpooled, extras.adapter_slot,
                 extras.unattended, extras.skipped,
             )  # fmt: skip
 
     def retire(self, slot: int) -> None:
-        self._tenants.pop(slot, None)
+        self._requests.pop(slot, None)
 
     def extend(self, batch: Batch, rows: StepRows, slot: Tensor) -> Batch:  # noqa: ARG002
-        """Tell an encoder which tokens belong to the second text of a pair, and which are no keys."""
+        """Add what encoders read: which tokens belong to the second text of a pair, and which are no keys."""
         unattended = self._unattended(rows)
         if any(unattended):
             keys = [(first, count, length - less) for (first, count, length), less in zip(batch.rows, unattended, strict=True)]
@@ -192,35 +192,35 @@ class PoolingPart(StepPart):
         return None if any(self._segments(rows)) or any(self._unattended(rows)) else False
 
     def _segments(self, rows: StepRows) -> list[int]:
-        tenants = [self._tenants.get(each) for each in rows.slot.tolist()]
-        return [0 if tenant is None else tenant.segment for tenant in tenants]
+        requests = [self._requests.get(each) for each in rows.slot.tolist()]
+        return [0 if request is None else request.segment for request in requests]
 
     def _unattended(self, rows: StepRows) -> list[int]:
-        tenants = [self._tenants.get(each) for each in rows.slot.tolist()]
-        return [0 if tenant is None else tenant.unattended for tenant in tenants]
+        requests = [self._requests.get(each) for each in rows.slot.tolist()]
+        return [0 if request is None else request.unattended for request in requests]
 
     def close(self) -> None:
         self._score = self._sums = None
         self._dense.clear()
-        self._tenants.clear()
+        self._requests.clear()
 
     # ---- pooling ---------------------------------------------------------------------------------------------------------
 
     def pool(self, rows: StepRows, hidden: Tensor, index: Longs) -> Sequence[Pooled] | None:
-        owner, groups = rows.shapes.rows_of(rows.outputs.pool), dict[Way, list[tuple[int, Longs]]]()
+        owner, groups = rows.shapes.rows_of(rows.outputs.pool), dict[Group, list[tuple[int, Longs]]]()
         pooled = np.unique(owner)
         starts, ends = (np.searchsorted(owner, pooled, side).tolist() for side in ("left", "right"))
         means = list[tuple[int, int, int, int]]()  # row, first state, states, position of the row's first token
         shapes = zip(pooled.tolist(), starts, ends, rows.slot[pooled].tolist(), rows.end[pooled].tolist(), strict=True)
         for row, start, stop, slot, end in shapes:
-            tenant = self._tenants[slot]
-            if tenant.pooling.type == "MEAN":
+            request = self._requests[slot]
+            if request.pooling.type == "MEAN":
                 begin = end - (stop - start)
-                left_out = min(max(0, tenant.unpooled - begin), stop - start)
+                left_out = min(max(0, request.unpooled - begin), stop - start)
                 means.append((row, int(index[start]) + left_out, stop - start - left_out, begin))
-            elif (chosen := _choose(tenant, index[start:stop], end)) is not None:
-                groups.setdefault(tenant.way, []).append((row, chosen))
-        found = [self._finish(way, hidden, chosen) for way, chosen in groups.items()]
+            elif (chosen := _choose(request, index[start:stop], end)) is not None:
+                groups.setdefault(request.group, []).append((row, chosen))
+        found = [self._finish(group, hidden, chosen) for group, chosen in groups.items()]
         return [*found, *self._means(rows, hidden, means)] if means else found
 
     def _means(self, rows: StepRows, hidden: Tensor, means: list[tuple[int, int, int, int]]) -> Iterator[Pooled]:
@@ -230,27 +230,27 @@ class PoolingPart(StepPart):
         row, first, count, begin = np.array(means, np.int64).T
         slot, end = rows.slot[row].astype(np.int64), rows.end[row]
         add_rows(hidden, first, count, slot, (begin == 0).astype(np.int64), self._sums)
-        tenants = [self._tenants[each] for each in slot.tolist()]
-        length = np.array([max(1, tenant.pooled_tokens) for tenant in tenants], np.int64)
-        complete = dict[Way, list[int]]()
-        for each in np.flatnonzero(end == [tenant.prompt_length for tenant in tenants]).tolist():
-            complete.setdefault(tenants[each].way, []).append(each)
-        for way, chosen in complete.items():
+        requests = [self._requests[each] for each in slot.tolist()]
+        length = np.array([max(1, request.pooled_tokens) for request in requests], np.int64)
+        complete = dict[Group, list[int]]()
+        for each in np.flatnonzero(end == [request.prompt_length for request in requests]).tolist():
+            complete.setdefault(requests[each].group, []).append(each)
+        for group, chosen in complete.items():
             slots, lengths = upload_together([slot[chosen], length[chosen]], hidden.device)
             averages = self._sums[slots] / lengths.double()[:, None]
-            yield Pooled(dict.fromkeys(row[chosen].tolist(), 1), self._activate(way, averages.float()))
+            yield Pooled(dict.fromkeys(row[chosen].tolist(), 1), self._activate(group, averages.float()))
 
-    def _finish(self, way: Way, hidden: Tensor, chosen: Sequence[tuple[int, Longs]]) -> Pooled:
+    def _finish(self, group: Group, hidden: Tensor, chosen: Sequence[tuple[int, Longs]]) -> Pooled:
         index = np.concatenate([states for _, states in chosen])
         parts = [
-            self._activate(way, hidden[upload(index[first : first + CHUNK], hidden.device)].float())
+            self._activate(group, hidden[upload(index[first : first + CHUNK], hidden.device)].float())
             for first in range(0, max(1, len(index)), CHUNK)
         ]
         return Pooled({row: len(states) for row, states in chosen}, parts[0] if len(parts) == 1 else torch.cat(parts))
 
-    def _activate(self, way: Way, states: Tensor) -> Tensor:
+    def _activate(self, group: Group, states: Tensor) -> Tensor:
         """states [n, H] float32 -> [n, size] float32."""
-        pooling, adapter = way
+        pooling, adapter = group
         if pooling.task.endswith("classify"):
             if self._score is None:
                 raise EngineError("the model has no classification head")
@@ -271,7 +271,7 @@ class PoolingPart(StepPart):
 
 
 def replace_head(model: Decoder, how: ModelPooling) -> None:
-    """Put the pooling head in the place of the LM head, on the meta device. Do nothing if that was done."""
+    """Replace the LM head by the pooling head, on the meta device. Do nothing if that was done."""
     if hasattr(model, "classify") or how.from_tokens:  # an encoder has its own head; the LM head has the classes
         return
     if not isinstance(cast(nn.Module, model.lm_head), Head):
@@ -324,20 +324,20 @@ def _like(tokens: Tokens, count: int) -> Tokens:
     return tokens.take(np.arange(count))
 
 
-def _choose(tenant: Tenant, states: Longs, end: int) -> Longs | None:
+def _choose(request: PooledRequest, states: Longs, end: int) -> Longs | None:
     """Return which of a row's states [n] have a result; None: the row brings nothing. end: position after its last token."""
     begin = end - len(states)
-    match tenant.pooling.type:
+    match request.pooling.type:
         case "LAST":
-            return states[-1:] if end == tenant.prompt_length else None
+            return states[-1:] if end == request.prompt_length else None
         case "CLS":
-            first = tenant.unpooled if tenant.pooled_tokens else 0
+            first = request.unpooled if request.pooled_tokens else 0
             return states[first - begin : first - begin + 1] if begin <= first < end else None
         case "STEP":
-            chosen: Longs = states[tenant.tokens[begin:end] == tenant.pooling.step_tag_id]
+            chosen: Longs = states[request.tokens[begin:end] == request.pooling.step_tag_id]
             return chosen
         case _:
-            return states[~np.isin(tenant.tokens[begin:end], tenant.skipped)] if tenant.skipped else states
+            return states[~np.isin(request.tokens[begin:end], request.skipped)] if request.skipped else states
 
 
 def _apply(name: str, x: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class RoleReader:
 
 
 def find_role(pooling: ModelPooling, name: str | None) -> Role | None:
-    """Return the role that `prompt_name` stands for; None: the model does not tell queries from documents."""
+    """Return the role that `prompt_name` stands for; None: the model reads queries and documents alike."""
     if pooling.late is None:
         return None
     return "query" if name == "query" else "document" if name == "document" else None
