@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from quire.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from quire.config.args import EngineArgs as EngineArgs
     from quire.config.model_registry import ModelRegistry as ModelRegistry
+    from quire.features.logits_processors.interface import LogitsProcessor as LogitsProcessor
     from quire.llm import LLM as LLM
     from quire.llm_engine import LLMEngine as LLMEngine
     from quire.types.adapter import LoRARequest as LoRARequest
@@ -45,6 +46,7 @@ _HOMES = {
     "AsyncEngineArgs": "quire.async_llm",
     "EngineArgs": "quire.config.args",
     "ModelRegistry": "quire.config.model_registry",
+    "LogitsProcessor": "quire.features.logits_processors.interface",
     "SamplingParams": "quire.types.sampling",
     "BeamSearchParams": "quire.types.sampling",
     "RequestOutputKind": "quire.types.sampling",

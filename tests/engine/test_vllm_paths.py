@@ -53,7 +53,7 @@ NOT_THERE = [
     ("model_executor.layers.quantization", "register_quantization_config", "vLLM's layers and kernels"),
     ("multimodal.utils", "fetch_image", "images, audio and video"),
     ("sampling_params", "GuidedDecodingParams", "StructuredOutputsParams"),
-    ("v1.sample.logits_processor", "LogitsProcessor", "custom logits processors"),
+    ("v1.sample.sampler", "Sampler", "inside of the engine"),
 ]
 
 

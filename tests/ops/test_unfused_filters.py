@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.features.logits_processors import loading
 from quire.runner.sampler import pipeline
 from quire.runner.sampler.pipeline import Sampler
 from quire.runner.sampler.stage import Columns, Rows
-from quire.types import sampling
 from quire.types.plan import Admission
 from tiny_model import make_model
 
@@ -46,7 +46,7 @@ class TopA:
 @pytest.fixture(autouse=True)
 def added(monkeypatch):
     monkeypatch.setattr(pipeline, "FILTERS", (TopA,))
-    monkeypatch.delitem(sampling._CHECKS, "extra_args")
+    monkeypatch.setattr(loading, "refuse_extra_args", lambda params: None)
 
 
 def params_of(top_a: float = 0.0, **options) -> SamplingParams:

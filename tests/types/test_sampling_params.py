@@ -51,7 +51,7 @@ def test_bad_values_are_refused_by_name(field, value):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("extra_args", {"a": 1}), ("thinking_token_budget", 5),
+        ("thinking_token_budget", 5),
         ("routed_experts_prompt_start", 1), ("trace_decode_token_ids", [1]),
     ],
 )  # fmt: skip
@@ -132,7 +132,7 @@ def test_an_unknown_argument_is_named_with_the_nearest():
         ("guided_json", r"structured_outputs=StructuredOutputsParams\(json=...\)"),
         ("guided_decoding", r"structured_outputs=StructuredOutputsParams\(...\)"),
         ("best_of", "all n choices are returned"),
-        ("logits_processors", "not available yet"),
+        ("logits_processors", "in extra_args"),
         ("truncate_prompt_tokens", "tokenization_kwargs"),
     ],
 )

@@ -19,6 +19,13 @@ _POOLED = {
     for kind in ("Pooling", "Embedding", "Classification", "Scoring")
     for end in ("Output", "RequestOutput")
 }
+_PROCESSORS = {
+    name: f"quire.features.logits_processors.interface:{name}"
+    for name in (
+        "AdapterLogitsProcessor", "AddedRequest", "BatchUpdate", "LogitsProcessor", "MoveDirectionality", "MovedRequest",
+        "RemovedRequest", "RequestLogitsProcessor", "process_dict_updates",
+    )
+}  # fmt: skip
 _PROMPTS = {
     "PromptType": "quire.types.prompts:PromptType",
     "SingletonPrompt": "quire.types.prompts:PromptType",
@@ -97,6 +104,9 @@ MODULES: dict[str, dict[str, str]] = {
     "v1.engine.exceptions": _ERRORS,
     "v1.engine.llm_engine": _ENGINE,
     "v1.metrics.reader": {name: f"quire.obs.offline:{name}" for name in ("Counter", "Gauge", "Histogram", "Metric", "Vector")},
+    "v1.sample.logits_processor": _PROCESSORS,
+    "v1.sample.logits_processor.builtin": _PROCESSORS,
+    "v1.sample.logits_processor.interface": _PROCESSORS,
     "version": _VERSION,
 }
 
@@ -110,7 +120,6 @@ _CONNECTORS = "KV cache transfer, offloading and events are not built"
 _INTERNALS = "the inside of the engine is another one; only vLLM's public API is followed"
 _LAYERS = "vLLM's layers and kernels are not there; write quantization methods for Quire's layers (docs/plugins.md)"
 _LOADERS = "vLLM's model classes, layers and loaders are not there; models are loaded by Quire's own"
-_LOGITS_PROCESSORS = "custom logits processors are not built"
 _MEDIA = "images, audio and video are not built"
 _POOLING = "the modules of its pooling endpoints are not public; run `quire serve`"
 _SERVER_PARTS = "the parts of the HTTP server are not public; run `quire serve`"
@@ -141,7 +150,7 @@ NOT_BUILT_MODULES = {
     "v1.kv_cache_interface": _INTERNALS,
     "v1.metrics.loggers": _STAT_LOGGERS,
     "v1.request": _INTERNALS,
-    "v1.sample": _LOGITS_PROCESSORS,
+    "v1.sample": _INTERNALS,
     "v1.worker": _INTERNALS,
     "worker": _INTERNALS,
 }

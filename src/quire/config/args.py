@@ -24,6 +24,7 @@ from quire.config.plugins import load_general
 from quire.config.vllm_arguments import HINT_SHORT_FLAGS, HINTS, REFUSED, SHORT_FLAGS, refuse, replace_value, take_hint
 from quire.features.experts.host import ExpertArgs
 from quire.features.kv_quant.host import CacheArgs
+from quire.features.logits_processors.host import LogitsProcessorArgs
 from quire.features.lora.host import LoRAArgs
 from quire.features.pooling.host import PoolingArgs
 from quire.features.profiling.host import ProfilerArgs
@@ -267,7 +268,8 @@ class _CoreArgs:
 @_accepts_vllm_names
 @dataclass
 class EngineArgs(
-    PoolingArgs, ExpertArgs, LoRAArgs, SpeculationArgs, StructuredArgs, CacheArgs, WeightArgs, ProfilerArgs, _CoreArgs
+    PoolingArgs, ExpertArgs, LoRAArgs, SpeculationArgs, LogitsProcessorArgs, StructuredArgs, CacheArgs, WeightArgs,
+    ProfilerArgs, _CoreArgs,
 ):  # fmt: skip
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -3,6 +3,7 @@
 from quire.features.experts.host import ExpertParallel
 from quire.features.host import Feature
 from quire.features.kv_quant.host import QuantizedCache
+from quire.features.logits_processors.host import LogitsProcessors
 from quire.features.lora.host import LoRA
 from quire.features.pooling.host import PoolingModels
 from quire.features.profiling.host import Profiling
@@ -14,7 +15,7 @@ from quire.types.prompts import Extras
 
 FEATURES: tuple[Feature, ...] = (
     ExpertParallel(), QuantizedWeights(), QuantizedCache(), PoolingModels(), LoRA(), Recurrent(), SpeculativeDecoding(),
-    StructuredOutputs(), Profiling(),
+    StructuredOutputs(), LogitsProcessors(), Profiling(),
 )  # fmt: skip
 SALTS = tuple(feature.cache_salt for feature in FEATURES if feature.cache_salt is not None)
 

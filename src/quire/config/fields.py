@@ -87,7 +87,13 @@ MODULES = Kind(
     str,
     "NAME=PATH",
 )
-LISTS = (LIST, MODULES)
+CLASSES = Kind(
+    "a list of classes or of module:Class",
+    lambda value: isinstance(value, list) and all(isinstance(item, str | type) for item in value),
+    str,
+    "MODULE:CLASS",
+)
+LISTS = (LIST, MODULES, CLASSES)
 TOKEN = Kind("a string, or true for the stored one", lambda value: isinstance(value, str | bool), str, "TOKEN")
 
 

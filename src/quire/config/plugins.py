@@ -52,7 +52,10 @@ MODELS = Kind("model family", ("quire.models",))
 QUANTIZATION = Kind("quantization method", ("quire.quantization",))
 IO_PROCESSORS = Kind("IO processor", ("quire.io_processors", "vllm.io_processor_plugins"))
 ENDPOINTS = Kind("endpoint", ("quire.endpoints",))
-KINDS = (GENERAL, PARSERS, DRAFTERS, DEVICES, LORA_RESOLVERS, MODELS, QUANTIZATION, IO_PROCESSORS, ENDPOINTS)
+LOGITS_PROCESSORS = Kind("logits processor", ("quire.logits_processors", "vllm.logits_processors"))
+KINDS = (
+    GENERAL, PARSERS, DRAFTERS, DEVICES, LORA_RESOLVERS, MODELS, QUANTIZATION, IO_PROCESSORS, ENDPOINTS, LOGITS_PROCESSORS,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from quire.engine.speculation import make_speculation
 from quire.engine.start_local import start_local
 from quire.engine.timeline import Stopwatch, Timeline
 from quire.features.experts.peers import Ends
+from quire.features.logits_processors.loading import make_validator
 from quire.features.structured.constraints import GrammarLanes
 from quire.features.structured.host import structured_backend
 from quire.models.registry import complete_facts
@@ -82,6 +83,7 @@ def start_core(config: Config, watch: Stopwatch | None = None, ends: Ends | None
     facts = bounded_facts(config)
     if facts.unsupported_reason:
         raise ModelError(facts.unsupported_reason)
+    validate = make_validator(config)
     layout = whole_layout(config)
     speculation = make_speculation(config, watch, start_core)  # a text drafter allocates its memory first
     try:
@@ -104,7 +106,7 @@ def start_core(config: Config, watch: Stopwatch | None = None, ends: Ends | None
     )
     grammars = make_grammars(config, 0 if speculation is None else speculation.max_drafts)
     room = (config.max_loras, config.max_cpu_loras)
-    core = EngineCore(scheduler, counted(executor, config), config.depth, grammars, adapters=room)
+    core = EngineCore(scheduler, counted(executor, config), config.depth, grammars, adapters=room, validate=validate)
     watch.lap("scheduler")
     return StartedCore(core, capacity.max_model_len, capacity.pages, watch.read())
 

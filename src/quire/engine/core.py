@@ -13,6 +13,7 @@ import msgspec
 
 from quire.engine.executor.base import Executor, Flight
 from quire.engine.watch import Watch
+from quire.features.logits_processors.loading import refuse_extra_args
 from quire.features.lora.manager import LoRAManager
 from quire.features.structured.constraints import Constraints, GrammarLanes
 from quire.sched.draft.speculation import Speculation
@@ -22,6 +23,7 @@ from quire.types.errors import EngineDead
 from quire.types.outputs import TokenDelta
 from quire.types.plan import StepResult, Words
 from quire.types.request import EngineRequest, Request
+from quire.types.sampling import SamplingParams
 from quire.types.stats import Stats
 
 logger = logging.getLogger(__name__)
@@ -41,8 +43,11 @@ class EngineCore:
         grammars: GrammarLanes | None = None,
         clock: Callable[[], float] = time.monotonic,
         adapters: tuple[int, int] = (0, 0),
+        validate: Callable[[SamplingParams], None] = refuse_extra_args,
     ) -> None:
+        """validate: raises RequestError for parameters that logits processors refuse."""
         self.scheduler, self.executor, self.depth, self._clock = scheduler, executor, depth, clock
+        self._validate = validate
         self.constraints = Constraints(scheduler, grammars, self._queue_deltas)
         self.adapters = LoRAManager(scheduler.roster, executor, *adapters, self.constraints.refuse)
         # per step: whether another was in flight at its launch, and whether kernels or graphs were made for it
@@ -65,6 +70,7 @@ class EngineCore:
         If the grammar cannot be compiled or followed in time, or the adapter cannot be read, `constraints.on_refused` is
         called or a last delta reports it.
         """
+        self._validate(request.params)
         masked, adapted = request.params.needs_masks, request.extras.lora is not None
         if masked:
             self.constraints.supported()

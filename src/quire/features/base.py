@@ -75,6 +75,7 @@ class StepPart(ABC):
     reads_all_tokens = False  # it reads the final hidden states of all tokens of a step
     graph_keys: Sequence[Hashable] = (False,)  # every key that `graph_key` can return, False first
     replays_states = False  # graphs end with the hidden states of all tokens, which the part pools: no step draws
+    samples_on_one_rank = False  # ranks with the same logits may sample other tokens, so only the first one samples
     single_tokens = False  # only steps whose rows have one token each can be recorded
 
     def before_cut(self, model: "Decoder") -> None:

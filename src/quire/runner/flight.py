@@ -1,6 +1,6 @@
 """A step in flight: what was launched, and how its result is read."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +10,7 @@ from quire.features.base import Follower, Pooled
 from quire.ops.arguments import GOOD
 from quire.runner.sampler.edits import Masks
 from quire.runner.sampler.logprobs import Report, to_top_logprobs
-from quire.runner.sampler.pipeline import FAULTS, Sampled
+from quire.runner.sampler.pipeline import Sampled
 from quire.runner.transfer import Download, Longs
 from quire.types.errors import EngineError
 from quire.types.plan import NOTHING, Bools, Floats, Ints, StepPlan, StepResult, TopLogprobs, Words, spans
@@ -97,7 +97,8 @@ class StepFlight:
             lengths[plan.sample] = accept(plan, ids, fault, tokens)
             kept = slice(lengths.item(0)) if len(lengths) == 1 else spans(plan.shapes.first_sample, lengths)
         if np.count_nonzero(fault) and np.count_nonzero(fault[kept]):
-            faults, kept, lengths = _split_failed(plan, fault, kept)
+            assert sampled is not None
+            faults, kept, lengths = _split_failed(plan, fault, kept, sampled.faults)
             failed |= faults
         logprobs: dict[int, TopLogprobs] = {}
         if sampled is not None and sampled.report is not None:
@@ -172,10 +173,12 @@ def accept(plan: StepPlan, ids: Ints, fault: Ints, drafts: Ints) -> Longs:
     return np.array(lengths, np.int64)
 
 
-def _split_failed(plan: StepPlan, fault: Ints, kept: Ints | slice) -> tuple[dict[int, str], Ints, Ints]:
+def _split_failed(
+    plan: StepPlan, fault: Ints, kept: Ints | slice, faults: Mapping[int, str]
+) -> tuple[dict[int, str], Ints, Ints]:
     """Return the rows that failed and why, the samples of the other rows, and the number of tokens of each row."""
     row, good = plan.sample_row[kept], fault[kept] == GOOD
-    failed = {int(row[i]): FAULTS[int(fault[kept][i])] for i in np.flatnonzero(~good)}
+    failed = {int(row[i]): faults[int(fault[kept][i])] for i in np.flatnonzero(~good)}
     left = np.arange(len(fault), dtype=np.int32)[kept][good]
     return failed, left, np.bincount(plan.sample_row[left], minlength=len(plan.slot)).astype(np.int32)
 

@@ -170,7 +170,7 @@ class Runner(RunnerCore):
             return None
         logits, first = compute_logits(self._loaded(), hidden, batch, tokens), self._position.rank == 0
         self._pending = None if first else rows
-        return partial(self._sample, logits, rows) if first or self._device.samples_alike else None
+        return partial(self._sample, logits, rows) if first or self._samples_alike else None
 
     @torch.inference_mode()
     def _sample(self, logits: Tensor, rows: Rows, masks: Masks | None) -> Sampled:
@@ -191,7 +191,11 @@ class Runner(RunnerCore):
 
     def samples_itself(self, plan: StepPlan) -> bool:
         """Return whether every rank samples in this step. All have bit-identical logits, but only the first has masks."""
-        return self._device.samples_alike and not len(plan.masked)
+        return self._samples_alike and not len(plan.masked)
+
+    @property
+    def _samples_alike(self) -> bool:
+        return self._device.samples_alike and not any(part.samples_on_one_rank for part in self._parts)
 
     @torch.inference_mode()
     def take_sampled(self, ids: Ints) -> None:

@@ -286,7 +286,7 @@ async def create_message(request: MessagesRequest, raw: Request) -> Response:
         raise as_anthropic_error(error) from None
     reply = _MessageReply(server, turn, chat)
     if request.stream:
-        return EventStream(reply.stream(), ANTHROPIC, refusable=turn.job.has_grammar)
+        return EventStream(reply.stream(), ANTHROPIC, refusable=turn.job.refusable)
     return json_response(await reply.answer())
 
 

@@ -25,10 +25,10 @@ _HEEDED = {
     "stream_interval",
 }  # fmt: skip
 _PLAIN = SamplingParams()
-_NEUTRAL: dict[str, tuple[Any, ...]] = {"top_k": (0, -1), "logit_bias": ({},), "echo": (False,)}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"top_k": (0, -1), "logit_bias": ({},), "vllm_xargs": ({},), "echo": (False,)}
 _NOT_FOR_BEAMS = {
     name: (None, *_NEUTRAL.get(name, (getattr(_PLAIN, name, None),)))
-    for name in (*SAME, "prompt_logprobs", "repetition_detection", "echo")
+    for name in (*SAME, "prompt_logprobs", "repetition_detection", "echo", "vllm_xargs")
     if name not in _HEEDED
 }
 

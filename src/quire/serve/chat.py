@@ -30,7 +30,7 @@ async def create_chat_completion(request: ChatRequest, raw: Request) -> Response
     turn = await prepare_turn(server, raw, request, "chatcmpl")
     reply = _ChatReply(server, turn, request)
     if request.stream:
-        return EventStream(reply.stream(), refusable=turn.job.has_grammar)
+        return EventStream(reply.stream(), refusable=turn.job.refusable)
     return json_response(await reply.answer())
 
 

@@ -37,7 +37,7 @@ async def create_completion(request: CompletionRequest, raw: Request) -> Respons
     server = server_of(raw)
     job = await prepare(server, raw, request)
     if request.stream:
-        return EventStream(_stream(server, job, request), refusable=job.has_grammar)
+        return EventStream(_stream(server, job, request), refusable=job.refusable)
     gather = search_beams(server, job, request) if request.use_beam_search else collect(server, job)
     outputs = await gather
     return json_response(_answer(server, job, request, outputs, await _echoes(server, job, request)))

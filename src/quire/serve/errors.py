@@ -247,7 +247,7 @@ class FieldNames:
         message, parameter = str(error), error.parameter
         if parameter == FIELD:
             message, parameter = self._placed(re.sub(rf"^{FIELD}(\.(json|structural_tag))?\b", "", message))
-        for field, own in self.terms:
+        for field, own in (*self.terms, ("extra_args", "vllm_xargs")):
             pattern = re.compile(rf"{field}(?![\w-])")
             message = pattern.sub(own, message, count=1) if pattern.match(message) else message
             parameter = pattern.sub(own, parameter, count=1) if parameter and pattern.match(parameter) else parameter

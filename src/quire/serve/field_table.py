@@ -94,7 +94,6 @@ REFUSED = {
     "return_assistant_tokens_mask": "token masks are not returned",
     "kv_transfer_params": _NO_TRANSFER,
     "ec_transfer_params": _NO_TRANSFER,
-    "vllm_xargs": "no installed plugin reads them",
     "conversation": "conversations are not stored: send previous_response_id, or the whole input",
     "max_tool_calls": _NO_TOOLS,
     "mcp_servers": _NO_TOOLS,

@@ -53,9 +53,11 @@ class GenerationJob:
         return self.params[0].n
 
     @property
-    def has_grammar(self) -> bool:
-        """Return whether the request has a grammar, the same for all prompts. The first output shows that it was accepted."""
-        return self.params[0].structured_outputs is not None
+    def refusable(self) -> bool:
+        """Return whether the engine may refuse the request: it has a grammar or extra_args, the same for all prompts. The first
+        output shows that it was accepted.
+        """
+        return self.params[0].structured_outputs is not None or self.params[0].extra_args is not None
 
     @property
     def prompt_tokens(self) -> int:

@@ -149,6 +149,7 @@ def sampling_params(request: GenerationFields, max_tokens: int, defaults: Mappin
         prompt_logprobs=prompt_logprobs,
         repetition_detection=RepetitionDetectionParams(**detection.model_dump()) if detection else None,
         structured_outputs=structured_outputs(request),
+        extra_args=request.vllm_xargs or None,
         flat_logprobs=True,
         output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
         skip_clone=True,

@@ -110,6 +110,7 @@ class SamplingFields(RequestBody):
     structured_outputs: dict[str, Any] | None = Field(
         None, description="one of json, regex, choice, grammar, json_object, structural_tag"
     )
+    vllm_xargs: dict[str, Any] | None = Field(None, description="arguments for logits processors (SamplingParams.extra_args)")
     truncate_prompt_tokens: Annotated[Integer, Field(ge=-1, le=LARGEST_INT)] | None = Field(
         None, description="keep this many prompt tokens; -1: as many as the model can take"
     )

@@ -67,7 +67,7 @@ async def create_response(request: ResponsesRequest, raw: Request) -> Response:
     turn = replace(turn, job=replace(turn.job, id=f"resp_{uuid.uuid4().hex}"))
     reply = _ResponseReply(server, turn, request, chat, [*history, *input_items(request)], _tenant(raw))
     if request.stream:
-        return EventStream(reply.stream(), NAMED, refusable=turn.job.has_grammar)
+        return EventStream(reply.stream(), NAMED, refusable=turn.job.refusable)
     if request.background:
         return json_response(reply.start(request_id_of(raw.scope)))
     return json_response(await reply.answer())

@@ -53,7 +53,7 @@ async def generate(request: GenerateRequest, raw: Request) -> Response:
     completion = request.as_completion()
     job = await prepare(server, raw, completion, PREFIX)
     if request.stream:
-        return EventStream(_stream(server, job), refusable=job.has_grammar)
+        return EventStream(_stream(server, job), refusable=job.refusable)
     [output] = await collect(server, job)
     answer = {
         "request_id": _shown(job),

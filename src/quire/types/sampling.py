@@ -66,7 +66,7 @@ _GONE = {
         "json", "regex", "choice", "grammar", "json_object", "whitespace_pattern")},
     "guided_decoding": f"{_NOW}(...)",
     "best_of": "all n choices are returned",
-    "logits_processors": "custom logits processors are not available yet",
+    "logits_processors": "give classes to LLM(..., logits_processors=[...]), and what they need of a request in extra_args",
     "truncate_prompt_tokens": 'it is in tokenization_kwargs={"truncate_prompt_tokens": ...} of generate() and chat()',
 }  # fmt: skip
 
@@ -307,6 +307,16 @@ def _repetition_detection(name: str, value: Any) -> Any:
         raise InvalidParameter(f"repetition_detection: {error}", name) from None
 
 
+def _extra_args(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise InvalidParameter(f"{name} must be a dict with string keys; got {value!r:.200}", name)
+    try:
+        msgspec.msgpack.encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise InvalidParameter(f"{name} must hold JSON values: {error}", name) from None
+    return value
+
+
 def _bias(name: str, value: Any) -> dict[int, float]:
     """OpenAI clients send the ids as strings; values are clamped to ±100 as OpenAI and vLLM do."""
     if not isinstance(value, dict):
@@ -356,7 +366,7 @@ _CHECKS: dict[str, Check] = {
     "logit_bias": _bias,
     "repetition_detection": _repetition_detection,
     "structured_outputs": lambda _, value: as_structured_outputs(value),
-    "extra_args": _not_built("no installed plugin reads extra_args", {}),
+    "extra_args": _extra_args,
     "routed_experts_prompt_start": _not_built("routed experts are not returned", 0),
     "trace_decode_token_ids": _not_built("decode traces are not available", None),
 }

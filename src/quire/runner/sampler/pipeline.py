@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +16,7 @@ from quire.runner.sampler.edits import Allowed, BadWords, Bias, Masks, MinTokens
 from quire.runner.sampler.filters import MinP, Temperature, Truncation, largest
 from quire.runner.sampler.gumbel import GumbelSampling
 from quire.runner.sampler.logprobs import Logprobs, Report
-from quire.runner.sampler.stage import Columns, Edit, Extra, Filter, Rows, SamplerPart, Stage, concerns
+from quire.runner.sampler.stage import Columns, Edit, Extra, Filter, Processors, Rows, SamplerPart, Stage, concerns
 from quire.runner.transfer import Longs, upload
 from quire.types.errors import NO_TOKEN
 from quire.types.plan import Admission, Ints
@@ -39,6 +39,7 @@ class Sampled:
     widths: Sequence[int] = ()  # [n] tokens in addition to the chosen one
     report: Report | None = None  # of those rows
     places: Ints | None = None  # [samples] indices of the samples among N; None: they are the first
+    faults: Mapping[int, str] = field(default_factory=lambda: FAULTS)
 
     @property
     def ids(self) -> Tensor:
@@ -93,6 +94,15 @@ class Sampler:
         parameters = (self._temperature.column, truncation.top_k, truncation.top_p, min_p.column, self._random.seed)
         self._parameters = SampleColumns(*(column.on_device for column in parameters))
         self._scratch = SampleScratch(slots * (1 + drafts), vocabulary, device) if fused else None
+        self._processors: Processors | None = None
+        self._faults: Mapping[int, str] = FAULTS  # of the latest edited step
+
+    def insert(self, processors: Processors) -> None:
+        """Let logits processors edit the logits of all requests that are admitted from now on."""
+        *before, penalties = self._edits
+        self._edits = (*before, processors, penalties)
+        self._parts, self._extras = (*self._parts, processors), (*self._extras, processors)
+        self._processors = processors
 
     def for_drafts(self) -> "Sampler":
         """Return a sampler of the same requests for one draft token per slot.
@@ -177,17 +187,30 @@ class Sampler:
             logits = stage.apply(logits, rows)
         if masks is not None:
             logits = forbid(logits, masks)
+        if self._processors is not None and self._users[self._processors]:
+            assert fault is not None
+            logits, fault = self._finish(self._processors, logits, rows, fault)
         return (self._drop(logits, rows, filtered) if len(filtered) else logits), fault, raw
+
+    def _finish(self, processors: Processors, logits: Tensor, rows: Rows, fault: Tensor) -> tuple[Tensor, Tensor]:
+        """Apply the last edits; give each row that they failed a fault of its own."""
+        logits, failed = processors.finish(logits, rows, self._temperature.column.host[rows.slots])
+        first = max(FAULTS) + 1
+        self._faults = {**FAULTS, **{first + i: why for i, why in enumerate(failed.values())}}
+        if failed:
+            at, codes = np.array([*failed], np.int64), np.arange(first, first + len(failed), dtype=np.int32)
+            fault[upload(at, self._device)] = upload(codes, self._device)
+        return logits, fault
 
     def report(self, result: Tensor, logits: Tensor, raw: Tensor | None, rows: Rows) -> Sampled:
         """Return the samples with the requested logprobs."""
         requested = self.logprobs.requested(rows)
         if not len(requested):
-            return Sampled(result)
+            return Sampled(result, faults=self._faults)
         chosen = upload(requested, self._device)
         asking = rows.take(requested)
         report = self.logprobs.of_samples(logits[chosen] if raw is None else raw, result[0].long()[chosen], asking)
-        return Sampled(result, requested, self.logprobs.widths(asking), report)
+        return Sampled(result, requested, self.logprobs.widths(asking), report, faults=self._faults)
 
     def _samples_fused(self, rows: Rows) -> bool:
         """Return whether the fused kernel samples: logprobs of filtered logits need the stages."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.device.updates import DeviceUpdates
 from quire.runner.transfer import Longs, upload
 from quire.types.errors import EngineError
-from quire.types.plan import Admission
+from quire.types.plan import Admission, Floats
 from quire.types.sampling import SamplingParams
 
 MAX_COLUMNS = 16
@@ -57,7 +57,7 @@ class PerSlot(Protocol):
 
 class SamplerPart(PerSlot, Protocol):
     """A part of the sampler. fields: the sampling parameters it reads; it does not get requests with defaults for all of
-    them.
+    them. It gets all requests if there are none.
     """
 
     @property
@@ -83,6 +83,14 @@ class Extra(SamplerPart, Protocol):
 class Edit(Stage, Extra, Protocol): ...
 
 
+class Processors(Edit, Protocol):
+    """Logits processors: an edit before the penalties, and another after all edits and masks."""
+
+    def finish(self, logits: Tensor, rows: Rows, temperature: Floats) -> tuple[Tensor, dict[int, str]]:
+        """Return the logits, and why rows failed. temperature: [N], 0 of greedy rows."""
+        ...
+
+
 class Filter(Edit, Protocol):
     """An edit of rows with a temperature: it sees the scaled logits, sets dropped tokens to -inf, and keeps at least one."""
 
@@ -93,7 +101,7 @@ NEUTRAL = SamplingParams()
 
 
 def concerns(part: SamplerPart, params: SamplingParams) -> bool:
-    return any(getattr(params, name) != getattr(NEUTRAL, name) for name in part.fields)
+    return not part.fields or any(getattr(params, name) != getattr(NEUTRAL, name) for name in part.fields)
 
 
 class Columns:

@@ -47,7 +47,7 @@ async def ollama_chat(request: OllamaChatRequest, raw: Request) -> Response:
     turn = await _prepare(server, raw, chat, TERMS)
     reply = OllamaReply("chat", server, name, turn.job, _top(request), started)
     if chat.stream:
-        return EventStream(reply.stream(turn), OLLAMA, refusable=turn.job.has_grammar)
+        return EventStream(reply.stream(turn), OLLAMA, refusable=turn.job.refusable)
     return json_response(await reply.of_chat(turn, chat))
 
 
@@ -67,7 +67,7 @@ async def ollama_generate(request: OllamaGenerateRequest, raw: Request) -> Respo
         turn = await _prepare(server, raw, chat, GENERATE_TERMS)
     reply = OllamaReply("generate", server, name, turn.job, _top(request), started)
     if request.stream is not False:
-        return EventStream(reply.stream(turn), OLLAMA, refusable=turn.job.has_grammar)
+        return EventStream(reply.stream(turn), OLLAMA, refusable=turn.job.refusable)
     return json_response(await (reply.of_prompt() if chat is None else reply.of_chat(turn, chat)))
 
 
