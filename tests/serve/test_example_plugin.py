@@ -125,6 +125,9 @@ def test_a_server_with_the_package(example, checkpoints):
         request = {"prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         answer = client.post("/v1/completions", json=request).json()["choices"][0]
         assert answer["token_ids"] == expected
+        only = client.post("/v1/completions", json=request | {"vllm_xargs": {"only": 42}}).json()["choices"][0]
+        assert only["token_ids"] == [42] * 8
+        assert client.post("/v1/completions", json=request | {"vllm_xargs": {"only": "42"}}).status_code == 400
         shouted = client.post("/example/shout", json={"prompt": PROMPTS[0], "max_tokens": 4}).json()
         plain = client.post("/v1/completions", json=request | {"max_tokens": 4, "ignore_eos": False}).json()
         assert shouted == {"model": "tiny", "text": plain["choices"][0]["text"].upper()}
