@@ -120,12 +120,17 @@ def start(model: Path, source: Path, target: Path, *flags: str, **options: Any) 
     )
 
 
-def test_a_killed_run_goes_on_and_answers_every_line_once(model: Path, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_and_answers_every_line_once(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     count = 500
     source, target = write(tmp_path / "in", [request(str(i), 8) for i in range(count)]), tmp_path / "out"
     for kill in range(3):
         process = start(model, source, target, "--resume")
         wait_for(lambda: target.exists() and target.read_bytes().count(b"\n") > 50 * (kill + 1))  # noqa: B023
+        if not kill:
+            assert main(arguments(model, source, target, "--resume")) == 2
+            assert "is being written by another run" in capsys.readouterr().err
         process.kill()
         process.communicate(timeout=PATIENCE)
     assert 0 < target.read_bytes().count(b"\n") < count

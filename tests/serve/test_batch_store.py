@@ -1,11 +1,13 @@
 """Files and batches on disk: limits, tenants, what a crash leaves, and forms from hostile clients."""
 
 import asyncio
+import fcntl
 import io
 import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from quire.config.server_args import ServerArgs
 from quire.serve.batches.store import Store, StoredBatch, StoredFile, StoreLimits, TenantStore, new_name
 from quire.serve.batches.upload import Upload, safe_filename
+from quire.serve.batches.worker import BatchWorker
 from quire.serve.errors import HttpError
 from quire.types.errors import ConfigError
 
@@ -236,3 +239,17 @@ def test_other_content_types(kind: str) -> None:
 )  # fmt: skip
 def test_file_names_are_only_shown(given_name: str | None, shown: str) -> None:
     assert safe_filename(given_name) == shown
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_second_server_on_a_folder_logs_that_it_waits(store: Store, alone: bool, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        worker = asyncio.create_task(BatchWorker(Mock(), Mock(), store, Mock(), 1, None, alone).run())
+        await asyncio.wait([worker], timeout=0.05)
+        assert not worker.done()
+        worker.cancel()
+
+    with (store.root / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        asyncio.run(run())
+    assert ("is used by another server" in caplog.text) == alone

@@ -258,11 +258,11 @@ class Done:
     """The lines that an output file answers: by custom_id, and by number those without an answer of a route."""
 
     def __init__(self) -> None:
-        self.ids, self.numbers = IdSet(), set[int]()
+        self.ids, self.numbers = IdSet(), IdSet()
         self.completed = self.failed = 0
 
     def covers(self, number: int, custom_id: str | None) -> bool:
-        return number in self.numbers or (custom_id is not None and custom_id in self.ids)
+        return str(number) in self.numbers or (custom_id is not None and custom_id in self.ids)
 
     def read(self, file: BinaryIO, name: str) -> None:
         """Add the lines of an output file, and cut it after its last complete line. Raise ConfigError if it is another file."""
@@ -282,7 +282,7 @@ class Done:
 
     def add(self, done: _Done) -> None:
         if done.error is not None:
-            self.numbers.add(done.error.line)
+            self.numbers.add(str(done.error.line))
         elif done.custom_id is not None:
             self.ids.add(done.custom_id)
         if done.response is not None and done.response.status_code == 200:

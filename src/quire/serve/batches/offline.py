@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import fcntl
+import logging
 import os
 import stat
 import sys
@@ -28,6 +30,8 @@ from quire.serve.batches.run import Appender, BatchRun, Counts
 from quire.serve.batches.throttle import FixedPermits
 from quire.serve.tools import check_parsers
 from quire.types.errors import ConfigError, EngineError
+
+logger = logging.getLogger(__name__)
 
 COPY_BYTES = 2**20
 TIMEOUT_S = 300.0  # without a byte from the other side of a download or upload
@@ -74,6 +78,17 @@ def is_url(name: str) -> bool:
     return name.startswith(("http://", "https://"))
 
 
+def _lock(descriptor: int, name: str) -> None:
+    """Hold the output file for this run: two runs at a time would answer lines twice."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        message = f"--output-file {name} is being written by another run. Wait until that run ends, or give another name"
+        raise ConfigError(message) from None
+    except OSError:
+        logger.debug("no lock of %s: its file system has none", name)
+
+
 class BatchStopped(EngineError):
     """The run ended before its last line; the output file can be resumed."""
 
@@ -89,9 +104,11 @@ def run_offline(args: EngineArgs, settings: ServerArgs, files: BatchFiles, concu
         target = stack.enter_context(_target(files))
         done = Done()
         descriptor = os.open(target, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        if files.resume and stat.S_ISREG(os.fstat(descriptor).st_mode):
-            with target.open("r+b") as written:
-                done.read(written, str(target))
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            _lock(descriptor, files.output)
+            if files.resume:
+                with target.open("r+b") as written:
+                    done.read(written, str(target))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             counts = runner.run(_run(args, settings, source, Appender(descriptor), done, concurrency))
         if is_url(files.output):

@@ -62,7 +62,9 @@ def start_batches(app: FastAPI, llm: AsyncLLM, settings: ServerArgs, online: Onl
         return online.recent or (stats is not None and stats.running + stats.waiting > llm.num_open)
 
     priority = LEAST_PRIORITY if llm.config.policy == "priority" else None
-    worker = BatchWorker(llm, LocalClient(app, priority), store, YieldingPermits(most, busy), settings.batch_lines, priority)
+    alone = settings.api_server_count == 1
+    permits = YieldingPermits(most, busy)
+    worker = BatchWorker(llm, LocalClient(app, priority), store, permits, settings.batch_lines, priority, alone)
     app.state.batches = Batches(store, worker, settings, asyncio.create_task(worker.run(), name="quire-batches"))
 
 

@@ -41,10 +41,15 @@ class BatchWorker:
         permits: Permits,
         most_lines: int,
         least_priority: int | None,
+        alone: bool,
     ) -> None:
-        """least_priority: of the lines, if the engine schedules by priority"""
+        """
+        least_priority: of the lines, if the engine schedules by priority
+        alone: the server has one API process, so a folder that is locked belongs to another server
+        """
         self._llm, self._client, self._store, self._permits = llm, client, store, permits
         self._most_lines, self._least_priority = most_lines, least_priority
+        self._alone = alone
         self._news = asyncio.Event()
         self._ended: set[str] = set()  # ids of batches that have ended
         self._failures: dict[str, int] = {}
@@ -58,7 +63,13 @@ class BatchWorker:
         """Run batches until the task is cancelled."""
         descriptor = os.open(self._store.root / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            await _lock(descriptor)
+            if not _locked(descriptor):
+                if self._alone:
+                    logger.warning(
+                        "--batch-dir %s is used by another server, which runs its batches until it ends", self._store.root
+                    )
+                while not _locked(descriptor):
+                    await asyncio.sleep(POLL_S)
             await self._run_all()
         finally:
             os.close(descriptor)
@@ -178,11 +189,12 @@ class BatchWorker:
                 finally:
                     work.cancel()
                     await asyncio.wait([work])
-        if end == "expired":
+        if end != "completed":  # the outputs are counted again: the work was cancelled while it wrote lines
             async with self._opened(store, batch) as run:
-                with await asyncio.to_thread(store.input, batch) as source:
-                    why = f"the completion window of {batch.completion_window} has passed"
-                    await run.give_up(read_lines(source), "batch_expired", why)
+                if end == "expired":
+                    with await asyncio.to_thread(store.input, batch) as source:
+                        why = f"the completion window of {batch.completion_window} has passed"
+                        await run.give_up(read_lines(source), "batch_expired", why)
         batch.counts.completed, batch.counts.failed = run.counts.completed, run.counts.failed
         return end
 
@@ -235,11 +247,10 @@ def _reopen(path: Path, done: Done) -> int:
     return descriptor
 
 
-async def _lock(descriptor: int) -> None:
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            await asyncio.sleep(POLL_S)
-        else:
-            return
+def _locked(descriptor: int) -> bool:
+    """Take the lock; return whether no other process has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
