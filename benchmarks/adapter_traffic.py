@@ -1,8 +1,8 @@
-"""Many adapters, few places: requests in a Zipf mixture, with loads, unloads, updates in place and aborts, on an engine without
-a model. Its tokens depend on the version of the adapter that a row really ran with and on whatever the cache pages hold, so
-every answer is compared with what that version says alone.
+"""Many adapters, few adapter slots: requests in a Zipf mixture, with loads, unloads, updates in place and aborts, on an
+engine without a model. Its tokens depend on the version of the adapter that a row really ran with and on
+whatever the cache pages hold, so every answer is compared with what that version says alone.
 
-    python benchmarks/adapter_traffic.py [--adapters 2000] [--requests 50000] [--places 8] [--host 64] [--seed 0]
+    python benchmarks/adapter_traffic.py [--adapters 2000] [--requests 50000] [--slots 8] [--host 64] [--seed 0]
 
 Prints how many answers were right, how many were refused because the files had changed before they were read, and how often
 adapters were read and put on the device. An answer of a wrong adapter or version, a page that is lost or an adapter that is
@@ -53,12 +53,12 @@ class Tally:
 
 
 class Traffic:
-    def __init__(self, folder: Path, adapters: int, places: int, host: int, depth: int, seed: int) -> None:
+    def __init__(self, folder: Path, adapters: int, slots: int, host: int, depth: int, seed: int) -> None:
         self._random = random.Random(seed)
         self._folder, self._contents = folder, [0] * adapters
         scheduler = Scheduler(LAYOUT, pages=PAGES, max_model_len=LENGTH, max_batched_tokens=BUDGET, max_seqs=SEATS)
         executor = FakeExecutor(LAYOUT, MODEL, pages=PAGES, max_seqs=SEATS, max_model_len=LENGTH)
-        self.core = EngineCore(scheduler, executor, depth, adapters=(places, host))
+        self.core = EngineCore(scheduler, executor, depth, adapters=(slots, host))
         self.core.constraints.on_refused = self._on_refused
         self._names = AdapterNames(enabled=True)
         self._weights = list(accumulate(1 / (rank + 1) for rank in range(adapters)))
@@ -117,7 +117,7 @@ class Traffic:
         lora = self._names.check(self._request(number, inplace))
         known = self._names.known(lora)
         if known is None:
-            known = self._names.look(lora)
+            known = self._names.resolve(lora)
             gone = self._names.put(known)
             if gone is not None:
                 self.core.retire_adapter(gone)
@@ -175,14 +175,14 @@ class Traffic:
             self.tally.right += 1
 
 
-def play(adapters: int, requests: int, places: int, host: int, depth: int = 1, seed: int = 0) -> Tally:
+def play(adapters: int, requests: int, slots: int, host: int, depth: int = 1, seed: int = 0) -> Tally:
     with tempfile.TemporaryDirectory() as folder:
-        return Traffic(Path(folder), adapters, places, host, depth, seed).play(requests)
+        return Traffic(Path(folder), adapters, slots, host, depth, seed).play(requests)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag, default in (("adapters", 2000), ("requests", 50_000), ("places", 8), ("host", 64), ("depth", 1), ("seed", 0)):
+    for flag, default in (("adapters", 2000), ("requests", 50_000), ("slots", 8), ("host", 64), ("depth", 1), ("seed", 0)):
         parser.add_argument(f"--{flag}", type=int, default=default)
     asked = vars(parser.parse_args())
     began = time.monotonic()

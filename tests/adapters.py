@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's files, written by hand or by PEFT, and a shelf that reads them."""
+"""LoRA adapters in PEFT's files, written by hand or by PEFT, and a LoRACache that reads them."""
 
 import json
 from pathlib import Path
@@ -54,18 +54,18 @@ def write_with_peft(reference, directory: Path, seed: int, **config):
     return model
 
 
-def open_shelf(case, max_rank: int = 16, room: int = 2):
-    """A checkpoint's model in float32 with banks, and its shelf."""
+def open_cache(case, max_rank: int = 16, room: int = 2):
+    """A checkpoint's model in float32 with banks, and its LoRACache."""
     model = build_model(case.facts)
     adapters = adapt(model, device=torch.device("cpu"), dtype=torch.float32)
     load_weights(model, case.facts, device="cpu", dtype="float32")
     return model, LoRACache(adapters, model, room, max_rank)
 
 
-def put(shelf: LoRACache, path, place: int) -> None:
-    ref = AdapterRef(place, f"{path}", str(path))
-    shelf.read(ref)
-    shelf.put(ref, place)
+def put(cache: LoRACache, path, slot: int) -> None:
+    ref = AdapterRef(slot, f"{path}", str(path))
+    cache.read(ref)
+    cache.put(ref, slot)
 
 
 def merge(model, directory, rank, rslora, modules):

@@ -94,7 +94,7 @@ def grammar(case: Case) -> None:
 
 def int4(case: Case) -> None:
     """The tokens of the floats that the 4 bits stand for. Kernels that multiply by them as they are round rows to 8 bits: with
-    them prompts are about as likely, whole and in chunks (tests/engine/test_company.py has where they are the same)."""
+    them prompts are about as likely, whole and in chunks (where they are the same: tests/engine/test_batch_invariance.py)."""
     quantized, floats = case.in_four_bits()
     exact = case.engine(floats)
     assert say(case.engine(quantized), case.prompts) == say(exact, case.prompts)

@@ -226,7 +226,7 @@ class LLMEngine(EngineProfiles, LLMEngineNotBuilt):
         return adapter is not None
 
     def _load(self, lora_request: LoRARequest) -> NamedAdapter:
-        found = self.adapters.look(lora_request)
+        found = self.adapters.resolve(lora_request)
         self._wait_loaded(found, found.pinned)
         self._retire(self.adapters.put(found))
         return found

@@ -50,7 +50,7 @@ def test_any_rank_and_parts(inputs):
     got, expected = run(slice(None)), base.clone()
     for row, place in enumerate(asked.tolist()):
         if place in given:
-            for part in bank.places[place].parts:
+            for part in bank.slots[place].parts:
                 expected[row, part.outputs] += (x[row] @ part.down) @ part.up
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
     assert torch.equal(got[1], base[1]) and torch.equal(got[5:7], base[5:7])

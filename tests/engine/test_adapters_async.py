@@ -51,7 +51,7 @@ def test_offline_one_adapter_or_one_for_each(tiny_model, adapters):
     assert found[0].sequences[0].tokens == llm.beam_search([TEXT], beams, lora_request=a)[0].sequences[0].tokens
     engine = llm.llm_engine
     assert engine.list_loras() == {1, 2} and engine.pin_lora(2) and not engine.pin_lora(9)
-    with pytest.raises(AdapterError, match="all 1 places have pinned"):
+    with pytest.raises(AdapterError, match="all 1 slots have pinned"):
         llm.llm_engine.pin_lora(1)
     assert engine.remove_lora(2) and not engine.remove_lora(2) and engine.list_loras() == {1}
     assert engine.add_lora(adapters["c"]) and engine.list_loras() == {1, 3}
@@ -115,8 +115,8 @@ def test_updates_and_unloading_while_requests_run(tiny_model, adapters):
 def test_who_changes_a_name_waits_for_who_does_so_already(tiny_model, adapters, monkeypatch):
     llm = open_async(tiny_model, enable_lora=True, max_loras=2, max_cpu_loras=3)
     a, b, c = adapters.values()
-    looks, look = [], llm.adapters.look
-    monkeypatch.setattr(llm.adapters, "look", lambda lora, *how: (looks.append(lora.lora_name), look(lora, *how))[1])
+    looks, look = [], llm.adapters.resolve
+    monkeypatch.setattr(llm.adapters, "resolve", lambda lora, *how: (looks.append(lora.lora_name), look(lora, *how))[1])
 
     async def scene():
         one, two = [(await ask(llm, f"{i}", lora)).outputs[0].token_ids for i, lora in enumerate((a, b))]

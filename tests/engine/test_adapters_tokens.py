@@ -10,7 +10,7 @@ import torch
 from tiny import open_model
 from transformers import AutoModelForCausalLM
 
-from adapters import open_shelf, put, write_with_peft
+from adapters import open_cache, put, write_with_peft
 from oracle import Sequences
 from quire import SamplingParams
 from quire.config.server_args import ServerArgs
@@ -43,12 +43,12 @@ CASES = {  # family -> what its adapters have
 @pytest.mark.filterwarnings("ignore")
 def test_logits_are_those_of_peft(checkpoint, tmp_path, family):
     case = checkpoint(family)
-    model, shelf = open_shelf(case)
+    model, cache = open_cache(case)
     expected = [case.reference]
     for place, config in enumerate(CASES[family], 1):
         written = write_with_peft(copy.deepcopy(case.reference), tmp_path / str(place), place, r=2, **config)
         expected.append(written)
-        put(shelf, tmp_path / str(place), place)
+        put(cache, tmp_path / str(place), place)
     sequences = Sequences(model, 3, 21)
     sequences.adapters = [1, 0, 2]
     found = sequences.step([(row, IDS) for row in range(3)])

@@ -146,7 +146,7 @@ def test_what_cannot_be_had(tiny_model, made, tmp_path):
     paths = {
         "tokenizer.json: the `tokenizers` library .* cannot read it": write_unreadable(tmp_path / "unreadable"),
         "no rows of embed_tokens": write_adapter(tmp_path / "head", rows),
-        "another number of added tokens": write_adapter(tmp_path / "both", both),
+        "another count of added tokens": write_adapter(tmp_path / "both", both),
         "save_embedding_layers": write_adapter(tmp_path / "low", low),
         "needs lora_extra_vocab_size of at least 3, and it is 2": str(made["saved"][0]),
     }

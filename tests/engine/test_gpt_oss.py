@@ -152,7 +152,7 @@ def test_adapters_of_attention_and_of_experts(checkpoint, exact, tmp_path):
     model = load(checkpoint, change=lambda model: made.update(adapters=change(model)), keeps=frozenset({"fp4", "experts"}))
     shelf = LoRACache(made["adapters"], model, 2, 16)
     put(shelf, tmp_path / "attention", 1)
-    with pytest.raises(AdapterError, match=r"mlp\.experts.* adds to experts, which are held in few bits on this device"):
+    with pytest.raises(AdapterError, match=r"mlp\.experts.* adds to experts, which are quantized on this device"):
         put(shelf, tmp_path / "experts", 2)
 
 

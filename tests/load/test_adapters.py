@@ -7,7 +7,7 @@ import zipfile
 import pytest
 import torch
 
-from adapters import Q_PROJ, halves, open_shelf, put, write_adapter, write_with_peft
+from adapters import Q_PROJ, halves, open_cache, put, write_adapter, write_with_peft
 from oracle import Sequences
 from quire.features.lora.cache import LoRACache
 from quire.features.lora.packing import adapt
@@ -63,12 +63,12 @@ def run(model):
 @pytest.mark.filterwarnings("ignore")
 def test_every_row_has_its_own(checkpoint, tmp_path, family):
     case = checkpoint(family)
-    model, shelf = open_shelf(case)
+    model, cache = open_cache(case)
     expected = [case.reference]
-    for place, config in enumerate(CASES[family], 1):
-        directory = tmp_path / str(place)
-        expected.append(write_with_peft(copy.deepcopy(case.reference), directory, place, r=place + 2, lora_alpha=7, **config))
-        put(shelf, directory, place)
+    for slot, config in enumerate(CASES[family], 1):
+        directory = tmp_path / str(slot)
+        expected.append(write_with_peft(copy.deepcopy(case.reference), directory, slot, r=slot + 2, lora_alpha=7, **config))
+        put(cache, directory, slot)
     with torch.inference_mode():
         logits = [expected[WANTED[row]](torch.tensor([IDS[row]])).logits[0].float() for row in range(3)]
     wanted = [*(each[:12] for each in logits), logits[2][-1:], logits[0][12:]]
@@ -76,26 +76,26 @@ def test_every_row_has_its_own(checkpoint, tmp_path, family):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
 
 
-def test_places_are_taken_and_given_back(checkpoint, tmp_path):
+def test_slots_are_filled_and_emptied(checkpoint, tmp_path):
     case = checkpoint("llama")
-    model, shelf = open_shelf(case)
+    model, cache = open_cache(case)
     paths = [write_adapter(tmp_path / str(seed), halves(Q_PROJ, 48, 48, seed=seed)) for seed in range(2)]
 
-    def answer(place):
+    def answer(slot):
         sequences = Sequences(model, 1, 20)
-        sequences.adapters = [place]
+        sequences.adapters = [slot]
         return sequences.step([(0, IDS[0])])[0]
 
-    put(shelf, paths[0], 1)
+    put(cache, paths[0], 1)
     first, plain = answer(1), answer(0)
-    put(shelf, paths[1], 1)
+    put(cache, paths[1], 1)
     second = answer(1)
-    put(shelf, paths[0], 2)
+    put(cache, paths[0], 2)
     assert torch.equal(answer(2), first) and torch.equal(answer(1), second) and torch.equal(answer(0), plain)
     assert not torch.equal(first, second) and not torch.equal(first, plain)
-    shelf.drop(2)
-    shelf.drop(2)
-    assert torch.equal(answer(2), plain) and shelf.filled == {1}
+    cache.drop(2)
+    cache.drop(2)
+    assert torch.equal(answer(2), plain) and cache.filled == {1}
 
 
 def test_positions_that_turn_by_the_longest_context(checkpoint, tmp_path):
@@ -104,8 +104,8 @@ def test_positions_that_turn_by_the_longest_context(checkpoint, tmp_path):
     case = checkpoint("phi3-longrope")
     ids = [3 + i * 7 % 190 for i in range(40)]
     theirs = write_with_peft(copy.deepcopy(case.reference), tmp_path, 1, r=2, target_modules="all-linear")
-    model, shelf = open_shelf(case)
-    put(shelf, tmp_path, 1)
+    model, cache = open_cache(case)
+    put(cache, tmp_path, 1)
     sequences = Sequences(model, 1, 40)
     sequences.adapters = [1]
     with torch.inference_mode():
@@ -115,13 +115,13 @@ def test_positions_that_turn_by_the_longest_context(checkpoint, tmp_path):
 
 def test_a_bin_file_and_other_widths(checkpoint, tmp_path):
     case = checkpoint("llama")
-    _, shelf = open_shelf(case)
+    _, cache = open_cache(case)
     found = halves(Q_PROJ, 48, 48)
     path = write_adapter(tmp_path, {name: values.bfloat16() for name, values in found.items()})
-    assert shelf.read(AdapterRef(1, "a", path)).rank == 2
+    assert cache.read(AdapterRef(1, "a", path)).rank == 2
     (tmp_path / "adapter_model.safetensors").unlink()
     torch.save(found, tmp_path / "adapter_model.bin")
-    assert shelf.read(AdapterRef(1, "b", path)).bytes == 2 * 2 * 64 * 4
+    assert cache.read(AdapterRef(1, "b", path)).bytes == 2 * 2 * 64 * 4
     for bad, message in (
         (found | {A: found[A].to_sparse()}, "is not stored as plain values"),
         (found | {A: torch.zeros(1, 1).expand(1 << 30, 1 << 30)}, "has more values than its file"),
@@ -130,11 +130,11 @@ def test_a_bin_file_and_other_widths(checkpoint, tmp_path):
         (found | {A: torch.zeros(0, 48)}, r"lora_A.* has shape \[0, 48\], and no values"),
         ({1: found[A]}, "is not a table of tensors"),
         ([found[A]], "is not a table of tensors"),
-        (found | {A.replace("weight", "default.weight"): found[A]}, "is there twice"),
+        (found | {A.replace("weight", "default.weight"): found[A]}, "occurs twice"),
     ):
         torch.save(bad, tmp_path / "adapter_model.bin")
         with pytest.raises(AdapterError, match=message):
-            shelf.read(AdapterRef(1, "c", path))
+            cache.read(AdapterRef(1, "c", path))
     torch.save(found, tmp_path / "plain.bin")
     bomb = zipfile.ZipFile(tmp_path / "adapter_model.bin", "w", zipfile.ZIP_DEFLATED)
     with zipfile.ZipFile(tmp_path / "plain.bin") as plain, bomb:
@@ -143,10 +143,10 @@ def test_a_bin_file_and_other_widths(checkpoint, tmp_path):
     with pytest.raises(
         AdapterError, match=r"adapter_model\.bin has [\d,]+ bytes, and 67,\d{3},\d{3} in it: torch\.save does not"
     ):
-        shelf.read(AdapterRef(1, "c", path))
+        cache.read(AdapterRef(1, "c", path))
     (tmp_path / "adapter_model.bin").write_bytes(b"not a file of torch's")
     with pytest.raises(AdapterError, match=r"adapter_model\.bin cannot be read"):
-        shelf.read(AdapterRef(1, "c", path))
+        cache.read(AdapterRef(1, "c", path))
 
 
 GOOD = halves(Q_PROJ, 48, 48)
@@ -202,18 +202,18 @@ BAD = {
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_what_is_wrong_is_named(bad_shelf, tmp_path, message):
+def test_what_is_wrong_is_named(bad_cache, tmp_path, message):
     tensors, config = BAD[message]
     with pytest.raises(AdapterError, match=message):
-        bad_shelf.read(AdapterRef(1, "bad", write_adapter(tmp_path, tensors, **config)))
+        bad_cache.read(AdapterRef(1, "bad", write_adapter(tmp_path, tensors, **config)))
 
 
 @pytest.fixture(scope="module")
-def bad_shelf(checkpoint):
-    return open_shelf(checkpoint("llama"))[1]
+def bad_cache(checkpoint):
+    return open_cache(checkpoint("llama"))[1]
 
 
-def test_files_that_are_no_adapters(bad_shelf, tmp_path):
+def test_files_that_are_no_adapters(bad_cache, tmp_path):
     path = write_adapter(tmp_path, GOOD)
     whole = (tmp_path / "adapter_model.safetensors").read_bytes()
     for name, content, message in (
@@ -225,21 +225,21 @@ def test_files_that_are_no_adapters(bad_shelf, tmp_path):
         before = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(content)
         with pytest.raises(AdapterError, match=message):
-            bad_shelf.read(AdapterRef(1, "bad", path))
+            bad_cache.read(AdapterRef(1, "bad", path))
         (tmp_path / name).write_bytes(before)
     for missing in ("adapter_model.safetensors", "adapter_config.json"):
         (tmp_path / missing).unlink()
         with pytest.raises(AdapterError, match=missing):
-            bad_shelf.read(AdapterRef(1, "bad", path))
+            bad_cache.read(AdapterRef(1, "bad", path))
     for nowhere in (tmp_path / "nowhere", "\0"):
         with pytest.raises(AdapterError):
-            bad_shelf.read(AdapterRef(1, "bad", str(nowhere)))
+            bad_cache.read(AdapterRef(1, "bad", str(nowhere)))
 
 
 def test_experts_one_by_one_and_as_they_once_were(checkpoint, tmp_path):
     """Each expert's matrices by themselves, of different ranks; and all in one, with inputs and outputs the other way round."""
     case = checkpoint("qwen3-moe")
-    model, shelf = open_shelf(case)
+    model, cache = open_cache(case)
     path, merged = "model.layers.1.mlp.experts", copy.deepcopy(case.reference)
     experts = merged.get_submodule(path)
     dice, tensors = torch.Generator().manual_seed(0), {}
@@ -252,7 +252,7 @@ def test_experts_one_by_one_and_as_they_once_were(checkpoint, tmp_path):
         start = 24 if name == "up_proj" else 0
         weight.data[expert, start : start + outputs] += up @ down * 4 / rank
     ranks = {f"experts.{expert}.{name}": rank for expert, name, rank in ((0, "up_proj", 1), (5, "up_proj", 3))}
-    put(shelf, write_adapter(tmp_path / "single", tensors, rank_pattern=ranks), 1)
+    put(cache, write_adapter(tmp_path / "single", tensors, rank_pattern=ranks), 1)
 
     older = copy.deepcopy(case.reference)
     experts, rank = older.get_submodule(path), 2
@@ -268,43 +268,43 @@ def test_experts_one_by_one_and_as_they_once_were(checkpoint, tmp_path):
         f"{prefix}.base_layer.lora_A.weight": down[0],
         f"{prefix}.base_layer.lora_B.weight": down[1],
     }
-    put(shelf, write_adapter(tmp_path / "older", tensors), 2)
+    put(cache, write_adapter(tmp_path / "older", tensors), 2)
     with torch.inference_mode():
         expected = [each(torch.tensor([IDS[0]])).logits[0] for each in (case.reference, merged, older)]
-    for place in (0, 1, 2):
+    for slot in (0, 1, 2):
         sequences = Sequences(model, 1, 20)
-        sequences.adapters = [place]
-        torch.testing.assert_close(sequences.step([(0, IDS[0])])[0], expected[place], atol=2e-5, rtol=2e-5)
+        sequences.adapters = [slot]
+        torch.testing.assert_close(sequences.step([(0, IDS[0])])[0], expected[slot], atol=2e-5, rtol=2e-5)
     assert len({json.dumps(each.argmax(-1).tolist()) for each in expected}) == 3
 
 
 def test_what_kernels_read_is_written_without_banks(checkpoint, tmp_path):
-    """Until somebody is beside it that kernels do not know; then it has the same numbers."""
+    """Until a row with an adapter that kernels do not support is in the batch; the logits stay the same."""
     case = checkpoint("llama")
     model = build_model(case.facts)
     adapters = adapt(model, device=torch.device("cpu"), dtype=torch.float32, tabled=(2, 16))
     load_weights(model, case.facts, device="cpu", dtype="float32")
-    shelf, table = LoRACache(adapters, model, 2, 16), adapters._table
+    cache, table = LoRACache(adapters, model, 2, 16), adapters._table
     parts = [f"base_model.model.model.layers.{layer}" for layer in (0, 2)]
     tensors = halves(f"{parts[0]}.self_attn.k_proj", 16, 48) | halves(f"{parts[0]}.self_attn.q_proj", 48, 48, 2, 1)
     tensors |= halves(f"{parts[1]}.mlp.down_proj", 48, 80, 2, 2)
-    put(shelf, write_adapter(tmp_path / "low", tensors), 1)
-    put(shelf, write_adapter(tmp_path / "head", halves("base_model.model.lm_head", 199, 48)), 2)
-    assert shelf.has_kernels_for([1]) and not any(1 in bank.places for bank in banks_of(model))
+    put(cache, write_adapter(tmp_path / "low", tensors), 1)
+    put(cache, write_adapter(tmp_path / "head", halves("base_model.model.lm_head", 199, 48)), 2)
+    assert cache.has_kernels_for([1]) and not any(1 in bank.slots for bank in banks_of(model))
     written = table._rows[1].clone()
     assert (written != 0).sum() == 9
     with torch.inference_mode():
-        assert not shelf.has_kernels_for([1, 2])
-        table.write(1, {site.path for site in adapters.sites.values() if site.kind == "linear" and 1 in site._bank.places})
+        assert not cache.has_kernels_for([1, 2])
+        table.write(1, {site.path for site in adapters.sites.values() if site.kind == "linear" and 1 in site._bank.slots})
         assert torch.equal(table._rows[1], written)
         sequences = Sequences(model, 2, 20)
         sequences.adapters = [1, 2]
-        beside = sequences.step([(row, IDS[0]) for row in range(2)])[0]
-    other, shelf = open_shelf(case)
-    put(shelf, tmp_path / "low", 1)
+        together = sequences.step([(row, IDS[0]) for row in range(2)])[0]
+    other, cache = open_cache(case)
+    put(cache, tmp_path / "low", 1)
     sequences = Sequences(other, 1, 20)
     sequences.adapters = [1]
-    torch.testing.assert_close(beside, sequences.step([(0, IDS[0])])[0], atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(together, sequences.step([(0, IDS[0])])[0], atol=2e-5, rtol=2e-5)
 
 
 def banks_of(model):

@@ -50,7 +50,7 @@ def make_bank(parts, inputs, dtype, device, gain, bias):
             numbers(total, dtype=dtype, device=device, seed=place + n) if wanted else None
             for n, wanted in ((1, gain), (2, bias))
         ]
-        bank.places[place] = LinearLoRA(low, *some)
+        bank.slots[place] = LinearLoRA(low, *some)
         for number, (start, _) in enumerate(parts):
             entry = rows[place, number * ENTRY :]
             for part in (part for part in low if part.start == start):
@@ -111,6 +111,6 @@ def test_one_token(activation, place, dtype, device):
     rows = LoRATokens(np.array([place]), torch.device(device))
     out = F.linear(x, weight, bias)
     expected = bank.gated(out, x, rows, bias, activation) if activation else bank.add(out, x, rows, bias)
-    got = kernels.one_row(x, weight, bias, tile(rows.places, torch.device(device)), table, activation)
+    got = kernels.one_row(x, weight, bias, tile(rows.slots, torch.device(device)), table, activation)
     loose = 1e-4 if dtype == torch.float32 else 5e-2
     torch.testing.assert_close(got, expected, atol=loose, rtol=loose)

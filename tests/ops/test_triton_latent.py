@@ -156,7 +156,7 @@ def test_adapters_of_what_makes_keys_and_values(dora, final, tiled, dtype, devic
         )
         for up in matrices
     ]
-    mine = torch.from_numpy(batch.final.tokens.lora.places).to(device)
+    mine = torch.from_numpy(batch.final.tokens.lora.slots).to(device)
     expected = torch.stack(of_each)[mine, torch.arange(len(query), device=device)]
     batch.final.plans.clear()
     out = LatentTriton().run_latent(spec, dataclasses.replace(latents, table=table), query, row, kv, batch, 0, final)

@@ -157,7 +157,7 @@ def test_what_is_added_to_a_row_depends_on_no_other(dtype, rank, stacked):
     bank = LinearBank()
     for place in (1, 2):
         down, up = (torch.randn(shape, generator=dice).to(dtype) for shape in ((96, rank), (rank, 80)))
-        bank.places[place] = LinearLoRA((LowRank(16, down, up),), stacked=down if stacked else None)
+        bank.slots[place] = LinearLoRA((LowRank(16, down, up),), stacked=down if stacked else None)
     x, out = (torch.randn(70, columns, generator=dice).to(dtype) for columns in (96, 96))
     places = torch.randint(0, 4, (70,), generator=dice).clamp(max=2)
     places[:3] = 0

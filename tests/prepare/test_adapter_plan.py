@@ -67,7 +67,7 @@ def test_it_is_what_the_host_makes(checkpoint, tmp_path, stored, dtype, ranks):
             path = write_adapter(tmp_path / f"{number}", tensors(dtype=stored), r=3, **config)
             found, expected = shelf._upload.read(path), on_host(shelf, adapters, path)
             assert found is not None and found.rank == 3 and found.packed.where == expected.where
-            assert (found.packed.row.numbers == expected.row.numbers).all() and same(found.flat, expected)
+            assert (found.packed.row.entries == expected.row.entries).all() and same(found.flat, expected)
         assert len(shelf._upload._plans._known) == 2  # two differ by what they are multiplied by alone
 
 
@@ -129,7 +129,7 @@ def test_what_was_read_waits_on_the_device(checkpoint, tmp_path):
     assert shelf._ready[0] is shelf._held["v2"]
     for place, ref in ((1, refs[0]), (2, refs[1])):
         shelf.put(ref, place)
-        assert same(adapters._aside[place][1], on_host(shelf, adapters, ref.path))
+        assert same(adapters._table_only[place][1], on_host(shelf, adapters, ref.path))
     assert shelf._ready is None
     shelf.read(refs[0])
     shelf.forget("v1")
@@ -148,7 +148,7 @@ def test_files_are_read_before_their_version_is_known(checkpoint, tmp_path):
     shelf.read_ahead(ahead)
     shelf.read(AdapterRef(1, "v1", path, stamp=ahead.stamp))
     shelf.put(AdapterRef(1, "v1", path), 1)
-    assert len(reads) == 1 and same(adapters._aside[1][1], on_host(shelf, adapters, path))
+    assert len(reads) == 1 and same(adapters._table_only[1][1], on_host(shelf, adapters, path))
     for later in (ahead.stamp, "", "other"):  # it was taken; files whose stamp does not tell; other files
         shelf.read_ahead(ahead if later else AdapterRef(0, "", path))
         shelf.read(AdapterRef(1, f"v{later}", path, stamp=later))

@@ -29,7 +29,7 @@ class GroupView:
 class LoRATokens:
     """The LoRA adapter slot of each token; 0: none."""
 
-    places: npt.NDArray[np.int64]  # [T] on the host; empty in a CUDA graph
+    slots: npt.NDArray[np.int64]  # [T] adapter slots, on the host; empty in a CUDA graph
     device: torch.device  # of the batch
     tiles: AdapterTiles | None = None  # tokens sorted by adapter, for kernels; None: kernels do not support these adapters
 
@@ -38,22 +38,22 @@ class LoRATokens:
         """Return the slots in use, each with its tokens [n] int64 (None: all tokens). Empty if kernels do it."""
         if self.tiles is not None:
             return ()
-        places = np.unique(self.places).tolist()
-        if len(places) == 1:
-            return tuple((place, None) for place in places if place)
-        return tuple((place, self._tokens_of(place)) for place in places if place)
+        slots = np.unique(self.slots).tolist()
+        if len(slots) == 1:
+            return tuple((slot, None) for slot in slots if slot)
+        return tuple((slot, self._tokens_of(slot)) for slot in slots if slot)
 
     @cached_property
     def sorted(self) -> AdapterTiles:
         """Return `tiles`, made here if other layers run without kernels."""
-        return tile(self.places, self.device) if self.tiles is None else self.tiles
+        return tile(self.slots, self.device) if self.tiles is None else self.tiles
 
     def take(self, tokens: npt.NDArray[np.integer]) -> "LoRATokens":
-        places = self.places[tokens]
-        return LoRATokens(places, self.device, None if self.tiles is None else tile(places, self.device))
+        slots = self.slots[tokens]
+        return LoRATokens(slots, self.device, None if self.tiles is None else tile(slots, self.device))
 
-    def _tokens_of(self, place: int) -> Tensor:
-        return torch.from_numpy(np.flatnonzero(self.places == place)).to(self.device, non_blocking=True)
+    def _tokens_of(self, slot: int) -> Tensor:
+        return torch.from_numpy(np.flatnonzero(self.slots == slot)).to(self.device, non_blocking=True)
 
 
 @dataclass(frozen=True)

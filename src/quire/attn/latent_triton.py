@@ -339,8 +339,8 @@ def _adapted(batch: Batch, few: Ints, firsts: Ints) -> tuple[AdapterTiles | None
     lora = batch.tokens.lora
     if lora is None:
         return None, None
-    places, device = lora.places, lora.device
-    return tile(places[few], device) if len(few) else None, tile(places[firsts], device)
+    slots, device = lora.slots, lora.device
+    return tile(slots[few], device) if len(few) else None, tile(slots[firsts], device)
 
 
 def _cut(count: Ints, length: Ints, alone: Mask, several: Mask, tokens: int) -> tuple[Cuts, Ints]:

@@ -131,7 +131,7 @@ class EngineCore:
             self._land(*self._flights.popleft())
         if self.constraints.begun:
             self.constraints.before_plan(self.depth, self.step_in_flight)
-        if self.adapters.places:
+        if self.adapters.slots:
             self.adapters.turn()
         scheduled = self.scheduler.schedule(self._clock())
         self.tokens, self.rows = (0, 0) if scheduled is None else (scheduled.plan.tokens, len(scheduled.plan.slot))

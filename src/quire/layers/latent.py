@@ -135,19 +135,19 @@ class LatentAttention(nn.Module):
             return self._run(query, rows, batch, self.latents())
         if bank.table is not None:
             return self._run(query, rows, batch, self.latents(table=bank.table))
-        if not any(place in bank.places for place, _ in lora.groups):
+        if not any(slot in bank.slots for slot, _ in lora.groups):
             return self._run(query, rows, batch, self.latents())
-        places = lora.places[[start for start, _, _ in batch.rows]]  # the keys and values of a row depend on its adapter
+        slots = lora.slots[[start for start, _, _ in batch.rows]]  # the keys and values of a row depend on its adapter
         shape, out = len(query), query.new_zeros(0)
-        for place in np.unique(np.where(np.isin(places, [*bank.places]), places, 0)).tolist():
-            some = np.flatnonzero(places == place if place else ~np.isin(places, [*bank.places])).tolist()
+        for slot in np.unique(np.where(np.isin(slots, [*bank.slots]), slots, 0)).tolist():
+            some = np.flatnonzero(slots == slot if slot else ~np.isin(slots, [*bank.slots])).tolist()
             part = take_rows(batch, some)
             index = part.final if self.last else part.tokens
             asked = query[index]
             if self.last and len(part.batch.final.ids) > len(asked):  # a token without a query: it is not final
                 asked = torch.cat((asked, asked.new_zeros(1, *asked.shape[1:])))
-            numbers = bank.places.get(place)
-            found = self._run(asked, rows[part.tokens], part.batch, self.latents(None if numbers is None else numbers.whole))
+            weights = bank.slots.get(slot)
+            found = self._run(asked, rows[part.tokens], part.batch, self.latents(None if weights is None else weights.whole))
             out = out if len(out) else found.new_empty(shape, found.shape[1])
             out[index] = found[: len(index)]
         return out

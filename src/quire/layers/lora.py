@@ -23,21 +23,21 @@ from quire.ops.arguments import AdapterTable, ExpertBiases, Inner
 GEMM_ROWS = 16  # rows of every GEMM on a CPU: a fixed count makes a token's sums independent of the other tokens
 LOW_RANK_ROWS = 4  # the same for low-rank GEMMs, where padding one token to 16 rows would cost too much
 
-Numbers = TypeVar("Numbers")
+Weights = TypeVar("Weights")
 
 
-class Bank(Generic[Numbers]):
+class Bank(Generic[Weights]):
     """The weights of every adapter on the device that changes the layer, by adapter slot."""
 
     def __init__(self) -> None:
-        self.places: dict[int, Numbers] = {}
+        self.slots: dict[int, Weights] = {}
 
-    def of(self, rows: LoRATokens | None) -> Iterator[tuple[Numbers, Tensor | None]]:
+    def of(self, rows: LoRATokens | None) -> Iterator[tuple[Weights, Tensor | None]]:
         """Yield the weights that tokens of the batch use, each with its tokens [n] (None: all tokens)."""
         if rows is not None:
-            for place, tokens in rows.groups:
-                if place in self.places:
-                    yield self.places[place], tokens
+            for slot, tokens in rows.groups:
+                if slot in self.slots:
+                    yield self.slots[slot], tokens
 
 
 @dataclass(frozen=True)
@@ -158,14 +158,14 @@ class LinearBank(Bank[LinearLoRA]):
     table: AdapterTable | None = None  # addresses of the same weights, for kernels
     on_change: Callable[[int, LinearLoRA | None], None] | None = None  # called with every change; None: the slot is empty
 
-    def put(self, place: int, numbers: LinearLoRA) -> None:
-        self.places[place] = numbers
+    def put(self, slot: int, weights: LinearLoRA) -> None:
+        self.slots[slot] = weights
         if self.on_change is not None:
-            self.on_change(place, numbers)
+            self.on_change(slot, weights)
 
-    def drop(self, place: int) -> None:
-        if self.places.pop(place, None) is not None and self.on_change is not None:
-            self.on_change(place, None)
+    def drop(self, slot: int) -> None:
+        if self.slots.pop(slot, None) is not None and self.on_change is not None:
+            self.on_change(slot, None)
 
     def add(self, out: Tensor, x: Tensor, rows: LoRATokens | None, own: Tensor | None) -> Tensor:
         """Return out [T, outputs] of x [T, inputs] with each token's adapter applied. May overwrite `out`. Overridable by
@@ -175,13 +175,13 @@ class LinearBank(Bank[LinearLoRA]):
         if self.table is not None and rows is not None and rows.tiles is not None:
             return add_tiled(out, x, rows.tiles, self.table, own)
         flat, given = x.reshape(-1, x.shape[-1]), out.reshape(-1, out.shape[-1])
-        for numbers, tokens in self.of(rows):
-            if numbers.simple and flat.device.type == "cpu":
-                numbers.add_to(given, flat, tokens)
+        for weights, tokens in self.of(rows):
+            if weights.simple and flat.device.type == "cpu":
+                weights.add_to(given, flat, tokens)
             elif tokens is None:
-                given = numbers.change(given, flat, own)
+                given = weights.change(given, flat, own)
             else:
-                given[tokens] = numbers.change(given[tokens], flat[tokens], own)
+                given[tokens] = weights.change(given[tokens], flat[tokens], own)
         return given.view(out.shape)
 
     def gated(self, out: Tensor, x: Tensor, rows: LoRATokens, own: Tensor | None, activation: str) -> Tensor:
@@ -201,10 +201,10 @@ class HeadBank(LinearBank):
         """
         own = logits.shape[1]
         wide = F.pad(logits, (0, self.more), value=-torch.inf)
-        for numbers, tokens in self.of(rows):
-            if numbers.more is not None:
-                some, columns = slice(None) if tokens is None else tokens, slice(own, own + numbers.more.shape[1])
-                wide[some, columns] = shape(times(hidden[some], numbers.more).float())
+        for weights, tokens in self.of(rows):
+            if weights.more is not None:
+                some, columns = slice(None) if tokens is None else tokens, slice(own, own + weights.more.shape[1])
+                wide[some, columns] = shape(times(hidden[some], weights.more).float())
         return wide
 
 
@@ -224,23 +224,23 @@ class EmbeddingBank(Bank[EmbeddingLoRA]):
 
     def add(self, x: Tensor, ids: Tensor, rows: LoRATokens | None, theirs: Tensor | None = None) -> Tensor:
         """Return x [T, size] of ids [T] with adapters applied. May overwrite x. theirs [T]: tokens that another rank holds."""
-        for numbers, tokens in self.of(rows):
+        for weights, tokens in self.of(rows):
             some = slice(None) if tokens is None else tokens
-            found = x[some] if numbers.whole is None else F.embedding(ids[some], numbers.whole).to(x.dtype)
-            if numbers.other is not None:
-                found = numbers.other.look_up(ids[some], found)
-            if numbers.down is not None and numbers.up is not None:
-                found = found + times(F.embedding(ids[some], numbers.down), numbers.up)
+            found = x[some] if weights.whole is None else F.embedding(ids[some], weights.whole).to(x.dtype)
+            if weights.other is not None:
+                found = weights.other.look_up(ids[some], found)
+            if weights.down is not None and weights.up is not None:
+                found = found + times(F.embedding(ids[some], weights.down), weights.up)
             x[some] = found if theirs is None else found.masked_fill(theirs[some].unsqueeze(1), 0.0)
         return x
 
     def add_more(self, x: Tensor, ids: Tensor, rows: LoRATokens | None, own: int) -> Tensor:
         """Overwrite x [T, size] where ids [T] are added vocabulary, beyond the model's `own` tokens."""
-        for numbers, tokens in self.of(rows):
-            if numbers.more is not None:
+        for weights, tokens in self.of(rows):
+            if weights.more is not None:
                 some = slice(None) if tokens is None else tokens
                 beyond = ids[some] - own
-                found = F.embedding(beyond.clamp(0, len(numbers.more) - 1), numbers.more).to(x.dtype)
+                found = F.embedding(beyond.clamp(0, len(weights.more) - 1), weights.more).to(x.dtype)
                 x[some] = torch.where((beyond >= 0).unsqueeze(1), found, x[some])
         return x
 
@@ -274,13 +274,13 @@ class ExpertsBank(Bank[ExpertsLoRA]):
         self, out: Tensor, x: Tensor, weights: Tensor, experts: Tensor, rows: LoRATokens | None, layer: FloatExperts
     ) -> Tensor:
         """Return out [T, H] of x [T, H], with the tokens whose adapter changes experts recomputed."""
-        for numbers, tokens in self.of(rows):
+        for lora, tokens in self.of(rows):
             some = slice(None) if tokens is None else tokens
-            out[some] = _run_experts(x[some], weights[some], experts[some], layer, numbers)
+            out[some] = _run_experts(x[some], weights[some], experts[some], layer, lora)
         return out
 
 
-def _run_experts(x: Tensor, weights: Tensor, experts: Tensor, layer: FloatExperts, numbers: ExpertsLoRA) -> Tensor:
+def _run_experts(x: Tensor, weights: Tensor, experts: Tensor, layer: FloatExperts, lora: ExpertsLoRA) -> Tensor:
     out, biases = torch.zeros_like(x, dtype=torch.float32), layer.biases
     for expert in sorted({*experts.flatten().tolist()}):
         mine, which = (experts == expert).nonzero(as_tuple=True)
@@ -288,14 +288,14 @@ def _run_experts(x: Tensor, weights: Tensor, experts: Tensor, layer: FloatExpert
         inner = F.linear(some, layer.up[expert])
         if biases is not None:
             inner = inner + biases.up[expert]
-        if numbers.up is not None:
-            inner = inner + times(times(some, numbers.up[0][expert]), numbers.up[1][expert])
+        if lora.up is not None:
+            inner = inner + times(times(some, lora.up[0][expert]), lora.up[1][expert])
         inner = reference_gated(inner, layer.activation)
         back = F.linear(inner, layer.down[expert])
         if biases is not None and biases.down is not None:
             back = back + biases.down[expert]
-        if numbers.down is not None:
-            back = back + times(times(inner, numbers.down[0][expert]), numbers.down[1][expert])
+        if lora.down is not None:
+            back = back + times(times(inner, lora.down[0][expert]), lora.down[1][expert])
         out.index_add_(0, mine, back.float() * weights[mine, which].unsqueeze(1))
     return out.to(x.dtype)
 

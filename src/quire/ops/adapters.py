@@ -27,30 +27,30 @@ def make_table(entries: Tensor, stride: int, ranks: int, parts: Sequence[tuple[i
     return AdapterTable(entries, stride, ranks, blocks_on_device, unit, len(parts))
 
 
-def tile(places: npt.NDArray[np.int64], device: torch.device) -> AdapterTiles:
-    """Return the tokens sorted by adapter. places [T]: adapter slot of each token; 0: none."""
-    firsts = np.flatnonzero(np.diff(places, prepend=-1))  # first of adjacent tokens with the same adapter
-    distinct, groups = np.unique(places[firsts], return_inverse=True)
+def tile(slots: npt.NDArray[np.int64], device: torch.device) -> AdapterTiles:
+    """Return the tokens sorted by adapter. slots [T]: adapter slot of each token; 0: none."""
+    firsts = np.flatnonzero(np.diff(slots, prepend=-1))  # first of adjacent tokens with the same adapter
+    distinct, groups = np.unique(slots[firsts], return_inverse=True)
     count = len(firsts)
     room = -(-(count + 1) // 4) * 4  # each array begins at a multiple of 16 bytes
     packed = np.zeros((3, room), np.int32)
-    packed[0, :count], packed[1, :count], packed[1, count], packed[2, : len(distinct)] = groups, firsts, len(places), distinct
+    packed[0, :count], packed[1, :count], packed[1, count], packed[2, : len(distinct)] = groups, firsts, len(slots), distinct
     sent = torch.from_numpy(packed)
     sent = sent.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else sent
-    return sort_rows(sent[0, :count], sent[1, : count + 1], sent[2, :count], len(places), len(distinct))
+    return sort_rows(sent[0, :count], sent[1, : count + 1], sent[2, :count], len(slots), len(distinct))
 
 
-def sort_rows(groups: Tensor, starts: Tensor, places: Tensor, tokens: int, most: int) -> AdapterTiles:
+def sort_rows(groups: Tensor, starts: Tensor, slots: Tensor, tokens: int, most: int) -> AdapterTiles:
     """Return the tokens of rows sorted by adapter.
 
     groups: [R] int32 group of each row, from 0 without gaps
     starts: [R + 1] int32 of the rows among the tokens
-    places: [R] int32 adapter slot of each group
+    slots: [R] int32 adapter slot of each group
     most: upper bound of the number of groups
     """
     from quire.ops.kernels import adapters
 
-    return adapters.sort(groups, starts, places, tokens, most)
+    return adapters.sort(groups, starts, slots, tokens, most)
 
 
 def add_tiled(

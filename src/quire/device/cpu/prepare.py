@@ -123,9 +123,9 @@ class CompiledBody:
 
     def _find_plain(self, batch: Batch, adapters: LoRATokens) -> list[int]:
         """Return the rows without an adapter or with one that the compiled body supports."""
-        places = adapters.places[[start for start, _, _ in batch.rows]]
+        slots = adapters.slots[[start for start, _, _ in batch.rows]]
         known = self.compiled.know(adapters) if isinstance(self.compiled, Segments) else []
-        return np.flatnonzero(np.isin(places, [0, *known])).tolist()
+        return np.flatnonzero(np.isin(slots, [0, *known])).tolist()
 
     def _run_split(self, x: Tensor, batch: Batch, last: Sequence[int]) -> Tensor:
         """Run the other rows, then the rows in `last`."""

@@ -180,25 +180,25 @@ class LowRankTable:
     def address(self) -> int:
         return int(self._header.ctypes.data)
 
-    def grow(self, place: int) -> None:
+    def grow(self, slot: int) -> None:
         """Make room for an entry of this adapter slot."""
-        if place >= len(self._entries):
-            more = np.zeros((2 * place, self._entries.shape[1]), np.int64)
+        if slot >= len(self._entries):
+            more = np.zeros((2 * slot, self._entries.shape[1]), np.int64)
             more[: len(self._entries)] = self._entries
             self._entries, self._header[2] = more, more.ctypes.data
 
-    def write(self, place: int, numbers: LinearLoRA | None) -> None:
-        self.grow(place)
-        self._tensors.pop(place, None)
-        self._entries[place] = 0
-        if numbers is None:
+    def write(self, slot: int, weights: LinearLoRA | None) -> None:
+        self.grow(slot)
+        self._tensors.pop(slot, None)
+        self._entries[slot] = 0
+        if weights is None:
             return
-        down, ups = numbers.narrow, [part.up.float().contiguous() for part in numbers.parts]
-        self._tensors[place] = [down, *ups]
+        down, ups = weights.narrow, [part.up.float().contiguous() for part in weights.parts]
+        self._tensors[slot] = [down, *ups]
         entry = [down.data_ptr(), down.shape[1]]
-        for part, up in zip(numbers.parts, ups, strict=True):
+        for part, up in zip(weights.parts, ups, strict=True):
             entry += [up.data_ptr(), len(up), part.start, up.shape[1]]
-        self._entries[place, : len(entry)] = entry
+        self._entries[slot, : len(entry)] = entry
 
 
 class LowRankTables:
@@ -221,20 +221,20 @@ class LowRankTables:
     def subscribe(self) -> None:
         """Write current and future values of all banks to the tables."""
         for bank in self._tables:
-            bank.on_change = lambda place, numbers, bank=bank: self._update(bank, place, numbers)
-            for place, numbers in bank.places.items():
-                self._update(bank, place, numbers)
+            bank.on_change = lambda slot, weights, bank=bank: self._update(bank, slot, weights)
+            for slot, weights in bank.slots.items():
+                self._update(bank, slot, weights)
 
-    def supported(self, places: Iterable[int]) -> list[int]:
+    def supported(self, slots: Iterable[int]) -> list[int]:
         """Return the adapter slots that the kernels support completely, and make room for all of them."""
-        asked = list(places)
-        if max(asked, default=0) > self._largest:
-            self._largest = max(asked)
+        used = list(slots)
+        if max(used, default=0) > self._largest:
+            self._largest = max(used)
             for table in self._tables.values():
                 table.grow(self._largest)
-        return [place for place in asked if not self._unusual.get(place)]
+        return [slot for slot in used if not self._unusual.get(slot)]
 
-    def _update(self, bank: LinearBank, place: int, numbers: LinearLoRA | None) -> None:
-        simple = numbers is None or (numbers.simple and len(numbers.parts) <= MAX_PARTS)
-        (self._unusual.setdefault(place, set()).discard if simple else self._unusual.setdefault(place, set()).add)(bank)
-        self._tables[bank].write(place, numbers if simple else None)
+    def _update(self, bank: LinearBank, slot: int, weights: LinearLoRA | None) -> None:
+        simple = weights is None or (weights.simple and len(weights.parts) <= MAX_PARTS)
+        (self._unusual.setdefault(slot, set()).discard if simple else self._unusual.setdefault(slot, set()).add)(bank)
+        self._tables[bank].write(slot, weights if simple else None)

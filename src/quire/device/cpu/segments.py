@@ -100,14 +100,14 @@ class BoundSegments:
         result: Tensor,
         stages: Sequence[tuple[Bind, Sequence[BoundAttention | BoundSum]]],
         memory: Memory,
-        places: Tensor | None = None,
+        slots: Tensor | None = None,
     ) -> None:
         """Bind stages to memory.
 
         source, result: [C, columns].
-        places: adapter slots of the tokens, [C, 1], zero at first.
+        slots: adapter slots of the tokens, [C, 1], zero at first.
         """
-        self._places, self._adapted = places, False  # whether any is not zero
+        self._adapter_slots, self._adapted = slots, False  # whether any is not zero
         self._source, self._result, self._memory = source, result, memory  # [C, columns]
         self._binds = [bind for bind, _ in stages]
         self._boundaries = [following for _, following in stages]
@@ -131,13 +131,13 @@ class BoundSegments:
 
     def _place(self, batch: Batch) -> None:
         """Write the adapter slot of each token; reset those of the last step."""
-        if self._places is None:
+        if self._adapter_slots is None:
             return
         lora = batch.tokens.lora
         self._adapted = lora is not None
-        self._places.zero_()
+        self._adapter_slots.zero_()
         if lora is not None:
-            self._places[: len(batch.ids), 0] = torch.from_numpy(lora.places)
+            self._adapter_slots[: len(batch.ids), 0] = torch.from_numpy(lora.slots)
 
     def _bind(self, tokens: int) -> list[Call]:
         if len(self._calls) >= MAX_BOUND_SIZES:
@@ -171,7 +171,7 @@ class Segments:
         whole: the decoder itself will not run again, so its float matrices are freed, unless `held`.
         """
         segments, self._first, self._last = trace.segments, trace.first, trace.last
-        self._places, self._tables = trace.places, trace.tables
+        self._adapter_slots, self._tables = trace.slots, trace.tables
         # tokens from which the decoder itself is faster
         self.too_many = NEVER if whole else dequantize_from(trace.quickly)
         scratch = Scratch()
@@ -196,7 +196,7 @@ class Segments:
 
     def know(self, adapters: LoRATokens) -> list[int]:
         """Return the adapter slots whose LoRA it adds."""
-        return [] if self._tables is None else self._tables.supported(place for place, _ in adapters.groups)
+        return [] if self._tables is None else self._tables.supported(slot for slot, _ in adapters.groups)
 
     def find_rows(self, batch: Batch) -> list[int]:  # noqa: ARG002
         """Return no rows: none of a batch that does not suit are worth a separate run."""
@@ -208,7 +208,9 @@ class Segments:
             if self._bound is None or not self._bound.suits(len(x)):
                 self._bound = self._lay(len(x))
             return self._bound.run(x, batch)
-        values = {self._first: x} if self._places is None else {self._first: x, self._places: _places_of(batch)}
+        values = (
+            {self._first: x} if self._adapter_slots is None else {self._first: x, self._adapter_slots: _adapter_slots_of(batch)}
+        )
         for stage in self._stages:
             results = stage.session.run(*[values[symbol] for symbol in stage.read])
             values.update(zip(stage.made, results, strict=True))
@@ -221,9 +223,9 @@ class Segments:
     def _lay(self, rows: int) -> BoundSegments:
         memory = Memory(capacity_for(rows))
         values = {self._first: memory.take(self._first.columns)}
-        source, stages, places = values[self._first], [], None
-        if self._places is not None:
-            places = values[self._places] = memory.take(1).zero_()
+        source, stages, slots = values[self._first], [], None
+        if self._adapter_slots is not None:
+            slots = values[self._adapter_slots] = memory.take(1).zero_()
         for stage in self._stages:
             values.update((symbol, memory.take(symbol.columns)) for symbol in stage.made)
             bind = partial(_bind, stage.session, [values[s] for s in stage.read], [values[s] for s in stage.made])
@@ -242,7 +244,7 @@ class Segments:
                 matrix = values.pop(symbol)
                 if all(matrix is not other for other in values.values()):
                     memory.give(matrix)
-        return BoundSegments(source, values[self._last], stages, memory, places)
+        return BoundSegments(source, values[self._last], stages, memory, slots)
 
 
 def _are_single(batch: Batch) -> bool:
@@ -250,12 +252,12 @@ def _are_single(batch: Batch) -> bool:
     return len(batch.ids) == len(batch.rows) and batch.logit_tokens is None
 
 
-def _places_of(batch: Batch) -> Tensor:
+def _adapter_slots_of(batch: Batch) -> Tensor:
     """Return the adapter slot of each token, [T, 1] float32."""
     lora = batch.tokens.lora
     if lora is None:
         return torch.zeros(len(batch.ids), 1)
-    return torch.from_numpy(lora.places).float().unsqueeze(1)
+    return torch.from_numpy(lora.slots).float().unsqueeze(1)
 
 
 def _bind(session: Session, inputs: Sequence[Tensor], outputs: Sequence[Tensor], rows: int) -> Call:

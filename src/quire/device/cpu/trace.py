@@ -229,7 +229,7 @@ def _attend(attention: SelfAttention, qkv: Symbol, batch: "TracedBatch") -> Symb
     lora, final = batch.tokens.lora, batch.final.tokens.lora
     if attention.last and lora is not None and final is not None:
         final.known = True
-        qkv.segments[-1].boundaries.append(Boundary(None, lora.places, final.places))
+        qkv.segments[-1].boundaries.append(Boundary(None, lora.slots, final.slots))
     qkv.segments.append(Segment())
     return target
 
@@ -280,7 +280,7 @@ def _add_lora(bank: LinearBank, out: Symbol, x: Symbol, lora: "TracedLoRA", own:
         raise Untraceable("LoRA of tokens that no attention dropped")
     table = lora.tables.of(bank, x.columns)
     emit: Emit = lambda graph, names: graph.add("LowRank", names, table=table.address)  # noqa: E731
-    return out.then(emit, x, lora.places, columns=[out.columns])[0]
+    return out.then(emit, x, lora.slots, columns=[out.columns])[0]
 
 
 OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -307,7 +307,7 @@ class Trace:
     segments: list[Segment]
     first: Symbol
     last: Symbol
-    places: Symbol | None = None  # adapter slots of the tokens, if LoRA is traced
+    slots: Symbol | None = None  # adapter slots of the tokens, if LoRA is traced
     tables: LowRankTables | None = None
 
     @property
@@ -330,7 +330,7 @@ class Trace:
 class TracedLoRA:
     """Stand for the LoRA adapters of tokens (`LoRATokens`)."""
 
-    places: Symbol
+    slots: Symbol
     tables: LowRankTables
     known: bool = True  # whether the adapter slots are known after the latest segment
     tiles = None
@@ -365,6 +365,6 @@ def trace_body(body: Callable[[Any, Any], Any], columns: int, tables: LowRankTab
     first = Symbol(segments, columns)
     if tables is None:
         return Trace(segments, first, body(first, TracedBatch()))
-    places = Symbol(segments, 1)
+    slots = Symbol(segments, 1)
     final = TracedBatch(TracedLoRA(Symbol(segments, 1), tables, known=False))
-    return Trace(segments, first, body(first, TracedBatch(TracedLoRA(places, tables), final)), places, tables)
+    return Trace(segments, first, body(first, TracedBatch(TracedLoRA(slots, tables), final)), slots, tables)

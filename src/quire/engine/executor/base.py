@@ -53,13 +53,13 @@ class Executor(Protocol):
         `read_adapter`.
         """
 
-    def put_adapter(self, ref: AdapterRef, place: int) -> None:
+    def put_adapter(self, ref: AdapterRef, slot: int) -> None:
         """Copy a read adapter to the device, between steps. Rows of later steps with this slot run with it.
 
-        place: adapter slot, from 1 on. No request may use the adapter that is in it.
+        slot: adapter slot, from 1 on. No request may use the adapter that is in it.
         """
 
-    def drop_adapter(self, place: int) -> None:
+    def drop_adapter(self, slot: int) -> None:
         """Free an adapter slot on the device, between steps. No request may use it; it may be empty already."""
 
     def forget_adapter(self, version: str) -> None:

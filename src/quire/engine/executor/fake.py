@@ -148,13 +148,13 @@ class FakeExecutor:
     def read_ahead(self, ref: AdapterRef) -> None:
         pass
 
-    def put_adapter(self, ref: AdapterRef, place: int) -> None:
+    def put_adapter(self, ref: AdapterRef, slot: int) -> None:
         if ref.version not in self._read:
-            raise EngineError(f"{ref.path} was not read, so it cannot be put in adapter slot {place}")
-        self.adapters[place] = ref.version
+            raise EngineError(f"{ref.path} was not read, so it cannot be put in adapter slot {slot}")
+        self.adapters[slot] = ref.version
 
-    def drop_adapter(self, place: int) -> None:
-        self.adapters.pop(place, None)
+    def drop_adapter(self, slot: int) -> None:
+        self.adapters.pop(slot, None)
 
     def forget_adapter(self, version: str) -> None:
         self._read.pop(version, None)
@@ -201,10 +201,10 @@ class FakeExecutor:
         self.sums[plan.copy_to] = self.sums[plan.copy_from]
 
     def _flavour(self, admission: Admission) -> int:
-        place = admission.extras.adapter_slot
-        if place and place not in self.adapters:
-            raise EngineError(f"a row uses adapter slot {place}, which is empty")
-        return flavour(self.adapters[place]) if place else 0
+        slot = admission.extras.adapter_slot
+        if slot and slot not in self.adapters:
+            raise EngineError(f"a row uses adapter slot {slot}, which is empty")
+        return flavour(self.adapters[slot]) if slot else 0
 
     # ---- the rows --------------------------------------------------------------------------------------------------------
 
@@ -221,9 +221,9 @@ class FakeExecutor:
         for i in np.flatnonzero(~single):
             positions = np.arange(end[i] - count[i], end[i])
             self._write_span(int(slots[i]), positions, lost)
-        places = spans(end - count, count)  # [tokens] the position of each
-        sampled = self._sample(plan, slots[plan.sample_row], places[plan.outputs.sample_after] + 1, masks)
-        lengths = self._accept(plan, sampled, places)
+        positions = spans(end - count, count)  # [tokens]
+        sampled = self._sample(plan, slots[plan.sample_row], positions[plan.outputs.sample_after] + 1, masks)
+        lengths = self._accept(plan, sampled, positions)
         kept = spans(np.searchsorted(plan.sample_row, np.arange(len(slots))), lengths)  # the samples that count
         ids, row = sampled[kept], plan.sample_row[kept]
         self.cursor[slots] = end - np.where(plan.sample, 1 + plan.drafts - lengths, 0)
@@ -232,10 +232,10 @@ class FakeExecutor:
             for slot in slots[plan.drafts > 0].tolist():
                 if self._states[slot] != LOST:
                     self._states[slot] = self.tokens[slot, : self.cursor[slot]].tobytes()
-        self.tokens[slots[row], places[plan.outputs.sample_after[kept]] + 1] = ids
+        self.tokens[slots[row], positions[plan.outputs.sample_after[kept]] + 1] = ids
         self.known[slots] = np.where(plan.sample, self.cursor[slots] + 1, self.known[slots])
         self._propose(slots[plan.sample])
-        logprobs, scores = self._score(plan, slots, ids, row, places)
+        logprobs, scores = self._score(plan, slots, ids, row, positions)
         bad = {slot for step, slot in self.faults.rows if step == plan.step}
         failed = {int(i): "failed on order" for i in np.flatnonzero(np.isin(slots, list(bad)))} if bad else {}
         if failed:
@@ -244,7 +244,7 @@ class FakeExecutor:
         drafts = {row: self._drafts(int(slots[row])) for row in masked if self._guess is not None}
         pool = plan.outputs.pool
         owner = plan.shapes.rows_of(pool)
-        pooled = {row: places[pool[owner == row]].astype(np.float32)[:, None] for row in np.unique(owner).tolist()}
+        pooled = {row: positions[pool[owner == row]].astype(np.float32)[:, None] for row in np.unique(owner).tolist()}
         return StepResult(plan.step, lengths, ids, logprobs, scores, pooled, drafts, failed)
 
     def _check_rows(self, plan: StepPlan, slots: Longs, end: Longs, count: Longs) -> None:
@@ -301,12 +301,12 @@ class FakeExecutor:
                 sampled[i] = self.model.without(int(sampled[i]), admission.stop_ids)
         return sampled
 
-    def _accept(self, plan: StepPlan, sampled: Ints, places: Ints) -> Ints:
+    def _accept(self, plan: StepPlan, sampled: Ints, positions: Ints) -> Ints:
         """Return [rows] how many of the sampled tokens are kept: those before the first wrong draft, and one."""
         lengths = plan.sample.astype(np.int32)
         for row in np.flatnonzero(plan.drafts).tolist():
             index = np.flatnonzero(plan.sample_row == row)
-            drafts = self.tokens[plan.slot[row], places[plan.outputs.sample_after[index[1:]]]]
+            drafts = self.tokens[plan.slot[row], positions[plan.outputs.sample_after[index[1:]]]]
             wrong = np.flatnonzero(sampled[index[:-1]] != drafts)
             lengths[row] += wrong[0] if len(wrong) else len(drafts)
         return lengths
@@ -382,7 +382,7 @@ class FakeExecutor:
         return digest
 
     def _score(
-        self, plan: StepPlan, slots: Longs, ids: Ints, row: Ints, places: Ints
+        self, plan: StepPlan, slots: Longs, ids: Ints, row: Ints, positions: Ints
     ) -> tuple[dict[int, TopLogprobs], dict[int, TopLogprobs]]:
         """Return the logprobs of sampled tokens and of prompt tokens."""
         logprobs, prompt_logprobs = {}, {}
@@ -393,7 +393,7 @@ class FakeExecutor:
         scored = plan.outputs.prompt_logprobs
         rows = plan.shapes.rows_of(scored)
         for i in np.unique(rows).tolist():
-            chosen = self.tokens[slots[i], places[scored[rows == i]] + 1]
+            chosen = self.tokens[slots[i], positions[scored[rows == i]] + 1]
             prompt_logprobs[i] = self._top(chosen, self.admissions[int(slots[i])].params.prompt_logprobs or 0)
         return logprobs, prompt_logprobs
 

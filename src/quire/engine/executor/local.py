@@ -93,14 +93,14 @@ class LocalExecutor:
     def read_ahead(self, ref: AdapterRef) -> None:
         self._runner.part(LoRAPart).cache.read_ahead(ref)
 
-    def put_adapter(self, ref: AdapterRef, place: int) -> None:
+    def put_adapter(self, ref: AdapterRef, slot: int) -> None:
         try:
-            self._runner.part(LoRAPart).cache.put(ref, place)
+            self._runner.part(LoRAPart).cache.put(ref, slot)
         except AcceleratorError as error:
             raise device_lost(error) from error
 
-    def drop_adapter(self, place: int) -> None:
-        self._runner.part(LoRAPart).cache.drop(place)
+    def drop_adapter(self, slot: int) -> None:
+        self._runner.part(LoRAPart).cache.drop(slot)
 
     def forget_adapter(self, version: str) -> None:
         self._runner.part(LoRAPart).cache.forget(version)
@@ -192,30 +192,30 @@ class DividedExecutor(LocalExecutor):
         self._workers.read_adapter(ref)
         super().read_ahead(ref)
 
-    def put_adapter(self, ref: AdapterRef, place: int) -> None:
+    def put_adapter(self, ref: AdapterRef, slot: int) -> None:
         self._refuse(ref, self._ask_others("hold_adapter", ref.version))
-        self._send_others("put_adapter", ref.version, place)
+        self._send_others("put_adapter", ref.version, slot)
         try:
-            super().put_adapter(ref, place)
+            super().put_adapter(ref, slot)
         except AdapterError:
             self._workers.answers()
-            self._drop(place)
+            self._drop(slot)
             raise
         wrong = self._workers.answers()
         if any(wrong):
-            self._drop(place)
+            self._drop(slot)
         self._refuse(ref, wrong)
 
-    def drop_adapter(self, place: int) -> None:
-        self._drop(place)
+    def drop_adapter(self, slot: int) -> None:
+        self._drop(slot)
 
     def forget_adapter(self, version: str) -> None:
         super().forget_adapter(version)
         self._ask_others("forget_adapter", version)
 
-    def _drop(self, place: int) -> None:
-        super().drop_adapter(place)
-        self._ask_others("drop_adapter", place)
+    def _drop(self, slot: int) -> None:
+        super().drop_adapter(slot)
+        self._ask_others("drop_adapter", slot)
 
     def _refuse(self, ref: AdapterRef, wrong: Sequence[Sequence[str]]) -> None:
         """Raise what is wrong on the other ranks (`features.lora.cache.Wrong`)."""

@@ -1,4 +1,4 @@
-"""The LoRA adapters of one rank: those that were read lie in host memory by version, and are copied to device slots.
+"""The LoRA adapters of one rank: files are read into host memory and copied to device slots.
 
 `RankAdapters` drives the cache of a rank other than the first, which reads the same files at the same time in its own thread:
 
@@ -27,16 +27,16 @@ from quire.models.decoder import Decoder
 from quire.types.adapter import AdapterFacts, AdapterRef
 from quire.types.errors import AdapterError, EngineError, QuireError, RequestError
 
-PINNED = 1 << 31  # bytes of host memory at the start, at most
+MAX_PINNED_BYTES = 1 << 31  # of host memory that is pinned at the start
 
 
 @dataclass(frozen=True)
 class WholeModel:
-    """Of which a stage of a pipeline has some layers."""
+    """The whole model, of which a pipeline stage has some layers."""
 
     sites: Sequence[Site]
     renames: Renames
-    parameters: Set[str]  # their names
+    parameters: Set[str]  # names
 
 
 class LoRACache:
@@ -55,43 +55,47 @@ class LoRACache:
         room: int,
         max_rank: int,
         budget: int | None = None,
-        more: int = 0,
+        added_tokens: int = 0,
         whole: "WholeModel | None" = None,
     ) -> None:
-        """`more`: tokens that an adapter may add to the model's own. `whole`: where this is a stage's part of a model."""
+        """Make an empty cache.
+
+        added_tokens: vocabulary entries that an adapter may add to the model's own
+        whole: the whole model, if `model` is a pipeline stage
+        """
         self._adapters, self._room, self._budget = adapters, room, budget
         parameters = dict(model.named_parameters())
-        self._model = Model(adapters.sites, model.renames, parameters, max_rank, more)
+        self._model = Model(adapters.sites, model.renames, parameters, max_rank, added_tokens)
         if whole is not None:
             sites = {name: site for site in whole.sites for name in site.shapes}
-            elsewhere = frozenset(whole.parameters - {*parameters})
-            self._model = Model(sites | adapters.sites, whole.renames, parameters, max_rank, more, elsewhere)
+            other_stages = frozenset(whole.parameters - {*parameters})
+            self._model = Model(sites | adapters.sites, whole.renames, parameters, max_rank, added_tokens, other_stages)
         self._upload = AdapterUpload(self._model, adapters) if adapters.tabled else None
         self._held: dict[str, PackedAdapter] = {}
         self._ready: tuple[PackedAdapter, Tensor] | None = None  # the adapter that was read last, and its weights on the device
         self._ahead: tuple[str, str, PackedAdapter, int] | None = None  # read ahead: path, stamp, adapter and its rank
         self._lock = Lock()
-        self._taken: dict[int, int] = {}  # place -> bytes
+        self._taken: dict[int, int] = {}  # slot -> bytes
         self._blocks = 0  # of pinned memory, in use or not
         self._pin(adapters.bytes_of(max_rank), room + 1)
         self.filled: set[int] = set()
 
-    def has_kernels_for(self, places: Iterable[int]) -> bool:
-        return self._adapters.has_kernels_for(places)
+    def has_kernels_for(self, slots: Iterable[int]) -> bool:
+        return self._adapters.has_kernels_for(slots)
 
     def warm_up(self) -> None:
         if self._upload is not None:
             self._upload.warm_up()
 
     def read_ahead(self, ref: AdapterRef) -> None:
-        """As long as files have the same stamp they have the same content."""
+        """Read files before their version is known. Files with the same stamp have the same content."""
         if self._upload is None or not ref.stamp or stamp(ref.path) != ref.stamp:
             return
         self._ahead = None
         uploaded = self._upload.read(ref.path)
         if uploaded is not None and stamp(ref.path) == ref.stamp:
             self._ahead = ref.path, ref.stamp, uploaded.packed, uploaded.rank
-            self._is_there(uploaded)
+            self._set_ready(uploaded)
 
     def read(self, ref: AdapterRef) -> AdapterFacts:
         ahead, self._ahead = self._ahead, None
@@ -99,7 +103,7 @@ class LoRACache:
             packed, rank = ahead[2:]
         elif self._upload is not None and (uploaded := self._upload.read(ref.path)) is not None:
             packed, rank = uploaded.packed, uploaded.rank
-            self._is_there(uploaded)
+            self._set_ready(uploaded)
         else:
             packed, rank = self._read_on_host(ref)
         with self._lock:
@@ -108,7 +112,7 @@ class LoRACache:
             self._pin(packed.flat.nbytes, 1)
         return AdapterFacts(rank, packed.flat.nbytes)
 
-    def _is_there(self, uploaded: Uploaded) -> None:
+    def _set_ready(self, uploaded: Uploaded) -> None:
         with self._lock:
             self._ready = uploaded.packed, uploaded.flat
 
@@ -116,7 +120,7 @@ class LoRACache:
         additions, rank = read_adapter(ref.path, self._model)
         try:
             packed = self._adapters.pack(additions)
-        except (MemoryError, RuntimeError) as error:  # torch has the second for the first
+        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError when no host memory is left
             raise AdapterError(f"{ref.path}: no memory is left for the adapter: {error}", "lora_path") from error
         if not packed.finite:
             kind = str(packed.flat.dtype).removeprefix("torch.")
@@ -129,35 +133,37 @@ class LoRACache:
         Pinning is slow and delays kernel launches, so buffers are pinned at start, and there is always one for another adapter.
         """
         if self._adapters.pinned:
-            count = max(1, min(count, PINNED // max(size, 1)))
+            count = max(1, min(count, MAX_PINNED_BYTES // max(size, 1)))
             self._blocks += count
             Thread(target=self._adapters.pin, args=(size, count), name="quire-pin", daemon=True).start()
 
-    def put(self, ref: AdapterRef, place: int) -> None:
+    def put(self, ref: AdapterRef, slot: int) -> None:
         with self._lock:
             packed, flat = self._held.get(ref.version), None
             if self._ready is not None and self._ready[0] is packed:
                 (_, flat), self._ready = self._ready, None
         if packed is None:
-            raise EngineError(f"{ref.path} was not read, so it cannot be put in place {place}")
-        if not 1 <= place <= self._room:
-            raise EngineError(f"there is room for {self._room} adapters, so none can have the place {place}")
-        self.drop(place)
+            raise EngineError(f"{ref.path} was not read, so it cannot be put in adapter slot {slot}")
+        if not 1 <= slot <= self._room:
+            raise EngineError(f"there are {self._room} adapter slots; got slot {slot}")
+        self.drop(slot)
         size = packed.flat.nbytes
         free = size if self._budget is None else self._budget - sum(self._taken.values())
         if size > free:
-            raise AdapterError(f"{ref.path}: it takes {size:,} bytes on the device, where {free:,} are free", "lora_path")
+            raise AdapterError(
+                f"{ref.path}: it takes {size:,} bytes on the device; {free:,} are left for adapters", "lora_path"
+            )
         try:
-            self._adapters.put(place, packed, flat)
+            self._adapters.put(slot, packed, flat)
         except torch.OutOfMemoryError as error:
             raise AdapterError(f"{ref.path}: the device has no memory for its {size:,} bytes", "lora_path") from error
-        self.filled.add(place)
-        self._taken[place] = size
+        self.filled.add(slot)
+        self._taken[slot] = size
 
-    def drop(self, place: int) -> None:
-        self.filled.discard(place)
-        self._taken.pop(place, None)
-        self._adapters.drop(place)
+    def drop(self, slot: int) -> None:
+        self.filled.discard(slot)
+        self._taken.pop(slot, None)
+        self._adapters.drop(slot)
 
     def forget(self, version: str) -> None:
         with self._lock:
@@ -166,15 +172,15 @@ class LoRACache:
                 self._ready = None
 
 
-PATIENCE = 0.5  # seconds between looks
+READ_WAIT_S = 0.5  # for one wait; it is repeated until the read ends
 
-Wrong = list[str]  # what kind of error it is, and its message; empty = nothing
+Wrong = list[str]  # class name and message of an error; empty: no error
 
 
 class RankAdapters:
     def __init__(self, cache: LoRACache) -> None:
         self._cache, self._reader = cache, AdapterReader(cache.read, cache.read_ahead)
-        self._refs: dict[str, AdapterRef] = {}  # by version: those that were asked for
+        self._refs: dict[str, AdapterRef] = {}  # by version: requested
         self._outcomes: dict[str, Wrong] = {}  # by version
 
     def ask(self, ref: AdapterRef) -> None:
@@ -186,31 +192,31 @@ class RankAdapters:
         self._reader.ask(ref)
 
     def hold_adapter(self, version: str) -> Wrong:
-        """Waits for it."""
+        """Wait until the adapter was read; return the error, if any."""
         if version not in self._refs:
-            return _told(EngineError(f"adapter {version:.8} was never asked for"))
+            return _wrong(EngineError(f"adapter {version:.8} was never requested"))
         while version not in self._outcomes and self._reader.pending:
-            self._reader.wait(PATIENCE)
+            self._reader.wait(READ_WAIT_S)
             for ref, outcome in self._reader.take():
-                self._outcomes[ref.version] = _told(outcome) if isinstance(outcome, RequestError) else []
+                self._outcomes[ref.version] = _wrong(outcome) if isinstance(outcome, RequestError) else []
         return self._outcomes.get(version, [])
 
-    def put_adapter(self, version: str, place: int) -> Wrong:
+    def put_adapter(self, version: str, slot: int) -> Wrong:
         try:
-            self._cache.put(self._refs[version], place)
+            self._cache.put(self._refs[version], slot)
         except RequestError as error:
-            return _told(error)
+            return _wrong(error)
         return []
 
-    def drop_adapter(self, place: int) -> None:
-        self._cache.drop(place)
+    def drop_adapter(self, slot: int) -> None:
+        self._cache.drop(slot)
 
     def forget_adapter(self, version: str) -> None:
-        self.hold_adapter(version)  # it may be on its way
+        self.hold_adapter(version)  # it may be being read
         self._cache.forget(version)
         self._refs.pop(version, None)
         self._outcomes.pop(version, None)
 
 
-def _told(error: QuireError) -> Wrong:
+def _wrong(error: QuireError) -> Wrong:
     return [type(error).__name__, str(error)]

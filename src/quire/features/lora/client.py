@@ -5,7 +5,7 @@
     remove   delete the name; running requests continue
 
 Every request carries its adapter's version, so a restarted engine has nothing to remember. Only digests of files are read here,
-in a thread (`AdapterNames.look`); engines read the weights.
+in a thread (`AdapterNames.resolve`); engines read the weights.
 """
 
 import asyncio
@@ -115,10 +115,10 @@ class AdapterNames:
             raise InvalidParameter(
                 f"lora_int_id {lora.lora_int_id} is the adapter {owner!r}; give {lora.lora_name!r} another one", "lora_request"
             )
-        there = self._named.get(lora.lora_name)
-        if there is not None and not lora.load_inplace and there.ref.path != absolute(lora.lora_path):
+        old = self._named.get(lora.lora_name)
+        if old is not None and not lora.load_inplace and old.ref.path != absolute(lora.lora_path):
             raise InvalidParameter(
-                f"the adapter {lora.lora_name!r} was loaded from another path; say load_inplace to replace it, or use another "
+                f"the adapter {lora.lora_name!r} was loaded from another path; set load_inplace to replace it, or use another "
                 "name",
                 "lora_request",
             )
@@ -137,7 +137,7 @@ class AdapterNames:
         """Return the loaded adapter of this name; None: it must be loaded first. Call `check` before."""
         return None if lora.load_inplace else self._named.get(lora.lora_name)
 
-    def look(
+    def resolve(
         self, lora: LoRARequest, gone: Callable[[], bool] = bool, expect: Callable[[AdapterRef], None] | None = None
     ) -> NamedAdapter:
         """Read the files' digest and return the adapter that they are now; the table does not change.
@@ -150,13 +150,13 @@ class AdapterNames:
         if before and expect is not None:
             expect(AdapterRef(lora.lora_int_id, "", path, stamp=before))
         version = digest(path, gone)
-        there = self._named.get(lora.lora_name)
-        key = lora.lora_int_id if there is None else there.ref.key
+        old = self._named.get(lora.lora_name)
+        key = lora.lora_int_id if old is None else old.ref.key
         added = 0 if self._vocabulary is None else count_added(path, self._vocabulary)
         ref = AdapterRef(key, version, path, added, before if stamp(path) == before else "")
         if added and self._open_tokenizer is not None:
             self._open_tokenizer(ref)
-        return NamedAdapter(lora.lora_name, ref, lora.base_model_name, there is not None and there.pinned)
+        return NamedAdapter(lora.lora_name, ref, lora.base_model_name, old is not None and old.pinned)
 
     def put(self, adapter: NamedAdapter) -> str | None:
         """Set the adapter of its name. Return the replaced version if no other name has it."""
@@ -172,7 +172,7 @@ class AdapterNames:
             self._named[name] = replace(self._named[name], pinned=True)
 
     def remove(self, name: str) -> str | None:
-        """As `put`."""
+        """Remove a name. Return its version if no other name has it."""
         adapter = self._named.pop(name)
         del self._keys[adapter.ref.key]
         return self.unnamed(adapter.ref.version)
@@ -237,7 +237,7 @@ class AdapterClient:
 
     def __init__(self, names: AdapterNames, engines: Sequence["OneEngine"], shared: Sharing | None = None) -> None:
         self._names, self._engines, self._shared = names, engines, shared or Unshared()
-        self._looking: set[threading.Event] = set()  # set when no task waits for the read any more
+        self._reading: set[threading.Event] = set()  # set when no task waits for the read any more
 
     async def use(self, lora: LoRARequest, only_new: bool = False) -> NamedAdapter:
         """Return the adapter of the request's name. It is loaded if it is new or load_inplace is set; an error changes nothing.
@@ -256,7 +256,7 @@ class AdapterClient:
         return self._names.known(self._names.check(lora))
 
     async def _load(self, lora: LoRARequest) -> NamedAdapter:
-        found = await self._look(lora)
+        found = await self._resolve(lora)
         ending = asyncio.create_task(self._agree(found))
         try:
             return await asyncio.shield(ending)
@@ -264,7 +264,7 @@ class AdapterClient:
             await asyncio.wait({ending})
             raise
 
-    async def _look(self, lora: LoRARequest) -> NamedAdapter:
+    async def _resolve(self, lora: LoRARequest) -> NamedAdapter:
         """Read the files' version in a thread of its own: files may be large, and nothing else may wait for them."""
         loop, gone = asyncio.get_running_loop(), threading.Event()
         found: asyncio.Future[NamedAdapter] = loop.create_future()
@@ -278,22 +278,22 @@ class AdapterClient:
         def expect(ref: AdapterRef) -> None:
             loop.call_soon_threadsafe(self._expect, ref)
 
-        def look() -> None:
+        def read() -> None:
             adapter, failure = None, None
             try:
-                adapter = self._names.look(lora, gone.is_set, expect)
+                adapter = self._names.resolve(lora, gone.is_set, expect)
             except Exception as error:
                 failure = error
             with suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(deliver, adapter, failure)
 
-        self._looking.add(gone)
-        threading.Thread(target=look, name="quire-adapter", daemon=True).start()
+        self._reading.add(gone)
+        threading.Thread(target=read, name="quire-adapter", daemon=True).start()
         try:
             return await found
         finally:
             gone.set()
-            self._looking.discard(gone)
+            self._reading.discard(gone)
 
     def _expect(self, ref: AdapterRef) -> None:
         """Let engines read the files while their version is computed."""
@@ -303,7 +303,7 @@ class AdapterClient:
 
     def stop(self) -> None:
         """Stop reading files; tasks that wait for them fail."""
-        for gone in self._looking:
+        for gone in self._reading:
             gone.set()
 
     async def _agree(self, found: NamedAdapter) -> NamedAdapter:
@@ -329,11 +329,11 @@ class AdapterClient:
         return True
 
     async def pin(self, key: int) -> bool:
-        there = self._names.of_key(key)
-        if there is None:
+        old = self._names.of_key(key)
+        if old is None:
             return False
-        async with self._shared.alone(there.name):
-            adapter = self._names.find(there.name)  # it may have changed meanwhile
+        async with self._shared.alone(old.name):
+            adapter = self._names.find(old.name)  # it may have changed meanwhile
             if adapter is None:
                 return False
             await load_everywhere(self._engines, adapter.ref, pinned=True)

@@ -43,7 +43,7 @@ class LoRAPart(StepPart):
         self._adapters: Adapters | None = None
         self._model: Decoder | None = None
         self._cache: LoRACache | None = None
-        self._places: Longs = np.zeros(0, np.int64)  # [S] the adapter slot of each request; 0: none
+        self._adapter_slots: Longs = np.zeros(0, np.int64)  # [S] the adapter slot of each request; 0: none
         self._adapted: set[int] = set()  # slots with an adapter
 
     @property
@@ -79,23 +79,23 @@ class LoRAPart(StepPart):
             self.cache.warm_up()
 
     def allocate(self, allocation: Allocation) -> None:
-        self._places = np.zeros(len(allocation.slots.tokens), np.int64)
+        self._adapter_slots = np.zeros(len(allocation.slots.tokens), np.int64)
         self._adapted.clear()
 
     def admit(self, slot: int, admission: Admission) -> None:
         if admission.extras.adapter_slot:
-            self._places[slot] = admission.extras.adapter_slot
+            self._adapter_slots[slot] = admission.extras.adapter_slot
             self._adapted.add(slot)
 
     def retire(self, slot: int) -> None:
-        self._places[slot] = 0
+        self._adapter_slots[slot] = 0
         self._adapted.discard(slot)
 
     def extend(self, batch: Batch, rows: StepRows, slot: torch.Tensor) -> Batch:  # noqa: ARG002
         if not self._uses(rows.slot):
             return batch
-        places, by_kernels = self._find(rows.slot)
-        each, device = np.repeat(places, rows.count), batch.ids.device
+        adapter_slots, by_kernels = self._find(rows.slot)
+        each, device = np.repeat(adapter_slots, rows.count), batch.ids.device
         lora = LoRATokens(each, device, tile(each, device) if by_kernels else None)
         return replace(batch, tokens=replace(batch.tokens, lora=lora))
 
@@ -109,12 +109,12 @@ class LoRAPart(StepPart):
 
     def _find(self, slots: Ints) -> tuple[Longs, bool]:
         """Return the adapter slots [R], and whether the kernels support these adapters."""
-        places = self._places[slots]
-        asked = {*places.tolist()} - {0}
-        for place in asked:
-            if place not in self.cache.filled:
-                raise EngineError(f"a row asks for the adapter in slot {place}, which is empty")
-        return places, self.cache.has_kernels_for(asked)
+        adapter_slots = self._adapter_slots[slots]
+        used = {*adapter_slots.tolist()} - {0}
+        for each in used:
+            if each not in self.cache.filled:
+                raise EngineError(f"a row uses adapter slot {each}, which is empty")
+        return adapter_slots, self.cache.has_kernels_for(used)
 
     # ---- CUDA graphs -----------------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class LoRAPart(StepPart):
         """Rows with the same adapter form a group: write each row's group, then each group's adapter slot."""
         all_rows = np.zeros(count, np.int64)
         if rows is not None:
-            all_rows[: len(rows.slot)] = self._places[rows.slot]
+            all_rows[: len(rows.slot)] = self._adapter_slots[rows.slot]
         distinct, groups = np.unique(all_rows, return_inverse=True)
         packed = np.zeros(2 * start_size(count), np.int32)
         packed[:count] = groups
@@ -135,9 +135,9 @@ class LoRAPart(StepPart):
 
     def extend_recorded(self, batch: Batch, count: int) -> Batch:
         room = start_size(count)
-        groups, places = self._inputs[:count], self._inputs[room : room + count]
+        groups, adapter_slots = self._inputs[:count], self._inputs[room : room + count]
         most = min(self._max_loras + 1, count)
-        tiles = sort_rows(groups, batch.row_starts, places, len(batch.ids), most)
+        tiles = sort_rows(groups, batch.row_starts, adapter_slots, len(batch.ids), most)
         lora = LoRATokens(np.empty(0, np.int64), batch.ids.device, tiles)
         return replace(batch, tokens=replace(batch.tokens, lora=lora))
 
@@ -145,8 +145,8 @@ class LoRAPart(StepPart):
         self._cache = self._model = self._adapters = self._whole = None
 
 
-def warm_up_adapters(model: Decoder, device: torch.device, most: int) -> None:
-    """Compile the LoRA kernels for up to `most` tokens, in parallel. The adapter slot that the rows use is empty."""
+def warm_up_adapters(model: Decoder, device: torch.device, max_tokens: int) -> None:
+    """Compile the LoRA kernels for up to `max_tokens` tokens, in parallel. The adapter slot that the rows use is empty."""
     kinds: dict[object, Linear] = {}
     gates: dict[object, GatedMLP] = {}
     latents: dict[object, LatentAttention] = {}
@@ -158,9 +158,9 @@ def warm_up_adapters(model: Decoder, device: torch.device, most: int) -> None:
         elif isinstance(layer, GatedMLP):
             gates.setdefault((layer.gate_up.inputs, layer.gate_up.outputs, layer.activation), layer)
     dtype, jobs = next(model.parameters()).dtype, list[Callable[[], object]]()
-    for tokens in sorted({min(size, most) for size in WARM_UP_TOKENS}):
-        places: npt.NDArray[np.int64] = np.ones(tokens, np.int64)
-        rows = LoRATokens(places, device, tile(places, device))
+    for tokens in sorted({min(size, max_tokens) for size in WARM_UP_TOKENS}):
+        slots: npt.NDArray[np.int64] = np.ones(tokens, np.int64)
+        rows = LoRATokens(slots, device, tile(slots, device))
         for layer in kinds.values():
             jobs.append(partial(_run_adapted, layer, tokens, layer.inputs, dtype, rows))
         for mlp in gates.values():
@@ -168,7 +168,7 @@ def warm_up_adapters(model: Decoder, device: torch.device, most: int) -> None:
             jobs.append(partial(_run_adapted, gated, tokens, mlp.gate_up.inputs, dtype, rows))
         for attention in latents.values():
             jobs.append(partial(_run_latents, attention, tokens, dtype, rows))
-    for count in (size for size in WARM_UP_ROWS if size <= most):  # neighbouring rows have different adapters
+    for count in (size for size in WARM_UP_ROWS if size <= max_tokens):  # neighbouring rows have different adapters
         jobs.append(partial(tile, np.arange(count, dtype=np.int64) % 2, device))
     with ThreadPoolExecutor(THREADS, "quire-warm-up") as pool:
         for future in [pool.submit(job) for job in jobs]:

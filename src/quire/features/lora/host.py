@@ -45,15 +45,15 @@ def _read(value: str | Mapping[str, Any]) -> LoRAModule:
             raise ConfigError(f"lora_modules: {value!r} is neither name=path nor a JSON object")
         given = {"name": name, "path": path}
     if unknown := set(given) - set(_KEYS):
-        told = ", ".join(sorted(map(str, unknown)))
-        raise ConfigError(f"lora_modules: unknown {told} in {value!r}; known are {', '.join(_KEYS)}")
+        names = ", ".join(sorted(map(str, unknown)))
+        raise ConfigError(f"lora_modules: unknown {names} in {value!r}; known are {', '.join(_KEYS)}")
     for key in ("name", "path"):
         if not isinstance(given.get(key), str) or not given[key].strip():
             raise ConfigError(f"lora_modules: {value!r} has no {key}; write name=path, or JSON with name and path")
     return LoRAModule(given["name"], given["path"], given.get("base_model_name"))
 
 
-UPLOADS = 2  # adapters with room beside the slots of a GPU: one as its file stores it, one as the layers read it
+UPLOADS = 2  # copies of an adapter on a GPU besides the slots: as in its file, and as the layers read it
 
 
 def reserved_bytes(slots: int, adapter: int, uploads: bool) -> int:
@@ -93,7 +93,7 @@ class LoRAArgs:
         0,
         NUMBER,
         "LoRA adapters",
-        "most tokens that an adapter may add to the model's own; logits have room for so many more",
+        "most tokens that an adapter may add to the model's own; the logits have room for this many more",
         low=0,
         after="max_cpu_loras",
     )
@@ -121,8 +121,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         "adapters of what transformers runs",
         lambda c: c.max_loras > 0 and c.facts.by_transformers,
         lambda c: (
-            f"enable_lora: {c.facts.architecture} is run by transformers here, and adapters are added to models of a family "
-            "of our own; leave it out"
+            f"enable_lora is not supported with models that transformers runs; got {c.facts.architecture}. Leave it out"
         ),
         "by transformers",
         "enable_lora",
@@ -179,7 +178,9 @@ class LoRA(Feature):
 
 
 def _holds_twice(config: "Config") -> bool:
-    """A CPU's kernels have a copy of the weights that adapters add to. Layers that run one by one have none: those with
-    recurrent states, and those between which a draft head reads hidden states."""
+    """Return whether CPU kernels hold a copy of the weights that adapters add to.
+
+    Layers that run one by one have no copy: with recurrent states, or if a draft head reads hidden states between layers.
+    """
     compiled = not config.facts.states and not (config.draft_head and config.draft_head.taps)
     return config.device_facts.packs_floats and config.dtype == "float32" and compiled

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from quire.engine.executor.base import Executor
 
 
-LAST: Rank = (1 << 63, 0)  # of adapters that no request waits for
+LAST: Rank = (1 << 63, 0)  # rank of an adapter that no request waits for
 
-Tell = Callable[[RequestError | None], None]  # why it could not be loaded, or None: it was
+OnLoaded = Callable[[RequestError | None], None]  # called with the error, or None when the adapter is loaded
 
 
 @dataclass(eq=False, slots=True)
@@ -39,16 +39,16 @@ class AdapterState:
     """Where one adapter is, and which requests hold it or wait for it."""
 
     ref: AdapterRef  # of the first request; if its files cannot be read, of one whose files can
-    facts: AdapterFacts | None = None  # in the host's memory, then
+    facts: AdapterFacts | None = None  # None: not in host memory
     reading: bool = False
-    place: int = 0
+    slot: int = 0  # on the device; 0: none
     pinned: bool = False
     retired: bool = False  # no new request can use it
-    holders: int = 0  # requests
-    waiting: dict[str, Rank] = field(default_factory=dict)  # requests
-    listeners: list[tuple[AdapterRef, Tell]] = field(default_factory=list)  # called when it is loaded or refused
-    failed: dict[str, RequestError] = field(default_factory=dict)  # by path: the same content may lie in several
-    used: int = 0  # when it was, the latest time
+    holders: int = 0  # requests in slots
+    waiting: dict[str, Rank] = field(default_factory=dict)  # rank of each waiting request, by id
+    listeners: list[tuple[AdapterRef, OnLoaded]] = field(default_factory=list)  # called when it is loaded or refused
+    failed: dict[str, RequestError] = field(default_factory=dict)  # by path: several paths may have the same content
+    used: int = 0  # serial number of the latest use
 
     @property
     def rank(self) -> Rank:
@@ -60,7 +60,7 @@ class AdapterState:
 
     @property
     def is_needed(self) -> bool:
-        return bool(self.waiting or self.listeners) or (self.pinned and not self.place)
+        return bool(self.waiting or self.listeners) or (self.pinned and not self.slot)
 
     def report(self, error: RequestError | None) -> None:
         """Call and clear the listeners: with the error, or None when it is loaded."""
@@ -69,8 +69,8 @@ class AdapterState:
             listener(error and self.failed.get(ref.path, error))
 
 
-WAIT = 0.005  # seconds, while there is nothing else to do
-PASSES = 64  # requests
+READ_WAIT_S = 0.005  # for a read, while there is nothing else to do
+PASSES = 64  # requests with a loaded adapter that may start before one that waits for a slot
 
 logger = logging.getLogger(__name__)
 
@@ -78,34 +78,34 @@ logger = logging.getLogger(__name__)
 class LoRAManager:
     """Assigns adapter slots to requests.
 
-    places: adapter slots on the device (max_loras).
+    slots: adapter slots on the device (max_loras).
     host: adapters in host memory, including those on the device (max_cpu_loras).
     refuse: ends a request whose adapter cannot be loaded.
     """
 
     def __init__(
-        self, roster: Roster, executor: "Executor", places: int, host: int, refuse: Callable[[str, RequestError], None]
+        self, roster: Roster, executor: "Executor", slots: int, host: int, refuse: Callable[[str, RequestError], None]
     ) -> None:
         self._roster, self._executor, self._refuse = roster, executor, refuse
-        self.places, self._host = places, max(places, host)
+        self.slots, self._host = slots, max(slots, host)
         self._states: dict[str, AdapterState] = {}  # by version
-        self._line: dict[str, AdapterState] = {}  # those that are needed and not on the device
-        self._in_memory: dict[str, AdapterState] = {}  # or on the way
-        self._seated: dict[int, AdapterState] = {}  # by place
-        self._free = list(range(places, 0, -1))
+        self._needed: dict[str, AdapterState] = {}  # by version: needed, and not on the device
+        self._in_memory: dict[str, AdapterState] = {}  # by version: in host memory, or being read
+        self._on_device: dict[int, AdapterState] = {}  # by slot
+        self._free = list(range(slots, 0, -1))
         self._reader = AdapterReader(lambda ref: executor.read_adapter(ref), lambda ref: executor.read_ahead(ref))
-        self._news = False  # something has changed since the latest turn
+        self._changed = False  # since the latest turn
         self._short = False  # a request waits for a slot
-        self._passed = 0  # requests, meanwhile
+        self._passed = 0  # requests that started while another one waits for a slot
         self._times = count(1)
         self.reads = self.puts = 0
-        if places:
-            roster.on_leave.append(self._left)
+        if slots:
+            roster.on_leave.append(self._release)
 
     # ---- requests --------------------------------------------------------------------------------------------------------
 
     def supported(self) -> None:
-        if not self.places:
+        if not self.slots:
             raise NotSupported("lora_request cannot be used: this engine was started without enable_lora", "lora_request")
 
     def open(self, spec: EngineRequest) -> None:
@@ -113,15 +113,15 @@ class LoRAManager:
         ref = spec.extras.lora
         if ref is None:
             return
-        state = self._keep(ref)
-        if state.place and not (self._short and self._passed >= PASSES):
+        state = self._state_of(ref)
+        if state.slot and not (self._short and self._passed >= PASSES):
             self._passed += self._short
             self._hold(state, spec.id)
             return
         state.waiting[spec.id] = self._roster.order.rank(self._roster.live[spec.id])
         self._wait_for(state)
 
-    def _left(self, request: Request) -> None:
+    def _release(self, request: Request) -> None:
         """Release the slot of a request that has ended."""
         ref = request.spec.extras.lora
         state = None if ref is None else self._states.get(ref.version)
@@ -130,46 +130,48 @@ class LoRAManager:
         if request.spec.id in state.waiting:
             del state.waiting[request.spec.id]
             if not state.is_needed:
-                self._line.pop(state.ref.version, None)
+                self._needed.pop(state.ref.version, None)
         elif request.adapter_slot:
             state.holders -= 1
             state.used = next(self._times)
             request.adapter_slot = 0
         self._settle(state)
-        self._news = True
+        self._changed = True
 
     def _hold(self, state: AdapterState, name: str) -> None:
         state.holders += 1
         state.used = next(self._times)
-        self._roster.live[name].adapter_slot = state.place
+        self._roster.live[name].adapter_slot = state.slot
         self._roster.mark_ready(name, "adapter")
 
     # ---- loading without a request ---------------------------------------------------------------------------------------
 
-    def load(self, ref: AdapterRef, pinned: bool, tell: Tell) -> None:
-        """Read an adapter, and put it on the device if a slot is free; a pinned one stays there. `tell` is called once with the
-        outcome, perhaps before this returns."""
+    def load(self, ref: AdapterRef, pinned: bool, on_loaded: OnLoaded) -> None:
+        """Read an adapter, and put it on the device if a slot is free; a pinned one stays there.
+
+        on_loaded: called once with the outcome, perhaps before this returns
+        """
         try:
             self.supported()
         except NotSupported as error:
-            tell(error)
+            on_loaded(error)
             return
-        state = self._keep(ref)
+        state = self._state_of(ref)
         others = sum(other.pinned for other in self._states.values() if other is not state)
-        if pinned and others >= self.places:
+        if pinned and others >= self.slots:
             self._settle(state)
-            tell(AdapterError(_all_pinned(self.places), "lora_request"))
+            on_loaded(AdapterError(_all_pinned(self.slots), "lora_request"))
             return
         state.retired, state.pinned = False, state.pinned or pinned
-        if state.facts is not None and (state.place or not state.pinned):
-            tell(None)
+        if state.facts is not None and (state.slot or not state.pinned):
+            on_loaded(None)
             return
-        state.listeners.append((ref, tell))
+        state.listeners.append((ref, on_loaded))
         self._wait_for(state)
 
     def expect(self, path: str, stamp: str) -> None:
         """Read files ahead while the API process computes their version."""
-        if self.places:
+        if self.slots:
             self._reader.ask_ahead(AdapterRef(0, "", path, stamp=stamp))
 
     def load_now(self, ref: AdapterRef, pinned: bool) -> None:
@@ -188,35 +190,35 @@ class LoRAManager:
         if state is not None:
             state.retired, state.pinned = True, False
             if not state.is_needed:
-                self._line.pop(version, None)
+                self._needed.pop(version, None)
             self._settle(state)
-            self._news = True
+            self._changed = True
 
     # ---- turns -----------------------------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
         """Return whether there is work, even without requests."""
-        return self._reader.pending > 0 or (self._news and bool(self._line))
+        return self._reader.pending > 0 or (self._changed and bool(self._needed))
 
     @property
     def reading(self) -> bool:
         return self._reader.pending > 0
 
     def wait(self) -> None:
-        self._reader.wait(WAIT)
+        self._reader.wait(READ_WAIT_S)
 
     def turn(self) -> None:
         """Between two steps: take in adapters that were read, fill slots, and start the next reads."""
         if self._reader.pending:
             for ref, outcome in self._reader.take():
-                self._came(ref, outcome)
-        if self._news:
-            self._news = self._short = False
+                self._note_read(ref, outcome)
+        if self._changed:
+            self._changed = self._short = False
             self._fetch()
             self._fill()
-            if self._short and sum(state.pinned for state in self._seated.values()) == self.places:
-                error = AdapterError(_all_pinned(self.places), "lora_request")
+            if self._short and sum(state.pinned for state in self._on_device.values()) == self.slots:
+                error = AdapterError(_all_pinned(self.slots), "lora_request")
                 failed = [each for each in self._in_order() if not each.pinned]
                 logger.warning("requests with %s end: %s", ", ".join(state.ref.path for state in failed), error)
                 for state in failed:
@@ -234,47 +236,48 @@ class LoRAManager:
                 raise EngineError(
                     f"adapter {version:.8} has {state.holders} holders, but {held.count(version)} requests have it"
                 )
-            if state.place and self._seated.get(state.place) is not state:
-                raise EngineError(f"adapter {version:.8} is not in its place")
+            if state.slot and self._on_device.get(state.slot) is not state:
+                raise EngineError(f"adapter {version:.8} is not in its slot")
             if (version in self._in_memory) != (state.facts is not None or state.reading):
-                raise EngineError(f"adapter {version:.8} is not in memory, or is there unknown")
-        if sorted([*self._free, *self._seated]) != list(range(1, self.places + 1)):
-            raise EngineError(f"places are lost or doubled: free {self._free}, taken {list(self._seated)}")
+                raise EngineError(f"adapter {version:.8} is in memory without facts, or has facts without being in memory")
+        if sorted([*self._free, *self._on_device]) != list(range(1, self.slots + 1)):
+            raise EngineError(f"adapter slots are lost or doubled: free {self._free}, taken {list(self._on_device)}")
 
     # ---- inside ----------------------------------------------------------------------------------------------------------
 
-    def _keep(self, ref: AdapterRef) -> AdapterState:
+    def _state_of(self, ref: AdapterRef) -> AdapterState:
         if ref.version not in self._states:
             self._states[ref.version] = AdapterState(ref, used=next(self._times))
         return self._states[ref.version]
 
     def _wait_for(self, state: AdapterState) -> None:
-        self._line[state.ref.version] = state
-        self._news = True
-        self._fetch()  # now, and not when the next step is planned
+        self._needed[state.ref.version] = state
+        self._changed = True
+        self._fetch()  # before the next step is planned
 
-    def _came(self, ref: AdapterRef, outcome: Outcome) -> None:
+    def _note_read(self, ref: AdapterRef, outcome: Outcome) -> None:
+        """Record the outcome of a read. After an error, try another path that has the same content."""
         state = self._states[ref.version]
         if isinstance(outcome, RequestError):
-            if isinstance(outcome, AdapterChanged):  # something was read, perhaps
+            if isinstance(outcome, AdapterChanged):  # another rank may have read it
                 self._executor.forget_adapter(ref.version)
             state.failed[ref.path] = outcome
             other = next((each for each in self._refs(state) if each.path not in state.failed), None)
             if other is not None:
                 self._reader.ask(other)
                 return
-            state.reading, self._news = False, True
+            state.reading, self._changed = False, True
             del self._in_memory[ref.version]
             self._fail(state, outcome)
             return
-        state.reading, self._news = False, True
+        state.reading, self._changed = False, True
         state.ref, state.facts = ref, outcome
         state.failed.clear()
         self.reads += 1
         self._settle(state)
 
     def _refs(self, state: AdapterState) -> list[AdapterRef]:
-        """Return the references of all requests and loads that wait for it."""
+        """Return the references of all requests and loads that wait for the adapter."""
         return [*(self._ref(name) or state.ref for name in state.waiting), *(ref for ref, _ in state.listeners)]
 
     def _ref(self, name: str) -> AdapterRef | None:
@@ -284,20 +287,20 @@ class LoRAManager:
         """Give slots to waiting adapters, in order."""
         for state in self._in_order():
             if state.facts is None:
-                self._short = self._short or (bool(state.waiting) and not state.reading)  # there is no room to read it
+                self._short = self._short or (bool(state.waiting) and not state.reading)  # no host memory to read it
                 continue
-            needed = bool(state.waiting) or state.pinned  # otherwise it was only to be read, and takes a place that is free
-            behind = self._short and bool(state.waiting)
-            if behind or (not state.place and (needed or self._free) and not self._seat(state)):
+            needed = bool(state.waiting) or state.pinned  # otherwise it takes a slot only if one is free
+            waits_longer = self._short and bool(state.waiting)  # a request before it in the order got no slot
+            if waits_longer or (not state.slot and (needed or self._free) and not self._assign_slot(state)):
                 self._short = self._short or bool(state.waiting)
                 state.report(None)
-                if needed or state.ref.version not in self._line:
+                if needed or state.ref.version not in self._needed:
                     continue
             for name in list(state.waiting):
                 self._hold(state, name)
                 self._passed = 0
             state.waiting.clear()
-            del self._line[state.ref.version]
+            del self._needed[state.ref.version]
             state.report(None)
 
     def _fetch(self) -> None:
@@ -313,18 +316,18 @@ class LoRAManager:
                 self._reader.ask(state.ref)
 
     def _in_order(self) -> Iterator[AdapterState]:
-        return iter(sorted(self._line.values(), key=lambda state: state.rank) if self._line else ())
+        return iter(sorted(self._needed.values(), key=lambda state: state.rank) if self._needed else ())
 
-    def _seat(self, state: AdapterState) -> bool:
+    def _assign_slot(self, state: AdapterState) -> bool:
         """Put the adapter in a slot, evicting an idle one if needed. Return False if no slot can be freed or it failed."""
         while self._free or self._evict():
             try:
                 self._executor.put_adapter(state.ref, self._free[-1])
             except AdapterError as error:
-                changed = isinstance(error, AdapterChanged)  # as another rank found; otherwise more room is needed than a place
+                changed = isinstance(error, AdapterChanged)  # found by another rank; otherwise the device has too little memory
                 if not changed and self._evict():
                     continue
-                if changed or not any(other.holders for other in self._seated.values()):
+                if changed or not any(other.holders for other in self._on_device.values()):
                     self._fail(state, error)
                 return False
             except EngineDead:
@@ -333,31 +336,31 @@ class LoRAManager:
                 logger.exception("an adapter could not be put on the device")
                 self._fail(state, AdapterError(f"{state.ref.path}: {type(error).__name__}: {error}", "lora_request"))
                 return False
-            state.place = self._free.pop()
-            self._seated[state.place] = state
+            state.slot = self._free.pop()
+            self._on_device[state.slot] = state
             self.puts += 1
             return True
         return False
 
     def _evict(self) -> bool:
         """Free the slot of the least recently used idle adapter."""
-        victim = min((state for state in self._seated.values() if state.idle), key=lambda state: state.used, default=None)
+        victim = min((state for state in self._on_device.values() if state.idle), key=lambda state: state.used, default=None)
         if victim is not None:
-            self._unseat(victim)
+            self._free_slot(victim)
         return victim is not None
 
-    def _unseat(self, state: AdapterState) -> None:
-        self._executor.drop_adapter(state.place)
-        del self._seated[state.place]
-        self._free.append(state.place)
-        state.place = 0
+    def _free_slot(self, state: AdapterState) -> None:
+        self._executor.drop_adapter(state.slot)
+        del self._on_device[state.slot]
+        self._free.append(state.slot)
+        state.slot = 0
 
     def _make_room(self, new: AdapterState) -> bool:
         """Make room in host memory for one more adapter."""
         while len(self._in_memory) >= self._host:
             if self._forget_idle():
                 continue
-            read = (state for state in self._line.values() if state.facts is not None and state.idle and not state.listeners)
+            read = (state for state in self._needed.values() if state.facts is not None and state.idle and not state.listeners)
             last = max(read, key=lambda state: state.rank, default=None)
             if last is None or last.rank <= new.rank:
                 return False
@@ -377,8 +380,8 @@ class LoRAManager:
         return victim is not None
 
     def _forget(self, state: AdapterState) -> None:
-        if state.place:
-            self._unseat(state)
+        if state.slot:
+            self._free_slot(state)
         if state.facts is not None:
             state.facts = None
             del self._in_memory[state.ref.version]
@@ -394,9 +397,9 @@ class LoRAManager:
         del self._states[state.ref.version]
 
     def _fail(self, state: AdapterState, error: RequestError) -> None:
-        """Nobody can have it."""
-        self._news = True
-        self._line.pop(state.ref.version, None)
+        """End the requests that wait for the adapter, and report the error to callers that load it."""
+        self._changed = True
+        self._needed.pop(state.ref.version, None)
         names = {name: self._ref(name) or state.ref for name in state.waiting}
         state.waiting.clear()
         state.pinned = False
@@ -408,5 +411,5 @@ class LoRAManager:
         state.failed.clear()
 
 
-def _all_pinned(places: int) -> str:
-    return f"no adapter can be put on the device: all {places} places have pinned ones; raise max_loras, or remove one of them"
+def _all_pinned(slots: int) -> str:
+    return f"no adapter can be put on the device: all {slots} slots have pinned ones. Raise max_loras, or remove one of them"

@@ -23,8 +23,8 @@ from quire.features.lora.sites import (
     HeadSite,
     LatentSite,
     LinearSite,
-    Numbers,
     Site,
+    Weights,
 )
 from quire.features.lora.values import Scaled, move
 from quire.files.threads import in_threads
@@ -36,8 +36,8 @@ from quire.layers.parameter import Role
 from quire.ops.adapters import ENTRY
 from quire.types.errors import ConfigError
 
-ALIGNED = 64  # every tensor begins at a multiple of this many elements
-ROOMY = 4  # a pinned buffer is used if it is less than this many times as large as needed
+ALIGNMENT = 64  # elements; every tensor begins at a multiple
+MAX_OVERSIZE = 4  # a pinned buffer is used if it is less than this many times as large as needed
 
 
 Where = Mapping[str, Mapping[str, tuple[int, tuple[int, ...]]]]  # site -> its own name -> first element, shape
@@ -47,13 +47,13 @@ Where = Mapping[str, Mapping[str, tuple[int, tuple[int, ...]]]]  # site -> its o
 class Layout:
     """Where an adapter's weights will be in one buffer."""
 
-    given: Sequence[tuple[str, Tensor | Scaled]]  # the site's own name, and what the file has for it; in the order of `where`
+    given: Sequence[tuple[str, Tensor | Scaled]]  # the site's own name, and the file's tensor; in the order of `where`
     where: Where
     size: int  # elements
-    whole: Mapping[str, Numbers] = field(
+    whole: Mapping[str, Weights] = field(
         default_factory=dict
     )  # site -> by its own name: integer tensors, which are not in the buffer
-    row: "TableRow | None" = None  # of the address table, if writing it is all that the device needs besides the buffer
+    row: "TableRow | None" = None  # of the address table; None: the adapter has more than low-rank matrices
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,15 @@ class PackedAdapter:
 
     flat: Tensor
     where: Where
-    whole: Mapping[str, Numbers] = field(default_factory=dict)  # as in its layout
+    whole: Mapping[str, Weights] = field(default_factory=dict)  # as in its layout
     finite: bool = True  # no weight is NaN or infinite in the model's dtype
     row: "TableRow | None" = None
-    known: Numbers = field(default_factory=dict)  # by site: DoRA gains that were computed already
+    known: Weights = field(default_factory=dict)  # by site: DoRA gains that were computed already
     uploaded: torch.cuda.Event | None = None  # recorded when a device has filled the buffer; None: the host filled it
 
-    def views(self, flat: Tensor) -> Iterator[tuple[str, Numbers]]:
-        for site, numbers in self.where.items():
-            found = {name: _view(flat, first, shape) for name, (first, shape) in numbers.items()}
+    def views(self, flat: Tensor) -> Iterator[tuple[str, Weights]]:
+        for site, tensors in self.where.items():
+            found = {name: _view(flat, first, shape) for name, (first, shape) in tensors.items()}
             yield site, found | {name: values.to(flat.device) for name, values in self.whole.get(site, {}).items()}
 
 
@@ -83,21 +83,20 @@ class Adapters:
     def __init__(
         self, sites: Sequence[Site], device: torch.device, dtype: torch.dtype, tabled: tuple[int, int] | None = None
     ) -> None:
-        self._aside: dict[
-            int, tuple[PackedAdapter, Tensor]
-        ] = {}  # by slot: adapters that are in the address table, but not in the banks yet
+        # by slot: adapters that are in the address table, but not in the banks yet
+        self._table_only: dict[int, tuple[PackedAdapter, Tensor]] = {}
         self.sites: dict[str, Site] = {name: site for site in sites for name in site.shapes}
         self._by_path = {site.path: site for site in sites}
         self.device, self.dtype = device, dtype
-        self._piece = 0  # bytes of the buffers that were pinned first
+        self._pinned_bytes = 0  # of each buffer that was pinned first
         self._table: AddressTable | None = None if tabled is None else AddressTable(sites, device, *tabled)
 
-    def has_kernels_for(self, places: Iterable[int]) -> bool:
+    def has_kernels_for(self, slots: Iterable[int]) -> bool:
         """Return whether kernels support the adapters in these slots. If not, put them in the banks."""
-        if self._table is not None and self._table.unusual.isdisjoint(places):
+        if self._table is not None and self._table.unusual.isdisjoint(slots):
             return True
-        for place in self._aside.keys() & {*places}:
-            self._put_in_banks(place, *self._aside.pop(place))
+        for slot in self._table_only.keys() & {*slots}:
+            self._put_in_banks(slot, *self._table_only.pop(slot))
         return False
 
     @property
@@ -126,7 +125,7 @@ class Adapters:
                 by_site.setdefault(self.sites[name].path, {})[name] = addition
         given: list[tuple[str, Tensor | Scaled]] = []
         where: dict[str, dict[str, tuple[int, tuple[int, ...]]]] = {}
-        whole: dict[str, Numbers] = {}
+        whole: dict[str, Weights] = {}
         at = 0
         for path, found in by_site.items():
             where[path] = {}
@@ -145,15 +144,15 @@ class Adapters:
         """Pack an adapter on the host. additions: see `lay_out`."""
         layout = self.lay_out(additions)
         flat = self.host_room(layout.size)
-        places = [place for numbers in layout.where.values() for place in numbers.values()]
-        moves = [(values, _view(flat, *place)) for (_, values), place in zip(layout.given, places, strict=True)]
+        spans = [span for tensors in layout.where.values() for span in tensors.values()]
+        moves = [(values, _view(flat, *span)) for (_, values), span in zip(layout.given, spans, strict=True)]
         finite = in_threads(lambda each: move(*each), moves)
         return PackedAdapter(flat, layout.where, layout.whole, all(finite), layout.row)
 
     def host_room(self, count: int) -> Tensor:
         """Return a buffer of `count` elements, preferably a part of one that is pinned already."""
-        room = self._piece // self.dtype.itemsize
-        size = room if count <= room < ROOMY * count else count
+        room = self._pinned_bytes // self.dtype.itemsize
+        size = room if count <= room < MAX_OVERSIZE * count else count
         return torch.empty(size, dtype=self.dtype, pin_memory=self.pinned)[:count]
 
     @property
@@ -163,52 +162,52 @@ class Adapters:
 
     def pin(self, size: int, count: int) -> None:
         """Pre-pin `count` buffers of `size` bytes. torch keeps them for later allocations of this size."""
-        self._piece = self._piece or size
+        self._pinned_bytes = self._pinned_bytes or size
         with suppress(RuntimeError):  # no memory is left: a later allocation reports it
             [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
 
     @torch.inference_mode()
-    def put(self, place: int, packed: PackedAdapter, flat: Tensor | None = None) -> None:
+    def put(self, slot: int, packed: PackedAdapter, flat: Tensor | None = None) -> None:
         """Put an adapter in a slot, between steps. flat: its weights, if they are on the device already."""
-        self.drop(place)
+        self.drop(slot)
         if flat is None:
             if packed.uploaded is not None:
-                packed.uploaded.synchronize()  # long since, as a rule
+                packed.uploaded.synchronize()  # usually it has been recorded already
             flat = packed.flat.to(self.device, non_blocking=True) if self.device.type != "cpu" else packed.flat
         elif flat.is_cuda:
             flat.record_stream(
                 torch.cuda.current_stream(flat.device)
             )  # steps read it on another stream than the one that made it
-        if packed.row is not None and self._table is not None:  # banks would take longer, and steps wait meanwhile
-            self._table.write_row(place, packed.row, flat)
-            self._aside[place] = packed, flat
+        if packed.row is not None and self._table is not None:  # filling banks takes longer, and delays steps
+            self._table.write_row(slot, packed.row, flat)
+            self._table_only[slot] = packed, flat
             return
         try:
-            self._put_in_banks(place, packed, flat)
+            self._put_in_banks(slot, packed, flat)
             if self._table is not None:
-                self._table.write(place, {*packed.where})
+                self._table.write(slot, {*packed.where})
         except BaseException:
-            self.drop(place)
+            self.drop(slot)
             raise
 
-    def _put_in_banks(self, place: int, packed: PackedAdapter, flat: Tensor) -> None:
-        for path, numbers in packed.views(flat):
-            self._by_path[path].put(place, numbers, packed.known)
+    def _put_in_banks(self, slot: int, packed: PackedAdapter, flat: Tensor) -> None:
+        for path, weights in packed.views(flat):
+            self._by_path[path].put(slot, weights, packed.known)
 
-    def drop(self, place: int) -> None:
-        self._aside.pop(place, None)
+    def drop(self, slot: int) -> None:
+        self._table_only.pop(slot, None)
         if self._table is not None:
-            self._table.clear(place)
+            self._table.clear(slot)
         for site in self._by_path.values():
-            site.drop(place)
+            site.drop(slot)
 
 
 @dataclass(frozen=True)
 class TableRow:
     """A row of the address table with offsets in place of addresses."""
 
-    numbers: npt.NDArray[np.int64]
-    addresses: npt.NDArray[np.int64]  # 1: an offset, to which the buffer's address is added
+    entries: npt.NDArray[np.int64]
+    is_offset: npt.NDArray[np.int64]  # 1: the buffer's address is added to the entry
 
 
 class AddressTable:
@@ -217,28 +216,28 @@ class AddressTable:
     Row 0 stays empty. Recorded launches read the table, so its address never changes.
     """
 
-    def __init__(self, sites: Sequence[Site], device: torch.device, places: int, ranks: int) -> None:
+    def __init__(self, sites: Sequence[Site], device: torch.device, slots: int, ranks: int) -> None:
         self._sites, self._starts, size = [site for site in sites if site.parts], list[int](), 0
         for site in self._sites:
             self._starts.append(size)
             size += -(-len(site.parts) * ENTRY // 2) * 2  # each begins at a multiple of 16 bytes
-        self._rows = torch.zeros(places + 1, size, dtype=torch.int64, device=device)
+        self._rows = torch.zeros(slots + 1, size, dtype=torch.int64, device=device)
         self.unusual: set[int] = set()  # slots with weights that kernels do not support
-        self._beside = {site.path for site in sites if isinstance(site, ClassSite)}  # run after the layers, without kernels
+        self._without_kernels = {site.path for site in sites if isinstance(site, ClassSite)}
         for site, start in zip(self._sites, self._starts, strict=True):
             assert isinstance(site, LinearSite)
             site.use_table(self._rows.view(-1)[start:], size, ranks)
 
-    def write(self, place: int, paths: Set[str]) -> None:
+    def write(self, slot: int, paths: Set[str]) -> None:
         """Write the row of the adapter that is in this slot now. paths: its sites."""
         row: npt.NDArray[np.int64] = np.zeros(self._rows.shape[1], np.int64)
         for site, start in zip(self._sites, self._starts, strict=True):
             if site.path in paths:
-                numbers = np.array(site.tabulate(place), np.int64).ravel()
-                row[start : start + len(numbers)] = numbers
-        self._write(place, row)
-        if paths - {site.path for site in self._sites} - self._beside:
-            self.unusual.add(place)
+                entries = np.array(site.tabulate(slot), np.int64).ravel()
+                row[start : start + len(entries)] = entries
+        self._write(slot, row)
+        if paths - {site.path for site in self._sites} - self._without_kernels:
+            self.unusual.add(slot)
 
     def row_of(self, where: Where, itemsize: int) -> TableRow | None:
         """Return the row of an adapter, or None if it has more than low-rank matrices."""
@@ -247,7 +246,7 @@ class AddressTable:
         for site, start in zip(self._sites, self._starts, strict=True):
             if site.path in where:
                 assert isinstance(site, LinearSite)
-                for number, entry in enumerate(site.places(where[site.path])):
+                for number, entry in enumerate(site.offsets(where[site.path])):
                     if entry is not None:
                         down, up, rank = entry
                         at = start + number * ENTRY
@@ -256,16 +255,16 @@ class AddressTable:
                         known += 2
         return TableRow(*row) if known == sum(map(len, where.values())) else None
 
-    def write_row(self, place: int, row: TableRow, flat: Tensor) -> None:
-        self._write(place, row.numbers + row.addresses * flat.data_ptr())
+    def write_row(self, slot: int, row: TableRow, flat: Tensor) -> None:
+        self._write(slot, row.entries + row.is_offset * flat.data_ptr())
 
-    def _write(self, place: int, row: npt.NDArray[np.int64]) -> None:
+    def _write(self, slot: int, row: npt.NDArray[np.int64]) -> None:
         on_host = torch.from_numpy(row)
-        self._rows[place].copy_(on_host.pin_memory() if self._rows.is_cuda else on_host, non_blocking=True)
+        self._rows[slot].copy_(on_host.pin_memory() if self._rows.is_cuda else on_host, non_blocking=True)
 
-    def clear(self, place: int) -> None:
-        self._rows[place].zero_()
-        self.unusual.discard(place)
+    def clear(self, slot: int) -> None:
+        self._rows[slot].zero_()
+        self.unusual.discard(slot)
 
 
 def adapt(
@@ -303,7 +302,7 @@ def find_sites(model: nn.Module, more: int = 0) -> list[Site]:
 
 
 def _aligned(count: int) -> int:
-    return -(-count // ALIGNED) * ALIGNED
+    return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 def _view(flat: Tensor, first: int, shape: tuple[int, ...]) -> Tensor:

@@ -35,7 +35,7 @@ from quire.types.errors import AdapterError, ModelError
 logger = logging.getLogger(__name__)
 
 PREFIX = "base_model.model."
-# the end of a tensor's name -> what it is
+# end of a tensor's name -> kind
 HALVES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(rf"\.{end}$"), kind)
     for end, kind in (
@@ -56,13 +56,13 @@ HALVES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 )
 REPLACED = ("head", "embedding", "classes")  # kinds of sites whose matrix an adapter may replace
 HALF_OF = {"down": "lora_A", "up": "lora_B"}
-PIECE = 1 << 22  # bytes of a file that a thread reads
-LARGEST = 1e6  # what a matrix may be multiplied by, and a number that is added: beyond it activations overflow before long
+PIECE_BYTES = 1 << 22  # that a thread reads at once
+LARGEST = 1e6  # of a value, and of the factor on a layer's output: beyond it activations overflow
 
 
 @dataclass(frozen=True)
 class Named:
-    """A tensor, and what the file calls it."""
+    """A tensor and its name in the file."""
 
     name: str
     values: Tensor
@@ -74,18 +74,19 @@ class Named:
 
 @dataclass(frozen=True)
 class Model:
-    """The matrices of a model that adapters can change. parameters: those that layers hold as floats, by name."""
+    """The matrices of a model that adapters can change."""
 
     sites: Mapping[str, Site]
     renames: Renames
-    parameters: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]  # by name: parameters that layers hold as floats
     max_rank: int
-    more: int = 0  # tokens that an adapter may add to the model's own
-    elsewhere: frozenset[str] = frozenset()  # parameters that another stage has, and looks at
+    added_tokens: int = 0  # that an adapter may add to the model's own
+    other_stages: frozenset[str] = frozenset()  # parameters that other pipeline stages have and check
 
 
 def read_adapter(path: str, model: Model) -> tuple[Mapping[str, Addition], int]:
-    """By the matrix's path in the checkpoint after renames; and the largest rank. AdapterError = it cannot be run."""
+    """Return the additions by the matrix's path in the checkpoint after renames, and the largest rank. Raise AdapterError for
+    what is not supported."""
     files = find_adapter(path)
     config = interpret(read_config(files), str(files.config))
     try:
@@ -95,7 +96,7 @@ def read_adapter(path: str, model: Model) -> tuple[Mapping[str, Addition], int]:
 
 
 def _read_tensors(files: AdapterFiles) -> list[Named]:
-    """Read the tensors; each is checked by itself."""
+    """Read and check the tensors."""
     try:
         if files.weights.suffix == ".safetensors":
             return _read_safetensors(files.weights)
@@ -105,7 +106,7 @@ def _read_tensors(files: AdapterFiles) -> list[Named]:
         raise
     except ModelError as error:
         raise AdapterError(str(error), "lora_path") from error
-    except Exception as error:  # of torch's reader, whatever the file made it stumble over
+    except Exception as error:  # torch's reader raises many kinds
         raise AdapterError(f"{files.weights.name} cannot be read: {error_summary(error)}", "lora_path") from error
     if not isinstance(found, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in found.items()):
         raise AdapterError(f"{files.weights.name} is not a table of tensors", "lora_path")
@@ -137,8 +138,8 @@ def _read_safetensors(path: Path) -> list[Named]:
     header = read_header(path, ADAPTER_LIMITS)
     for name, info in header.items():
         if info.dtype not in DTYPES:
-            raise AdapterError(f"tensor {shown(name)} is stored as {info.dtype}, which cannot be read", "lora_path")
-        _check_numbers(name, info.shape)
+            raise AdapterError(f"tensor {shown(name)} is stored as {info.dtype}, which is not supported", "lora_path")
+        _check_size(name, info.shape)
     first = min((info.offset for info in header.values()), default=0)
     last = max((info.offset + info.nbytes for info in header.values()), default=0)
     kinds = {DTYPES[info.dtype] for info in header.values()}
@@ -148,7 +149,7 @@ def _read_safetensors(path: Path) -> list[Named]:
     with open_regular(path) as file:
 
         def read(begin: int) -> float:
-            some = room[begin : begin + PIECE]
+            some = room[begin : begin + PIECE_BYTES]
             done, needed = 0, min(len(some), last - first - begin)
             while done < needed:
                 came = os.preadv(file.fileno(), [some[done:].data], first + begin + done)
@@ -157,7 +158,7 @@ def _read_safetensors(path: Path) -> list[Named]:
                 done += came
             return largest_of(torch.from_numpy(some).view(kind)) if kind.is_floating_point and kind.itemsize > 1 else math.inf
 
-        bound = max(in_threads(read, range(0, len(room), PIECE)), default=0.0)
+        bound = max(in_threads(read, range(0, len(room), PIECE_BYTES)), default=0.0)
     found = []
     for name, info in header.items():
         at = info.offset - first
@@ -173,7 +174,7 @@ class Reader:
         """readable: the file's header has shapes, from which the API process counts added tokens."""
         self._config, self._model = config, model
         self._largest = 0
-        self._tokens = AddedTokens(model.more, readable)
+        self._tokens = AddedTokens(model.added_tokens, readable)
         self._rows = TokenRows(config.tokens)
 
     def read(self, tensors: Iterable[Named]) -> tuple[dict[str, Addition], int]:
@@ -181,9 +182,9 @@ class Reader:
         for named in tensors:
             module, kind = parse_name(named)
             if kind in modules[module]:
-                raise named.wrong("is there twice, under another name")
+                raise named.wrong("occurs twice, under different names")
             modules[module][kind] = named
-        for halves in modules.values():  # where vocabulary was added PEFT saves such a matrix three times
+        for halves in modules.values():  # with added vocabulary, PEFT saves such a matrix three times
             halves.pop("original", None)
             plain = halves.pop("plain", None)
             if plain is not None:
@@ -197,9 +198,9 @@ class Reader:
                 logger.info("%s belongs to a part of the model that is not run: ignored", first.name)
                 continue
             path = ours.removesuffix(".weight")
-            place = experts.find(path, self._model.sites)
-            if place is not None:
-                experts.add(place, *self._halves(module, halves, first), module)
+            target = experts.find(path, self._model.sites)
+            if target is not None:
+                experts.add(target, *self._halves(module, halves, first), module)
                 continue
             addition = self._addition(path, module, halves, first)
             if addition is not None:
@@ -217,7 +218,7 @@ class Reader:
             self._check_nothing(path, halves)
             return None
         if isinstance(site, ExpertsSite):
-            raise first.wrong("adds to experts in a way that is not known")
+            raise first.wrong("adds to experts in a way that is not supported")
         outputs, inputs = site.shapes[path]
         addition = Addition()
         if "down" in halves or "up" in halves:
@@ -235,7 +236,7 @@ class Reader:
                 self._check_shape(halves[kind], shape, site)
         if "magnitude" in halves:
             if not self._config.dora or addition.down is None or not isinstance(site, LinearSite | HeadSite):
-                raise halves["magnitude"].wrong("is of DoRA, which goes with use_dora, lora_A and lora_B of a linear layer")
+                raise halves["magnitude"].wrong("is of DoRA, which requires use_dora, and lora_A and lora_B of a linear layer")
             addition = replace(addition, magnitude=halves["magnitude"].values)
         elif self._config.dora and addition.down is not None:
             raise first.wrong("has no lora_magnitude_vector, though use_dora is true")
@@ -273,9 +274,9 @@ class Reader:
         return None if addition.is_nothing else addition
 
     def _check_nothing(self, path: str, halves: dict[str, Named]) -> None:
-        """A layer without matrices may come with the bias that it has anyway: with bias="all" all are saved."""
+        """Refuse tensors for a layer without matrices, except its unchanged bias: with bias="all", PEFT saves all biases."""
         for kind, named in halves.items():
-            if kind == "bias" and f"{path}.bias" in self._model.elsewhere:
+            if kind == "bias" and f"{path}.bias" in self._model.other_stages:
                 continue
             own = self._model.parameters.get(f"{path}.bias")
             if kind != "bias" or own is None:
@@ -288,7 +289,7 @@ class Reader:
             if half in halves and other not in halves:
                 raise halves[half].wrong(f"has no {HALF_OF[other]} ({shown(module)} needs both)")
         if "down" not in halves:
-            raise first.wrong("is nothing that an adapter can have for experts")
+            raise first.wrong("is not supported for experts")
         return halves["down"], halves["up"]
 
     def scale_of(self, module: str) -> float:
@@ -303,8 +304,10 @@ class Reader:
         self._largest = max(self._largest, rank)
 
     def check_size(self, down: Named, up: Named, module: str) -> None:
-        """By the length of what both add to a layer, at most. Matrices are not longer than if all of their numbers were the
-        largest one: with that most need not be looked at."""
+        """Refuse a pair that may overflow, by an upper bound of the norm of up @ down.
+
+        The bound from the largest values is enough for most pairs; for the others the norms are computed.
+        """
         bounds = [named.largest * math.sqrt(named.values.numel()) for named in (down, up)]
         if math.prod(bounds) * abs(self.scale_of(module)) <= LARGEST:
             return
@@ -331,7 +334,7 @@ def scaled(named: Named, scale: float) -> Tensor:
 
 
 def parse_name(named: Named) -> tuple[str, str]:
-    """The module, as transformers calls it, and what the tensor is of it."""
+    """Return the module, as transformers calls it, and the kind of the tensor (a value of HALVES)."""
     name = named.name.removeprefix(PREFIX)
     for pattern, kind in HALVES:
         if (match := pattern.search(name)) is not None:
@@ -339,7 +342,7 @@ def parse_name(named: Named) -> tuple[str, str]:
     raise named.wrong("is not of a kind that LoRA adapters have (lora_A, lora_B, ...)")
 
 
-def _check_numbers(name: str, shape: Sequence[int]) -> None:
+def _check_size(name: str, shape: Sequence[int]) -> None:
     if not math.prod(shape):
         raise AdapterError(
             f"tensor {shown(name)} has shape {shown(list(shape))}, and no values: the rank must be at least 1",
@@ -355,7 +358,7 @@ def _checked(name: str, values: Tensor) -> Named:
         raise named.wrong("is not stored as plain values")
     if values.untyped_storage().nbytes() < values.numel() * values.dtype.itemsize:
         raise named.wrong(f"of shape {list(values.shape)} has more values than its file")
-    _check_numbers(name, values.shape)
+    _check_size(name, values.shape)
     largest = largest_of(values)
     if not math.isfinite(largest):
         raise named.wrong("has values that are not finite (NaN or infinity)")

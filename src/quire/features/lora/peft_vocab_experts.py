@@ -26,22 +26,28 @@ if TYPE_CHECKING:
     from quire.features.lora.peft import Named
 
 
-KINDS = {"embedding": 1, "head": 0}  # of a site that has the vocabulary -> which of its two sizes that is
+KINDS = {"embedding": 1, "head": 0}  # kind of site -> index of the vocabulary size in its shape
 
 
 def tokens_of(site: Site) -> int | None:
-    """The model's, if it is a layer that has a row for each."""
+    """Return the model's vocabulary size if the site has a row for each token; otherwise None."""
     return None if site.kind not in KINDS else next(iter(site.shapes.values()))[KINDS[site.kind]]
 
 
 @dataclass
 class AddedTokens:
-    room: int  # for so many there is
-    readable: bool  # can whoever makes tokens of text see how many there are?
-    _seen: "dict[int, Named]" = field(default_factory=dict)  # number of added tokens -> a tensor that has so many
+    """Checks the vocabulary entries that an adapter adds.
+
+    room: how many the engine has room for
+    readable: the API process can read their count from the file's header
+    """
+
+    room: int
+    readable: bool
+    _seen: "dict[int, Named]" = field(default_factory=dict)  # count of added tokens -> a tensor with this count
 
     def allow(self, named: "Named", shape: tuple[int, ...], site: Site) -> bool:
-        """Does it differ from the shape by added tokens alone? Raises why it cannot have them."""
+        """Return whether added tokens are the only difference from the shape. Raise if they are not supported."""
         found, own = tuple(named.values.shape), tokens_of(site)
         other = [i for i, size in enumerate(found) if size != shape[i]] if len(found) == len(shape) else []
         if own is None or len(other) != 1 or shape[other[0]] != own or found[other[0]] < own:
@@ -60,7 +66,7 @@ class AddedTokens:
         return True
 
     def split(self, addition: Addition, site: Site, first: "Named") -> Addition:
-        """The rows beyond the model's own, apart."""
+        """Return the addition with the rows of added tokens in `more`."""
         own = tokens_of(site)
         if own is None or not self._seen:
             return addition
@@ -78,9 +84,9 @@ class AddedTokens:
         return replace(addition, whole=None if whole is None else whole[:own], down=down, up=up, more=more)
 
     def check(self, found: Mapping[str, Addition], sites: Mapping[str, Site]) -> None:
-        """Embedding and head must have the same."""
+        """Raise unless embedding and head have the same count of added tokens."""
         for named in list(self._seen.values())[1:]:
-            raise named.wrong(f"has another number of added tokens than {next(iter(self._seen.values())).name}")
+            raise named.wrong(f"has another count of added tokens than {next(iter(self._seen.values())).name}")
         for count, named in self._seen.items():
             for path, site in sites.items():
                 addition = found.get(path)
@@ -95,10 +101,10 @@ class AddedTokens:
 @dataclass
 class TokenRows:
     indices: Mapping[str, tuple[int, ...]]  # AdapterConfig.tokens
-    _read: set[str] = field(default_factory=set)  # those of them that there were rows for
+    _read: set[str] = field(default_factory=set)  # names whose rows were read
 
     def read(self, addition: Addition, named: "Named", module: str, site: Site) -> Addition:
-        """With these rows. Those of tokens that the model does not have go to the whole matrix that is saved beside them."""
+        """Return the addition with these rows. Rows of added tokens are written to the adapter's whole matrix."""
         own, name = tokens_of(site), self._name_of(module, site)
         if own is None or name is None:
             raise named.wrong(f"has rows of tokens that trainable_token_indices does not name for {module}")
@@ -109,7 +115,7 @@ class TokenRows:
                 f"has shape {list(named.values.shape)}, where {len(given)} of trainable_token_indices need {[len(given), wide]}"
             )
         if addition.magnitude is not None:
-            raise named.wrong("has rows of a matrix that DoRA changes, too, which cannot be run together")
+            raise named.wrong("has rows of a matrix that DoRA changes, which is not supported")
         index, rows, whole = torch.tensor(given), named.values, addition.whole
         beyond = index >= own
         if beyond.any():
@@ -124,13 +130,13 @@ class TokenRows:
         return replace(addition, whole=whole, tokens=index if len(index) else None, rows=rows[order] if len(index) else None)
 
     def finish(self, found: dict[str, Addition], sites: Mapping[str, Site]) -> None:
-        """Gives a tied head what its embedding has; raises if there are no rows for something that was named."""
+        """Give a tied head the rows of its embedding. Raise if a name in `indices` has no rows."""
         for path, site in sites.items():
             source = site.tied_to(sites.values()) if isinstance(site, HeadSite) else None
             given, own = found.get(source or ""), found.get(path, Addition())
             if given is not None and given.tokens is not None and own.tokens is None:
                 if own.magnitude is not None:
-                    raise AdapterError(f"{path}: DoRA and trainable_token_indices cannot be run together there", "lora_path")
+                    raise AdapterError(f"{path}: DoRA is not supported with trainable_token_indices", "lora_path")
                 found[path] = replace(own, tokens=given.tokens, rows=given.rows)
                 self._read |= {name for name in self.indices if name and path.endswith(name)}
         for name in self.indices.keys() - self._read:
@@ -151,20 +157,17 @@ class TokenRows:
 
 # ---- experts
 
-if TYPE_CHECKING:
-    from quire.features.lora.peft import Named
-
 ONE = re.compile(r"^(?P<path>.+)\.(?P<expert>\d+)\.(?P<matrix>gate_proj|up_proj|down_proj)$")
 NESTED = ".base_layer"  # of a parameter whose neighbour has additions, too
 
-Place = tuple[ExpertsSite, int | None, str]  # the expert, None = all; which of its matrices, "" = its shape tells
+Target = tuple[ExpertsSite, int | None, str]  # site; expert (None: all); matrix ("": found by its shape)
 
 
 class Terms(Protocol):
-    """What the configuration says of a module, or of a parameter of one."""
+    """Checks of a module against adapter_config.json."""
 
     def check_rank(self, named: "Named", rank: int, module: str, merged: int = 1) -> None:
-        """`merged`: matrices whose ranks lie beside each other in it."""
+        """Raise unless the rank is the configured one. merged: matrices whose ranks are concatenated in it."""
 
     def check_size(self, down: "Named", up: "Named", module: str) -> None: ...
 
@@ -185,7 +188,7 @@ class ExpertTensors:
     _stacks: dict[str, list[Pair]] = field(default_factory=dict)
     _single: dict[str, dict[tuple[int, str], Pair]] = field(default_factory=dict)
 
-    def find(self, path: str, sites: Mapping[str, Site]) -> Place | None:
+    def find(self, path: str, sites: Mapping[str, Site]) -> Target | None:
         match = ONE.match(path)
         if match is not None and isinstance(site := sites.get(match["path"]), ExpertsSite):
             return site, int(match["expert"]), match["matrix"]
@@ -194,15 +197,15 @@ class ExpertTensors:
         site = sites.get(path)
         return (site, None, "") if isinstance(site, ExpertsSite) else None
 
-    def add(self, place: Place, down: "Named", up: "Named", module: str) -> None:
-        site, expert, matrix = place
+    def add(self, target: Target, down: "Named", up: "Named", module: str) -> None:
+        site, expert, matrix = target
         if down.values.ndim != 2 or up.values.ndim != 2:
             raise down.wrong(f"and its lora_B must be matrices, but are {list(down.values.shape)} and {list(up.values.shape)}")
         rank, rest = divmod(down.values.shape[0], site.count if expert is None else 1)
         if rest or down.values.shape[0] != up.values.shape[1]:
             raise down.wrong(f"of shape {list(down.values.shape)} does not go with lora_B of shape {list(up.values.shape)}")
         if not site.holds_floats:
-            raise down.wrong("adds to experts, which are held in few bits on this device")
+            raise down.wrong("adds to experts, which are quantized on this device. It requires unquantized weights")
         pair = Pair(down, up, rank, module.replace(NESTED, ""))
         self.terms.check_size(down, up, pair.module)
         if expert is None:
@@ -210,7 +213,7 @@ class ExpertTensors:
             return
         self.terms.check_rank(down, rank, module)
         if site.together:
-            raise down.wrong("is of one expert, where the model has all in one parameter")
+            raise down.wrong("is of one expert, but the model has all experts in one parameter")
         if expert >= site.count:
             raise down.wrong(f"is of expert {expert}; the model has {site.count}")
         outputs, inputs = (site.hidden, site.inner) if matrix == "down_proj" else (site.inner, site.hidden)
@@ -221,7 +224,7 @@ class ExpertTensors:
 
     def finish(self, sites: Mapping[str, Site]) -> dict[str, Addition]:
         found: dict[str, Addition] = {}
-        swapped = any(_lies_across(pair, sites[path]) for path, pairs in self._stacks.items() for pair in pairs)
+        swapped = any(_is_transposed(pair, sites[path]) for path, pairs in self._stacks.items() for pair in pairs)
         for path, pairs in self._stacks.items():
             both: dict[str, tuple[Tensor, Tensor]] = {}
             for pair in pairs:
@@ -238,7 +241,7 @@ class ExpertTensors:
         return found
 
     def _stack(self, site: ExpertsSite, single: Mapping[tuple[int, str], Pair]) -> Addition:
-        """Experts of one layer take the room of the largest rank among them."""
+        """Return the pairs of single experts as stacked matrices, padded to the largest rank."""
         gate_up = {key: pair for key, pair in single.items() if key[1] != "down_proj"}
         back = {key: pair for key, pair in single.items() if key[1] == "down_proj"}
         both: list[tuple[Tensor, Tensor] | None] = []
@@ -260,8 +263,8 @@ class ExpertTensors:
         return Addition(gate_up=both[0], back=both[1])
 
 
-def _lies_across(pair: Pair, site: Site) -> bool:
-    """PEFT once took a parameter [E, outputs, inputs] for one of [E, inputs, outputs]: is it certain that it did here?"""
+def _is_transposed(pair: Pair, site: Site) -> bool:
+    """Return whether the file surely has [E, inputs, outputs] in place of [E, outputs, inputs], as some versions of PEFT do."""
     assert isinstance(site, ExpertsSite)
     shape = (pair.up.values.shape[0], pair.down.values.shape[1])
     across = {(site.hidden, 2 * site.inner), (site.inner, site.hidden)}

@@ -21,7 +21,7 @@ class AdapterReader:
         self._read, self._read_ahead = read, read_ahead
         self._asked: SimpleQueue[AdapterRef | None] = SimpleQueue()
         self._done: SimpleQueue[tuple[AdapterRef, Outcome]] = SimpleQueue()
-        self._seen: list[tuple[AdapterRef, Outcome]] = []  # by `wait`, and not taken yet
+        self._seen: list[tuple[AdapterRef, Outcome]] = []  # received by `wait`, and not taken yet
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
         self.pending = 0

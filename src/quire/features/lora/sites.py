@@ -29,7 +29,7 @@ from quire.types.errors import AdapterError
 
 AT_ONCE = 256  # inputs of a matrix that are processed together
 
-Numbers = dict[str, Tensor]  # weights of an adapter for one layer, by names of the site's own
+Weights = dict[str, Tensor]  # weights of an adapter for one layer, by names of the site's own
 Given = dict[str, Tensor | Scaled]  # the same, with the dtypes of the file
 Entries = list[tuple[int, ...]]
 
@@ -73,7 +73,7 @@ class Site(Protocol):
     def cut(self, found: Mapping[str, Addition]) -> Given:
         """Return the weights that this rank needs, by names of the site's own."""
 
-    def put(self, place: int, numbers: Numbers, known: Numbers) -> None:
+    def put(self, slot: int, weights: Weights, known: Weights) -> None:
         """Put weights, which are on the device, into the layer's bank.
 
         known: DoRA gains of this adapter, by site; missing ones are computed and added
@@ -83,10 +83,10 @@ class Site(Protocol):
     def parts(self) -> Sequence[tuple[int, int]]:
         """Return (first output, outputs) of each part that kernels add to; empty: kernels do not support the site."""
 
-    def tabulate(self, place: int) -> Entries:
+    def tabulate(self, slot: int) -> Entries:
         """Return the entry of each part in the address table (`ops.arguments.AdapterTable`)."""
 
-    def drop(self, place: int) -> None: ...
+    def drop(self, slot: int) -> None: ...
 
 
 class Untabled:
@@ -94,7 +94,7 @@ class Untabled:
 
     parts: Sequence[tuple[int, int]] = ()
 
-    def tabulate(self, place: int) -> Entries:  # noqa: ARG002
+    def tabulate(self, slot: int) -> Entries:  # noqa: ARG002
         return []
 
 
@@ -119,74 +119,76 @@ class LinearSite:
         return self._layer.biased
 
     def cut(self, found: Mapping[str, Addition]) -> Given:
-        numbers: Given = {}
+        weights: Given = {}
         across, downs = self._layer.local_inputs, list[Tensor]()
         for name, addition in found.items():
             rows = [some for _, some in self._parts[name].local]
             if addition.down is not None and addition.up is not None:
                 downs.append(addition.down[:, across.start : across.stop])
                 if self._bank.table is not None:
-                    numbers[f"{name}.down"] = downs[-1]
-                numbers[f"{name}.up"] = Scaled(_rows(addition.up, rows).t(), addition.scale)
+                    weights[f"{name}.down"] = downs[-1]
+                weights[f"{name}.up"] = Scaled(_rows(addition.up, rows).t(), addition.scale)
             if addition.magnitude is not None:
-                numbers[f"{name}.magnitude"] = _rows(addition.magnitude, rows)
+                weights[f"{name}.magnitude"] = _rows(addition.magnitude, rows)
             if self._adds:
                 for key, values in (("added", addition.added), ("bias", addition.bias)):
                     if values is not None:
-                        numbers[f"{name}.{key}"] = _rows(values, rows)
+                        weights[f"{name}.{key}"] = _rows(values, rows)
         if downs and self._bank.table is None:
-            numbers["down"] = torch.cat(downs).t()  # the layout in which GEMMs on a CPU are fast
-        return numbers
+            weights["down"] = torch.cat(downs).t()  # the layout in which GEMMs on a CPU are fast
+        return weights
 
-    def put(self, place: int, numbers: Numbers, known: Numbers) -> None:
-        parts, stacked, at = list[LowRank](), numbers.get("down"), 0
-        names = [name.removesuffix(".up") for name in numbers if name.endswith(".up")]
+    def put(self, slot: int, weights: Weights, known: Weights) -> None:
+        parts, stacked, at = list[LowRank](), weights.get("down"), 0
+        names = [name.removesuffix(".up") for name in weights if name.endswith(".up")]
         for name in names:
-            up = numbers[f"{name}.up"]
-            down = numbers[f"{name}.down"].t() if stacked is None else stacked[:, at : at + len(up)]
+            up = weights[f"{name}.up"]
+            down = weights[f"{name}.down"].t() if stacked is None else stacked[:, at : at + len(up)]
             parts.append(LowRank(self._parts[name].local[0][0], down, up))
             at += len(up)
-        gain = self._gain(parts, numbers, known)
-        bias = self._bias(numbers, self._layer.bias)
-        self._bank.put(place, LinearLoRA(tuple(parts), gain, bias, stacked=stacked))
+        gain = self._gain(parts, weights, known)
+        bias = self._bias(weights, self._layer.bias)
+        self._bank.put(slot, LinearLoRA(tuple(parts), gain, bias, stacked=stacked))
 
-    def drop(self, place: int) -> None:
-        self._bank.drop(place)
+    def drop(self, slot: int) -> None:
+        self._bank.drop(slot)
 
     def use_table(self, entries: Tensor, stride: int, ranks: int) -> None:
         self._bank.table = make_table(entries, stride, ranks, self.parts)
 
-    def places(self, where: Mapping[str, tuple[int, tuple[int, ...]]]) -> Iterator[tuple[int, int, int] | None]:
-        """Of each part where its down and up begin, and their rank; None = the adapter has none. `where` each of its tensors
-        begins, and their shapes."""
+    def offsets(self, where: Mapping[str, tuple[int, tuple[int, ...]]]) -> Iterator[tuple[int, int, int] | None]:
+        """Yield the first elements of down and up of each part, and their rank; None: the adapter does not change the part.
+
+        where: first element and shape of each tensor of the adapter
+        """
         for name in self._parts:
             down, up = where.get(f"{name}.down"), where.get(f"{name}.up")
             yield None if down is None or up is None else (down[0], up[0], up[1][0])
 
-    def tabulate(self, place: int) -> Entries:
-        numbers = self._bank.places[place]
-        low = {part.start: part for part in numbers.parts}
+    def tabulate(self, slot: int) -> Entries:
+        weights = self._bank.slots[slot]
+        low = {part.start: part for part in weights.parts}
         found = Entries()
         for start, _ in self.parts:
             part = low.get(start)
             matrices = (0, 0, 0) if part is None else (part.down.data_ptr(), part.up.data_ptr(), len(part.up))
-            found.append((*matrices, _address(numbers.gain, start), _address(numbers.bias, start)))
+            found.append((*matrices, _address(weights.gain, start), _address(weights.bias, start)))
         return found
 
-    def _bias(self, numbers: Numbers, own: Tensor | None) -> Tensor | None:
+    def _bias(self, weights: Weights, own: Tensor | None) -> Tensor | None:
         """Return the values added after the product: the adapter's `added`, and the difference of its bias to the layer's."""
         total: Tensor | None = None
         for name, part in self._parts.items():
             start, count = part.local[0][0], sum(len(rows) for _, rows in part.local)
-            added, bias = numbers.get(f"{name}.added"), numbers.get(f"{name}.bias")
+            added, bias = weights.get(f"{name}.added"), weights.get(f"{name}.bias")
             for values in (added, None if bias is None or own is None else bias - own[start : start + count]):
                 if values is not None:
                     total = values.new_zeros(self._layer.outputs) if total is None else total
                     total[start : start + count] += values
         return total
 
-    def _gain(self, parts: Sequence[LowRank], numbers: Numbers, known: Numbers) -> Tensor | None:
-        magnitudes = {name: numbers[f"{name}.magnitude"] for name in self._parts if f"{name}.magnitude" in numbers}
+    def _gain(self, parts: Sequence[LowRank], weights: Weights, known: Weights) -> Tensor | None:
+        magnitudes = {name: weights[f"{name}.magnitude"] for name in self._parts if f"{name}.magnitude" in weights}
         if not magnitudes:
             return None
         if self.path not in known:
@@ -216,16 +218,16 @@ class LatentSite(LinearSite):
 
     kind = "latent"
 
-    def put(self, place: int, numbers: Numbers, known: Numbers) -> None:
-        super().put(place, numbers, known)
+    def put(self, slot: int, weights: Weights, known: Weights) -> None:
+        super().put(slot, weights, known)
         if self._bank.table is not None:
             return
-        weight, made = self._layer.weight, self._bank.places[place]
+        weight, made = self._layer.weight, self._bank.slots[slot]
         whole = weight.float().clone()
         for part in made.parts:
             whole[part.outputs] += (part.down.float() @ part.up.float()).t()
         whole = whole if made.gain is None else whole * made.gain.float().unsqueeze(1)
-        self._bank.put(place, LinearLoRA(whole=whole.to(weight.dtype)))
+        self._bank.put(slot, LinearLoRA(whole=whole.to(weight.dtype)))
 
 
 class ClassSite(LinearSite):
@@ -238,13 +240,13 @@ class ClassSite(LinearSite):
         self.parts = []
 
     def cut(self, found: Mapping[str, Addition]) -> Given:
-        numbers, [(name, addition)] = super().cut(found), found.items()
-        return numbers if addition.whole is None else {**numbers, f"{name}.whole": addition.whole.t()}
+        weights, [(name, addition)] = super().cut(found), found.items()
+        return weights if addition.whole is None else {**weights, f"{name}.whole": addition.whole.t()}
 
-    def put(self, place: int, numbers: Numbers, known: Numbers) -> None:
-        super().put(place, numbers, known)
-        whole = numbers.get(f"{next(iter(self.shapes))}.whole")
-        self._bank.put(place, replace(self._bank.places[place], whole=whole))
+    def put(self, slot: int, weights: Weights, known: Weights) -> None:
+        super().put(slot, weights, known)
+        whole = weights.get(f"{next(iter(self.shapes))}.whole")
+        self._bank.put(slot, replace(self._bank.slots[slot], whole=whole))
 
 
 class HeadSite(Untabled):
@@ -272,38 +274,38 @@ class HeadSite(Untabled):
 
     def cut(self, found: Mapping[str, Addition]) -> Given:
         [addition] = found.values()
-        rows, numbers = [self._layer.local], _token_rows(addition, self._layer.local)
+        rows, weights = [self._layer.local], _token_rows(addition, self._layer.local)
         if addition.down is not None and addition.up is not None:
-            numbers |= {"down": addition.down.t(), "up": Scaled(_rows(addition.up, rows).t(), addition.scale)}
+            weights |= {"down": addition.down.t(), "up": Scaled(_rows(addition.up, rows).t(), addition.scale)}
         if addition.whole is not None:
-            numbers["whole"] = _rows(addition.whole, rows).t()
+            weights["whole"] = _rows(addition.whole, rows).t()
         if addition.more is not None:
-            numbers["more"] = addition.more.t()
+            weights["more"] = addition.more.t()
         for key, values in (("magnitude", addition.magnitude), ("added", addition.added), ("bias", addition.bias)):
             if values is not None:
-                numbers[key] = _rows(values, rows)
-        return numbers
+                weights[key] = _rows(values, rows)
+        return weights
 
-    def put(self, place: int, numbers: Numbers, known: Numbers) -> None:
+    def put(self, slot: int, weights: Weights, known: Weights) -> None:
         layer = self._layer
-        parts = (LowRank(0, numbers["down"], numbers["up"]),) if "down" in numbers else ()
+        parts = (LowRank(0, weights["down"], weights["up"]),) if "down" in weights else ()
         gain = None
-        if "magnitude" in numbers:
+        if "magnitude" in weights:
             if self.path not in known:
                 multiply = partial(layer.method.apply, layer)
-                lengths = squares_of_rows(multiply, layer.hidden_size, parts, numbers["magnitude"]).sqrt()
-                known[self.path] = (numbers["magnitude"].float() / lengths).to(numbers["magnitude"].dtype).cpu()
-            gain = known[self.path].to(numbers["magnitude"].device)
-        added = [numbers["added"]] if "added" in numbers else []
-        if "bias" in numbers and layer.bias is not None:
-            added.append(numbers["bias"] - layer.bias)
+                lengths = squares_of_rows(multiply, layer.hidden_size, parts, weights["magnitude"]).sqrt()
+                known[self.path] = (weights["magnitude"].float() / lengths).to(weights["magnitude"].dtype).cpu()
+            gain = known[self.path].to(weights["magnitude"].device)
+        added = [weights["added"]] if "added" in weights else []
+        if "bias" in weights and layer.bias is not None:
+            added.append(weights["bias"] - layer.bias)
         bias = sum(added[1:], added[0]) if added else None
-        self._bank.places[place] = LinearLoRA(
-            parts, gain, bias, numbers.get("whole"), numbers.get("down"), numbers.get("more"), _put_rows(numbers)
+        self._bank.slots[slot] = LinearLoRA(
+            parts, gain, bias, weights.get("whole"), weights.get("down"), weights.get("more"), _put_rows(weights)
         )
 
-    def drop(self, place: int) -> None:
-        self._bank.places.pop(place, None)
+    def drop(self, slot: int) -> None:
+        self._bank.slots.pop(slot, None)
 
 
 class EmbeddingSite(Untabled):
@@ -317,22 +319,22 @@ class EmbeddingSite(Untabled):
 
     def cut(self, found: Mapping[str, Addition]) -> Given:
         [addition] = found.values()
-        rows, numbers = [self._layer.local], _token_rows(addition, self._layer.local)
+        rows, weights = [self._layer.local], _token_rows(addition, self._layer.local)
         if addition.whole is not None:
-            numbers["whole"] = _rows(addition.whole, rows)
+            weights["whole"] = _rows(addition.whole, rows)
         if addition.more is not None:
-            numbers["more"] = addition.more
+            weights["more"] = addition.more
         if addition.down is not None and addition.up is not None:
-            numbers |= {"down": _rows(addition.down.t(), rows), "up": Scaled(addition.up.t(), addition.scale)}
-        return numbers
+            weights |= {"down": _rows(addition.down.t(), rows), "up": Scaled(addition.up.t(), addition.scale)}
+        return weights
 
-    def put(self, place: int, numbers: Numbers, known: Numbers) -> None:  # noqa: ARG002
-        self._bank.places[place] = EmbeddingLoRA(
-            numbers.get("down"), numbers.get("up"), numbers.get("whole"), numbers.get("more"), _put_rows(numbers)
+    def put(self, slot: int, weights: Weights, known: Weights) -> None:  # noqa: ARG002
+        self._bank.slots[slot] = EmbeddingLoRA(
+            weights.get("down"), weights.get("up"), weights.get("whole"), weights.get("more"), _put_rows(weights)
         )
 
-    def drop(self, place: int) -> None:
-        self._bank.places.pop(place, None)
+    def drop(self, slot: int) -> None:
+        self._bank.slots.pop(slot, None)
 
 
 class ExpertsSite(Untabled):
@@ -355,25 +357,25 @@ class ExpertsSite(Untabled):
         if not self._layer.gated:
             raise AdapterError(f"it adds to {self.path}, experts without gates, which adapters cannot do yet", "lora_path")
         experts, inner = self._layer.local, self._layer.local_inner
-        some, numbers = slice(experts.start, experts.stop), Given()
+        some, weights = slice(experts.start, experts.stop), Given()
         if addition.gate_up is not None:
             down, up = addition.gate_up
             up = up[some]
             gates, ups = (up[:, 0::2], up[:, 1::2]) if self._layer.in_pairs else (up[:, : self.inner], up[:, self.inner :])
             both = torch.cat([gates[:, inner.start : inner.stop], ups[:, inner.start : inner.stop]], dim=1)
-            numbers |= {"up.down": down[some].mT, "up.up": both.mT}
+            weights |= {"up.down": down[some].mT, "up.up": both.mT}
         if addition.back is not None:
             down, up = addition.back
-            numbers |= {"down.down": down[some, :, inner.start : inner.stop].mT, "down.up": up[some].mT}
-        return numbers
+            weights |= {"down.down": down[some, :, inner.start : inner.stop].mT, "down.up": up[some].mT}
+        return weights
 
-    def put(self, place: int, numbers: Numbers, known: Numbers) -> None:  # noqa: ARG002
-        up = (numbers["up.down"], numbers["up.up"]) if "up.down" in numbers else None
-        down = (numbers["down.down"], numbers["down.up"]) if "down.down" in numbers else None
-        self._bank.places[place] = ExpertsLoRA(up, down)
+    def put(self, slot: int, weights: Weights, known: Weights) -> None:  # noqa: ARG002
+        up = (weights["up.down"], weights["up.up"]) if "up.down" in weights else None
+        down = (weights["down.down"], weights["down.up"]) if "down.down" in weights else None
+        self._bank.slots[slot] = ExpertsLoRA(up, down)
 
-    def drop(self, place: int) -> None:
-        self._bank.places.pop(place, None)
+    def drop(self, slot: int) -> None:
+        self._bank.slots.pop(slot, None)
 
 
 def squares_of_rows(multiply: Callable[[Tensor], Tensor], inputs: int, parts: Sequence[LowRank], like: Tensor) -> Tensor:
@@ -402,8 +404,8 @@ def _token_rows(addition: Addition, kept: range) -> Given:
     return {"tokens": addition.tokens[own] - kept.start, "rows": addition.rows[own]} if own.any() else {}
 
 
-def _put_rows(numbers: Numbers) -> OtherRows | None:
-    return OtherRows(numbers["tokens"], numbers["rows"]) if "tokens" in numbers else None
+def _put_rows(weights: Weights) -> OtherRows | None:
+    return OtherRows(weights["tokens"], weights["rows"]) if "tokens" in weights else None
 
 
 def _address(values: Tensor | None, start: int) -> int:

@@ -1,12 +1,12 @@
 """Reads an adapter's file into GPU memory while steps run, without touching its values on the host.
 
     file ──► pinned pieces, by several threads ──► device, as in the file ──► checked, transposed, scaled: as layers read it
-                                                                              ──► host memory, to stay
+                                                                              ──► host memory, for later loads
 
-All of it runs on a stream of its own. A `FilePlan` says which element goes where. It is made from the file's header and
-configuration by running the host's reader (`peft.py`) on meta tensors, whose storage offsets are then read off. There is a plan
-for low-rank pairs of linear layers in one float type; every other file, and every file with an error, is read on the host.
-Adapters trained in the same way have the same header and share a plan.
+Everything runs on its own CUDA stream. A `FilePlan` maps elements of the file to elements of the buffer. It is made from the
+file's header and configuration by running the host's reader (`peft.py`) on meta tensors and reading their storage offsets.
+There is a plan for low-rank pairs of linear layers in one float type; every other file, and every file with an error, is read
+on the host. Adapters trained in the same way have the same header and share a plan.
 """
 
 import json
@@ -42,8 +42,8 @@ from quire.ops.arguments import Moves
 from quire.types.errors import AdapterError, ModelError
 
 KINDS = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of weights in files
-REMEMBERED = 16  # plans
-LARGEST_HEADER = 8 << 20  # bytes of a header that is planned
+MAX_PLANS = 16
+MAX_HEADER_BYTES = 8 << 20  # of a file that is planned
 
 Floats = npt.NDArray[np.float64]
 
@@ -55,13 +55,13 @@ class FilePlan:
     kind: torch.dtype
     layout: Layout
     moves: Moves
-    modules: tuple[str, ...]  # that have two halves each
+    modules: tuple[str, ...]  # each has lora_A and lora_B
     halves: npt.NDArray[np.int64]  # [modules, 2] lora_A and lora_B among the spans of `moves`
     scaled: npt.NDArray[np.int64]  # [copies] index of the module whose scale applies; after the last: no scale
     rank: int  # the largest
 
     def scales(self, config: AdapterConfig) -> Floats:
-        """[modules]."""
+        """Return the scale of each module [modules]."""
         return np.array([config.scale_of(module) for module in self.modules])
 
     def of_copies(self, scales: Floats) -> npt.NDArray[np.float32]:
@@ -95,7 +95,7 @@ class FilePlans:
         given = read_config(files)
         config = interpret(given, str(files.config))
         text, size = read_header_text(files.weights, ADAPTER_LIMITS)
-        if len(text) > LARGEST_HEADER:
+        if len(text) > MAX_HEADER_BYTES:
             return None
         key = _key(text, size, given)
         with self._lock:
@@ -108,7 +108,7 @@ class FilePlans:
                 return None
             with self._lock:
                 self._known[key] = plan
-                while len(self._known) > REMEMBERED:
+                while len(self._known) > MAX_PLANS:
                     self._known.popitem(last=False)
         return files.weights, plan, config
 
@@ -119,7 +119,7 @@ class FilePlans:
             return None
         count = max(info.offset + info.nbytes for info in header.values()) - first
         base = torch.empty(-(-count // kind.itemsize), dtype=kind, device="meta")
-        tensors = {name: _place(base, info, first) for name, info in header.items()}
+        tensors = {name: _view_of(base, info, first) for name, info in header.items()}
         order: dict[str, int] = {name: number for number, name in enumerate(header)}
         found = [Named(name, values, 0.0) for name, values in tensors.items()]
         parts: dict[str, dict[str, int]] = {}
@@ -135,25 +135,25 @@ class FilePlans:
         layout = self._adapters.lay_out(additions)
         index_of = {module: number for number, module in enumerate(parts)}
         copies, scaled, storage = [], [], base.untyped_storage()._cdata
-        places = [place for each in layout.where.values() for place in each.values()]
-        for (name, values), (to, shape) in zip(layout.given, places, strict=True):
+        spans = [span for each in layout.where.values() for span in each.values()]
+        for (name, values), (to, shape) in zip(layout.given, spans, strict=True):
             source = values.values if isinstance(values, Scaled) else values
             if source.untyped_storage()._cdata != storage or source.dim() != 2:
-                return None  # put together of several
+                return None  # several tensors in one
             copies.append((to, *shape, source.storage_offset(), *source.stride()))
             scaled.append(index_of[paths[name.removesuffix(".up")]] if isinstance(values, Scaled) else len(parts))
         if layout.whole or layout.row is None or not copies:
             return None
-        spans = [((info.offset - first) // kind.itemsize, info.elements) for info in header.values()]
+        sources = [((info.offset - first) // kind.itemsize, info.elements) for info in header.values()]
         return FilePlan(
             first, count, kind, Layout((), layout.where, layout.size, row=layout.row),
-            Moves(np.array(spans, np.int64), np.array(copies, np.int64), self._adapters.device), tuple(parts),
+            Moves(np.array(sources, np.int64), np.array(copies, np.int64), self._adapters.device), tuple(parts),
             np.array([(each["down"], each["up"]) for each in parts.values()], np.int64), np.array(scaled, np.int64), rank,
         )  # fmt: skip
 
 
 def _key(text: bytes, size: int, config: dict[str, Any]) -> bytes:
-    """All that a plan depends on."""
+    """Return a digest of everything that a plan depends on."""
     rest = {name: value for name, value in config.items() if name != "lora_alpha"}
     found = sha256(text)
     found.update(f"{size} {json.dumps(rest, sort_keys=True)}".encode())
@@ -166,13 +166,13 @@ def _kind_of(header: dict[str, TensorInfo]) -> torch.dtype | None:
     return kind if kind in KINDS else None
 
 
-def _place(base: torch.Tensor, info: TensorInfo, first: int) -> torch.Tensor:
+def _view_of(base: torch.Tensor, info: TensorInfo, first: int) -> torch.Tensor:
     strides = [math.prod(info.shape[axis + 1 :]) for axis in range(len(info.shape))]
     return base.as_strided(info.shape, strides, (info.offset - first) // base.dtype.itemsize)
 
 
-PIECE = 4 << 20  # bytes that a thread reads at once
-THREADS = 6  # they copy from memory to memory, as a rule; others hash the same file meanwhile
+PIECE_BYTES = 4 << 20  # that a thread reads at once
+THREADS = 6  # usually they copy from the page cache; other threads hash the same file at the same time
 
 logger = logging.getLogger(__name__)
 
@@ -180,8 +180,8 @@ logger = logging.getLogger(__name__)
 class Slot(NamedTuple):
     """Host memory that a device copies from."""
 
-    room: Tensor  # [PIECE] uint8
-    free: torch.cuda.Event | None  # when it has been copied
+    room: Tensor  # [PIECE_BYTES] uint8
+    free: torch.cuda.Event | None  # recorded when it has been copied
 
 
 class Uploaded(NamedTuple):
@@ -198,7 +198,7 @@ class AdapterUpload:
         self._slots: SimpleQueue[Slot] = SimpleQueue()
         for _ in range(THREADS):
             event = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
-            self._slots.put(Slot(torch.empty(PIECE, dtype=torch.uint8, pin_memory=cuda), event))
+            self._slots.put(Slot(torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=cuda), event))
 
     def read(self, path: str) -> Uploaded | None:
         """Return the uploaded adapter. None: the host must read it, because the kind or the files are unusual, or the device
@@ -211,15 +211,15 @@ class AdapterUpload:
             return self._read(file, plan, plan.scales(config))
         except (AdapterError, ModelError, OSError, MemoryError, torch.OutOfMemoryError) as error:
             logger.debug("%s is read on the host", path, exc_info=error)
-        except Exception as error:  # reading on the host does not depend on it
+        except Exception as error:  # the host can still read it
             logger.warning("%s is read on the host, which takes longer", path, exc_info=error)
         return None
 
     @torch.no_grad()
     def _read(self, file: Path, plan: FilePlan, scales: Floats) -> Uploaded | None:
         dtype, moves = self._adapters.dtype, plan.moves
-        with self._aside():
-            raw = torch.empty(-(-plan.bytes // PIECE) * PIECE, dtype=torch.uint8, device=self._device)
+        with self._on_stream():
+            raw = torch.empty(-(-plan.bytes // PIECE_BYTES) * PIECE_BYTES, dtype=torch.uint8, device=self._device)
             self._bring(file, plan, raw)
             weights = raw[: plan.bytes // plan.kind.itemsize * plan.kind.itemsize].view(plan.kind)
             flat = torch.empty(plan.layout.size, dtype=dtype, device=self._device)
@@ -232,8 +232,8 @@ class AdapterUpload:
                 held = flat
             else:
                 held = self._adapters.host_room(plan.layout.size)
-                for begin in range(0, len(flat), PIECE):  # steps have copies to make between
-                    held[begin : begin + PIECE].copy_(flat[begin : begin + PIECE], non_blocking=True)
+                for begin in range(0, len(flat), PIECE_BYTES):  # in pieces, so that copies of steps come between them
+                    held[begin : begin + PIECE_BYTES].copy_(flat[begin : begin + PIECE_BYTES], non_blocking=True)
                 uploaded = self._stream.record_event()
         return Uploaded(PackedAdapter(held, plan.layout.where, row=plan.layout.row, uploaded=uploaded), flat, plan.rank)
 
@@ -243,26 +243,26 @@ class AdapterUpload:
             def bring(begin: int) -> None:
                 slot = self._slots.get()
                 try:
-                    wanted = min(PIECE, plan.bytes - begin)
+                    wanted = min(PIECE_BYTES, plan.bytes - begin)
                     if slot.free is not None:
                         slot.free.synchronize()
                     fill(slot.room[:wanted], source.fileno(), plan.first + begin, file.name)
-                    with self._aside():
+                    with self._on_stream():
                         raw[begin : begin + wanted].copy_(slot.room[:wanted], non_blocking=True)
                     if slot.free is not None:
                         slot.free.record(self._stream)
                 finally:
                     self._slots.put(slot)
 
-            in_threads(bring, range(0, plan.bytes, PIECE), THREADS)
+            in_threads(bring, range(0, plan.bytes, PIECE_BYTES), THREADS)
 
-    def _aside(self) -> AbstractContextManager[object]:
+    def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def warm_up(self) -> None:
         """Compile the kernels of every kind of file before the first is read."""
         moves = Moves(np.array([[0, 64]]), np.array([[0, 8, 8, 0, 1, 8]]), self._device)
-        with self._aside(), torch.no_grad():
+        with self._on_stream(), torch.no_grad():
             ones = torch.ones(1, device=self._device)
             for kind in KINDS:
                 raw = torch.zeros(64, dtype=kind, device=self._device)

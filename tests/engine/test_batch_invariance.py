@@ -1,5 +1,5 @@
-"""Where our own kernels run whole decoders, a request has the same numbers in any company: alone, beside others, in pieces of
-any length, after a prefix hit."""
+"""Where our own kernels run whole decoders, the logits of a request are the same in any batch, for any chunks of its prompt,
+and after a prefix hit."""
 
 from dataclasses import replace
 

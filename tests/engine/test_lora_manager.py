@@ -1,4 +1,4 @@
-"""The adapters' desk on an engine without a model, whose tokens tell which version a row really ran with."""
+"""LoRAManager in an engine without a model, whose tokens tell which version a row really ran with."""
 
 import importlib.util
 import os
@@ -37,10 +37,10 @@ PROMPT = (5, 6, 7, 8, 9, 10)
 class Engine:
     """A core, the names that requests ask for, and what it said."""
 
-    def __init__(self, folder: Path, places: int = 1, host: int = 1, depth: int = 1) -> None:
+    def __init__(self, folder: Path, slots: int = 1, host: int = 1, depth: int = 1) -> None:
         scheduler = Scheduler(LAYOUT, pages=PAGES, max_model_len=LENGTH, max_batched_tokens=64, max_seqs=SEATS)
         self.executor = FakeExecutor(LAYOUT, MODEL, pages=PAGES, max_seqs=SEATS, max_model_len=LENGTH)
-        self.core = EngineCore(scheduler, self.executor, depth, adapters=(places, host))
+        self.core = EngineCore(scheduler, self.executor, depth, adapters=(slots, host))
         self.core.constraints.on_refused = lambda name, error: self.refused.update({name: error})
         self.folder, self.names = folder, AdapterNames(enabled=True)
         self.refused: dict[str, RequestError] = {}
@@ -55,7 +55,7 @@ class Engine:
         lora = self.names.check(LoRARequest(name, key, str(self.folder / name), load_inplace=inplace))
         found = self.names.known(lora)
         if found is None:
-            found = self.names.look(lora)
+            found = self.names.resolve(lora)
             if (gone := self.names.put(found)) is not None:
                 self.core.retire_adapter(gone)
         return found.extras
@@ -120,7 +120,7 @@ def engine(tmp_path):
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_two_adapters_and_none_in_one_batch(tmp_path, depth):
-    engine = Engine(tmp_path, places=2, host=2, depth=depth)
+    engine = Engine(tmp_path, slots=2, host=2, depth=depth)
     for name in ("a", "b"):
         engine.adapter(name, f"content {name}")
     for i in range(2):  # the second time what is cached is found, and nobody finds another's
@@ -148,7 +148,7 @@ def test_who_waits_for_an_adapter_stops_nobody(engine, monkeypatch):
 
 
 def test_the_longest_unused_goes(tmp_path):
-    engine = Engine(tmp_path, places=2, host=3)
+    engine = Engine(tmp_path, slots=2, host=3)
     for name in "abab":
         engine.add(f"{name}{len(engine.ended)}", engine.adapter(name, name))
         engine.run()
@@ -178,7 +178,7 @@ def test_one_place_for_three_adapters_at_once(engine):
 
 
 def test_an_update_reaches_no_request_that_has_begun(tmp_path):
-    engine = Engine(tmp_path, places=1, host=2)
+    engine = Engine(tmp_path, slots=1, host=2)
     old = engine.adapter("a", "1")
     engine.add("old", old, max_tokens=20)
     while "old" not in engine.said:
@@ -194,7 +194,7 @@ def test_an_update_reaches_no_request_that_has_begun(tmp_path):
 
 
 def test_the_same_content_is_the_same_adapter(tmp_path):
-    engine = Engine(tmp_path, places=1, host=1)
+    engine = Engine(tmp_path, slots=1, host=1)
     engine.add("a", engine.adapter("a", "same"))
     engine.add("b", engine.adapter("b", "same"))
     engine.run()
@@ -350,7 +350,7 @@ def test_the_more_important_gets_the_place(tmp_path):
 
 
 def test_pinned_adapters_stay(tmp_path, caplog):
-    engine = Engine(tmp_path, places=2, host=2)
+    engine = Engine(tmp_path, slots=2, host=2)
     told = []
     engine.core.adapters.load(engine.adapter("pinned", "p").lora, True, told.append)
     for name in "abc":
@@ -359,20 +359,20 @@ def test_pinned_adapters_stay(tmp_path, caplog):
         assert engine.on_device == sorted([name, "pinned"])
     engine.core.adapters.load(engine.adapter("c").lora, True, told.append)
     engine.core.adapters.load(engine.adapter("d", "d").lora, True, told.append)
-    assert told[:2] == [None, None] and "all 2 places have pinned ones" in str(told[2])
+    assert told[:2] == [None, None] and "all 2 slots have pinned ones" in str(told[2])
     engine.add("none")
     engine.add("c2", engine.adapter("c"))
     engine.add("d", engine.adapter("d"))
     engine.run()
     assert set(engine.refused) == {"d"} and "pinned" in str(engine.refused["d"])
-    assert "end: no adapter can be put on the device: all 2 places have pinned ones" in caplog.text
+    assert "end: no adapter can be put on the device: all 2 slots have pinned ones" in caplog.text
     engine.core.retire_adapter(engine.names.remove("pinned"))
     engine.add("d2", engine.adapter("d"))
     engine.check()
     assert engine.ended["c2"] == engine.ended["d2"] == "length"
 
 
-def test_loading_is_told_even_while_all_places_are_held(engine):
+def test_loading_is_told_even_while_all_slots_are_held(engine):
     engine.add("a", engine.adapter("a", "1"), max_tokens=20)
     engine.add("b", engine.adapter("b", "2"))
     while "a" not in engine.said:
@@ -392,7 +392,7 @@ def test_names(tmp_path):
     names = AdapterNames(enabled=True)
     write_adapter(tmp_path / "a", "1")
     lora = LoRARequest("a", 7, str(tmp_path / "a"))
-    assert names.put(names.look(names.check(lora))) is None
+    assert names.put(names.resolve(names.check(lora))) is None
     assert names.known(lora).ref.key == 7 and names.keys == {7} and names.fresh_key() == 1
     with pytest.raises(InvalidParameter, match="lora_int_id 7 is the adapter 'a'"):
         names.check(LoRARequest("b", 7, str(tmp_path / "a")))
@@ -403,10 +403,10 @@ def test_names(tmp_path):
     with pytest.raises(NotSupported, match="enable_lora"):
         AdapterNames(enabled=False).check(lora)
     with pytest.raises(AdapterError, match="no such directory"):
-        names.look(LoRARequest("b", 8, str(tmp_path / "b")))
+        names.resolve(LoRARequest("b", 8, str(tmp_path / "b")))
     write_adapter(tmp_path / "a", "2")
     assert names.known(lora) is not None  # a name means what was loaded, not what lies there now
-    assert names.put(names.look(LoRARequest("a", 7, str(tmp_path / "a"), load_inplace=True))) is not None
+    assert names.put(names.resolve(LoRARequest("a", 7, str(tmp_path / "a"), load_inplace=True))) is not None
 
 
 def test_zipf_traffic_with_loads_unloads_and_updates():
@@ -415,7 +415,7 @@ def test_zipf_traffic_with_loads_unloads_and_updates():
     spec = importlib.util.spec_from_file_location("adapter_traffic", path)
     traffic = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(traffic)
-    tally = traffic.play(adapters=200, requests=2000, places=4, host=16)
+    tally = traffic.play(adapters=200, requests=2000, slots=4, host=16)
     assert not tally.wrong
     assert tally.right + tally.aborted + tally.refused == 2000 and tally.right > 1800
     assert tally.updates and tally.unloads and tally.reads > 200
@@ -445,9 +445,9 @@ def test_files_are_read_before_their_version_is_known_unless_others_wait(engine)
 def test_who_reads_at_the_same_time_is_told_of_files_that_are_not_too_new(engine, tmp_path):
     lora, told = LoRARequest("a", 1, str(write_adapter(tmp_path / "a", "content"))), list[AdapterRef]()
     until = time.monotonic() + PATIENCE
-    engine.names.look(lora, expect=told.append)  # perhaps
+    engine.names.resolve(lora, expect=told.append)  # perhaps
     told.clear()
     while not stamp(lora.lora_path) and time.monotonic() < until:
         time.sleep(0.02)
-    found = engine.names.look(lora, expect=told.append)
+    found = engine.names.resolve(lora, expect=told.append)
     assert [(ref.version, ref.path, ref.stamp) for ref in told] == [("", found.ref.path, found.ref.stamp)]
