@@ -34,7 +34,8 @@ from quire.features.lora.client import AdapterClient, AdapterNames, Sharing
 from quire.features.pooling.host import supported_tasks
 from quire.features.pooling.requests import pooling_output, pools_tokens, prepare_pooling
 from quire.features.profiling.control import AsyncProfiles
-from quire.not_built import AsyncLLMNotBuilt, refuse_connector, refuse_stat_loggers
+from quire.not_built import AsyncLLMNotBuilt, refuse_connector
+from quire.stat_loggers import StatLoggers, make_stat_loggers
 from quire.text.inputs import InputProcessor, PreparedRequest, is_quick
 from quire.text.offload import TextOffload
 from quire.text.outputs import OutputProcessor, RequestAnswer, Stream, catch_up
@@ -75,6 +76,7 @@ class AsyncLLM(EngineView, AsyncProfiles, AsyncLLMNotBuilt):
     ) -> None:
         self.config = config
         self.observers: list[Observer] = []
+        self.stat_loggers: StatLoggers | None = None
         self.stats: Stats | None = None  # as of the latest step
         self.pages = 0  # of the cache; 0 until the engine is ready
         self.timeline: Timeline | None = None  # of the latest start of the engine process
@@ -118,8 +120,19 @@ class AsyncLLM(EngineView, AsyncProfiles, AsyncLLMNotBuilt):
         """
         if not start_engine_loop:
             raise NotSupported("start_engine_loop must be True; got False. Leave it out.", "start_engine_loop")
-        refuse_stat_loggers(stat_loggers)
-        return cls(resolve(engine_args, lambda: "cpu", describe_unseen), spare=spare)
+        config = resolve(engine_args, lambda: "cpu", describe_unseen)
+        loggers = make_stat_loggers(config, stat_loggers)
+        made = cls(config, spare=spare)
+        made.add_stat_loggers(loggers)
+        return made
+
+    def add_stat_loggers(self, loggers: StatLoggers | None) -> None:
+        """Call these loggers from now on."""
+        self.stat_loggers = loggers
+        if loggers is not None:
+            self.observers.append(loggers)
+            for engine in self._lengths:  # those that are ready
+                loggers.on_ready(engine)
 
     # ---- how it is ------------------------------------------------------------------------------------------------------
 
@@ -219,6 +232,8 @@ class AsyncLLM(EngineView, AsyncProfiles, AsyncLLMNotBuilt):
         if (stats := self.stats) is not None:
             used = 100 * (1 - stats.free_pages / stats.pages) if stats.pages else 0.0
             logger.info("Running: %d reqs, Waiting: %d reqs, KV cache usage: %.1f%%", stats.running, stats.waiting, used)
+        if self.stat_loggers is not None:
+            self.stat_loggers.log()
 
     async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
         """Wait until no request is open. Raises TimeoutError after `drain_timeout` seconds."""
@@ -442,6 +457,8 @@ class AsyncLLM(EngineView, AsyncProfiles, AsyncLLMNotBuilt):
         self.prompts.max_model_len = min(self._lengths.values())
         self.pages = sum(each.pages for each in self.engines)
         self.timeline = ready.timeline
+        if self.stat_loggers is not None:
+            self.stat_loggers.on_ready(engine)
         self._adapters.pin_again(engine)
 
     def on_deltas(self, deltas: Sequence[TokenDelta], engine: int = 0) -> None:

@@ -30,8 +30,9 @@ from quire.features.pooling.host import supported_tasks
 from quire.features.pooling.requests import pooling_output, pools_tokens, prepare_pooling
 from quire.features.profiling.control import EngineProfiles
 from quire.features.structured.grammar.schema import unenforced
-from quire.not_built import LLMEngineNotBuilt, refuse_connector, refuse_stat_loggers
+from quire.not_built import LLMEngineNotBuilt, refuse_connector
 from quire.progress import doing
+from quire.stat_loggers import StatLoggers, make_stat_loggers
 from quire.text.inputs import InputProcessor, PreparedRequest
 from quire.text.outputs import OutputProcessor
 from quire.text.prompts import Tokenization
@@ -71,6 +72,7 @@ class LLMEngine(EngineProfiles, LLMEngineNotBuilt):
         opener, bounds = self.inputs.prompts.open_tokenizer, config.adapter_bounds
         self.adapters = AdapterNames(config.max_loras > 0, vocabulary, opener, bounds)
         self.outputs = OutputProcessor(self.tokenizer, page_size=config.page_size if config.prefix_caching else 0)
+        self._stat_loggers: StatLoggers | None = None
         self._serials = count()
         self._pools_tokens: dict[str, bool] = {}  # requests of `add_request` with PoolingParams: each token has values
         logger.info("ready after %s", self.timeline)
@@ -83,11 +85,27 @@ class LLMEngine(EngineProfiles, LLMEngineNotBuilt):
         stat_loggers: Sequence[Any] | None = None,
     ) -> "LLMEngine":
         """Start an engine. `usage_context`: caller metadata of vLLM's usage statistics, which Quire does not collect."""
-        refuse_stat_loggers(stat_loggers)
         watch = Stopwatch.of_engine("until the call")
-        if engine_args.data_parallel_size > 1:  # the device is decided where it is used
-            return cls(resolve(engine_args, lambda: "cpu", describe_unseen), watch)
-        return cls(resolve_here(engine_args, watch), watch)
+        several = engine_args.data_parallel_size > 1  # the device is decided where it is used
+        config = resolve(engine_args, lambda: "cpu", describe_unseen) if several else resolve_here(engine_args, watch)
+        loggers = make_stat_loggers(config, stat_loggers)
+        made = cls(config, watch)
+        made._add_stat_loggers(loggers)
+        return made
+
+    def _add_stat_loggers(self, loggers: StatLoggers | None) -> None:
+        self._stat_loggers, core = loggers, self.core
+        if loggers is not None:
+            engines = core.engines if isinstance(core, Replicas) else ()
+            loggers.read_stats = lambda number: engines[number].stats if engines else core.stats
+            self.outputs.observe(loggers)
+            for number in range(max(1, len(engines))):
+                loggers.on_ready(number)
+
+    def do_log_stats(self) -> None:
+        """Call `log` of the stat loggers."""
+        if self._stat_loggers is not None:
+            self._stat_loggers.log()
 
     def add_request(
         self,

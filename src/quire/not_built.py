@@ -1,6 +1,6 @@
 """Methods of vLLM's engines that require features Quire does not have: calling one raises NotSupported with the reason."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from quire.types.errors import NotSupported
@@ -18,13 +18,6 @@ def _refused(name: str, reason: str) -> Callable[..., NoReturn]:
 
     method.__name__, method.__doc__ = name, f"Not available: {reason}."
     return method
-
-
-def refuse_stat_loggers(stat_loggers: Sequence[Any] | None) -> None:
-    if stat_loggers:
-        raise NotSupported(
-            "stat_loggers is not supported: custom stat loggers are not built; read get_metrics or /metrics", "stat_loggers"
-        )
 
 
 def refuse_connector(reset_connector: bool) -> None:
@@ -64,7 +57,6 @@ class LLMEngineNotBuilt(NotBuilt):
     apply_model = _refused("apply_model", _NO_CODE)
     get_metrics = _refused("get_metrics", "metrics are counted by LLM.get_metrics and by the server")
     set_weight_version = _refused("set_weight_version", _KEPT)
-    do_log_stats = _refused("do_log_stats", "statistics are logged by the server; see core.stats")
     do_log_stats_with_interval = _refused("do_log_stats_with_interval", "statistics are logged by the server; see core.stats")
     has_unfinished_requests_dp = _refused("has_unfinished_requests_dp", "data-parallel engines step by themselves")
 

@@ -333,14 +333,12 @@ def test_engines_are_made_from_engine_args_by_keyword(tiny_model):
     assert engine.vllm_config.model_config == engine.model_config and engine.get_supported_tasks() == ("generate",)
     assert engine.vllm_config.parallel_config.world_size == llm.get_world_size() == 1
     assert engine.collective_rpc("describe_rank")[0]["ranks"] == 1 and not engine.is_sleeping()
-    for name in ("apply_model", "encode", "get_metrics", "do_log_stats", "set_weight_version", "sleep", "from_vllm_config"):
+    for name in ("apply_model", "encode", "get_metrics", "set_weight_version", "sleep", "from_vllm_config"):
         with pytest.raises(NotSupported, match=f"LLMEngine.{name} is not available: "):
             getattr(engine, name)("x")
     for name in ("create_engine_config", "create_model_config"):
         with pytest.raises(NotSupported, match=f"EngineArgs.{name} is not available: "):
             getattr(EngineArgs(str(tiny_model), **small), name)()
-    with pytest.raises(NotSupported, match="custom stat loggers are not built"):
-        LLMEngine.from_engine_args(EngineArgs(str(tiny_model), **small), stat_loggers=[print])
     llm.llm_engine.shutdown()
     engine.shutdown()
 

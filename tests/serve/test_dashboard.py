@@ -15,6 +15,8 @@ OPERATORS = {
 }  # fmt: skip
 PROMETHEUS_ACCEPTS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
 PROMETHEUS_OWN = {"up"}  # series that Prometheus itself makes
+# without GPUs they have no series; test_metrics.py has their labels
+OF_GPUS = ("quire:gpu_utilization", "quire:gpu_memory_used_bytes", "quire:gpu_memory_total_bytes")
 CLAUSE = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)")
 NOT_METRICS = re.compile(r'"(?:[^"\\]|\\.)*"|\{[^}]*\}|\[[^\]]*\]')
 NAME = re.compile(r"(?<![\w:.])([a-zA-Z_:][\w:]*)(?!\s*\(|[\w:])")
@@ -50,7 +52,8 @@ def scraped(serve_model: Path) -> dict[str, set[str]]:
     for line in text.splitlines():
         if match := re.match(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? ", line):
             found.setdefault(match[1], set()).update(re.findall(r'(\w+)="', match[2] or ""))
-    return found
+    assert all(f"# TYPE {name} gauge" in text for name in OF_GPUS)
+    return found | dict.fromkeys(OF_GPUS, {"model_name", "gpu", "gpu_name"})
 
 
 @pytest.mark.parametrize(("title", "expression"), list(expressions()))

@@ -49,7 +49,7 @@ def running(serve_model, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         packages = Packages(tmp_path_factory.mktemp("packages"), patch)
         packages.add("counting", "[vllm.logits_processors]\ncount = counting:Counting\n", CODE)
-        running = Running(serve_model)
+        running = Running(serve_model, quick=False)  # a forked engine does not see the package
         yield running
         running.close()
         packages.forget()

@@ -59,6 +59,9 @@ def test_docs(http):
         "/v1/responses",
         "/v1/responses/{response_id}/cancel",
         "/v1/messages",
+        "/api/chat",
+        "/api/generate",
+        "/api/show",
     }
     assert posts == generating | {"/v1/messages/count_tokens", "/tokenize", "/detokenize", "/invocations"}
     fields = schema["components"]["schemas"]["ChatRequest"]["properties"]

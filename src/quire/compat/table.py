@@ -103,6 +103,11 @@ MODULES: dict[str, dict[str, str]] = {
     "v1.engine.async_llm": _ASYNC,
     "v1.engine.exceptions": _ERRORS,
     "v1.engine.llm_engine": _ENGINE,
+    "v1.metrics.loggers": {name: f"quire.stat_loggers:{name}" for name in ("AggregateStatLoggerBase", "StatLoggerBase")},
+    "v1.metrics.stats": {
+        name: f"quire.stat_loggers:{name}"
+        for name in ("FinishedRequestStats", "IterationStats", "PrefixCacheStats", "SchedulerStats")
+    },
     "v1.metrics.reader": {name: f"quire.obs.offline:{name}" for name in ("Counter", "Gauge", "Histogram", "Metric", "Vector")},
     "v1.sample.logits_processor": _PROCESSORS,
     "v1.sample.logits_processor.builtin": _PROCESSORS,
@@ -123,7 +128,6 @@ _LOADERS = "vLLM's model classes, layers and loaders are not there; models are l
 _MEDIA = "images, audio and video are not built"
 _POOLING = "the modules of its pooling endpoints are not public; run `quire serve`"
 _SERVER_PARTS = "the parts of the HTTP server are not public; run `quire serve`"
-_STAT_LOGGERS = "custom stat loggers are not built; read get_metrics() or /metrics"
 _WEIGHT_TRANSFER = "weight transfer and updates are not built"
 
 NOT_BUILT_MODULES = {
@@ -148,7 +152,6 @@ NOT_BUILT_MODULES = {
     "v1.core": _INTERNALS,
     "v1.executor": _INTERNALS,
     "v1.kv_cache_interface": _INTERNALS,
-    "v1.metrics.loggers": _STAT_LOGGERS,
     "v1.request": _INTERNALS,
     "v1.sample": _INTERNALS,
     "v1.worker": _INTERNALS,

@@ -15,9 +15,10 @@ from itertools import accumulate, pairwise
 from typing import Any, NoReturn, TypeVar
 
 from quire.config import families, quantization_methods
+from quire.config.classes import as_name
 from quire.config.devices import check_device
 from quire.config.features import FEATURES
-from quire.config.fields import FLAG, FLOATS, LIST, NAMES, NUMBER, OBJECT, REAL, TEXT, TOKEN, setting, spec_of
+from quire.config.fields import CLASS, FLAG, FLOATS, LIST, NAMES, NUMBER, OBJECT, REAL, TEXT, TOKEN, setting, spec_of
 from quire.config.flags import add_flags, add_hidden_flags, kind_of
 from quire.config.model_registry import share_classes
 from quire.config.plugins import load_general
@@ -187,6 +188,7 @@ class _CoreArgs:
     long_prefill_token_threshold: int = setting(
         0, NUMBER, _SCHEDULER, "most prompt tokens of one request per step; 0: no cap", low=0
     )
+    scheduler_cls: Any = setting(None, CLASS, _SCHEDULER, "a subclass of quire.sched.scheduler.Scheduler to use instead of it")
     scheduling_policy: str = setting("fcfs", TEXT, _SCHEDULER, "who goes first", choices=("fcfs", "priority"))
     stream_interval: int = setting(1, NUMBER, _SCHEDULER, "tokens per streamed piece of an answer, after the first", low=1)
     async_scheduling: bool | None = setting(
@@ -280,6 +282,8 @@ class EngineArgs(
         families.check_plugins(self.require_plugins)
         quantization_methods.check_plugins(self.require_plugins)
         self.model_classes = share_classes(self.model_classes)
+        if self.scheduler_cls is not None:
+            self.scheduler_cls = as_name("scheduler_cls", self.scheduler_cls)
         check_device(self.device)
         for feature in FEATURES:
             feature.check(self)

@@ -93,6 +93,7 @@ CLASSES = Kind(
     str,
     "MODULE:CLASS",
 )
+CLASS = Kind("a class or module:Class", lambda value: isinstance(value, str | type), str, "MODULE:CLASS")
 LISTS = (LIST, MODULES, CLASSES)
 TOKEN = Kind("a string, or true for the stored one", lambda value: isinstance(value, str | bool), str, "TOKEN")
 

@@ -53,8 +53,10 @@ QUANTIZATION = Kind("quantization method", ("quire.quantization",))
 IO_PROCESSORS = Kind("IO processor", ("quire.io_processors", "vllm.io_processor_plugins"))
 ENDPOINTS = Kind("endpoint", ("quire.endpoints",))
 LOGITS_PROCESSORS = Kind("logits processor", ("quire.logits_processors", "vllm.logits_processors"))
+STAT_LOGGERS = Kind("stat logger", ("quire.stat_loggers", "vllm.stat_logger_plugins"))
 KINDS = (
     GENERAL, PARSERS, DRAFTERS, DEVICES, LORA_RESOLVERS, MODELS, QUANTIZATION, IO_PROCESSORS, ENDPOINTS, LOGITS_PROCESSORS,
+    STAT_LOGGERS,
 )  # fmt: skip
 
 

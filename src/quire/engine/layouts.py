@@ -10,6 +10,7 @@ from typing import Any
 
 from quire.cache.layout import SNAPSHOTS_PER_SLOT, Capacity, fit, fit_states, make_layout, pages_for, pool_layout, stage_layout
 from quire.config.args import EngineArgs, local_engines
+from quire.config.classes import load_class
 from quire.config.config import Config
 from quire.config.facts import ModelFacts
 from quire.config.features import FEATURES
@@ -144,7 +145,9 @@ def make_scheduler(
         budget = TimedBudget(config.scheduled_tokens)
     elif config.steps_follow_load:
         budget = StepBudget.following(config.scheduled_tokens, layout.bytes_per_page, parameters)
-    return Scheduler(
+    given = config.args.scheduler_cls
+    scheduler: type[Scheduler] = Scheduler if given is None else load_class("scheduler_cls", given, Scheduler)
+    return scheduler(
         layout,
         pages=pages,
         max_model_len=max_model_len,

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from quire.proc.logs import apply_config, formatter
 from quire.progress import LEVEL_VARIABLES
+from quire.stat_loggers import StatLoggers
 from quire.types.errors import ConfigError
 from quire.types.stats import NO_DRAFTS, NOTHING, Arrived, OutputNews, Stats
 
@@ -225,7 +226,7 @@ class StatsLog:
         return sum(cached for _, cached in self._recent) / tokens if tokens else 0.0
 
 
-async def log_periodically(log: StatsLog, interval: float) -> None:
+async def log_periodically(log: StatsLog | StatLoggers, interval: float) -> None:
     while True:
         await asyncio.sleep(interval)
         log.log(time.monotonic())

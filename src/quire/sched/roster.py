@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 from quire.cache.tables import Tables
-from quire.sched.queue import Order, Policy, Queue, Running
+from quire.sched.queue import Order, Queue, Running
 from quire.types.errors import EngineError
 from quire.types.request import EngineRequest, FinishReason, Lack, Request
 
@@ -78,12 +78,12 @@ QueueState = Literal["unready", "waiting", "running", "gone"]
 
 
 class Roster:
-    def __init__(self, tables: Tables, policy: Policy, max_seqs: int) -> None:
+    def __init__(self, tables: Tables, order: Order, max_seqs: int) -> None:
         self._tables = tables
         self.max_seqs = max_seqs
         self.on_move: Callable[[Request, QueueState], None] | None = None  # while there are viewers
         self.on_leave: list[Callable[[Request], None]] = []  # called for every end
-        self.order = Order(policy)
+        self.order = order
         self.running = Running(self.order)
         self.queue = Queue(self.order, self.running)
         self.forks = Forks(self.order)

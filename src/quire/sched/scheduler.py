@@ -25,7 +25,7 @@ from quire.sched.budget import Budget, StepBudget
 from quire.sched.draft.speculation import Speculation
 from quire.sched.limits import RequestLimits, finish, reasoning_budget_left
 from quire.sched.plan_builder import PlanBuilder, Scheduled
-from quire.sched.queue import Policy
+from quire.sched.queue import Order, Policy
 from quire.sched.results import Results, delta
 from quire.sched.roster import Roster, common_prefix
 from quire.types.cache import CacheLayout
@@ -72,6 +72,13 @@ GROWTH_PAGES = 3  # that a growing request gets in advance while many are free: 
 
 
 class Scheduler:
+    """Decide which requests run in each step, and with which tokens.
+
+    A subclass (`scheduler_cls`) may replace `order_class` and extend `add`, `abort`, `schedule` and `stats`.
+    """
+
+    order_class: type[Order] = Order
+
     def __init__(
         self,
         layout: CacheLayout,
@@ -112,7 +119,7 @@ class Scheduler:
         self._cuts = chunked and self._snapshots is not None
         self._budget: Budget = budget or StepBudget.constant(max_batched_tokens)
         self._room = max_batched_tokens  # of the current step
-        self._roster = self.roster = roster = Roster(self._tables, policy, max_seqs)
+        self._roster = self.roster = roster = Roster(self._tables, self.order_class(policy), max_seqs)
         self._running, self._queue, self._forks, self._live = roster.running, roster.queue, roster.forks, roster.live
         self.mark_ready, self.suspend, self.release, self.check = (
             roster.mark_ready,

@@ -44,6 +44,7 @@ from quire.serve.health import ServerState, Service
 from quire.serve.http import RESPONSE_GRACE_S, HttpServer, find_addresses, listen, on_loopback, page_of, reachable, url_of
 from quire.serve.server import files_digest
 from quire.serve.tools import check_parsers
+from quire.stat_loggers import make_stat_loggers
 from quire.types.errors import EngineError, QuireError, RequestError
 from quire.types.prompts import PromptType
 from quire.types.sampling import RequestOutputKind, SamplingParams
@@ -207,6 +208,7 @@ class ServerLaunch(Launch):
         def make() -> AsyncLLM:
             if self._worker is not None:
                 llm = self._worker.make()
+                llm.add_stat_loggers(make_stat_loggers(llm.config))
             else:
                 llm = AsyncLLM.from_engine_args(self._engine_args, spare=self._spare)
             llm.offload.start()
@@ -235,6 +237,8 @@ class ServerLaunch(Launch):
             log = StatsLog(time.monotonic(), llm.config.device, number, of, drafts)
             llm.observers.append(log)
             self._start(log_periodically(log, self._stats_interval))
+        if llm.stat_loggers is not None:
+            self._start(log_periodically(llm.stat_loggers, self._stats_interval))
         if settings.enable_log_requests:
             llm.observers.append(RequestLog(settings.enable_log_outputs, settings.max_log_len))
         if self._tracing is not None:
