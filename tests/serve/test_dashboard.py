@@ -53,7 +53,7 @@ def scraped(serve_model: Path) -> dict[str, set[str]]:
         if match := re.match(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? ", line):
             found.setdefault(match[1], set()).update(re.findall(r'(\w+)="', match[2] or ""))
     assert all(f"# TYPE {name} gauge" in text for name in OF_GPUS)
-    return found | dict.fromkeys(OF_GPUS, {"model_name", "gpu", "gpu_name"})
+    return found | {key: {"model_name", "gpu", "gpu_name"} for key in OF_GPUS}
 
 
 @pytest.mark.parametrize(("title", "expression"), list(expressions()))
