@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -19,6 +18,8 @@ from safetensors.numpy import save_file
 from gguf_files import tiny_llama
 from quire.cli import hub_download, model_store
 from quire.cli.main import main
+from quire.files import in_use
+from quire.files.resolve import resolve_model
 
 JSON = {"Content-Type": "application/json"}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -317,18 +318,24 @@ def test_a_model_in_use_stays(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFi
     assert said(capsys, "rm", "org/tiny", "-y")[0] == 0
 
 
-def test_a_server_is_known_by_its_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    process = tmp_path / "4242"
-    process.mkdir()
-    monkeypatch.setattr(model_store, "PROC", tmp_path)
-    removal = model_store.Removal("org/tiny", tmp_path, (), (), 0)
-    for words, used in (
-        (["quire", "serve", "org/tiny"], True),
-        (["quire", "rm", "org/tiny"], False),
-        (["ls", "org/tiny"], False),
-    ):
-        (process / "cmdline").write_bytes(b"".join(os.fsencode(word) + b"\0" for word in words))
-        assert bool(model_store.users_of(removal)) is used
+def test_a_model_that_is_being_removed_does_not_start(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(said(capsys, "pull", "org/tiny")[1].strip())
+    with in_use.claimed([path / "config.json", path / "config.json"]) as marked:  # one file, named twice
+        assert marked == []
+        code, _, err = said(capsys, "run", str(path), "hello")
+        assert code == 1 and "its files are being removed by `quire rm`. Start again when it has ended" in err
+
+
+def test_a_user_that_cannot_be_seen_counts(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(said(capsys, "pull", "org/tiny")[1].strip())
+    monkeypatch.setattr(model_store, "PROC", tmp_path)  # another user's processes, or no /proc
+    used = in_use.InUse([resolve_model(str(path))])
+    code, _, err = said(capsys, "rm", "org/tiny", "-y")
+    assert code == 1 and "'org/tiny' is used by a process that cannot be seen from here" in err
+    del used
+    assert said(capsys, "rm", "org/tiny", "-y")[0] == 0
 
 
 def test_an_alias_in_the_cache(

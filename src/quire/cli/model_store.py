@@ -12,12 +12,13 @@ from quire.config.facts import ModelFacts, read_facts
 from quire.config.families import architectures
 from quire.files import wheel
 from quire.files.cache import cache_directory
+from quire.files.in_use import MARKED_NAMES, claimed
 from quire.files.resolve import HubName, hub_name, resolve_model
 from quire.files.safetensors import group_models
 from quire.types.errors import ConfigError, ModelError, ModelNotFound, QuireError
 
 PROC = Path("/proc")
-RUNNING = ("serve", "chat", "run", "complete", "bench", "run-batch")  # commands that read a model's files
+MAX_SHOWN_COMMAND = 80  # characters of a process's command line
 WEIGHTS = (".safetensors", ".gguf", ".bin", ".pth", ".pt")
 
 
@@ -196,27 +197,35 @@ def _gguf_removal(name: str, wanted: HubName, hub: Path, directory: Path) -> Rem
     return Removal(name, hub, (*chosen, *own), (), sum(path.stat().st_size for path in [*own, *plain]))
 
 
-def users_of(removal: Removal) -> list[str]:
-    """Return the processes of this machine that read what is to be removed, as far as this user may see them."""
+@contextlib.contextmanager
+def claimed_for(removal: Removal) -> Iterator[list[str]]:
+    """Keep engines from starting with what is to be removed; yield the processes of this machine that use it."""
+    files = [path for tree in removal.trees for path in sorted(tree.rglob("*")) if path.is_file()] + [*removal.files]
+    with claimed(path for path in files if path.suffix == ".gguf" or path.name in MARKED_NAMES) as marked:
+        users = _users_of(removal)
+        yield users or (["a process that cannot be seen from here (another user's, or in a container)"] if marked else [])
+
+
+def _users_of(removal: Removal) -> list[str]:
+    """Return the processes that have opened or mapped these files, as far as this user may see them."""
     tops = tuple(f"{path.resolve()}/" for path in removal.trees)
     files = {str(path.resolve()) for path in removal.files}
     return [
-        f"process {process.name} ({' '.join(words)[:80]})"
+        f"process {process.name} ({_command(process)})"
         for process in sorted(PROC.glob("[0-9]*"), key=lambda path: int(path.name))
-        if int(process.name) != os.getpid() and (words := _words(process)) and _uses(process, words, removal.name, tops, files)
+        if int(process.name) != os.getpid() and any(path in files or path.startswith(tops) for path in _opened(process))
     ]
 
 
-def _words(process: Path) -> list[str]:
+def _command(process: Path) -> str:
     try:
-        return [word.decode(errors="replace") for word in (process / "cmdline").read_bytes().split(b"\0") if word]
+        return (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:MAX_SHOWN_COMMAND]
     except OSError:
-        return []
+        return "ended"
 
 
-def _uses(process: Path, words: list[str], name: str, tops: tuple[str, ...], files: set[str]) -> bool:
-    if name in words and any(word in RUNNING for word in words[: words.index(name)]):
-        return True
+def _opened(process: Path) -> set[str]:
+    """Return the paths of the files that a process has mapped or opened."""
     opened: set[str] = set()
     with contextlib.suppress(OSError):
         opened |= {row.split(maxsplit=5)[5] for row in (process / "maps").read_text().splitlines() if row.count("/")}
@@ -224,4 +233,4 @@ def _uses(process: Path, words: list[str], name: str, tops: tuple[str, ...], fil
         for path in (process / "fd").iterdir():
             with contextlib.suppress(OSError):
                 opened.add(str(path.readlink()))
-    return any(path in files or path.startswith(tops) for path in opened)
+    return opened

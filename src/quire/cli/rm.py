@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from quire.cli.hub_download import hub_directory
-from quire.cli.model_store import Removal, plan_removal, users_of
+from quire.cli.model_store import Removal, claimed_for, plan_removal
 from quire.cli.pull import megabytes
 from quire.types.errors import ConfigError, ModelError
 
@@ -27,19 +27,26 @@ def add_parser(subparsers: Any) -> None:
 
 def run(namespace: argparse.Namespace) -> int:
     removal = plan_removal(namespace.name, hub_directory(namespace.download_dir))
-    if not namespace.force and (users := users_of(removal)):
-        raise ModelError(
-            f"{removal.name!r} is used by {'; '.join(users)}. End it first, or give --force: it cannot restart then"
-        )
+    with claimed_for(removal) as users:
+        refuse_if_used(removal, users, namespace.force)
     if not namespace.yes and not _confirmed(removal):
         print("nothing was removed", file=sys.stderr)
         return 1
-    try:
-        removal.run()
-    except OSError as error:
-        raise ModelError(f"{error.filename}: cannot be removed: {error.strerror}") from error
+    with claimed_for(removal) as users:  # an engine may have started since
+        refuse_if_used(removal, users, namespace.force)
+        try:
+            removal.run()
+        except OSError as error:
+            raise ModelError(f"{error.filename}: cannot be removed: {error.strerror}") from error
     print(f"removed {removal.name}: {megabytes(removal.nbytes)}")
     return 0
+
+
+def refuse_if_used(removal: Removal, users: list[str], force: bool) -> None:
+    if users and not force:
+        raise ModelError(
+            f"{removal.name!r} is used by {'; '.join(users)}. End it first, or give --force: it cannot restart then"
+        )
 
 
 def _confirmed(removal: Removal) -> bool:

@@ -10,6 +10,7 @@ from quire.config.facts import DeviceFacts, ModelFacts, count_experts
 from quire.config.quantization import Quantization
 from quire.config.speculative import SpeculativeConfig
 from quire.files.adapter import AdapterBounds
+from quire.files.in_use import InUse
 from quire.types.cache import DTYPE_BYTES, EIGHT_BITS
 from quire.types.sampling import LogprobsMode
 
@@ -49,6 +50,7 @@ class Config:
     max_loras: int = 0  # adapters on the device; 0: LoRA is off
     max_cpu_loras: int = 0  # in host memory, including those on the device
     features: Mapping[str, Any] = field(default_factory=dict)  # by name: what `Feature.resolve` returned
+    in_use: InUse | None = field(default=None, compare=False, repr=False)  # marks of the models' files; None: nothing will run
 
     @property
     def adapter_bounds(self) -> AdapterBounds:

@@ -21,6 +21,7 @@ from quire.config.quantization import Quantization, choose_quantization
 from quire.config.speculative import HEADS, ON_DEVICE, SpeculativeConfig
 from quire.features.pooling.sentence_files import read_sentence_files
 from quire.features.speculation.resolve import find_drafting
+from quire.files.in_use import InUse
 from quire.files.resolve import TEKKEN, ModelFiles, check_on_disk, is_bare_name, resolve_model
 from quire.types.cache import DTYPE_BYTES
 from quire.types.errors import ConfigError, RequestError
@@ -56,7 +57,8 @@ def resolve(
     facts: of the model, if they are known
     serving: optimize for latency under load; otherwise for throughput
     complete: completes facts from the model's code, if transformers runs the model
-    fetch: fetch the weights of a draft model; otherwise only local ones are read
+    fetch: an engine is going to run: mark the model's files as in use, and fetch the weights of a draft model. Otherwise only
+        local ones are read
     """
     facts = facts or find_facts(args)
     args = with_whole_prompts(with_tekken(args, facts), facts)
@@ -99,6 +101,7 @@ def resolve(
         text_drafter=drafting.by_text,
         draft_head=drafting.head,
         features={each.name: found for each in FEATURES if (found := each.resolve(args, facts)) is not None},
+        in_use=InUse(each.files for each in (facts, *drafting.models)) if fetch else None,
     )
     warn_without_adapters(args)
     refuse_conflicts(config)

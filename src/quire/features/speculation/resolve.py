@@ -23,6 +23,12 @@ class DraftSource:
     by_text: ModelFacts | None = None  # of a draft model with another vocabulary
     head: DraftHead | None = None
 
+    @property
+    def models(self) -> list[ModelFacts]:
+        """Return the facts of the draft model or head, if it has files of its own."""
+        head = None if self.head is None else self.head.facts
+        return [each for each in (self.facts, self.by_text, head) if each is not None]
+
 
 def find_drafting(args: "EngineArgs", facts: ModelFacts, fetch: bool, weights: bool) -> DraftSource:
     """Return what drafts. The files of a draft model decide the method and the number of drafts where the user did not.
