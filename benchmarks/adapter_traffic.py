@@ -88,7 +88,7 @@ class Traffic:
                 self._hear(delta.request_id, delta.token_ids, delta.finish_reason)
         while self.core.has_unfinished:
             self.core.step()
-        self.core.scheduler.check()
+        self.core.scheduler.roster.check()
         self.core.adapters.check()
         stats = self.core.stats
         if stats.free_pages != stats.pages:

@@ -70,7 +70,7 @@ def steps(count: int, length: int, depth: int) -> Iterator[tuple[float, float]]:
         lengths = landed.plan.sample.astype(np.int32)
         result = StepResult(landed.plan.step, lengths, sampled[generated % 64][: lengths.sum()])
         began = clock()
-        scheduler.commit(landed, result)
+        scheduler.results.commit(landed, result)
         committing = clock() - began
         if len(landed.requests) == count and landed.plan.sample.all():
             generated += 1

@@ -202,7 +202,7 @@ def print_steps(running: int, length: int, steps: int = 2000) -> None:
         draws = scheduled.plan.sample.astype(np.int32)
         result = StepResult(step, draws, rng.integers(0, VOCABULARY, int(draws.sum()), dtype=np.int32))
         landing(scheduled, result, 0.02, time.monotonic())
-        ended += sum(delta.finish_reason is not None for delta in scheduler.commit(scheduled, result))
+        ended += sum(delta.finish_reason is not None for delta in scheduler.results.commit(scheduled, result))
         landed()
         if step % 10 == 9:
             watch._next = 0.0

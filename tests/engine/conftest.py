@@ -22,7 +22,7 @@ def llm(shared_llm):
     core = shared_llm.llm_engine.core
     assert not shared_llm.llm_engine.has_unfinished_requests()
     core.step()
-    core.scheduler.check()
+    core.scheduler.roster.check()
     stats = core.stats
     assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, stats.pages)
 

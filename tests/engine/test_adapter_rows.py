@@ -107,7 +107,7 @@ def test_numbers_are_the_same_in_any_company(tiny, open_adapted):
         llm = open_adapted(model, adapters, **settings)
         for order in (1, -1):  # the second time beginnings are cached
             assert ask(llm, WORK[::order]) == expected[::order]
-        llm.llm_engine.core.scheduler.check()
+        llm.llm_engine.core.scheduler.roster.check()
 
 
 @apart

@@ -60,7 +60,7 @@ def test_offline_one_adapter_or_one_for_each(tiny_model, adapters):
     assert engine.list_loras() == {1, 3}
     engine.core.step()
     engine.core.adapters.check()
-    engine.core.scheduler.check()
+    engine.core.scheduler.roster.check()
     engine.shutdown()
 
 

@@ -54,7 +54,7 @@ def test_two_adapters_and_the_base_in_one_batch(tiny_model, expected):
         assert len(several.outputs) == 2
         core = llm.llm_engine.core
         core.step()
-        core.scheduler.check()
+        core.scheduler.roster.check()
         core.adapters.check()
         stats = core.stats
         assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, stats.pages)

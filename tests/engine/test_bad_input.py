@@ -109,7 +109,7 @@ def test_a_request_that_fails_fails_alone(tiny_model, tmp_path):
         assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
         assert "NaN" in outputs[1].outputs[0].error
         assert outputs[0].outputs[0].token_ids == outputs[2].outputs[0].token_ids == good
-    llm.llm_engine.core.scheduler.check()
+    llm.llm_engine.core.scheduler.roster.check()
 
 
 def test_a_step_that_fails_ends_its_requests_and_no_others(llm, monkeypatch):

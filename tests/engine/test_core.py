@@ -125,7 +125,7 @@ def test_a_lost_step_fails_only_its_own_requests_and_the_engine_goes_on(depth, w
     core.add(spec("next"))
     answer = [token for delta in collect(core)["next"] for token in delta.token_ids]
     assert answer == MODEL.generate((1, 2, 3, 4, 5), seed=0, max_tokens=5)
-    core.scheduler.check()
+    core.scheduler.roster.check()
     assert core.stats.free_pages == PAGES
 
 

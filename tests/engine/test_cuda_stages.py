@@ -89,7 +89,7 @@ def test_two_stages(tiny_model, expected, loras):
         assert {name: found[name] == told for name, told in expected.items()} == dict.fromkeys(expected, True)
         assert llm.llm_engine.core.stats.device.replays > 50
         assert [rank["stage"] for rank in llm.collective_rpc("describe_rank")] == [0, 1]
-        llm.llm_engine.core.scheduler.check()
+        llm.llm_engine.core.scheduler.roster.check()
     finally:
         llm.llm_engine.shutdown()
 

@@ -61,7 +61,7 @@ def test_the_same_tokens(llm, expected):
     same(llm.generate(prompts[::-1], params[::-1], use_tqdm=False), answers[::-1])
     core = llm.llm_engine.core
     core.step()
-    core.scheduler.check()
+    core.scheduler.roster.check()
     drafter = core.scheduler.speculation._batch_drafter
     assert not drafter._broken and not drafter._readers and core.stats.preemptions > 0
     assert core.stats.free_pages == core.stats.pages and drafter._core.stats.free_pages == drafter._core.stats.pages

@@ -218,7 +218,7 @@ def test_the_same_tokens(name, model, trained, eagle, expected):
     same(llm.generate(prompts, params, use_tqdm=False), answers)
     core = llm.llm_engine.core
     core.step()
-    core.scheduler.check()
+    core.scheduler.roster.check()
     stats, before = core.stats, core.stats.drafts
     assert stats.free_pages == stats.pages and stats.preemptions > 0 and stats.drafts.tokens > 50
     if name == "medusa":  # of what it was trained on; an EAGLE-3 head is short of pages here
@@ -239,7 +239,7 @@ def test_the_same_tokens_of_recorded_steps(name, model, trained, expected, recor
     prompts, params, answers = expected
     same(llm.generate(prompts[:12], params[:12], use_tqdm=False), answers[:12])
     core.step()
-    core.scheduler.check()
+    core.scheduler.roster.check()
     assert runner.graphs.captures and runner.graphs.replays and not runner.graphs.eager
     assert core.stats.free_pages == core.stats.pages
     if name is not None:

@@ -98,7 +98,7 @@ def test_answers_are_the_same_with_drafts(expected, depth, wrong, monkeypatch):
     assert drafts.tokens > 50 and (rate > 0.8 if wrong == 1000 else 0.1 < rate < 0.8)
     assert told(llm.generate(prompts[::-1], params[::-1], use_tqdm=False)) == answers[::-1]
     core.step()
-    core.scheduler.check()
+    core.scheduler.roster.check()
     assert core.stats.free_pages == core.stats.pages
 
 

@@ -59,7 +59,7 @@ def test_rows_run_with_their_own_adapters(tiny_model, tmp_path, device, depth):
         outputs = llm.generate(prompts(*(Extras(adapter_slot=number) for number in order)), GREEDY, use_tqdm=False)
         assert [output.outputs[0].token_ids for output in outputs] == [answers[number] for number in order]
     assert outputs[-1].num_cached_tokens == outputs[0].num_cached_tokens == 20
-    core.scheduler.check()
+    core.scheduler.roster.check()
 
 
 def test_an_adapter_without_room_is_not_passed_over(tiny_model):

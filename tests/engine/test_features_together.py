@@ -65,5 +65,5 @@ def test_requests_together_get_what_each_gets_alone(tiny_model, tmp_path, cache,
     assert len({answer[0][0] for answer in together}) > 3 and core.stats.drafts.tokens
     assert method == "ngram" or core.stats.drafts.accepted > 10
     core.step()
-    core.scheduler.check()
+    core.scheduler.roster.check()
     assert core.stats.free_pages == core.stats.pages

@@ -246,7 +246,7 @@ def test_abort_at_any_point(llm):
         while engine.has_unfinished_requests():
             outputs += engine.step()
         assert {output.request_id for output in outputs[-1:]} == {"b"} and outputs[-1].finished
-        engine.core.scheduler.check()
+        engine.core.scheduler.roster.check()
 
 
 def test_an_id_that_is_used_again_at_once(llm):

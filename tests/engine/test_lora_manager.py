@@ -101,7 +101,7 @@ class Engine:
             expected = self.expected[name]
             assert self.said[name] == (expected if reason == "length" else expected[: len(self.said[name])]), name
         self.core.adapters.check()
-        self.core.scheduler.check()
+        self.core.scheduler.roster.check()
         assert all(not kept.holders and not kept.waiting for kept in self.core.adapters._states.values())
         stats = self.core.stats
         assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, stats.pages)

@@ -49,7 +49,7 @@ class Run:
             self.lengths[output.request_id] = len(output.outputs[0].token_ids)
             if output.finished:
                 self.answers[output.request_id] = output.outputs
-        self.engine.core.scheduler.check()
+        self.engine.core.scheduler.roster.check()
 
     def finish(self, kill_at=()):
         """Of kills in a row, a late one waits until the one before is overcome: on a busy machine that takes many turns."""
@@ -188,8 +188,8 @@ def test_masks_that_are_late_change_no_token(tiny_model, faulty, monkeypatch):
     params |= {"json": bound(7, json=DIGITS), "free": SamplingParams(max_tokens=40, seed=6, ignore_eos=True)}
     expected = told(Run(open_engine(tiny_model), params).finish())
     suspended = []
-    suspend = faulty.core.scheduler.suspend
-    monkeypatch.setattr(faulty.core.scheduler, "suspend", lambda name: (suspended.append(name), suspend(name)))
+    suspend = faulty.core.scheduler.roster.suspend
+    monkeypatch.setattr(faulty.core.scheduler.roster, "suspend", lambda name: (suspended.append(name), suspend(name)))
     assert told(Run(faulty, params).finish()) == expected
     assert suspended, "some were late"
 

@@ -89,7 +89,7 @@ def compare(directory, rooms, what=lambda llm: ids(llm), alone=(), **args):
     llm = open_engine(directory, **args)
     try:
         assert what(llm) == expected
-        llm.llm_engine.core.scheduler.check()
+        llm.llm_engine.core.scheduler.roster.check()
         return [
             (runner.graphs, getattr(runner, "_ends", None) and runner._ends.inlet) for runner in rooms.runners(llm)
         ], llm.llm_engine.core.stats

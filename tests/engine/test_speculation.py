@@ -130,7 +130,7 @@ def test_the_same_tokens_with_every_drafter(expected, name, smaller):
     if name in ("suffix", "right", "wrong"):  # they know the answers now
         same(llm.generate(prompts[::-1], params[::-1], use_tqdm=False), answers[::-1])
     core.step()
-    core.scheduler.check()
+    core.scheduler.roster.check()
     stats = core.stats
     assert stats.free_pages == stats.pages and stats.preemptions > 0 and stats.drafts.tokens > 50
     if name == "wrong":
@@ -174,7 +174,7 @@ def test_aborts(expected, adaptive):
     kept = sorted(left)
     same([outputs[f"r{i}"] for i in kept], [answers[i] for i in kept])
     engine.core.step()
-    engine.core.scheduler.check()
+    engine.core.scheduler.roster.check()
 
 
 def test_what_is_counted(expected, adaptive):
@@ -225,7 +225,7 @@ def test_a_draft_model_that_is_asked_now_and_then(expected, itself, smaller, mon
     same(llm.generate(prompts[:6], params[:6], use_tqdm=False), answers[:6])
     core = llm.llm_engine.core
     core.step()
-    core.scheduler.check()
+    core.scheduler.roster.check()
     drafts = core.stats.drafts
     assert core.stats.free_pages == core.stats.pages and drafts.tokens > 50 and (not itself or drafts.accepted > 50)
     llm.llm_engine.shutdown()

@@ -32,7 +32,7 @@ def test_the_same_tokens(expected, name, adaptive):
     for _ in range(2):  # by the second time the answers are known
         same(llm.generate(prompts, params, use_tqdm=False), answers)
     core.step()
-    core.scheduler.check()
+    core.scheduler.roster.check()
     drafts = core.stats.drafts
     assert graphs.replays > 50 and core.stats.free_pages == core.stats.pages
     if not adaptive:
@@ -57,7 +57,7 @@ def test_models_and_heads(name, eager, model, trained, eagle):  # noqa: F811
     for _ in range(2):
         same(llm.generate(prompts, params, use_tqdm=False), answers)
     core.step()
-    core.scheduler.check()
+    core.scheduler.roster.check()
     assert core.stats.drafts.tokens > 50 and core.stats.free_pages == core.stats.pages
     assert name == "eagle" or core.stats.drafts.accepted > 0
     if not eager:

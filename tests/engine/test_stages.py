@@ -70,7 +70,7 @@ def test_stages_give_the_tokens_of_one_process(checkpoint, name):
 def staged(tiny_model):
     llm = open_model(tiny_model, pipeline_parallel_size=2)
     yield llm
-    llm.llm_engine.core.scheduler.check()
+    llm.llm_engine.core.scheduler.roster.check()
     llm.llm_engine.shutdown()
 
 
@@ -118,7 +118,7 @@ def test_preemption_and_requests_that_leave(tiny_model, shared_llm):
         while engine.has_unfinished_requests():
             engine.step()
         assert ids(llm, prompts, GREEDY) == ids(shared_llm, prompts, GREEDY)
-        engine.core.scheduler.check()
+        engine.core.scheduler.roster.check()
     finally:
         llm.llm_engine.shutdown()
 

@@ -62,7 +62,7 @@ def test_the_same_tokens(expected, name, drafter, grid, monkeypatch):
         same(llm.generate(prompts, params, use_tqdm=False), answers)
         same(llm.generate(prompts[::-1], params[::-1], use_tqdm=False), answers[::-1])  # it knows the answers now
         core.step()
-        core.scheduler.check()
+        core.scheduler.roster.check()
         stats = core.stats
         assert stats.free_pages == stats.pages and stats.preemptions > 0 and stats.drafts.tokens > 50
         assert stats.hits > 0

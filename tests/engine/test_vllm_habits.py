@@ -318,10 +318,10 @@ def test_the_cache_is_reset_between_steps(llm, tiny_model, options):
         if steps == 6:
             assert not engine.reset_prefix_cache()
             assert engine.reset_prefix_cache(reset_running_requests=True)
-            engine.core.scheduler.check()
+            engine.core.scheduler.roster.check()
     assert [done[str(name)].outputs[0].token_ids for name in range(3)] == expected
     assert all(output.metrics.num_preemptions == 1 for output in done.values())
-    engine.core.scheduler.check()
+    engine.core.scheduler.roster.check()
     assert engine.core.stats.free_pages == engine.core.stats.pages
     engine.shutdown()
 

@@ -104,7 +104,7 @@ class Desk:
         for _ in range(turns):
             for delta in self.core.step():
                 self.heard[delta.request_id].append(delta)
-            self.scheduler.check()
+            self.scheduler.roster.check()
         return self.plans[-1] if len(self.plans) > before else None
 
     def finish(self) -> None:

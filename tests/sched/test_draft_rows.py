@@ -57,7 +57,7 @@ def test_pages_with_rejected_tokens_are_never_found():
     desk.add("a", PROMPT, 20)
     for _ in range(40):
         desk.step()
-        pool = desk.scheduler._pool
+        pool = desk.scheduler.pool
         request = desk.scheduler._live.get("a")
         if request is None:
             break

@@ -25,7 +25,7 @@ def run(seed, choices, depth):
         if dice.random() < 0.2:
             desk.core.abort([names[dice.randrange(i + 1)]])
     desk.finish()
-    desk.scheduler.check()
+    desk.scheduler.roster.check()
     return [numbers(plan) for plan in desk.plans], {name: desk.tokens(name) for name in names}
 
 

@@ -265,18 +265,18 @@ def run(work: Workload) -> dict[str, Heard]:
                 core.release([visit.spec.id])
         for delta in core.step():
             listen(heard[delta.request_id], delta)
-        scheduler.check()
+        scheduler.roster.check()
         check_windows(scheduler, work.layout)
         if turn > 24 and not core.has_unfinished:
             break
     assert not core.has_unfinished, "somebody starves"
     core.step()
     core.release([visit.spec.id for visit in work.visits])
-    scheduler.check()
+    scheduler.roster.check()
     stats = scheduler.stats
     assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, work.pages)
     assert core.reset_prefix_cache()
-    scheduler.check()
+    scheduler.roster.check()
     return heard
 
 

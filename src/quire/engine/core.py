@@ -87,7 +87,7 @@ class EngineCore:
         self._queue_deltas(self.scheduler.abort(ids))
 
     def release(self, ids: Iterable[str]) -> None:
-        self.scheduler.release(ids)
+        self.scheduler.roster.release(ids)
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         return self.scheduler.reset_prefix_cache(preempt_running)
@@ -229,7 +229,7 @@ class EngineCore:
             self._landed_at = ended
             if self.watch is not None:
                 self.watch.landing(scheduled, result, busy, ended)
-            self._queue_deltas(self.scheduler.commit(scheduled, result))
+            self._queue_deltas(self.scheduler.results.commit(scheduled, result))
             if self.watch is not None:
                 self.watch.landed()
             speculation = self.scheduler.speculation
@@ -248,4 +248,4 @@ class EngineCore:
     def _fail(self, scheduled: Scheduled, error: Exception) -> None:
         """End the requests of a failed step, and no others."""
         logger.error("step %d failed", scheduled.plan.step, exc_info=error)
-        self._queue_deltas(self.scheduler.fail(scheduled, f"{type(error).__name__}: {error}"))
+        self._queue_deltas(self.scheduler.results.fail(scheduled, f"{type(error).__name__}: {error}"))

@@ -114,21 +114,14 @@ class Scheduler:
         self._limits = RequestLimits(layout, pages, max_model_len, max_batched_tokens, chunk_cap, chunked)
         states = None if snapshots is None else (max_seqs, snapshots)
         self._tables = Tables(layout, pages, self._limits.chunk, prefix_caching, contiguous, states)
-        self._pool = self.pool = self._tables.pool
+        self.pool = self._tables.pool
         self._snapshots = self._tables.snapshots
         self._cuts = chunked and self._snapshots is not None
         self._budget: Budget = budget or StepBudget.constant(max_batched_tokens)
         self._room = max_batched_tokens  # of the current step
-        self._roster = self.roster = roster = Roster(self._tables, self.order_class(policy), max_seqs)
+        self.roster = roster = Roster(self._tables, self.order_class(policy), max_seqs)
         self._running, self._queue, self._forks, self._live = roster.running, roster.queue, roster.forks, roster.live
-        self.mark_ready, self.suspend, self.release, self.check = (
-            roster.mark_ready,
-            roster.suspend,
-            roster.release,
-            roster.check,
-        )
-        results = self._results = Results(self._tables, roster)
-        self.commit, self.fail = results.commit, results.fail
+        self.results = Results(self._tables, roster)
         self._paused: set[Request] = set()  # without a row in the next step
         self._to_publish: list[Request] = []  # latest rows may fill pages that are not published yet
         self._to_publish_decode: list[Request] = []  # the same, of decode rows
@@ -152,13 +145,13 @@ class Scheduler:
         """Queue a request. One that could never run, even alone, is refused."""
         if spec.id in self._live:
             raise RequestError(f"request id {spec.id!r} is in use; ids of unfinished requests must differ", "request_id")
-        self._roster.add(spec, self._limits.admissible_length(spec))
+        self.roster.add(spec, self._limits.admissible_length(spec))
 
     def abort(self, ids: Iterable[str]) -> list[TokenDelta]:
         """End requests in any state; their pages and slots are free at once. Unknown and finished ids are ignored."""
         leaving = [self._live[name] for name in dict.fromkeys(ids) if name in self._live]
         for request in leaving:
-            self._roster.leave(request, "abort")
+            self.roster.leave(request, "abort")
         return [delta(request, []) for request in leaving]
 
     def end(self, name: str, error: str) -> list[TokenDelta]:
@@ -166,7 +159,7 @@ class Scheduler:
         request = self._live.get(name)
         if request is None:
             return []
-        self._roster.leave(request, "error")
+        self.roster.leave(request, "error")
         return [delta(request, [], error=error)]
 
     def extend(self, name: str, tokens: Iterable[int]) -> list[TokenDelta]:
@@ -191,11 +184,11 @@ class Scheduler:
             news.append(token)
             if (ending := finish(request, token)) is not None:
                 reason, stop = ending
-                self._roster.leave(request, reason)
+                self.roster.leave(request, reason)
                 break
         else:
             if request.slot >= 0:
-                self._roster.forced.setdefault(request, start)
+                self.roster.forced.setdefault(request, start)
         return [delta(request, news, stop=stop)]
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
@@ -203,9 +196,9 @@ class Scheduler:
 
         preempt_running: running requests are preempted first and compute their tokens' keys and values again
         """
-        self.release(list(self._forks.held))
+        self.roster.release(list(self._forks.held))
         for request in list(self._running) if preempt_running else ():
-            self._roster.preempt(request)
+            self.roster.preempt(request)
         if len(self._running):
             return False
         self._tables.forget_all()
@@ -240,12 +233,12 @@ class Scheduler:
         return Stats(
             running=len(self._running),
             waiting=len(self._live) - len(self._running),
-            pages=self._pool.pages,
-            free_pages=self._pool.free,
+            pages=self.pool.pages,
+            free_pages=self.pool.free,
             queries=self._queries,
             hits=self._hits,
-            preemptions=self._roster.preemptions,
-            drafts=self._results.drafts,
+            preemptions=self.roster.preemptions,
+            drafts=self.results.drafts,
         )
 
     # ---- planning --------------------------------------------------------------------------------------------------------
@@ -262,24 +255,24 @@ class Scheduler:
             self._snapshots.publish()
         plan = PlanBuilder(self._step)
         decoding = any(request.known == 1 for request in self._running)
-        self._room = self._budget.tokens(self._pool.pages - self._pool.free, len(self._running), self._backlog(), decoding)
+        self._room = self._budget.tokens(self.pool.pages - self.pool.free, len(self._running), self._backlog(), decoding)
         if self._forks.families:
             for child in self._forks.wake():
                 self._queue.push(child)
-        if len(self._running) and (self._roster.order.policy != "fcfs" or len(self._roster.tenants) > 1):
+        if len(self._running) and (self.roster.order.policy != "fcfs" or len(self.roster.tenants) > 1):
             self._make_way(plan)
         if self.speculation is not None and last is None:
             self._grant(self.speculation)
         left = self._advance(plan)
         self._admit(plan, left, now)
-        self._pool.drop(plan.sources)
+        self.pool.drop(plan.sources)
         self._paused.clear()
-        for request, start in self._roster.forced.items():
+        for request, start in self.roster.forced.items():
             plan.give(request, start)
         guessed = () if self.speculation is None else (self.speculation.next_drafts, self.speculation.guesses)
-        scheduled = plan.build(self._roster.retired, self._last, *guessed)
+        scheduled = plan.build(self.roster.retired, self._last, *guessed)
         if scheduled is not None:
-            self._roster.retired, self._roster.forced, self._owed = [], {}, plan.owed
+            self.roster.retired, self.roster.forced, self._owed = [], {}, plan.owed
             self._step += 1
             self._last = scheduled
         return scheduled
@@ -290,7 +283,7 @@ class Scheduler:
 
     def _repeatable_step(self) -> Scheduled | None:
         """Return the latest step if it may be repeated: it had drafts, and a row of every request."""
-        last, roster = self._last, self._roster
+        last, roster = self._last, self.roster
         if last is None or not len(last.plan.draft_token) or len(last.requests) != len(self._live) or self._turns > 1:
             return None
         if roster.retired or roster.forced or roster.discarded or self._paused or self._snapshots is not None:
@@ -339,7 +332,7 @@ class Scheduler:
 
     def _publish(self, filling: list[Request]) -> None:
         for request in filling:
-            if request.slot >= 0 and request not in self._roster.discarded:
+            if request.slot >= 0 and request not in self.roster.discarded:
                 self._tables.publish(request)
         filling.clear()
 
@@ -373,7 +366,7 @@ class Scheduler:
         return islice((request for request in self._running if not request.pending), share)
 
     def _admit(self, plan: PlanBuilder, left: int, now: float) -> None:
-        while left and self._roster.slots:
+        while left and self.roster.slots:
             request = self._head(plan)
             if request is None or self._blocked == self._blocked_key(request):
                 return
@@ -395,7 +388,7 @@ class Scheduler:
 
     def _enter(self, request: Request, plan: PlanBuilder, now: float) -> None:
         """Give the request a slot; it starts after the adopted prefix."""
-        self._roster.assign_slot(request)
+        self.roster.assign_slot(request)
         plan.admit(request, request.computed)
         if request.restored >= 0:
             plan.load(request.restored, request.slot)
@@ -491,17 +484,17 @@ class Scheduler:
 
     def _blocked_key(self, request: Request) -> tuple[Request, int, int]:
         """Return a key: as long as it is unchanged, a request that did not fit still does not."""
-        return request, self._pool.returned, self._roster.departures
+        return request, self.pool.returned, self.roster.departures
 
     def _undo_adoption(self, request: Request, sources: list[int]) -> None:
-        self._pool.drop(sources)
+        self.pool.drop(sources)
         self._tables.free(request)
         request.rewind(0)
 
     def _fits(self, request: Request, owed: int) -> bool:
         """Return whether all tokens of a request fit, besides the pages that others still need. Held pages are released."""
         needed = self._tables.demand(request, len(request.tokens)) + owed
-        while needed > self._pool.free:
+        while needed > self.pool.free:
             if not self._drop_oldest_hold():
                 return False
         return True
@@ -514,7 +507,7 @@ class Scheduler:
         if end <= request.covered:
             return True
         self._tables.trim(request)
-        plenty = self._pool.free - max(self._owed, plan.owed) > self._pool.pages // 4
+        plenty = self.pool.free - max(self._owed, plan.owed) > self.pool.pages // 4
         reach = min(end + self._preallocated_tokens, request.limit - 1)
         grown = self._tables.grow(request, reach) if plenty and reach > end else None
         if grown is None:
@@ -532,7 +525,7 @@ class Scheduler:
                 return None
             if not self._drop_oldest_hold():
                 victim = self._running.lowest_priority(request)
-                self._roster.preempt(victim)
+                self.roster.preempt(victim)
                 if victim is request:
                     return None
             grown = self._tables.grow(request, end)
@@ -541,7 +534,7 @@ class Scheduler:
     def _drop_oldest_hold(self) -> bool:
         name = next(iter(self._forks.held), None)
         if name is not None:
-            self.release([name])
+            self.roster.release([name])
         return name is not None
 
     def _make_way(self, plan: PlanBuilder) -> None:
@@ -554,7 +547,7 @@ class Scheduler:
             victims = self._victims(request)
             self._undo_adoption(request, sources)
             for victim in victims:
-                self._roster.preempt(victim)
+                self.roster.preempt(victim)
 
     def _victims(self, request: Request) -> list[Request]:
         """Return the fewest requests, in order of preemption, whose slots and pages suffice for `request`; none if none do.
@@ -564,9 +557,9 @@ class Scheduler:
         staying, of, victims, owned = list(self._running), dict(self._running.of), list[Request](), Counter[int]()
         left = self._room - sum(min(other.known, self._limits.chunk) for other in staying)
         owed = sum(self._tables.demand(other, other.computed + other.known) for other in staying)
-        fair = not self._roster.order.outranks(request, staying[-1])
+        fair = not self.roster.order.outranks(request, staying[-1])
         while True:
-            slot = bool(self._roster.slots or victims)
+            slot = bool(self.roster.slots or victims)
             row = fair or (left > 0 and self._limits.row_length(request, left))
             if slot and row and self._fits(request, owed):
                 return victims

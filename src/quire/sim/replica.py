@@ -141,7 +141,7 @@ class Replica:
         busy, self._busy_since = now - self._busy_since, now
         self.scheduler.record_step_time(scheduled, busy)
         left = len(self.scheduler.roster.live)
-        deltas = self.scheduler.commit(scheduled, result)
+        deltas = self.scheduler.results.commit(scheduled, result)
         if len(self.scheduler.roster.live) < left:
             finished = (request for request in scheduled.requests if request.finished is not None)
             self.ended += [(request.spec.id, len(request.tokens) - len(request.spec.prompt)) for request in finished]

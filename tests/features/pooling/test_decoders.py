@@ -60,7 +60,7 @@ def test_vectors_are_transformers_in_any_batch_and_any_chunks(embedder, kind):
         assert llm.supported_tasks == ("embed", "token_embed", "score")
         together = llm.embed(PROMPTS, use_tqdm=False)
         alone = [llm.embed(ids, use_tqdm=False)[0] for ids in reversed(PROMPTS)][::-1]
-        llm.llm_engine.core.scheduler.check()
+        llm.llm_engine.core.scheduler.roster.check()
     with opened(directory, pooler_config={"pooling_type": kind}, num_gpu_blocks_override=40, max_num_batched_tokens=9) as llm:
         engine, steps = llm.llm_engine, itertools.count()
         step = engine.step_requests

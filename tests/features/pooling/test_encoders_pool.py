@@ -44,7 +44,7 @@ def test_vectors_have_the_same_bits_in_any_batch(name: str, tmp_path: Path) -> N
         assert llm.supported_tasks == ("embed", "token_embed", "score")
         together = llm.embed([{"prompt_token_ids": text} for text in TEXTS], use_tqdm=False)
         alone = [llm.embed({"prompt_token_ids": text}, use_tqdm=False)[0] for text in TEXTS[:4]]
-        llm.llm_engine.core.scheduler.check()
+        llm.llm_engine.core.scheduler.roster.check()
     for text, found in zip(TEXTS, together, strict=True):
         np.testing.assert_allclose(found.outputs.embedding, normal(states_of(model, text).mean(0)), atol=1e-5)
     if runtime_for_floats() is not None:  # the CPU's matrix products are batch-invariant

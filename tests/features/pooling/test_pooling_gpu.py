@@ -52,7 +52,7 @@ def test_vectors_of_encoders(name: str, pooling: str, tmp_path: Path) -> None:
         again = [llm.embed(prompts(TEXTS), use_tqdm=False) for _ in range(6)][-1]
         graphs = llm.llm_engine.core.executor._runner.graphs
         assert graphs.captures and graphs.replays
-        llm.llm_engine.core.scheduler.check()
+        llm.llm_engine.core.scheduler.roster.check()
     for text, *found in zip(TEXTS, together, alone, again, strict=True):
         right = states_of(model, text)
         right = right.mean(0) if pooling == "mean_tokens" else right[0]

@@ -214,7 +214,7 @@ class Constraints:
         requests = [scheduled.requests[row] for row in rows.tolist()]
         names = [request.spec.id for request in requests]
         for name in grammars.late(list(dict.fromkeys(names)), MASK_WAIT):
-            self._scheduler.suspend(name)
+            self._scheduler.roster.suspend(name)
         self._take_news(grammars)
         drafts = plan.masked - np.searchsorted(plan.sample_row, rows)  # before each sample
         masks = grammars.masks(names, drafts.tolist())
@@ -229,9 +229,9 @@ class Constraints:
         """Apply which grammars were compiled, refused, lost or have failed."""
         news = grammars.news()
         for name in news.lost:
-            self._scheduler.suspend(name)
+            self._scheduler.roster.suspend(name)
         for name in news.ready:
-            self._scheduler.mark_ready(name)
+            self._scheduler.roster.mark_ready(name)
         for name, error in news.failed:
             self._report(self._scheduler.end(name, error))
         for name, error in news.refused:
