@@ -208,6 +208,29 @@ def test_lost_processes(two: ServerProcess) -> None:
         assert metric(client, "quire:request_success_total") == counted + 9
 
 
+def test_aborts_reach_all(serve_model: Path) -> None:
+    """One answer ends the requests of every API process."""
+    names = [f"one-of-{i}" for i in range(24)]
+    with serving(serve_model, "-asc", "2", latency=0.5, QUIRE_SERVER_DEV_MODE="1") as server:
+        begun: list[str] = []
+
+        def ask_for(name: str) -> str:
+            with server.client() as client:
+                events = read_stream(client, body(200, True) | {"request_id": name}, lambda: begun.append(name))
+            return events[-3]["choices"][0]["finish_reason"]
+
+        server.url()
+        idle = {pid: sockets(pid) for pid in fronts(server)}
+        with concurrent.futures.ThreadPoolExecutor(24) as pool, server.client() as client:
+            answers = [pool.submit(ask_for, name) for name in names]
+            wait_for(lambda: len(begun) == 24)
+            assert all(sockets(pid) > before for pid, before in idle.items())
+            assert client.post("/abort_requests", json={"request_ids": ["absent"]}).json() == {"aborted": 0}
+            assert client.post("/abort_requests", json={"request_ids": names}).json() == {"aborted": 24}
+            assert [answer.result() for answer in answers] == ["abort"] * 24
+            assert client.post("/abort_requests", json={"request_ids": names}).json() == {"aborted": 0}
+
+
 def test_the_end(two: ServerProcess, serve_model: Path) -> None:
     """Streams finish first; nothing is left, of a killed hub either."""
     with two.client() as client, concurrent.futures.ThreadPoolExecutor() as pool:

@@ -49,7 +49,7 @@ from quire.serve.health import Health, ServerState
 from quire.serve.limits import LIMITS, ServerLimits
 from quire.serve.ollama.routes import ollama_routers
 from quire.serve.pooling.routes import answered, generation_refusals, pooling_routers
-from quire.serve.server import Server
+from quire.serve.server import AbortAnswers, Server
 from quire.serve.token_routes import token_router
 from quire.serve.vllm_routes import (
     absent_router,
@@ -242,7 +242,13 @@ async def _refuse(why: str, scope: Scope, receive: Receive, send: Send) -> None:
     await json_response(shaped(body, scope), 503, headers)(scope, receive, send)
 
 
-def build_app(llm: AsyncLLM, settings: ServerArgs, limits: ServerLimits = LIMITS, metrics: Metrics | None = None) -> FastAPI:
+def build_app(
+    llm: AsyncLLM,
+    settings: ServerArgs,
+    limits: ServerLimits = LIMITS,
+    metrics: Metrics | None = None,
+    abort_in_others: AbortAnswers | None = None,
+) -> FastAPI:
     app = Api(
         title="Quire",
         version=quire.__version__,
@@ -251,7 +257,7 @@ def build_app(llm: AsyncLLM, settings: ServerArgs, limits: ServerLimits = LIMITS
         redoc_url=None,
         openapi_url=None if settings.disable_fastapi_docs else "/openapi.json",
     )
-    app.state.server = server = Server(llm, settings, limits, metrics)
+    app.state.server = server = Server(llm, settings, limits, metrics, abort_in_others)
     _ = server.formats, server.io_processor  # chosen, and logged, now
     bounded = partial(Boundary, limits=limits)
     tasks = supported_tasks(llm.config)

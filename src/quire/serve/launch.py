@@ -14,6 +14,7 @@ import threading
 import time
 import webbrowser
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -43,6 +44,7 @@ from quire.serve.endpoints import check_endpoints
 from quire.serve.health import ServerState, Service
 from quire.serve.http import RESPONSE_GRACE_S, HttpServer, find_addresses, listen, on_loopback, page_of, reachable, url_of
 from quire.serve.server import files_digest
+from quire.serve.token_routes import abort_answers
 from quire.serve.tools import check_parsers
 from quire.stat_loggers import make_stat_loggers
 from quire.types.errors import EngineError, QuireError, RequestError
@@ -176,10 +178,13 @@ class ServerLaunch(Launch):
             return 0
         llm = loading.result()
         metrics = self._observe(llm)
-        app = build_app(llm, self._settings, metrics=metrics)
+        router = None if self._worker is None else self._worker.router
+        if router is not None:
+            router.abort_here = partial(abort_answers, llm)
+        app = build_app(llm, self._settings, metrics=metrics, abort_in_others=router and router.abort_in_others)
         http_metrics = HttpMetrics(metrics.registry)
         self._http.connection_limits.on_closed_unread = http_metrics.closed_unread.add
-        self._state.service = Service(llm, app, metrics, http_metrics, None if self._worker is None else self._worker.router)
+        self._state.service = Service(llm, app, metrics, http_metrics, router)
         gc.collect()
         if self._worker is None:
             log_ready(llm.config.served_names[0], url, started, page_of(self._settings, self._sockets), llm.timeline)

@@ -6,7 +6,7 @@ import hashlib
 import platform
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -66,12 +66,16 @@ MAX_NAMES = 20  # in an error
 _PRINTABLE = re.compile(r"[\x21-\x7e]+")  # ids go into headers and logs
 
 
+AbortAnswers = Callable[[list[str]], Awaitable[int]]  # ends requests by the ids of their answers; returns how many
+
+
 @dataclass(frozen=True)
 class Server:
     llm: AsyncLLM
     settings: ServerArgs
     limits: ServerLimits = LIMITS
     metrics: Metrics | None = None
+    abort_in_others: AbortAnswers | None = None  # in the other API processes
     started: int = field(default_factory=lambda: int(time.time()))
     unparsed: Unparsed = field(default_factory=Unparsed)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)

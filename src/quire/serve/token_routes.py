@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
+from quire.async_llm import AsyncLLM
 from quire.serve.body import JSONRoute
 from quire.serve.completions import prepare
 from quire.serve.errors import json_response
@@ -95,12 +96,20 @@ class AbortRequest(RequestBody):
 
 @token_router.post("/abort_requests")
 async def abort_requests(request: AbortRequest, raw: Request) -> Response:
-    """End requests of this API process by the ids of their answers, with or without the protocol's prefix."""
-    llm, wanted = server_of(raw).llm, set(request.request_ids)
-    found = []
+    """End requests of all API processes by the ids of their answers."""
+    server = server_of(raw)
+    aborted = await abort_answers(server.llm, request.request_ids)
+    if server.abort_in_others is not None:
+        aborted += await server.abort_in_others(request.request_ids)
+    return json_response({"aborted": aborted})
+
+
+async def abort_answers(llm: AsyncLLM, answers: list[str]) -> int:
+    """End requests of this process by the ids of their answers, with or without the protocol's prefix; return how many."""
+    wanted, found = set(answers), []
     for engine_id in llm.open_ids:
         answer_id, _ = answer_of(engine_id)
         if answer_id in wanted or answer_id.partition("-")[2] in wanted:
             found.append(engine_id)
     await llm.abort(found)
-    return json_response({"aborted": len(found)})
+    return len(found)

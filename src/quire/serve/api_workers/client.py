@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 from weakref import WeakValueDictionary
@@ -93,6 +93,7 @@ class RouterClient(EngineGroup):
         self.engines: list[EngineMirror] = [EngineMirror(self, number) for number in range(engines)]
         self.counted: Callable[[], wire.Counts] = lambda: wire.Counts(0, [])
         self.names: AdapterNames | None = None  # of this process
+        self.abort_here: Callable[[list[str]], Awaitable[int]] | None = None  # by the ids of answers, in this process
         self._open: set[str] = set()
         self._calls = PendingCalls()
         self._ready = asyncio.Event()
@@ -149,6 +150,10 @@ class RouterClient(EngineGroup):
         found = await self.ask(wire.Gather)
         assert isinstance(found, wire.Gathered)
         return found
+
+    async def abort_in_others(self, answers: list[str]) -> int:
+        """Abort requests of the other API processes by the ids of their answers; return how many were aborted."""
+        return int(await self.ask(lambda number: wire.AbortInOthers(number, answers)))
 
     def send_open(self) -> None:
         """Report that this process takes requests."""
@@ -209,6 +214,9 @@ class RouterClient(EngineGroup):
                 self._channel.post(wire.Noted(number))
             case wire.SendCounts(number):
                 self.send_counts(number)
+            case wire.AbortNamed(number, answers):
+                aborted = 0 if self.abort_here is None else await self.abort_here(answers)
+                self._channel.post(wire.Aborted(number, aborted))
             case wire.Begin():
                 raise RuntimeError("an API process is started only once")
 

@@ -34,7 +34,7 @@ class WorkerConnection:
         self.watches = False
         self.serving = False  # it takes requests
         self.counts = wire.Counts(0, [])
-        self.asked: dict[int, asyncio.Event] = {}  # questions that it has not answered
+        self.asked: dict[int, asyncio.Future[int]] = {}  # questions that it has not answered
 
 
 class Router:
@@ -72,8 +72,8 @@ class Router:
         worker.channel.close()
         for name in list(self._claims):
             self._yield(worker, name)
-        for asked in worker.asked.values():
-            asked.set()
+        for number in list(worker.asked):
+            _answer(worker, number)
         if worker.counts.boards:
             self._gone = add_states(self._gone, worker.counts.boards, OF_ENGINES) if self._gone else worker.counts.boards
         if self.engines is not None:
@@ -162,12 +162,14 @@ class Router:
                 self._start(self._publish_name(worker, number, name, adapter))
                 await asyncio.sleep(0)
             case wire.Noted(number):
-                if number in worker.asked:
-                    worker.asked[number].set()
+                _answer(worker, number)
+            case wire.Aborted(number, requests):
+                _answer(worker, number, requests)
+            case wire.AbortInOthers(number, answers):
+                self._start(self._abort_in_others(worker, number, answers))
             case wire.Counts() as counts:
                 worker.counts = counts
-                if counts.id in worker.asked:
-                    worker.asked[counts.id].set()
+                _answer(worker, counts.id)
             case wire.Gather(number):
                 self._start(self._gather(worker, number))
             case wire.Open():
@@ -202,6 +204,11 @@ class Router:
         waiting, running = (tuple({name for counts in there for name in counts.adapters[i]}) for i in (0, 1))
         asking.channel.post(wire.Gathered(number, sum(worker.counts.open for worker in others), boards, (waiting, running)))
 
+    async def _abort_in_others(self, asking: WorkerConnection, number: int, answers: list[str]) -> None:
+        others = [worker for worker in self.workers if worker is not asking and worker.serving]
+        aborted = await self._ask(others, lambda question: wire.AbortNamed(question, answers))
+        asking.channel.post(ipc.Reply(number, sum(aborted)))
+
     async def _publish_name(self, asking: WorkerConnection, number: int, name: str, adapter: NamedAdapter | None) -> None:
         """A process that is starting receives the name before it serves."""
         self._named.pop(name, None)
@@ -214,18 +221,18 @@ class Router:
         await self._ask([worker for worker in others if worker.serving], lambda question: wire.Named(question, name, adapter))
         asking.channel.post(ipc.Reply(number, None))
 
-    async def _ask(self, workers: Sequence[WorkerConnection], question: Callable[[int], Any]) -> None:
-        """Wait until all have answered, at most COUNTS_TIMEOUT_S."""
+    async def _ask(self, workers: Sequence[WorkerConnection], question: Callable[[int], Any]) -> list[int]:
+        """Return the answers that arrive within COUNTS_TIMEOUT_S."""
         number = next(self._questions)
         for worker in workers:
-            worker.asked[number] = asyncio.Event()
+            worker.asked[number] = asyncio.get_running_loop().create_future()
             worker.channel.post(question(number))
-        waiting = [asyncio.ensure_future(worker.asked[number].wait()) for worker in workers]
+        waiting = [worker.asked[number] for worker in workers]
         if waiting:
             await asyncio.wait(waiting, timeout=COUNTS_TIMEOUT_S)
-        for worker, task in zip(workers, waiting, strict=True):
-            task.cancel()
-            del worker.asked[number]
+        for worker in workers:
+            worker.asked.pop(number, None)
+        return [answer.result() for answer in waiting if answer.done()]
 
     def _yield(self, worker: WorkerConnection, name: str) -> None:
         """Release a claim, and grant it to the next process. A process claims a name once at a time."""
@@ -250,6 +257,12 @@ class Router:
 
     def _views(self) -> list[EngineStatus]:
         return [] if self.engines is None else [_status(one, i) for i, one in enumerate(self.engines.engines)]
+
+
+def _answer(worker: WorkerConnection, number: int, value: int = 0) -> None:
+    """Complete a question that the process has answered, or never will."""
+    if (asked := worker.asked.pop(number, None)) is not None and not asked.done():
+        asked.set_result(value)
 
 
 def _owner(engine_id: str) -> str:

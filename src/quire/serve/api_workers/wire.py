@@ -67,6 +67,13 @@ class Gathered(WireMessage):
     adapters: OpenAdapters  # of the processes that run
 
 
+class AbortNamed(WireMessage):
+    """Abort requests by the ids of their answers. The answer is Aborted, with this number."""
+
+    id: int
+    answers: list[str]
+
+
 class Named(WireMessage):
     """Set the adapter of a name; None: the name is removed. The answer is Noted."""
 
@@ -93,6 +100,18 @@ class Counts(WireMessage):
 
 class Gather(WireMessage):
     id: int
+
+
+class AbortInOthers(WireMessage):
+    """Ask all other processes to abort requests. The Reply is how many they aborted."""
+
+    id: int
+    answers: list[str]
+
+
+class Aborted(WireMessage):
+    id: int
+    requests: int
 
 
 class Claim(WireMessage):
@@ -135,9 +154,12 @@ class Notify(WireMessage):
     args: list[Any]
 
 
-Down = Begin | EnginesSeen | EngineReady | Deltas | Shown | Named | SendCounts | Gathered | ipc.Refused | ipc.Reply
+Down = (
+    Begin | EnginesSeen | EngineReady | Deltas | Shown | Named | SendCounts | AbortNamed | Gathered
+    | ipc.Refused | ipc.Reply
+)  # fmt: skip
 Up = (
-    Open | Counts | Gather | Claim | Yield | Name | Noted | LoadOn | Notify
+    Open | Counts | Gather | Claim | Yield | Name | Noted | LoadOn | Notify | AbortInOthers | Aborted
     | ipc.Add | ipc.Abort | ipc.CallMethod | ipc.Watch
 )  # fmt: skip
 
