@@ -97,7 +97,7 @@ def test_drafts_are_drawn_as_the_target_draws(device, shape):
     for slot, params in enumerate(PARAMS):
         nothing = np.zeros(3, np.int32)
         sampler.admit(slot, Admission(slot, nothing, 3, 0, SamplingParams(**params), seed=slot, stop_ids=(), bad_words=()))
-    sampler.refresh(slots.updates)
+    sampler.columns.refresh(slots.updates)
     slots.updates.deliver()
     drafts, slot, end = DraftSampler(sampler, slots), np.arange(rows), np.full(rows, 5)
     logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(1)).to(there) * 3

@@ -51,7 +51,7 @@ def test_the_sampler_draws_the_same(levels):
         for tenant in tenants:
             sampler.admit(tenant.slot, tenant)
         updates = open_device(device.type).updates()
-        sampler.refresh(updates)
+        sampler.columns.refresh(updates)
         updates.deliver()
         moved = {name: getattr(rows, name).to(device) for name in ("slot", "end", "prompt", "tokens")}
         drawn.append(sampler.sample(logits.to(device, copy=True), dataclasses.replace(rows, **moved)))

@@ -16,17 +16,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from quire.attn.batch import Batch, GroupView, with_final_tokens
 from quire.features.base import StepPart
-from quire.models.decoder import Decoder
 from quire.ops.arguments import RowInputs
 from quire.ops.rows import fill_rows
 from quire.runner.sampler.stage import Rows
 from quire.runner.slots import Slots
 from quire.runner.transfer import Longs, upload, upload_together
-from quire.types.plan import Ints, Outputs, RowShapes, StepRows, spans
+from quire.types.plan import Outputs, RowShapes, StepRows, spans
 
 NO_TOKENS: Longs = np.empty(0, np.int64)
 
@@ -104,11 +102,6 @@ def samples_batch(plan: StepRows, slots: Slots, parts: Iterable[StepPart]) -> Ba
     for part in parts:
         batch = part.extend(batch, rows, slot)
     return batch
-
-
-def compute_logits(model: Decoder, hidden: Tensor, batch: Batch, tokens: Ints | None = None) -> Tensor:
-    """Return the logits [N, V] of hidden [N, H], the states of the batch's `tokens` [N] (None: of all)."""
-    return model.logits(hidden, batch.tokens if tokens is None else batch.tokens.take(tokens))
 
 
 def _starts(counts: Longs) -> Longs:

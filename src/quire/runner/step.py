@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.attn.batch import Batch
 from quire.features.base import FinishedStep, Follower, Pooled
 from quire.models.decoder import Decoder
-from quire.runner.batch import Built, build_batch, compute_logits
+from quire.runner.batch import Built, build_batch
 from quire.runner.core import RunnerCore, SlotState
 from quire.runner.flight import StepFlight
 from quire.runner.graphs import Graphs, PendingSample, recordable
@@ -84,7 +84,7 @@ class Runner(RunnerCore):
         slots.take_in(plan)
         if plan.admitted or len(plan.retired):
             self._admit(plan, sampler)
-        sampler.refresh(slots.updates)
+        sampler.columns.refresh(slots.updates)
         if len(plan.copy_from):
             kv.copy(plan.copy_from, plan.copy_to)
         for part in self._parts:
@@ -168,7 +168,8 @@ class Runner(RunnerCore):
         self._pending = None
         if not len(hidden):
             return None
-        logits, first = compute_logits(self._loaded(), hidden, batch, tokens), self._position.rank == 0
+        logits = self._loaded().logits(hidden, batch.tokens if tokens is None else batch.tokens.take(tokens))
+        first = self._position.rank == 0
         self._pending = None if first else rows
         return partial(self._sample, logits, rows) if first or self._samples_alike else None
 
@@ -241,6 +242,6 @@ def report_prompts(
             piece = index[first : first + PROMPT_CHUNK]
             states, at = upload_together([final[piece], tokens[piece]], slots.device)
             targets = slots.tokens[slot, built.batch.positions[at] + 1].long()
-            logits = compute_logits(model, hidden[states], built.batch, tokens[piece])
+            logits = model.logits(hidden[states], built.batch.tokens.take(tokens[piece]))
             reports.append((row, sampler.logprobs.of_prompt(logits, targets, slot)))
     return reports

@@ -225,7 +225,7 @@ def _samples(slots: Slots, sampler: Sampler, vocabulary: int) -> list[Callable[[
     slots.take_in(plan)
     for admission in plan.admitted:
         sampler.admit(admission.slot, admission)
-    sampler.refresh(slots.updates)
+    sampler.columns.refresh(slots.updates)
     rows = build_batch(plan, slots).rows
     single = [rows.take(np.array([row])) for row in range(len(plan.slot))]
     return [partial(job, sampler, torch.zeros(1, vocabulary, device=slots.device), single) for job in (_sample, _edit)]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.ops.arguments import Factors
 from quire.ops.sample import penalize
-from quire.runner.sampler.stage import LEAST, MOST, Columns, Lists, Rows
+from quire.runner.sampler.stage import LEAST, MOST, Columns, ColumnStage, Lists, Rows
 from quire.runner.transfer import Longs, upload
 from quire.types.plan import Admission, Words
 
@@ -162,7 +162,7 @@ class Bias:
         return logits
 
 
-class Penalties:
+class Penalties(ColumnStage):
     """repetition_penalty over prompt and output; frequency_penalty and presence_penalty over the output alone.
 
     They are computed each step from the slot's tokens, so preemption, replay and forks need no code here.
@@ -172,36 +172,25 @@ class Penalties:
 
     def __init__(self, columns: Columns, vocabulary: int) -> None:
         self._device, self._vocabulary = columns.device, vocabulary
-        self._columns = [columns.make(np.float32, neutral) for neutral in NO_PENALTIES]
-        self._factors = Factors(*(column.on_device for column in self._columns))
+        super().__init__(*(columns.make(np.float32, neutral) for neutral in NO_PENALTIES))
+        self._factors = Factors(*(column.on_device for column in self._parameters))
         self._counts: Tensor | None = None
 
     def wants(self, admission: Admission) -> bool:
         return _factors(admission) != NO_PENALTIES
 
     def admit(self, slot: int, admission: Admission) -> None:
-        for column, value in zip(self._columns, _factors(admission), strict=True):
+        for column, value in zip(self._parameters, _factors(admission), strict=True):
             column[slot] = value
 
-    def retire(self, slot: int) -> None:
-        for column in self._columns:
-            column.reset(slot)
-
-    def active(self, rows: Rows) -> bool:
-        return self._penalized(rows).size > 0
-
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
-        index = self._penalized(rows)
+        index = np.flatnonzero(self.used(rows))
         rows = rows.take(index)
         if self._device.type == "cuda" and self._counts is None:
             self._counts = torch.zeros(COUNTED_ROWS, self._vocabulary, dtype=torch.int32, device=self._device)
         row, longest = upload(index, self._device), int(rows.ends.max())
         penalize(logits, row, rows.slot, rows.end, rows.prompt, rows.tokens, self._factors, self._counts, longest)
         return logits
-
-    def _penalized(self, rows: Rows) -> Longs:
-        used = np.logical_or.reduce([column.used(rows.slots) for column in self._columns])
-        return np.flatnonzero(used)
 
 
 def _factors(admission: Admission) -> tuple[float, float, float]:

@@ -5,7 +5,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.runner.sampler.stage import LEAST, Columns, Rows
+from quire.runner.sampler.stage import LEAST, Columns, ColumnStage, Rows
 from quire.runner.transfer import Longs, upload
 from quire.types.plan import Admission
 
@@ -43,48 +43,38 @@ def drop_below(logits: Tensor, least: Tensor) -> Tensor:
     return logits
 
 
-class Temperature:
+class Temperature(ColumnStage):
     """temperature: divides the logits. A slot at 0 is greedy and is not filtered."""
 
     fields = ("temperature",)
 
     def __init__(self, columns: Columns) -> None:
         self.column = columns.make(np.float32, 1.0)
+        super().__init__(self.column)
 
     def admit(self, slot: int, admission: Admission) -> None:
         self.column[slot] = 0.0 if admission.params.greedy else admission.params.temperature
-
-    def retire(self, slot: int) -> None:
-        self.column.reset(slot)
 
     def random(self, slots: Longs) -> npt.NDArray[np.bool_]:
         """Return [N] which of these slots sample at random."""
         random: npt.NDArray[np.bool_] = self.column.host[slots] > 0
         return random
 
-    def active(self, rows: Rows) -> bool:
-        return bool(self.column.used(rows.slots).any())
-
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
         return logits.div_(self.column.at(rows.slot)[:, None])
 
 
-class MinP:
+class MinP(ColumnStage):
     """min_p: drops tokens less likely than min_p times the most likely one."""
 
     fields = ("min_p",)
 
     def __init__(self, columns: Columns) -> None:
         self.column = columns.make(np.float32, 0.0)
+        super().__init__(self.column)
 
     def admit(self, slot: int, admission: Admission) -> None:
         self.column[slot] = admission.params.min_p
-
-    def retire(self, slot: int) -> None:
-        self.column.reset(slot)
-
-    def active(self, rows: Rows) -> bool:
-        return bool(self.column.used(rows.slots).any())
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
         """Compute p ≥ min_p · max p on logits: x ≥ max x + log min_p; log 0 = -inf keeps everything."""
@@ -92,7 +82,7 @@ class MinP:
         return drop_below(logits, least)
 
 
-class Truncation:
+class Truncation(ColumnStage):
     """top_k and top_p.
 
     top_k   every token at least as likely as the k-th most likely one stays, ties included
@@ -106,21 +96,15 @@ class Truncation:
         self._vocabulary = vocabulary
         self.top_k = columns.make(np.int64, vocabulary)
         self.top_p = columns.make(np.float32, 1.0)
+        super().__init__(self.top_k, self.top_p)
 
     def admit(self, slot: int, admission: Admission) -> None:
         k = admission.params.top_k
         self.top_k[slot] = k if 0 < k < self._vocabulary else self._vocabulary
         self.top_p[slot] = max(admission.params.top_p, LEAST)  # 0 would keep no token
 
-    def retire(self, slot: int) -> None:
-        self.top_k.reset(slot)
-        self.top_p.reset(slot)
-
-    def active(self, rows: Rows) -> bool:
-        return bool((self.top_k.used(rows.slots) | self.top_p.used(rows.slots)).any())
-
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
-        index = np.flatnonzero(self.top_k.used(rows.slots) | self.top_p.used(rows.slots))
+        index = np.flatnonzero(self.used(rows))
         if len(index) == len(rows.slots):
             return self._cut(logits, rows)
         chosen = upload(index, self._device)

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.device.updates import DeviceUpdates
 from quire.ops.arguments import BROKEN, GOOD, NOTHING_ALLOWED, SampleColumns, SampleScratch
 from quire.ops.sample import sample_rows
 from quire.runner.sampler.edits import Allowed, BadWords, Bias, Masks, MinTokens, Penalties, forbid
@@ -75,7 +74,7 @@ class Sampler:
         self._device, self.vocabulary, self._slots = device, vocabulary, slots
         fused = device.type == "cuda" if fused is None else fused
         self._together = max(1, CACHED_LOGITS // vocabulary) if device.type == "cpu" else slots
-        self._columns = columns = Columns(slots, device)
+        self.columns = columns = Columns(slots, device)
         self.logprobs = Logprobs(slots, own or vocabulary, logprobs_mode, device)
         self._temperature = Temperature(columns)
         self._random = GumbelSampling(columns, vocabulary)
@@ -136,10 +135,6 @@ class Sampler:
     def plain(self, slots: Ints | Longs) -> bool:
         """Return whether these slots need only `sample_fused`: no edits, no logprobs."""
         return not self._special or self._special.isdisjoint(slots.tolist())
-
-    def refresh(self, updates: DeviceUpdates) -> None:
-        """Queue changed parameters for the device; deliver them before anything is sampled or replayed."""
-        self._columns.refresh(updates)
 
     def sample_fused(
         self, logits: Tensor, sampling_slot: Tensor, end: Tensor, tokens: Tensor, fault: Tensor | None = None

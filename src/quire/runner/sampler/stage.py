@@ -1,6 +1,7 @@
 """The rows to sample, the interface of a stage, and the two kinds of per-slot state."""
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Protocol
 
 import numpy as np
@@ -129,7 +130,7 @@ class Columns:
         return Column(self, host, on_device, neutral)
 
     def refresh(self, updates: DeviceUpdates) -> None:
-        """Queue changed values for the device."""
+        """Queue changed values for the device; deliver them before anything is sampled or replayed."""
         if self.stale and self.device.type != "cpu":
             updates.write(self._on_device, 0, self._words[: self._made].view(np.int32).reshape(-1))
         self.stale = False
@@ -162,6 +163,25 @@ class Column:
     def at(self, slot: Tensor) -> Tensor:
         """Return [N] the values of these slots."""
         return self.on_device[slot]
+
+
+class ColumnStage:
+    """What stages whose parameters are columns have in common. Slots with neutral values do not use the stage."""
+
+    def __init__(self, *columns: Column) -> None:
+        self._parameters = columns
+
+    def retire(self, slot: int) -> None:
+        for column in self._parameters:
+            column.reset(slot)
+
+    def used(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Return [N] which rows use it."""
+        used: npt.NDArray[np.bool_] = reduce(np.logical_or, (column.used(rows.slots) for column in self._parameters))
+        return used
+
+    def active(self, rows: Rows) -> bool:
+        return bool(self.used(rows).any())
 
 
 class Lists:
