@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from quire.engine.executor.local import LocalExecutor
+from quire.runner.flight import StepFlight
+from quire.runner.transfer import Download
 from quire.types.errors import EngineDead, EngineError
+from quire.types.plan import NOTHING, Outputs, RowShapes, StepPlan
 
 
 class Device:
@@ -16,24 +19,33 @@ class Device:
     def launch(self, plan):
         if self._launch is not None:
             raise self._launch
-        return self
+        return StepFlight(plan, [], None)
 
-    def result(self):
+    def wait(self, meanwhile):
         raise self._result
 
 
-@pytest.mark.parametrize("place", ["launch", "result"])
-def test_a_device_error_is_the_end(place):
-    executor = LocalExecutor(Device(**{place: torch.AcceleratorError("CUDA error: an illegal memory access\nmore\nlines")}))
+PLAN = StepPlan(slot=NOTHING, end=NOTHING, shapes=RowShapes(NOTHING, NOTHING, Outputs(NOTHING)), step=0)
+
+
+@pytest.fixture(params=["launch", "result"])
+def fail(request, monkeypatch):
+    def run(error):
+        device = Device(**{request.param: error})
+        monkeypatch.setattr(Download, "wait", lambda self, meanwhile=None: device.wait(meanwhile))
+        LocalExecutor(device).submit(PLAN).result()
+
+    return run
+
+
+def test_a_device_error_is_the_end(fail):
     with pytest.raises(EngineDead, match=r"^the device failed: CUDA error: an illegal memory access$"):
-        executor.submit(None).result()
+        fail(torch.AcceleratorError("CUDA error: an illegal memory access\nmore\nlines"))
 
 
-@pytest.mark.parametrize("place", ["launch", "result"])
-def test_other_errors_belong_to_the_step(place):
-    executor = LocalExecutor(Device(**{place: torch.OutOfMemoryError("too much")}))
+def test_other_errors_belong_to_the_step(fail):
     with pytest.raises(torch.OutOfMemoryError):
-        executor.submit(None).result()
+        fail(torch.OutOfMemoryError("too much"))
 
 
 def test_only_public_methods_of_a_runner_can_be_called():

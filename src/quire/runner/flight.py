@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
+from torch import AcceleratorError, Tensor
 
 from quire.features.base import Follower, Pooled
 from quire.ops.arguments import GOOD
@@ -12,7 +12,7 @@ from quire.runner.sampler.edits import Masks
 from quire.runner.sampler.logprobs import Report, to_top_logprobs
 from quire.runner.sampler.pipeline import Sampled
 from quire.runner.transfer import Download, Longs
-from quire.types.errors import EngineError
+from quire.types.errors import EngineDead, EngineError
 from quire.types.plan import NOTHING, Bools, Floats, Ints, StepPlan, StepResult, TopLogprobs, Words, spans
 from quire.types.pooling import NOT_FINITE
 
@@ -54,7 +54,10 @@ class StepFlight:
 
     def sample(self, masks: Words) -> None:
         """masks [masked, W], of the plan's masked samples in order."""
-        self._complete(Masks(self._plan.masked.astype(np.int64), masks))
+        try:
+            self._complete(Masks(self._plan.masked.astype(np.int64), masks))
+        except AcceleratorError as error:
+            raise device_lost(error) from error
 
     def _complete(self, masks: Masks | None) -> None:
         sampled = self._sampled = self._sample(masks) if callable(self._sample) else self._sample
@@ -73,12 +76,18 @@ class StepFlight:
         """Return the token ids of the samples; None: nothing is sampled, or not yet."""
         if self._sampled is None or self._download is None:
             return None
-        result: Ints = self._download.wait(self.meanwhile)[0]  # type: ignore[assignment]
+        try:
+            result: Ints = self._download.wait(self.meanwhile)[0]  # type: ignore[assignment]
+        except AcceleratorError as error:
+            raise device_lost(error) from error
         return result[0, : len(self._plan.sample_row)]
 
     def result(self) -> StepResult:
-        if self._result is None:
-            self._result = self._read()
+        """Wait for the step. Raise EngineDead if the device failed: then nothing works in this process any more."""
+        try:
+            self._result = self._result or self._read()
+        except AcceleratorError as error:
+            raise device_lost(error) from error
         return self._result
 
     def _read(self) -> StepResult:
@@ -144,6 +153,10 @@ class StepFlight:
                 failed.setdefault(each, BROKEN_PROMPT)
                 del joined[each]
         return joined
+
+
+def device_lost(error: AcceleratorError) -> EngineDead:
+    return EngineDead(f"the device failed: {str(error).splitlines()[0]}")
 
 
 def accept(plan: StepPlan, ids: Ints, fault: Ints, drafts: Ints) -> Longs:

@@ -17,7 +17,7 @@ from quire.text.prompts import PromptReader, Tokenization
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_files import AdapterTokenizers
 from quire.types.adapter import LoRARequest
-from quire.types.checks import shown
+from quire.types.checks import LARGEST_INT, check_int, shown
 from quire.types.errors import InvalidParameter, NotSupported
 from quire.types.prompts import NO_EXTRAS, Extras, Prompt, PromptType
 from quire.types.request import EngineRequest
@@ -127,10 +127,7 @@ class InputProcessor:
         tenant: cached pages are shared only among its requests, and slots fairly among tenants
         engine_id: id inside the engine, if it differs from request_id
         """
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidParameter(f"priority must be an integer (lower runs first), got {priority!r}", "priority")
-        if not -(1 << 63) <= priority < 1 << 63:
-            raise InvalidParameter(f"priority must have at most 64 bits, got {priority!r:.40}", "priority")
+        check_int("priority", priority, -LARGEST_INT - 1)
         if not isinstance(params, SamplingParams):
             raise InvalidParameter(f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params")
         if self.pooling is not None:

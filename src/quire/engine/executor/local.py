@@ -20,29 +20,12 @@ from quire.engine.executor.base import Flight
 from quire.engine.executor.workers import Workers
 from quire.features.lora.device import LoRAPart
 from quire.progress import doing
-from quire.runner.flight import StepFlight
+from quire.runner.flight import StepFlight, device_lost
 from quire.runner.step import Runner
 from quire.types.adapter import AdapterFacts, AdapterRef
 from quire.types.errors import AdapterChanged, AdapterError, EngineDead, EngineError
-from quire.types.plan import Ints, StepPlan, StepResult, Words
+from quire.types.plan import Ints, StepPlan, Words
 from quire.types.stats import DeviceCounts
-
-
-class LocalFlight:
-    def __init__(self, flight: StepFlight) -> None:
-        self._flight = flight
-
-    def sample(self, masks: Words) -> None:
-        try:
-            self._flight.sample(masks)
-        except AcceleratorError as error:
-            raise device_lost(error) from error
-
-    def result(self) -> StepResult:
-        try:
-            return self._flight.result()
-        except AcceleratorError as error:
-            raise device_lost(error) from error
 
 
 class LocalExecutor:
@@ -60,7 +43,7 @@ class LocalExecutor:
 
     def submit(self, plan: StepPlan) -> Flight:
         try:
-            return LocalFlight(self._runner.launch(plan))
+            return self._runner.launch(plan)
         except AcceleratorError as error:
             raise device_lost(error) from error
 
@@ -107,10 +90,6 @@ class LocalExecutor:
 
     def stop(self) -> None:
         self._runner.close()
-
-
-def device_lost(error: AcceleratorError) -> EngineDead:
-    return EngineDead(f"the device failed: {str(error).splitlines()[0]}")
 
 
 def join_group(device: Device, workers: Workers, position: Position) -> SharedMemoryGroup:
@@ -235,15 +214,15 @@ class DividedExecutor(LocalExecutor):
         return self._workers.answers()
 
 
-class RanksFlight(LocalFlight):
+class RanksFlight:
     """A step of the first rank, which samples for all."""
 
     def __init__(self, flight: StepFlight, executor: "RanksExecutor") -> None:
-        super().__init__(flight)
-        self._executor = executor
+        self._flight, self._executor = flight, executor
+        self.result = flight.result
 
     def sample(self, masks: Words) -> None:
-        super().sample(masks)
+        self._flight.sample(masks)
         self._executor.sampled = self._flight.sampled_ids()
 
 

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Mapping
 
 import numpy as np
-from torch import AcceleratorError
 
 from quire.cache.layout import stage_layout
 from quire.config.config import Config
@@ -23,7 +22,7 @@ from quire.dist.mesh import share_layers
 from quire.dist.shared_memory import Watch
 from quire.dist.stages import PipelineRank, Ring, join_ring
 from quire.engine.executor import wire
-from quire.engine.executor.local import DividedExecutor, device_lost
+from quire.engine.executor.local import DividedExecutor
 from quire.engine.executor.workers import Workers
 from quire.engine.runners import bounded_facts, make_device_drafter, make_parts, runner_settings
 from quire.runner.flight import StepFlight
@@ -47,17 +46,11 @@ class StageFlight:
         return not self._slots.isdisjoint(taken) or not self._samples.isdisjoint(plan.slot.tolist())
 
     def sample(self, masks: Words) -> None:
-        try:
-            self._executor.finish(self).sample(masks)
-            self._executor.note_sampled(self)
-        except AcceleratorError as error:
-            raise device_lost(error) from error
+        self._executor.finish(self).sample(masks)
+        self._executor.note_sampled(self)
 
     def result(self) -> StepResult:
-        try:
-            return self._executor.finish(self).result()
-        except AcceleratorError as error:
-            raise device_lost(error) from error
+        return self._executor.finish(self).result()
 
 
 class StagesExecutor(DividedExecutor):

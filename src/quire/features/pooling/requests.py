@@ -12,6 +12,7 @@ from quire.features.pooling.late_interaction import find_role, role_reader, with
 from quire.text.inputs import InputProcessor, PreparedRequest
 from quire.text.prompts import PromptReader, Tokenization
 from quire.text.tokenizer import Tokenizer
+from quire.types.checks import LARGEST_INT, check_int
 from quire.types.errors import InvalidParameter, NotSupported
 from quire.types.outputs import RequestOutput
 from quire.types.plan import Floats
@@ -62,10 +63,7 @@ def prepare_pooling(
     pooling = require_pooling(inputs)
     if not isinstance(params, PoolingParams):
         raise InvalidParameter(f"pooling_params must be PoolingParams, got {type(params).__name__}", "pooling_params")
-    if isinstance(priority, bool) or not isinstance(priority, int) or not -(1 << 63) <= priority < 1 << 63:
-        raise InvalidParameter(
-            f"priority must be an integer of at most 64 bits (lower runs first), got {priority!r}", "priority"
-        )
+    check_int("priority", priority, -LARGEST_INT - 1)
     if isinstance(prompt, Prompt):
         extras = prompt.extras if extras == NO_EXTRAS else with_role(extras, prompt)
     asked = pooling.request(params, task)
