@@ -137,6 +137,8 @@ def test_other_endings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         monkeypatch.setattr("quire.cli.models.run", failing(error))
         assert main(["models"]) == code
     assert "quire models: died" in capsys.readouterr().err
+    monkeypatch.setattr("quire.cli.models.add_parser", failing(KeyboardInterrupt()))  # during imports
+    assert main(["models"]) == 130
 
 
 def test_underscores_are_dashes_in_flags_only() -> None:

@@ -198,8 +198,9 @@ def test_a_download_that_was_cut_off_continues(hub: Hub, tmp_path: Path, capsys:
     (blobs / (name + hub_download.INCOMPLETE)).write_bytes(data[:10_000])  # of a process that was killed
     assert "an interrupted download" in said(capsys, "models", "--local")[1]
     hub.cut_after = 5_000  # then the connection is lost once
-    code, _, _ = said(capsys, "pull", "org/tiny")
-    assert code == 0
+    code, _, err = said(capsys, "pull", "org/tiny")
+    size = sum(len(hub.repos["org/tiny"][name]) for name in ("config.json", "model.safetensors"))
+    assert code == 0 and f"2 files, {size / 1e6:.1f} MB, {(size - 10_000) / 1e6:.1f} MB to fetch" in err
     assert (blobs / name).read_bytes() == data and not list(blobs.glob("*.incomplete"))
     ranges = [request[2] for request in hub.requests if request[0] == "GET" and request[1].endswith("model.safetensors")]
     assert ranges == ["bytes=10000-", "bytes=15000-"]
@@ -239,6 +240,8 @@ def test_one_gguf_file_of_several(hub: Hub, tmp_path: Path, capsys: pytest.Captu
         (["pull", "org/tiny", "--revision", "v9"], 1, "has no revision 'v9'"),
         (["pull", "org/gated"], 1, "'org/gated' is gated: accept its terms on its hub page, then give a token"),
         (["pull", "./nowhere"], 1, "./nowhere: no such file or directory"),
+        (["pull", "https://hub.example/org/tiny/tree/main"], 1, "A hub model is named by its id alone: 'org/tiny'"),
+        (["pull", "hf.example/org/ggufs:Q8_0"], 1, "A hub model is named by its id alone: 'org/ggufs:Q8_0'"),
         (["pull", ""], 1, "the model's name is empty"),
         (["rm", "org/absent", "--yes"], 1, "'org/absent' is not in "),
         (["rm", "smollm2", "--yes"], 1, "'smollm2' is not in "),
@@ -275,6 +278,21 @@ def test_a_full_disk_is_known_before(hub: Hub, monkeypatch: pytest.MonkeyPatch, 
     code, _, err = said(capsys, "pull", "org/tiny")
     assert code == 1 and "has no space for org/tiny" in err and "quire rm NAME" in err
     assert not [request for request in hub.requests if "/resolve/" in request[1]]
+
+
+def test_a_cache_that_cannot_be_written(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    code, _, err = said(capsys, "pull", "org/tiny", "--download-dir", str(tmp_path / "file"))
+    assert code == 1 and "Traceback" not in err
+    assert f"the model cannot be stored in {tmp_path / 'file'}" in err and "or set HF_HOME or --download-dir to another" in err
+
+
+def test_an_address_of_the_hub_that_is_none(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "nonsense")
+    code, _, err = said(capsys, "pull", "org/tiny")
+    assert code == 1 and "'org/tiny' cannot be fetched from the hub (HF_ENDPOINT): " in err and "Traceback" not in err
 
 
 def test_links_out_of_the_cache_are_not_followed(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

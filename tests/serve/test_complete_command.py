@@ -26,6 +26,8 @@ def test_server_and_model_complete_alike(server, serve_model: Path, capsys: pyte
     assert (code, err) == (0, "") and len(by_server) > 1
     code, by_model, _ = said(capsys, "complete", str(serve_model), "-q", PROMPT, *GREEDY)
     assert (code, by_model) == (0, by_server)
+    address = url_of(server).removeprefix("http://")  # host and port alone
+    assert said(capsys, "complete", "--url", address, "-q", PROMPT, *GREEDY)[:2] == (0, by_server)
 
 
 def test_every_line_of_input_is_a_text(server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,7 +43,7 @@ def test_every_line_of_input_is_a_text(server, monkeypatch: pytest.MonkeyPatch, 
     ("line", "code", "told"),
     [
         (["--url", "{url}/v1", "--model-name", "other"], 2, "refused the request with 404"),
-        (["--url", "{url}"], 2, "refused the request with 404"),
+        (["--url", "{url}/api/v1"], 2, "refused the request with 404"),
         (["--url", "ftp://x"], 2, "--url must be the address of a server's API"),
         (["--url", "http://127.0.0.1:9/v1"], 1, "does not answer: Connection refused. Start a server with `quire serve MODEL`"),
         (["--url", "{url}/v1", "--dtype", "float32"], 2, "--dtype is for a model in this process"),

@@ -18,7 +18,8 @@ from quire.cli.run import add_sampling_arguments, print_stream, sampling_params,
 from quire.config.args import EngineArgs, add_cli_arguments
 from quire.types.errors import ConfigError, EngineError, RequestError
 
-DEFAULT_URL = "http://localhost:8000/v1"
+API_PATH = "/v1"  # of addresses without a path
+DEFAULT_URL = f"http://localhost:8000{API_PATH}"
 KEY_VARIABLES = ("QUIRE_API_KEY", "VLLM_API_KEY", "OPENAI_API_KEY")
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10.0, 600.0
 Complete = Callable[[str], object]  # completes one text and prints it
@@ -119,6 +120,8 @@ class Server:
         self._parts = urlsplit(url if "://" in url else f"http://{url}")
         if self._parts.scheme not in ("http", "https") or not self._parts.hostname:
             raise ConfigError(f"--url must be the address of a server's API, such as {DEFAULT_URL}; got {url!r}")
+        if not self._parts.path.strip("/"):
+            self._parts = self._parts._replace(path=API_PATH)
         self._url = self._parts.geturl().rstrip("/")
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 

@@ -59,8 +59,18 @@ class Listing:
         return [file for file in self.files if not file.cached]
 
     @property
+    def bytes_to_fetch(self) -> int:
+        """Return the size of the missing files without what an earlier attempt stored."""
+        stored = sum(file.stat().st_size for file in self.blobs.glob(f"*{INCOMPLETE}"))
+        return max(0, sum(file.nbytes for file in self.missing) - stored)
+
+    @property
     def blobs(self) -> Path:
         return repository_directory(self.cache, self.repo) / "blobs"
+
+
+def megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e9:,.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"
 
 
 def hub_directory(download_dir: str | None) -> Path:
@@ -94,11 +104,10 @@ def list_files(wanted: HubName, revision: str | None, download_dir: str | None, 
 def check_space(listing: Listing) -> None:
     """Raise ModelError if the disk has no space for what is missing."""
     place = next(path for path in (listing.cache, *listing.cache.absolute().parents) if path.is_dir())
-    have = sum(file.stat().st_size for file in listing.blobs.glob(f"*{INCOMPLETE}"))
-    needed, free = sum(file.nbytes for file in listing.missing) - have, shutil.disk_usage(place).free
+    needed, free = listing.bytes_to_fetch, shutil.disk_usage(place).free
     if needed > free:
         raise ModelError(
-            f"{listing.cache} has no space for {listing.repo}: {needed / 1e9:.2f} GB are missing, {free / 1e9:.2f} GB are "
+            f"{listing.cache} has no space for {listing.repo}: {megabytes(needed)} are missing, {megabytes(free)} are "
             "free. Free some space (`quire models --local`, `quire rm NAME`), or set HF_HOME or --download-dir to another disk"
         )
 
@@ -134,9 +143,8 @@ def _authorization(token: str | bool | None) -> dict[str, str]:
 
 
 def _fetch(what: str, url: str, headers: dict[str, str], target: Path, nbytes: int) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(target.name + INCOMPLETE)
-    with _locked(partial) as out, doing(what, nbytes) as work:
+    with _storing(target), _locked(partial) as out, doing(what, nbytes) as work:
         if target.exists():  # another process has fetched it
             partial.unlink(missing_ok=True)
             return
@@ -170,6 +178,19 @@ def _fetch(what: str, url: str, headers: dict[str, str], target: Path, nbytes: i
             partial.unlink()
             raise ModelError(f"{what}: what arrived has another size or SHA-256 than the hub's; it was removed. Try again")
         partial.replace(target)
+
+
+@contextlib.contextmanager
+def _storing(target: Path) -> Iterator[None]:
+    """Make the directory of a file that is going to be stored; raise ModelError if it cannot be written."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ModelError(
+            f"the model cannot be stored in {target.parent}: {error.strerror or error}. Make the directory writable, or set "
+            "HF_HOME or --download-dir to another one"
+        ) from error
 
 
 @contextlib.contextmanager

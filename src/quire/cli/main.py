@@ -32,6 +32,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if line[:1] == ["help"]:
         line = [*line[1:], "--help"]
+    try:
+        return _run(line)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of the output has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+def _run(line: Sequence[str]) -> int:
     parser = make_parser(line[:1] if line[:1] and line[0] in COMMANDS else COMMANDS)
     namespace = parser.parse_args(line)
     if not hasattr(namespace, "run"):
@@ -42,11 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except QuireError as error:
         print(f"quire {namespace.command}: {error}", file=sys.stderr)
         return WRONG_USE if isinstance(error, ConfigError | RequestError) else FAILED
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:  # the reader of the output has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
 
 
 def make_parser(commands: Sequence[str] = COMMANDS) -> "CommandParser":

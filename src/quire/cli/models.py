@@ -119,7 +119,7 @@ def _run_local(namespace: argparse.Namespace) -> int:
 
 
 def render_local(models: "list[StoredModel]") -> str:
-    from quire.cli.pull import megabytes
+    from quire.cli.hub_download import megabytes
 
     head = ("NAME", "REVISION", "SIZE", "FORMAT", "SERVED", "WHAT")
     rows = [head] + [

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from quire.cli.hub_download import Listing, check_space, fetch_large, list_files
+from quire.cli.hub_download import Listing, check_space, fetch_large, list_files, megabytes
 from quire.cli.model_store import summary
 from quire.config.facts import read_facts
 from quire.files import wheel
@@ -81,12 +81,10 @@ def _list(namespace: argparse.Namespace) -> Listing | None:
 
 
 def _announce(name: str, listing: Listing) -> None:
-    missing = sum(file.nbytes for file in listing.missing)
-    to_do = f"{megabytes(missing)} to fetch" if listing.missing else "nothing to fetch"
-    print(
-        f"{name} at {listing.commit[:8]}: {len(listing.files)} files, {megabytes(listing.nbytes)}, {to_do}; to {listing.cache}",
-        file=sys.stderr,
-    )
+    to_do = f"{megabytes(listing.bytes_to_fetch)} to fetch" if listing.missing else "nothing to fetch"
+    count = f"{len(listing.files)} file{'s' * (len(listing.files) != 1)}"
+    about = f"{count}, {megabytes(listing.nbytes)}, {to_do}; to {listing.cache}"
+    print(f"{name} at {listing.commit[:8]}: {about}", file=sys.stderr)
 
 
 def _report(files: ModelFiles) -> None:
@@ -102,7 +100,3 @@ def _shown_path(files: ModelFiles) -> Path:
     with suppress(OSError):
         return files.path.absolute()
     return files.path
-
-
-def megabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e9:,.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"

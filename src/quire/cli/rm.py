@@ -4,9 +4,8 @@ import argparse
 import sys
 from typing import Any
 
-from quire.cli.hub_download import hub_directory
+from quire.cli.hub_download import hub_directory, megabytes
 from quire.cli.model_store import Removal, claimed_for, plan_removal
-from quire.cli.pull import megabytes
 from quire.types.errors import ConfigError, ModelError
 
 

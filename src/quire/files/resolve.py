@@ -22,6 +22,7 @@ from quire.types.errors import ModelError, ModelNotFound
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$", re.ASCII)
 _HUB_GGUF_FILE = re.compile(r"^(?P<repo>[\w.-]+/[\w.-]+)/(?P<file>[\w./+-]+\.gguf)$", re.ASCII)
 _HUB_GGUF_QUANT = re.compile(r"^(?P<repo>[\w.-]+/[\w.-]+):(?P<quant>[\w.-]+)$", re.ASCII)
+_HUB_ADDRESS = re.compile(r"^(https?://)?[\w-]+(\.[\w-]+)+/(?P<id>[\w.-]+/[\w.-]+(:[\w.-]+)?)", re.ASCII)
 _INDEX = "model.safetensors.index.json"
 PARAMS, TEKKEN = "params.json", "tekken.json"  # Mistral's own format
 _TOKENIZERS = (TEKKEN, "tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -103,7 +104,7 @@ def resolve_model(
         return _from_file(name, path)
     wanted = hub_name(name)
     if wanted is None:
-        raise ModelNotFound(f"{name}: no such file or directory{_nearest_alias(name)}")
+        raise ModelNotFound(f"{name}: no such file or directory{_nearest_alias(name) or _id_in_address(name)}")
     if wanted.quant:
         path = fetch_gguf_quant(wanted.repo, wanted.quant, revision=revision, download_dir=download_dir, token=token)
         return ModelFiles(name, path, "gguf", gguf_shards(path))
@@ -243,6 +244,12 @@ def _nearest_alias(name: str) -> str:
     return f". Did you mean {near[0]!r}?" if near else ""
 
 
+def _id_in_address(name: str) -> str:
+    """Return the advice to use the hub id that is part of a pasted address, as of https://hub.example/org/name/tree/main."""
+    found = _HUB_ADDRESS.match(name)
+    return f". A hub model is named by its id alone: {found['id']!r}" if found else ""
+
+
 TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]  # configs, tokenizers, chat templates, the weight index
 WEIGHT_FILES = ["*.safetensors"]
 NEVER_FETCHED = ["*/*.safetensors", "consolidated*", "original/*", "onnx/*", "*.onnx*", "training_args*"]
@@ -342,4 +349,6 @@ def _snapshot(
         raise ModelError(f"the hub refused to send {repo!r}{at}: {error}") from error
     except OSError as error:
         raise ModelError(f"{repo!r}{at} could not be stored in the local cache: {error}") from error
+    except Exception as error:  # of the hub's HTTP client, whose types differ between versions
+        raise ModelError(f"{repo!r}{at} cannot be fetched from the hub (HF_ENDPOINT): {error}") from error
     return Path(path)
