@@ -181,7 +181,8 @@ class ServerLaunch(Launch):
         router = None if self._worker is None else self._worker.router
         if router is not None:
             router.abort_here = partial(abort_answers, llm)
-        app = build_app(llm, self._settings, metrics=metrics, abort_in_others=router and router.abort_in_others)
+        others = None if router is None else router.abort_in_others
+        app = build_app(llm, self._settings, metrics=metrics, abort_in_others=others)
         http_metrics = HttpMetrics(metrics.registry)
         self._http.connection_limits.on_closed_unread = http_metrics.closed_unread.add
         self._state.service = Service(llm, app, metrics, http_metrics, router)
