@@ -59,6 +59,7 @@ class FakeOpenAI:
     port: int = 0  # 0: any that is free
     requests: list[Seen] = field(default_factory=list)
     connections: int = 0
+    traces: Sequence[str] | None = None  # of /stop_profile; None: there is no profiler
     running: int = 0
     peak: int = 0
 
@@ -128,6 +129,8 @@ class FakeOpenAI:
             return self._say(writer, 200, {"count": len(words), "tokens": [*range(1, len(words)), self.vocab_size - 1]})
         if path.endswith("/version") and self.version is not None:
             return self._say(writer, 200, {"version": self.version})
+        if path.endswith("_profile") and self.traces is not None:
+            return self._say(writer, 200, {"files": self.traces} if "stop" in path else {})
         if not path.endswith("completions"):
             return self._say(writer, 404, {"detail": "Not Found"})
         index = len(self.generated) - 1

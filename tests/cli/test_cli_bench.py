@@ -66,6 +66,21 @@ def test_a_saved_result(tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
     assert {seen.body["ignore_eos"] for seen in server.generated} == {True}
 
 
+def test_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "p.json"
+    with FakeOpenAI(traces=["/tmp/traces/a", "/tmp/traces/b"]) as server:
+        assert bench(server, "--profile", "--num-warmups", "2", "--save-result", str(path)) == 0
+        asked = [seen.path.rpartition("/")[2] for seen in server.requests if seen.path.endswith(("_profile", "completions"))]
+    assert asked == ["completions"] * 2 + ["start_profile"] + ["completions"] * 6 + ["stop_profile"]
+    out = capsys.readouterr().out
+    assert "profile: /tmp/traces/a\nprofile: /tmp/traces/b" in out and "note: the server was profiled" in out
+    assert json.loads(path.read_text())["traces"] == ["/tmp/traces/a", "/tmp/traces/b"]
+    with FakeOpenAI() as server:
+        assert bench(server, "--profile") == 1
+        assert not server.generated
+    assert "HTTP 404: Not Found. --profile requires a server with a profiler" in capsys.readouterr().err
+
+
 def test_names_of_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with FakeOpenAI(models=["org/tiny"]) as server:

@@ -116,6 +116,24 @@ def test_wrong_flags_are_told_before_the_model_is_loaded(
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [("throughput", ["--num-prompts", "2", "--runs", "1"]), ("latency", ["--batch-size", "2", "--num-iters", "1"])],
+)
+def test_a_profile(kind: str, flags: list[str], model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "p.json"
+    flags = [*flags, "--profile", "--input-len", "9", "--output-len", "4", "--load-format", "dummy"]
+    assert bench(kind, model, *flags, executor="uni") == 2
+    assert "--profile requires --profiler-config; got none. Add" in capsys.readouterr().err
+    config = {"profiler": "torch", "torch_profiler_dir": str(tmp_path / "traces"), "torch_profiler_with_stack": False}
+    flags += ["--profiler-config", json.dumps(config), "--output-json", str(path)]
+    assert bench(kind, model, *flags, executor="uni") == 0
+    [trace] = (tmp_path / "traces").iterdir()
+    assert f"profile: {trace}" in capsys.readouterr().out
+    result = read(path)
+    assert (result["workloads"][0] if kind == "throughput" else result)["traces"] == [str(trace)]
+
+
 def test_latency(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "l.json"
     flags = ["--batch-size", "3", "--input-len", "8", "--output-len", "5", "--num-iters-warmup", "1", "--num-iters", "4"]

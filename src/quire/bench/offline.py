@@ -29,6 +29,10 @@ class Model(Protocol):
 
     def reset_prefix_cache(self) -> bool: ...
 
+    def start_profile(self) -> None: ...
+
+    def stop_profile(self) -> list[str]: ...
+
 
 @dataclass(frozen=True)
 class OfflineWork:
@@ -109,6 +113,16 @@ def measure(model: Model, work: OfflineWork, *, warmups: int, runs: int, use_tqd
     for _ in range(warmups):
         run_once(model, work, use_tqdm=use_tqdm)
     return [run_once(model, work, use_tqdm=use_tqdm) for _ in range(runs)]
+
+
+def profile(model: Model, work: OfflineWork) -> list[str]:
+    """Run a workload once more with the profiler, whose cost the measured runs must not have; return the traces."""
+    model.start_profile()
+    try:
+        run_once(model, work)
+    finally:
+        traces = model.stop_profile()
+    return traces
 
 
 def best(runs: Sequence[Run]) -> Run:

@@ -277,6 +277,30 @@ class MeasuredServer:
         version = answer.get("version") if isinstance(answer, dict) else None
         return version if isinstance(version, str) else None
 
+    async def start_profile(self) -> None:
+        answer = await self._post("/start_profile")
+        if answer.status != 200:
+            told = error_text(answer.json(), f"HTTP {answer.status}", answer.content)
+            raise EngineError(
+                f"/start_profile of {self.client.origin} answers {told}. --profile requires a server with a profiler"
+            )
+
+    async def stop_profile(self) -> list[str]:
+        """Return the traces, which are files on the machines of the engines; a server that does not name them has none."""
+        answer = await self._post("/stop_profile")
+        if answer.status != 200:
+            told = error_text(answer.json(), f"HTTP {answer.status}", answer.content)
+            raise EngineError(f"/stop_profile of {self.client.origin} answers {told}")
+        body = answer.json()
+        files = body.get("files") if isinstance(body, dict) else None
+        return [str(file) for file in files] if isinstance(files, list) else []
+
+    async def _post(self, endpoint: str) -> WholeAnswer:
+        try:
+            return await self.client.ask("POST", endpoint)
+        except (OSError, TimeoutError) as error:
+            raise EngineError(f"{endpoint} of {self.client.origin}: {reason(error)}") from None
+
     async def _tokenize(self, text: str) -> list[int] | None:
         question: dict[str, Any] = {"model": self.model, "prompt": text, "add_special_tokens": False}
         answer = await self._ask_optional("POST", "/tokenize", question)

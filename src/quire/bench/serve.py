@@ -1,7 +1,8 @@
 """`bench serve` from beginning to end: reach the server, make the requests, warm up, send the load, summarize."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,6 +44,7 @@ class ServeSettings:
     request_id_prefix: str = "bench-"
     keep_text: bool = False
     disable_tqdm: bool = False
+    profile: bool = False  # the server's engines, while the load runs
 
     def __post_init__(self) -> None:
         check_count("num-warmups", self.warmups, 0, MAX_REQUESTS)
@@ -89,6 +91,7 @@ class Outcome:
     duration: float
     interrupted: bool
     notes: Sequence[str]
+    traces: Sequence[str] = ()  # of the profile
 
 
 async def bench_serve(settings: ServeSettings) -> Outcome:
@@ -114,7 +117,7 @@ async def bench_serve(settings: ServeSettings) -> Outcome:
             ),
             settings.shape.max_concurrency,
         )
-        async with progress(load, len(main), disable=settings.disable_tqdm):
+        async with progress(load, len(main), disable=settings.disable_tqdm), profiled(server, settings.profile) as traces:
             with little_garbage_collection():
                 await load.run(main)
     finally:
@@ -122,7 +125,21 @@ async def bench_serve(settings: ServeSettings) -> Outcome:
     synthetic = settings.dataset.name in SYNTHETIC
     prompts = ("text" if alphabet.text else "ids") if synthetic else "file"
     notes = _notes(settings, server, alphabet, load, len(main))
-    return Outcome(model, version, prompts, load.records, load.duration, load.interrupted, notes)
+    return Outcome(model, version, prompts, load.records, load.duration, load.interrupted, notes, traces)
+
+
+@contextlib.asynccontextmanager
+async def profiled(server: MeasuredServer, on: bool) -> AsyncIterator[list[str]]:
+    """Profile the server's engines meanwhile, if `on`; fill the list with the traces."""
+    traces: list[str] = []
+    if not on:
+        yield traces
+        return
+    await server.start_profile()
+    try:
+        yield traces
+    finally:
+        traces += await server.stop_profile()
 
 
 async def _alphabet(settings: ServeSettings, server: MeasuredServer) -> RandomPrompts:
@@ -180,7 +197,7 @@ async def _warm_up(settings: ServeSettings, client: Client, requests: Sequence[O
 
 def _notes(settings: ServeSettings, server: MeasuredServer, alphabet: RandomPrompts, load: Load, count: int) -> list[str]:
     """Return notes for the reader of the figures."""
-    notes = []
+    notes = ["the server was profiled, which costs time"] if settings.profile else []
     good = [record for record in load.records if record.ok]
     if load.interrupted:
         notes.append(f"interrupted: {count - len(load.records):,} of {count:,} requests had not ended and are not counted")

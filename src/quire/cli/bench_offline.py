@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cli.bench_serve import DATASET, DATASETS, YES, Flags, N, X, dataset_of, pairs, plain
 from quire.config.args import EngineArgs, add_cli_arguments
+from quire.features.profiling.host import REMEDY
 from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ REPORT: Flags = (
     ("compare", "print ratios to a saved result", {"metavar": "FILE", "type": Path}),
     ("metadata", "written into the result", {"metavar": "NAME=VALUE", "nargs": "+", "default": []}),
 )
+PROFILE = ("profile", "profile one more run, which is not measured; requires --profiler-config", YES)
 HIDDEN = ("run", "command", "measurement", "hf_token", "metadata")
 
 
@@ -58,6 +60,21 @@ def engine_args(namespace: argparse.Namespace, *, tokens_only: bool) -> EngineAr
     if tokens_only and args.tokenizer is None and "skip_tokenizer_init" not in vars(namespace):
         args = dataclasses.replace(args, skip_tokenizer_init=True)
     return args
+
+
+def check_profiler(namespace: argparse.Namespace, args: EngineArgs) -> None:
+    if namespace.profile and not args.profiler_config.get("profiler"):
+        raise ConfigError(f"--profile requires --profiler-config; got none. Add {REMEDY}")
+
+
+def print_profile(llm: "LLM", work: "OfflineWork") -> list[str]:
+    """Profile a run of the workload, and print where the traces are."""
+    from quire.bench.offline import profile
+
+    traces = profile(llm, work)
+    for trace in traces:
+        print(f"profile: {trace}")
+    return traces
 
 
 class OfflineReport:
@@ -159,6 +176,7 @@ WORK: Flags = (
 RUNS: Flags = (
     ("runs", "measured runs (default 2)", N | {"default": 2}),
     ("warmup-runs", "runs before them (default 0)", N | {"default": 0}),
+    PROFILE,
 )
 
 
@@ -186,6 +204,7 @@ def run_throughput(namespace: argparse.Namespace) -> int:
     options = None if namespace.workload else _throughput_dataset(namespace)
     check_workload_flags(namespace)
     args = engine_args(namespace, tokens_only=options is None or options.name in SYNTHETIC)
+    check_profiler(namespace, args)
     from quire.llm import LLM
 
     llm = LLM.from_engine_args(args)
@@ -198,6 +217,8 @@ def run_throughput(namespace: argparse.Namespace) -> int:
         print("\n".join(throughput_lines(work.name, done)), flush=True)
         entries.append(throughput_of(work.name, done))
         figures |= {f"{work.name} {name}": value for name, value in best(done).figures().items()}
+        if namespace.profile:
+            entries[-1]["traces"] = print_profile(llm, work)
     facts = machine(engine["device"])
     if (resident := facts.get("resident_mb")) is not None:
         print(f"{resident:,.0f} MB resident")
@@ -315,6 +336,7 @@ BATCH: Flags = (
     ("num-iters", "iterations (default 30)", N | {"default": 30}),
     ("temperature", "(default 0: greedy)", X | {"default": 0.0}),
     ("disable-detokenize", "token ids only, even with --no-skip-tokenizer-init", YES),
+    PROFILE,
 )
 
 
@@ -343,6 +365,7 @@ def run_latency(namespace: argparse.Namespace) -> int:
     for flag, _, _ in BATCH[:5]:
         at_least(flag, getattr(namespace, flag.replace("-", "_")), 0 if flag == "num-iters-warmup" else 1)
     args = engine_args(namespace, tokens_only=True)
+    check_profiler(namespace, args)
     from quire.llm import LLM
 
     llm = LLM.from_engine_args(args)
@@ -360,7 +383,8 @@ def run_latency(namespace: argparse.Namespace) -> int:
     print(f"{namespace.num_iters_warmup} iterations to warm up, {namespace.num_iters} measured", file=sys.stderr)
     latency = latency_of(measure(llm, work, warmups=namespace.num_iters_warmup, runs=namespace.num_iters))
     print("\n".join(latency_lines(latency)))
-    report.close(args.model, engine, machine(engine["device"]), latency.figures(), latency.as_dict())
+    traces = {"traces": print_profile(llm, work)} if namespace.profile else {}
+    report.close(args.model, engine, machine(engine["device"]), latency.figures(), latency.as_dict() | traces)
     return 0
 
 

@@ -116,6 +116,7 @@ LOAD: Flags = (
     ("ramp-up-end-rps", "requests per second at the end", X),
     ("self-timed", "send at the times of the data set (default: for timed_trace)", {"action": argparse.BooleanOptionalAction}),
     ("num-warmups", "requests before the measured ones (default 0)", N | {"default": 0}),
+    ("profile", "profile the engines during the run; the server must have been started with --profiler-config", YES),
 )
 REPORT: Flags = (
     (
@@ -191,6 +192,8 @@ def run(namespace: argparse.Namespace) -> int:
         print(f"note: {note}")
     for line in error_lines(outcome.records):
         print(f"failed: {line}")
+    for trace in outcome.traces:
+        print(f"profile: {trace}")
     result = result_of(namespace, settings, outcome, summary)
     if then is not None:
         print(comparison(result, then, namespace.compare.name))
@@ -233,6 +236,7 @@ def result_of(
         **summary.as_dict(),
         "first_errors": error_lines(outcome.records),
         "notes": list(outcome.notes),
+        "traces": list(outcome.traces),
     }
     if namespace.save_detailed:
         result |= details(outcome.records)
@@ -300,6 +304,7 @@ def settings_of(namespace: argparse.Namespace) -> "ServeSettings":
         f"bench-{uuid.uuid4().hex[:8]}-" if namespace.request_id_prefix is None else namespace.request_id_prefix,
         namespace.save_detailed,
         namespace.disable_tqdm,
+        namespace.profile,
     )
 
 
