@@ -34,6 +34,12 @@ class Frames:
         self._buffer += self._chunk[:count]
         return count > 0
 
+    async def fill(self) -> bool:
+        """Receive as `receive` does, on an event loop: the socket does not block."""
+        count = await asyncio.get_running_loop().sock_recv_into(self.socket, self._chunk)
+        self._buffer += self._chunk[:count]
+        return count > 0
+
     def next(self) -> bytes | None:
         """Return the next whole frame among the bytes read, None if there is none. FrameTooLong ends the connection."""
         if len(self._buffer) < _LENGTH.size:

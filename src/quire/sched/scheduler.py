@@ -325,16 +325,14 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.evaluate()
 
-    def publish(self) -> None:
-        """Publish the pages that planned rows fill. It may be delayed until the next search for a prefix."""
-        self._publish(self._to_publish)
-        self._publish(self._to_publish_decode)
-
-    def _publish(self, filling: list[Request]) -> None:
-        for request in filling:
-            if request.slot >= 0 and request not in self.roster.discarded:
-                self._tables.publish(request)
-        filling.clear()
+    def publish(self, decode: bool = True) -> None:
+        """Publish the pages that planned rows fill; decode=False: not those of decode rows. It may be delayed until the next
+        search for a prefix."""
+        for filling in (self._to_publish, self._to_publish_decode)[: 1 + decode]:
+            for request in filling:
+                if request.slot >= 0 and request not in self.roster.discarded:
+                    self._tables.publish(request)
+            filling.clear()
 
     def _advance(self, plan: PlanBuilder) -> int:
         """Add rows for running requests, best first; return the rest of the budget.
@@ -463,7 +461,7 @@ class Scheduler:
 
     def _adopt(self, request: Request, plan: PlanBuilder) -> list[int]:
         """Start the tables from the content index or from the parent, whichever has more; return the pages to copy."""
-        self._publish(self._to_publish)
+        self.publish(decode=False)
         hit = self._tables.find(request) if request.spec.params.reads_prefix_cache else 0
         if request.spec.fork_of is not None and (sources := self._fork(request, plan, hit)) is not None:
             return sources

@@ -1,8 +1,8 @@
 """The API as one ASGI app, and the layers around it: each is an ASGI app that holds the next.
 
-AccessLog ─► RequestIds ─► HostCheck ─► CORS ─► Meter ─► Guard ─► Operations ─► Gate ─► the API (`build_app`), once the
-                                                          │          │                  model is loaded
-                                                          └ /health  └ /, /metrics, /engine/events ...
+RequestIds ─► HostCheck ─► CORS ─► Meter ─► Guard ─► Operations ─► Gate ─► the API (`build_app`), once the model is loaded
+                                            │          │
+                                            └ /health  └ /, /metrics, /engine/events ...
 """
 
 import asyncio
@@ -69,10 +69,10 @@ def choose_id(scope: Scope) -> str:
 
 
 class RequestIds:
-    """Give every request an id, also those that are refused."""
+    """Give every request an id, also those that are refused. Log every response with uvicorn's line if `logged`."""
 
-    def __init__(self, app: ASGIApp, send_header: bool) -> None:
-        self._app, self._send_header = app, send_header
+    def __init__(self, app: ASGIApp, send_header: bool, logged: bool = False) -> None:
+        self._app, self._send_header, self._logged = app, send_header, logged
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = choose_id(scope)
@@ -80,10 +80,13 @@ class RequestIds:
 
         async def send_start(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                if self._logged:  # after the current turn of the event loop: no response waits for it
+                    asyncio.get_running_loop().call_soon(_log_access, scope, message["status"])
+                if self._send_header:
+                    message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
-        await self._app(scope, receive, send_start if self._send_header else send)
+        await self._app(scope, receive, send_start)
 
 
 access_logger = logging.getLogger("uvicorn.access")
@@ -110,8 +113,7 @@ def build_middleware(state: ServerState, keys: Keys, loopback: bool = False) -> 
     checked = settings.allowed_hosts or (loopback and not len(keys))
     if checked and EVERY_HOST not in settings.allowed_hosts:
         layers = HostCheck(layers, [settings.host, *settings.allowed_hosts])
-    layers = RequestIds(layers, settings.enable_request_id_headers)
-    return layers if settings.disable_uvicorn_access_log else AccessLog(layers)
+    return RequestIds(layers, settings.enable_request_id_headers, logged=not settings.disable_uvicorn_access_log)
 
 
 def operator_routes(state: ServerState, health: Health, about: About, several: bool) -> list[Route]:
@@ -119,21 +121,6 @@ def operator_routes(state: ServerState, health: Health, about: About, several: b
 
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-
-
-class AccessLog:
-    """uvicorn's line for every response, written after the current turn of the event loop, so that no response waits for it."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_start(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                asyncio.get_running_loop().call_soon(_log_access, scope, message["status"])
-            await send(message)
-
-        await self._app(scope, receive, send_start)
 
 
 def _log_access(scope: Any, status: int) -> None:

@@ -84,7 +84,7 @@ class ClientConnection(HttpToolsProtocol):
         send_ids: bool = True,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.access_log = False  # `AccessLog` writes it
+        self.access_log = False  # `RequestIds` writes it
         self.body_size = self.body_age = 0
         self._connection_limits, self._limits = connection_limits, connection_limits.limits
         self.arrived: Callable[[], None] | None = None  # called when the connection is made, before it counts

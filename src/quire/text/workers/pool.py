@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from quire.proc.channel import Frames
 from quire.proc.spawn import ChildProcess, command_of, processor_time, spawn, with_thread_option
 from quire.text.pacing import Pace
 from quire.text.workers import wire
@@ -63,8 +64,7 @@ class WorkerHandle:
         ours.setblocking(False)
         self.asked = False  # it has a whole job, and its answer is not read to the end
         self.ends = False  # it has reported that its latest answer was the last
-        self._socket = ours
-        self._buffer = bytearray()
+        self._frames = Frames(ours)
         self.end = weakref.finalize(self, _end, self._child, ours)
 
     @property
@@ -90,7 +90,7 @@ class WorkerHandle:
             sizes = [sum(map(len, frame)) for frame in (head, blob)]
             parts = [_LENGTH.pack(sizes[0]), *head, _LENGTH.pack(sizes[1]), *blob]
             for piece in [b"".join(parts)] if sum(sizes) < _PIECE else parts:
-                await loop.sock_sendall(self._socket, piece)
+                await loop.sock_sendall(self._frames.socket, piece)
             self.asked = True
             return await self.answer()
         except OSError as error:
@@ -111,15 +111,9 @@ class WorkerHandle:
             await pace()
 
     async def _frame(self) -> bytes:
-        size = _LENGTH.size
-        while len(self._buffer) < size or len(self._buffer) < size + _LENGTH.unpack_from(self._buffer)[0]:
-            data = await asyncio.get_running_loop().sock_recv(self._socket, _PIECE)
-            if not data:
+        while (frame := self._frames.next()) is None:
+            if not await self._frames.fill():
                 raise Lost
-            self._buffer += data
-        end = size + _LENGTH.unpack_from(self._buffer)[0]
-        frame = bytes(self._buffer[size:end])
-        del self._buffer[:end]
         return frame
 
 
