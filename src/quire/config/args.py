@@ -23,6 +23,7 @@ from quire.config.flags import add_flags, add_hidden_flags, kind_of
 from quire.config.model_registry import share_classes
 from quire.config.plugins import load_general
 from quire.config.vllm_arguments import HINT_SHORT_FLAGS, HINTS, REFUSED, SHORT_FLAGS, refuse, replace_value, take_hint
+from quire.features.determinism.host import DeterminismArgs
 from quire.features.experts.host import ExpertArgs
 from quire.features.kv_quant.host import CacheArgs
 from quire.features.logits_processors.host import LogitsProcessorArgs
@@ -271,7 +272,7 @@ class _CoreArgs:
 @dataclass
 class EngineArgs(
     PoolingArgs, ExpertArgs, LoRAArgs, SpeculationArgs, LogitsProcessorArgs, StructuredArgs, CacheArgs, WeightArgs,
-    ProfilerArgs, _CoreArgs,
+    ProfilerArgs, DeterminismArgs, _CoreArgs,
 ):  # fmt: skip
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -1,5 +1,6 @@
 """All features, in the order in which their step parts run."""
 
+from quire.features.determinism.host import Determinism
 from quire.features.experts.host import ExpertParallel
 from quire.features.host import Feature
 from quire.features.kv_quant.host import QuantizedCache
@@ -14,8 +15,8 @@ from quire.features.structured.host import StructuredOutputs
 from quire.types.prompts import Extras
 
 FEATURES: tuple[Feature, ...] = (
-    ExpertParallel(), QuantizedWeights(), QuantizedCache(), PoolingModels(), LoRA(), Recurrent(), SpeculativeDecoding(),
-    StructuredOutputs(), LogitsProcessors(), Profiling(),
+    Determinism(), ExpertParallel(), QuantizedWeights(), QuantizedCache(), PoolingModels(), LoRA(), Recurrent(),
+    SpeculativeDecoding(), StructuredOutputs(), LogitsProcessors(), Profiling(),
 )  # fmt: skip
 SALTS = tuple(feature.cache_salt for feature in FEATURES if feature.cache_salt is not None)
 

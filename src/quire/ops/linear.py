@@ -1,5 +1,8 @@
 """GEMM with unquantized weights. On a GPU, one token, a few tokens and gated layers with some dozens run in kernels of ours,
 the rest in the libraries behind torch. The thresholds were measured on an H200, in chains of layers.
+
+In the fixed order (`order.py`) our kernels run few rows, and any number of rows of sizes for which libraries choose tensor core
+instructions by alignment.
 """
 
 from functools import cache
@@ -11,6 +14,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from quire.ops.activation import gated
+from quire.ops.order import order_is_fixed
 
 SHORT = (torch.bfloat16, torch.float16)
 MAX_READ_VALUES = 1 << 24  # of the matrix, read once per row; beyond, torch's GEMM is faster
@@ -21,6 +25,9 @@ GATED_ROWS = range(16, 129)
 FILLED = 0.75  # least share of occupied program slots over all rounds of a launch; with fewer the last round idles too long
 DEEP_ROWS = range(17, 256)
 DEEP = 1 << 24  # values of a matrix
+ORDERED_ROWS = 128
+ORDERED_NARROW = 2048  # outputs up to which libraries are slow in the fixed order with fewer than ORDERED_ROWS rows
+LIBRARY_ROWS = 32  # from which on libraries are faster for other matrices
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -35,7 +42,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         from quire.ops.kernels import linear as kernels
 
         return kernels.linear(x, weight, bias)
-    if bias is None and is_deep(x, weight):
+    if bias is None and not order_is_fixed() and is_deep(x, weight):
         bias = _zeros(len(weight), x.dtype, x.device)
     return F.linear(x, weight, bias)
 
@@ -60,7 +67,7 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
     """Return activation(gate) * up [..., n] for x [..., inner] and weight [2n, inner], gate rows first."""
     if has_torch_function_unary(x):
         return gated(linear(x, weight, bias), activation)
-    if (config := few_rows_config(x, weight)) is not None:
+    if (config := few_rows_config(x, weight)) is not None and (config.rows <= GATED_ROWS.start or not gates_rows(x, weight)):
         from quire.ops.kernels.linear import few_rows_linear
 
         return few_rows_linear(x, weight, bias, config, activation)
@@ -77,14 +84,36 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 
 def few_rows_config(x: Tensor, weight: Tensor) -> Any:
     """Return the launch configuration for a few rows (`kernels.linear.FewRowsConfig`), the same for any row count; None:
-    another kernel is faster.
+    another kernel is faster. In the fixed order: None only where libraries have it, too.
     """
     if not x.is_cuda or x.dtype not in SHORT or not x.numel() or not weight.is_contiguous():
         return None
     outputs, inner = weight.shape
+    if order_is_fixed():
+        return ordered_config(x.numel() // inner, outputs, inner)
     if x.numel() // inner not in FEW_ROWS or inner % 16 or (x.data_ptr() | weight.data_ptr()) % 16:
         return None
     return _few_rows_config_on(outputs, inner, x.device)
+
+
+def ordered_config(rows: int, outputs: int, inner: int) -> Any:
+    """Return the launch configuration for the fixed order; None: a library has the same order."""
+    from quire.ops.kernels.linear import FewRowsConfig
+
+    least = ORDERED_ROWS if outputs <= ORDERED_NARROW else LIBRARY_ROWS
+    if rows >= least and inner % 16 == 0 and outputs % 16 == 0:
+        return None
+    if rows <= 16:
+        return ordered_few_config(outputs)
+    height = 32 if rows <= 32 else 64 if rows <= 64 else 128
+    return FewRowsConfig(128, 4 if height == 128 else 5, 1, height)
+
+
+def ordered_few_config(outputs: int) -> Any:
+    from quire.ops.kernels.linear import FEW_OUTPUTS, FewRowsConfig
+
+    tiles = -(-outputs // FEW_OUTPUTS)
+    return FewRowsConfig(256, 4, 1) if tiles <= 64 else FewRowsConfig(256, 3, 1) if tiles <= 132 else FewRowsConfig(128, 4, 1)
 
 
 @cache
@@ -108,7 +137,7 @@ def choose_few_rows_config(outputs: int, inner: int, processors: int) -> Any:
 
 def streams(x: Tensor, weight: Tensor) -> bool:
     """Return whether rows are multiplied one by one. One row always is: it is bound by reading the matrix."""
-    if not x.is_cuda or x.dtype not in SHORT or not x.numel() or not weight.is_contiguous():
+    if order_is_fixed() or not x.is_cuda or x.dtype not in SHORT or not x.numel() or not weight.is_contiguous():
         return False
     rows = x.numel() // x.shape[-1]
     return rows == 1 or rows * weight.numel() <= MAX_READ_VALUES

@@ -6,7 +6,8 @@
     many tokens   an 8-bit GEMM if the scheme quantizes activations; else a 16-bit GEMM by a library, with a 16-bit copy of the
                   matrix (`quantized.py`) or by dequantizing it each time
 
-The thresholds were measured on an H200.
+The thresholds were measured on an H200. In the fixed order (`order.py`) the number of rows decides nothing: schemes that
+quantize activations always do, and the others use the kernel for some tokens.
 """
 
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor
 from quire.ops.activation import gated
 from quire.ops.arguments import ClampedSwiglu, ExpertBiases
 from quire.ops.linear import SHORT, gated_linear, linear
+from quire.ops.order import order_is_fixed
 from quire.ops.quantized_layouts import (
     Activation,
     Activations,
@@ -156,7 +158,7 @@ class PackedMatrix:
 
     def rounding(self, x: Activations) -> Rounding | None:
         """Return the activation quantization for inputs shaped like x; None: inputs stay as they are."""
-        packed, (by_row, whole, by_block) = self.packed, MIN_QUANTIZED_ROWS
+        packed, (by_row, whole, by_block) = self.packed, (1, 1, 1) if order_is_fixed() else MIN_QUANTIZED_ROWS
         if len(x) >= (by_row if packed.form == "float8" else whole) and self._rounds(x):
             if packed.form == "int8":
                 return Rounding(torch.int8, packed.columns, packed.value_stride)
@@ -174,6 +176,8 @@ class PackedMatrix:
                 return self._multiply_blocks(rounded, bias, activation, after)
             return self._multiply_rounded(rounded, bias, activation)
         assert isinstance(x, Tensor)
+        if order_is_fixed() and x.dtype in SHORT:
+            return self._multiply_in_order(x, bias, activation)
         if self.copy is not None and len(x) >= self.copied_from:
             return multiply_floats(x, self.copy, bias, activation)
         from quire.ops.kernels.packed import product
@@ -190,6 +194,12 @@ class PackedMatrix:
         if self._streams(x):
             return product(x, packed, bias, activation, choose_config(packed, rows))
         return multiply_floats(x, self.dequantize(x), bias, activation)
+
+    def _multiply_in_order(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        from quire.ops.kernels import packed, packed_6bit
+
+        run = packed_6bit.product if self.packed.form == "int6" else packed.product
+        return run(x, self.packed, bias, activation, choose_config(self.packed, len(x))._replace(shares=1, fold=True))
 
     def dequantize(self, like: Tensor) -> Tensor:
         """Return the matrix [outputs, inputs] in the dtype of `like` [..., inputs], with the inputs in packed order."""
@@ -236,7 +246,7 @@ class PackedMatrix:
 
     def _in_library(self, x: Activations) -> bool:
         """Return whether torch multiplies with scales per block (Hopper only), and is faster."""
-        if x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device) != (9, 0):
+        if order_is_fixed() or x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device) != (9, 0):
             return False
         least = 64 if self.outputs >= WIDE else 128 if self.outputs > LOW else 129
         return len(x) >= least and (torch.version.cuda or "") >= BLOCKS_SINCE
@@ -248,12 +258,21 @@ class PackedMatrix:
         if self.block_scales is not None and self._in_library(x):
             out = library_product(x, self.packed, self.block_scales, bias)
         if out is None:
-            out = blocks_product(x, self.packed, bias, choose_tile(self.packed, len(x)))
+            tile = choose_tile(self.packed, len(x))
+            out = blocks_product(x, self.packed, bias, tile._replace(shares=1) if order_is_fixed() else tile)
         if after is not None and after.group:
             from quire.ops.kernels.rounding import gate_rounded
 
             return gate_rounded(out, activation, after)
         return gated(out, activation) if activation else out
+
+    def _multiply_float8_in_order(self, x: RoundedRows) -> Tensor:
+        """Return the sums as the library has them for many rows."""
+        from quire.ops.kernels.linear import FewRowsConfig, few_rows_linear
+
+        matrix = self.packed.words.view(torch.float8_e4m3fn)
+        config = FewRowsConfig(256, 4, 1, 16 if len(x) <= 16 else ORDERED_FLOAT8_ROWS)
+        return few_rows_linear(x.numbers, matrix, None, config, kind=_float8_sums(x.dtype))
 
     def _multiply_rounded(self, x: RoundedRows, bias: Tensor | None, activation: str) -> Tensor:
         from quire.ops.kernels.rounding import rescale
@@ -269,17 +288,25 @@ class PackedMatrix:
             return ints_product(x.numbers, x.scales, packed.words.view(torch.int8), scale, bias, activation, tile, x.dtype)
         if packed.form == "int8":
             sums = torch._int_mm(x.numbers, packed.words.view(torch.int8).t())
+        elif order_is_fixed() and len(x) <= ORDERED_FLOAT8_ROWS:
+            sums = self._multiply_float8_in_order(x)
         else:
             one = _one(x.device)
-            # sums may exceed float16
-            kind = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
             matrix = packed.words.view(torch.float8_e4m3fn).t()
-            sums = torch._scaled_mm(x.numbers, matrix, one, one, out_dtype=kind, use_fast_accum=True)
+            sums = torch._scaled_mm(x.numbers, matrix, one, one, out_dtype=_float8_sums(x.dtype), use_fast_accum=True)
         return rescale(sums, x.scales, scale, bias, activation, x.dtype)
+
+
+ORDERED_FLOAT8_ROWS = 64  # up to which libraries may divide the columns
 
 
 def multiply_floats(x: Tensor, matrix: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     return gated_linear(x, matrix, bias, activation) if activation else linear(x, matrix, bias)
+
+
+def _float8_sums(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums; they may exceed float16."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
 _ones: dict[torch.device, Tensor] = {}
@@ -426,7 +453,8 @@ def packed_experts_forward(
     if not tokens:
         return torch.empty_like(x)
     x = x.contiguous()
-    if experts.numel() <= (FEW_FLOAT4 if up.packed.form == "float4" and x.dtype in SHORT else FEW_SLOTS):
+    in_order = order_is_fixed() and x.dtype in SHORT
+    if not in_order and experts.numel() <= (FEW_FLOAT4 if up.packed.form == "float4" and x.dtype in SHORT else FEW_SLOTS):
         outputs = 16 if x.dtype == torch.float32 else 1
         programs = packed_rows.Program(outputs, 256, 1), packed_rows.Program(outputs, 128, 1)
         return packed_rows.experts_forward(x, weights, experts, up.packed, down.packed, activation, biases, programs)
@@ -434,13 +462,15 @@ def packed_experts_forward(
     order, ends = sorted_experts.sort_slots(experts.flatten(), len(up.packed.words))
     each = experts.numel() / len(up.packed.words)
     all_values = up.packed.outputs * up.inputs * len(up.packed.words)
-    if each >= DEQUANTIZED.get(up.packed.form, 1024) and x.dtype in SHORT and all_values <= MAX_DEQUANTIZED_VALUES:
+    many = each >= DEQUANTIZED.get(up.packed.form, 1024) and x.dtype in SHORT and all_values <= MAX_DEQUANTIZED_VALUES
+    if many and not in_order:
         block = sorted_experts.blocks(each, x.dtype)
         inner = sorted_experts.product(x, dequantize(up.packed, x), before, order, ends, block, top_k, activation)
         y = sorted_experts.product(inner, dequantize(down.packed, inner), after, order, ends, block, 1)
         return sorted_experts.weighted_sum(y, weights, torch.empty_like(x))
     slots = Slots(order, ends, top_k)
-    inner = product(x, up.packed, before, activation, choose_expert_config(up.packed, each), slots)
+    config = choose_expert_config(up.packed, each)._replace(fold=in_order)
+    inner = product(x, up.packed, before, activation, config, slots)
     slots = slots._replace(sharing=1)
-    y = product(inner, down.packed, after, "", choose_expert_config(down.packed, each), slots)
+    y = product(inner, down.packed, after, "", choose_expert_config(down.packed, each)._replace(fold=in_order), slots)
     return sorted_experts.weighted_sum(y, weights, torch.empty_like(x))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.ops.activation import gated, reference_gated
 from quire.ops.arguments import ExpertBiases, Gated
-from quire.ops.linear import SHORT, linear_float
+from quire.ops.linear import SHORT, linear, linear_float
 from quire.ops.moe import experts_forward, sum_experts
 from quire.ops.packed import CACHED_VALUES, PackedMatrix, pack, packed_experts_forward
 from quire.ops.quantized_layouts import FLOAT8_MAX, Activation, Activations, Float8, Int8, PackedInts, Rounding, in_groups
@@ -22,7 +22,7 @@ def quantized_linear(x: Activations, matrix: Any, bias: Tensor | None = None) ->
     if isinstance(matrix, PackedMatrix):
         return matrix.multiply(x, bias)
     assert isinstance(x, Tensor)
-    return F.linear(rounded(x, matrix), dequantized(matrix, x.dtype), bias)
+    return linear(rounded(x, matrix), dequantized(matrix, x.dtype), bias)
 
 
 def quantized_linear_float(x: Tensor, matrix: Any, bias: Tensor | None = None) -> Tensor:

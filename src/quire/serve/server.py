@@ -36,7 +36,8 @@ from quire.types.errors import InvalidParameter, ModelError
 from quire.types.prompts import NO_EXTRAS, Extras, Prompt
 
 _ARGUMENTS = ("model", "revision", "tokenizer", "tokenizer_revision", "hf_overrides", "model_impl", "load_format", "seed",
-              "chat_template", "quantization", "dequantized_copies", "enable_expert_parallel", "logprobs_mode")  # fmt: skip
+              "chat_template", "quantization", "dequantized_copies", "enable_expert_parallel", "logprobs_mode",
+              "deterministic")  # fmt: skip
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from quire.ops.arguments import ADAPTER_BLOCK, MOVED_COLUMNS, MOVED_ROWS, SCANNE
 from quire.ops.kernels.activation import KINDS, gate_by
 from quire.ops.kernels.launcher import cdiv, launched, let_next_start, overlapping, power_of_two, wait_for_previous
 from quire.ops.kernels.linear import stream, stream_from
+from quire.ops.order import order_is_fixed
 
 LANES = 512  # tokens of a row written at once
 BLOCK_K, LONG_BLOCK_K = 128, 256  # inputs read at once; more where registers allow
@@ -45,11 +46,14 @@ class Program(NamedTuple):
 
 
 FEW, SOME, MORE, MANY = Program(16, 16, 16), Program(16, 4, 4), Program(16, 4, 2), Program(64, 2, 2)
+MANY_ORDERED = Program(64, 4, 4)  # in the fixed order, with the parts of SOME
 
 
 def program_for(tokens: int) -> Program:
     """Return the launch configuration: few tiles are divided along the inputs; many tokens use tiles that read a matrix less
-    often."""
+    often. In the fixed order (`order.py`) the number of parts does not depend on the tokens."""
+    if order_is_fixed():
+        return SOME if tokens <= 512 else MANY_ORDERED
     return FEW if tokens <= 16 else SOME if tokens <= 64 else MORE if tokens <= 512 else MANY
 
 
@@ -397,7 +401,8 @@ def _shrunk(x: Tensor, outputs: int, rows: AdapterTiles, table: AdapterTable) ->
     tokens, inputs = x.shape
     program = program_for(tokens)
     block_r = ranks_at_once(table)
-    block_k = LONG_BLOCK_K if tokens > FEW.tokens and block_r <= 32 and x.dtype.itemsize == 2 else BLOCK_K
+    long = tokens > FEW.tokens and block_r <= 32 and x.dtype.itemsize == 2 and not order_is_fixed()
+    block_k = LONG_BLOCK_K if long else BLOCK_K
     splits = program.splits(inputs, outputs, block_k)
     sums = torch.empty(splits, tokens, table.parts * table.ranks, dtype=torch.float32, device=x.device)
     shape = {

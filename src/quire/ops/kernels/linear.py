@@ -134,7 +134,7 @@ def _few(
     out,  # [rows, outputs]
     sums,  # float32 partial sums of each program's tile
     turns,  # [tiles] zeros: counters of finished shares
-    rows,
+    rows,  # at most ROWS if there are several shares
     outputs,
     inner,
     PADDED: tl.constexpr,  # whether the last block exceeds the columns
@@ -165,7 +165,7 @@ def _few(
         prefetch(matrix, begin // LINE, tl.maximum(end // LINE, 1), LINE, AHEAD)
         wait_for_previous(EARLY)
     k = tl.arange(0, BLOCK_K)
-    r = tl.arange(0, ROWS)
+    r = (tl.program_id(2) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     exists = r < rows
     columns = x + r[:, None] * inner + k[None, :]
     numbers = matrix + k[None, :]
@@ -192,25 +192,26 @@ class FewRowsConfig(NamedTuple):
     columns: int  # per iteration
     stages: int
     shares: int  # that the columns are divided into
+    rows: int = MAX_FEW_ROWS  # per program
 
 
 def few_rows_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, config: FewRowsConfig, activation: str = "", kind: torch.dtype | None = None
 ) -> Tensor:
-    """Return x [..., inner], at most MAX_FEW_ROWS rows, times weight [outputs, inner], in x's dtype or `kind`; with an
-    activation the weight is [2 * outputs, inner] and gated.
+    """Return x [..., inner] times weight [outputs, inner], in x's dtype or `kind`; with an activation the weight is
+    [2 * outputs, inner] and gated. With several shares at most `config.rows` rows.
     """
     x = x.contiguous()
     inner = x.shape[-1]
     outputs = len(weight) // 2 if activation else len(weight)
     out = x.new_empty(*x.shape[:-1], outputs, dtype=kind)
     tiles = cdiv(outputs, FEW_OUTPUTS // 2 if activation else FEW_OUTPUTS)
-    size = tiles * config.shares * MAX_FEW_ROWS * FEW_OUTPUTS if config.shares > 1 else 1
-    _few[(tiles, config.shares)](
+    rows = x.numel() // inner
+    size = tiles * config.shares * config.rows * FEW_OUTPUTS if config.shares > 1 else 1
+    _few[(tiles, config.shares, cdiv(rows, config.rows))](
         x, weight, weight if bias is None else bias, out, x.new_empty(size, dtype=torch.float32), turns_of(x.device),
-        x.numel() // inner, outputs, inner, PADDED=inner % config.columns > 0, BIAS=bias is not None,
-        **constants_of(activation),
-        SHARES=config.shares, LINE=LINE, AHEAD=AHEAD, ROWS=MAX_FEW_ROWS, BLOCK_N=FEW_OUTPUTS, BLOCK_K=config.columns,
+        rows, outputs, inner, PADDED=inner % config.columns > 0, BIAS=bias is not None, **constants_of(activation),
+        SHARES=config.shares, LINE=LINE, AHEAD=AHEAD, ROWS=config.rows, BLOCK_N=FEW_OUTPUTS, BLOCK_K=config.columns,
         num_warps=FEW_WARPS, num_stages=config.stages, **overlapping(),
     )  # fmt: skip
     return out

@@ -8,6 +8,7 @@ from torch import Tensor
 from quire.ops.arguments import ExpertBiases, Inner, Ungated
 from quire.ops.kernels.experts import few_slots_forward, sorted_forward, ungated_forward
 from quire.ops.kernels.launcher import launched, let_next_start, overlapping, power_of_two, wait_for_previous
+from quire.ops.order import order_is_fixed
 
 
 @triton.jit
@@ -176,6 +177,6 @@ def experts_forward(
         return torch.empty_like(x)
     if isinstance(activation, Ungated):
         return ungated_forward(x.contiguous(), weights, experts, up, down, activation.name)
-    few = experts.numel() <= FEW_SLOTS
+    few = experts.numel() <= FEW_SLOTS and not order_is_fixed()
     forward = few_slots_forward if few else sorted_forward
     return forward(x.contiguous(), weights, experts, up, down, activation, biases)

@@ -1,0 +1,79 @@
+"""Deterministic serving: the same request has the same bits, whatever else the engine does."""
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quire.config.fields import FLAG, setting
+from quire.features.host import NO_MEMORY, Conflict, Feature, Memory, Sizes
+
+if TYPE_CHECKING:
+    from quire.config.config import Config
+
+NAME = "deterministic"
+VARIABLE = "VLLM_BATCH_INVARIANT"
+CPU_HEAD_UNIT = 16  # the attention kernels for CPUs require head sizes that are multiples of it
+
+
+@dataclass
+class DeterminismArgs:
+    deterministic: bool = setting(
+        False, FLAG, "lengths and sampling",
+        "tokens and logprobs of a request do not depend on the other requests, chunks, prefix hits or preemption "
+        f"({VARIABLE}=1 does the same)",
+        after="seed",
+    )  # fmt: skip
+
+
+def _unsupported(config: "Config") -> str:
+    """Return what the fixed order is not built for; "": all of it is."""
+    facts, layers = config.facts, config.facts.layers
+    if facts.by_transformers:
+        return f"{facts.architecture}, which transformers runs"
+    if facts.states:
+        return f"the recurrent layers of {facts.architecture}"
+    if any(layer.latent for layer in layers):
+        return f"the latent attention of {facts.architecture}"
+    if facts.encoder:
+        return f"encoders such as {facts.architecture}"
+    return _unsupported_by_gpu(config) if config.device == "cuda" else _unsupported_by_cpu(config)
+
+
+def _unsupported_by_gpu(config: "Config") -> str:
+    return "dtype=float32 on a GPU. Use bfloat16 or float16" if config.dtype == "float32" else ""
+
+
+def _unsupported_by_cpu(config: "Config") -> str:
+    layers = config.facts.layers
+    if config.dtype != "float32":
+        return f"dtype={config.dtype} on a CPU. Use float32"
+    if config.cache_bytes == 1:
+        return f"kv_cache_dtype={config.args.kv_cache_dtype} on a CPU. Use auto"
+    if any(layer.head_dim % CPU_HEAD_UNIT for layer in layers):
+        return f"the attention of {config.facts.architecture} on a CPU"
+    return config.device_facts.batch_dependence
+
+
+CONFLICTS: tuple[Conflict, ...] = (
+    Conflict(
+        "a fixed order that is not built",
+        lambda c: bool(c.args.deterministic and _unsupported(c)),
+        lambda c: f"{NAME} is not supported with {_unsupported(c)}",
+    ),
+)
+
+
+class Determinism(Feature):
+    name = "determinism"
+    conflicts = CONFLICTS
+    part = "quire.features.determinism.device:FixedOrder"
+    cache_salt = None  # an engine has one order
+
+    def check(self, args: DeterminismArgs) -> None:
+        args.deterministic = args.deterministic or os.environ.get(VARIABLE, "0") not in ("", "0")
+
+    def part_options(self, config: "Config") -> dict[str, Any] | None:
+        return {} if config.args.deterministic else None
+
+    def memory(self, config: "Config", sizes: Sizes) -> Memory:  # noqa: ARG002
+        return NO_MEMORY
