@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 from tqdm import tqdm
 
+from quire.features.logits_processors.host import refuse_beam_search
 from quire.llm_engine import LLMEngine
 from quire.step_loop import interrupts_between_steps
 from quire.text.beam_search import Beam, BeamSearch
@@ -29,6 +30,7 @@ _names = itertools.count()
 def search_beams(
     engine: LLMEngine, prompts: Sequence[PromptType], params: BeamSearchParams, use_tqdm: bool, extras: Sequence[Extras] = ()
 ) -> list[BeamSearchOutput]:
+    refuse_beam_search(engine.config, "logits_processors")
     rescaled = params.temperature not in (0.0, 1.0)  # then every logprob is needed to normalize again
     step = SamplingParams(temperature=0.0, max_tokens=1, logprobs=-1 if rescaled else 2 * params.beam_width)
     first = SamplingParams(temperature=0.0, max_tokens=1)

@@ -13,6 +13,7 @@ from tiny import open_model
 from quire import LogitsProcessor, SamplingParams
 from quire.features.logits_processors.batch import BatchRequest, PersistentBatch
 from quire.types.errors import ConfigError, InvalidParameter, NotSupported
+from quire.types.sampling import BeamSearchParams
 from quire.v1.sample.logits_processor import AdapterLogitsProcessor, BatchUpdate, MoveDirectionality
 
 SHORT = {"target_token": 9, "shape": 1}
@@ -304,6 +305,45 @@ def test_two_ranks_sample_on_the_first(model, monkeypatch):
     with llm:
         for i, tokens in enumerate(run(llm, mixed())):
             assert not i % 2 or set(tokens[2:]) == {40 + i}
+
+
+def test_two_stages_sample_on_the_last(model, monkeypatch):
+    """The first stage embeds, the last one samples and has the processors; its batches take turns."""
+    here = Path(__file__).parent
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]))
+    with open_model(model, logits_processors=[Forcing], pipeline_parallel_size=2, max_num_seqs=6) as llm:
+        found = run(llm, mixed())
+    plain = run(open_model(model), mixed(lambda i: None))
+    for i, tokens in enumerate(found):
+        assert tokens == plain[i] if not i % 2 else set(tokens[2:]) == {40 + i}
+
+
+def test_several_choices_through_preemption(model):
+    """Each of n choices has its own output list, also when its pages were taken and it is added again."""
+    params = [
+        SamplingParams(
+            n=2, temperature=0.9, seed=i, max_tokens=4 + 3 * (i % 4), ignore_eos=True, **args(40 + i if i % 2 else None)
+        )
+        for i in range(12)
+    ]
+    alone = run(open_model(model, logits_processors=[Forcing]), params)
+    llm = open_model(model, logits_processors=[Forcing], max_num_batched_tokens=8, num_gpu_blocks_override=14)
+    assert run(llm, params) == alone and llm.llm_engine.core.stats.preemptions
+    for i, tokens in enumerate(alone):
+        assert not (i // 2) % 2 or set(tokens[2:]) == {40 + i // 2}
+
+
+def test_beams_are_refused(model, packages):
+    beams = BeamSearchParams(beam_width=2, max_tokens=3)
+    with pytest.raises(NotSupported, match=r"logits processors \(test_logits_processors:Forcing\). Start without them"):
+        open_model(model, logits_processors=[Forcing]).beam_search(PROMPTS[:1], beams)
+    packages.add(
+        "forcing", "[vllm.logits_processors]\nforce = forcing:Forcing\n", "from test_logits_processors import Forcing\n"
+    )
+    with pytest.raises(NotSupported, match=r"\(the logits processor 'force' of forcing 1.0.*QUIRE_PLUGINS"):
+        open_model(model).beam_search(PROMPTS[:1], beams)
+    speculation = {"method": "ngram", "num_speculative_tokens": 2}
+    assert open_model(model, speculative_config=speculation).beam_search(PROMPTS[:1], beams)  # where it is not used
 
 
 def test_the_persistent_batch_replayed_by_its_updates():

@@ -84,6 +84,15 @@ def test_what_a_processor_refuses_is_a_400(stream, running):
     assert running.http.post("/v1/completions", json=completion(vllm_xargs=[1])).status_code == 400
 
 
+def test_beams_are_refused(running):
+    for fields in ({}, {"vllm_xargs": {"first": 60}}):
+        response = running.http.post("/v1/completions", json=completion(use_beam_search=True, n=2, **fields))
+        assert response.status_code == 400
+    error = error_of(running.http.post("/v1/completions", json=completion(use_beam_search=True, n=2)))
+    assert error["param"] == "use_beam_search" and "beam search is not supported with logits processors" in error["message"]
+    assert "counting 1.0" in error["message"]
+
+
 def test_a_failing_processor_is_a_500_of_its_request_only(running):
     response = running.http.post("/v1/completions", json=completion(vllm_xargs={"first": 60, "fail": 2}))
     assert response.status_code == 500

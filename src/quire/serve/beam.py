@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import islice, repeat
 from typing import Any
 
+from quire.features.logits_processors.host import refuse_beam_search
 from quire.serve.errors import GenerationFailed
 from quire.serve.generation import GenerationJob, collect
 from quire.serve.inputs import SAME, beam_params, wanted_logprobs
@@ -57,6 +58,7 @@ def _check(server: Server, request: GenerationFields, width: int) -> None:
     for name, neutral in _NOT_FOR_BEAMS.items():
         if getattr(request, name, None) not in neutral:
             raise InvalidParameter(f"{name} cannot be used with a beam search", name)
+    refuse_beam_search(server.llm.config, "use_beam_search")
     most = server.llm.config.max_logprobs
     if most != -1 and 2 * width > most:
         raise InvalidParameter(

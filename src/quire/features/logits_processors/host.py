@@ -4,10 +4,11 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quire.config.classes import as_name
+from quire.config.classes import as_name, shown_name
 from quire.config.fields import CLASSES, setting
 from quire.config.plugins import LOGITS_PROCESSORS, find_plugins
 from quire.features.host import NO_MEMORY, Conflict, Feature, Memory, Sizes
+from quire.types.errors import NotSupported
 
 if TYPE_CHECKING:
     from quire.config.config import Config
@@ -61,6 +62,18 @@ def has_processors(config: "Config") -> bool:
     if config.args.logits_processors:
         return True
     return config.speculation is None and "pooling" not in config.features and bool(find_plugins(LOGITS_PROCESSORS))
+
+
+def refuse_beam_search(config: "Config", parameter: str) -> None:
+    """Raise NotSupported if the engine has logits processors: beams are one-token requests, chosen by logprobs before them."""
+    if not has_processors(config):
+        return
+    named = [shown_name(each) for each in config.args.logits_processors]
+    packages = [str(plugin) for plugin in find_plugins(LOGITS_PROCESSORS).values()]
+    remedy = " Leave out those of packages with QUIRE_PLUGINS" if packages else " Start without them"
+    raise NotSupported(
+        f"beam search is not supported with logits processors ({', '.join([*packages, *named])}).{remedy}", parameter
+    )
 
 
 def reserved_bytes(max_seqs: int, vocabulary: int) -> int:
