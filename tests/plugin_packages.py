@@ -31,6 +31,7 @@ class Packages:
         (about / "entry_points.txt").write_text(points)
         (self._directory / f"{name}.py").write_text(code)
         self._modules.append(name)
+        os.utime(self._directory, (len(self._modules),) * 2)  # the file system's clock may not tell two installations apart
 
     def forget(self) -> None:
         for name in self._modules:

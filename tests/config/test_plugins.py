@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import entry_points
 
 import pytest
 
@@ -174,3 +175,13 @@ def test_a_broken_plugin_stops_a_server_only_if_it_is_required(packages, tmp_pat
     said = capsys.readouterr().err
     assert "the general plug-in 'c' of counter 1.0 (counter:breaks) cannot be used: KeyError: 'of the plug-in'" in said
     assert "start without require_plugins" in said
+
+
+def test_installed_packages_are_read_once_and_again_after_an_installation(packages, monkeypatch):
+    reads = []
+    monkeypatch.setattr(plugins, "entry_points", lambda: reads.append(1) or entry_points())
+    packages.add("one", "[quire.parsers]\none = one:Parser\n")
+    assert [*plugins.find_plugins(plugins.PARSERS)] == [*plugins.find_plugins(plugins.PARSERS)] == ["one"] and len(reads) == 1
+    assert not plugins.find_plugins(plugins.DRAFTERS) and len(reads) == 1
+    packages.add("two", "[quire.parsers]\ntwo = two:Parser\n")
+    assert [*plugins.find_plugins(plugins.PARSERS)] == ["one", "two"] and len(reads) == 2

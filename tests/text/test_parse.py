@@ -302,7 +302,7 @@ def test_plugins_of_packages(monkeypatch, caplog):
             self.name, self.load = name, lambda: found
 
     points = [Point("packed", Format((named("f"),))), Point("maker", lambda: register_format("made", Format((named("g"),))))]
-    monkeypatch.setattr("quire.config.plugins.entry_points", lambda group: points if group == "quire.parsers" else [])
+    monkeypatch.setattr("quire.config.plugins._entry_points", lambda group: points if group == "quire.parsers" else [])
     load_plugins([])
     assert {"packed", "made"} <= set(names("tool calls"))
     points.append(Point("broken", lambda: 1 / 0))

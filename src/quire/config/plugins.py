@@ -18,10 +18,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
 from quire.types.errors import ConfigError, PlugInError, QuireError
@@ -138,13 +139,34 @@ def _offered(kind: Kind) -> dict[str, list[PlugIn]]:
     """Return one plug-in for each package that offers a name. A package may offer it in Quire's group and in vLLM's."""
     found: dict[str, dict[str, PlugIn]] = {}
     for group in kind.groups:
-        points = entry_points(group=group)
+        points = _entry_points(group)
         if points and group.startswith("vllm.") and not _means_quire():
             continue
         for point in points:
             plugin = PlugIn(kind, point)
             found.setdefault(point.name, {}).setdefault(plugin.package, plugin)
     return {name: list(packages.values()) for name, packages in sorted(found.items())}
+
+
+def _entry_points(group: str) -> Sequence[EntryPoint]:
+    """Return the entry points of a group. Those of all packages are read once for each state of the module search path."""
+    changed = tuple(_modified_at(directory) for directory in sys.path)
+    return _read_entry_points(tuple(sys.path), changed)[group]
+
+
+def _modified_at(directory: str) -> int | None:
+    """Return when a package was last installed in a directory or removed from it; None: there is no such directory."""
+    try:
+        return Path(directory).stat().st_mtime_ns  # "" is the working directory
+    except OSError:
+        return None
+
+
+@lru_cache(maxsize=1)
+def _read_entry_points(path: tuple[str, ...], changed: tuple[int | None, ...]) -> dict[str, Sequence[EntryPoint]]:  # noqa: ARG001
+    """Return the entry points by group. path, changed: the state of the module search path."""
+    installed = entry_points()
+    return {group: tuple(installed.select(group=group)) for kind in KINDS for group in kind.groups}
 
 
 def _means_quire() -> bool:
@@ -217,7 +239,7 @@ def load_general(require: bool = False) -> None:
 
 
 def _check_names() -> None:
-    known = {point.name for kind in KINDS for group in kind.groups for point in entry_points(group=group)}
+    known = {point.name for kind in KINDS for group in kind.groups for point in _entry_points(group)}
     if unknown := sorted((allowed_names() or frozenset()) - known):
         logger.warning("%s names %s, which no installed package offers", _variable(), ", ".join(unknown))
 
