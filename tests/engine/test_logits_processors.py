@@ -3,6 +3,7 @@
 import copy
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import ClassVar
 
@@ -296,6 +297,24 @@ def test_plugins_of_packages(packages, model, monkeypatch, caplog):
     monkeypatch.setenv("QUIRE_PLUGINS", "")
     with pytest.raises(NotSupported, match="extra_args requires"):
         run(open_model(model), [SamplingParams(**args(33))])
+
+
+def test_a_class_written_for_vllm(model, tmp_path, monkeypatch):
+    """`import vllm` in its module means Quire, as in packages."""
+    code = "from vllm.v1.sample.logits_processor import LogitsProcessor\nfrom test_logits_processors import Forcing\n"
+    (tmp_path / "written_for_vllm.py").write_text(
+        code + "class Named(Forcing):\n    assert LogitsProcessor in Forcing.__mro__\n"
+    )
+    (tmp_path / "needs_more.py").write_text("import vllm_of_another_kind\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    llm = open_model(model, logits_processors=["written_for_vllm:Named"])
+    [tokens] = run(llm, [SamplingParams(max_tokens=5, ignore_eos=True, **args(33))])
+    assert tokens[2:] == [33] * 3
+    with pytest.raises(ConfigError, match="No module named 'vllm_of_another_kind'"):
+        open_model(model, logits_processors=["needs_more:Named"])
 
 
 def test_two_ranks_sample_on_the_first(model, monkeypatch):

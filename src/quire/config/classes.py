@@ -48,7 +48,13 @@ def load_class(argument: str, name: str, base: type) -> type:
 
 def _import(name: str) -> Any:
     module, _, path = name.partition(":")
-    found: Any = import_module(module)
+    try:
+        found: Any = import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        import_module("quire.compat").install()  # the class is written for vLLM, which is not installed
+        found = import_module(module)
     for part in path.split("."):
         found = getattr(found, part)
     return found
