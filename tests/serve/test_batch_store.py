@@ -196,7 +196,8 @@ def receive(
     st.integers(1, 40),
 )
 def test_a_form_is_read_in_any_chunks(content: bytes, size: int) -> None:
-    content = content.replace(b"\r\n--edge", b"")
+    while b"\r\n--edge" in content:  # what is left may form another one
+        content = content.replace(b"\r\n--edge", b"")
     body = form((part("purpose"), b"batch"), (part("file", "a.jsonl"), content))
     upload, received = receive(body, size)
     assert received == content and upload.fields == {"purpose": "batch"} and upload.filename == "a.jsonl"
