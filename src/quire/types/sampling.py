@@ -9,7 +9,7 @@ import difflib
 import enum
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import msgspec
@@ -71,13 +71,18 @@ _GONE = {
 }  # fmt: skip
 
 
+@cache
+def _field_names(kind: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(kind.__struct_fields__)
+
+
 class _Named(msgspec.StructMeta):
     """A metaclass that reports unknown arguments, and the names that replace them."""
 
     def __call__(cls, *args: Any, **values: Any) -> Any:  # noqa: N805
-        unknown = [name for name in values if name not in cls.__struct_fields__]
-        if not unknown:
+        if values.keys() <= _field_names(cls):
             return super().__call__(*args, **values)
+        unknown = [name for name in values if name not in cls.__struct_fields__]
         if (why := _GONE.get(unknown[0])) is not None and issubclass(cls, SamplingParams):
             raise UnknownParameter(f"SamplingParams has no argument {unknown[0]!r}: {why}", unknown[0])
         near = difflib.get_close_matches(unknown[0], cls.__struct_fields__, n=1)
@@ -128,10 +133,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, metaclass=_Named):
 
     def __post_init__(self) -> None:
         """Check all fields that differ from their default."""
-        for name, check in _CHECKS.items():
-            value, default = getattr(self, name), _DEFAULTS[name]
+        for name, check, default in _CHECKED:
+            value = getattr(self, name)
             if value is not default and (type(value) is not type(default) or value != default):
                 setattr(self, name, check(name, value))
+        for name in _LISTS:
+            if getattr(self, name) is None:
+                setattr(self, name, [])
         self._check_pairs()
         if self.greedy:
             self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
@@ -265,7 +273,7 @@ def _output_kind(name: str, value: Any) -> RequestOutputKind:
 
 
 def _stop(name: str, value: Any) -> list[str]:
-    stop = [] if value is None else [value] if isinstance(value, str) else value
+    stop = [value] if isinstance(value, str) else value
     if not isinstance(stop, Sequence) or not all(isinstance(text, str) for text in stop):
         raise InvalidParameter(f"stop must be a string or a list of strings, got {value!r}", name)
     if any(not text for text in stop):
@@ -274,7 +282,7 @@ def _stop(name: str, value: Any) -> list[str]:
 
 
 def _bad_words(name: str, value: Any) -> list[str]:
-    words = [] if value is None else list(value)
+    words = list(value)
     if any(not isinstance(word, str) or not word for word in words):
         raise InvalidParameter(f"bad_words must be non-empty strings, got {words!r}", name)
     if len(words) > MAX_BAD_WORDS:
@@ -283,7 +291,7 @@ def _bad_words(name: str, value: Any) -> list[str]:
 
 
 def _stop_ids(name: str, value: Any) -> list[int]:
-    return check_ids(name, [] if value is None else list(value))
+    return check_ids(name, list(value))
 
 
 def _allowed_ids(name: str, value: Any) -> list[int]:
@@ -371,4 +379,5 @@ _CHECKS: dict[str, Check] = {
     "trace_decode_token_ids": _not_built("decode traces are not available", None),
 }
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
-_DEFAULTS |= {name: [] for name in ("stop", "stop_token_ids", "bad_words")}
+_CHECKED = [(name, check, _DEFAULTS[name]) for name, check in _CHECKS.items()]
+_LISTS = ("stop", "stop_token_ids", "bad_words")  # None stands for an empty list
