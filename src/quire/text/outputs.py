@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -15,6 +16,7 @@ from quire.text.detokenizer import CONTEXT, StopStrings, TokenTexts, new_detoken
 from quire.text.inputs import PreparedRequest
 from quire.text.pacing import Pace
 from quire.text.tokenizer import Tokenizer
+from quire.types.errors import RequestError
 from quire.types.outputs import (
     CompletionOutput,
     FlatLogprobs,
@@ -31,6 +33,7 @@ from quire.types.stats import Arrived, Finished, OutputNews, OutputObserver
 
 logger = logging.getLogger(__name__)
 
+TOKENS_AT_ONCE = 64  # that become text together, in an answer that is sent as a whole
 TOKEN_BYTES = 40  # of memory, of one token id in a list
 LOGPROB_BYTES = 240  # of memory, of one alternative of a token: object, float and text
 
@@ -114,6 +117,8 @@ class OutputProcessor:
             return []
         answer.metrics.finished_ts = now = time.monotonic()
         if self._observers:
+            with suppress(RequestError):  # of the tokenizer
+                answer.read()
             self._tell(OutputNews(now, finished=[answer.finish()], engine=answer.engine))
         return [r.id for r in answer.prepared.requests if self._owners.pop(r.id, None) is not None]
 
@@ -249,6 +254,11 @@ class RequestAnswer:
             self._unread.extend((chunk, 0) for chunk in delta.prompt_logprobs)
             self._pooled = delta.pooled
 
+    def read(self) -> None:
+        """Add the text of all tokens so far."""
+        for choice in self.choices:
+            choice.read()
+
     def finish(self) -> Finished:
         """The whole request for observers; choices that have not ended were given up."""
         return Finished(
@@ -360,6 +370,8 @@ class _GrowingChoice:
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
             )
         self._interval = params.stream_interval or 1
+        self._unread: list[int] = []  # tokens that are not in the text yet
+        self._at_once = TOKENS_AT_ONCE if params.output_kind is RequestOutputKind.FINAL_ONLY else 1
         self._stops = StopStrings(params.stops, include=params.include_stop_str_in_output) if params.stops else None
 
     def count_drafts(self, drafts: tuple[int, int, int], metrics: RequestMetrics) -> None:
@@ -373,11 +385,28 @@ class _GrowingChoice:
     def feed(self, delta: TokenDelta) -> None:
         if self._detokenizer is None and self.logprobs is None:
             self.token_ids += delta.token_ids
+        elif self.logprobs is None and self._stops is None:
+            self._gather(delta)
         else:
             self._read(delta)
         if delta.finish_reason is not None and self.finish_reason is None:
             self.finish_reason, self.stop_reason, self.error = delta.finish_reason, delta.stop_reason, delta.error
             self._end_text()
+
+    def _gather(self, delta: TokenDelta) -> None:
+        """Take tokens whose text decides nothing, so that many of them can be read at once."""
+        self.token_ids += delta.token_ids
+        self._unread += delta.token_ids
+        if delta.token_ids and delta.finish_reason == "stop" and not self.params.include_stop_str_in_output:
+            self._unread.pop()  # the token that ended it is counted, but is not text
+        if len(self._unread) >= self._at_once:
+            self.read()
+
+    def read(self) -> None:
+        """Add the text of all tokens so far."""
+        if self._unread:
+            ids, self._unread = self._unread, []
+            self._add_text(ids)
 
     def _read(self, delta: TokenDelta) -> None:
         """Text and logprobs; ends with the token that completes a stop string."""
@@ -433,6 +462,7 @@ class _GrowingChoice:
             self._emit(self._detokenizer.feed(ids))
 
     def _end_text(self) -> None:
+        self.read()
         if self._detokenizer is not None:
             self._emit(self._detokenizer.finish())
         if self._stops is not None and isinstance(self.stop_reason, int | None):
