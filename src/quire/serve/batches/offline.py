@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import fcntl
+import gc
 import logging
 import os
 import stat
@@ -37,6 +38,7 @@ COPY_BYTES = 2**20
 TIMEOUT_S = 300.0  # without a byte from the other side of a download or upload
 QUEUED_SHARE = 2  # lines in flight for each slot of the engines: a slot that becomes free has the next line at once
 UNKNOWN = 1 << 62  # lines
+OBJECTS_PER_COLLECTION = 50_000  # new objects, after which the garbage collector looks for cycles
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ async def _run(
         bar.update(0)
 
     client = LocalClient(build_app(llm, settings))
+    _collect_rarely()
     run = BatchRun(llm, client, FixedPermits(most), done, output, output, progress=progress)
     try:
         await run.run(read_lines(source))
@@ -157,6 +160,13 @@ async def _run(
         await output.close()
         llm.shutdown()
     return run.counts
+
+
+def _collect_rarely() -> None:
+    """Make the garbage collector's work small: lines in flight have many objects, and leave no cycles when they are done."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(OBJECTS_PER_COLLECTION)
 
 
 def _kept(counts: Counts) -> str:
