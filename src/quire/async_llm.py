@@ -27,7 +27,7 @@ from quire.device.registry import describe_unseen
 from quire.engine import ipc
 from quire.engine.child import COMMAND, Child
 from quire.engine.client import as_started
-from quire.engine.handle import EngineHandle, EngineListener, EngineStatus, EngineView, OneEngine, check_rank_call
+from quire.engine.handle import EngineHandle, EngineListener, EngineStatus, EngineView, OneEngine, State, check_rank_call
 from quire.engine.router import start_engines
 from quire.engine.timeline import Timeline
 from quire.features.lora.client import AdapterClient, AdapterNames, Sharing
@@ -140,6 +140,10 @@ class AsyncLLM(EngineView, AsyncProfiles, AsyncLLMNotBuilt):
     def status(self) -> EngineStatus:
         """Of all engines as one."""
         return self._client.status
+
+    @property
+    def state(self) -> State:
+        return self._client.state
 
     @property
     def engines(self) -> Sequence[OneEngine]:

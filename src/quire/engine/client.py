@@ -19,7 +19,7 @@ from quire.config.args import EngineArgs
 from quire.config.config import Config
 from quire.engine import ipc
 from quire.engine.child import COMMAND, Child, engine_fork_server
-from quire.engine.handle import RANK_METHODS, EngineListener, EngineStatus, EngineView
+from quire.engine.handle import RANK_METHODS, EngineListener, EngineStatus, EngineView, State
 from quire.engine.node_listener import NodeListener, RemoteEngine
 from quire.engine.supervisor import AnyChild, Supervisor, SupervisorLimits
 from quire.features.experts.peers import ExpertPeers
@@ -154,6 +154,10 @@ class EngineClient(EngineView):
             one.state, one.heard_at, one.busy_for, one.restarts, self.replayed_requests, one.last_loss, one.pid,
             self.pages, self.stats, error,
         )  # fmt: skip
+
+    @property
+    def state(self) -> State:
+        return self.supervisor.state
 
     async def wait_ready(self) -> None:
         """Return when the engine takes requests; raise why it could not start."""

@@ -5,7 +5,9 @@ Bytes are counted as they arrive, and the depth is checked before anything walks
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
@@ -13,8 +15,10 @@ import msgspec
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.serve.batches.calls import is_batch_line
 from quire.serve.errors import HttpError
 from quire.serve.limits import LIMITS, ServerLimits
 from quire.text.workers.wire import Parse, not_json, too_deep, too_many
@@ -80,16 +84,37 @@ class Unparsed:
     bytes: int = 0
 
 
+class _Headers(Headers):
+    """Headers that are found by name in a table: endpoints look for many, most of which are not there."""
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__(scope=scope)
+        self._first = dict(reversed(self.raw))  # of several with one name, the first
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self._first.get(key.lower().encode("latin-1"))
+        return default if value is None else value.decode("latin-1")
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and self.get(key) is not None
+
+
+class _Request(Request):
+    @cached_property
+    def headers(self) -> Headers:
+        return _Headers(self.scope)
+
+
 class JSONRoute(APIRoute):
     """A route whose endpoint takes a JSON body and the request. FastAPI routes and documents it; the call is made here."""
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the request; the work ends when the client disconnects."""
-        request = Request(scope, receive)
+        request = _Request(scope, receive)
         _check_content_type(request)
         body = self._checked(await self._parsed(await read_body(request), request))
         endpoint: Callable[[Any, Request], Awaitable[Response]] = self.endpoint
-        async with UnlessGone(receive):
+        async with nullcontext() if is_batch_line(scope) else UnlessGone(receive):
             response = await endpoint(body, request)
             await response(scope, receive, send)
 

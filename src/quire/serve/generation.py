@@ -14,6 +14,7 @@ from typing import Any
 from fastapi import Request
 
 from quire.obs.logs import log_piece
+from quire.serve.batches.calls import is_batch_line
 from quire.serve.body import stop
 from quire.serve.errors import FieldNames, GenerationFailed, field_names_of
 from quire.serve.inputs import max_tokens_for, sampling_params
@@ -22,7 +23,7 @@ from quire.serve.protocol import GenerationFields, StreamOptions, Timing, Usage
 from quire.serve.server import Server, answer_id, priority_of, rank_of
 from quire.types.errors import NO_TOKEN, RequestError
 from quire.types.outputs import RequestMetrics, RequestOutput
-from quire.types.prompts import Prompt
+from quire.types.prompts import Extras, Prompt
 from quire.types.sampling import SamplingParams
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
@@ -43,6 +44,7 @@ class GenerationJob:
     cache_tenant: str | None  # prompts are shared in the prefix cache within this tenant
     trace_headers: dict[str, str] | None
     timed: bool  # the answer carries its times
+    at_once: bool  # the engine gets it before other requests of this turn of the event loop are read
     field_names: FieldNames  # of its errors
     rank: int | None = None  # the engine that runs the job, of several
     created: int = field(default_factory=lambda: int(time.time()))
@@ -69,21 +71,26 @@ def make_job(
 ) -> GenerationJob:
     llm, defaults, extras = server.llm, server.llm.default_sampling, server.extras(model)
     params = [sampling_params(request, max_tokens_for(request, llm.prompts, prompt, defaults), defaults) for prompt in prompts]
-    traced = {name: raw.headers[name] for name in _TRACE_HEADERS if name in raw.headers}
+    traced = {name: value for name in _TRACE_HEADERS if (value := raw.headers.get(name)) is not None}
     job = GenerationJob(
         id=answer_id(prefix, raw, request),
         model=model,
-        prompts=[prompt if prompt.extras.lora else replace(prompt, extras=extras) for prompt in prompts],
+        prompts=[_with_extras(prompt, extras) for prompt in prompts],
         params=params,
         priority=priority_of(raw, request, llm.config.policy),
         cache_tenant=getattr(raw.state, "tenant", None),
         trace_headers=traced or None,
         timed=server.wants_timing(raw),
+        at_once=len(prompts) == 1 and not is_batch_line(raw.scope),
         field_names=field_names_of(request),
         rank=rank_of(raw, llm),
     )
     raw.scope["state"][UNREAD_BYTES] = lambda: sum(map(llm.unread_bytes, job.engine_ids))
     return job
+
+
+def _with_extras(prompt: Prompt, extras: Extras) -> Prompt:
+    return prompt if prompt.extras.lora or prompt.extras is extras else replace(prompt, extras=extras)
 
 
 def run(server: Server, job: GenerationJob) -> Outputs:
@@ -128,7 +135,7 @@ def _start(server: Server, job: GenerationJob, i: int) -> AsyncGenerator[Request
         priority=job.priority,
         cache_tenant=job.cache_tenant,
         trace_headers=job.trace_headers,
-        at_once=len(job.prompts) == 1,
+        at_once=job.at_once,
         data_parallel_rank=job.rank,
     )
 

@@ -235,11 +235,11 @@ async def read_prompts(server: Server, request: CompletionRequest) -> list[Promp
     encoded: list[Prompt] = []
     for i in range(0, len(texts), AT_ONCE):
         jobs = [prompts.encode(text, request.add_special_tokens, cut, "prompt") for text in texts[i : i + AT_ONCE]]
-        encoded += await asyncio.gather(*jobs)
+        encoded += [await jobs[0]] if len(jobs) == 1 else await asyncio.gather(*jobs)
     read = iter(encoded)
     tokenized = [next(read) if isinstance(prompt, str) else _cut_ids(cut, prompt) for prompt in given]
     refuse_more("prompt", sum(len(prompt.ids) for prompt in tokenized), server.limits.prompt_tokens, _TOGETHER)
-    return [replace(prompt, cache_salt=request.cache_salt, extras=extras) for prompt in tokenized]
+    return [Prompt(prompt.text, prompt.ids, request.cache_salt, extras) for prompt in tokenized]
 
 
 def _cut_ids(cut: Cut, ids: list[int]) -> Prompt:

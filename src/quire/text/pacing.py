@@ -17,6 +17,7 @@ SLICE_VALUES = 1 << 15  # characters of a string, or values, that are written at
 FEW = 64  # values that are taken from a lazy list at a time
 
 _encode = msgspec.json.Encoder().encode
+_SCALARS = frozenset({int, float, bool, type(None)})
 
 
 class _Turns:
@@ -125,7 +126,8 @@ def _weigh(value: Any, most: int) -> int:
     if not isinstance(value, dict) and len(value) >= most:
         return most
     for item in value.values() if isinstance(value, dict) else value:
-        weight += _weigh(item, most - weight)
+        kind = type(item)
+        weight += 1 if kind in _SCALARS else 1 + len(item) // 8 if kind is str else _weigh(item, most - weight)
         if weight >= most:
             return weight
     return weight

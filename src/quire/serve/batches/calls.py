@@ -4,13 +4,17 @@ import asyncio
 from dataclasses import dataclass
 
 import msgspec
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp, Message, Scope
 
 from quire.text.workers.pool import current_tenant
 
-OF_BATCH = "of_batch"  # in the state of a request: it is a line of a batch
+_OF_BATCH = "of_batch"  # in the state of a request: it is a line of a batch
 RETRY_PAUSES_S = (0.1, 0.5, 2.0, 5.0)  # before a request that was refused with 503 is sent again
 _JSON = b"application/json"
+
+
+def is_batch_line(scope: Scope) -> bool:
+    return _OF_BATCH in scope.get("state", ())
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class LocalClient:
             else:
                 chunks.append(message.get("body", b""))
 
-        state = {"request_id": request_id, "tenant": tenant, "trusted": True, OF_BATCH: True}
+        state = {"request_id": request_id, "tenant": tenant, "trusted": True, _OF_BATCH: True}
         scope = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
             "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "client": ("batch", 0),

@@ -203,7 +203,7 @@ class IdSet:
         return self._count
 
     def __contains__(self, member: str) -> bool:
-        return self._table[self._find(_hash(member))] != 0
+        return self._count > 0 and self._table[self._find(_hash(member))] != 0
 
     def add(self, member: str) -> bool:
         """Return whether the member is new."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from starlette.types import Scope
 
-from quire.serve.batches.calls import OF_BATCH
+from quire.serve.batches.calls import is_batch_line
 
 BUSY_SHARE = 16  # of the lines in flight: one in this number remains while there are other requests
 QUIET_S = 1.0  # after the last other request, until the server counts as idle
@@ -26,7 +26,7 @@ class OnlineRequests:
     @contextmanager
     def counted(self, scope: Scope) -> Iterator[None]:
         """Count a request while its response is made and sent, unless it is a line of a batch."""
-        if scope.get("state", {}).get(OF_BATCH):
+        if is_batch_line(scope):
             yield
             return
         self.open += 1
