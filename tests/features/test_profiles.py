@@ -83,6 +83,20 @@ def test_the_steps_that_are_asked_for(model, tmp_path):
         assert "aten::embedding" in Path(path.replace(".pt.trace.json", ".txt")).read_text()
 
 
+def test_functions_of_python_are_in_a_trace_unless_refused(model, tmp_path):
+    settings = {"profiler": "torch", "torch_profiler_dir": str(tmp_path)}
+    with LLM(model, **SMALL, profiler_config=settings) as llm:
+        llm.start_profile()
+        llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)
+        [path] = llm.stop_profile()
+    kinds = {event.get("cat") for event in json.loads(read(path))["traceEvents"]}
+    with opened(model, tmp_path) as llm:
+        llm.start_profile()
+        tokens(llm)
+        [without] = llm.stop_profile()
+    assert kinds - {event.get("cat") for event in json.loads(read(without))["traceEvents"]} == {"python_function"}
+
+
 def test_a_folder_that_takes_no_files(model, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with opened(model, tmp_path / "file" / "below") as llm:

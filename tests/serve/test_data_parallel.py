@@ -20,7 +20,8 @@ RANK = "X-data-parallel-rank"
 
 @pytest.fixture(scope="module")
 def two(serve_model, quick, tmp_path_factory):
-    traces = {"profiler": "torch", "torch_profiler_dir": str(tmp_path_factory.mktemp("traces"))}
+    folder = str(tmp_path_factory.mktemp("traces"))
+    traces = {"profiler": "torch", "torch_profiler_dir": folder, "torch_profiler_with_stack": False}
     running = Running(serve_model, data_parallel_size=2, profiler_config=traces)
     yield running
     running.close()
@@ -120,9 +121,9 @@ def test_a_killed_engine_is_a_pause_for_its_own_streams_only(shared_server, two)
 
 
 def test_profiles_and_calls_of_every_engine(shared_server, two, monkeypatch):
-    alone = answers(shared_server, bodies())
+    alone = answers(shared_server, bodies()[:6])
     assert two.http.post("/start_profile").json() == {"success": True}
-    assert answers(two, bodies()) == alone
+    assert answers(two, bodies()[:6]) == alone
     assert "already running" in error_of(two.http.post("/start_profile"))["message"]
     files = two.http.post("/stop_profile").json()["files"]
     assert len(files) == 2 and all(Path(file).stat().st_size > 1000 for file in files)
