@@ -1,6 +1,7 @@
 import contextlib
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -11,13 +12,22 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("quire", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("quire")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny: threads would only wait for each other
-# directories whose files take long: no process is to be left with one
-LONG = ("e2e", "engine", "serve", "ops", "models", "prepare", "sched")
+# what takes long comes first: no process is to be left with it at the end. Files of more than 20 s (processor time, or waiting)
+LONG_FILES = (
+    "test_ray", "test_data_parallel", "test_launch", "test_run_batch", "test_families_served", "test_lost_grammars",
+    "test_release", "test_matrix", "test_ranks", "test_supervisor", "test_group_ranks", "test_speculation", "test_lost_stages",
+    "test_docs", "test_families", "test_pooling_losses", "test_fronts", "test_recurrent", "test_triton_attention",
+    "test_example_plugin", "test_stages_speculation", "test_families_offline", "test_hostile_bodies", "test_feed",
+    "test_losses", "test_quantized",
+)  # fmt: skip
+LONG_DIRECTORIES = ("e2e", "engine", "serve", "ops", "models", "prepare", "sched")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Of several processes that run all tests, each compiles a part of them first, for pytest rewrites every assertion: side by
     side, each would find nothing done by another."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background jobs; tests interrupt themselves
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     number, tests = os.environ.get("PYTEST_XDIST_WORKER", "")[2:], Path(__file__).parent
     if not number or sys.dont_write_bytecode or tests not in [Path(argument).resolve() for argument in session.config.args]:
         return
@@ -33,7 +43,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LONG.index(item.path.parent.name) if item.path.parent.name in LONG else len(LONG))
+    ranks = {name: rank for rank, name in enumerate((*LONG_FILES, *LONG_DIRECTORIES))}
+    items.sort(key=lambda item: min(ranks.get(name, len(ranks)) for name in (item.path.stem, item.path.parent.name)))
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     if wanting:
         import torch
