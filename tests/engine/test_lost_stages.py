@@ -31,9 +31,9 @@ def test_a_stopped_stage_is_named_and_ends_with_the_engine(tiny_model, monkeypat
 
 
 @pytest.fixture
-def served(tiny_model):
+def served(tiny_model, quick):
     drafts = {"method": "suffix", "suffix_decoding_max_spec_factor": 2.0, "adaptive": False}
-    running = Running(tiny_model, quick=False, pipeline_parallel_size=2, speculative_config=drafts)
+    running = Running(tiny_model, pipeline_parallel_size=2, speculative_config=drafts)
     yield running
     running.close()
 
@@ -51,7 +51,7 @@ def test_streams_outlive_a_killed_stage(served, shared_llm):
         "/v1/completions", json={"model": NAME, "prompt": TEXT[0], "structured_outputs": rules, **more}
     ).json()
     assert [choice["text"] for choice in answer["choices"]] == [output.text for output in expected.outputs]
-    [rank] = ranks_of(served.llm.engine_pid)
+    [_, rank] = (described["pid"] for described in served.call(served.llm.collective_rpc("describe_rank")))
     texts, killed = ["", "", ""], None
     with served.http.stream("POST", "/v1/completions", json=body) as response:
         for line in response.iter_lines():
