@@ -5,23 +5,31 @@ BIN := $(VENV)/bin
 # what a process compiles the next one need not: the tests start hundreds, and each would spend seconds on torch
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: serve test matrix check docs wheel deploy-check clean
+.PHONY: serve test tests matrix check lint types docs wheel deploy-check clean
 
 serve: $(VENV)/.installed
 	$(BIN)/quire serve smollm2 --sample "What is the capital of France? Answer in one word."
 
+# types are checked beside the tests: a core that waits for a test has time for both
+test: lint
+	$(MAKE) --no-print-directory -j 2 types tests
+
 # three processes for two cores: a quarter of what a test of processes takes is waiting
-test: check
+tests: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 matrix: $(VENV)/.installed-dev
 	QUIRE_MATRIX=all $(BIN)/python -m pytest -n 2 --dist load tests/e2e tests/prepare/test_stage.py tests/prepare/test_shard.py
 
-check: $(VENV)/.installed-dev
+check: lint types
+
+lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
