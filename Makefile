@@ -19,7 +19,7 @@ tests: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 matrix: $(VENV)/.installed-dev
-	QUIRE_MATRIX=all $(BIN)/python -m pytest -n 2 --dist load tests/e2e tests/prepare/test_stage.py tests/prepare/test_shard.py
+	QUIRE_MATRIX=all $(BIN)/python -m pytest -n 2 --dist load tests/e2e tests/engine/test_losses.py tests/prepare/test_stage.py tests/prepare/test_shard.py
 
 check: lint types
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+import selection
 from quire.async_llm import AsyncLLM
 from quire.config.args import EngineArgs
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "losses.py"
-TIMES, SEED = 20, 0  # with it come engines and ranks, killed and stopped
+TIMES, SEED = (20 if selection.ALL else 8), 0  # with it come engines and ranks, killed and stopped
 RARELY = (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP)  # a stop takes a second to be noticed
 
 
