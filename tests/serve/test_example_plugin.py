@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from server_process import serving
 
+from patience import wait_for
 from quire import LLM, ModelRegistry, SamplingParams
 from serving import error_of
 from tiny_model import make_model
@@ -119,7 +120,8 @@ def test_the_io_processor(example, checkpoints):
 def test_a_server_with_the_package(example, checkpoints):
     flags = ["--distributed-executor-backend", "uni", "--device", "cpu", "--kv-cache-memory-bytes", "4M", "--api-key", "key"]
     expected = transformers_tokens(checkpoints / "llama", PROMPTS[0])
-    with serving(checkpoints / "example", *flags, "--require-plugins") as server, server.client() as client:
+    often = {"QUIRE_LOG_STATS_INTERVAL": "0.2"}
+    with serving(checkpoints / "example", *flags, "--require-plugins", **often) as server, server.client() as client:
         assert client.post("/example/shout", json={"prompt": PROMPTS[0]}).status_code == 401
         client.headers["Authorization"] = "Bearer key"
         request = {"prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -131,6 +133,9 @@ def test_a_server_with_the_package(example, checkpoints):
         shouted = client.post("/example/shout", json={"prompt": PROMPTS[0], "max_tokens": 4}).json()
         plain = client.post("/v1/completions", json=request | {"max_tokens": 4, "ignore_eos": False}).json()
         assert shouted == {"model": "tiny", "text": plain["choices"][0]["text"].upper()}
+        tokens = 16 + 2 * plain["usage"]["completion_tokens"]
+        wait_for(lambda: " 5 requests finished" in server.log())  # of the stat logger; one was refused
+        assert f"engine 0: {tokens} tokens, 5 requests finished" in server.log() and "engine 0 is ready" in server.log()
         refused = client.post("/example/shout", json={"prompt": PROMPTS[0], "max_tokens": 0})
         assert refused.status_code == 400 and "max_tokens" in error_of(refused)["message"]
 
