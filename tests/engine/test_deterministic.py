@@ -83,6 +83,7 @@ def usual_order_afterwards(monkeypatch):
     before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
     monkeypatch.setattr(order, "_fixed", False)
     yield
+    torch.backends.cuda.preferred_blas_library("default")
     matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before
 
 

@@ -22,6 +22,7 @@ def fixed_order(monkeypatch):
     monkeypatch.setattr(order, "_fixed", False)
     order.fix_order()
     yield
+    torch.backends.cuda.preferred_blas_library("default")
     matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before
 
 
@@ -54,7 +55,7 @@ def test_experts(count, active):
 def test_columns_divided_among_programs_would_be_noticed(monkeypatch):
     monkeypatch.setattr(linear, "ordered_few_config", lambda outputs: FewRowsConfig(256, 3, 4))
     found = census.examine(case("bf16", 3072, 1024), ROWS, timed=())
-    assert set(found.differing) == {n for n in ROWS if n <= 16}
+    assert set(found.differing) >= {n for n in ROWS if 2 <= n <= 16}  # the 16 values of a single row may agree by chance
 
 
 def test_without_the_fixed_order_bits_differ(monkeypatch):

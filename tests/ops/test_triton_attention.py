@@ -1,6 +1,7 @@
 """Attention in Triton against the reference backend."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from test_paged_attention import make_batch
 
 from quire.attn import work_split
 from quire.attn.backend import AttentionSpec, Room, choose_backend
+from quire.attn.batch import Batch, GroupView
 from quire.attn.reference import ReferenceAttention
 from quire.attn.work_split import NOTHING_SHARED, find_alike, nothing_shared
+from quire.ops import order
 from quire.types.errors import ConfigError
 
 pytest.importorskip("triton")
@@ -40,7 +43,6 @@ LARGE = {
 @pytest.fixture
 def small_splits(monkeypatch):
     monkeypatch.setattr(work_split, "SPLIT", 32)
-    monkeypatch.setattr(backend, "MERGED_PARTS", 2)
 
 
 def inputs(spec, rows, page_size, dtype, device, prefixes=()):
@@ -124,6 +126,211 @@ def test_real_shapes(name, dtype, device):
         compare(dataclasses.replace(LARGE[name], window=window), rows, 16, dtype, device)
 
 
+class Sequences:
+    """Sequences whose tokens may be computed in any batch; common: keys at the start that all of them share."""
+
+    def __init__(self, spec, lengths, page_size, dtype, device, kind=None, common=0):
+        self.spec, self.page_size, self.device = spec, page_size, device
+        generator = torch.Generator().manual_seed(3)
+        first = torch.randn(2, spec.kv_heads, common, spec.head_dim, generator=generator)
+        held, self.queries = [], []
+        for length in lengths:
+            rest = torch.randn(2, spec.kv_heads, length - common, spec.head_dim, generator=generator)
+            held.append(torch.cat((first, rest), 2))
+            self.queries.append(torch.randn(length, spec.heads, spec.head_dim, generator=generator).to(device, dtype))
+        self.sinks = torch.randn(spec.heads, generator=generator).to(device, dtype) if spec.sinks else None
+        shared = common // page_size
+        each = [-(-length // page_size) - shared for length in lengths]
+        order = torch.randperm(shared + sum(each), generator=torch.Generator().manual_seed(4)).to(torch.int32) + 1
+        kv = torch.zeros(len(order) + 1, 2, spec.kv_heads, page_size, spec.head_dim)
+        self.tables = torch.zeros(len(lengths), shared + max(each), dtype=torch.int32)
+        begin = shared
+        for row, (length, pages) in enumerate(zip(lengths, each, strict=True)):
+            own = torch.cat((order[:shared], order[begin : begin + pages]))
+            begin += pages
+            self.tables[row, : len(own)] = own
+            at = torch.arange(length)
+            kv.transpose(2, 3)[own[at // page_size].long(), :, at % page_size] = held[row].permute(2, 0, 1, 3)
+        kv = kv.to(device, dtype)
+        self.kv = kv if kind is None else float8_cache(kv, kind)
+        self.tables = self.tables.to(device)
+
+    def run(self, pieces, share=False):
+        """Return the output of each (sequence, first token, token after the last), and the plan."""
+        tables = self.tables[[sequence for sequence, _, _ in pieces]]
+        rows, start = [], 0
+        for _, begin, end in pieces:
+            rows.append((start, end - begin, end))
+            start += end - begin
+        view = GroupView(tables, torch.zeros(start, dtype=torch.long))
+        batch = Batch(
+            ids=torch.zeros(start, dtype=torch.long), positions=torch.zeros(start, dtype=torch.long),
+            row_starts=torch.tensor([at for at, _, _ in rows] + [start], dtype=torch.int32, device=self.device),
+            kv_lengths=torch.tensor([length for _, _, length in rows], dtype=torch.int32, device=self.device),
+            rows=tuple(rows), logit_index=torch.empty(0, dtype=torch.long), groups=(view,),
+        )  # fmt: skip
+        batch = sharing(batch, self.page_size) if share else batch
+        query = torch.cat([self.queries[sequence][begin:end] for sequence, begin, end in pieces])
+        out = backend.TritonAttention().run(self.spec, query, self.kv, batch, 0, self.sinks)
+        plans = batch.plans["triton", 0]
+        return out.split([end - begin for _, begin, end in pieces]), plans
+
+
+def chunks_of(length, sizes):
+    """Return the begins and ends of chunks of these sizes, in turn, until `length`."""
+    borders, sizes = [0], itertools.cycle(sizes)
+    while borders[-1] < length:
+        borders.append(min(length, borders[-1] + next(sizes)))
+    return list(itertools.pairwise(borders))
+
+
+def differing(case, name, got, expected):
+    """Return a message if tokens differ, else nothing."""
+    bits = {2: torch.int16, 4: torch.int32}[expected.element_size()]
+    zero = torch.zeros((), dtype=expected.dtype, device=expected.device)
+    different = ((got + zero).view(bits) != (expected + zero).view(bits)).flatten(1).any(1)
+    if not different.any():
+        return []
+    apart = (got.float() - expected.float()).abs().max().item()
+    where = different.nonzero().flatten()[:5].tolist()
+    return [f"{case}: {name}: {int(different.sum())} of {len(different)} tokens differ, by up to {apart:.3g}; first {where}"]
+
+
+def compare_ways(
+    case, spec, lengths, common, dtype, device, kind=None, *, page_size, others, chunks, monkeypatch, in_blocks, step=1
+):  # fmt: skip
+    """Return messages about tokens whose outputs depend on how they are computed.
+
+    lengths: of the sequences, the longest first
+    others: page sizes to compare
+    in_blocks: whether keys of long rows are expected to be copied
+    step: compare every so many tokens of a sequence only
+    """
+    one = Sequences(spec, lengths, page_size, dtype, device, kind, common)
+    longest, found, decoded = lengths[0], [], []
+    tokens = [sorted({*range(0, size, step), size - 1}) for size in lengths]
+    for row, at in enumerate(tokens):
+        decoded.append(torch.cat(one.run([(row, token, token + 1) for token in at])[0]))
+        assert torch.isfinite(decoded[-1]).all()
+
+    def check(name, pieces, outputs):
+        for (row, begin, end), out in zip(pieces, outputs, strict=True):
+            chosen = [(index, token) for index, token in enumerate(tokens[row]) if begin <= token < end]
+            expected = decoded[row][[index for index, _ in chosen]]
+            got = out[[token - begin for _, token in chosen]]
+            found.extend(differing(case, f"{name}, tokens {begin} to {end} of sequence {row}", got, expected))
+
+    whole = [(row, 0, size) for row, size in enumerate(lengths)]
+    ends = [(row, size - 1, size) for row, size in enumerate(lengths)]
+    half = longest // 2 - 3
+    for token in tokens[0][:: len(tokens[0]) // 5]:
+        check("decode alone", [(0, token, token + 1)], one.run([(0, token, token + 1)])[0])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "reads_in_blocks", lambda spec, query, kv: False)
+        out, plans = one.run(whole[:1])
+        assert len(plans[0].tiles) > 0 and not len(plans[0].long_tiles)
+        check("prefill in one row", whole[:1], out)
+        check("prefill in a batch", whole, one.run(whole)[0])
+        for sizes in chunks:
+            for begin, end in chunks_of(longest, sizes):
+                check(f"prefill in chunks of {sizes}", [(0, begin, end)], one.run([(0, begin, end)])[0])
+    if in_blocks:
+        for name, pieces in (("long tiles", whole[:1]), ("long tiles after a cached prefix", [(0, half, longest)])):
+            out, plans = one.run(pieces)
+            assert len(plans[0].long_tiles) > 0 and not len(plans[0].tiles)
+            check(name, pieces, out)
+        pieces = [*whole, *ends]
+        check("long tiles in a batch", pieces, one.run(pieces)[0])
+
+    out, plans = one.run(ends, share=True)
+    assert (len(plans[0].shared) > 0) == (spec.window is None)
+    check("decode with a shared prefix", ends, out)
+    mixed = [*ends, (0, 3, half), (0, half, longest)]
+    check("decode with a shared prefix and prefill", mixed, one.run(mixed, share=True)[0])
+
+    for other in others:
+        two = Sequences(spec, lengths, other, dtype, device, kind, common)
+        check(f"prefill over pages of {other}", whole[:1], two.run(whole[:1])[0])
+        check(f"decode over pages of {other}", ends, two.run(ends, share=True)[0])
+    return found
+
+
+INVARIANT = {
+    "plain": AttentionSpec(2, 2, 16, 0.25),
+    "shared heads, odd head": SPECS["shared heads, odd head"],
+    "window": AttentionSpec(4, 2, 16, 0.3, window=45),
+    "sinks": SPECS["sinks"],
+    "sinks and window": AttentionSpec(4, 2, 16, 0.3, window=70, sinks=True),
+    "soft cap": SPECS["soft cap"],
+    "slopes": SPECS["slopes"],
+}
+
+
+@pytest.fixture
+def fixed_order(monkeypatch):
+    monkeypatch.setattr(order, "_fixed", True)
+
+
+@pytest.mark.usefixtures("fixed_order")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter; a GPU runs the next tests")
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, None) for name in INVARIANT), ("sinks and window", torch.float8_e4m3fn)]
+)  # fmt: skip
+def test_tokens_are_the_same_however_they_are_computed_in_the_interpreter(name, kind, monkeypatch):
+    """Splits have two blocks of keys each."""
+    in_blocks = kind is None and name != "shared heads, odd head"
+    monkeypatch.setattr(work_split, "SPLIT", 64)
+    monkeypatch.setattr(backend, "LONG_ROW_TOKENS", 30)
+    monkeypatch.setattr(backend, "reads_in_blocks", lambda spec, query, kv: in_blocks)
+    found = compare_ways(
+        name, INVARIANT[name], [78, 66, 65, 70], 64, torch.float32, "cpu", kind, page_size=16, others=(4,),
+        chunks=((35, 2, 41),), monkeypatch=monkeypatch, in_blocks=in_blocks, step=13,
+    )  # fmt: skip
+    assert not found, "\n".join(found)
+
+
+REAL = {
+    "32 heads over 8 of 128": AttentionSpec(32, 8, 128, 128**-0.5),
+    "14 heads over 2 of 64": AttentionSpec(14, 2, 64, 64**-0.5),
+    "6 heads over 2 of 96": AttentionSpec(6, 2, 96, 96**-0.5),
+    "8 heads over 1 of 256": AttentionSpec(8, 1, 256, 256**-0.5),
+    "window": AttentionSpec(32, 8, 128, 128**-0.5, window=300),
+    "window of 64": AttentionSpec(14, 2, 64, 0.125, window=128),
+    "sinks": AttentionSpec(64, 8, 64, 0.125, sinks=True),
+    "sinks and window": AttentionSpec(64, 8, 64, 0.125, window=128, sinks=True),
+    "soft cap": AttentionSpec(16, 8, 128, 0.3, soft_cap=5.0),
+    "slopes": AttentionSpec(8, 8, 64, 0.125, slopes=tuple(2.0**-power for power in range(1, 9))),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fixed_order")
+@pytest.mark.parametrize("kind", [None, torch.float8_e4m3fn, torch.float8_e5m2], ids=["16 bits", "e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", REAL)
+def test_tokens_are_the_same_however_they_are_computed(name, dtype, kind, device, monkeypatch):
+    spec = REAL[name]
+    in_blocks = kind is None and spec.head_dim in (64, 128) and torch.cuda.get_device_capability() == (9, 0)
+    case = f"{name}, {dtype}, cache in {kind or dtype}"
+    found = compare_ways(
+        case, spec, [1411, 1100, 1030, 1281, 1025], 1024, dtype, device, kind, page_size=16, others=(32, 128),
+        chunks=((129, 2, 333, 77), (511,), (64,), (5,)), monkeypatch=monkeypatch, in_blocks=in_blocks,
+    )  # fmt: skip
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fixed_order")
+@pytest.mark.parametrize("name", ["6 heads over 2 of 96", "sinks and window", "slopes"])
+def test_tokens_in_float32_are_the_same_however_they_are_computed(name, device, monkeypatch):
+    found = compare_ways(
+        f"{name}, float32", REAL[name], [700, 530, 513, 600], 512, torch.float32, device, page_size=16, others=(32,),
+        chunks=((129, 2, 77),), monkeypatch=monkeypatch, in_blocks=False,
+    )  # fmt: skip
+    assert not found, "\n".join(found)
+
+
 @pytest.mark.usefixtures("small_splits")
 def test_a_row_does_not_depend_on_the_batch(device):
     spec, dtype = SPECS["shared heads, odd head"], torch.float32
@@ -170,13 +377,13 @@ def test_it_is_the_first_choice_on_a_gpu():
     ],
 )
 def test_long_rows_over_a_copy_of_their_keys(name, copied, blocks, dtype, device, monkeypatch):
-    """The rows' keys fill blocks of 128 by no means; memory is for one row, for one head, and for all."""
+    """The rows' keys do not fill their blocks of 128; memory is for one row, for one head, and for all."""
     monkeypatch.setattr(backend, "LONG_ROW_TOKENS", 5)
     monkeypatch.setattr(backend, "DEEP_ROW_KEYS", 200)
     monkeypatch.setattr(backend, "MAX_COPIED_KEYS", copied)
-    monkeypatch.setattr(backend, "reads_in_blocks", lambda spec, kv: True)
-    kind = torch.float8_e4m3fn if name == "sinks" else None
+    monkeypatch.setattr(backend, "reads_in_blocks", lambda spec, query, kv: True)
     rows = [(9, 9), (1, 270), (37, 161), (130, 130), (3, 52), (5, 260), (2, 200)]
+    kind = torch.float8_e4m3fn if name == "sinks" else None
     batch = compare(SPECS[name], rows, 16, dtype, device, kind)
     (plan,) = batch.plans["triton", 0]
     assert (len(plan.copies), plan.keys, plan.copied) == (blocks, blocks * 128, max(copied, blocks * 128))
@@ -190,7 +397,7 @@ def test_long_rows_with_a_window(name, window, device, monkeypatch):
     """Of keys that no token sees nothing is copied: tests' caches hold NaN there."""
     monkeypatch.setattr(backend, "LONG_ROW_TOKENS", 5)
     monkeypatch.setattr(backend, "DEEP_ROW_KEYS", 200)
-    monkeypatch.setattr(backend, "reads_in_blocks", lambda spec, kv: True)
+    monkeypatch.setattr(backend, "reads_in_blocks", lambda spec, query, kv: True)
     rows = [(9, 9), (1, 270), (37, 461), (130, 430), (5, 260), (2, 200)]
     batch = compare(dataclasses.replace(SPECS[name], window=window), rows, 16, torch.float32, device)
     (plan,) = batch.plans["triton", 0]

@@ -5,6 +5,9 @@ long tiles   the same for long rows, over a contiguous copy of their keys and va
 shared       splits that several one-token rows have in common
 splits       the other splits of one-token rows
 merges       rows with several splits
+
+In the fixed order (ops/order.py) a token's output does not depend on which of these computes it: all kernels use the same
+blocks of keys and merge splits (ops/kernels/attention.py). Otherwise each has the sizes that are fastest.
 """
 
 import importlib.util
@@ -34,8 +37,9 @@ from quire.attn.work_split import (
     first_key,
 )
 from quire.ops.kv import MANTISSA_BITS, is_contiguous_by_page, kv_scales
+from quire.ops.order import order_is_fixed
 
-MERGED_PARTS = 16  # per iteration
+ANY_ORDER = -1
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,18 @@ class Geometry:
     long_n: int = 128
     long_warps: int = 8
     long_stages: int = 3
+    fixed: bool = False  # the fixed order: blocks of as many keys in all kernels, and tiles merge splits
+
+    @property
+    def blocks(self) -> tuple[int, int, int]:
+        """Return the keys per block of tiles, splits and long tiles."""
+        split = min(self.split_n, work_split.SPLIT)
+        return (split, split, split) if self.fixed else (self.tile_n, split, self.long_n)
+
+    @property
+    def merged(self) -> int:
+        """Return the keys after which a tile merges what it has; ANY_ORDER: never."""
+        return work_split.SPLIT if self.fixed else ANY_ORDER
 
 
 @dataclass(frozen=True)
@@ -74,17 +90,26 @@ class Plan:
     copied: int  # keys times heads that memory is allocated for
 
 
-@lru_cache
 def geometry(share: int, head_dim: int, dtype: torch.dtype) -> Geometry:
+    return _geometry(share, head_dim, dtype, order_is_fixed())
+
+
+@lru_cache
+def _geometry(share: int, head_dim: int, dtype: torch.dtype, fixed: bool) -> Geometry:
     dim_block = max(16, _power_of_two(head_dim))
     heads = _power_of_two(share)
     if dtype == torch.float32:  # exact products do not use tensor cores: small blocks need fewer registers
-        return Geometry(dim_block, max(32, heads), 32, 4, 1, max(16, heads), 32, 4, 1, max(32, heads), 4, 1)
+        shape = Geometry(dim_block, max(32, heads), 32, 4, 1, max(16, heads), 32, 4, 1, max(32, heads), 4, 1)
+        return replace(shape, fixed=fixed)
     if dim_block > 128:
-        return Geometry(dim_block, max(128, heads), 64, 8, 2, max(16, heads), 64, 4, 2, max(64, heads), 4, 2)
-    if dim_block > 64:
-        return Geometry(dim_block, max(128, heads), 64, 8, 3, max(16, heads), 128, 4, 2, max(128, heads), 8, 2)
-    return Geometry(dim_block, max(128, heads), 64, 4, 3, max(16, heads), 128, 4, 2, max(128, heads), 8, 2)
+        shape = Geometry(dim_block, max(128, heads), 64, 8, 2, max(16, heads), 64, 4, 2, max(64, heads), 4, 2)
+        return replace(shape, fixed=True, tile_m=max(64, heads)) if fixed else shape
+    if fixed:  # a tile has two accumulators, so there are fewer keys per block
+        return Geometry(
+            dim_block, max(128, heads), 64, 8, 3, max(16, heads), 64, 4, 5, max(128, heads), 8, 3, fixed=True
+        )  # fmt: skip
+    warps = 8 if dim_block > 64 else 4
+    return Geometry(dim_block, max(128, heads), 64, warps, 3, max(16, heads), 128, 4, 2, max(128, heads), 8, 2)
 
 
 @lru_cache
@@ -99,9 +124,12 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def reads_in_blocks(spec: AttentionSpec, query: Tensor) -> bool:
+def reads_in_blocks(spec: AttentionSpec, query: Tensor, kv: Tensor) -> bool:
     """Return whether the copy engine (TMA) can fetch blocks of contiguous keys, which makes a copy in the queries' dtype worth
-    it."""
+    it. In the fixed order an fp8 KV cache is not copied: its scales would be applied before the dot product.
+    """
+    if order_is_fixed() and kv.dtype in MANTISSA_BITS:
+        return False
     if query.device.type != "cuda" or torch.cuda.get_device_capability(query.device) != (9, 0):
         return False
     return spec.head_dim in (64, 128) and query.dtype != torch.float32
@@ -135,7 +163,7 @@ class Launch:
         self._page_strides = kv.stride(0), kv.stride(1), self.tables.stride(0)
         self._options: dict[str, Any] = {
             "SHARE": share, "HEAD_DIM": spec.head_dim,
-            "SOFT_CAP": spec.soft_cap or 0.0, "SINKS": self.sinks is not None, "SLOPES": slopes is not None,
+            "SOFT_CAP": spec.soft_cap or 0.0, "SLOPES": slopes is not None,
         }  # fmt: skip
 
     def run(self) -> None:
@@ -153,7 +181,7 @@ class Launch:
     def _words(self) -> int:
         """Return the size of the scratch memory in words of 4 bytes."""
         spec, plan = self.spec, self.plan
-        parts = plan.parts * spec.heads * (spec.head_dim + 1)
+        parts = plan.parts * spec.heads * (spec.head_dim + 2)
         return max(parts, 2 * plan.copied * spec.head_dim * self.query.element_size() // 4)
 
     def _tiles(self) -> None:
@@ -164,9 +192,9 @@ class Launch:
         tiles_kernel[(self.spec.kv_heads, self.plan.tiles.shape[0])](
             self.query, *self._cache, self.out, self._biases, self.tables, batch.row_starts, batch.kv_lengths, self.plan.tiles,
             self._query_stride, self._out_stride, *self._page_strides, self.spec.scale, **self._options, BITS=self._bits,
-            DIM_BLOCK=shape.dim_block, PAGE_SIZE=self.kv.shape[3], WINDOW=self.spec.window or 0,
-            BLOCK_M=shape.tile_m, BLOCK_N=shape.tile_n, num_warps=shape.tile_warps, num_stages=shape.tile_stages,
-            **overlapping(),
+            SINKS=self.sinks is not None, DIM_BLOCK=shape.dim_block, PAGE_SIZE=self.kv.shape[3], WINDOW=self.spec.window or 0,
+            SPLIT=shape.merged, BLOCK_M=shape.tile_m, BLOCK_N=shape.blocks[0],
+            num_warps=shape.tile_warps, num_stages=shape.tile_stages, **overlapping(),
         )  # fmt: skip
 
     def _long_tiles(self, memory: Tensor) -> None:
@@ -176,15 +204,16 @@ class Launch:
         from quire.ops.kernels.launcher import overlapping
 
         plan, spec, batch, shape = self.plan, self.spec, self.batch, self._shape
-        copy, block = memory.view(self.query.dtype), [shape.long_n, spec.head_dim]
+        size = shape.blocks[2]
+        copy, block = memory.view(self.query.dtype), [size, spec.head_dim]
         at_once = min(spec.kv_heads, plan.copied // plan.keys)
         for first in range(0, spec.kv_heads, at_once):
             heads = min(at_once, spec.kv_heads - first)
             lane = heads * plan.keys
             copy_kernel[(heads, plan.copies.shape[0])](
-                *self._cache, copy, self.tables, batch.kv_lengths, plan.copies, *self._page_strides, first, plan.keys,
-                BITS=self._bits, HEAD_DIM=spec.head_dim, PAGE_SIZE=self.kv.shape[3], BLOCK=shape.long_n, num_warps=4,
-                **overlapping(),
+                *self._cache, copy, self.tables, batch.row_starts, batch.kv_lengths, plan.copies, *self._page_strides, first,
+                plan.keys, BITS=self._bits, HEAD_DIM=spec.head_dim, PAGE_SIZE=self.kv.shape[3], WINDOW=spec.window or 0,
+                BLOCK=size, num_warps=4, **overlapping(),
             )  # fmt: skip
             keys, values = (
                 TensorDescriptor(base, [lane, spec.head_dim], [spec.head_dim, 1], block)
@@ -193,39 +222,40 @@ class Launch:
             long_tiles_kernel[(heads, plan.long_tiles.shape[0])](
                 self.query, self.out, self._biases, batch.row_starts, batch.kv_lengths, plan.long_tiles,
                 self._query_stride, self._out_stride, first, plan.keys, spec.scale, keys, values, **self._options,
-                WINDOW=spec.window or 0,
-                BLOCK_M=shape.long_m, BLOCK_N=shape.long_n, num_warps=shape.long_warps, num_stages=shape.long_stages,
+                SINKS=self.sinks is not None, WINDOW=spec.window or 0, SPLIT=shape.merged,
+                BLOCK_M=shape.long_m, BLOCK_N=size, num_warps=shape.long_warps, num_stages=shape.long_stages,
                 **overlapping(),
             )  # fmt: skip
 
     def _splits(self, memory: Tensor) -> None:
-        from quire.ops.kernels.attention import merge_kernel, shared_kernel, splits_kernel
+        from quire.ops.kernels.attention import merge_parts_kernel, shared_kernel, splits_kernel
         from quire.ops.kernels.launcher import overlapping
 
         plan, spec, shape, starts = self.plan, self.spec, self._shape, self.batch.row_starts
-        parts, weights = memory, memory[plan.parts * spec.heads * spec.head_dim :]
+        size = plan.parts * spec.heads
+        parts, peaks, totals = torch.split(memory[: size * (spec.head_dim + 2)], [size * spec.head_dim, size, size])
+        sinks = {"SINKS": self.sinks is not None}
         options = {
             **self._options, "BITS": self._bits, "DIM_BLOCK": shape.dim_block, "PAGE_SIZE": self.kv.shape[3],
-            "HEADS": spec.heads, "SPLIT": work_split.SPLIT, "BLOCK_N": min(shape.split_n, work_split.SPLIT),
+            "HEADS": spec.heads, "SPLIT": work_split.SPLIT, "BLOCK_N": shape.blocks[1],
         }  # fmt: skip
         if plan.shared.shape[0]:
             shared_kernel[(spec.kv_heads, plan.shared.shape[0])](
-                self.query, *self._cache, parts, weights, self._biases, self.tables, starts, plan.shared, plan.members,
+                self.query, *self._cache, parts, peaks, totals, self._biases, self.tables, starts, plan.shared, plan.members,
                 self._query_stride, *self._page_strides, spec.scale, **options,
                 BLOCK_M=shape.shared_m, num_warps=shape.shared_warps, num_stages=shape.shared_stages, **overlapping(),
             )  # fmt: skip
         if plan.splits.shape[0]:
             splits_kernel[(spec.kv_heads, plan.splits.shape[0])](
-                self.query, *self._cache, self.out, parts, weights, self._biases, self.tables, starts, plan.splits,
-                self._query_stride, self._out_stride, *self._page_strides, spec.scale, **options,
+                self.query, *self._cache, self.out, parts, peaks, totals, self._biases, self.tables, starts, plan.splits,
+                self._query_stride, self._out_stride, *self._page_strides, spec.scale, **options, **sinks,
                 WINDOW=spec.window or 0, BLOCK_M=shape.split_m, num_warps=shape.split_warps, num_stages=shape.split_stages,
                 **overlapping(),
             )  # fmt: skip
         if plan.merges.shape[0]:
-            merge_kernel[(spec.heads, plan.merges.shape[0])](
-                parts, weights, self.out, starts, plan.merges, self._out_stride,
-                HEADS=spec.heads, HEAD_DIM=spec.head_dim, DIM_BLOCK=shape.dim_block, BLOCK=MERGED_PARTS, num_warps=1,
-                **overlapping(),
+            merge_parts_kernel[(spec.heads, plan.merges.shape[0])](
+                parts, peaks, totals, self.out, self._biases, starts, plan.merges, self._out_stride,
+                HEADS=spec.heads, HEAD_DIM=spec.head_dim, DIM_BLOCK=shape.dim_block, **sinks, num_warps=1, **overlapping(),
             )  # fmt: skip
 
 
@@ -265,11 +295,11 @@ class TritonAttention(AttentionBackend):
             reasons.append(f"query heads per KV head must be at most {MAX_QUERY_HEADS_PER_KV_HEAD}; got {share}")
         return reasons
 
-    def plan(self, batch: Batch, group: int, spec: AttentionSpec, query: Tensor, kv: Tensor) -> None:  # noqa: ARG002
+    def plan(self, batch: Batch, group: int, spec: AttentionSpec, query: Tensor, kv: Tensor) -> None:
         share = spec.heads // spec.kv_heads
         shape = geometry(share, spec.head_dim, query.dtype)
         alike = batch.groups[group].alike(work_split.SPLIT) if spec.window is None else NOTHING_SHARED
-        batch.plans["triton", group] = cut(batch, spec.window, alike, shape, share, reads_in_blocks(spec, query))
+        batch.plans["triton", group] = cut(batch, spec.window, alike, shape, share, reads_in_blocks(spec, query, kv))
 
     def run(self, spec: AttentionSpec, query: Tensor, kv: Tensor, batch: Batch, group: int, sinks: Tensor | None) -> Tensor:
         if ("triton", group) not in batch.plans:
@@ -402,7 +432,7 @@ def _cut_prompts(rows: Ints, window: int | None, shape: Geometry, share: int, in
     far = _copied(count, length - first, shape.tile_m // share) if in_blocks else np.zeros(len(rows), np.bool_)
     long, several = (np.flatnonzero(mask).astype(np.int32) for mask in (far, (count > 1) & ~far))
     tiles = cut_tiles(several, count[several], length[several], shape.tile_m // share, np.zeros_like(several))
-    copies, place, keys = cut_copies(long, first[long], length[long], shape.long_n)
+    copies, place, keys = cut_copies(long, first[long], length[long], shape.blocks[2])
     long_tiles = cut_tiles(long, count[long], length[long], shape.long_m // share, place)
     return Prompts(tiles, copies, long_tiles, keys)
 

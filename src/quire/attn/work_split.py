@@ -126,12 +126,12 @@ def first_key(count: Ints, length: Ints, window: int | None) -> Ints:
 
 
 def cut_copies(row: Ints, first: Ints, length: Ints, block: int) -> tuple[Ints, Ints, int]:
-    """Lay the keys of some rows out one after the other, in blocks.
+    """Lay the keys of some rows out one after the other, in blocks that begin at multiples of `block` keys.
 
-    Return copies [copies, 3]: row, first key, index; [rows] index of each row's key 0; total size. A tile's blocks may begin at
-    any key of a row whose first is not 0, so such a row gets one more block.
+    Return copies [copies, 3]: row, first key, index; [rows] index of each row's key 0; total size.
     """
-    each = -(-(length - first) // block) + (first > 0)
+    first = first // block * block
+    each = -(-(length - first) // block)
     place = (np.cumsum(each, dtype=np.int32) - each) * block
     inside = _ragged_arange(each) * block
     copies = np.stack((np.repeat(row, each), np.repeat(first, each) + inside, np.repeat(place, each) + inside), axis=1)

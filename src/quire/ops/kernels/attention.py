@@ -7,8 +7,16 @@ are powers of two.
     split   m = head                      x      keys split * SPLIT ... (split + 1) * SPLIT
     shared  m = row * SHARE + head        x      the same, of many rows with the same pages for these keys
 
-Where a split begins, where its part is stored and how the parts of a row are merged depends on that row only, not on the batch.
-A part from a shared split may differ from the row's own in the last bits, since tensor cores run other shapes.
+In the fixed order (ops/order.py) all kernels compute the same bits for a query, so its output depends on its own queries, keys
+and values only:
+
+- Key blocks begin at multiples of BLOCK_N, which all kernels share, splits at multiples of SPLIT. A tile also attends split by
+  split. The parts of a row are merged in the order of their keys; the first one is merged into the sinks.
+- Tensor cores accumulate the products of one element in the same order for every tile size.
+- A peak is rounded up to an integer. Factors between peaks are then powers of two and products with them exact, whether or not
+  the compiler contracts them into fma.
+- Weights are summed in fixed point, which is exact in any order (`_sum`).
+- A block or a part without visible keys changes nothing.
 
 8-bit values are read in pairs, as words of 16 bits, which copies to tensor cores can transpose: a head's even and odd
 dimensions become two matrices, `_odd` the second, and are interleaved when stored.
@@ -21,6 +29,7 @@ from quire.ops.kernels.float8 import unpack_float8
 from quire.ops.kernels.launcher import launched, let_next_start, tanh, wait_for_previous
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+LOADED_PARTS = tl.constexpr(8)  # at a time, when merged
 
 
 @triton.jit
@@ -67,18 +76,72 @@ def _read(
 
 
 @triton.jit
+def _power(exponent):
+    """Return 2 ** exponent, exactly, of integers up to 0 in float32; 0 below -126."""
+    return ((tl.maximum(exponent, -127.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _sum(weight):
+    """Return the sums [M] of weights [M, N] between 0 and 1, each rounded to 23 fractional bits.
+
+    The float32 numbers from 1 to 2 are 2 ** -23 apart, and so are their bits as integers.
+    """
+    fixed = (weight + 1.0).to(tl.int32, bitcast=True) - 0x3F800000
+    return tl.sum(fixed, 1).to(tl.float32) * (2.0**-23)
+
+
+@triton.jit
+def _merge(
+    done,  # [M, DIM_BLOCK] float32: acc of the parts so far
+    done_odd,
+    done_peak,  # [M]
+    done_total,  # [M]
+    acc,  # the next part
+    acc_odd,
+    peak,  # [M]; -inf: no visible keys
+    total,
+    BITS: tl.constexpr,
+):
+    """Return the parts so far after the next one."""
+    higher = tl.maximum(done_peak, peak)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    fade, share = _power(done_peak - base), _power(peak - base)
+    done = done * fade[:, None] + acc * share[:, None]
+    if BITS > 0:
+        done_odd = done_odd * fade[:, None] + acc_odd * share[:, None]
+    return done, done_odd, higher, done_total * fade + total * share
+
+
+@triton.jit
+def _before_parts(sinks, head, real, SINKS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return peak and total [M] that the first part is merged into."""
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32)
+        peak = tl.ceil(sink * LOG2_E)
+        total = tl.exp2(tl.fma(sink, tl.full((BLOCK_M,), LOG2_E, tl.float32), -peak))
+    return peak, total
+
+
+@triton.jit
 def _fold(
     query,  # [M, DIM_BLOCK]; if BITS, the even dimensions
     query_odd,  # if BITS, the odd dimensions
     acc,  # [M, DIM_BLOCK] float32
     acc_odd,
-    peak,  # [M] largest logit so far
+    peak,  # [M] largest logit of this part so far, rounded up to an integer
     total,  # [M] sum of the weights relative to it
+    done,  # of the parts before, as in _merge; if SPLIT
+    done_odd,
+    done_peak,
+    done_total,
     key,  # [N, DIM_BLOCK], if BITS words
     value,  # [N, DIM_BLOCK], if BITS words
     key_scale,  # [N], if BITS
     value_scale,  # [N], if BITS
-    at,  # [N] positions of the keys
+    begin,  # position of the first key
     low,  # first visible position
     high,  # position after the last one
     position,  # [M] positions of the queries
@@ -89,31 +152,42 @@ def _fold(
     SLOPES: tl.constexpr,
     BITS: tl.constexpr,
     MASKED: tl.constexpr,
+    SPLIT: tl.constexpr,  # keys after which a part is merged; 0: the caller merges; -1: never, and weights have any order
+    BLOCK_N: tl.constexpr,
 ):
-    """Return acc, peak and total after these keys. Scales belong to whole keys and values: cheaper to apply after the dot
-    product."""
+    """Return acc, peak and total after these keys, and the merged parts. Scales belong to whole keys and values: cheaper to
+    apply after the dot product.
+    """
+    at = begin + tl.arange(0, BLOCK_N)
     if BITS > 0:
         even, odd = unpack_float8(key, query.dtype, BITS)
         logit = tl.dot(query, tl.trans(even), input_precision="ieee")
         logit = tl.dot(query_odd, tl.trans(odd), logit, input_precision="ieee") * key_scale[None, :]
     else:
         logit = tl.dot(query, tl.trans(key), input_precision="ieee")
+    if SPLIT > 0:  # noqa: SIM102 - a constant
+        # At the end of a block, Triton 3.9 would read acc before the asynchronous dot product has ended.
+        if begin % SPLIT == 0:
+            done, done_odd, done_peak, done_total = _merge(
+                done, done_odd, done_peak, done_total, acc, acc_odd, peak, total, BITS
+            )  # fmt: skip
+            peak = tl.full(peak.shape, float("-inf"), tl.float32)  # resets acc and total: their factor is 0
     if SOFT_CAP > 0:
         logit = tanh(logit * (scale / SOFT_CAP))
         scale = SOFT_CAP
     if SLOPES:
-        logit += slope[:, None] * at[None, :].to(tl.float32)
+        logit = tl.fma(slope[:, None], at[None, :].to(tl.float32), logit)
     scale *= LOG2_E
     if MASKED:
         visible = ((at >= low) & (at < high))[None, :] & (at[None, :] <= position[:, None])
         if WINDOW > 0:
             visible &= at[None, :] > position[:, None] - WINDOW
         logit = tl.where(visible, logit, float("-inf"))
-    higher = tl.maximum(peak, tl.max(logit, 1) * scale)
+    higher = tl.maximum(peak, tl.ceil(tl.max(logit, 1) * scale))
     base = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
-    weight = tl.exp2(logit * scale - base[:, None])
-    fade = tl.exp2(peak - base)
-    total = total * fade + tl.sum(weight, 1)
+    weight = tl.exp2(tl.fma(logit, scale, -base[:, None]))
+    fade = _power(peak - base)
+    total = total * fade + (tl.sum(weight, 1) if SPLIT < 0 else _sum(weight))
     if BITS > 0:
         even, odd = unpack_float8(value, query.dtype, BITS)
         if query.dtype == tl.float16:  # weights times scales would underflow
@@ -126,23 +200,25 @@ def _fold(
         acc_odd = tl.dot(weight, odd, acc_odd * fade[:, None], input_precision="ieee")
     else:
         acc = tl.dot(weight.to(value.dtype), value, acc * fade[:, None], input_precision="ieee")
-    return acc, acc_odd, higher, total
+    return acc, acc_odd, higher, total, done, done_odd, done_peak, done_total
 
 
 @triton.jit
 def _attend(
-    query, query_odd, acc, acc_odd, peak, total, keys, scales, table, at, low, high, position, slope,
-    page_stride, value_offset, scale,
+    query, query_odd, acc, acc_odd, peak, total, done, done_odd, done_peak, done_total, keys, scales, table, begin, low, high,
+    position, slope, page_stride, value_offset, scale,
     BITS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SLOPES: tl.constexpr, MASKED: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Read keys and values, and fold them in."""
     key, value, key_scale, value_scale = _read(
-        keys, scales, table, at, low, high, page_stride, value_offset, BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, MASKED
+        keys, scales, table, begin + tl.arange(0, BLOCK_N), low, high, page_stride, value_offset,
+        BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, MASKED,
     )  # fmt: skip
     return _fold(
-        query, query_odd, acc, acc_odd, peak, total, key, value, key_scale, value_scale, at, low, high, position, slope, scale,
-        WINDOW, SOFT_CAP, SLOPES, BITS, MASKED,
+        query, query_odd, acc, acc_odd, peak, total, done, done_odd, done_peak, done_total, key, value, key_scale, value_scale,
+        begin, low, high, position, slope, scale, WINDOW, SOFT_CAP, SLOPES, BITS, MASKED, SPLIT, BLOCK_N,
     )  # fmt: skip
 
 
@@ -162,8 +238,8 @@ def _tile(
     query, sinks, row_starts, kv_lengths, row, first, kv_head, query_stride,
     SHARE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, SINKS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile's queries, peak and total, positions, the lowest position and the one after the highest, tokens, heads, and
-    the mask of real elements.
+    """Return a tile's queries, the peak and total before its first part, positions, the lowest position and the one after the
+    highest, tokens, heads, and the mask of real elements.
     """
     start = tl.load(row_starts + row)
     count = tl.load(row_starts + row + 1) - start
@@ -180,25 +256,22 @@ def _tile(
     token = (start + token).to(tl.int64)
     stored = real[:, None] & (dim < HEAD_DIM)[None, :]
     q = tl.load(query + (token * query_stride + head * HEAD_DIM)[:, None] + dim[None, :], mask=stored, other=0.0)
-    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    if SINKS:
-        peak = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2_E
-        total += 1.0
+    peak, total = _before_parts(sinks, head, real, SINKS, BLOCK_M)
     return q, peak, total, position, lowest, high, token, head, stored
 
 
 @triton.jit
 def _seen(lowest, high, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the first key that queries from `lowest` to before `high` see, and the begin and end, in whole blocks, of the keys
-    that all of them see."""
+    """Return the first key that queries from `lowest` to before `high` see, where its block begins, and the begin and end of
+    the blocks that all of them see.
+    """
     low = 0
     begin = 0
     if WINDOW > 0:
         low = tl.maximum(0, lowest - WINDOW + 1)
-        begin = low + tl.cdiv(tl.minimum(tl.maximum(high - WINDOW, low), high) - low, BLOCK_N) * BLOCK_N
-    end = begin + tl.maximum(lowest + 1 - begin, 0) // BLOCK_N * BLOCK_N
-    return low, begin, end
+        begin = tl.cdiv(tl.maximum(high - WINDOW, low), BLOCK_N) * BLOCK_N
+    end = tl.maximum(begin, (lowest + 1) // BLOCK_N * BLOCK_N)
+    return low, low // BLOCK_N * BLOCK_N, begin, end
 
 
 @launched
@@ -228,6 +301,7 @@ def tiles_kernel(
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
     SLOPES: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
@@ -239,36 +313,42 @@ def tiles_kernel(
     row, first = tl.load(tile), tl.load(tile + 1)
     if row < 0:
         return
-    q, peak, total, position, lowest_query, high, token, head, stored = _tile(
+    q, done_peak, done_total, position, lowest_query, high, token, head, stored = _tile(
         query, sinks, row_starts, kv_lengths, row, first, kv_head, query_stride, SHARE, HEAD_DIM, DIM_BLOCK, SINKS, BLOCK_M
     )
     q, q_odd, acc, acc_odd = _halves(q, BLOCK_M, DIM_BLOCK, BITS)
+    done, done_odd = acc, acc_odd
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
     keys = kv + kv_head * (PAGE_SIZE * HEAD_DIM // (2 if BITS > 0 else 1))
     scales += kv_head * PAGE_SIZE
     table = tables + row.to(tl.int64) * table_stride
     slope = tl.load(sinks + head).to(tl.float32) / scale if SLOPES else peak
-    low, clear, edge = _seen(lowest_query, high, WINDOW, BLOCK_N)
-    n = tl.arange(0, BLOCK_N)
+    low, start, clear, edge = _seen(lowest_query, high, WINDOW, BLOCK_N)
     if WINDOW > 0:
-        for begin in tl.range(low, clear, BLOCK_N):
-            acc, acc_odd, peak, total = _attend(
-                q, q_odd, acc, acc_odd, peak, total, keys, scales, table, begin + n, low, high, position, slope,
-                page_stride, value_offset, scale, BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, SLOPES, True,
+        for begin in tl.range(start, clear, BLOCK_N):
+            acc, acc_odd, peak, total, done, done_odd, done_peak, done_total = _attend(
+                q, q_odd, acc, acc_odd, peak, total, done, done_odd, done_peak, done_total, keys, scales, table, begin, low,
+                high, position, slope, page_stride, value_offset, scale,
+                BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, SLOPES, True, SPLIT, BLOCK_N,
             )  # fmt: skip
     for begin in tl.range(clear, edge, BLOCK_N):
-        acc, acc_odd, peak, total = _attend(
-            q, q_odd, acc, acc_odd, peak, total, keys, scales, table, begin + n, low, high, position, slope,
-            page_stride, value_offset, scale, BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, SLOPES, False,
+        acc, acc_odd, peak, total, done, done_odd, done_peak, done_total = _attend(
+            q, q_odd, acc, acc_odd, peak, total, done, done_odd, done_peak, done_total, keys, scales, table, begin, low, high,
+            position, slope, page_stride, value_offset, scale,
+            BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, SLOPES, False, SPLIT, BLOCK_N,
         )  # fmt: skip
     for begin in tl.range(edge, high, BLOCK_N):
-        acc, acc_odd, peak, total = _attend(
-            q, q_odd, acc, acc_odd, peak, total, keys, scales, table, begin + n, low, high, position, slope,
-            page_stride, value_offset, scale, BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, SLOPES, True,
+        acc, acc_odd, peak, total, done, done_odd, done_peak, done_total = _attend(
+            q, q_odd, acc, acc_odd, peak, total, done, done_odd, done_peak, done_total, keys, scales, table, begin, low, high,
+            position, slope, page_stride, value_offset, scale,
+            BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, SLOPES, True, SPLIT, BLOCK_N,
         )  # fmt: skip
+    done, done_odd, done_peak, done_total = _merge(done, done_odd, done_peak, done_total, acc, acc_odd, peak, total, BITS)
     if BITS > 0:
-        acc = tl.interleave(acc, acc_odd)
+        done = tl.interleave(done, done_odd)
     where_out = out + (token * out_stride + head * HEAD_DIM)[:, None] + tl.arange(0, DIM_BLOCK)[None, :]
-    tl.store(where_out, (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
+    tl.store(where_out, (done / done_total[:, None]).to(out.dtype.element_ty), mask=stored)
 
 
 @launched
@@ -278,6 +358,7 @@ def copy_kernel(
     scales,  # [pages, 2, kv_heads, PAGE_SIZE] float32, if BITS
     keys,  # [2, heads at once, size, HEAD_DIM]: the values lie after the keys
     tables,  # [R, max_pages]
+    row_starts,  # [R + 1]
     kv_lengths,  # [R]
     copies,  # [copies, 3] row, its first key, index in the copy
     page_stride,
@@ -288,10 +369,11 @@ def copy_kernel(
     BITS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Copy BLOCK keys and values of one head; zeros after the end of a row."""
+    """Copy BLOCK keys and values of one head; zeros where no token of the row sees a key."""
     let_next_start(EARLY)
     wait_for_previous(EARLY)
     head = tl.program_id(0)
@@ -302,8 +384,11 @@ def copy_kernel(
     scales += (first_head + head) * PAGE_SIZE
     table = tables + row.to(tl.int64) * table_stride
     length = tl.load(kv_lengths + row)
+    low = 0
+    if WINDOW > 0:
+        low = length - (tl.load(row_starts + row + 1) - tl.load(row_starts + row)) - WINDOW + 1
     key, value, key_scale, value_scale = _read(
-        lane, scales, table, at, 0, length, page_stride, value_offset, BITS, HEAD_DIM, HEAD_DIM, PAGE_SIZE, True
+        lane, scales, table, at, low, length, page_stride, value_offset, BITS, HEAD_DIM, HEAD_DIM, PAGE_SIZE, True
     )
     if BITS > 0:
         kind: tl.constexpr = keys.dtype.element_ty
@@ -339,6 +424,7 @@ def long_tiles_kernel(
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
     SLOPES: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
@@ -349,35 +435,39 @@ def long_tiles_kernel(
     kv_head = first_head + tl.program_id(0)
     tile = tiles + tl.program_id(1) * 3
     row, first, place = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    q, peak, total, position, lowest_query, high, token, head, stored = _tile(
+    q, done_peak, done_total, position, lowest_query, high, token, head, stored = _tile(
         query, sinks, row_starts, kv_lengths, row, first, kv_head, query_stride, SHARE, HEAD_DIM, HEAD_DIM, SINKS, BLOCK_M
     )
     acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+    done = acc
+    odd = tl.zeros((1,), tl.float32)  # only for 8-bit values
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
     slope = tl.load(sinks + head).to(tl.float32) / scale if SLOPES else peak
-    low, clear, edge = _seen(lowest_query, high, WINDOW, BLOCK_N)
+    low, start, clear, edge = _seen(lowest_query, high, WINDOW, BLOCK_N)
     base = tl.program_id(0) * size + place
-    n = tl.arange(0, BLOCK_N)
     if WINDOW > 0:
-        for begin in tl.range(low, clear, BLOCK_N):
+        for begin in tl.range(start, clear, BLOCK_N):
             key, value = keys.load([base + begin, 0]), values.load([base + begin, 0])
-            acc, _, peak, total = _fold(
-                q, q, acc, acc, peak, total, key, value, 1.0, 1.0, begin + n, low, high, position, slope, scale,
-                WINDOW, SOFT_CAP, SLOPES, 0, True,
+            acc, odd, peak, total, done, odd, done_peak, done_total = _fold(
+                q, q, acc, odd, peak, total, done, odd, done_peak, done_total, key, value, 1.0, 1.0, begin, low, high,
+                position, slope, scale, WINDOW, SOFT_CAP, SLOPES, 0, True, SPLIT, BLOCK_N,
             )  # fmt: skip
     for begin in tl.range(clear, edge, BLOCK_N):
         key, value = keys.load([base + begin, 0]), values.load([base + begin, 0])
-        acc, _, peak, total = _fold(
-            q, q, acc, acc, peak, total, key, value, 1.0, 1.0, begin + n, low, high, position, slope, scale,
-            WINDOW, SOFT_CAP, SLOPES, 0, False,
+        acc, odd, peak, total, done, odd, done_peak, done_total = _fold(
+            q, q, acc, odd, peak, total, done, odd, done_peak, done_total, key, value, 1.0, 1.0, begin, low, high,
+            position, slope, scale, WINDOW, SOFT_CAP, SLOPES, 0, False, SPLIT, BLOCK_N,
         )  # fmt: skip
     for begin in tl.range(edge, high, BLOCK_N):
         key, value = keys.load([base + begin, 0]), values.load([base + begin, 0])
-        acc, _, peak, total = _fold(
-            q, q, acc, acc, peak, total, key, value, 1.0, 1.0, begin + n, low, high, position, slope, scale,
-            WINDOW, SOFT_CAP, SLOPES, 0, True,
+        acc, odd, peak, total, done, odd, done_peak, done_total = _fold(
+            q, q, acc, odd, peak, total, done, odd, done_peak, done_total, key, value, 1.0, 1.0, begin, low, high,
+            position, slope, scale, WINDOW, SOFT_CAP, SLOPES, 0, True, SPLIT, BLOCK_N,
         )  # fmt: skip
+    done, _, done_peak, done_total = _merge(done, odd, done_peak, done_total, acc, odd, peak, total, 0)
     where_out = out + (token * out_stride + head * HEAD_DIM)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
-    tl.store(where_out, (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
+    tl.store(where_out, (done / done_total[:, None]).to(out.dtype.element_ty), mask=stored)
 
 
 @launched
@@ -387,8 +477,9 @@ def splits_kernel(
     kv,  # [pages, 2, kv_heads, PAGE_SIZE, HEAD_DIM], if BITS words of two
     scales,  # [pages, 2, kv_heads, PAGE_SIZE] float32, if BITS
     out,  # [T, heads, HEAD_DIM]
-    parts,  # [parts, heads, HEAD_DIM] float32
-    weights,  # [parts, heads] float32: log2 of the sum of a part's weights
+    parts,  # [parts, heads, HEAD_DIM] float32: values times weights
+    peaks,  # [parts, heads] float32
+    totals,  # [parts, heads] float32
     sinks,  # [heads], or ALiBi slopes
     tables,  # [R, max_pages]
     row_starts,  # [R + 1]
@@ -434,10 +525,6 @@ def splits_kernel(
     low = 0
     if WINDOW > 0:
         low = tl.maximum(0, length - WINDOW)
-    if SINKS:
-        counts = split == low // SPLIT  # the first part of a row includes the sinks
-        peak = tl.where(counts, tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2_E, peak)
-        total = tl.where(counts, 1.0, total)
     keys = kv + kv_head * (PAGE_SIZE * HEAD_DIM // (2 if BITS > 0 else 1))
     scales += kv_head * PAGE_SIZE
     table = tables + row.to(tl.int64) * table_stride
@@ -445,22 +532,25 @@ def splits_kernel(
     begin = tl.maximum(begin, low // BLOCK_N * BLOCK_N)
     position = tl.zeros((BLOCK_M,), tl.int32) + (length - 1)
     slope = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) / scale if SLOPES else peak
-    n = tl.arange(0, BLOCK_N)
     for at in tl.range(begin, high, BLOCK_N):
-        acc, acc_odd, peak, total = _attend(
-            q, q_odd, acc, acc_odd, peak, total, keys, scales, table, at + n, low, high, position, slope,
-            page_stride, value_offset, scale, BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, SLOPES, True,
+        acc, acc_odd, peak, total, _, _, _, _ = _attend(
+            q, q_odd, acc, acc_odd, peak, total, 0, 0, 0, 0, keys, scales, table, at, low, high,
+            position, slope, page_stride, value_offset, scale,
+            BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, SLOPES, True, 0, BLOCK_N,
         )  # fmt: skip
     if BITS > 0:
         acc = tl.interleave(acc, acc_odd)
-    acc = acc / total[:, None]
     if part < 0:
+        done = tl.zeros((BLOCK_M, DIM_BLOCK), tl.float32)
+        done_peak, done_total = _before_parts(sinks, head, real, SINKS, BLOCK_M)
+        done, _, done_peak, done_total = _merge(done, 0.0, done_peak, done_total, acc, 0.0, peak, total, 0)
         where_out = out + token * out_stride + (head * HEAD_DIM)[:, None] + dim[None, :]
-        tl.store(where_out, acc.to(out.dtype.element_ty), mask=stored)
+        tl.store(where_out, (done / done_total[:, None]).to(out.dtype.element_ty), mask=stored)
     else:
         where_part = part.to(tl.int64) * HEADS + head
         tl.store(parts + (where_part * HEAD_DIM)[:, None] + dim[None, :], acc, mask=stored)
-        tl.store(weights + where_part, peak + tl.log2(total), mask=real)
+        tl.store(peaks + where_part, peak, mask=real)
+        tl.store(totals + where_part, total, mask=real)
 
 
 @launched
@@ -470,8 +560,9 @@ def shared_kernel(
     kv,  # [pages, 2, kv_heads, PAGE_SIZE, HEAD_DIM], if BITS words of two
     scales,  # [pages, 2, kv_heads, PAGE_SIZE] float32, if BITS
     parts,  # [parts, heads, HEAD_DIM] float32
-    weights,  # [parts, heads] float32
-    sinks,  # [heads], or ALiBi slopes
+    peaks,  # [parts, heads] float32
+    totals,  # [parts, heads] float32
+    slopes,  # [heads] of ALiBi, if SLOPES
     tables,  # [R, max_pages]
     row_starts,  # [R + 1]
     shared,  # [shared, 3] split, its first member, how many (at most BLOCK_M // SHARE; -1: nothing to do)
@@ -488,7 +579,6 @@ def shared_kernel(
     DIM_BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SOFT_CAP: tl.constexpr,
-    SINKS: tl.constexpr,
     SLOPES: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -517,25 +607,65 @@ def shared_kernel(
     q, q_odd, acc, acc_odd = _halves(q, BLOCK_M, DIM_BLOCK, BITS)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    if SINKS:
-        counts = split == 0
-        peak = tl.where(counts, tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2_E, peak)
-        total = tl.where(counts, 1.0, total)
     keys = kv + kv_head * (PAGE_SIZE * HEAD_DIM // (2 if BITS > 0 else 1))
     scales += kv_head * PAGE_SIZE
     table = tables + tl.load(members + first * 2).to(tl.int64) * table_stride
-    slope = tl.load(sinks + head).to(tl.float32) / scale if SLOPES else peak
-    n = tl.arange(0, BLOCK_N)
+    slope = tl.load(slopes + head).to(tl.float32) / scale if SLOPES else peak
     for at in tl.range(split * SPLIT, (split + 1) * SPLIT, BLOCK_N):
-        acc, acc_odd, peak, total = _attend(
-            q, q_odd, acc, acc_odd, peak, total, keys, scales, table, at + n, 0, 0, m, slope, page_stride, value_offset, scale,
-            BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, 0, SOFT_CAP, SLOPES, False,
+        acc, acc_odd, peak, total, _, _, _, _ = _attend(
+            q, q_odd, acc, acc_odd, peak, total, 0, 0, 0, 0, keys, scales, table, at, 0, 0,
+            m, slope, page_stride, value_offset, scale,
+            BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, 0, SOFT_CAP, SLOPES, False, 0, BLOCK_N,
         )  # fmt: skip
     if BITS > 0:
         acc = tl.interleave(acc, acc_odd)
     where_part = part * HEADS + head
-    tl.store(parts + (where_part * HEAD_DIM)[:, None] + dim[None, :], acc / total[:, None], mask=stored)
-    tl.store(weights + where_part, peak + tl.log2(total), mask=real)
+    tl.store(parts + (where_part * HEAD_DIM)[:, None] + dim[None, :], acc, mask=stored)
+    tl.store(peaks + where_part, peak, mask=real)
+    tl.store(totals + where_part, total, mask=real)
+
+
+@launched
+@triton.jit(do_not_specialize_on_alignment=["merges"])
+def merge_parts_kernel(
+    parts,  # [parts, heads, HEAD_DIM] float32
+    peaks,  # [parts, heads] float32
+    totals,  # [parts, heads] float32
+    out,  # [T, heads, HEAD_DIM]
+    sinks,  # [heads], if SINKS
+    row_starts,  # [R + 1]
+    merges,  # [merges, 3] row (-1: nothing to do), its first part, number of parts
+    out_stride,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    SINKS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Merge the parts of a row in order. Several are loaded at a time."""
+    let_next_start(EARLY)
+    wait_for_previous(EARLY)
+    merge = merges + tl.program_id(1) * 3
+    row, first, count = tl.load(merge), tl.load(merge + 1), tl.load(merge + 2)
+    if row < 0:
+        return
+    one = tl.arange(0, 1)
+    head = tl.program_id(0) + one
+    dim = tl.arange(0, DIM_BLOCK)[None, :]
+    peak, total = _before_parts(sinks, head, one == 0, SINKS, 1)
+    acc = tl.zeros((1, DIM_BLOCK), tl.float32)
+    for begin in tl.range(0, count, LOADED_PARTS):
+        for index in tl.static_range(LOADED_PARTS):
+            at = begin + index + one
+            exists = at < count
+            where_part = (first + at).to(tl.int64) * HEADS + head
+            readable = exists[:, None] & (dim < HEAD_DIM)
+            part = tl.load(parts + (where_part * HEAD_DIM)[:, None] + dim, mask=readable, other=0.0)
+            part_peak = tl.load(peaks + where_part, mask=exists, other=float("-inf"))
+            part_total = tl.load(totals + where_part, mask=exists, other=0.0)
+            acc, _, peak, total = _merge(acc, 0.0, peak, total, part, 0.0, part_peak, part_total, 0)
+    where_out = out + tl.load(row_starts + row).to(tl.int64) * out_stride + (head * HEAD_DIM)[:, None] + dim
+    tl.store(where_out, (acc / total[:, None]).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
 @launched
@@ -553,6 +683,7 @@ def merge_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """Merge parts that are divided by their totals; weights hold log2 of the sum of a part's weights (MLA)."""
     let_next_start(EARLY)
     wait_for_previous(EARLY)
     head = tl.program_id(0)
