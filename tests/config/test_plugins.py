@@ -55,6 +55,42 @@ def test_general_plugins_are_called_once_and_the_broken_ones_named(packages, cap
     assert calls() == ["first", "second"]
 
 
+HOSTILE = """
+import sys
+
+print("printed by import")
+
+class Odd(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+def interrupts():
+    raise KeyboardInterrupt
+
+def unreadable():
+    raise Odd()
+
+def long():
+    raise ValueError("first\\nsecond\\x1b[31m" + 5000 * "x")
+
+def prints():
+    print("printed by call")
+"""
+
+
+def test_hostile_plugins_end_no_command_and_print_nothing_into_answers(packages, caplog, capsys):
+    names = ("interrupts", "unreadable", "long", "prints")
+    packages.add("hostile", "[quire.general_plugins]\n" + "".join(f"{name} = hostile:{name}\n" for name in names), HOSTILE)
+    assert main(["models", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert "LlamaForCausalLM" in json.loads(out)["architectures"]
+    assert "printed by import" in err and "printed by call" in err and sys.stdout is not sys.stderr
+    interrupted, long, unreadable = sorted(record.getMessage() for record in caplog.records)
+    assert "(hostile:interrupts) cannot be used: KeyboardInterrupt; it is skipped" in interrupted
+    assert "ValueError: first second?[31mxxx" in long and "\n" not in long and len(long) < 1200
+    assert "Odd: its text cannot be read" in unreadable
+
+
 @pytest.mark.parametrize(
     ("environment", "called"),
     [

@@ -23,13 +23,14 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from quire.types.errors import ConfigError, PlugInError, QuireError
 
 VARIABLES = ("QUIRE_PLUGINS", "VLLM_PLUGINS")
 TIMEOUT_VARIABLE = "QUIRE_PLUGIN_TIMEOUT"
 DEFAULT_TIMEOUT_S = 60.0
+MAX_REASON_CHARS = 1000  # of a plug-in's error
 SLOW_AFTER_S = 5.0  # a line in the log names the plug-in that is being waited for
 
 T = TypeVar("T")
@@ -86,7 +87,7 @@ class PlugIn:
 
     def run(self, work: Callable[[], T]) -> T:
         """Return what code of the plug-in returns. PlugInError: it raises an exception or exceeds the time limit."""
-        with self.blamed():
+        with self.blamed(), _output_to_stderr():
             return _in_thread(work, str(self), time_limit())
 
     @contextmanager
@@ -97,8 +98,7 @@ class PlugIn:
         except PlugInError:
             raise
         except (Exception, SystemExit) as error:
-            why = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
-            raise PlugInError(f"{self} cannot be used: {why}") from error
+            raise PlugInError(f"{self} cannot be used: {_reason(error)}") from error
 
 
 # ---- which there are
@@ -264,8 +264,10 @@ def _in_thread(work: Callable[[], T], what: str, seconds: float) -> T:
         _plugin_thread.runs = True
         try:
             future.set_result(work())
-        except BaseException as error:
+        except Exception as error:
             future.set_exception(error)
+        except BaseException as error:  # also KeyboardInterrupt: Ctrl-C of the user is raised in the main thread
+            future.set_exception(ConfigError(_reason(error)))
 
     threading.Thread(target=target, name="quire-plugin", daemon=True).start()
     slow = min(SLOW_AFTER_S, seconds)
@@ -281,6 +283,38 @@ def _finishes(future: "Future[Any]", seconds: float) -> bool:
     done = threading.Event()
     future.add_done_callback(lambda _: done.set())
     return done.wait(seconds)
+
+
+def _reason(error: BaseException) -> str:
+    """Return an error of a plug-in in one line."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:
+        text = "its text cannot be read"
+    text = "".join(character if character.isprintable() else "?" for character in text)
+    text = text if len(text) <= MAX_REASON_CHARS else f"{text[:MAX_REASON_CHARS]}..."
+    if isinstance(error, QuireError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+_output_lock = threading.Lock()
+_outputs: list[TextIO] = []  # standard output, once for each plug-in that runs
+
+
+@contextmanager
+def _output_to_stderr() -> Iterator[None]:
+    """Send what a plug-in prints to standard error: standard output is what commands answer."""
+    with _output_lock:
+        _outputs.append(_outputs[0] if _outputs else sys.stdout)
+        sys.stdout = sys.stderr
+    try:
+        yield
+    finally:
+        with _output_lock:
+            original = _outputs.pop()
+            if not _outputs:
+                sys.stdout = original
 
 
 # ---- for reports
