@@ -5,8 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.bench_offline import add_group
-from quire.cli.bench_serve import YES, Flags
+from quire.cli.bench_serve import YES, Flags, add_groups
 from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bits", usage="%(prog)s [options]", help="compare the bits of batches on a GPU", description=DESCRIPTION
     )
-    add_group(parser, "bits", BITS)
+    add_groups(parser, [("bits", BITS)])
     parser.set_defaults(run=run)
 
 

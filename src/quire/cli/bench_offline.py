@@ -9,11 +9,11 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.bench_serve import DATASET, DATASETS, YES, Flags, N, X, dataset_of, pairs, plain
+from quire.cli.bench_serve import DATASET, DATASETS, YES, Flags, N, X, add_groups, dataset_of, pairs, plain
 from quire.config.args import EngineArgs, add_cli_arguments
 from quire.features.profiling.host import REMEDY
 from quire.types.errors import ConfigError
@@ -35,15 +35,19 @@ PROFILE = ("profile", "profile one more run, which is not measured; requires --p
 HIDDEN = ("run", "command", "measurement", "hf_token", "metadata")
 
 
-def add_group(parser: argparse.ArgumentParser, title: str, flags: Flags) -> None:
-    group = parser.add_argument_group(title)
-    for name, text, options in flags:
-        group.add_argument(f"--{name}", help=text, **options)
-
-
-def add_report_and_engine_flags(parser: argparse.ArgumentParser) -> None:
-    add_group(parser, "report", REPORT)
+def add_benchmark(
+    subparsers: Any,
+    name: str,
+    about: str,
+    description: str,
+    groups: Sequence[tuple[str, Flags]],
+    run: Callable[[argparse.Namespace], int],
+) -> None:
+    """Add a benchmark's parser with its groups of flags, the flags of the report and those of the engine."""
+    parser = subparsers.add_parser(name, usage="%(prog)s [options]", help=about, description=description)
+    add_groups(parser, (*groups, ("report", REPORT)))
     add_cli_arguments(parser)
+    parser.set_defaults(run=run)
 
 
 def at_least(flag: str, value: int, minimum: int) -> int:
@@ -181,16 +185,8 @@ RUNS: Flags = (
 
 
 def add_throughput_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "throughput",
-        usage="%(prog)s [options]",
-        help="how long a model takes for many requests at once",
-        description=THROUGHPUT_DESCRIPTION,
-    )
-    add_group(parser, "requests", WORK)
-    add_group(parser, "runs", RUNS)
-    add_report_and_engine_flags(parser)
-    parser.set_defaults(run=run_throughput)
+    about = "how long a model takes for many requests at once"
+    add_benchmark(subparsers, "throughput", about, THROUGHPUT_DESCRIPTION, [("requests", WORK), ("runs", RUNS)], run_throughput)
 
 
 def run_throughput(namespace: argparse.Namespace) -> int:
@@ -341,15 +337,8 @@ BATCH: Flags = (
 
 
 def add_latency_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "latency",
-        usage="%(prog)s [options]",
-        help="how long a model takes for one batch",
-        description=LATENCY_DESCRIPTION,
-    )
-    add_group(parser, "batch", BATCH)
-    add_report_and_engine_flags(parser)
-    parser.set_defaults(run=run_latency)
+    about = "how long a model takes for one batch"
+    add_benchmark(subparsers, "latency", about, LATENCY_DESCRIPTION, [("batch", BATCH)], run_latency)
 
 
 def run_latency(namespace: argparse.Namespace) -> int:
@@ -402,15 +391,8 @@ CHILD = "quire.cli.bench_offline"
 
 
 def add_startup_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "startup",
-        usage="%(prog)s [options]",
-        help="how long an engine takes from the start of its process to the first token",
-        description=STARTUP_DESCRIPTION,
-    )
-    add_group(parser, "starts", STARTS)
-    add_report_and_engine_flags(parser)
-    parser.set_defaults(run=run_startup)
+    about = "how long an engine takes from the start of its process to the first token"
+    add_benchmark(subparsers, "startup", about, STARTUP_DESCRIPTION, [("starts", STARTS)], run_startup)
 
 
 def run_startup(namespace: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -143,7 +144,11 @@ REPORT: Flags = (
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    for title, flags in (("server", SERVER), ("requests", REQUESTS), ("load", LOAD), ("report", REPORT)):
+    add_groups(parser, (("server", SERVER), ("requests", REQUESTS), ("load", LOAD), ("report", REPORT)))
+
+
+def add_groups(parser: argparse.ArgumentParser, groups: Iterable[tuple[str, Flags]]) -> None:
+    for title, flags in groups:
         group = parser.add_argument_group(title)
         for name, text, options in flags:
             group.add_argument(f"--{name}", help=text, **options)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.bench.front_end import measure_front_end
 from quire.bench.steps import StepPoint, Turn, admission_times, as_json, host_times, lines, summarize
-from quire.cli.bench_offline import OfflineReport, add_group, add_report_and_engine_flags, at_least, engine_args, engine_facts
+from quire.cli.bench_offline import OfflineReport, add_benchmark, at_least, engine_args, engine_facts
 from quire.cli.bench_serve import YES, Flags, N, X
 from quire.proc.spawn import WITH_THREAD, end_with_parent
 from quire.types.errors import ConfigError
@@ -51,12 +51,7 @@ STEPS: Flags = (
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "steps", usage="%(prog)s [options]", help="measure single steps, for `quire simulate`", description=DESCRIPTION
-    )
-    add_group(parser, "steps", STEPS)
-    add_report_and_engine_flags(parser)
-    parser.set_defaults(run=run)
+    add_benchmark(subparsers, "steps", "measure single steps, for `quire simulate`", DESCRIPTION, [("steps", STEPS)], run)
 
 
 def run(namespace: argparse.Namespace) -> int:
@@ -136,7 +131,9 @@ def _sizes(namespace: argparse.Namespace, config: "Config", longest: int) -> Siz
     return Sizes(namespace.rows or _powers(2, 1, config.max_seqs), prompts, longest, budget)
 
 
-def _measure(meter: "StepMeter", namespace: argparse.Namespace, sizes: Sizes) -> tuple[list[tuple[Any, Turn]], list[Turn]]:
+def _measure(
+    meter: "StepMeter", namespace: argparse.Namespace, sizes: Sizes
+) -> tuple[list[tuple[Any, Turn]], list[Turn]]:
     """Return all turns with labels, and those of pure decode steps."""
     turns: list[tuple[Any, Turn]] = []
     repeats, contexts, longest = namespace.repeats, namespace.contexts, sizes.longest
