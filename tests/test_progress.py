@@ -13,7 +13,7 @@ import pytest
 
 from patience import wait_for
 from quire import progress
-from quire.progress import doing, set_aside, shown
+from quire.progress import doing, paused, shown
 
 
 class Terminal(io.StringIO):
@@ -31,8 +31,8 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "REDRAW", 0.005)
-    monkeypatch.setattr(progress, "LINE_EVERY", 0.005)
+    monkeypatch.setattr(progress, "REDRAW_S", 0.005)
+    monkeypatch.setattr(progress, "LINE_INTERVAL_S", 0.005)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "60")
     for name in progress.LEVEL_VARIABLES:
@@ -45,9 +45,9 @@ def terminal() -> Terminal:
 
 
 @contextmanager
-def shown_on(stream: io.StringIO, ready: str = "", tell: Callable[[str], None] | None = None) -> Iterator[None]:
+def shown_on(stream: io.StringIO, ready: str = "", write_line: Callable[[str], None] | None = None) -> Iterator[None]:
     with redirect_stderr(stream):
-        with shown(ready, tell):
+        with shown(ready, write_line):
             yield
         assert sys.stderr is stream
 
@@ -80,12 +80,12 @@ def test_what_others_write_stands_above_it(terminal: Terminal) -> None:
 def test_it_makes_room_for_bars_of_others(terminal: Terminal) -> None:
     with shown_on(terminal), doing("loading"):
         wait_for(lambda: "loading" in terminal.getvalue())
-        with set_aside():
+        with paused():
             drawn = len(terminal.getvalue())
             time.sleep(0.05)
             assert terminal.getvalue()[drawn:] == ""
         wait_for(lambda: "loading" in terminal.getvalue()[drawn:])
-    with set_aside():
+    with paused():
         pass
 
 
@@ -106,7 +106,7 @@ def test_a_dumb_terminal_gets_lines(terminal: Terminal, monkeypatch: pytest.Monk
 
 def test_lines_may_go_to_a_log(terminal: Terminal) -> None:
     told: list[str] = []
-    with shown_on(terminal, tell=told.append), doing("loading"):
+    with shown_on(terminal, write_line=told.append), doing("loading"):
         wait_for(lambda: any(re.fullmatch(r"loading \(\d+ s\)", line) for line in told))
     assert terminal.getvalue() == ""
 

@@ -1,8 +1,8 @@
-"""What a person sees while waiting: what is being done, how much of it, and for how long.
+"""A progress display: the current work, how much of it is done, and the elapsed time.
 
-Whoever does something long says so (`doing`); whoever has a person waiting opens a display (`shown`). On a terminal that is one
-moving line on standard error, erased at the end; elsewhere a line every few seconds. Without a display nothing is written.
-What is done is not known here.
+Code that takes long wraps its work in `doing`; commands and `LLM` open a display with `shown`. On a terminal the display is one
+moving line on standard error, erased at the end; otherwise it writes a line every few seconds. Without a display nothing is
+written.
 """
 
 import os
@@ -15,18 +15,18 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 LEVEL_VARIABLES = ("QUIRE_LOGGING_LEVEL", "VLLM_LOGGING_LEVEL")
-QUIET = ("WARNING", "ERROR", "CRITICAL")  # levels at which nothing moves
-REDRAW, LINE_EVERY = 0.1, 5.0  # seconds: on a terminal, and elsewhere
+QUIET = ("WARNING", "ERROR", "CRITICAL")  # levels without a display
+REDRAW_S, LINE_INTERVAL_S = 0.1, 5.0  # on a terminal, and otherwise
 SIGNS = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 ERASE = "\r\x1b[2K"
 
 _lock = threading.RLock()
-_works: list["WorkInProgress"] = []  # what is being done, the part after the whole
+_works: list["WorkInProgress"] = []  # open `doing` blocks, innermost last
 _display: "Display | None" = None
 
 
 class WorkInProgress:
-    """`done` of `total` bytes, if that is known."""
+    """One piece of work: `done` of `total` bytes; total 0: unknown."""
 
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total, self._done = what, total, 0
@@ -49,7 +49,7 @@ class WorkInProgress:
 
 @contextmanager
 def doing(what: str, total: int = 0) -> Iterator[WorkInProgress]:
-    """`total` bytes, if they can be counted."""
+    """Show `what` as the current work while the block runs. total: bytes, if known."""
     work = WorkInProgress(what, total)
     with _lock:
         _works.append(work)
@@ -61,21 +61,25 @@ def doing(what: str, total: int = 0) -> Iterator[WorkInProgress]:
 
 
 class Display(threading.Thread):
-    def __init__(self, tell: Callable[[str], None] | None) -> None:
+    """Draw the current work until `end`. moves: on a terminal, one line that is drawn again and again."""
+
+    def __init__(self, write_line: Callable[[str], None] | None) -> None:
         super().__init__(name="quire-progress", daemon=True)
         self.stream = sys.stderr
-        self.moves = tell is None and _is_terminal(self.stream)
+        self.moves = write_line is None and _is_terminal(self.stream)
         self.began = time.monotonic()
-        self._tell = tell or self._print
+        self._write_line = write_line or self._print
         self._over = threading.Event()
-        self._aside = 0  # how many others write to the terminal now
-        self._sign, self._drawn, self._amid = 0, False, False  # whether our line is there; whether another's is not complete
+        self._paused = 0  # number of open `paused` blocks
+        self._sign = 0
+        self._drawn = False  # the display's line is on the terminal
+        self._incomplete = False  # a line that other code writes has not ended
 
     def run(self) -> None:
-        while not self._over.wait(REDRAW if self.moves else LINE_EVERY):
+        while not self._over.wait(REDRAW_S if self.moves else LINE_INTERVAL_S):
             with _lock:
-                if _works and not self._aside and not self._amid:
-                    self._draw() if self.moves else self._tell(f"{_works[-1]} ({self.seconds:.0f} s)")
+                if _works and not self._paused and not self._incomplete:
+                    self._draw() if self.moves else self._write_line(f"{_works[-1]} ({self.seconds:.0f} s)")
 
     def end(self) -> None:
         self._over.set()
@@ -91,16 +95,16 @@ class Display(threading.Thread):
             self._write(ERASE)
             self._drawn = False
 
-    def let_write(self, text: str) -> int:
-        """Above our line."""
+    def write_above(self, text: str) -> int:
+        """Write text of other code above the display's line."""
         with _lock:
             self.erase()
-            self._amid = not text.endswith("\n") if text else self._amid
+            self._incomplete = not text.endswith("\n") if text else self._incomplete
             return self.stream.write(text)
 
-    def put_aside(self, count: int) -> None:
+    def pause(self, count: int) -> None:
         with _lock:
-            self._aside += count
+            self._paused += count
             self.erase()
 
     def _draw(self) -> None:
@@ -114,35 +118,36 @@ class Display(threading.Thread):
         self._write(f"{line}\n")
 
     def _write(self, text: str) -> None:
-        with suppress(OSError, ValueError):  # closed, or of an encoding without our signs
+        with suppress(OSError, ValueError):  # closed, or its encoding lacks SIGNS
             self.stream.write(text)
             self.stream.flush()
 
 
 class _Above:
-    """Standard error while a line moves: what others write comes above it."""
+    """Standard error while a display moves: text of other code is written above the display's line."""
 
     def __init__(self, display: Display) -> None:
         self._display = display
 
     def write(self, text: str) -> int:
-        return self._display.let_write(text)
+        return self._display.write_above(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._display.stream, name)
 
 
 @contextmanager
-def shown(ready: str = "", tell: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Shows what is being done, unless somebody does already, or the log level asks for silence.
+def shown(ready: str = "", write_line: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Open a display, unless one is open or the log level is WARNING or higher.
 
-    `ready` is said at the end, where a line has moved. `tell` writes lines instead of standard error.
+    ready: written at the end on a terminal, with the elapsed time
+    write_line: called with each line in place of writing to standard error
     """
     global _display
     if _display is not None or is_quiet():
         yield
         return
-    _display = display = Display(tell)
+    _display = display = Display(write_line)
     before = sys.stderr
     if display.moves:
         sys.stderr = _Above(display)
@@ -159,17 +164,17 @@ def shown(ready: str = "", tell: Callable[[str], None] | None = None) -> Iterato
 
 
 @contextmanager
-def set_aside() -> Iterator[None]:
-    """Somebody else writes to the terminal."""
+def paused() -> Iterator[None]:
+    """Pause the display while other code draws on the terminal."""
     display = _display
     if display is None:
         yield
         return
-    display.put_aside(1)
+    display.pause(1)
     try:
         yield
     finally:
-        display.put_aside(-1)
+        display.pause(-1)
 
 
 def is_quiet() -> bool:

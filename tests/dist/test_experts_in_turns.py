@@ -93,7 +93,7 @@ def work(leader, seed):
 @pytest.mark.parametrize("fleet", [(2, 1), (3, 1), (2, 2)], indirect=True)
 def test_engines_are_served_wherever_they_are(fleet):
     with ThreadPoolExecutor(len(fleet.leaders)) as pool:
-        assert all(pool.map(lambda leader: leader.meet() is None, fleet.leaders))
+        assert all(pool.map(lambda leader: leader.wait_all() is None, fleet.leaders))
         for seed in range(2):
             assert all(pool.map(work, fleet.leaders, [10 * seed + i for i in range(len(fleet.leaders))]))
 

@@ -152,8 +152,8 @@ def test_a_deadly_grammar_ends_its_own_requests(faulty):
 
 
 def test_a_grammar_that_hangs_is_a_deadly_one(faulty, monkeypatch):
-    monkeypatch.setattr(client, "LONGEST_STEP", 2.0)
-    monkeypatch.setattr(client, "LONGEST_SILENCE", 4.0)
+    monkeypatch.setattr(client, "STEP_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(client, "COMPILE_TIMEOUT_S", 4.0)
     answers = Run(faulty, {"bad": bound(9, regex="stuck[ab]{9}"), "good": bound(1, regex="[ab]{20}")}).finish()
     assert answers["bad"][0].finish_reason == "error" and "crash or hang" in answers["bad"][0].error
     assert answers["good"][0].finish_reason == "stop"
@@ -215,7 +215,7 @@ def test_the_choices_of_a_request_share_its_budget_of_mask_time(faulty, monkeypa
 
 
 def test_a_stopped_process_stops_only_those_who_need_it(engine, monkeypatch):
-    monkeypatch.setattr(client, "LONGEST_STEP", PATIENCE)  # it is not given up meanwhile
+    monkeypatch.setattr(client, "STEP_TIMEOUT_S", PATIENCE)  # it is not given up meanwhile
     params = {"bound": bound(1, 50, regex="(a|b){40}"), "free": SamplingParams(max_tokens=100, seed=6, ignore_eos=True)}
     expected = told(Run(engine, params).finish())
     run = Run(engine, params)
@@ -273,16 +273,16 @@ def test_starts_that_are_killed_for_too_long_are_given_up(tiny_model, monkeypatc
 
 def test_a_kill_from_outside_is_not_blamed_on_the_grammar(engine, monkeypatch):
     asked = {"alone": bound(1, regex="[abc]{12}")}
-    expected, left, hear = told(Run(engine, asked).finish()), [1, 2], client.Grammars._hear
+    expected, left, handle = told(Run(engine, asked).finish()), [1, 2], client.Grammars._handle
 
     def killing(self, answer, process):
         if left and isinstance(answer, wire.GrammarOpened) and self._by_number[answer.id].name is not None:
             left.pop()
             os.kill(process.pid, signal.SIGKILL)
         else:
-            hear(self, answer, process)
+            handle(self, answer, process)
 
-    monkeypatch.setattr(client.Grammars, "_hear", killing)
+    monkeypatch.setattr(client.Grammars, "_handle", killing)
     assert told(Run(engine, asked).finish()) == expected and not left
 
 

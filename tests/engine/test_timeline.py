@@ -110,7 +110,7 @@ def test_a_process_started_ahead_imports_what_it_needs_and_then_waits(tiny_model
 
 def test_the_process_tells_what_it_is_at(tiny_model, traces, caplog, capsys):
     hurried = (
-        "import quire.progress, runpy; quire.progress.LINE_EVERY = 0.001; "
+        "import quire.progress, runpy; quire.progress.LINE_INTERVAL_S = 0.001; "
         "runpy.run_module('quire.engine.process', run_name='__main__')"
     )
     config = resolve(EngineArgs(str(tiny_model), device="cpu", max_model_len=64), lambda: "cpu", describe)

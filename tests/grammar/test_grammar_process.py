@@ -192,7 +192,7 @@ def test_requests_wait_for_a_row_of_masks(model):
 def test_a_late_mask_is_told_when_it_is_there(model, tokenizer, monkeypatch):
     """Nobody waits for a process that is stopped, neither to ask it nor to tell it anything."""
     a, b, c = (tokenizer.encode(letter)[0] for letter in "abc")
-    monkeypatch.setattr(client, "LONGEST_STEP", PATIENCE)
+    monkeypatch.setattr(client, "STEP_TIMEOUT_S", PATIENCE)
     grammars = Grammars(start(model))
     grammars.open(spec("one"))
     wait_ready(grammars)
@@ -214,7 +214,7 @@ def test_a_late_mask_is_told_when_it_is_there(model, tokenizer, monkeypatch):
 
 def test_a_process_that_stays_silent_is_replaced(model, tokenizer, monkeypatch):
     a, b, c = (tokenizer.encode(letter)[0] for letter in "abc")
-    monkeypatch.setattr(client, "LONGEST_STEP", 0.5)
+    monkeypatch.setattr(client, "STEP_TIMEOUT_S", 0.5)
     grammars = Grammars(start(model))
     grammars.open(spec("one"))
     wait_ready(grammars)
@@ -263,8 +263,10 @@ def test_whoever_is_slow_goes_on_in_a_lane_of_its_own_and_is_given_up_there(mode
 def test_whoever_was_slow_waits_for_the_others(model, tokenizer, monkeypatch):
     """The commands that have arrived are answered before a slow matcher has its turn, which is shown by their order."""
     monkeypatch.setattr(wire, "COMMAND", FAULTY)
-    grammars, order, hear = Grammars(start(model)), [], Grammars._hear
-    monkeypatch.setattr(Grammars, "_hear", lambda self, answer, process: (order.append(answer), hear(self, answer, process))[1])
+    grammars, order, handle = Grammars(start(model)), [], Grammars._handle
+    monkeypatch.setattr(
+        Grammars, "_handle", lambda self, answer, process: (order.append(answer), handle(self, answer, process))[1]
+    )
     slow, (a, b) = [f"slow{i}" for i in range(3)], (tokenizer.encode(letter)[0] for letter in "ab")
     for name in slow:
         grammars.open(spec(name, constraint={"regex": "slow[ab]{9}"}))

@@ -11,7 +11,7 @@ from feed_viewer import watching
 from server_process import body, children, serving, wait_for
 
 from quick_engines import held_back
-from quire.cli.top import EngineView, screen
+from quire.cli.top import EngineRow, screen
 from quire.config.server_args import ServerArgs
 from serving import Running, error_of, events_of
 
@@ -186,7 +186,7 @@ def test_metrics_health_and_events_of_a_whole_server(serve_model):
         assert told["restarts"] == 1 and "SIGKILL" in told["reason"] and told["pid"] not in (first, second)
         assert metrics_of(client, "engine_restarts_total")[str(told["engine"])] == 1
         assert sum(metrics_of(client, "engine_restarts_total").values()) == 1
-        known = EngineView()
+        known = EngineRow()
         for kind, event in list(viewer.events):
             known.apply(kind, event)
         picture = "\n".join(screen(known, None, "here", 160, 50))

@@ -5,7 +5,7 @@ from pathlib import Path
 from feed_viewer import watching
 from server_process import serving, wait_for
 
-from quire.cli.top import EngineView, finished, numbers, screen
+from quire.cli.top import EngineRow, finished, numbers, screen
 from sentence_models import save_text_encoder
 
 TASKS = ["embed", "token_embed", "score"]
@@ -23,7 +23,7 @@ def test_a_server_that_pools(tmp_path: Path) -> None:
         answer = client.post("/v1/embeddings", json={"input": ["the quick brown fox", "a page"]}).json()
         tokens = answer["usage"]["prompt_tokens"]
         viewer.finished(2)
-        known = EngineView()
+        known = EngineRow()
         for kind, event in list(viewer.events):
             known.apply(kind, event)
         assert known.hello["tasks"] == TASKS

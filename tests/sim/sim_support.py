@@ -6,7 +6,7 @@ from quire.cache.layout import make_layout
 from quire.sched.scheduler import Scheduler
 from quire.sim.analytic import HostTime, StepShape
 from quire.sim.fleet import Fleet, Run, router_maker
-from quire.sim.replica import Device, Replica
+from quire.sim.replica import Replica, SimulatedDevice
 from quire.sim.trace import Arrival, Trace
 from quire.types.cache import LayerCache
 
@@ -29,7 +29,7 @@ def replica(*, pages: int = 200, max_seqs: int = 4, budget: int = 64, depth: int
         LAYOUT, pages=pages, max_model_len=more.pop("max_model_len", 200), max_batched_tokens=budget, max_seqs=max_seqs, **more
     )
     timing = PerToken(HostTime(host, 0.0))
-    return Replica(scheduler, PAGE, Device(max_seqs, timing, ((None, 1.0),)), timing.host, depth)
+    return Replica(scheduler, PAGE, SimulatedDevice(max_seqs, timing, ((None, 1.0),)), timing.host, depth)
 
 
 def simulate(trace: Trace, replicas: int = 1, name: str = "round-robin", most: int | None = None, **numbers) -> Run:

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from quire.bench.steps import StepPoint, Turn, admission_times, host_times, summarize
+from quire.bench.steps import StepPoint, TimedTurn, admission_times, host_times, summarize
 from quire.config.memory import estimate_parameters, parameter_parts
 from quire.sim import analytic
-from quire.sim.analytic import CARDS, AnalyticTiming, Card, HostTime, StepShape, find_card, read_rate, shape_of, windows_of
+from quire.sim.analytic import CARDS, AnalyticTiming, GPUModel, HostTime, StepShape, find_card, read_rate, shape_of, windows_of
 from quire.sim.fleet import FrontTime
 from quire.sim.measured import MeasuredTiming, read_measured
 from quire.types.cache import LayerCache
@@ -43,7 +43,7 @@ def test_shapes() -> None:
 
 def test_a_step_of_a_card() -> None:
     """Read once, multiplied once, and the layers' own time: one token has the bandwidth's time, thousands the processor's."""
-    card, parts = Card("a card", 2**30, 1e9, 1e12), parameter_parts(LLAMA)
+    card, parts = GPUModel("a card", 2**30, 1e9, 1e12), parameter_parts(LLAMA)
     assert parts.total == estimate_parameters(LLAMA)
     timing = AnalyticTiming(card, parts, layers=3, weight_bytes=2, kv_bytes=100)
     one = timing.seconds(StepShape(1, 1, 1, 1, 0, 0, 0, 0))
@@ -59,7 +59,7 @@ def test_experts_are_read_as_far_as_they_are_asked() -> None:
     moe = LLAMA | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     parts = parameter_parts(moe)
     assert parts.total == estimate_parameters(moe) and parts.expert == 3 * 3 * 64 * 32
-    timing = AnalyticTiming(Card("a card", 1, 1e9, 1e15), parts, layers=3, weight_bytes=2, kv_bytes=0)
+    timing = AnalyticTiming(GPUModel("a card", 1, 1e9, 1e15), parts, layers=3, weight_bytes=2, kv_bytes=0)
     times = [timing.seconds(StepShape(n, n, n, n, 0, 0, 0, 0)) for n in (1, 2, 64)]
     expert = 2 * parts.expert / (1e9 * analytic.WEIGHT_BANDWIDTH)
     assert times[1] - times[0] == pytest.approx(8 * expert * 0.25 * 0.75, rel=1e-2)  # of the second token's, a quarter is read
@@ -75,7 +75,7 @@ def test_cards_and_rates() -> None:
     with pytest.raises(ConfigError, match=r"--bandwidth '4\.8 parsecs' is not a rate such as 4\.8TB/s"):
         read_rate("bandwidth", "4.8 parsecs")
     with pytest.raises(ConfigError, match="--flops must be above 0"):
-        Card("a card", 1, 1, 0)
+        GPUModel("a card", 1, 1, 0)
 
 
 POINTS = [
@@ -125,7 +125,7 @@ def test_what_a_long_context_costs_in_any_case_is_not_counted_to_each_key() -> N
 
 
 def test_medians_and_the_processors_part() -> None:
-    turns = [Turn(StepPoint(n, n, 10.0, 0.0, seconds), 0.001 + 0.0001 * n) for n in (1, 11) for seconds in (1.0, 9.0, 2.0)]
+    turns = [TimedTurn(StepPoint(n, n, 10.0, 0.0, seconds), 0.001 + 0.0001 * n) for n in (1, 11) for seconds in (1.0, 9.0, 2.0)]
     points = summarize((turn.point.rows, turn) for turn in turns)
     assert [(point.rows, point.seconds) for point in points] == [(1, 2.0), (11, 2.0)]
     assert host_times(turns) == pytest.approx((0.001, 0.0001))

@@ -22,14 +22,14 @@ class StepPoint:
 
 
 @dataclass(frozen=True)
-class Turn:
+class TimedTurn:
     """One iteration of the engine loop: its step, and processor time outside of the step."""
 
     point: StepPoint
     host: float  # seconds
 
 
-def summarize(turns: Iterable[tuple[Any, Turn]]) -> list[StepPoint]:
+def summarize(turns: Iterable[tuple[Any, TimedTurn]]) -> list[StepPoint]:
     """Return the median step of the turns with the same label."""
     groups: dict[Any, list[StepPoint]] = defaultdict(list)
     for label, turn in turns:
@@ -46,7 +46,7 @@ def summarize(turns: Iterable[tuple[Any, Turn]]) -> list[StepPoint]:
     ]
 
 
-def host_times(turns: Iterable[Turn]) -> tuple[float, float]:
+def host_times(turns: Iterable[TimedTurn]) -> tuple[float, float]:
     """Return processor seconds per step and per row: the line through the medians of the fewest and the most rows."""
     return _line((turn.point.rows, turn.host) for turn in turns)
 

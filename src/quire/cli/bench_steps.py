@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire.bench.front_end import measure_front_end
-from quire.bench.steps import StepPoint, Turn, admission_times, as_json, host_times, lines, summarize
+from quire.bench.steps import StepPoint, TimedTurn, admission_times, as_json, host_times, lines, summarize
 from quire.cli.bench_offline import OfflineReport, add_benchmark, at_least, engine_args, engine_facts
 from quire.cli.bench_serve import YES, Flags, N, X
 from quire.proc.spawn import WITH_THREAD, end_with_parent
@@ -133,9 +133,9 @@ def _sizes(namespace: argparse.Namespace, config: "Config", longest: int) -> Siz
 
 def _measure(
     meter: "StepMeter", namespace: argparse.Namespace, sizes: Sizes
-) -> tuple[list[tuple[Any, Turn]], list[Turn]]:
+) -> tuple[list[tuple[Any, TimedTurn]], list[TimedTurn]]:
     """Return all turns with labels, and those of pure decode steps."""
-    turns: list[tuple[Any, Turn]] = []
+    turns: list[tuple[Any, TimedTurn]] = []
     repeats, contexts, longest = namespace.repeats, namespace.contexts, sizes.longest
     for context in contexts:
         for count in sizes.rows:
@@ -215,12 +215,12 @@ class StepMeter:
         core.scheduler.record_step_time = note  # type: ignore[method-assign]
         self.admissions: list[tuple[int, float]] = []  # (new requests of a step, seconds of CPU time)
 
-    def singles(self, rows: int, context: int, repeats: int) -> list[Turn]:
+    def singles(self, rows: int, context: int, repeats: int) -> list[TimedTurn]:
         for _ in range(rows):
             self._add(self._tokens(context), repeats + 2)
         return [turn for turn in self._run() if turn.point.rows == turn.point.tokens == rows]
 
-    def prompts(self, tokens: int, context: int, repeats: int, decodes: int = 0, before: int = 1) -> list[Turn]:
+    def prompts(self, tokens: int, context: int, repeats: int, decodes: int = 0, before: int = 1) -> list[TimedTurn]:
         """Measure steps of `tokens` tokens: a prompt after a cached context, and decode rows.
 
         decodes: decode rows, each after a context of `before` tokens
@@ -229,7 +229,7 @@ class StepMeter:
         of two steps is the duration of the second.
         """
         decodes = max(decodes, 1 if self._core.depth and tokens > 2 and self.max_seqs > 1 else 0)
-        head, found = self._tokens(context // self._page_size * self._page_size), list[Turn]()
+        head, found = self._tokens(context // self._page_size * self._page_size), list[TimedTurn]()
         if head:
             self._add(head, 1)
             self._run()
@@ -282,11 +282,11 @@ class StepMeter:
         self._open.difference_update(delta.request_id for delta in deltas if delta.finish_reason is not None)
         return {delta.request_id for delta in deltas}
 
-    def _run(self, but: Collection[str] = ()) -> list[Turn]:
+    def _run(self, but: Collection[str] = ()) -> list[TimedTurn]:
         """Run steps until all requests but these have ended."""
         from quire.sim.analytic import shape_of
 
-        turns: list[Turn] = []
+        turns: list[TimedTurn] = []
         while self._open.difference(but) if but else self._core.has_unfinished:
             self._landed.clear()
             began = time.perf_counter()
@@ -295,7 +295,7 @@ class StepMeter:
             for scheduled, seconds in self._landed[:1]:
                 shape = shape_of(scheduled.plan, self._windows, sys.maxsize)
                 host = whole - (self._core.waited if self._core.depth else seconds)
-                turns.append(Turn(StepPoint(shape.rows, shape.tokens, shape.single_keys, shape.pairs, seconds), host))
+                turns.append(TimedTurn(StepPoint(shape.rows, shape.tokens, shape.single_keys, shape.pairs, seconds), host))
         return turns
 
 

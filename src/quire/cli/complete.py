@@ -103,7 +103,7 @@ def _by_server(namespace: argparse.Namespace) -> Complete:
         raise ConfigError(f"--{given[0].replace('_', '-')} is for a model in this process: add MODEL or --model")
     values = sampling_values(namespace)
     key = namespace.api_key or next((text for name in KEY_VARIABLES if (text := os.environ.get(name))), None)
-    server = Server(namespace.url or DEFAULT_URL, key)
+    server = RemoteServer(namespace.url or DEFAULT_URL, key)
     body = {**values, "model": namespace.model_name or server.first_model(), "stream": True}
 
     def complete(text: str) -> None:
@@ -113,7 +113,7 @@ def _by_server(namespace: argparse.Namespace) -> Complete:
     return complete
 
 
-class Server:
+class RemoteServer:
     """The completions of an OpenAI server."""
 
     def __init__(self, url: str, key: str | None) -> None:

@@ -30,7 +30,7 @@ from quire.config.memory import parameter_parts
 from quire.engine.layouts import make_scheduler
 from quire.progress import doing, shown
 from quire.sched.scheduler import GROWTH_PAGES, Scheduler
-from quire.sim.analytic import CARDS, AnalyticTiming, Card, find_card, read_rate, windows_of
+from quire.sim.analytic import CARDS, AnalyticTiming, GPUModel, find_card, read_rate, windows_of
 from quire.sim.figures import Figures, figures_of
 from quire.sim.fleet import (
     NO_FRONT,
@@ -48,7 +48,7 @@ from quire.sim.fleet import (
 )
 from quire.sim.measured import read_measured
 from quire.sim.page import latency_cells, lines, load_cells, page, rows_of, trial_cells
-from quire.sim.replica import Device, Replica, Timing
+from quire.sim.replica import Replica, SimulatedDevice, SimulatedTiming
 from quire.sim.trace import FORMATS, Characters, Generated, Trace, format_of, read_trace, sharegpt_trace, workload_trace
 from quire.step_loop import little_garbage_collection
 from quire.text.tokenizer import Tokenizer
@@ -136,7 +136,7 @@ class Setting:
 
     config: Config
     plan: MemoryPlan
-    timing: Timing
+    timing: SimulatedTiming
     description: str  # of the device
     front: FrontTime = NO_FRONT  # of the API process
 
@@ -150,7 +150,7 @@ class Setting:
 
     def replica(self, pages: int) -> Replica:
         """Return a replica whose scheduler has at most `pages` pages."""
-        device = Device(self.config.max_seqs, self.timing, windows_of(self.config.facts.layers))
+        device = SimulatedDevice(self.config.max_seqs, self.timing, windows_of(self.config.facts.layers))
         return Replica(
             self.scheduler(pages),
             self.plan.page_size,
@@ -201,20 +201,20 @@ def make_setting(args: EngineArgs, namespace: argparse.Namespace) -> Setting:
     return Setting(config, plan, timing, description, front_time(namespace, USUAL_FRONT))
 
 
-def _card(namespace: argparse.Namespace) -> Card:
+def _card(namespace: argparse.Namespace) -> GPUModel:
     """Return the card of the flags: a known one, with rates and memory that flags override."""
     rates = {name: read_rate(name, text) for name in ("bandwidth", "flops") if (text := getattr(namespace, name)) is not None}
     if namespace.card is not None:
         known = find_card(namespace.card)
         memory = known.memory if namespace.memory is None else namespace.memory
-        return Card(known.name, memory, rates.get("bandwidth", known.bandwidth), rates.get("flops", known.flops))
+        return GPUModel(known.name, memory, rates.get("bandwidth", known.bandwidth), rates.get("flops", known.flops))
     missing = [name for name in ("bandwidth", "flops") if name not in rates]
     if namespace.memory is None or missing:
         raise ConfigError(
             "a device is required: --card h100, --timing FILE of `quire bench steps`, or all of --memory, --bandwidth and "
             "--flops"
         )
-    return Card("a card", namespace.memory, rates["bandwidth"], rates["flops"])
+    return GPUModel("a card", namespace.memory, rates["bandwidth"], rates["flops"])
 
 
 def _measured(args: EngineArgs, namespace: argparse.Namespace) -> Setting:

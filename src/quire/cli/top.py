@@ -30,7 +30,7 @@ FINAL_STATUSES = {  # a retry does not help
 
 
 @dataclass
-class EngineView:
+class EngineRow:
     """The state of the engine, from all events so far."""
 
     hello: dict[str, Any] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class TopFeed(threading.Thread):
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
         self._parts, self._key = parts, key
         self.lock = threading.Lock()
-        self.known = EngineView()
+        self.known = EngineRow()
         self.news: deque[tuple[str, dict[str, Any]]] = deque(maxlen=256)
         self.problem: str | None = "connecting"  # why no event comes
         self.refused: str | None = None  # why the server will never send events
@@ -158,7 +158,7 @@ MAP_ROWS = 6
 LEGEND = ". blank  - cached  o yours  O shared  x others'"
 
 
-def screen(known: EngineView, problem: str | None, url: str, width: int, height: int) -> list[str]:
+def screen(known: EngineRow, problem: str | None, url: str, width: int, height: int) -> list[str]:
     hello, stats = known.hello, known.stats
     if not hello:
         return [_cut(f"quire top  {url}  {problem or 'connecting'}", width)]
@@ -177,7 +177,7 @@ def screen(known: EngineView, problem: str | None, url: str, width: int, height:
     return [_cut(line, width) for line in lines[: height - 1]] + [_cut("q quits", width)]
 
 
-def numbers(known: EngineView) -> str:
+def numbers(known: EngineRow) -> str:
     """Return one line about the whole server."""
     stats, pages = known.stats, known.pages
     step = next(iter(known.steps.values()), None)
@@ -207,16 +207,16 @@ def finished(request: dict[str, Any], generates: bool = True) -> str:
     )
 
 
-def _generates(known: EngineView) -> bool:
+def _generates(known: EngineRow) -> bool:
     return "generate" in known.hello.get("tasks", ("generate",))
 
 
-def name(known: EngineView, event: dict[str, Any]) -> str:
+def name(known: EngineRow, event: dict[str, Any]) -> str:
     """Return the name of the engine of an event; with several engines it has a number."""
     return f"engine {event['engine']}" if known.hello.get("engines", 1) > 1 else "engine"
 
 
-def _engine(known: EngineView, engine: dict[str, Any]) -> str:
+def _engine(known: EngineRow, engine: dict[str, Any]) -> str:
     text, restarts = str(engine["state"]), engine["restarts"]
     if len(known.engines) > 1:
         text = f"{name(known, engine)} {text}"
@@ -225,7 +225,7 @@ def _engine(known: EngineView, engine: dict[str, Any]) -> str:
     return text
 
 
-def _steps(known: EngineView) -> list[str]:
+def _steps(known: EngineRow) -> list[str]:
     """Return a line for every engine."""
     if len(known.engines) < 2:
         return [_step(known, known.steps.get(0))]
@@ -233,7 +233,7 @@ def _steps(known: EngineView) -> list[str]:
     return [f"{name(known, engine)}: {_step(known, known.steps.get(number))}" for number, engine in engines]
 
 
-def _step(known: EngineView, event: dict[str, Any] | None) -> str:
+def _step(known: EngineRow, event: dict[str, Any] | None) -> str:
     steps = event["steps"] if event else []
     if not steps:
         return "no step yet" if event is None else "idle"
@@ -262,7 +262,7 @@ def _within(counts: Sequence[int], bounds: Sequence[float], share: float) -> str
     return f"more than {bounds[-1]:g} s"
 
 
-def _map(known: EngineView, width: int) -> list[str]:
+def _map(known: EngineRow, width: int) -> list[str]:
     """Return the cells that fit; of more, evenly spaced ones."""
     cells, room = known.cells, width * MAP_ROWS
     if not cells:
@@ -274,7 +274,7 @@ def _map(known: EngineView, width: int) -> list[str]:
     return [f"pages: {LEGEND}{scale}", *(shown[i : i + width] for i in range(0, len(shown), width))]
 
 
-def _requests(known: EngineView, room: int) -> list[str]:
+def _requests(known: EngineRow, room: int) -> list[str]:
     rows = dict[str, tuple[int, int, int]]()
     for step in known.steps.values():
         rows |= zip(step["keys"], zip(step["row"], step["computed"], step["drawn"], strict=False), strict=False)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from quire.device.updates import DeviceUpdates
     from quire.dist.channel import Ends, Neighbours, Shape
     from quire.dist.mesh import Position
-    from quire.dist.shared_memory import SharedMemoryGroup, Watch
+    from quire.dist.shared_memory import PeerWatch, SharedMemoryGroup
     from quire.models.decoder import Decoder
 
 GIB = 2**30
@@ -144,14 +144,14 @@ class Device:
         return ranks
 
     def group(
-        self, position: "Position", memory: int, peers: "Mapping[int, socket.socket]", watch: "Watch", offset: int = 0
+        self, position: "Position", memory: int, peers: "Mapping[int, socket.socket]", watch: "PeerWatch", offset: int = 0
     ) -> "SharedMemoryGroup":
         """Return the group by which ranks of one machine communicate."""
         from quire.dist.shared_memory import SharedMemoryGroup
 
         return SharedMemoryGroup(position, memory, peers, watch, offset)
 
-    def channel(self, shape: "Shape", neighbours: "Neighbours", watch: "Watch") -> "Ends":
+    def channel(self, shape: "Shape", neighbours: "Neighbours", watch: "PeerWatch") -> "Ends":
         """Return the channel by which pipeline stages send hidden states."""
         from quire.dist.channel import open_ends
 

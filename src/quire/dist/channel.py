@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.dist.shared_memory import POLL_S, Watch
+from quire.dist.shared_memory import POLL_S, PeerWatch
 
 ROWS = struct.Struct("<q")
 
@@ -102,19 +102,19 @@ class HostEnds:
         pass
 
 
-def open_ends(shape: Shape, neighbours: Neighbours, watch: Watch) -> HostEnds:
+def open_ends(shape: Shape, neighbours: Neighbours, watch: PeerWatch) -> HostEnds:
     """Open both ends, through the host's memory or over TCP."""
     return HostEnds(open_inlet(shape, neighbours, watch), open_outlet(shape, neighbours, watch))
 
 
-def open_inlet(shape: Shape, neighbours: Neighbours, watch: Watch) -> Source:
+def open_inlet(shape: Shape, neighbours: Neighbours, watch: PeerWatch) -> Source:
     previous = neighbours.previous_rank
     if previous in neighbours.remote:
         return RemoteInlet(shape, previous, neighbours.remote[previous], watch)
     return Inlet(shape, neighbours.memory, neighbours.offset_of(previous), previous, neighbours.peers[previous], watch)
 
 
-def open_outlet(shape: Shape, neighbours: Neighbours, watch: Watch) -> Sink:
+def open_outlet(shape: Shape, neighbours: Neighbours, watch: PeerWatch) -> Sink:
     following = neighbours.next_rank
     if following in neighbours.remote:
         return RemoteOutlet(following, neighbours.remote[following], watch)
@@ -124,7 +124,7 @@ def open_outlet(shape: Shape, neighbours: Neighbours, watch: Watch) -> Sink:
 
 
 class _End:
-    def __init__(self, shape: Shape, memory: int, offset: int, rank: int, peer: socket.socket, watch: Watch) -> None:
+    def __init__(self, shape: Shape, memory: int, offset: int, rank: int, peer: socket.socket, watch: PeerWatch) -> None:
         """rank, peer: the rank at the other end, and the connection to it."""
         self._rank, self._peer, self._watch = rank, peer, watch
         mapped = mmap.mmap(memory, shape.size, offset=offset)
@@ -158,7 +158,7 @@ class Inlet(_End):
 class RemoteOutlet:
     """Send over TCP in a thread: if stages waited for each other to read, all stages of the ring could block."""
 
-    def __init__(self, rank: int, peer: socket.socket, watch: Watch) -> None:
+    def __init__(self, rank: int, peer: socket.socket, watch: PeerWatch) -> None:
         self._rank, self._peer, self._watch = rank, peer, watch
         self._queue: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._lost = threading.Event()
@@ -188,7 +188,7 @@ class RemoteOutlet:
 
 
 class RemoteInlet:
-    def __init__(self, shape: Shape, rank: int, peer: socket.socket, watch: Watch) -> None:
+    def __init__(self, shape: Shape, rank: int, peer: socket.socket, watch: PeerWatch) -> None:
         self._shape, self._rank, self._peer, self._watch = shape, rank, peer, watch
         peer.setblocking(False)
 
@@ -203,7 +203,7 @@ class RemoteInlet:
         return hidden
 
 
-def take(peer: socket.socket, left: memoryview, rank: int, watch: Watch, waited_for: Collection[int]) -> None:
+def take(peer: socket.socket, left: memoryview, rank: int, watch: PeerWatch, waited_for: Collection[int]) -> None:
     """Fill `left` from the connection. Raises through `watch` if the peer is gone or late."""
     began = time.monotonic()
     while len(left):

@@ -28,7 +28,7 @@ READY = b"\1"
 MAX_MESSAGE_BYTES = 1020  # of a rank in `all_gather_bytes`
 
 
-class Watch(Protocol):
+class PeerWatch(Protocol):
     """Knows the processes of the other ranks."""
 
     def lost(self, rank: int) -> NoReturn:
@@ -51,7 +51,7 @@ class SharedMemoryGroup:
     chunk_bytes = CHUNK_BYTES
 
     def __init__(
-        self, position: Position, memory: int, peers: Mapping[int, socket.socket], watch: Watch, offset: int = 0
+        self, position: Position, memory: int, peers: Mapping[int, socket.socket], watch: PeerWatch, offset: int = 0
     ) -> None:
         """Join a group.
 
@@ -155,7 +155,7 @@ class NodesGroup(SharedMemoryGroup):
         position: Position,
         memory: int,
         peers: Mapping[int, socket.socket],
-        watch: Watch,
+        watch: PeerWatch,
         remote: Mapping[int, socket.socket],
         offset: int = 0,
         first: int = 0,

@@ -21,7 +21,7 @@ from typing import Protocol
 from quire.dist.channel import Ends, Neighbours, Shape
 from quire.dist.collectives import Group
 from quire.dist.mesh import Position
-from quire.dist.shared_memory import NodesGroup, SharedMemoryGroup, Watch, group_bytes
+from quire.dist.shared_memory import NodesGroup, SharedMemoryGroup, PeerWatch, group_bytes
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,10 @@ class Joints(Protocol):
     """What a device provides to connect ranks of one node."""
 
     def group(
-        self, position: Position, memory: int, peers: Mapping[int, socket.socket], watch: Watch, offset: int = 0
+        self, position: Position, memory: int, peers: Mapping[int, socket.socket], watch: PeerWatch, offset: int = 0
     ) -> SharedMemoryGroup: ...
 
-    def channel(self, shape: Shape, neighbours: Neighbours, watch: Watch) -> Ends: ...
+    def channel(self, shape: Shape, neighbours: Neighbours, watch: PeerWatch) -> Ends: ...
 
 
 def join_ring(
@@ -111,7 +111,7 @@ def join_ring(
     shape: Shape,
     memory: int,
     peers: Mapping[int, socket.socket],
-    watch: Watch,
+    watch: PeerWatch,
     remote: Mapping[int, socket.socket],
 ) -> Ring:
     """Connect a rank to its group and its neighbours.

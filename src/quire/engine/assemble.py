@@ -20,7 +20,7 @@ from quire.engine.runners import bounded_facts, import_torch
 from quire.engine.speculation import make_speculation
 from quire.engine.start_local import start_local
 from quire.engine.timeline import Stopwatch, Timeline
-from quire.features.experts.peers import Ends
+from quire.features.experts.peers import PeerLinks
 from quire.features.logits_processors.loading import make_validator
 from quire.features.structured.constraints import GrammarLanes
 from quire.features.structured.host import structured_backend
@@ -73,7 +73,7 @@ def resolve_here(args: EngineArgs, watch: Stopwatch, serving: bool = False, engi
     return config
 
 
-def start_core(config: Config, watch: Stopwatch | None = None, ends: Ends | None = None) -> StartedCore:
+def start_core(config: Config, watch: Stopwatch | None = None, ends: PeerLinks | None = None) -> StartedCore:
     """Start an engine in this process.
 
     watch: runs since the start began; it is stopped here.

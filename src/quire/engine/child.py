@@ -17,7 +17,7 @@ from typing import IO
 
 from quire.config.args import EngineArgs
 from quire.engine import ipc
-from quire.features.experts.peers import Ends
+from quire.features.experts.peers import PeerLinks
 from quire.proc.channel import Channel
 from quire.proc.fork_server import ForkServer, LazyForkServer
 from quire.proc.spawn import PARENT, ChildProcess, LogPipe, command_of, exit_reason, is_stopped, spawn
@@ -79,7 +79,7 @@ class Child(EngineConnection):
         engine: int = 0,
         serving: bool = True,
         server: ForkServer | None = None,
-        ends: Ends | None = None,
+        ends: PeerLinks | None = None,
     ) -> None:
         """Start the process.
 
@@ -109,7 +109,7 @@ class Child(EngineConnection):
             if args is None:
                 arguments.append(ipc.SPARE)
             if ends is not None:
-                arguments.append(ends.say([f"{{{i}}}" for i in range(2, 2 + len(ends.descriptors))]))
+                arguments.append(ends.as_option([f"{{{i}}}" for i in range(2, 2 + len(ends.descriptors))]))
                 descriptors += ends.descriptors
             process = spawn(command, arguments, descriptors, server=server, output=outer)
         finally:

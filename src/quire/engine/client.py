@@ -151,7 +151,7 @@ class EngineClient(EngineView):
         one = self.supervisor
         error = None if one.error is None else str(one.error)
         return EngineStatus(
-            one.state, one.heard_at, one.busy_for, one.restarts, self.replayed_requests, one.last_loss, one.pid,
+            one.state, one.received_at, one.busy_for, one.restarts, self.replayed_requests, one.last_loss, one.pid,
             self.pages, self.stats, error,
         )  # fmt: skip
 
@@ -195,7 +195,7 @@ class EngineClient(EngineView):
         """Let this engine and those after it report snapshots, or stop it."""
         self._watched = watched
         if self.supervisor.state == "ready":
-            self.supervisor.send(ipc.Watch(watched))
+            self.supervisor.send(ipc.SetWatched(watched))
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method of the engine core; wait for an engine if none is ready."""
@@ -249,7 +249,7 @@ class EngineClient(EngineView):
             asyncio.get_running_loop().call_later(WARM_AFTER_S, self._prepare)
         self._listener.on_ready(ready, self._number)
         if self._watched:
-            self.supervisor.send(ipc.Watch(True))
+            self.supervisor.send(ipc.SetWatched(True))
         waiting = sorted(self._open.values(), key=lambda entry: entry.strikes)
         self._suspects = deque(entry for entry in waiting if entry.strikes >= SUSPECT_STRIKES)
         self._send([entry for entry in self._open.values() if entry.strikes < SUSPECT_STRIKES])

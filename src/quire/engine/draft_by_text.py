@@ -135,7 +135,7 @@ def encode_behind(tokenizer: Tokenizer, text: str) -> list[int]:
 # ---- drafting
 
 
-class Reader:
+class TextReader:
     """One text in the tokens of the draft model."""
 
     def __init__(self, retokenizer: Retokenizer) -> None:
@@ -162,7 +162,7 @@ class TextDrafter:
         self._core, self._length, self._ends = core, length, ends
         self._tokenizers, self._end = tokenizers, end
         self._vocabulary, self._rows = vocabularies
-        self._readers: dict[str, Reader] = {}
+        self._readers: dict[str, TextReader] = {}
         self._forgotten: list[str] = []  # previous requests, held until their forks have started
         self._broken = False
 
@@ -197,7 +197,7 @@ class TextDrafter:
         for name, text in texts.items():
             reader = self._readers.get(name)
             if reader is None:
-                reader = self._readers[name] = Reader(Retokenizer(*self._tokenizers, self._rows))
+                reader = self._readers[name] = TextReader(Retokenizer(*self._tokenizers, self._rows))
             ids = reader.retokenizer.read(text.tokens)
             if ids and len(ids) + most <= self._length:
                 asked[self._ask(name, reader, ids, text.scope, most)] = name, ids
@@ -216,7 +216,7 @@ class TextDrafter:
             drafts[name] = [token for token in tokens if token < self._vocabulary][:most]
         return drafts
 
-    def _ask(self, name: str, reader: Reader, ids: list[int], scope: tuple[str, ...], most: int) -> str:
+    def _ask(self, name: str, reader: TextReader, ids: list[int], scope: tuple[str, ...], most: int) -> str:
         before, reader.turns = reader.latest, reader.turns + 1
         reader.latest = f"{name} {reader.turns}"
         params = SamplingParams(temperature=0, max_tokens=most)

@@ -32,7 +32,7 @@ class EngineStatus(msgspec.Struct, array_like=True, frozen=True):
     """The state of one engine, or of several as one."""
 
     state: State = "starting"
-    heard_at: float = 0.0  # time.monotonic() of the latest message of the engine process; 0 = none is expected
+    received_at: float = 0.0  # time.monotonic() of the latest message of the engine process; 0 = none is expected
     busy_for: float = 0.0  # seconds that the engine's loop has been in its present step; 0 while it waits for work
     restarts: int = 0
     replayed: int = 0  # requests that continued in a restarted engine
@@ -52,7 +52,7 @@ def combine(engines: Sequence[EngineStatus]) -> EngineStatus:
     lost = [f"engine {i}: {each.last_loss}" for i, each in enumerate(engines) if each.last_loss is not None]
     return EngineStatus(
         state=next((state for state in order if state in states), "dead"),
-        heard_at=min((each.heard_at for each in engines if each.state == "ready"), default=0.0),
+        received_at=min((each.received_at for each in engines if each.state == "ready"), default=0.0),
         busy_for=max((each.busy_for for each in engines), default=0.0),
         restarts=sum(each.restarts for each in engines),
         replayed=sum(each.replayed for each in engines),
@@ -75,9 +75,9 @@ class EngineView(Protocol):
 
     @property
     def heartbeat_age(self) -> float:
-        """Seconds since the engine process was heard; of several engines, the longest silence."""
-        heard_at = self.status.heard_at
-        return time.monotonic() - heard_at if heard_at else 0.0
+        """Return the seconds since the latest message of the engine process; of several engines, the longest silence."""
+        received_at = self.status.received_at
+        return time.monotonic() - received_at if received_at else 0.0
 
     @property
     def busy_for(self) -> float:

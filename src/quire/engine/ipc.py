@@ -93,7 +93,7 @@ class LoadAdapter(WireMessage):
     pinned: bool
 
 
-class Watch(WireMessage):
+class SetWatched(WireMessage):
     """Start or stop reporting snapshots."""
 
     on: bool
@@ -183,7 +183,7 @@ class Ended(WireMessage):
     lines: list[str]
 
 
-Command = StartEngine | Add | Abort | CallMethod | LoadAdapter | Watch | Stop
+Command = StartEngine | Add | Abort | CallMethod | LoadAdapter | SetWatched | Stop
 Report = Ready | StepReport | Seen | Beat | Refused | Reply | Failed | Begun | Ended
 
 

@@ -25,7 +25,7 @@ from quire.engine import ipc
 from quire.engine.core import EngineCore
 from quire.engine.plan_deadline import PlanDeadline
 from quire.engine.timeline import Stopwatch
-from quire.features.experts.peers import Ends, read_ends, watch_peers
+from quire.features.experts.peers import PeerLinks, read_links, watch_peers
 from quire.proc.channel import Channel
 from quire.proc.liveness import Heartbeat
 from quire.proc.logs import formatter, set_up_child
@@ -161,7 +161,7 @@ class EngineLoop:
                 self._link.send(self._call(number, method, args))
             case ipc.LoadAdapter(number, ref, pinned):
                 self._core.adapters.load(ref, pinned, partial(self._loaded, number))
-            case ipc.Watch(on):
+            case ipc.SetWatched(on):
                 self._core.be_watched(on)
             case ipc.Stop():
                 self.stopping = True
@@ -193,11 +193,11 @@ class EngineLoop:
             return ipc.Reply(number, None, f"{type(error).__name__}: {error}")
 
 
-def start(command: ipc.StartEngine, watch: Stopwatch, ends: Ends | None) -> tuple[EngineCore, ipc.Ready]:
+def start(command: ipc.StartEngine, watch: Stopwatch, ends: PeerLinks | None) -> tuple[EngineCore, ipc.Ready]:
     from quire.engine.assemble import resolve_here, start_core
 
     set_up_child(LINE, command.log_level)
-    with shown(tell=logger.info):
+    with shown(write_line=logger.info):
         config = resolve_here(command.args, watch, serving=command.serving, engine=command.engine)
         started = start_core(config, watch, ends=ends)
     if config.max_loras:
@@ -223,7 +223,7 @@ def needs_grammars(args: EngineArgs) -> bool:
     return not args.skip_tokenizer_init and args.distributed_executor_backend != "fake"
 
 
-def _tell(line: str) -> None:
+def _log_early(line: str) -> None:
     """Log a line before the log level is known; the display reads QUIRE_LOGGING_LEVEL itself."""
     record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, line, (), None)
     print(formatter(LINE).format(record), file=sys.stderr, flush=True)
@@ -241,13 +241,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ipc.SPARE in options:
             with (
                 contextlib.suppress(ImportError),
-                shown(tell=_tell),
+                shown(write_line=_log_early),
                 doing("importing torch"),
             ):  # the import that needs it reports the error
                 limit_thread_spinning()
                 importlib.import_module("quire.runner.step")
             watch.lap("imports")
-        return _serve(Link(channel), pulse, Journal(int(file)), watch, read_ends(options))
+        return _serve(Link(channel), pulse, Journal(int(file)), watch, read_links(options))
     finally:
         pulse.end()
         gc.unfreeze()  # libraries report objects that are left at exit
@@ -255,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         channel.close()
 
 
-def _serve(link: Link, pulse: Heartbeat, journal: Journal, watch: Stopwatch, ends: Ends | None) -> int:
+def _serve(link: Link, pulse: Heartbeat, journal: Journal, watch: Stopwatch, ends: PeerLinks | None) -> int:
     while (first := link.receive()) is None:
         link.wait(IDLE_POLL_MS)
     assert isinstance(first, ipc.StartEngine), first

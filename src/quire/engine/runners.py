@@ -19,9 +19,9 @@ from quire.progress import doing
 
 if TYPE_CHECKING:
     from quire.dist.collectives import Group
-    from quire.dist.shared_memory import Watch
+    from quire.dist.shared_memory import PeerWatch
     from quire.features.experts.exchange import SharedExperts
-    from quire.features.experts.peers import Ends
+    from quire.features.experts.peers import PeerLinks
     from quire.features.speculation.device.drafter import DeviceDrafter
     from quire.runner.settings import RunnerSettings
     from quire.runner.step import Runner
@@ -100,7 +100,7 @@ def make_parts(
     return parts
 
 
-def join_expert_peers(config: Config, ends: "Ends", watch: "Watch") -> "SharedExperts":
+def join_expert_peers(config: Config, ends: "PeerLinks", watch: "PeerWatch") -> "SharedExperts":
     """Connect a rank to the engines that share its experts. ends: connections of this rank."""
     from quire.features.experts.exchange import ExpertsGroup, SharedExperts
     from quire.runner.settings import DTYPES

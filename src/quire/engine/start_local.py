@@ -20,7 +20,7 @@ from quire.engine.layouts import even_out, fit_or_warn, model_share, share_memor
 from quire.engine.memory import largest_step, least_cache
 from quire.engine.runners import import_torch, join_expert_peers, make_runner, start_device
 from quire.engine.timeline import Stopwatch
-from quire.features.experts.peers import Ends, ExpertPeerWatch
+from quire.features.experts.peers import ExpertPeerWatch, PeerLinks
 from quire.features.quantization.host import may_copy
 from quire.progress import doing
 from quire.types.cache import CacheLayout
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def start_local(
-    config: Config, facts: ModelFacts, layout: CacheLayout, watch: Stopwatch, ends: Ends | None = None
+    config: Config, facts: ModelFacts, layout: CacheLayout, watch: Stopwatch, ends: PeerLinks | None = None
 ) -> tuple[Executor, Capacity]:
     """Start the model in this process, or the first rank's share of it, and the processes of the other ranks.
 
@@ -56,8 +56,8 @@ def start_local(
         load_model(config, executor, layout, watch)
         if experts is not None:
             with doing("waiting for the engines that share its experts"):
-                experts[1].meet()
-            experts[0].met = True
+                experts[1].wait_all()
+            experts[0].connected = True
             watch.lap("other engines")
         capacity = allocate_cache(config, executor, layout, device, watch)
     except BaseException:
@@ -120,7 +120,7 @@ def allocate_cache(config: Config, executor: Executor, layout: CacheLayout, devi
     return capacity
 
 
-def connect_expert_peers(config: Config, ends: Ends, workers: "Workers | None") -> "tuple[ExpertPeerWatch, SharedExperts]":
+def connect_expert_peers(config: Config, ends: PeerLinks, workers: "Workers | None") -> "tuple[ExpertPeerWatch, SharedExperts]":
     """Connect to the engines that share experts with this one."""
     args = config.args
     patience = connect_timeout(args), RANK_TIMEOUT_SHARE * step_timeout(args)
@@ -128,7 +128,7 @@ def connect_expert_peers(config: Config, ends: Ends, workers: "Workers | None") 
     return watch, join_expert_peers(config, ends.of(ends.first), watch)
 
 
-def start_workers(config: Config, ends: Ends | None = None) -> "Workers":
+def start_workers(config: Config, ends: PeerLinks | None = None) -> "Workers":
     """Start the processes of the other ranks, which begin their imports."""
     from quire.engine.executor.launch import find_nodes
     from quire.engine.executor.workers import Workers

@@ -93,17 +93,17 @@ class Supervisor:
         """name: of the engine, for the log."""
         self._start, self._limits, self._listener, self._name = start, limits, listener, name
         self.state: State = "starting"
-        self.error: QuireError | None = None  # why the engine is dead
-        self._failure: QuireError | None = None  # why the latest start failed, as the engine reported it
+        self.error: QuireError | None = None  # the reason of state "dead"
+        self._failure: QuireError | None = None  # of the latest start, as the engine reported it
         self.restarts = 0
-        self._lost_by: str | None = None  # why the present engine is being replaced
-        self.last_loss: str | None = None  # why the latest one was
-        self._lost_at = 0.0  # when the latest one that had been ready was
+        self._lost_by: str | None = None  # why the current engine is being replaced
+        self.last_loss: str | None = None  # why the latest engine was lost
+        self._lost_at = 0.0  # time of the latest loss of a ready engine
         self._restart_limit = RestartLimit(limits.max_restarts, limits.restart_window)
-        self._doom: QuireError | None = None  # why it must not be restarted
+        self._doom: QuireError | None = None  # if set, the engine is not restarted
         self._waiters: set[asyncio.Future[None]] = set()
         self._detach: Callable[[], None] = lambda: None
-        self.heard_at = self._born = time.monotonic()
+        self.received_at = self._started_at = time.monotonic()
         self._silence = Silence(CHECK_INTERVAL_S)
         self._busy = 0.0  # seconds in the present step, by the latest heartbeat
         self._patient_until = 0.0
@@ -113,7 +113,7 @@ class Supervisor:
 
     @property
     def busy_for(self) -> float:
-        return self._busy + time.monotonic() - self.heard_at if self._busy else 0.0
+        return self._busy + time.monotonic() - self.received_at if self._busy else 0.0
 
     @property
     def pid(self) -> int | None:
@@ -164,7 +164,7 @@ class Supervisor:
         if self._child is not None:
             self._child.kill()
 
-    # ---- the watch ------------------------------------------------------------------------------------------------------
+    # ---- watching -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Run until the engine is dead. May be cancelled and run again, on another event loop too."""
@@ -216,7 +216,7 @@ class Supervisor:
                     loop.call_later(CLOSED_POLL_S, wake.set)
                 if ended or (child.closed and child.ending() is not None):
                     return f"its process ended with {child.ending()}"
-                if ended := self._silence.look() and child.ending() is not None:
+                if ended := self._silence.update() and child.ending() is not None:
                     await asyncio.sleep(LAST_REPORTS_S)
                 elif (reason := self._diagnose()) is not None:
                     return reason
@@ -227,8 +227,8 @@ class Supervisor:
                 detach()
 
     async def _handle(self, report: ipc.Report) -> None:
-        self.heard_at, self._busy = time.monotonic(), 0.0
-        self._silence.heard()
+        self.received_at, self._busy = time.monotonic(), 0.0
+        self._silence.reset()
         match report:
             case ipc.StepReport(deltas):
                 for i in range(0, len(deltas), DELTAS_PER_TURN):
@@ -281,7 +281,7 @@ class Supervisor:
             yield
         finally:
             self._patient_until = 0.0
-            self._silence.heard()
+            self._silence.reset()
 
     async def _replace(self, child: AnyChild, reason: str) -> None:
         was, self._busy = self.state, 0.0
@@ -318,7 +318,7 @@ class Supervisor:
 
     @property
     def _in_time(self) -> bool:
-        return time.monotonic() - self._born < self._limits.start_timeout
+        return time.monotonic() - self._started_at < self._limits.start_timeout
 
     def _may_restart(self, reason: str) -> bool:
         if self._doom is not None:
@@ -339,7 +339,7 @@ class Supervisor:
                 await asyncio.sleep(self._restart_limit.backoff_s)
             if self._child is not child or self._doom is not None:
                 return
-            self._born, self._failure = time.monotonic(), None
+            self._started_at, self._failure = time.monotonic(), None
             try:
                 self._child = self._start()
             except OSError as error:

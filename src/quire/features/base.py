@@ -54,7 +54,7 @@ class Pooled:
     values: "Tensor"  # [sum of counts, size] float32
 
 
-class Follower(Protocol):
+class StepFollower(Protocol):
     """Work that goes on when the tokens of a step have reached the host."""
 
     def follow(self, plan: StepPlan, lengths: Ints) -> None:
@@ -142,7 +142,7 @@ class StepPart(ABC):
         """
         return None
 
-    def finish(self, step: FinishedStep) -> Follower | None:
+    def finish(self, step: FinishedStep) -> StepFollower | None:
         """Read what the step left. Return a Follower if work goes on when its tokens have reached the host."""
         return None
 

@@ -16,7 +16,7 @@ from typing import Literal
 from quire.files import wheel
 from quire.files.reading import check_regular_files
 from quire.files.safetensors import gguf_shards, group_models, read_index, shard_pattern
-from quire.progress import doing, set_aside
+from quire.progress import doing, paused
 from quire.types.errors import ModelError, ModelNotFound
 
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$", re.ASCII)
@@ -303,7 +303,7 @@ def _download(
     token: str | bool | None,
     never: list[str] = NEVER_FETCHED,
 ) -> Path:
-    with doing(f"fetching {repo} from the hub"), set_aside():  # the library shows its own progress bars
+    with doing(f"fetching {repo} from the hub"), paused():  # the library shows its own progress bars
         return _snapshot(repo, patterns, revision, download_dir, token, never)
 
 

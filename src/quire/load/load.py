@@ -40,7 +40,7 @@ class Arranging(Protocol):
 
 
 @runtime_checkable
-class Blocks(Source, Protocol):
+class StoredBlocks(Source, Protocol):
     """A source of quantized blocks that layers may use as stored."""
 
     @property
@@ -155,7 +155,7 @@ def lay_out(
     renames: Renames = getattr(model, "renames", ())
     if source is not None:
         arrange(model, source, renames)
-    if keep_quantized and isinstance(source, Blocks):
+    if keep_quantized and isinstance(source, StoredBlocks):
         use_blocks(model, source, renames, target, device)
     if cache_scales and source is not None:
         count = take_cache_scales(model, source, renames, device)
@@ -205,7 +205,7 @@ def arrange(model: nn.Module, source: Source, renames: Renames) -> None:
             module.arrange(path, shapes)
 
 
-def use_blocks(model: nn.Module, source: Blocks, renames: Renames, target: Target, device: torch.device) -> None:
+def use_blocks(model: nn.Module, source: StoredBlocks, renames: Renames, target: Target, device: torch.device) -> None:
     """Use the source's blocks as stored, or convert them to a quantized layout, wherever layer and device support it."""
     stored = source.stored
     names = {ours: name for name in stored if (ours := rename(name, renames)) is not None}

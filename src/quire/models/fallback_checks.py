@@ -168,7 +168,7 @@ TOLERANCE = 0.02  # relative; a module that mixes tokens changes far more than r
 
 
 @dataclass(frozen=True)
-class Call:
+class ModuleCall:
     """One call of the attention function by a layer."""
 
     path: str  # of the calling module
@@ -180,18 +180,18 @@ class Call:
         return LayerCache(self.spec.kv_heads, self.spec.head_dim, self.spec.window)
 
 
-class Recorder:
+class CallRecorder:
     """Records every call and returns a tensor of the right shape."""
 
     def __init__(self, model: nn.Module) -> None:
         self.paths = {module: path for path, module in model.named_modules()}
-        self.calls: list[Call] = []
+        self.calls: list[ModuleCall] = []
         for module in self.paths:
             install(self, module)
 
     def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> Tensor:
         doubts = tuple(_doubts(module, query, key, value, options))
-        self.calls.append(Call(self.paths[module], _spec(query, key, value, options), doubts))
+        self.calls.append(ModuleCall(self.paths[module], _spec(query, key, value, options), doubts))
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
 
@@ -231,13 +231,13 @@ def _doubts(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, option
             yield f"its attention takes {name}, which is not understood"
 
 
-def trace(model: Any, layers: Sequence[LayerCache] | None = None) -> tuple[list[Call], Tensor]:
+def trace(model: Any, layers: Sequence[LayerCache] | None = None) -> tuple[list[ModuleCall], Tensor]:
     """Return the attention calls of a model built with WATCHED attention on the meta device, and its hidden states [T, H].
 
     layers: the planned cache, which the calls must match; None: it is not planned yet.
     """
     _check_class(model)
-    recorder = Recorder(model)
+    recorder = CallRecorder(model)
     ids = torch.zeros(1, 3, dtype=torch.long, device="meta")
     try:
         # a mask of ones keeps transformers from searching positions for packed sequences

@@ -1,4 +1,4 @@
-"""Whether a process lives: heartbeats that it sends, silence that its parent measures, and how often it may be restarted."""
+"""Liveness of processes: heartbeats that they send, silence that their parent measures, and the restart limit."""
 
 import os
 import threading
@@ -11,9 +11,9 @@ MAX_BACKOFF_S = 5.0
 
 
 class Heartbeat(threading.Thread):
-    """Report every HEARTBEAT_S seconds for how long the process's loop has been in its present turn, until `end`.
+    """Send a heartbeat every HEARTBEAT_S seconds until `end`: for how long the process's loop has been in its current turn.
 
-    The process exits when its parent is gone. The loop writes `busy_since`: when its turn began, 0 while it waits.
+    The process exits when its parent is gone. The loop sets `busy_since`: the start of its turn, 0 while it waits.
     """
 
     def __init__(self, send: Callable[[float], None], parent: int) -> None:
@@ -35,39 +35,40 @@ class Heartbeat(threading.Thread):
 
 
 class Silence:
-    """Seconds since a process was heard. Time in which its parent did not look is not counted against the process."""
+    """Seconds without a message of a process, as far as its parent was able to receive one: a parent that was suspended or busy
+    itself does not count that time against the process."""
 
     def __init__(self, tick_s: float) -> None:
-        """`tick_s`: how often the parent looks."""
+        """tick_s: interval at which the parent calls `update`"""
         self._tick = tick_s
         self.begin()
 
     def begin(self) -> None:
-        self.seconds, self._looked = 0.0, time.monotonic()
+        self.seconds, self._updated = 0.0, time.monotonic()
 
-    def heard(self) -> None:
+    def reset(self) -> None:
         self.seconds = 0.0
 
-    def look(self) -> bool:
-        """Count the time since the last look. False: that was a moment ago."""
+    def update(self) -> bool:
+        """Count the time since the last update. Return False, and count nothing, if that is less than half a tick."""
         now = time.monotonic()
-        if now - self._looked < self._tick / 2:
+        if now - self._updated < self._tick / 2:
             return False
-        self.seconds += min(now - self._looked, 2 * self._tick)
-        self._looked = now
+        self.seconds += min(now - self._updated, 2 * self._tick)
+        self._updated = now
         return True
 
 
 class RestartLimit:
-    """At most `max_restarts` in `window_s` seconds. Starts that fail in a row wait longer and longer."""
+    """At most `max_restarts` in `window_s` seconds. Each failed start in a row doubles the pause before the next."""
 
     def __init__(self, max_restarts: int, window_s: float) -> None:
         self.max_restarts, self.window_s = max_restarts, window_s
         self.failed_starts = 0  # in a row
-        self._restarted: deque[float] = deque()  # when, within the window
+        self._restarted: deque[float] = deque()  # times within the window
 
     def allow(self) -> bool:
-        """Count one more restart, if it is allowed."""
+        """Count a restart and return True, if the limit allows one more."""
         now = time.monotonic()
         while self._restarted and now - self._restarted[0] > self.window_s:
             self._restarted.popleft()

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import AcceleratorError, Tensor
 
-from quire.features.base import Follower, Pooled
+from quire.features.base import Pooled, StepFollower
 from quire.ops.arguments import GOOD
 from quire.runner.sampler.edits import Masks
 from quire.runner.sampler.logprobs import Report, to_top_logprobs
@@ -32,7 +32,7 @@ class StepFlight:
         prompts: list[tuple[int, Report]],
         sample: Sampled | Callable[[Masks | None], Sampled] | None,
         pooled: Sequence[Pooled] = (),
-        follower: Follower | None = None,
+        follower: StepFollower | None = None,
     ) -> None:
         """prompts: (row, report) pairs in the order of positions.
         sample: what was sampled, or makes the step's samples, in order.
@@ -97,7 +97,7 @@ class StepFlight:
         plan, sampled = self._plan, self._sampled
         lengths, ids, fault = plan.sample.astype(np.int32), NOTHING, NOTHING
         if sampled is not None:
-            ids, fault = next(arrays)[:, slice(len(plan.sample_row)) if sampled.places is None else sampled.places]
+            ids, fault = next(arrays)[:, slice(len(plan.sample_row)) if sampled.sample_index is None else sampled.sample_index]
         pooled, failed = self._read_pooled(arrays)
         kept: Ints | slice = slice(None)  # the samples that count
         drafts: dict[int, Ints] = {}
@@ -120,7 +120,7 @@ class StepFlight:
         ids = ids[kept].astype(np.int32, copy=False)
         return StepResult(plan.step, lengths, ids, logprobs, prompt_logprobs, pooled, drafts, failed)
 
-    def _follow(self, follower: Follower, lengths: Ints) -> dict[int, Ints]:
+    def _follow(self, follower: StepFollower, lengths: Ints) -> dict[int, Ints]:
         """Launch the follower. Return, by row, the draft tokens of rows with masks, which the host needs for the next masks."""
         plan = self._plan
         if self.before_following is not None:

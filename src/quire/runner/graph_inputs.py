@@ -220,9 +220,9 @@ def pack(numbers: Sequence[Integers], bucket: Bucket, plans: list[Ints], out: In
         rows[:, count : bucket.rows] = PADDING
     for i, given in enumerate(numbers):
         rows[i, :count] = given
-    places: list[Ints] = []
+    segments: list[Ints] = []
     for plan in plans:
-        places.append(out[at : at + len(plan)])
-        places[-1][:] = plan
+        segments.append(out[at : at + len(plan)])
+        segments[-1][:] = plan
         at += len(plan)
-    return rows, places
+    return rows, segments

@@ -149,7 +149,7 @@ class Slots:
                     self.updates.write(self.tokens, slot * width + end - drafts, plan.draft_token[at : at + drafts])
                     at += drafts
             return
-        row, after = plan.shapes.draft_places
+        row, after = plan.shapes.draft_positions
         self.updates.scatter(self.tokens, plan.slot[row].astype(np.int64) * width + plan.end[row] + after, plan.draft_token)
 
     def _write_tables(self, plan: StepPlan) -> None:

@@ -32,7 +32,7 @@ from quire.types.plan import Ints, StepPlan, StepRows
 
 
 @dataclass(frozen=True)
-class Begun:
+class BegunStep:
     """A step whose hidden states are passing through the other stages."""
 
     plan: StepPlan
@@ -100,11 +100,11 @@ class StageRunner(Runner):
         super().warm_up()
 
     @torch.inference_mode()
-    def begin(self, plan: StepPlan) -> Begun:
+    def begin(self, plan: StepPlan) -> BegunStep:
         """Run the rows through this stage's layers."""
         slots = self._take_in(plan).slots
         if not len(plan.slot):
-            return Begun(plan)
+            return BegunStep(plan)
         run, owner = self._arrange(plan)
         begun = self._replay_stage(plan, run, owner)
         if begun is None:
@@ -112,7 +112,7 @@ class StageRunner(Runner):
             batch = built.batch if self._stage.last else replace(built.batch, logit_tokens=None)
             x = model.embed(batch) if self._stage.first else self._await(plan, run)
             self._ends.outlet.send(model.body(x, batch))
-            begun = Begun(plan, run, owner, built)
+            begun = BegunStep(plan, run, owner, built)
         slots.advance(plan)
         return begun
 
@@ -123,7 +123,7 @@ class StageRunner(Runner):
             raise EngineError(f"step {plan.step} has {run.tokens} tokens, but received hidden states of {len(x)}")
         return x
 
-    def _replay_stage(self, plan: StepPlan, run: StepRows, owner: Longs | None) -> Begun | None:
+    def _replay_stage(self, plan: StepPlan, run: StepRows, owner: Longs | None) -> BegunStep | None:
         """Replay a CUDA graph of the stage's layers. None: run the step eagerly."""
         graphs, buffers = self.graphs, self._buffers
         if graphs is None or buffers is None or run.tokens > len(buffers.exit):
@@ -134,7 +134,7 @@ class StageRunner(Runner):
         assert self._state is not None
         sampled_from = samples_batch(run, self._state.slots, self._parts) if self.finishes else None
         self._ends.outlet.send(self._stage_output(buffers, run))
-        return Begun(plan, run, owner, sampled_from=sampled_from)
+        return BegunStep(plan, run, owner, sampled_from=sampled_from)
 
     def _fill_entry(self, buffers: StageBuffers, plan: StepPlan, run: StepRows) -> None:
         if buffers.entry is not None:
@@ -165,7 +165,7 @@ class StageRunner(Runner):
         return torch.zeros(len(batch.ids), self._facts.hidden_size, dtype=self._dtype, device=batch.ids.device)
 
     @torch.inference_mode()
-    def finish(self, begun: Begun) -> StepFlight:
+    def finish(self, begun: BegunStep) -> StepFlight:
         """On the first stage: receive the last stage's output. Steps are finished in the order in which they were begun."""
         if begun.run is None:
             return StepFlight(begun.plan, [], None)
@@ -179,7 +179,7 @@ class StageRunner(Runner):
             self._unsampled[begun.plan.step] = self._pending
         return flight
 
-    def _sample_replayed(self, begun: Begun, hidden: Tensor) -> StepOutputs:
+    def _sample_replayed(self, begun: BegunStep, hidden: Tensor) -> StepOutputs:
         """Return the outputs of a replayed step; hidden [K, H] of the samples, or of one unused token."""
         assert self._state is not None and begun.run is not None and begun.sampled_from is not None
         samples = samples_of(begun.run, self._state.slots)
@@ -202,11 +202,11 @@ class StageRunner(Runner):
 
     def describe_rank(self) -> dict[str, int]:
         rank, own = self._pipeline_rank, self._stage.own
-        place = {
+        position = {
             "rank": rank.rank,
             "ranks": rank.world,
             "stage": rank.stage.index,
             "first_layer": own.start,
             "layers": len(own),
         }
-        return super().describe_rank() | place
+        return super().describe_rank() | position

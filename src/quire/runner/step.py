@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.attn.batch import Batch
-from quire.features.base import FinishedStep, Follower, Pooled
+from quire.features.base import FinishedStep, Pooled, StepFollower
 from quire.models.decoder import Decoder
 from quire.runner.batch import Built, build_batch
 from quire.runner.core import RunnerCore, SlotState
@@ -52,7 +52,7 @@ class Runner(RunnerCore):
 
     _pending: Rows | None = None  # samples of the latest step, whose tokens another rank reports
     _launched: StepPlan | None = None  # the latest step
-    _follower: Follower | None = None  # of the latest step
+    _follower: StepFollower | None = None  # of the latest step
 
     def _free_slots(self) -> None:
         super()._free_slots()
@@ -138,7 +138,7 @@ class Runner(RunnerCore):
             return None
         if isinstance(replayed, PendingSample):
             return StepOutputs(partial(self._sample, replayed.logits, replayed.rows) if len(replayed.rows.slots) else None)
-        return StepOutputs(Sampled(replayed, places=None if rows.shapes.all_sample else rows.sample_row))
+        return StepOutputs(Sampled(replayed, sample_index=None if rows.shapes.all_sample else rows.sample_row))
 
     def _replay_states(self, graphs: Graphs, states: Tensor, rows: StepRows, keys: tuple[Hashable, ...]) -> StepOutputs | None:
         """Run a CUDA graph of a model that pools. None: run the step eagerly."""

@@ -93,17 +93,17 @@ class Running:
         """
         if staying and self._order.outranks(request, staying[-1]):
             return len(staying) - 1
-        own, place = of.get(request.spec.tenant, 0), None
+        own, found = of.get(request.spec.tenant, 0), None
         if max(of.values(), default=0) <= own + 1:
             return None
         for i in range(len(staying) - 1, -1, -1):
             tenant = staying[i].spec.tenant
             if self._order.outranks(staying[i], request):
                 break
-            most = own + 1 if place is None else of[staying[place].spec.tenant]
+            most = own + 1 if found is None else of[staying[found].spec.tenant]
             if of[tenant] > most and 2 * of[tenant] > self.of[tenant]:
-                place = i
-        return place
+                found = i
+        return found
 
 
 class Queue:

@@ -561,10 +561,10 @@ class Scheduler:
             row = fair or (left > 0 and self._limits.row_length(request, left))
             if slot and row and self._fits(request, owed):
                 return victims
-            place = self._running.next_victim(request, staying, of)
-            if place is None:
+            index = self._running.next_victim(request, staying, of)
+            if index is None:
                 return []
-            victim = staying.pop(place)
+            victim = staying.pop(index)
             of[victim.spec.tenant] -= 1
             victims.append(victim)
             left += min(victim.known, self._limits.chunk)

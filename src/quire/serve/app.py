@@ -1,6 +1,6 @@
 """The API as one ASGI app, and the layers around it: each is an ASGI app that holds the next.
 
-RequestIds ─► HostCheck ─► CORS ─► Meter ─► Guard ─► Operations ─► Gate ─► the API (`build_app`), once the model is loaded
+RequestIds ─► HostCheck ─► CORS ─► Meter ─► Guard ─► Operations ─► ReadyGate ─► the API (`build_app`), once it is loaded
                                             │          │
                                             └ /health  └ /, /metrics, /engine/events ...
 """
@@ -97,7 +97,7 @@ def build_middleware(state: ServerState, keys: Keys, loopback: bool = False) -> 
     settings, health = state.settings, Health(state)
     about = About(state, keyed=len(keys) > 0)
     operations = operator_routes(state, health, about, several=len(keys) > 1)
-    inner = Operations(Gate(state), operations)
+    inner = Operations(ReadyGate(state), operations)
     layers: ASGIApp = Meter(Guard(inner, keys, [*health.public, *about.public]), state, operations)
     if settings.allowed_origins:
         layers = CORSMiddleware(
@@ -158,7 +158,7 @@ class Operations:
         return await self._app(scope, receive, send)
 
 
-class Gate:
+class ReadyGate:
     """Pass requests on while the model is loaded and the server is not shutting down, and count open requests."""
 
     def __init__(self, state: ServerState) -> None:
@@ -246,7 +246,7 @@ def build_app(
     )
     app.state.server = server = Server(llm, settings, limits, metrics, abort_in_others)
     _ = server.formats, server.io_processor  # chosen, and logged, now
-    bounded = partial(Boundary, limits=limits)
+    bounded = partial(ErrorBoundary, limits=limits)
     tasks = supported_tasks(llm.config)
     routers = [models.router, models.tokens_router, *pooling_routers(tasks), absent_router]
     if "generate" in tasks:
@@ -306,7 +306,7 @@ class Api(FastAPI):
         await super().__call__(scope, receive, send)
 
 
-class Boundary:
+class ErrorBoundary:
     """The outermost layer: every request has an id and small headers, and every failure an answer without a trace."""
 
     def __init__(self, app: ASGIApp, limits: ServerLimits) -> None:

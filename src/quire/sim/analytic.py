@@ -30,7 +30,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Card:
+class GPUModel:
     name: str
     memory: int  # bytes
     bandwidth: float  # bytes per second
@@ -45,25 +45,25 @@ class Card:
 CARDS = {
     card.name: card
     for card in (
-        Card("a10", 24 * GIB, 600e9, 125e12),
-        Card("a100-40g", 40 * GIB, 1555e9, 312e12),
-        Card("a100-80g", 80 * GIB, 2039e9, 312e12),
-        Card("b200", 180 * GIB, 8e12, 2250e12),
-        Card("h100", 80 * GIB, 3350e9, 989e12),
-        Card("h100-pcie", 80 * GIB, 2000e9, 756e12),
-        Card("h20", 96 * GIB, 4000e9, 148e12),
-        Card("h200", 141 * 10**9, 4800e9, 989e12),
-        Card("l4", 24 * GIB, 300e9, 121e12),
-        Card("l40s", 48 * GIB, 864e9, 362e12),
-        Card("mi300x", 192 * GIB, 5300e9, 1307e12),
-        Card("rtx-4090", 24 * GIB, 1008e9, 165e12),
-        Card("rtx-5090", 32 * GIB, 1792e9, 209e12),
-        Card("t4", 16 * GIB, 320e9, 65e12),
+        GPUModel("a10", 24 * GIB, 600e9, 125e12),
+        GPUModel("a100-40g", 40 * GIB, 1555e9, 312e12),
+        GPUModel("a100-80g", 80 * GIB, 2039e9, 312e12),
+        GPUModel("b200", 180 * GIB, 8e12, 2250e12),
+        GPUModel("h100", 80 * GIB, 3350e9, 989e12),
+        GPUModel("h100-pcie", 80 * GIB, 2000e9, 756e12),
+        GPUModel("h20", 96 * GIB, 4000e9, 148e12),
+        GPUModel("h200", 141 * 10**9, 4800e9, 989e12),
+        GPUModel("l4", 24 * GIB, 300e9, 121e12),
+        GPUModel("l40s", 48 * GIB, 864e9, 362e12),
+        GPUModel("mi300x", 192 * GIB, 5300e9, 1307e12),
+        GPUModel("rtx-4090", 24 * GIB, 1008e9, 165e12),
+        GPUModel("rtx-5090", 32 * GIB, 1792e9, 209e12),
+        GPUModel("t4", 16 * GIB, 320e9, 65e12),
     )
 }
 
 
-def find_card(name: str) -> Card:
+def find_card(name: str) -> GPUModel:
     card = CARDS.get(name.lower().replace("_", "-").replace(" ", "-"))
     if card is None:
         raise ConfigError(
@@ -156,7 +156,7 @@ class AnalyticTiming:
 
     def __init__(
         self,
-        card: Card,
+        card: GPUModel,
         parts: ParameterParts,
         *,
         layers: int,

@@ -142,7 +142,7 @@ def _together(loads: Sequence[Load]) -> Load:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class SimulatedTimeline:
     """Means over all replicas in `BUCKETS` equal intervals of the run."""
 
     at: Series  # [buckets] seconds: their middles
@@ -152,7 +152,7 @@ class Timeline:
     kv_usage: Series  # share of all pages
 
 
-def timeline_of(run: Run) -> Timeline:
+def timeline_of(run: Run) -> SimulatedTimeline:
     end = max(run.end, 1e-9)
     width = end / BUCKETS
     at = (np.arange(BUCKETS, dtype=np.float64) + 0.5) * np.float64(width)
@@ -165,7 +165,7 @@ def timeline_of(run: Run) -> Timeline:
     for visit in run.visits:
         if visit.done:
             _spread_evenly(tokens, visit.first / width, visit.last / width, visit.output)
-    return Timeline(at, tokens / width, running, waiting, used / pages)
+    return SimulatedTimeline(at, tokens / width, running, waiting, used / pages)
 
 
 def _sampled(steps: Sequence[StepRecord], at: Series) -> tuple[Series, Series, Series]:

@@ -69,7 +69,7 @@ class FrontEnds:
         return times, ends
 
 
-class Router(Protocol):
+class SimulatedRouter(Protocol):
     def place(self, request: EngineRequest) -> int:
         """Return the replica for a new request."""
 
@@ -119,7 +119,7 @@ class Balanced:
 
 
 ROUTERS = ("balancer", "load", "round-robin")
-MakeRouter = Callable[[int], Router]
+MakeRouter = Callable[[int], SimulatedRouter]
 
 
 def router_maker(name: str, pages: int, page_size: int, slots: int, caching: bool = True) -> MakeRouter:
@@ -178,7 +178,7 @@ class Fleet:
     def __init__(
         self,
         replicas: Sequence[Replica],
-        router: Router,
+        router: SimulatedRouter,
         max_concurrency: int | None = None,
         front: FrontTime = NO_FRONT,
     ) -> None:

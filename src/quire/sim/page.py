@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from quire.sim.figures import LATENCIES, PERCENTILES, Figures, Load, Timeline, quantiles, timeline_of
+from quire.sim.figures import LATENCIES, PERCENTILES, Figures, Load, SimulatedTimeline, quantiles, timeline_of
 from quire.sim.fleet import Objectives, Run, Search, Trial
 
 WIDTH, HEIGHT = 460, 240
@@ -186,7 +186,7 @@ def _plots(run: Run, objectives: Objectives | None) -> list[str]:
     return plots + _plots_over_time(over_time)
 
 
-def _plots_over_time(timeline: Timeline) -> list[str]:
+def _plots_over_time(timeline: SimulatedTimeline) -> list[str]:
     at = timeline.at.tolist()
     return [
         plot("Output tokens per second", "s", "tokens/s", [Line("output", at, timeline.output_tokens.tolist())]),

@@ -25,7 +25,7 @@ from quire.types.request import EngineRequest
 ADMISSION_S = 0.0015  # as in `engine/process.py`: a step with new requests is planned earlier by this time
 
 
-class Timing(Protocol):
+class SimulatedTiming(Protocol):
     @property
     def host(self) -> HostTime: ...
 
@@ -42,10 +42,10 @@ class StepRecord(NamedTuple):
     used: int  # pages
 
 
-class Device:
+class SimulatedDevice:
     """A device that samples the same token for all of an answer: the `echo` of the request in the slot."""
 
-    def __init__(self, max_seqs: int, timing: Timing, windows: Sequence[Window]) -> None:
+    def __init__(self, max_seqs: int, timing: SimulatedTiming, windows: Sequence[Window]) -> None:
         self._timing, self._windows = timing, windows
         self._echo: Ints = np.zeros(max_seqs, np.int32)
         self._ones: Ints = np.ones(max_seqs, np.int32)
@@ -66,7 +66,13 @@ class Replica:
     since pages that no request will use do not change its decisions."""
 
     def __init__(
-        self, scheduler: Scheduler, page_size: int, device: Device, host: HostTime, depth: int, pages: int | None = None
+        self,
+        scheduler: Scheduler,
+        page_size: int,
+        device: SimulatedDevice,
+        host: HostTime,
+        depth: int,
+        pages: int | None = None,
     ) -> None:
         self.pages = scheduler.pool.pages if pages is None else pages
         self.scheduler, self._page_size, self._device, self._host, self._depth = scheduler, page_size, device, host, depth

@@ -98,7 +98,7 @@ class RowShapes:
         return list(zip(self.sample.tolist(), self.drafts.tolist(), strict=True))
 
     @cached_property
-    def draft_places(self) -> tuple[Longs, Longs]:
+    def draft_positions(self) -> tuple[Longs, Longs]:
         """[drafted] the row of each draft, and its offset from that row's end, below 0."""
         row = np.arange(len(self.drafts)).repeat(self.drafts)
         return row, spans(-self.drafts, self.drafts).astype(np.int64)

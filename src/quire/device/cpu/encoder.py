@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.attn.batch import Batch
 from quire.device.cpu.graph import Graph, Runtime, Value
 from quire.device.cpu.program import Binding, Program, Scratch
-from quire.device.cpu.segments import Memory
+from quire.device.cpu.segments import SegmentMemory
 from quire.device.cpu.session import PROGRAM_TOKENS
 from quire.device.cpu.trace import Boundary, Symbol, Trace, Untraceable, trace_body
 from quire.layers.packed_attention import PackedSelfAttention
@@ -44,7 +44,7 @@ class BoundEncoder:
     """All stages on memory for `capacity` tokens."""
 
     def __init__(self, stages: Sequence[EncoderStage], first: Symbol, last: Symbol, capacity: int) -> None:
-        self.capacity, memory = capacity, Memory(capacity + PROGRAM_TOKENS)
+        self.capacity, memory = capacity, SegmentMemory(capacity + PROGRAM_TOKENS)
         values = {first: memory.take(first.columns)}
         self.source = values[first]
         self._programs: list[tuple[Program, dict[str, Tensor]]] = []

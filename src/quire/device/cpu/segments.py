@@ -72,7 +72,7 @@ class BoundSum:
         self._total[:tokens] = self._add(self._part[:tokens])
 
 
-class Memory:
+class SegmentMemory:
     """Matrices of C rows that can be reused. It must outlive the calls bound to it."""
 
     def __init__(self, rows: int) -> None:
@@ -99,7 +99,7 @@ class BoundSegments:
         source: Tensor,
         result: Tensor,
         stages: Sequence[tuple[Bind, Sequence[BoundAttention | BoundSum]]],
-        memory: Memory,
+        memory: SegmentMemory,
         slots: Tensor | None = None,
     ) -> None:
         """Bind stages to memory.
@@ -152,7 +152,7 @@ def capacity_for(tokens: int) -> int:
 
 
 @dataclass(frozen=True)
-class Stage:
+class SegmentStage:
     """A compiled segment and what follows it."""
 
     session: Session
@@ -186,7 +186,9 @@ class Segments:
             if whole and not held:
                 _give_back(segment)
             dead = {*needed[i], *results} - later
-            self._stages.append(Stage(session, tuple(segment.read), tuple(results), tuple(segment.boundaries), tuple(dead)))
+            self._stages.append(
+                SegmentStage(session, tuple(segment.read), tuple(results), tuple(segment.boundaries), tuple(dead))
+            )
             segment.steps.clear()  # releases the matrices
         self._bound: BoundSegments | None = None  # for steps of few tokens
 
@@ -221,7 +223,7 @@ class Segments:
         return values[self._last]
 
     def _lay(self, rows: int) -> BoundSegments:
-        memory = Memory(capacity_for(rows))
+        memory = SegmentMemory(capacity_for(rows))
         values = {self._first: memory.take(self._first.columns)}
         source, stages, slots = values[self._first], [], None
         if self._adapter_slots is not None:

@@ -24,7 +24,7 @@ class Call(Protocol):
     def run(self) -> None: ...
 
 
-class Calls:
+class SplitCall:
     """Several calls in order."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
@@ -95,7 +95,7 @@ class Session:
         share = -(-rows // -(-rows // self._max_tokens))
         parts = [slice(start, start + share) for start in range(0, rows, share)]
         calls = [self._bind([m[part] for m in inputs], [m[part] for m in outputs]) for part in parts]
-        return calls[0] if len(calls) == 1 else Calls(calls)
+        return calls[0] if len(calls) == 1 else SplitCall(calls)
 
     def keeps_quantized(self) -> bool:
         """Return whether quantized weights stay quantized."""

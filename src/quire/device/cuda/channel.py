@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from quire.dist.channel import ROWS, Neighbours, Shape, Sink, Source, open_inlet, open_outlet, take
-from quire.dist.shared_memory import Watch
+from quire.dist.shared_memory import PeerWatch
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class CUDAEnds:
     inlet: Source
     outlet: Sink
 
-    def __init__(self, shape: Shape, neighbours: Neighbours, watch: Watch, links: Links) -> None:
+    def __init__(self, shape: Shape, neighbours: Neighbours, watch: PeerWatch, links: Links) -> None:
         self._shape, self._neighbours, self._watch, self._links = shape, neighbours, watch, links
         self._sending: _Sending | None = None
         self._receiving: _Receiving | None = None
@@ -208,7 +208,7 @@ class _Receiving:
 
 
 class CUDAOutlet:
-    def __init__(self, sending: _Sending, read: Sequence[Any], rank: int, peer: socket.socket, watch: Watch) -> None:
+    def __init__(self, sending: _Sending, read: Sequence[Any], rank: int, peer: socket.socket, watch: PeerWatch) -> None:
         self._slots, self._written, self._read, self._links = sending.slots, sending.written, read, sending.links
         self._rank, self._peer, self._watch = rank, peer, watch
         self._turn = 0
@@ -230,7 +230,7 @@ class CUDAOutlet:
 class CUDAInlet:
     """The receiving end. A result is valid until the next but one arrives."""
 
-    def __init__(self, receiving: _Receiving, rank: int, peer: socket.socket, watch: Watch) -> None:
+    def __init__(self, receiving: _Receiving, rank: int, peer: socket.socket, watch: PeerWatch) -> None:
         self._slots, self._written, self._read = receiving.slots, receiving.written, receiving.read
         self._buffers, self._side, self._links = receiving.buffers, receiving.side, receiving.links
         self._used = [self._links.event() for _ in range(RECEIVE_BUFFERS)]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from quire.device.updates import DeviceUpdates
     from quire.dist.channel import Ends, Neighbours, Shape
     from quire.dist.mesh import Position
-    from quire.dist.shared_memory import SharedMemoryGroup, Watch
+    from quire.dist.shared_memory import PeerWatch, SharedMemoryGroup
     from quire.ops.kernels.launcher import Variants
 
 BATCH, LARGE_BATCH = (8192, 256), (16384, 1024)  # tokens and requests per step
@@ -90,13 +90,13 @@ class CUDADevice(Device):
         return -(-ranks // torch.cuda.device_count())
 
     def group(
-        self, position: "Position", memory: int, peers: "Mapping[int, socket.socket]", watch: "Watch", offset: int = 0
+        self, position: "Position", memory: int, peers: "Mapping[int, socket.socket]", watch: "PeerWatch", offset: int = 0
     ) -> "SharedMemoryGroup":
         from quire.device.cuda.group import CUDAGroup
 
         return CUDAGroup(position, memory, peers, watch, self.torch_device, offset)
 
-    def channel(self, shape: "Shape", neighbours: "Neighbours", watch: "Watch") -> "Ends":
+    def channel(self, shape: "Shape", neighbours: "Neighbours", watch: "PeerWatch") -> "Ends":
         from quire.device.cuda.channel import CUDAEnds
         from quire.device.cuda.shared_bytes import CUDALinks
 

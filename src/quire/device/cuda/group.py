@@ -23,7 +23,7 @@ from torch import distributed as dist
 
 from quire.device.cuda.shared_bytes import HANDLE, close_bytes, free_bytes, open_bytes, share_bytes
 from quire.dist.mesh import Position
-from quire.dist.shared_memory import CHUNK_BYTES, MAX_MESSAGE_BYTES, SharedMemoryGroup, Watch
+from quire.dist.shared_memory import CHUNK_BYTES, MAX_MESSAGE_BYTES, PeerWatch, SharedMemoryGroup
 from quire.types.errors import EngineError
 
 Event: Any = torch.cuda.Event  # torch has no types for it
@@ -40,7 +40,7 @@ class CUDAGroup(SharedMemoryGroup):
         position: Position,
         memory: int,
         peers: Mapping[int, socket.socket],
-        watch: Watch,
+        watch: PeerWatch,
         device: torch.device,
         offset: int = 0,
     ) -> None:

@@ -40,7 +40,7 @@ from quire.engine.handshake import (
     receive_json,
     send_json,
 )  # fmt: skip
-from quire.features.experts.peers import Ends
+from quire.features.experts.peers import PeerLinks
 from quire.proc.fork_server import ForkServer
 from quire.proc.spawn import PARENT, ChildProcess, anonymous_memory, command_of, is_stopped, spawn
 from quire.types.errors import EngineError
@@ -334,7 +334,7 @@ def spawn_rank(
     memory: int,
     local: Mapping[int, socket.socket],
     remote: Mapping[int, socket.socket],
-    expert_peers: Ends | None = None,
+    expert_peers: PeerLinks | None = None,
     server: ForkServer | None = None,
 ) -> ChildProcess:
     """Start the process of a rank. local, remote: its connections to ranks of this node and of others."""
@@ -342,7 +342,7 @@ def spawn_rank(
     arguments = [PARENT, "{0}", "{1}", ",".join(f"{name}:{{{i}}}" for i, name in enumerate(names, 2))]
     descriptors = [control.fileno(), memory, *(end.fileno() for end in (*local.values(), *remote.values()))]
     if expert_peers is not None:
-        arguments.append(expert_peers.say([f"{{{len(descriptors) + i}}}" for i in range(len(expert_peers.descriptors))]))
+        arguments.append(expert_peers.as_option([f"{{{len(descriptors) + i}}}" for i in range(len(expert_peers.descriptors))]))
         descriptors += expert_peers.descriptors
     return spawn(command, arguments, descriptors, server=server, with_thread=True)
 

@@ -19,7 +19,7 @@ from quire.config.config import Config
 from quire.device.base import Device
 from quire.dist.channel import Shape
 from quire.dist.mesh import share_layers
-from quire.dist.shared_memory import Watch
+from quire.dist.shared_memory import PeerWatch
 from quire.dist.stages import PipelineRank, Ring, join_ring
 from quire.engine.executor import wire
 from quire.engine.executor.local import DividedExecutor
@@ -27,14 +27,14 @@ from quire.engine.executor.workers import Workers
 from quire.engine.runners import bounded_facts, make_device_drafter, make_parts, runner_settings
 from quire.runner.flight import StepFlight
 from quire.runner.settings import DTYPES
-from quire.runner.stage import Begun, StageRunner
+from quire.runner.stage import BegunStep, StageRunner
 from quire.types.plan import Ints, StepPlan, StepResult, Words
 
 NOTHING: Ints = np.empty(0, np.int32)
 
 
 class StageFlight:
-    def __init__(self, executor: "StagesExecutor", begun: Begun) -> None:
+    def __init__(self, executor: "StagesExecutor", begun: BegunStep) -> None:
         self._executor, self.begun = executor, begun
         self.flight: StepFlight | None = None  # when it is finished
         plan = begun.plan
@@ -107,13 +107,13 @@ def join_pipeline(
     rank: int,
     memory: int,
     peers: Mapping[int, socket.socket],
-    watch: Watch,
+    watch: PeerWatch,
     remote: Mapping[int, socket.socket],
 ) -> Ring:
     """Connect to the other ranks. memory, peers, remote: shared memory, and sockets of this node and of others."""
     own = PipelineRank.of(rank, config.stage_layers, config.ranks, config.args.enable_expert_parallel)
-    places = config.depth + 2  # slots of the channel: steps in flight, and one more
-    shape = Shape(places, config.max_batched_tokens, config.facts.hidden_size, DTYPES[config.dtype])
+    slots = config.depth + 2  # of the channel: steps in flight, and one more
+    shape = Shape(slots, config.max_batched_tokens, config.facts.hidden_size, DTYPES[config.dtype])
     return join_ring(device, own, shape, memory, peers, watch, remote)
 
 

@@ -23,7 +23,7 @@ from quire.engine.executor import wire
 from quire.engine.executor.nodes import REMOTE
 from quire.engine.executor.workers import LOST
 from quire.engine.handshake import refuse_other_draft
-from quire.features.experts.peers import Ends, read_ends
+from quire.features.experts.peers import PeerLinks, read_links
 from quire.proc.channel import Frames
 from quire.proc.logs import set_up_child
 from quire.proc.spawn import set_up
@@ -32,7 +32,7 @@ from quire.types.errors import QuireError
 if TYPE_CHECKING:
     from quire.dist.shared_memory import SharedMemoryGroup
     from quire.features.lora.cache import RankAdapters
-    from quire.runner.stage import Begun, StageRunner
+    from quire.runner.stage import BegunStep, StageRunner
     from quire.runner.step import Runner
 
 FAILED = 1
@@ -62,7 +62,7 @@ class Rank:
         memory: int,
         peers: Mapping[int, socket.socket],
         remote: Mapping[int, socket.socket],
-        expert_peers: Ends | None = None,
+        expert_peers: PeerLinks | None = None,
         on_lost: Callable[[Exception], None] = logger.error,
     ) -> None:
         """peers, remote: connections to ranks of this node, and of others.
@@ -78,7 +78,7 @@ class Rank:
         )
         self._runner: Runner | None = None
         self._adapters: RankAdapters | None = None  # since the first use
-        self._begun: deque[Begun] = deque()  # steps of a pipeline that this rank must finish
+        self._begun: deque[BegunStep] = deque()  # steps of a pipeline that this rank must finish
         self.step: int | None = None  # the latest one
 
     def execute(self, command: wire.Command) -> wire.Report | None:
@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sockets = {name: socket.socket(fileno=int(fd)) for name, fd in pairs}
     local = {int(name): end for name, end in sockets.items() if not name.startswith(REMOTE)}
     remote = {int(name): end for name, end in sockets.items() if name.startswith(REMOTE)}
-    rank = Rank(int(memory), local, remote, read_ends(options), lambda error: _end(frames, rank, error))
+    rank = Rank(int(memory), local, remote, read_links(options), lambda error: _end(frames, rank, error))
     try:
         return _serve(frames, rank, control)
     except (RankLost, OSError):  # OSError: of the connection

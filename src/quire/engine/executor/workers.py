@@ -28,7 +28,7 @@ from quire.config.args import EngineArgs
 from quire.engine import ipc
 from quire.engine.executor import wire
 from quire.engine.executor.nodes import Links, NodeConnection, RemoteProcess, spawn_rank
-from quire.features.experts.peers import Ends
+from quire.features.experts.peers import PeerLinks
 from quire.proc.channel import MAX_FRAME_BYTES, Frames, FrameTooLong
 from quire.proc.fork_server import usable_parent_server
 from quire.proc.spawn import ChildProcess, anonymous_memory, command_of, exit_reason, is_stopped
@@ -110,7 +110,7 @@ class Workers:
         size: int,
         hang_timeout: float,
         links: Links | None = None,
-        expert_peers: Ends | None = None,
+        expert_peers: PeerLinks | None = None,
         gpus: str = "",
         draft_files: Mapping[str, str] | None = None,
     ) -> None:
@@ -293,7 +293,7 @@ def _start(
     peers: dict[int, socket.socket],
     remote: dict[int, socket.socket],
     stage: int | None,
-    expert_peers: Ends | None,
+    expert_peers: PeerLinks | None,
 ) -> Worker:
     ours, theirs = socket.socketpair()
     with theirs:

@@ -21,14 +21,14 @@ from quire.dist.mesh import Position
 from quire.dist.shared_memory import SharedMemoryGroup
 from quire.types.errors import EngineDead
 
-NOTHING = -1  # in place of a layer
+NOTHING = -1  # layer number of a rank without tokens
 HEADER = 4  # int64 values: layer, tokens, experts per token, padding
 RunExperts = Callable[[Tensor, Tensor, Tensor], Tensor]  # x [T, H], weights and experts [T, top_k] -> [T, H]
 
 
 @dataclass(frozen=True)
 class ExpertWork:
-    """That an engine wants run."""
+    """Tokens that an engine wants a layer's experts to run."""
 
     layer: int
     x: Tensor  # [T, H]
@@ -37,7 +37,7 @@ class ExpertWork:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Return the size in bytes."""
         return sum(part.numel() * part.element_size() for part in (self.x, self.weights, self.experts))
 
 
@@ -55,20 +55,20 @@ class ExpertsGroup(SharedMemoryGroup):
         return bool(waiting.poll(None if seconds is None else 1000 * seconds))
 
     def offer(self, rows: ExpertWork | None) -> list[Tensor]:
-        """What every rank has laid down, where it lies."""
+        """Publish this rank's work; return the shared-memory slot of every rank, as views."""
         slots = self._next()
         header = slots[self._rank][: 8 * HEADER].view(torch.int64)
         if rows is None:
             header[0] = NOTHING
         else:
             header[:3] = torch.tensor([rows.layer, len(rows.x), rows.experts.shape[1]])
-            for place, part in zip(_places(slots[self._rank], rows.x), (rows.experts, rows.weights, rows.x), strict=True):
-                place.copy_(part)
+            for view, part in zip(_views(slots[self._rank], rows.x), (rows.experts, rows.weights, rows.x), strict=True):
+                view.copy_(part)
         self._barrier()
         return list(slots)
 
     def add_up(self, part: Tensor, own: slice) -> Tensor:
-        """The sum of all ranks' parts, of one shape, for some of its rows."""
+        """Return rows `own` of the sum of all ranks' parts, which have one shape."""
         slots = self._next()
         flat = part.numel() * part.element_size()
         parts = [slot[:flat].view(part.dtype).view(part.shape) for slot in slots]
@@ -80,7 +80,7 @@ class ExpertsGroup(SharedMemoryGroup):
         return out
 
     def leave(self) -> None:
-        """The others notice, and so does a thread that waits for them."""
+        """Disconnect: other ranks notice it, and so does a thread of this one that waits for them."""
         for end in self._peers.values():
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
@@ -95,7 +95,7 @@ class ExpertsGroup(SharedMemoryGroup):
         return slots
 
 
-def _places(slot: Tensor, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _views(slot: Tensor, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return views of experts, weights and rows, after the header with their counts."""
     _, rows, top_k, _ = slot[: 8 * HEADER].view(torch.int64).tolist()
     begin = 8 * HEADER
@@ -111,11 +111,13 @@ def _places(slot: Tensor, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 class SharedExperts:
     def __init__(self, group: ExpertsGroup, position: Position, ranks: int, dtype: torch.dtype) -> None:
-        """ranks: of each engine; its first one brings rows. dtype: of those."""
+        """ranks: number of ranks per engine; the first has the engine's tokens
+        dtype: of the hidden states
+        """
         self.position, self.leads = position, position.rank % ranks == 0
         self.group, self._engines, self._dtype = group, position.size // ranks, dtype
         self._layers: Sequence[tuple[int, RunExperts]] = ()
-        self._lock = threading.Lock()  # of the turns: the engine's own, or the thread's
+        self._lock = threading.Lock()  # held during a turn, by the engine or by the thread
         self._thread: threading.Thread | None = None
         self._wake, self._woken = socket.socketpair()
         self._over = False
@@ -128,13 +130,13 @@ class SharedExperts:
         self._thread = threading.Thread(target=self._answer, name="quire-experts", daemon=True)
         self._thread.start()
 
-    def meet(self) -> None:
-        """Returns when all ranks serve."""
+    def wait_all(self) -> None:
+        """Wait until all ranks serve."""
         with self._lock:
             self._turn(None)
 
     def check(self) -> None:
-        """Raises why, if the others are lost."""
+        """Raise EngineDead if another rank is lost."""
         if self._dead is not None:
             raise self._dead if isinstance(self._dead, EngineDead) else EngineDead(f"shared experts failed: {self._dead!r}")
 
@@ -164,7 +166,7 @@ class SharedExperts:
             self._woken.close()
 
     def _answer(self) -> None:
-        """Others' turns, while the engine itself has none."""
+        """Take part in turns of other engines while this engine has none."""
         with torch.inference_mode():
             while not self._over:
                 self.group.called(None, self._woken)
@@ -179,7 +181,7 @@ class SharedExperts:
                             return
 
     def _turn(self, rows: ExpertWork | None) -> Tensor | None:
-        """None: it was another one's."""
+        """Take one turn. Return the outputs of `rows`; None if the turn was for another layer."""
         self.check()
         try:
             return self._take_turn(rows)
@@ -190,15 +192,15 @@ class SharedExperts:
             raise
 
     def _take_turn(self, rows: ExpertWork | None) -> Tensor | None:
-        laid = self.group.offer(rows)
-        headers = [slot[: 8 * HEADER].view(torch.int64).tolist() for slot in laid]
+        slots = self.group.offer(rows)
+        headers = [slot[: 8 * HEADER].view(torch.int64).tolist() for slot in slots]
         layer = min((header[0] for header in headers if header[0] != NOTHING), default=NOTHING)
         if layer == NOTHING:
             return None
         width, run = self._layers[layer]
         like = torch.empty(0, width, dtype=self._dtype)
-        wanted = [(rank, _places(slot, like)) for rank, slot in enumerate(laid) if headers[rank][0] == layer]
-        experts, weights, x = (torch.cat(parts) for parts in zip(*(places for _, places in wanted), strict=True))
+        wanted = [(rank, _views(slot, like)) for rank, slot in enumerate(slots) if headers[rank][0] == layer]
+        experts, weights, x = (torch.cat(parts) for parts in zip(*(views for _, views in wanted), strict=True))
         before = sum(headers[rank][1] for rank, _ in wanted if rank < self.position.rank)
         ours = rows is not None and rows.layer == layer
         total = self.group.add_up(run(x, weights, experts), slice(before, before + (len(rows.x) if rows and ours else 0)))

@@ -1,7 +1,7 @@
 """Connections between engines that share experts (`enable_expert_parallel` with `data_parallel_size`). Never imports torch.
 
-    a generation    one shared memory, and a socket pair for every two ranks of all engines
-    an engine       takes its ranks' ends of a generation once, and passes them to its ranks (`exchange.py` uses them)
+    a generation    one shared memory, and one socket pair for every two ranks of all engines
+    an engine       takes the descriptors of its ranks once, and passes them to its ranks (`exchange.py` uses them)
 
 When an engine is lost, the others find their sockets closed and end too; all of them restart with the next generation.
 """
@@ -28,67 +28,67 @@ POLL_S = 0.2  # while an engine starts
 
 
 @dataclass(frozen=True)
-class Ends:
-    """Descriptors of some ranks. Ranks are counted through all engines."""
+class PeerLinks:
+    """Descriptors of some ranks: the shared memory, and a socket to each other rank. Ranks are numbered across engines."""
 
     memory: int
-    ways: tuple[tuple[int, int, int], ...]  # of which rank, to which other, and the descriptor
+    links: tuple[tuple[int, int, int], ...]  # rank, other rank, descriptor of the socket between them
 
     @property
     def descriptors(self) -> list[int]:
-        return [self.memory, *(descriptor for _, _, descriptor in self.ways)]
+        return [self.memory, *(descriptor for _, _, descriptor in self.links)]
 
     @property
     def first(self) -> int:
-        """The first of the ranks."""
-        return min(rank for rank, _, _ in self.ways)
+        """Return the lowest rank."""
+        return min(rank for rank, _, _ in self.links)
 
-    def of(self, rank: int) -> "Ends":
-        return Ends(self.memory, tuple(way for way in self.ways if way[0] == rank))
+    def of(self, rank: int) -> "PeerLinks":
+        return PeerLinks(self.memory, tuple(link for link in self.links if link[0] == rank))
 
-    def say(self, names: Sequence[object] | None = None) -> str:
-        """As an argument; `names` in place of the descriptors."""
+    def as_option(self, names: Sequence[object] | None = None) -> str:
+        """Return an argument for a child process. names: written in place of the descriptors"""
         memory, *others = self.descriptors if names is None else names
-        ways = [f"{rank}-{other}-{name}" for (rank, other, _), name in zip(self.ways, others, strict=True)]
-        return f"{OPTION}{memory},{','.join(ways)}"
+        links = [f"{rank}-{other}-{name}" for (rank, other, _), name in zip(self.links, others, strict=True)]
+        return f"{OPTION}{memory},{','.join(links)}"
 
     def sockets(self) -> dict[int, socket.socket]:
-        """To every other rank; these are all of one rank."""
-        return {other: socket.socket(fileno=descriptor) for _, other, descriptor in self.ways}
+        """Return the sockets to the other ranks. All links must be of one rank."""
+        return {other: socket.socket(fileno=descriptor) for _, other, descriptor in self.links}
 
     def close(self, ranks: Iterable[int] | None = None) -> None:
-        """Of these ranks alone, or with the memory."""
+        """Close the sockets of these ranks; None: all sockets and the memory."""
         some = None if ranks is None else set(ranks)
-        for rank, _, descriptor in self.ways:
+        for rank, _, descriptor in self.links:
             if some is None or rank in some:
                 os.close(descriptor)
         if some is None:
             os.close(self.memory)
 
 
-def read_ends(options: Iterable[str]) -> Ends | None:
-    """From the arguments of a process."""
+def read_links(options: Iterable[str]) -> PeerLinks | None:
+    """Return the links that the arguments of this process name; None: there are none."""
     for option in options:
         if option.startswith(OPTION):
-            memory, *ways = option.removeprefix(OPTION).split(",")
-            paths = [tuple(map(int, way.split("-"))) for way in ways]
-            ends = Ends(int(memory), tuple((rank, other, descriptor) for rank, other, descriptor in paths))
-            for descriptor in ends.descriptors:
+            memory, *parts = option.removeprefix(OPTION).split(",")
+            paths = [tuple(map(int, part.split("-"))) for part in parts]
+            links = PeerLinks(int(memory), tuple((rank, other, descriptor) for rank, other, descriptor in paths))
+            for descriptor in links.descriptors:
                 os.set_inheritable(descriptor, False)
-            return ends
+            return links
     return None
 
 
 class ExpertPeers:
-    """The ends of the current generation, in the process that starts the engines."""
+    """The links of the current generation, in the process that starts the engines."""
 
     def __init__(self, engines: int, ranks: int) -> None:
-        """ranks: of each engine."""
+        """ranks: number of ranks per engine"""
         self._engines, self._ranks = engines, ranks
-        self._left: dict[int, Ends] = {}  # of the present generation, by engine
+        self._left: dict[int, PeerLinks] = {}  # engine -> its links, until it takes them
 
-    def take(self, engine: int) -> Ends:
-        """To be closed when its process has them."""
+    def take(self, engine: int) -> PeerLinks:
+        """Return the links of an engine. The caller closes them when the engine's process has them."""
         if engine not in self._left:
             self.close()
             self._left = self._make()
@@ -98,31 +98,32 @@ class ExpertPeers:
         while self._left:
             self._left.popitem()[1].close()
 
-    def _make(self) -> dict[int, Ends]:
-        ways: list[list[tuple[int, int, int]]] = [[] for _ in range(self._engines)]
+    def _make(self) -> dict[int, PeerLinks]:
+        links: list[list[tuple[int, int, int]]] = [[] for _ in range(self._engines)]
         with contextlib.ExitStack() as undone:
             memory = anonymous_memory("quire-experts")
             undone.callback(os.close, memory)
             for first, second in itertools.combinations(range(self._engines * self._ranks), 2):
                 for one, other, end in zip((first, second), (second, first), socket.socketpair(), strict=True):
-                    ways[one // self._ranks].append((one, other, end.detach()))
-                    undone.callback(os.close, ways[one // self._ranks][-1][2])
-            memories = [memory, *(os.dup(memory) for _ in ways[1:])]
+                    links[one // self._ranks].append((one, other, end.detach()))
+                    undone.callback(os.close, links[one // self._ranks][-1][2])
+            memories = [memory, *(os.dup(memory) for _ in links[1:])]
             undone.pop_all()
-        return {engine: Ends(memories[engine], tuple(own)) for engine, own in enumerate(ways)}
+        return {engine: PeerLinks(memories[engine], tuple(own)) for engine, own in enumerate(links)}
 
 
 @contextlib.contextmanager
-def watch_peers(ends: Ends | None, lost: Callable[[], object]) -> Iterator[None]:
-    """Call `lost` if another engine ends while this one starts; a thread watches the sockets, which nothing else reads then."""
-    if ends is None:
+def watch_peers(links: PeerLinks | None, lost: Callable[[], object]) -> Iterator[None]:
+    """Call `lost` if another engine ends while this one starts. A thread polls the sockets: nothing else reads them yet."""
+    if links is None:
         yield
         return
-    own = {rank for rank, _, _ in ends.ways}
-    copies = [os.dup(way) for rank, other, way in ends.ways if rank == ends.first and other not in own]  # others close theirs
+    own = {rank for rank, _, _ in links.links}
+    outward = [each for rank, other, each in links.links if rank == links.first and other not in own]
+    copies = [os.dup(each) for each in outward]  # the originals are closed when the ranks have them
     over = threading.Event()
 
-    def look() -> None:
+    def poll() -> None:
         waiting = select.poll()
         for copy in copies:
             waiting.register(copy, 0)  # closed by the other end, even if data is left to read
@@ -133,7 +134,7 @@ def watch_peers(ends: Ends | None, lost: Callable[[], object]) -> Iterator[None]
         if found and not over.is_set():
             lost()
 
-    threading.Thread(target=look, name="quire-companions", daemon=True).start()
+    threading.Thread(target=poll, name="quire-expert-peers", daemon=True).start()
     try:
         yield
     finally:
@@ -150,7 +151,7 @@ class ExpertPeerWatch:
     def __init__(self, workers: "Workers | None", engine: int, ranks: int, start_timeout: float, hang_timeout: float) -> None:
         self._workers, self._engine, self._ranks = workers, engine, ranks
         self._start_timeout, self._hang_timeout = start_timeout, hang_timeout
-        self.met = False  # all of them have answered once
+        self.connected = False  # all peers have answered once
 
     def lost(self, rank: int) -> NoReturn:
         if rank // self._ranks == self._engine and self._workers is not None:
@@ -162,7 +163,7 @@ class ExpertPeerWatch:
         if self._workers is not None:
             self._workers.refuse_stopped(seconds)
         self._check_own()
-        if seconds > (self._hang_timeout if self.met else self._start_timeout):
+        if seconds > (self._hang_timeout if self.connected else self._start_timeout):
             names = " and ".join(f"engine {engine}" for engine in sorted({rank // self._ranks for rank in ranks}))
             raise ExpertPeerLost(f"{names} kept those that share its experts waiting for {seconds:.1f} s")
 

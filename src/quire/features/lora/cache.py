@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.features.lora.packing import Adapters, PackedAdapter
-from quire.features.lora.peft import Model, read_adapter
+from quire.features.lora.peft import AdapterModel, read_adapter
 from quire.features.lora.reader import AdapterReader
 from quire.features.lora.sites import Site
 from quire.features.lora.upload import AdapterUpload, Uploaded
@@ -65,11 +65,11 @@ class LoRACache:
         """
         self._adapters, self._room, self._budget = adapters, room, budget
         parameters = dict(model.named_parameters())
-        self._model = Model(adapters.sites, model.renames, parameters, max_rank, added_tokens)
+        self._model = AdapterModel(adapters.sites, model.renames, parameters, max_rank, added_tokens)
         if whole is not None:
             sites = {name: site for site in whole.sites for name in site.shapes}
             other_stages = frozenset(whole.parameters - {*parameters})
-            self._model = Model(sites | adapters.sites, whole.renames, parameters, max_rank, added_tokens, other_stages)
+            self._model = AdapterModel(sites | adapters.sites, whole.renames, parameters, max_rank, added_tokens, other_stages)
         self._upload = AdapterUpload(self._model, adapters) if adapters.tabled else None
         self._held: dict[str, PackedAdapter] = {}
         self._ready: tuple[PackedAdapter, Tensor] | None = None  # the adapter that was read last, and its weights on the device

@@ -73,7 +73,7 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Model:
+class AdapterModel:
     """The matrices of a model that adapters can change."""
 
     sites: Mapping[str, Site]
@@ -84,7 +84,7 @@ class Model:
     other_stages: frozenset[str] = frozenset()  # parameters that other pipeline stages have and check
 
 
-def read_adapter(path: str, model: Model) -> tuple[Mapping[str, Addition], int]:
+def read_adapter(path: str, model: AdapterModel) -> tuple[Mapping[str, Addition], int]:
     """Return the additions by the matrix's path in the checkpoint after renames, and the largest rank. Raise AdapterError for
     what is not supported."""
     files = find_adapter(path)
@@ -170,7 +170,7 @@ def _read_safetensors(path: Path) -> list[Named]:
 
 
 class Reader:
-    def __init__(self, config: AdapterConfig, model: Model, readable: bool = True) -> None:
+    def __init__(self, config: AdapterConfig, model: AdapterModel, readable: bool = True) -> None:
         """readable: the file's header has shapes, from which the API process counts added tokens."""
         self._config, self._model = config, model
         self._largest = 0

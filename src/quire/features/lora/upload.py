@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from quire.features.lora.packing import Adapters, Layout, PackedAdapter
-from quire.features.lora.peft import LARGEST, Model, Named, Reader, parse_name
+from quire.features.lora.peft import LARGEST, AdapterModel, Named, Reader, parse_name
 from quire.features.lora.peft_config import AdapterConfig, interpret
 from quire.features.lora.sites import LinearSite
 from quire.features.lora.values import LARGE, Scaled
@@ -83,7 +83,7 @@ class FilePlan:
 
 
 class FilePlans:
-    def __init__(self, model: Model, adapters: Adapters) -> None:
+    def __init__(self, model: AdapterModel, adapters: Adapters) -> None:
         self._model, self._adapters, self._lock = model, adapters, Lock()
         self._known: OrderedDict[bytes, FilePlan] = OrderedDict()
 
@@ -191,7 +191,7 @@ class Uploaded(NamedTuple):
 
 
 class AdapterUpload:
-    def __init__(self, model: Model, adapters: Adapters) -> None:
+    def __init__(self, model: AdapterModel, adapters: Adapters) -> None:
         self._adapters, self._plans, self._device = adapters, FilePlans(model, adapters), adapters.device
         cuda = self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if cuda else None  # type: ignore[no-untyped-call]

@@ -28,7 +28,7 @@ TAIL_BYTES = 64
 TABLE_ROWS = 50
 
 
-class Recorder(Protocol):
+class TraceRecorder(Protocol):
     def begin(self) -> None: ...
 
     def pause(self) -> None:
@@ -137,7 +137,7 @@ class ProfilingPart(StepPart):
 
     def __init__(self, device: Device, dtype: torch.dtype, settings: ProfilerSettings) -> None:  # noqa: ARG002
         self._device, self._settings = device.torch_device, settings
-        self._recorder: Recorder | None = None
+        self._recorder: TraceRecorder | None = None
         self._profiled = ""  # the name of the profile
         self._delay = self._steps = 0  # steps until it begins, and that were recorded
         self._begun = self._over = False  # whether it records, or records no more
@@ -148,7 +148,7 @@ class ProfilingPart(StepPart):
             return "busy", self._profiled
         settings = self._settings
         try:
-            recorder: Recorder = CudaRecorder()
+            recorder: TraceRecorder = CudaRecorder()
             if settings.profiler == TORCH:
                 recorder = TorchRecorder(settings, self._device, name)
             if not settings.delay_iterations:
@@ -194,7 +194,7 @@ class ProfilingPart(StepPart):
             with contextlib.suppress(Exception):
                 self._recorder.discard()
 
-    def _count_step(self, recorder: Recorder) -> None:
+    def _count_step(self, recorder: TraceRecorder) -> None:
         """Begin or pause the profile before a step."""
         if self._delay:
             self._delay -= 1

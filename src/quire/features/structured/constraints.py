@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from quire.features.structured.grammar import wire
-from quire.features.structured.grammar.client import ROWS, Grammars, News, fingerprint, refusal
+from quire.features.structured.grammar.client import MAX_OPEN_GRAMMARS, Grammars, News, fingerprint, refusal
 from quire.sched.limits import forced_end
 from quire.sched.plan_builder import Scheduled
 from quire.sched.scheduler import Scheduler
@@ -47,7 +47,7 @@ class GrammarLanes:
         drafts: maximum draft tokens per request and step
         backend: "guidance" or "xgrammar"
         """
-        start = wire.StartWorker(path, tokenizer, revision, vocab_size, sorted(eos_ids), ROWS, drafts, backend)
+        start = wire.StartWorker(path, tokenizer, revision, vocab_size, sorted(eos_ids), MAX_OPEN_GRAMMARS, drafts, backend)
         self.first, self.second = Grammars(start), Grammars(start, gives_way=True)
         self._slow: OrderedDict[bytes, None] = OrderedDict()  # grammars
 

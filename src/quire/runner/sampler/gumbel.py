@@ -155,5 +155,5 @@ def noisiest_of_many(logits: Logits, bits: Words) -> int:
         reached = max(reached - LARGE_NOISE - ROUNDING * abs(reached), LOWEST)
     large = logits >= np.float32(reached)
     large[noisy[best]] = True
-    places = np.flatnonzero(large)
-    return int(places[_noisiest(logits[places], bits[places])])
+    index = np.flatnonzero(large)
+    return int(index[_noisiest(logits[index], bits[index])])

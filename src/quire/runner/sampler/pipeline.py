@@ -15,7 +15,7 @@ from quire.runner.sampler.edits import Allowed, BadWords, Bias, Masks, MinTokens
 from quire.runner.sampler.filters import MinP, Temperature, Truncation, largest
 from quire.runner.sampler.gumbel import GumbelSampling
 from quire.runner.sampler.logprobs import Logprobs, Report
-from quire.runner.sampler.stage import Columns, Edit, Extra, Filter, Processors, Rows, SamplerPart, Stage, concerns
+from quire.runner.sampler.stage import Columns, Edit, Extra, Filter, Processors, Rows, SamplerPart, SamplerStage, concerns
 from quire.runner.transfer import Longs, upload
 from quire.types.errors import NO_TOKEN
 from quire.types.plan import Admission, Ints
@@ -37,7 +37,7 @@ class Sampled:
     reported: Longs = field(default_factory=lambda: np.empty(0, np.int64))  # [n] the rows with logprobs
     widths: Sequence[int] = ()  # [n] tokens in addition to the chosen one
     report: Report | None = None  # of those rows
-    places: Ints | None = None  # [samples] indices of the samples among N; None: they are the first
+    sample_index: Ints | None = None  # [samples] columns of `result` with the samples; None: the first
     faults: Mapping[int, str] = field(default_factory=lambda: FAULTS)
 
     @property
@@ -83,7 +83,7 @@ class Sampler:
         )  # fmt: skip
         min_p, truncation = MinP(columns), Truncation(columns, vocabulary)
         self._unfused: tuple[Filter, ...] = tuple(make(columns, vocabulary) for make in FILTERS)
-        self._filters: tuple[Stage, ...] = (self._temperature, *self._unfused, min_p, truncation)
+        self._filters: tuple[SamplerStage, ...] = (self._temperature, *self._unfused, min_p, truncation)
         self._parts: tuple[SamplerPart, ...] = (self.logprobs, *self._edits, *self._filters)
         self._used: dict[int, list[SamplerPart]] = {}  # slot -> the parts whose parameters its request sets
         self._users: Counter[SamplerPart] = Counter()  # requests that use each part

@@ -65,7 +65,7 @@ class SamplerPart(PerSlot, Protocol):
     def fields(self) -> tuple[str, ...]: ...
 
 
-class Stage(SamplerPart, Protocol):
+class SamplerStage(SamplerPart, Protocol):
     """`apply` may change `logits` [N, V] float32 in place and returns them; it is called only if `active`."""
 
     def active(self, rows: Rows) -> bool: ...
@@ -81,7 +81,7 @@ class Extra(SamplerPart, Protocol):
         ...
 
 
-class Edit(Stage, Extra, Protocol): ...
+class Edit(SamplerStage, Extra, Protocol): ...
 
 
 class Processors(Edit, Protocol):

@@ -33,7 +33,7 @@ class EngineMirror(EngineView):
 
     def __init__(self, client: "RouterClient", number: int) -> None:
         self._client, self._number = client, number
-        self._status = EngineStatus(heard_at=time.monotonic())
+        self._status = EngineStatus(received_at=time.monotonic())
 
     def update(self, status: EngineStatus) -> None:
         self._status = status
@@ -131,7 +131,7 @@ class RouterClient(EngineGroup):
             self._channel.post(ipc.Abort(gone))
 
     def watch(self, watched: bool) -> None:
-        self._channel.post(ipc.Watch(watched))
+        self._channel.post(ipc.SetWatched(watched))
 
     async def call(self, method: str, *args: Any) -> Any:
         return await self.ask(lambda number: ipc.CallMethod(number, method, list(args)))

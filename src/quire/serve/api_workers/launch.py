@@ -225,11 +225,11 @@ class ApiWorkersLaunch(Launch):
             for worker in self._workers:
                 if not worker.serving:
                     continue
-                worker.silence.look()
+                worker.silence.update()
                 if worker.silence.seconds > SILENCE_S:
                     logger.error("API process %d hangs: no message for %.1f s", worker.process.pid, worker.silence.seconds)
                     worker.process.kill()
-                    worker.silence.heard()
+                    worker.silence.reset()
 
     # ---- API processes ---------------------------------------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class ApiWorkersLaunch(Launch):
 
     async def _attend(self, worker: WorkerProcess, connection: WorkerConnection) -> None:
         async def on_frame(frame: bytes) -> None:
-            worker.silence.heard()
+            worker.silence.reset()
             await self._router.on_frame(connection, frame)
 
         try:

@@ -140,7 +140,7 @@ class Router:
             case ipc.Abort(ids):
                 worker.requests.difference_update(ids)
                 engines.abort(ids)
-            case ipc.Watch(on):
+            case ipc.SetWatched(on):
                 worker.watches = on
                 self._watch()
             case ipc.CallMethod(number, method, args):

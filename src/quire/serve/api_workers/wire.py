@@ -160,7 +160,7 @@ Down = (
 )  # fmt: skip
 Up = (
     Open | Counts | Gather | Claim | Yield | Name | Noted | LoadOn | Notify | AbortInOthers | Aborted
-    | ipc.Add | ipc.Abort | ipc.CallMethod | ipc.Watch
+    | ipc.Add | ipc.Abort | ipc.CallMethod | ipc.SetWatched
 )  # fmt: skip
 
 decode_down: Callable[[bytes], Down] = decoder(Down, ipc.DTYPES)

@@ -108,13 +108,13 @@ class Guessed:
         """guesses [R, n] on the device."""
         self._coming.append((slot, Download([guesses])))
 
-    def of(self, slot: Ints, place: Ints) -> Ints:
+    def of(self, slot: Ints, position: Ints) -> Ints:
         for slots, download in self._coming:
             [guesses] = download.wait()
             self._known[slots] = NO_DRAFT
             self._known[slots, : guesses.shape[1]] = guesses
         self._coming.clear()
-        found: Ints = self._known[slot, place]
+        found: Ints = self._known[slot, position]
         return found
 
 
@@ -184,14 +184,14 @@ class Passes:
     def build(self, plan: StepRows, whole: bool = False) -> Built:
         return build_batch(plan, self.slots, whole=whole)
 
-    def read(self, slot: Ints, place: Ints, count: int) -> Tensor:
-        """Return [R, count] the tokens from `place` [R] on."""
-        return read_guesses(self.slots, slot, place, count)
+    def read(self, slot: Ints, position: Ints, count: int) -> Tensor:
+        """Return [R, count] the tokens from `position` [R] on."""
+        return read_guesses(self.slots, slot, position, count)
 
 
-def read_guesses(slots: Slots, slot: Ints, place: Ints, count: int) -> Tensor:
-    """Return [R, count] the tokens of `slot` [R] from position `place` [R] on."""
-    slot_there, first = upload_together([slot, place], slots.device)
+def read_guesses(slots: Slots, slot: Ints, position: Ints, count: int) -> Tensor:
+    """Return [R, count] the tokens of `slot` [R] from `position` [R] on."""
+    slot_there, first = upload_together([slot, position], slots.device)
     return slots.tokens[slot_there[:, None], first[:, None] + torch.arange(count, device=slots.device)]
 
 

@@ -11,7 +11,7 @@ from msgspec import structs
 from torch import Tensor, nn
 
 from quire.device.base import Device
-from quire.features.base import Allocation, FinishedStep, Follower, StepPart
+from quire.features.base import Allocation, FinishedStep, StepFollower, StepPart
 from quire.features.speculation.device.drafter import DeviceDrafter, RanStep
 from quire.models.decoder import Decoder
 from quire.runner.buckets import MAX_GRAPH_ROWS
@@ -73,21 +73,21 @@ class SpeculationPart(StepPart):
         if self._kept is not None:
             self._kept.keep(hidden, tokens)
 
-    def finish(self, step: FinishedStep) -> Follower | None:
+    def finish(self, step: FinishedStep) -> StepFollower | None:
         if self.drafter is None:
             return None
         if step.hidden is None:
             return self._finish_replayed(self.drafter, step.rows)
         states = self._taps.take() if self._taps is not None else [step.hidden] if self.drafter.whole else []
-        return Drafting(self.drafter, states, step.sampled_from)
+        return DraftFollower(self.drafter, states, step.sampled_from)
 
-    def _finish_replayed(self, drafter: DeviceDrafter, rows: StepRows) -> Follower:
+    def _finish_replayed(self, drafter: DeviceDrafter, rows: StepRows) -> StepFollower:
         """If states are read, the rows have one token each."""
         if self._kept is None:
-            return Drafting(drafter, [], None)
+            return DraftFollower(drafter, [], None)
         states = self._kept.read(len(rows.slot))
         sampling = None if rows.shapes.all_sample else upload(rows.outputs.sample_after.astype(np.int64), states[0].device)
-        return Drafting(drafter, states, states[0] if sampling is None else states[0][sampling])
+        return DraftFollower(drafter, states, states[0] if sampling is None else states[0][sampling])
 
     def idle(self) -> bool:
         return self.drafter is not None and self.drafter.idle()
@@ -99,7 +99,7 @@ class SpeculationPart(StepPart):
 
 
 @dataclass(frozen=True)
-class Drafting:
+class DraftFollower:
     """What a step in flight leaves to the drafter, for when its tokens have reached the host."""
 
     drafter: DeviceDrafter
@@ -196,8 +196,8 @@ def unroll_shapes(shapes: RowShapes) -> Unrolled:
     pieces = 1 + shapes.drafts  # the known tokens, and each draft
     owner = np.arange(len(pieces)).repeat(pieces)
     ends = pieces.cumsum(dtype=np.int32)
-    place = np.arange(len(owner), dtype=np.int32) - (ends - pieces)[owner]
-    count = np.where(place == 0, (shapes.count - shapes.drafts)[owner], 1).astype(np.int32)
+    offset = np.arange(len(owner), dtype=np.int32) - (ends - pieces)[owner]
+    count = np.where(offset == 0, (shapes.count - shapes.drafts)[owner], 1).astype(np.int32)
     after = Outputs.last(count, shapes.sample[owner].astype(np.int32)).sample_after
     outputs = Outputs(after, shapes.outputs.prompt_logprobs, shapes.outputs.pool)
-    return Unrolled(RowShapes(count, np.zeros_like(count), outputs), owner, shapes.drafts[owner] - place)
+    return Unrolled(RowShapes(count, np.zeros_like(count), outputs), owner, shapes.drafts[owner] - offset)

@@ -26,22 +26,22 @@ from quire.types.errors import EngineError, InvalidParameter
 from quire.types.request import EngineRequest
 from quire.types.structured import FIELD, StructuredOutputsParams
 
-LONGEST_STEP = 5.0  # seconds of silence until an answer to sampled tokens is given up
-LONGEST_CHECK = 60.0  # the same for a grammar: the process may have to start, and others may be tried before it
-LONGEST_SILENCE = 20.0  # without a message of a process that compiles grammars; longer than a trial takes
-ROWS = 4096  # of masks: requests with a grammar at a time; the others wait
-MAX_FAILED_STARTS = 3  # of processes that end or hang by themselves before they are up, one after the other
-MAX_KILLED_STARTS_S = 300.0  # seconds in which every process is killed from outside before it is up
-RESTART_PAUSE_S, MAX_RESTART_PAUSE_S = 0.05, 2.0  # before the second start in vain; doubled for each one after it
-MAX_DEATHS = 2  # of a process at work for a grammar, with nothing done in between, and the last time for no other
-MAX_LOSSES = 8  # of a process at work for one request
+STEP_TIMEOUT_S = 5.0  # without a message while masks for sampled tokens are due
+CHECK_TIMEOUT_S = 60.0  # for a grammar check: the process may have to start, and other grammars may come first
+COMPILE_TIMEOUT_S = 20.0  # without a message of a process that compiles grammars; longer than a trial takes
+MAX_OPEN_GRAMMARS = 4096  # requests with a mask row in the process; the others wait
+MAX_FAILED_STARTS = 3  # in a row that end or hang by themselves
+MAX_KILLED_STARTS_S = 300.0  # in which every start is killed from outside
+RESTART_PAUSE_S, MAX_RESTART_PAUSE_S = 0.05, 2.0  # after the first killed start; doubled after each further one
+MAX_DEATHS = 2  # of processes working on a grammar, without progress in between; the last one worked on no other grammar
+MAX_LOSSES = 8  # of processes working on one request
 MAX_MASK_CPU_S = 10.0  # processor time that the slow masks of a request's choices may take together
 MAX_MASK_CPU_S_PER_TOKEN = 0.02  # added for every token of them
 NO_START = "the grammar process does not start; the server's log has the reason"
 LOST = f"the grammar process was lost {MAX_LOSSES} times while it followed this request"
 DEADLY = "this grammar makes the library that follows it crash or hang, so it cannot be used; an equivalent grammar may work"
 TOO_SLOW = "its masks take too long ({:.1f} s for {} tokens), so it was given up; a grammar with less ambiguity may work"
-ALL = 0xFFFFFFFF
+ALL_ALLOWED = 0xFFFFFFFF  # a mask word
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +50,13 @@ logger = logging.getLogger(__name__)
 class News:
     """Reports of the grammar process since the last call."""
 
-    ready: list[str] = field(default_factory=list)  # their masks are there
-    lost: list[str] = field(default_factory=list)  # they were ready, and are not until they are named again
-    refused: list[tuple[str, str]] = field(default_factory=list)  # what is wrong with their grammar, however late that shows
-    failed: list[tuple[str, str]] = field(default_factory=list)  # what went wrong, and is not theirs to mend
+    ready: list[str] = field(default_factory=list)  # requests whose masks are written
+    lost: list[str] = field(default_factory=list)  # were ready; not ready until reported again
+    refused: list[tuple[str, str]] = field(default_factory=list)  # request and the error of its grammar
+    failed: list[tuple[str, str]] = field(default_factory=list)  # request and an error that its grammar did not cause
 
     def move(self, name: str) -> None:
-        """The request must be opened in another process first."""
+        """Report a request as lost: another process must open it first."""
         self.lost.append(name)
         if name in self.ready:
             self.ready.remove(name)
@@ -70,22 +70,22 @@ class News:
 
 @dataclass(eq=False)
 class _OpenGrammar:
-    """A matcher, with all that another process needs to make it again."""
+    """A request's grammar, with all that another process needs to continue it."""
 
     number: int
-    name: str | None  # None: it is only asked whether the grammar can be compiled
+    name: str | None  # None: only a check whether the grammar can be compiled
     rules: wire.Rules
-    tokens: list[int]  # the text so far
-    request: str = ""  # the same for all choices of a request
-    row: int = -1  # of its masks, while a process knows of it
+    tokens: list[int]  # of the answer so far
+    request: str = ""  # id that all choices of a request share
+    row: int = -1  # its mask row, while it is open in a process
     ready: bool = False
-    awaited: bool = False  # its mask was late: news will name it
+    awaited: bool = False  # its mask was late: `news` will report it
     sent_in: int = 0  # the number of the message with its latest tokens
-    losses: int = 0  # of processes that were at work for it
-    suspected: int = 0  # those of them since it was last ready: did it kill them?
-    tokens_at_kill: int = -1  # len(tokens) when a process at work for it was last killed from outside
+    losses: int = 0  # of processes that worked on it
+    suspected: int = 0  # of these losses, those since it was last ready: it may have caused them
+    tokens_at_kill: int = -1  # len(tokens) when a process working on it was last killed from outside
     slow: float = 0.0  # seconds of processor time that its slow masks took
-    verdict: Exception | None = None  # of a question
+    verdict: Exception | None = None  # of a check
 
     @cached_property
     def grammar(self) -> bytes:
@@ -94,29 +94,29 @@ class _OpenGrammar:
 
 class Grammars:
     def __init__(self, start: wire.StartWorker, gives_way: bool = False) -> None:
-        """`gives_way`: its process gets a core after the engine and the other processes."""
+        """gives_way: its process has lower CPU priority than the engine and the other processes"""
         self._gives_way = gives_way
         self.words = -(-start.vocab_size // 32)
         self.losses = 0  # of processes
         self._start = start
         self._process: Process | None = None
         self._failed_starts = 0
-        self._killed_starts = 0  # processes in a row that were killed from outside before they were up
-        self._killed_since = 0.0  # the first of them
-        self._next_start = 0.0  # time.monotonic() before which no process is started
-        self._received_at = 0.0  # when its last message arrived
-        self._deadly: set[bytes] = set()  # grammars
+        self._killed_starts = 0  # starts in a row that ended because another process killed them
+        self._killed_since = 0.0  # time of the first of these starts
+        self._next_start = 0.0  # time.monotonic() of the earliest next start
+        self._received_at = 0.0  # time.monotonic() of its latest message
+        self._deadly: set[bytes] = set()  # fingerprints of grammars that kill processes
         each = 1 + start.drafts
         self._rows = list(range((start.rows - 1) * each, -1, -each))
         self._open: dict[str, _OpenGrammar] = {}
         self._by_number: dict[int, _OpenGrammar] = {}
-        self._queue: list[_OpenGrammar] = []  # the process does not know of them yet
-        self._opening: dict[_OpenGrammar, float] = {}  # opened and not answered; the time of opening
-        self._lost: list[_OpenGrammar] = []  # a process that is gone knew of them
+        self._queue: list[_OpenGrammar] = []  # not sent to the process yet
+        self._opening: dict[_OpenGrammar, float] = {}  # sent and not answered; time of sending
+        self._lost: list[_OpenGrammar] = []  # were open in a process that is lost
         self._numbers = self._sent = self._accepted = self._masked = 0
-        self._unanswered: deque[tuple[int, float]] = deque()  # messages with tokens whose masks are to come, and when they left
-        self._deferred: dict[_OpenGrammar, float] = {}  # the process makes their masks after others'; since when
-        self._late: list[_OpenGrammar] = []  # awaited
+        self._unanswered: deque[tuple[int, float]] = deque()  # number and time of messages whose masks are due
+        self._deferred: dict[_OpenGrammar, float] = {}  # the process computes their masks last; time of the report
+        self._late: list[_OpenGrammar] = []  # with `awaited`
         self._tokens: dict[int, list[int]] = {}  # to be sent
         self._drafts: dict[int, list[int]] = {}  # draft tokens after them
         self._news = News()
@@ -128,20 +128,20 @@ class Grammars:
     def __len__(self) -> int:
         return len(self._open)
 
-    # ---- coming and going
+    # ---- open and close
 
     def open(self, request: EngineRequest) -> None:
         """Open a request; `news` reports that it is ready or what is wrong."""
         params = request.params
         assert params.structured_outputs is not None
         rules = wire.Rules(params.structured_outputs, params.ignore_eos, params.min_tokens)
-        entry = self._open[request.id] = self._line_up(request.id, rules, list(request.resumed))
+        entry = self._open[request.id] = self._enqueue(request.id, rules, list(request.resumed))
         entry.request = request.fork_of or request.id
 
     def adopt(self, other: _OpenGrammar) -> None:
-        """As `open`, for one that another process followed so far."""
+        """Open a request that another process followed so far."""
         assert other.name is not None
-        entry = self._open[other.name] = self._line_up(other.name, other.rules, other.tokens)
+        entry = self._open[other.name] = self._enqueue(other.name, other.rules, other.tokens)
         entry.request, entry.losses, entry.slow = other.request, other.losses, other.slow
 
     def take_slow(self, budget: float, known: Container[bytes]) -> list[_OpenGrammar]:
@@ -172,16 +172,16 @@ class Grammars:
             self._forget(entry)
 
     def check(self, params: StructuredOutputsParams) -> None:
-        """Waits until it is known whether this can be compiled. Raises InvalidParameter if not."""
-        entry = self._line_up(None, wire.Rules(params), [])
-        deadline = time.monotonic() + LONGEST_CHECK
+        """Wait for the result of a trial compilation. Raise InvalidParameter if the grammar cannot be compiled."""
+        entry = self._enqueue(None, wire.Rules(params), [])
+        deadline = time.monotonic() + CHECK_TIMEOUT_S
         while not entry.ready and entry.verdict is None and time.monotonic() < deadline:
             self._read(deadline - time.monotonic())
-            self._revive()
+            self._reopen()
             self._send_queue()
         self._forget(entry)
         if not entry.ready:
-            raise entry.verdict or EngineError(f"the grammar process has not answered for {LONGEST_CHECK:g} s")
+            raise entry.verdict or EngineError(f"the grammar process has not answered for {CHECK_TIMEOUT_S:g} s")
 
     def prepare(self) -> None:
         """Start the process before a request needs it."""
@@ -198,7 +198,7 @@ class Grammars:
     # ---- the loop
 
     def accept(self, name: str, tokens: Sequence[int]) -> None:
-        """Append tokens to a request's text; `send` sends them."""
+        """Append tokens to a request's answer; `send` sends them."""
         entry = self._open.get(name)
         if entry is not None and tokens:
             entry.tokens += tokens
@@ -208,7 +208,7 @@ class Grammars:
                 self._tokens.setdefault(entry.number, []).extend(tokens)
 
     def guess(self, name: str, drafts: Sequence[int]) -> None:
-        """Note draft tokens after the latest tokens of a request: their masks are needed, too."""
+        """Note draft tokens after the latest tokens of a request: they require masks, too."""
         entry = self._open.get(name)
         if entry is not None and entry.number in self._tokens:
             self._drafts[entry.number] = list(drafts)[: self._start.drafts]
@@ -225,25 +225,25 @@ class Grammars:
         self._read(seconds)
 
     def news(self) -> News:
-        """What came since the last time. Those that are lost get no more tokens until they are ready again."""
+        """Return the reports since the last call. A lost request gets no more tokens until it is ready again."""
         self._read(0.0)
         self._check_silence()
-        self._revive()
+        self._reopen()
         if self._process is None and self._queue:
             self._send_queue()
         news, self._news = self._news, News()
         if any(entry.suspected for entry in (*self._queue, *self._opening)):
-            self._news.ready, news.ready = news.ready, []  # requests that continue now would be suspects, too
+            self._news.ready, news.ready = news.ready, []  # requests that continue now would be suspected, too
         return news
 
     def wait_forced(self, seconds: float) -> None:
-        """Waits until `forced` is up to date, but for those that are late anyway, for no longer than that."""
+        """Wait until `forced` is up to date, except for requests with late masks, at most `seconds`."""
         if self._accepted < self._sent:
             last = max((entry.sent_in for entry in self._open.values() if entry.ready and not entry.awaited), default=0)
             self._wait(lambda: self._accepted >= last, seconds)
 
     def forced(self) -> list[tuple[str, list[int]]]:
-        """The requests that have no choice, and the tokens they must take."""
+        """Return requests whose grammar allows one continuation only, and its tokens."""
         return [(self._by_number[number].name or "", tokens) for number, tokens in self._forced.items()]
 
     def late(self, names: Iterable[str], seconds: float) -> list[str]:
@@ -261,24 +261,24 @@ class Grammars:
 
         All tokens are allowed for a request that has no grammar any more or whose process was lost.
         """
-        out: Words = np.full((len(names), self.words), ALL, np.uint32)
+        out: Words = np.full((len(names), self.words), ALL_ALLOWED, np.uint32)
         for i, name in enumerate(names):
             entry = self._open.get(name)
             if entry is not None and entry.ready and self._process is not None:
                 out[i] = self._process.masks[entry.row + (drafts[i] if drafts else 0)]
         return out
 
-    # ---- telling the process of matchers
+    # ---- the queue of grammars to open
 
-    def _line_up(self, name: str | None, rules: wire.Rules, tokens: list[int]) -> _OpenGrammar:
+    def _enqueue(self, name: str | None, rules: wire.Rules, tokens: list[int]) -> _OpenGrammar:
         self._numbers += 1
         entry = self._by_number[self._numbers] = _OpenGrammar(self._numbers, name, rules, tokens)
-        self._queue.insert(0 if name is None else len(self._queue), entry)  # a question needs no row
+        self._queue.insert(0 if name is None else len(self._queue), entry)  # a check needs no row
         self._send_queue()
         return entry
 
     def _send_queue(self) -> None:
-        """Opens those that wait. A suspect is opened alone."""
+        """Open queued grammars. A suspected grammar is opened alone."""
         while self._queue and (self._rows or self._queue[0].name is None):
             entry = self._queue[0]
             if self._deadly and entry.grammar in self._deadly:
@@ -314,7 +314,7 @@ class Grammars:
         self._send_queue()
 
     def _refuse(self, entry: _OpenGrammar, error: str) -> None:
-        """Its grammar is at fault."""
+        """Report an error of the grammar."""
         if entry.name is None:
             entry.verdict = refusal(error)
         else:
@@ -348,7 +348,7 @@ class Grammars:
             self._read(left)
 
     def _read(self, wait: float) -> None:
-        """Takes in what there is, waiting for up to `wait` seconds."""
+        """Handle all messages, waiting up to `wait` seconds for the first."""
         process = self._process
         if process is None:
             time.sleep(max(0.0, min(wait, self._next_start - time.monotonic())))
@@ -357,22 +357,22 @@ class Grammars:
             return
         while self._process is process and (frame := process.mailbox.receive()) is not None:
             self._received_at = time.monotonic()
-            self._hear(wire.decode_answer(frame), process)
+            self._handle(wire.decode_answer(frame), process)
         if process.mailbox.closed and self._process is process:
             self._lose("is gone", process.killed_from_outside())
 
     def _check_silence(self) -> None:
-        """A process that is stuck or stopped is as good as gone."""
+        """Replace a process that hangs or is stopped."""
         now = time.monotonic()
         if self._process is not None and self._opening:
             since = max(self._received_at, next(iter(self._opening.values())))
-            if now - since > (LONGEST_SILENCE if self._process.started else LONGEST_CHECK):
+            if now - since > (COMPILE_TIMEOUT_S if self._process.started else CHECK_TIMEOUT_S):
                 self._lose("does not answer")
         waiting = [when for _, when in islice(self._unanswered, 1)] + [min(self._deferred.values(), default=now)]
-        if self._process is not None and now - max(self._received_at, min(waiting)) > LONGEST_STEP:
+        if self._process is not None and now - max(self._received_at, min(waiting)) > STEP_TIMEOUT_S:
             self._lose("does not answer")
 
-    def _hear(self, answer: wire.Answer, process: Process) -> None:
+    def _handle(self, answer: wire.Answer, process: Process) -> None:
         match answer:
             case wire.WorkerStarted(None):
                 process.started, self._failed_starts, self._killed_starts = True, 0, 0
@@ -408,7 +408,7 @@ class Grammars:
 
     def _opened(self, entry: _OpenGrammar, error: str | None, forced: list[int]) -> None:
         del self._opening[entry]
-        entry.suspected = 0  # all that it asked of the process that died has been done again
+        entry.suspected = 0  # the new process has done what the lost one was asked for
         if error is not None:
             self._refuse(entry, error)
         else:
@@ -419,7 +419,7 @@ class Grammars:
         self._send_queue()
 
     def _force(self, number: int, tokens: list[int], message: int) -> None:
-        """What message `message` led to is of no interest for one that has gone on since."""
+        """Note forced tokens after message `message`, unless the request has got tokens since."""
         entry = self._by_number.get(number)
         if tokens and entry is not None and entry.sent_in <= message:
             self._forced[number] = tokens
@@ -439,7 +439,7 @@ class Grammars:
         return entry.sent_in <= self._masked and entry not in self._deferred
 
     def _wake(self) -> None:
-        """The masks of some that were late are there."""
+        """Report late masks that are written."""
         for entry in [entry for entry in self._late if self._has_mask(entry)]:
             self._late.remove(entry)
             entry.awaited = False
@@ -454,10 +454,10 @@ class Grammars:
             for choice in choices:
                 self._refuse(choice, TOO_SLOW.format(spent, tokens))
 
-    # ---- losing it
+    # ---- a lost process
 
     def _lose(self, why: str, killed: bool = False) -> None:
-        """Requests are opened again in `_revive`: some of their tokens may not have been sent yet."""
+        """End the process. Its requests are opened again in `_reopen`: some of their tokens may not have been sent yet."""
         process, self._process = self._process, None
         assert process is not None
         self.losses += 1
@@ -468,7 +468,7 @@ class Grammars:
             if killed:
                 self._count_kill(at_work)
             else:
-                self._accuse(at_work)
+                self._suspect(at_work)
         else:
             self._count_start(killed)
         self._news.lost += [entry.name for entry in known if entry.ready and entry.name is not None]
@@ -481,8 +481,8 @@ class Grammars:
         self._unanswered.clear()
         self._accepted = self._masked = self._sent
 
-    def _accuse(self, at_work: list[_OpenGrammar]) -> None:
-        """The process died while it was at work for these. One that was alone the second time is what kills it."""
+    def _suspect(self, at_work: list[_OpenGrammar]) -> None:
+        """Suspect the grammars that the process was working on. One that was alone the second time is deadly."""
         for entry in at_work:
             entry.losses += 1
             entry.suspected += 1
@@ -490,14 +490,14 @@ class Grammars:
             self._deadly.add(at_work[0].grammar)
 
     def _count_kill(self, at_work: list[_OpenGrammar]) -> None:
-        """The process was killed from outside. The kernel does that too, for want of memory that a grammar may have taken:
-        a request is at fault only if it makes no progress from kill to kill."""
+        """Count a kill from outside. The kernel kills, too, when a grammar takes all memory: a request is at fault only if it
+        makes no progress between two kills."""
         for entry in at_work:
             entry.losses = 1 + (0 if len(entry.tokens) > entry.tokens_at_kill else entry.losses)
             entry.tokens_at_kill = len(entry.tokens)
 
     def _count_start(self, killed: bool) -> None:
-        """A process ended before it was up."""
+        """Count a process that ended before it was ready."""
         now = time.monotonic()
         if killed:
             self._killed_since = self._killed_since if self._killed_starts else now
@@ -512,8 +512,8 @@ class Grammars:
         killed_for = time.monotonic() - self._killed_since if self._killed_starts else 0.0
         return self._failed_starts >= MAX_FAILED_STARTS or killed_for > MAX_KILLED_STARTS_S
 
-    def _revive(self) -> None:
-        """Whoever a lost process knew is opened by the next one, suspects last."""
+    def _reopen(self) -> None:
+        """Queue the requests of a lost process again, suspected grammars last."""
         if not self._lost:
             return
         lost, self._lost = self._lost, []
@@ -527,7 +527,7 @@ class Grammars:
         self._send_queue()
 
     def _give_up(self, error: str, report: Callable[[_OpenGrammar, str], None]) -> None:
-        """There is no process to be had for those who wait."""
+        """Fail all waiting requests: no process can be started."""
         self.stop()
         waiting, self._queue, self._opening = [*self._opening, *self._queue], [], {}
         self._failed_starts = self._killed_starts = 0
@@ -536,7 +536,7 @@ class Grammars:
 
 
 def fingerprint(params: StructuredOutputsParams) -> bytes:
-    """Equal for equal grammars."""
+    """Return a digest that is equal for equal grammars."""
     return hashlib.sha256(wire.key_of(params)).digest()
 
 
