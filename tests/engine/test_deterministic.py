@@ -156,6 +156,12 @@ def test_what_is_not_built_is_refused_by_name(tmp_path, options, message):
         LLM(make(tmp_path, "llama"), deterministic=True, **options)
 
 
+def test_dequantized_copies_are_refused():
+    assert EngineArgs(model="smollm2", deterministic=True).dequantized_copies is False
+    with pytest.raises(ConfigError, match="dequantized_copies is not supported with deterministic"):
+        EngineArgs(model="smollm2", deterministic=True, dequantized_copies=True)
+
+
 @pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("", False)])
 def test_vllms_variable_sets_it(monkeypatch, value, expected):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)

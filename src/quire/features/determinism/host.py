@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config.fields import FLAG, setting
 from quire.features.host import NO_MEMORY, Conflict, Feature, Memory, Sizes
+from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.config.config import Config
@@ -69,8 +70,12 @@ class Determinism(Feature):
     part = "quire.features.determinism.device:FixedOrder"
     cache_salt = None  # an engine has one order
 
-    def check(self, args: DeterminismArgs) -> None:
+    def check(self, args: Any) -> None:
         args.deterministic = args.deterministic or os.environ.get(VARIABLE, "0") not in ("", "0")
+        if args.deterministic and args.dequantized_copies:
+            raise ConfigError(f"dequantized_copies is not supported with {NAME}. Remove it")  # sums of packed weights only
+        if args.deterministic:
+            args.dequantized_copies = False
 
     def part_options(self, config: "Config") -> dict[str, Any] | None:
         return {} if config.args.deterministic else None
