@@ -24,7 +24,7 @@ from quire.serve.batches.lines import (
     read_lines,
 )
 from quire.serve.batches.run import Appender
-from quire.serve.batches.throttle import YieldingPermits
+from quire.serve.batches.throttle import TRICKLE_S, YieldingPermits, busy_lines
 from quire.types.errors import ConfigError
 
 CHAT = "/v1/chat/completions"
@@ -173,7 +173,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.Monk
 def test_permits_yield_to_other_requests() -> None:
     async def run() -> None:
         busy = False
-        permits = YieldingPermits(32, lambda: busy)
+        permits = YieldingPermits(32, 2, lambda: 0.0 if busy else 100.0)
         for _ in range(32):
             await permits.acquire()
         waiting = [asyncio.create_task(permits.acquire()) for _ in range(3)]
@@ -191,3 +191,44 @@ def test_permits_yield_to_other_requests() -> None:
         await waiting[2]
 
     asyncio.run(run())
+
+
+async def granted(permits: YieldingPermits) -> int:
+    """Return how many permits are given at once."""
+    count = 0
+    while True:
+        try:
+            async with asyncio.timeout(0):
+                await permits.acquire()
+        except TimeoutError:
+            return count
+        count += 1
+
+
+@pytest.mark.parametrize(
+    ("least", "quiet_s", "lines"),
+    [(2, 0.0, 2), (2, 0.9, 2), (2, 1.0, 4), (2, 3.5, 16), (2, 5.0, 32), (2, 1e9, 32), (0, 0.0, 0), (0, 1.0, 2), (0, 1e9, 32)],
+)
+def test_lines_double_with_every_second_without_other_requests(least: int, quiet_s: float, lines: int) -> None:
+    async def run() -> int:
+        return await granted(YieldingPermits(32, least, lambda: quiet_s))
+
+    assert asyncio.run(run()) == lines
+
+
+def test_one_line_a_minute_begins_beside_other_requests_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("quire.serve.batches.throttle.time.monotonic", lambda: now)
+
+    async def run() -> None:
+        nonlocal now
+        permits = YieldingPermits(32, busy_lines(32, "cpu"), lambda: 0.0)
+        assert await granted(permits) == 0
+        for _ in range(3):
+            now += TRICKLE_S
+            assert await granted(permits) == 1
+            permits.release()
+            assert await granted(permits) == 0
+
+    asyncio.run(run())
+    assert busy_lines(32, "cuda") == 2 and busy_lines(1, "cuda") == 1

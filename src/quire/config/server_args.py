@@ -125,8 +125,8 @@ class ServerArgs:
         None, TEXT, _BATCHES, "a folder for /v1/files and /v1/batches, which survive a restart there; default: no such routes"
     )
     batch_concurrency: int | None = setting(
-        None, NUMBER, _BATCHES, "lines of batches in flight while the server is idle, and a 16th of it while it has other "
-        "requests; default: 3/4 of max_num_seqs for each engine", low=1,
+        None, NUMBER, _BATCHES, "lines of batches in flight while the server is idle; with other requests a 16th of it, and "
+        "on a CPU none; default: 3/4 of max_num_seqs for each engine", low=1,
     )  # fmt: skip
     batch_lines: int = setting(50_000, NUMBER, _BATCHES, "most lines of a batch", low=1)
     batch_file_bytes: int = setting(

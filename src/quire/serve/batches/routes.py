@@ -19,7 +19,7 @@ from quire.config.server_args import ServerArgs
 from quire.serve.batches.calls import LocalClient
 from quire.serve.batches.lines import PATHS
 from quire.serve.batches.store import Store, StoredBatch, StoredFile, StoreLimits, TenantStore, new_name
-from quire.serve.batches.throttle import IDLE_SHARE, OnlineRequests, YieldingPermits
+from quire.serve.batches.throttle import IDLE_SHARE, OnlineRequests, YieldingPermits, busy_lines
 from quire.serve.batches.upload import FILE, MAX_FIELD_BYTES, Upload, bad
 from quire.serve.batches.worker import BatchWorker
 from quire.serve.body import ClientGone, JSONRoute
@@ -56,14 +56,14 @@ def start_batches(app: FastAPI, llm: AsyncLLM, settings: ServerArgs, online: Onl
         raise ConfigError(f"--batch-dir {settings.batch_dir} cannot be written to: {error.strerror}") from None
     most = settings.batch_concurrency or max(1, int(IDLE_SHARE * llm.config.max_seqs * len(llm.engines)))
 
-    def busy() -> bool:
-        """Return whether this process, or another API process, has requests that are not lines of batches."""
+    def quiet_s() -> float:
+        """Return the seconds since this process had requests that are not lines of batches; 0 while another one has some."""
         stats = llm.stats if settings.api_server_count > 1 else None
-        return online.recent or (stats is not None and stats.running + stats.waiting > llm.num_open)
+        return 0.0 if stats is not None and stats.running + stats.waiting > llm.num_open else online.quiet_s
 
     priority = LEAST_PRIORITY if llm.config.policy == "priority" else None
     alone = settings.api_server_count == 1
-    permits = YieldingPermits(most, busy)
+    permits = YieldingPermits(most, busy_lines(most, llm.config.device), quiet_s)
     worker = BatchWorker(llm, LocalClient(app, priority), store, permits, settings.batch_lines, priority, alone)
     app.state.batches = Batches(store, worker, settings, asyncio.create_task(worker.run(), name="quire-batches"))
 
