@@ -49,15 +49,17 @@ class Appender:
     async def _write_all(self) -> None:
         while self._waiting:
             batch, self._waiting = self._waiting, []
-            error: OSError | None = None
+            error, before = OSError("nothing was written"), self.bytes
             try:
                 await asyncio.to_thread(self._append, b"".join(line for line, _ in batch))
             except OSError as found:
                 error = found
-            for _, written in batch:
+            room = self.bytes - before
+            for line, written in batch:
+                room -= len(line)
                 if written.done():
                     continue
-                if error is None:
+                if room >= 0:
                     written.set_result(None)
                 else:
                     written.set_exception(error)
@@ -70,8 +72,10 @@ class Appender:
                 rest = rest[os.write(self._descriptor, rest) :]
         except OSError:
             written = len(data) - len(rest)
-            if data.rfind(b"\n", 0, written) + 1 != written:
-                self._take_back(written - data.rfind(b"\n", 0, written) - 1)
+            kept = data.rfind(b"\n", 0, written) + 1
+            if kept != written:
+                self._take_back(written - kept)
+            self.bytes += kept
             raise
         self.bytes += len(data)
 
