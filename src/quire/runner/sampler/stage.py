@@ -1,7 +1,6 @@
 """The rows to sample, the interface of a stage, and the two kinds of per-slot state."""
 
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, Protocol
 
 import numpy as np
@@ -177,7 +176,10 @@ class ColumnStage:
 
     def used(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Return [N] which rows use it."""
-        used: npt.NDArray[np.bool_] = reduce(np.logical_or, (column.used(rows.slots) for column in self._parameters))
+        first, *others = self._parameters
+        used = first.used(rows.slots)
+        for column in others:
+            used |= column.used(rows.slots)
         return used
 
     def active(self, rows: Rows) -> bool:
