@@ -15,7 +15,7 @@ from typing import Any
 from quire.config.config import Config
 from quire.config.model_config import VllmConfig
 from quire.config.plugins import STAT_LOGGERS, PlugIn, load_plugins
-from quire.types.errors import ConfigError
+from quire.types.errors import PLUGIN_FAILURES, ConfigError
 from quire.types.stats import NOTHING, Arrived, Finished, OutputNews, Stats
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class StatLoggers:
         try:
             made: StatLoggerBase = factory(self._config, engine)
             missing = [each for each in ("record", "log", "log_engine_initialized") if not callable(getattr(made, each, None))]
-        except Exception as error:
+        except PLUGIN_FAILURES as error:
             raise ConfigError(f"stat_loggers: {name} cannot be made: {type(error).__name__}: {error}") from error
         if missing:
             raise ConfigError(
@@ -188,7 +188,7 @@ class StatLoggers:
         for entry in [entry for entry in self._loggers if wanted(entry[1])]:
             try:
                 getattr(entry[2], method)(*arguments)
-            except Exception:
+            except PLUGIN_FAILURES:
                 logger.exception("stat logger %s failed in %s; it is not called again", entry[0], method)
                 self._loggers.remove(entry)
 

@@ -90,6 +90,8 @@ class PerRequest(AdapterLogitsProcessor):
         def force(output, logits):
             if extra.get("fail") == len(output):
                 raise RuntimeError("at this token")
+            if extra.get("exit") == len(output):
+                raise SystemExit("at this one")
             if extra.get("shape") == len(output):
                 return logits[:5]
             if len(output) >= 2:
@@ -119,6 +121,8 @@ class Broken(LogitsProcessor):
 
     def apply(self, logits):
         how, self.how = self.how, None
+        if how == "exit":
+            raise SystemExit(3)
         if how == "raise":
             raise ZeroDivisionError("of apply")
         if how == "nan":
@@ -206,11 +210,13 @@ def test_a_request_that_fails_alone(model):
             {"refuse": True},
             {"target_token": 8},
             {"target_token": 9, "shape": 1},
+            {"target_token": 10, "exit": 2},
         )
     ]
-    outputs = [output.outputs[0] for output in llm.generate(PROMPTS[:5], params, use_tqdm=False)]
-    assert [output.finish_reason for output in outputs] == ["length", "error", "error", "length", "error"]
-    assert [len(output.token_ids) for output in outputs] == [6, 3, 0, 6, 1]
+    outputs = [output.outputs[0] for output in llm.generate(PROMPTS[:6], params, use_tqdm=False)]
+    assert [output.finish_reason for output in outputs] == ["length", "error", "error", "length", "error", "error"]
+    assert [len(output.token_ids) for output in outputs] == [6, 3, 0, 6, 1, 2]
+    assert "PerRequest failed: SystemExit: at this one" in outputs[5].error
     assert "PerRequest failed: RuntimeError: at this token" in outputs[1].error
     assert "PerRequest failed: KeyError: 'made on purpose'" in outputs[2].error
     assert "must return logits of shape [320]; got [5]" in outputs[4].error
@@ -221,6 +227,7 @@ def test_a_request_that_fails_alone(model):
     ("how", "why"),
     [
         ("raise", "failed: ZeroDivisionError: of apply"),
+        ("exit", "failed: SystemExit: 3"),
         ("update", "failed: OSError: of update"),
         ("shape", "failed: ValueError: apply must return logits of shape [1, 320]; got [1, 7]"),
         ("none", "failed: TypeError: apply must return a tensor; got None"),

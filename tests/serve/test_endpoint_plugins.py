@@ -42,7 +42,13 @@ async def item(name: str):
         raise HTTPException(404, "there is no such item")
     if name == "bad":
         raise InvalidParameter("name must be good; got bad. Change it", "name")
+    if name == "exit":
+        raise SystemExit(3)
     return {"crash": {}[name]}
+
+@router.get("/exits/{name}")
+def exits(name: str):
+    raise SystemExit(name)
 
 @router.get("/wait")
 async def wait():
@@ -113,6 +119,8 @@ def test_they_use_the_engine(acme, http):
         ("GET", "/acme/items/missing", {}, 404, "there is no such item"),
         ("GET", "/acme/items/bad", {}, 400, "name must be good; got bad. Change it"),
         ("GET", "/acme/items/crash", {}, 500, "internal error (request id"),
+        ("GET", "/acme/items/exit", {}, 500, "internal error (request id"),
+        ("GET", "/acme/exits/x", {}, 500, "internal error (request id"),
         ("GET", "/acme/count", {}, 405, "GET is not a method of this path; there is POST"),
         ("GET", "/acme/nothing", {}, 404, "there is no such path here"),
     ],

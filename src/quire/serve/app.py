@@ -59,6 +59,7 @@ from quire.serve.vllm_routes import (
     no_route,
     profile_router,
 )
+from quire.types.errors import PLUGIN_FAILURES
 
 _SANE = re.compile(rb"[\x21-\x7e]{1,%d}" % LIMITS.identifier_characters)  # ids go into headers and logs
 
@@ -334,7 +335,9 @@ class ErrorBoundary:
         except ClientGone:
             if not started:  # for the metrics; the client has disconnected
                 await Response(status_code=CLIENT_GONE)(scope, receive, send_start)
-        except Exception as error:
+        except PLUGIN_FAILURES as error:
+            if started and not isinstance(error, Exception):
+                raise RuntimeError("a plug-in called sys.exit in a request") from error
             if started:
                 raise  # a part of the answer was sent: the connection must break
             await error_response(error, scope)(scope, receive, send_start)

@@ -72,6 +72,9 @@ class PlugInError(ConfigError):
     pass
 
 
+PLUGIN_FAILURES = (Exception, SystemExit)  # of code of plug-ins and users, whose sys.exit must not end the process
+
+
 class ModelError(QuireError, RuntimeError):
     pass
 

@@ -24,7 +24,7 @@ from quire.features.logits_processors.loading import load_classes
 from quire.models.decoder import Decoder
 from quire.runner.sampler.filters import largest
 from quire.runner.sampler.stage import Rows
-from quire.types.errors import ConfigError
+from quire.types.errors import PLUGIN_FAILURES, ConfigError
 from quire.types.plan import Admission, Floats, StepRows
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class LogitsProcessorsPart(StepPart):
         for name, make in self._makers:
             try:
                 made.append(GuardedProcessor(name, make))
-            except Exception as error:
+            except PLUGIN_FAILURES as error:
                 raise ConfigError(f"logits_processors: {name} cannot be made: {type(error).__name__}: {error}") from error
         return made
 
@@ -92,7 +92,7 @@ class GuardedProcessor:
             return dict.fromkeys(batch.index.values(), why)
         try:
             self._processor.update_state(update)
-        except Exception as error:
+        except PLUGIN_FAILURES as error:
             added = [index for index, *_ in update.added] if update is not None else []
             moves = {first: second for first, second, _ in update.moved} if update is not None else {}
             wrong = [moves.get(index, index) for index in added] or [*batch.index.values()]
@@ -115,7 +115,7 @@ class GuardedProcessor:
                 spread = logits.new_zeros(size, logits.shape[1])
                 spread[rows] = logits
                 changed = _checked(self._processor.apply(spread), spread)[rows]
-        except Exception as error:
+        except PLUGIN_FAILURES as error:
             return logits, self._recover(error, order, batch, "apply")
         return changed, self._failures()
 
@@ -125,7 +125,7 @@ class GuardedProcessor:
         failures, self._processor.failures = self._processor.failures, None
         return {index: self._message(error) for index, error in failures.items()}
 
-    def _recover(self, error: Exception, wrong: Iterable[int], batch: PersistentBatch, where: str) -> dict[int, str]:
+    def _recover(self, error: BaseException, wrong: Iterable[int], batch: PersistentBatch, where: str) -> dict[int, str]:
         logger.error("the logits processor %s failed in %s", self.name, where, exc_info=error)
         found = dict.fromkeys(wrong, self._message(error))
         try:
@@ -133,13 +133,13 @@ class GuardedProcessor:
             left = [batch.requests[slot].added(index) for slot, index in batch.index.items() if index not in found]
             if left:
                 self._processor.update_state(BatchUpdate(len(batch.index), [], left, []))
-        except Exception:
+        except PLUGIN_FAILURES:
             logger.exception("the logits processor %s cannot be made anew", self.name)
             self._processor = None
             found |= dict.fromkeys(batch.index.values(), self._message(error))
         return found
 
-    def _message(self, error: Exception) -> str:
+    def _message(self, error: BaseException) -> str:
         return f"the logits processor {self.name} failed: {type(error).__name__}: {error}"
 
 

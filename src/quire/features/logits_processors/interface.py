@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from quire.types.errors import PLUGIN_FAILURES
 from quire.types.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def process_dict_updates(
 class AdapterLogitsProcessor(LogitsProcessor):
     """Makes a processor of callables that each see one request. A callable that fails ends its own request only."""
 
-    failures: dict[int, Exception] | None = None  # index -> why the request cannot go on; taken by the sampler
+    failures: dict[int, BaseException] | None = None  # index -> why the request cannot go on; taken by the sampler
     present: Collection[int] | None = None  # the requests that get a token in this step; None: all
 
     def __init__(self, vllm_config: Any, device: "torch.device", is_pin_memory: bool) -> None:  # noqa: ARG002
@@ -118,14 +119,14 @@ class AdapterLogitsProcessor(LogitsProcessor):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         if batch_update is None:
             return
-        failed: dict[int, Exception] = {}
+        failed: dict[int, BaseException] = {}
         ids = iter([index for index, *_ in batch_update.added])
 
         def make(params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[int]) -> "partial[Tensor] | None":
             index = next(ids)
             try:
                 return self._new_state(params, prompt_ids, output_ids)
-            except Exception as error:
+            except PLUGIN_FAILURES as error:
                 failed[index] = error
                 return None
 
@@ -144,6 +145,6 @@ class AdapterLogitsProcessor(LogitsProcessor):
                 if row.shape != logits.shape[1:]:
                     raise ValueError(f"it must return logits of shape {list(logits.shape[1:])}; got {list(row.shape)}")
                 logits[index] = row
-            except Exception as error:
+            except PLUGIN_FAILURES as error:
                 self.failures = {**(self.failures or {}), index: error}
         return logits

@@ -9,7 +9,7 @@ from quire.config.classes import load_class, shown_name
 from quire.config.plugins import LOGITS_PROCESSORS, PlugIn, find_plugins, load_plugins
 from quire.features.logits_processors.host import NAME, has_processors
 from quire.features.logits_processors.interface import LogitsProcessor
-from quire.types.errors import ConfigError, InvalidParameter, NotSupported
+from quire.types.errors import PLUGIN_FAILURES, ConfigError, InvalidParameter, NotSupported
 from quire.types.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def make_validator(config: "Config") -> Callable[[SamplingParams], None]:
         for name, each in classes:
             try:
                 each.validate_params(params)
-            except Exception as error:
+            except PLUGIN_FAILURES as error:
                 why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
                 raise InvalidParameter(f"extra_args: refused by the logits processor {name}: {why}", "extra_args") from error
 
