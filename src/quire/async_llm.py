@@ -448,6 +448,8 @@ class AsyncLLM(EngineView, AsyncProfiles, AsyncLLMNotBuilt):
         self._client.stop(SHUTDOWN_TIMEOUT_S if timeout is None else timeout)
         self._adapters.stop()
         self.offload.stop()
+        if self.config.in_use is not None:
+            self.config.in_use.end()
         task, self._task = self._task, None
         if task is not None and not task.get_loop().is_closed():
             task.cancel()

@@ -317,6 +317,8 @@ class LLMEngine(EngineProfiles, LLMEngineNotBuilt):
     def shutdown(self) -> None:
         """Stop the engine and give back its processes and memory, on the device too. Deleting the engine does the same."""
         self._stop()
+        if self.config.in_use is not None:
+            self.config.in_use.end()
 
     def _check_open(self) -> None:
         if not self._stop.alive:

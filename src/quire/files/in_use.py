@@ -19,11 +19,12 @@ MARKED_NAMES = {CONFIG, PARAMS}  # of a directory; of a GGUF model, the first sh
 
 
 class InUse:
-    """Marks of models, which end when this object is freed."""
+    """Marks of models, which end when this object is freed or `end` is called."""
 
     def __init__(self, models: Iterable[ModelFiles]) -> None:
         self._descriptors: list[int] = []
-        weakref.finalize(self, _close, self._descriptors).atexit = False
+        self.end = weakref.finalize(self, _close, self._descriptors)
+        self.end.atexit = False
         for files in models:
             path = _marked_file(files)
             with suppress(FileNotFoundError, PermissionError):  # reading the model reports that
