@@ -156,6 +156,13 @@ def test_what_is_not_built_is_refused_by_name(tmp_path, options, message):
         LLM(make(tmp_path, "llama"), deterministic=True, **options)
 
 
+@CPU
+def test_models_that_a_cpu_runs_by_layers_are_refused_by_name(tmp_path):
+    by_layers = "deterministic is not supported with Qwen3MoeForCausalLM on a CPU, where PyTorch runs its layers one by one"
+    with pytest.raises(ConfigError, match=by_layers):
+        LLM(make(tmp_path, "qwen3_moe"), deterministic=True)
+
+
 def test_dequantized_copies_are_refused():
     assert EngineArgs(model="smollm2", deterministic=True).dequantized_copies is False
     with pytest.raises(ConfigError, match="dequantized_copies is not supported with deterministic"):

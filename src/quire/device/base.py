@@ -78,6 +78,7 @@ class Prepared:
 
     body: Body
     kv_layout: KVLayout = KVLayout.PAGES  # the cache layout that the body requires
+    batch_dependence: str = ""  # why a row's bits depend on the batch even in the fixed order; "": they do not
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The device half of a feature: a `StepPart`, which the runner calls at fixed moments of a step.
 
-    start      transform (model without weights) → load (weights are there) → warm_up → allocate (KV cache and slots)
+    start      transform (model without weights) → load (weights are there) → check_prepared → warm_up → allocate (cache, slots)
     each step  retire, admit → prepare → arrange → extend or graph_key → finish
     end        close
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.attn.batch import Batch
-    from quire.device.base import Recorder
+    from quire.device.base import Prepared, Recorder
     from quire.models.decoder import Decoder
     from quire.runner.sampler.pipeline import Sampler
     from quire.runner.slots import Slots
@@ -89,6 +89,9 @@ class StepPart(ABC):
 
         reserved_bytes: what all parts and CUDA graphs together will take, valid when every part is loaded.
         """
+
+    def check_prepared(self, prepared: "Prepared") -> None:
+        """Raise a `ConfigError` if the part cannot work with what the device made of the model."""
 
     def reserved_bytes(self, max_seqs: int, recording: bool) -> int:
         """Return bytes of device memory that the part takes after the profile run."""

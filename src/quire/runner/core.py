@@ -139,6 +139,8 @@ class RunnerCore(ABC):
             part.load(model, self._reserved_bytes)
         facts, tapped = replace(self._facts, layers=tuple(self._layers)), any(part.reads_layers for part in self._parts)
         prepared = self._device.prepare(model, Setting(facts, self._dtype, self._layout, weights.load_format, tapped))
+        for part in self._parts:
+            part.check_prepared(prepared)
         model.body, self._kv_layout = prepared.body, prepared.kv_layout
         self._model = model
 

@@ -58,6 +58,7 @@ def prepare(model: Decoder, setting: Setting) -> Prepared:
         if encoder is not None:
             gather_in_background(setting.facts.weight_bytes)
             return Prepared(encoder, layout)
+    compiled: Compiled | None = None
     if layers or floats is not None:
         by_layer = setting.tapped or setting.facts.encoder
         compiled = None if by_layer or model.recurrents else compile_body(
@@ -83,7 +84,8 @@ def prepare(model: Decoder, setting: Setting) -> Prepared:
             hold_once(model, setting)
         give_back_memory()
     gather_in_background(setting.facts.weight_bytes)
-    return Prepared(body, layout)
+    by_torch = f"{setting.facts.architecture} on a CPU, where PyTorch runs its layers one by one"
+    return Prepared(body, layout, batch_dependence="" if isinstance(compiled, Segments) else by_torch)
 
 
 def prepare_encoder(model: Decoder, columns: int) -> Body | None:
