@@ -129,6 +129,8 @@ class Broken(LogitsProcessor):
             logits[0, 3] = float("nan")
         if how == "nothing":
             logits[0] = -torch.inf
+        if how == "resize":
+            logits.resize_(1, 3)
         return {"shape": logits[:, :7], "none": None}.get(how, logits) if how in ("shape", "none") else logits
 
 
@@ -230,6 +232,7 @@ def test_a_request_that_fails_alone(model):
         ("exit", "failed: SystemExit: 3"),
         ("update", "failed: OSError: of update"),
         ("shape", "failed: ValueError: apply must return logits of shape [1, 320]; got [1, 7]"),
+        ("resize", "failed: ValueError: apply must return logits of shape [1, 320]; got [1, 3]"),
         ("none", "failed: TypeError: apply must return a tensor; got None"),
         ("nan", "returned NaN or +inf"),
         ("nothing", "forbids every token"),

@@ -109,12 +109,12 @@ class GuardedProcessor:
             self._processor.present = None if whole else frozenset(order)
         try:
             if whole:
-                changed = _checked(self._processor.apply(logits), logits)
+                changed = _checked(self._processor.apply(logits.view_as(logits)), logits)  # resize_ changes the view only
             else:
                 rows = torch.tensor(order, device=logits.device)
                 spread = logits.new_zeros(size, logits.shape[1])
                 spread[rows] = logits
-                changed = _checked(self._processor.apply(spread), spread)[rows]
+                changed = _checked(self._processor.apply(spread.view_as(spread)), spread)[rows]
         except PLUGIN_FAILURES as error:
             return logits, self._recover(error, order, batch, "apply")
         return changed, self._failures()
