@@ -15,7 +15,7 @@ DESCRIPTION = """\
 Multiplies the same tokens in batches of 1 to 16,384 tokens, for the layer sizes of several models and for every weight format,
 and lists the batch sizes whose bits differ, in the usual order of sums and in the fixed order of `--deterministic`. Takes some
 minutes on a CUDA GPU."""
-MANY = 6  # listed batch sizes
+MAX_LISTED = 6  # listed batch sizes
 BITS: Flags = (
     ("formats", "weight formats (default: all)", {"nargs": "+", "metavar": "NAME"}),
     ("models", "sizes of layers (default: all)", {"nargs": "+", "metavar": "NAME"}),
@@ -73,6 +73,9 @@ def _record(finding: "Finding", fixed: bool) -> dict[str, Any]:
 
 def _line(finding: "Finding", fixed: bool) -> str:
     rows = finding.differing
-    listed = ", ".join(map(str, rows[:MANY])) + (f" and {len(rows) - MANY} more" if len(rows) > MANY else "") or "none"
+    listed = (
+        ", ".join(map(str, rows[:MAX_LISTED])) + (f" and {len(rows) - MAX_LISTED} more" if len(rows) > MAX_LISTED else "")
+        or "none"
+    )
     times = "".join(f"  {count}: {us:.1f} us" for count, us in finding.times.items())
     return f"{finding.case.name:<30}{'fixed' if fixed else 'usual':<8}{listed}{times}"
