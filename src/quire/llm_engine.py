@@ -51,7 +51,14 @@ logger = logging.getLogger(__name__)
 
 class LLMEngine(EngineProfiles, LLMEngineNotBuilt):
     def __init__(self, config: Config, watch: Stopwatch | None = None) -> None:
-        watch = watch or Stopwatch()
+        try:
+            self._start(config, watch or Stopwatch())
+        except BaseException:
+            if config.in_use is not None:
+                config.in_use.end()  # the traceback may keep the configuration
+            raise
+
+    def _start(self, config: Config, watch: Stopwatch) -> None:
         with doing("reading the tokenizer"):
             self.tokenizer = open_tokenizer(config)
         watch.lap("tokenizer")

@@ -86,7 +86,7 @@ def test_an_engine_knows_where_its_start_went(shared_llm):
 
 def test_a_server_tells_where_its_start_went(caplog):
     timeline = Timeline([("load", 2.0)], 2.0, 3.0)
-    with caplog.at_level(logging.DEBUG):
+    with caplog.at_level(logging.DEBUG, logger="quire.serve.api_workers.launch"):  # others may have set its level
         launch.log_ready("m", "http://x", time.monotonic() - 9.0, "http://x/", timeline)
     assert re.search(r"ready: serving m on http://x after 9\.\d s", caplog.text)
     assert "open the API" in caplog.text

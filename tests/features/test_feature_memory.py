@@ -13,7 +13,7 @@ from quire.device.registry import open_device
 from quire.dist.mesh import Position
 from quire.engine.layouts import whole_layout
 from quire.engine.memory import _NoGroup, feature_memory, rank_sizes
-from quire.features.experts.device import Balancer
+from quire.features.experts.device import ExpertBalancer
 from quire.features.experts.host import EplbConfig
 from quire.features.host import Feature
 from quire.features.lora.packing import adapt
@@ -111,7 +111,7 @@ def test_redundant_experts(checkpoints, ranks, copies):
         model = build_model(config.facts).to_empty(device="cpu")
         shard(model, Position(rank, ranks, True), _NoGroup(), None)
         before = sum(parameter.nbytes for parameter in model.parameters())
-        Balancer(model, Position(rank, ranks, True), _NoGroup(), EplbConfig(num_redundant_experts=copies))
+        ExpertBalancer(model, Position(rank, ranks, True), _NoGroup(), EplbConfig(num_redundant_experts=copies))
         grown.append(sum(parameter.nbytes for parameter in model.parameters()) - before)
     assert planned == pytest.approx(max(grown), rel=0.02)
 
