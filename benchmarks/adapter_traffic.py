@@ -52,6 +52,13 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
 
 
+def _replace(file: Path, content: bytes) -> None:
+    """Write a file at once: a thread of the engine may read it meanwhile."""
+    beside = file.parent.with_name(f"{file.parent.name}.{file.name}")
+    beside.write_bytes(content)
+    beside.replace(file)
+
+
 class Traffic:
     def __init__(self, folder: Path, adapters: int, slots: int, host: int, depth: int, seed: int) -> None:
         self._random = random.Random(seed)
@@ -106,9 +113,9 @@ class Traffic:
     def _write(self, number: int) -> None:
         directory = self._directory(number)
         directory.mkdir(exist_ok=True)
-        (directory / "adapter_config.json").write_text(json.dumps({"r": 1 + number % 16}))
         header = json.dumps({"__metadata__": {"content": f"{number} {self._contents[number]}"}}).encode()
-        (directory / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        _replace(directory / "adapter_config.json", json.dumps({"r": 1 + number % 16}).encode())
+        _replace(directory / "adapter_model.safetensors", len(header).to_bytes(8, "little") + header)
 
     def _request(self, number: int, inplace: bool = False) -> LoRARequest:
         return LoRARequest(f"a{number}", number + 1, str(self._directory(number)), load_inplace=inplace)
