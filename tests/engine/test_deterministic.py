@@ -148,6 +148,10 @@ def test_quantized_models_on_a_gpu(tmp_path, scheme):
             {"kv_cache_dtype": "fp8", "device": "cpu"},
             "deterministic is not supported with kv_cache_dtype=fp8 on a CPU. Use auto",
         ),
+        (
+            {"hf_overrides": {"word_embed_proj_dim": 128}, "device": "cpu"},
+            "deterministic is not supported with the layer sizes of LlamaForCausalLM on a CPU",
+        ),
         ({"model_impl": "transformers", "device": "cpu"}, "deterministic is not supported with LlamaForCausalLM, which trans"),
     ],
 )

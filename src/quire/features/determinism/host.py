@@ -50,8 +50,9 @@ def _unsupported_by_cpu(config: "Config") -> str:
         return f"dtype={config.dtype} on a CPU. Use float32"
     if config.cache_bytes == 1:
         return f"kv_cache_dtype={config.args.kv_cache_dtype} on a CPU. Use auto"
-    if any(layer.head_dim % CPU_HEAD_UNIT for layer in layers):
-        return f"the attention of {config.facts.architecture} on a CPU"
+    width = config.facts.hf.get("word_embed_proj_dim") or config.facts.hidden_size  # PyTorch runs OPT's projections to it
+    if width != config.facts.hidden_size or any(layer.head_dim % CPU_HEAD_UNIT for layer in layers):
+        return f"the layer sizes of {config.facts.architecture} on a CPU"
     return config.device_facts.batch_dependence
 
 
