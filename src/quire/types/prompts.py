@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
 from quire.types.adapter import AdapterRef
+from quire.types.media import MediaItem
 from quire.types.pooling import Pooling
 
 
@@ -35,6 +36,7 @@ class Extras:
     unpooled: int = 0  # tokens at the beginning that are left out of the mean
     unattended: int = 0  # tokens at the end that no token attends to
     skipped: tuple[int, ...] = ()  # token ids that have no vector where each token has one
+    media: tuple[MediaItem, ...] = ()  # images and videos, by rising position
     segment: int = 0  # of a pair of texts: position of the first token with segment id 1; 0 = all tokens have segment id 0
 
     @property

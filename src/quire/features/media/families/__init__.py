@@ -1,0 +1,20 @@
+"""Families of models that read images and videos, by architecture. Nothing here imports torch."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from quire.features.media.families.base import MediaFamily
+
+# architecture -> "module:Class" below quire.features.media.families
+FAMILIES: Mapping[str, str] = {}
+
+
+def media_family(architecture: str, config: Mapping[str, Any]) -> MediaFamily | None:
+    """Return the family of an architecture. config: the whole config.json. None: the model reads text only."""
+    found = FAMILIES.get(architecture)
+    if found is None:
+        return None
+    module, name = found.split(":")
+    family: MediaFamily = getattr(import_module(f"{__name__}.{module}"), name)(config)
+    return family

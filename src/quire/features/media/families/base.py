@@ -1,0 +1,78 @@
+"""What a family of models that read images and videos has to define."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from quire.types.media import Modality
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Arrays = Mapping[str, "np.ndarray[Any, Any]"]
+Tokenize = Callable[[str], list[int]]  # without special tokens at the ends; names of special tokens are read as such
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """The prompt tokens of one item. See `MediaItem` for the other fields."""
+
+    tokens: list[int]
+    embedded: tuple[tuple[int, int], ...] = ()
+    grid: tuple[int, int, int] | None = None
+    interval: float = 1.0
+
+
+@dataclass(frozen=True)
+class Video:
+    """Decoded frames of a video."""
+
+    frames: "np.ndarray[Any, Any]"  # [frames, height, width, 3] uint8
+    seconds: Sequence[float]  # when each frame is shown
+    frame_rate: float  # frames per second of the source
+
+
+class MediaFamily(ABC):
+    """One architecture with its configuration."""
+
+    modalities: ClassVar[tuple[Modality, ...]] = ("image",)
+    tower: ClassVar[str]  # "module:Class" below quire.features.media.towers
+    # tokens that attend to tokens after them: those of one item to each other, or all of a prompt with media
+    bidirectional: ClassVar[Literal["", "item", "prompt"]] = ""
+    rotary_axes: ClassVar[int] = 1  # 3: rotary positions have a frame, a row and a column (M-RoPE)
+    levels: ClassVar[int] = 1  # embeddings per token: for the input, and for the first layers (deep stack)
+    depends_on_count: ClassVar[bool] = False  # preprocessing depends on the number of images in the prompt
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """config: the whole config.json of the checkpoint."""
+        self.config = config
+
+    @abstractmethod
+    def placeholder(self, modality: Modality) -> str:
+        """Return the text that chat templates write for one item, and that users write in prompts of `LLM.generate`."""
+
+    @abstractmethod
+    def expand(self, modality: Modality, arrays: Arrays, tokenize: Tokenize) -> Expansion:
+        """Return the tokens that replace the placeholder of an item."""
+
+    @abstractmethod
+    def max_tokens(self, modality: Modality, processor: Mapping[str, Any]) -> int:
+        """Return the most embeddings that one item can have. processor: preprocessor_config.json or processor_config.json."""
+
+    def preprocess_image(self, image: Any, processor: Any, options: Mapping[str, Any], count: int) -> Arrays:  # noqa: ARG002
+        """Return the arrays of one image, as the family's image processor makes them for a prompt with that image alone.
+
+        image: a PIL image in RGB. processor: the image processor of transformers. options: mm_processor_kwargs.
+        count: images in the prompt; only used if `depends_on_count`.
+        """
+        found: Arrays = dict(processor(images=[image], return_tensors="np", **options))
+        return found
+
+    def preprocess_video(self, video: Video, processor: Any, options: Mapping[str, Any]) -> Arrays:
+        """Return the arrays of one video. processor: the image processor of transformers."""
+        raise NotImplementedError
+
+    def complete_prompt(self, tokens: list[int]) -> list[int]:
+        """Return a prompt whose placeholders are expanded, as the processor of the family finishes it."""
+        return tokens
