@@ -31,6 +31,7 @@ class Video:
     frames: "np.ndarray[Any, Any]"  # [frames, height, width, 3] uint8
     seconds: Sequence[float]  # when each frame is shown
     frame_rate: float  # frames per second of the source
+    duration: float | None = None  # of the source in seconds; None: unknown
 
 
 class MediaFamily(ABC):
@@ -70,7 +71,11 @@ class MediaFamily(ABC):
         return found
 
     def preprocess_video(self, video: Video, processor: Any, options: Mapping[str, Any]) -> Arrays:
-        """Return the arrays of one video. processor: the image processor of transformers."""
+        """Return the arrays of one video.
+
+        processor: the image processor of transformers. options: mm_processor_kwargs over the checkpoint's own settings of
+        videos (video_preprocessor_config.json or `video_processor` of processor_config.json), if it has any.
+        """
         raise NotImplementedError
 
     def complete_prompt(self, tokens: list[int]) -> list[int]:
