@@ -7,7 +7,9 @@ from typing import Any
 from quire.features.media.families.base import MediaFamily
 
 # architecture -> "module:Class" below quire.features.media.families
-FAMILIES: Mapping[str, str] = {}
+FAMILIES: Mapping[str, str] = {
+    "LlavaForConditionalGeneration": "llava:Llava",
+}
 
 
 def media_family(architecture: str, config: Mapping[str, Any]) -> MediaFamily | None:

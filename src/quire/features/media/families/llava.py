@@ -1,0 +1,35 @@
+"""LLaVA 1.5: an image is scaled to one size, and every patch is a token."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.features.media.families.base import Arrays, Expansion, MediaFamily, Tokenize
+from quire.features.media.families.fields import CLIP_LARGE, check_image_size, choice_field, read_vision, token_field
+from quire.types.media import Modality
+
+STRATEGIES = ("default", "full")  # `default`: without the first token of the encoder
+
+
+class Llava(MediaFamily):
+    tower = "llava:LlavaTower"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.vision = read_vision(config, CLIP_LARGE)
+        self.image_token = token_field(config, ("image_token_index", "image_token_id"), 32000)
+        strategy = choice_field(config, "vision_feature_select_strategy", STRATEGIES, "default")
+        self.count = self.vision.side**2 + self.vision.class_tokens - (strategy == "default")
+
+    def placeholder(self, modality: Modality) -> str:  # noqa: ARG002
+        return "<image>"
+
+    def expand(self, modality: Modality, arrays: Arrays, tokenize: Tokenize) -> Expansion:  # noqa: ARG002
+        return Expansion([self.image_token] * self.count)
+
+    def max_tokens(self, modality: Modality, processor: Mapping[str, Any]) -> int:  # noqa: ARG002
+        return self.count
+
+    def preprocess_image(self, image: Any, processor: Any, options: Mapping[str, Any], count: int) -> Arrays:
+        arrays = super().preprocess_image(image, processor, options, count)
+        check_image_size(arrays["pixel_values"].shape, self.vision.image_size)
+        return arrays

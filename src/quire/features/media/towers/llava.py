@@ -1,0 +1,47 @@
+"""LLaVA 1.5: CLIP or SigLIP, and two linear layers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from quire.features.media.families.fields import CLIP_LARGE, choice_field, feature_layers, read_vision, text_width
+from quire.features.media.families.llava import STRATEGIES
+from quire.features.media.towers.base import Tower
+from quire.features.media.towers.parts import Part, by_shape, project, vision_activation
+from quire.features.media.towers.vit import VisionEncoder, tower_renames
+from quire.layers.linear import Linear
+from quire.types.media import Modality
+
+
+class Projector(Part):
+    def __init__(self, inputs: int, outputs: int, activation: str, *, bias: bool) -> None:
+        super().__init__()
+        self.linear_1, self.linear_2 = Linear(inputs, outputs, bias=bias), Linear(outputs, outputs, bias=bias)
+        self.activation = vision_activation(activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return project(self.linear_2, self.activation(project(self.linear_1, x)))
+
+
+class LlavaTower(Tower):
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        vision = read_vision(config, CLIP_LARGE)
+        states = feature_layers(config, vision.layers)
+        self.dropped = int(choice_field(config, "vision_feature_select_strategy", STRATEGIES, "default") == "default")
+        self.vision_tower = VisionEncoder(vision, states)
+        self.multi_modal_projector = Projector(
+            vision.width * len(states),
+            text_width(config),
+            str(config.get("projector_hidden_act", "gelu")),
+            bias=bool(config.get("multimodal_projector_bias", True)),
+        )
+        self.renames = (*tower_renames(), *self.vision_tower.renames)
+
+    def features(self, pixels: Tensor) -> Tensor:
+        """pixels [images, channels, height, width] -> [images, tokens, hidden size]."""
+        return self.multi_modal_projector(self.vision_tower(pixels)[:, self.dropped :])
+
+    def encode(self, modality: Modality, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:  # noqa: ARG002
+        return [found.flatten(0, 1) for found in by_shape([item["pixel_values"] for item in items], self.features)]
