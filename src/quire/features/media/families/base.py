@@ -19,6 +19,9 @@ class Expansion:
     """The prompt tokens of one item. See `MediaItem` for the other fields."""
 
     tokens: list[int]
+    # text around the placeholder that is tokenized together with the prompt's, as newlines may merge with those beside them
+    before: str = ""
+    after: str = ""
     embedded: tuple[tuple[int, int], ...] = ()
     grid: tuple[int, int, int] | None = None
     interval: float = 1.0
@@ -39,10 +42,11 @@ class MediaFamily(ABC):
 
     modalities: ClassVar[tuple[Modality, ...]] = ("image",)
     tower: ClassVar[str]  # "module:Class" below quire.features.media.towers
-    # tokens that attend to tokens after them: those of one item to each other, or all of a prompt with media
+    # tokens that attend to tokens after them: those of one span of `embedded` to each other, or all of a prompt with media
     bidirectional: ClassVar[Literal["", "item", "prompt"]] = ""
     rotary_axes: ClassVar[int] = 1  # 3: rotary positions have a frame, a row and a column (M-RoPE)
     levels: ClassVar[int] = 1  # embeddings per token: for the input, and for the first layers (deep stack)
+    adds_special_tokens: ClassVar[bool] = True  # False: the text of a prompt with media is tokenized without them
     depends_on_count: ClassVar[bool] = False  # preprocessing depends on the number of images in the prompt
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -78,6 +82,9 @@ class MediaFamily(ABC):
         """
         raise NotImplementedError
 
-    def complete_prompt(self, tokens: list[int]) -> list[int]:
-        """Return a prompt whose placeholders are expanded, as the processor of the family finishes it."""
-        return tokens
+    def complete_text(self, text: str, images: int) -> str:  # noqa: ARG002
+        """Return a prompt as the processor of the family writes it before placeholders are expanded and it is tokenized.
+
+        images: images that come with the prompt.
+        """
+        return text
