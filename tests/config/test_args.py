@@ -162,7 +162,7 @@ def test_hints_are_taken_and_told(name: str, caplog: pytest.LogCaptureFixture) -
         "--optimization-level=0 --model m", "--cudagraph-capture-sizes 1 2 4 --model m", "-cc.mode=3 --model m",
         "--compilation-config {\"mode\":3} --model m", "--compilation_config.cudagraph_mode NONE --model m",
         "--attention-backend FLASHINFER --model m", "--disable-custom-all-reduce --model m", "--watermark 0.01 --model m",
-        "--mm-processor-cache-gb 0 --model m", "--structured-outputs-config.backend outlines --model m",
+        "--mm-hasher-algorithm sha256 --model m", "--structured-outputs-config.backend outlines --model m",
     ],
 )  # fmt: skip
 def test_hints_on_the_command_line(line: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -270,9 +270,7 @@ def test_namespaces_may_hold_more() -> None:
     ("name", "value", "fine"),
     [
         ("enable_dbo", True, False), ("all2all_backend", "deepep_low_latency", "allgather_reducescatter"),
-        ("swap_space", 16, 4), ("preemption_mode", "swap", "recompute"), ("limit_mm_per_prompt", {"image": 4}, {"image": 0}),
-        ("limit_mm_per_prompt", {"image": {"count": 2}}, {"image": {"count": 0}}), ("mm_processor_kwargs", {"a": 1}, {}),
-        ("allowed_local_media_path", "/media", ""), ("allowed_media_domains", ["a.example"], []),
+        ("swap_space", 16, 4), ("preemption_mode", "swap", "recompute"), ("video_pruning_rate", 0.5, 0),
     ],
 )  # fmt: skip
 def test_what_would_change_capacity_or_answers_is_refused_unless_it_asks_for_nothing(name, value, fine):

@@ -28,6 +28,7 @@ from quire.features.experts.host import ExpertArgs
 from quire.features.kv_quant.host import CacheArgs
 from quire.features.logits_processors.host import LogitsProcessorArgs
 from quire.features.lora.host import LoRAArgs
+from quire.features.media.host import MediaArgs
 from quire.features.pooling.host import PoolingArgs
 from quire.features.profiling.host import ProfilerArgs
 from quire.features.quantization.host import WeightArgs
@@ -271,7 +272,7 @@ class _CoreArgs:
 @_accepts_vllm_names
 @dataclass
 class EngineArgs(
-    PoolingArgs, ExpertArgs, LoRAArgs, SpeculationArgs, LogitsProcessorArgs, StructuredArgs, CacheArgs, WeightArgs,
+    PoolingArgs, ExpertArgs, MediaArgs, LoRAArgs, SpeculationArgs, LogitsProcessorArgs, StructuredArgs, CacheArgs, WeightArgs,
     ProfilerArgs, DeterminismArgs, _CoreArgs,
 ):  # fmt: skip
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ from quire.features.host import Feature
 from quire.features.kv_quant.host import QuantizedCache
 from quire.features.logits_processors.host import LogitsProcessors
 from quire.features.lora.host import LoRA
+from quire.features.media.host import Media
 from quire.features.pooling.host import PoolingModels
 from quire.features.profiling.host import Profiling
 from quire.features.quantization.host import QuantizedWeights
@@ -15,7 +16,7 @@ from quire.features.structured.host import StructuredOutputs
 from quire.types.prompts import Extras
 
 FEATURES: tuple[Feature, ...] = (
-    Determinism(), ExpertParallel(), QuantizedWeights(), QuantizedCache(), PoolingModels(), LoRA(), Recurrent(),
+    Determinism(), ExpertParallel(), QuantizedWeights(), QuantizedCache(), PoolingModels(), LoRA(), Media(), Recurrent(),
     SpeculativeDecoding(), StructuredOutputs(), LogitsProcessors(), Profiling(),
 )  # fmt: skip
 SALTS = tuple(feature.cache_salt for feature in FEATURES if feature.cache_salt is not None)

@@ -33,6 +33,11 @@ def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
     return found or {}
 
 
+def whole_config(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json of a checkpoint's directory with all its parts, and overrides merged into nested objects."""
+    return _merge(read_json(path / "config.json"), overrides)
+
+
 def _untag(value: dict[str, Any]) -> Any:
     """JSON has no infinities; transformers writes them as {"__float__": "Infinity"}."""
     tagged = value.get("__float__") if len(value) == 1 else None

@@ -70,19 +70,8 @@ def refuse(name: str, value: Any, table: dict[str, tuple[str, tuple[Any, ...]]] 
     """Raise ConfigError unless the value is harmless."""
     reason, harmless = table[name]
     plain = list(value) if isinstance(value, tuple) else value
-    if (
-        value is None
-        or _requests_nothing(name, value)
-        or any(plain == item and isinstance(plain, bool) == isinstance(item, bool) for item in harmless)
-    ):
+    if value is None or any(plain == item and isinstance(plain, bool) == isinstance(item, bool) for item in harmless):
         return
     example = [item for item in harmless if item not in ([], {}, "")][:1]
     way_out = "leave it out" + "".join(f" or at {item!r}" for item in example)
     raise ConfigError(f"{name}={value!r} is not supported: {reason}; {way_out}")
-
-
-def _requests_nothing(name: str, value: Any) -> bool:
-    """`limit_mm_per_prompt` of 0 for every kind of media: {"image": 0}, or {"image": {"count": 0}}."""
-    if name != "limit_mm_per_prompt" or not isinstance(value, dict):
-        return False
-    return all((item.get("count", 0) if isinstance(item, dict) else item) == 0 for item in value.values())
