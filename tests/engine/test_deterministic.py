@@ -2,13 +2,16 @@
 and draft. On CPUs and, in bfloat16, on GPUs."""
 
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
+from encoder_families import ENCODERS, random_texts, save_encoder
 from quantized_checkpoints import write
-from quire import LLM, SamplingParams
+from quire import LLM, PoolingParams, SamplingParams
 from quire.config.args import EngineArgs
 from quire.ops import order
 from quire.ops.native import run_decoders
@@ -29,6 +32,29 @@ MODELS = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 32},
 }
+ATTENTION = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "head_dim", "max_position_embeddings")
+ALONE = dict.fromkeys(ATTENTION)  # models without attention layers have no such settings
+LINEAR = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 64}
+RECURRENT = {
+    "qwen3_next": LINEAR | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+                            "shared_expert_intermediate_size": 128, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                            "linear_key_head_dim": 64, "linear_value_head_dim": 64},
+    "olmo_hybrid": LINEAR | {"linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 48,
+                             "linear_value_head_dim": 96},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16},
+    "bamba": MAMBA2 | {"attn_layer_indices": [1]},
+    "falcon_h1": MAMBA2 | {"mamba_d_ssm": 512, "mamba_rms_norm": True},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid", "hybrid"], "n_mamba_heads": 8, "mamba_d_state": 32, "head_dim": None,
+               "adapter_rank": 12},
+    "minimax": LINEAR | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "mamba2": ALONE | {"num_heads": 8, "head_dim": 64, "state_size": 64, "n_groups": 1},
+    "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4, "mamba_d_state": 16, "mamba_dt_rank": 20},
+    "falcon_mamba": ALONE | {"state_size": 16},
+}  # fmt: skip
+ENCODER_KINDS = ["BERT", "BERT, cross-encoder", "BERT, tokens", "MPNet", "ModernBERT", "ModernBERT, classes", "DistilBERT"]
+ENCODER_SIZES = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 600, "local_attention": 70}
+DISTIL_SIZES = {"dim": 256, "hidden_dim": 512, "max_position_embeddings": 600}
 SCHEMES = ["awq", "gptq-8", "ct-int8", "ct-mxfp4", "modelopt-nvfp4", "ct-mxfp8", "gptq-head", "ct-fp8-channel"]
 REQUESTS = 24 if ON_GPU else 7
 OPTIONS = {"skip_tokenizer_init": True, "max_model_len": 1024, "deterministic": True}
@@ -89,7 +115,8 @@ def usual_order_afterwards(monkeypatch):
 
 def make(directory, kind):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **(SIZES | MODELS[kind]), initializer_range=0.1)
+    sizes = {name: value for name, value in (SIZES | (MODELS | RECURRENT)[kind]).items() if value is not None}
+    config = AutoConfig.for_model(kind, **sizes, initializer_range=0.1)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if ON_GPU else torch.float32).save_pretrained(directory)
     make_tokenizer(directory)
     return str(directory)
@@ -112,6 +139,37 @@ def check(directory, **options):
         del llm
 
 
+def make_encoder(directory, kind):
+    family = ENCODERS[kind]
+    sizes = DISTIL_SIZES if "dim" in family.options else ENCODER_SIZES
+    sizes = {name: value for name, value in sizes.items() if name in family.options}
+    save_encoder(replace(family, options=family.options | sizes), directory)
+    return str(directory)
+
+
+def check_pooling(directory, lengths, **options):
+    """Compare the values of each text alone with those in batches, in graphs, eagerly and in chunks."""
+    options = {"skip_tokenizer_init": True, "max_model_len": 512, "dtype": "bfloat16", "deterministic": True,
+               "kv_cache_memory_bytes": 1 << 28} | options  # fmt: skip
+    texts = [{"prompt_token_ids": text} for text in random_texts(lengths)]
+
+    def pooled(llm, some):
+        found = [llm.encode(some, PoolingParams(task=task), use_tqdm=False)
+                 for task in llm.supported_tasks if task not in ("score", "generate")]  # fmt: skip
+        return [[task[i].outputs.data for task in found] for i in range(len(some))]
+
+    llm = LLM(directory, enable_prefix_caching=False, **options)
+    alone = [pooled(llm, [text])[0] for text in texts]
+    assert all(np.isfinite(values).all() for text in alone for values in text)
+    for changes in ({}, {"enforce_eager": True}, {"max_num_batched_tokens": 512}, {"max_num_seqs": 3}):
+        llm = LLM(directory, **(options | changes))
+        for _ in range(6):  # buckets are recorded after some steps
+            found = pooled(llm, texts)
+            for text, expected, values in zip(lengths, alone, found, strict=True):
+                assert all(map(np.array_equal, values, expected)), (changes, text)
+        del llm
+
+
 @CPU
 def test_a_model_on_a_cpu(tmp_path):
     check(make(tmp_path, "gemma2"))
@@ -126,6 +184,24 @@ def test_quantized_models_on_a_cpu(tmp_path):
 @pytest.mark.parametrize("kind", MODELS)
 def test_models_on_a_gpu(tmp_path, kind):
     check(make(tmp_path, kind), kv_cache_memory_bytes=1 << 28)
+
+
+@GPU
+@pytest.mark.parametrize("kind", [kind for kind in RECURRENT if kind in CONFIG_MAPPING])  # known to this transformers
+def test_recurrent_models_on_a_gpu(tmp_path, kind):
+    check(make(tmp_path, kind), kv_cache_memory_bytes=1 << 28)
+
+
+@GPU
+@pytest.mark.parametrize("kind", ENCODER_KINDS)
+def test_encoders_on_a_gpu(tmp_path, kind):
+    check_pooling(make_encoder(tmp_path, kind), [1, 5, 63, 64, 65, 200, 512, 3, 130, 17, 340, 64, 90])
+
+
+@GPU
+def test_a_decoder_that_pools_on_a_gpu(tmp_path):
+    check_pooling(make(tmp_path, "qwen3"), [1, 5, 63, 64, 65, 200, 512, 3, 130], runner="pooling",
+                  pooler_config={"pooling_type": "MEAN"})  # fmt: skip
 
 
 @GPU
@@ -158,6 +234,14 @@ def test_quantized_models_on_a_gpu(tmp_path, scheme):
 def test_what_is_not_built_is_refused_by_name(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         LLM(make(tmp_path, "llama"), deterministic=True, **options)
+
+
+def test_recurrent_layers_and_encoders_are_refused_on_a_cpu(tmp_path):
+    (tmp_path / "recurrent").mkdir()
+    with pytest.raises(ConfigError, match="with the recurrent layers of Lfm2ForCausalLM on a CPU"):
+        LLM(make(tmp_path / "recurrent", "lfm2"), deterministic=True, device="cpu")
+    with pytest.raises(ConfigError, match="with encoders such as BertModel on a CPU"):
+        LLM(make_encoder(tmp_path, "BERT"), deterministic=True, device="cpu", skip_tokenizer_init=True)
 
 
 @CPU

@@ -3,11 +3,19 @@
 import pytest
 import torch
 
+from quire.ops import order
 from quire.ops.arguments import StateRows, TimeSteps
-from quire.ops.recurrent import reference_convolve, reference_delta_rule, reference_gated_norm, reference_ssd
+from quire.ops.recurrent import (
+    reference_convolve,
+    reference_delta_rule,
+    reference_gated_norm,
+    reference_selective_scan,
+    reference_ssd,
+)
 
 pytest.importorskip("triton")
 from quire.ops.kernels import recurrent as kernel
+from quire.ops.kernels import scan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ENTRIES = 6
@@ -53,8 +61,9 @@ def test_convolution(shapes, padding, silu):
     )
 
 
-@pytest.mark.parametrize(("shapes", "padding"), [(MIXED, 0), (SINGLES, 2)])
-def test_ssd(shapes, padding):
+@pytest.mark.parametrize(("shapes", "padding", "in_order"), [(MIXED, 0, False), (MIXED, 0, True), (SINGLES, 2, False)])
+def test_ssd(shapes, padding, in_order, monkeypatch):
+    monkeypatch.setattr(order, "_fixed", in_order)
     rows, tokens = rows_of(shapes, padding), sum(count for count, _, _ in shapes)
     total, heads, size, groups, width = tokens + padding, 4, 10, 2, 12
     x, key, query = numbers(total, heads, size), numbers(total, groups, width), numbers(total, groups, width + 1)[..., :width]
@@ -64,6 +73,20 @@ def test_ssd(shapes, padding):
         lambda state: kernel.ssd(x, steps, key, query, numbers(heads), state, rows),
         lambda state: reference_ssd(x, steps, key, query, numbers(heads), state, rows),
         numbers(ENTRIES, heads, size, width),
+        tokens,
+    )
+
+
+@pytest.mark.parametrize(("shapes", "padding"), [(MIXED, 0), (SINGLES, 2)])
+def test_selective_scan(shapes, padding):
+    rows, tokens = rows_of(shapes, padding), sum(count for count, _, _ in shapes)
+    total, channels, width = tokens + padding, 40, 12
+    x, dt, decay = numbers(total, channels), numbers(total, channels).abs(), -numbers(channels, width).abs()
+    key, query, skip = numbers(total, width), numbers(total, width + 1)[:, 1:].contiguous(), numbers(channels)
+    same(
+        lambda state: scan.selective_scan(x, dt, decay, key, query, skip, state, rows),
+        lambda state: reference_selective_scan(x, dt, decay, key, query, skip, state, rows),
+        numbers(ENTRIES, channels, width),
         tokens,
     )
 

@@ -14,6 +14,7 @@ from quire.layers.norm import RMSNorm
 from quire.layers.parameter import parameter
 from quire.layers.recurrent import GatedNorm, Recurrence, ShortConvolution, rows_of
 from quire.ops.arguments import TimeSteps
+from quire.ops.norm import rms_norm
 from quire.ops.recurrent import convolve, selective_scan, ssd
 from quire.types.cache import StateCache
 
@@ -58,7 +59,11 @@ class Mamba(nn.Module):
         self.dt_layernorm = RMSNorm(shape.rank, eps) if weighted else None
         self.b_layernorm = RMSNorm(shape.state, eps) if weighted else None
         self.c_layernorm = RMSNorm(shape.state, eps) if weighted else None
+        self.ones = torch.empty(0)
         self.core = Recurrence(shape.cache)
+
+    def finish(self, device: torch.device) -> None:
+        self.ones = torch.ones(max(self.shape.rank, self.shape.state), device=device)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, H] -> [T, H]."""
@@ -78,10 +83,8 @@ class Mamba(nn.Module):
         if norm is not None:
             normed: Tensor = norm(part.contiguous())
             return normed
-        if not self.plain:
-            return part.contiguous()
-        wide = part.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(part.dtype)
+        part = part.contiguous()
+        return rms_norm(part, self.ones[: part.shape[1]], self.eps) if self.plain else part
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,6 @@ class FalconH1(HybridDecoder):
 class Jamba(Bamba):
     """Jamba: Mamba 1 with inner norms, attention without RoPE, experts in some layers."""
 
-    recordable = False  # its recurrence is a loop in PyTorch
     renames = (*Bamba.renames, (r"\.feed_forward\.router\.", ".feed_forward.gate."))
 
     def make_norm(self, facts: "ModelFacts", size: int | None = None) -> Norm:

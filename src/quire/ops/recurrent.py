@@ -135,14 +135,24 @@ def reference_gated_norm(
 def selective_scan(
     x: Tensor, dt: Tensor, decay: Tensor, key: Tensor, query: Tensor, skip: Tensor, state: Tensor, rows: StateRows
 ) -> Tensor:
-    """Return Mamba's selective scan [T, channels] float32, in PyTorch on any device: rows of several tokens are a loop.
+    """Return Mamba's selective scan [T, channels] float32.
 
-    x, dt: [T, channels] float32
+    x, dt: [T, channels] float32, contiguous, as are key and query
     decay: [channels, n] A, negative
     key, query: [T, n] B and C
     skip: [channels] D
     state: [entries, channels, n] float32, updated
     """
+    if x.is_cuda:
+        from quire.ops.kernels import scan as kernel
+
+        return kernel.selective_scan(x, dt, decay, key, query, skip, state, rows)
+    return reference_selective_scan(x, dt, decay, key, query, skip, state, rows)
+
+
+def reference_selective_scan(
+    x: Tensor, dt: Tensor, decay: Tensor, key: Tensor, query: Tensor, skip: Tensor, state: Tensor, rows: StateRows
+) -> Tensor:
     out = torch.empty_like(x)
     if (ones := rows.begun(state)) is not None:
         at, own, before = ones

@@ -11,6 +11,8 @@ from torch import Tensor
 from encoder_families import ENCODERS, SIZES, Encoder, logits_of, random_texts, save_encoder, states_of
 from quire import LLM, PoolingParams, SamplingParams
 from quire.device.cpu.autotune import runtime_for_floats
+from quire.features.pooling.device import ORDERED_STATES, Group, PoolingPart
+from quire.ops import order
 from quire.types.errors import ConfigError, NotSupported, PromptTooLong
 from tiny_model import make_tokenizer
 
@@ -49,6 +51,25 @@ def test_vectors_have_the_same_bits_in_any_batch(name: str, tmp_path: Path) -> N
         np.testing.assert_allclose(found.outputs.embedding, normal(states_of(model, text).mean(0)), atol=1e-5)
     if runtime_for_floats() is not None:  # the CPU's matrix products are batch-invariant
         assert [one.outputs.embedding for one in alone] == [one.outputs.embedding for one in together[:4]]
+
+
+def test_the_fixed_order_pools_as_many_states_at_a_time_for_any_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_encoder(ENCODERS["BERT"], tmp_path)
+    monkeypatch.setattr(order, "_fixed", True)
+    together, counts = PoolingPart._activate_together, set()
+
+    def counted(part: PoolingPart, group: Group, states: Tensor) -> Tensor:
+        counts.add(len(states))
+        return together(part, group, states)
+
+    monkeypatch.setattr(PoolingPart, "_activate_together", counted)
+    texts = random_texts([7, 90, 64, 1])
+    with opened(tmp_path) as llm:
+        params = PoolingParams(task="token_embed", use_activation=False)
+        found = llm.encode([{"prompt_token_ids": text} for text in texts], params, use_tqdm=False)
+    assert counts == {ORDERED_STATES}
+    for text, one in zip(texts, found, strict=True):
+        np.testing.assert_allclose(one.outputs.data, states_of(model, text).numpy(), atol=1e-5)
 
 
 def test_without_any_file_the_first_token_is_the_vector(tmp_path: Path) -> None:

@@ -31,12 +31,8 @@ def _unsupported(config: "Config") -> str:
     facts, layers = config.facts, config.facts.layers
     if facts.by_transformers:
         return f"{facts.architecture}, which transformers runs"
-    if facts.states:
-        return f"the recurrent layers of {facts.architecture}"
     if any(layer.latent for layer in layers):
         return f"the latent attention of {facts.architecture}"
-    if facts.encoder:
-        return f"encoders such as {facts.architecture}"
     return _unsupported_by_gpu(config) if config.device == "cuda" else _unsupported_by_cpu(config)
 
 
@@ -46,6 +42,10 @@ def _unsupported_by_gpu(config: "Config") -> str:
 
 def _unsupported_by_cpu(config: "Config") -> str:
     layers = config.facts.layers
+    if config.facts.states:
+        return f"the recurrent layers of {config.facts.architecture} on a CPU"
+    if config.facts.encoder:
+        return f"encoders such as {config.facts.architecture} on a CPU"
     if config.dtype != "float32":
         return f"dtype={config.dtype} on a CPU. Use float32"
     if config.cache_bytes == 1:

@@ -4,7 +4,7 @@
                     ─► head or Dense layers ─► cut ─► normalization, sigmoid or softmax ─► host, float32
 
 A row's values do not depend on the other rows: sums are made token by token in float64, and on a CPU heads that are not packed
-multiply one row at a time.
+multiply one row at a time. On a GPU this holds in the fixed order.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -27,6 +27,7 @@ from quire.layers.class_linear import ClassLinear
 from quire.layers.embedding import Head, PlainHead
 from quire.models.decoder import Decoder
 from quire.ops.activation import activate
+from quire.ops.order import order_is_fixed
 from quire.ops.row_sums import add_rows
 from quire.prepare.stage import OtherStage
 from quire.runner.transfer import upload, upload_together
@@ -36,6 +37,8 @@ from quire.types.plan import Admission, Ints, Longs, StepRows
 from quire.types.pooling import Pooling
 
 EPSILON = 1e-12  # least norm that a vector is divided by
+# pooled together in the fixed order (`ops/order.py`), always as many: torch's sums in float32 and float64 depend on the number
+ORDERED_STATES = 64
 
 
 class NoHead(nn.Module):
@@ -250,6 +253,15 @@ class PoolingPart(StepPart):
 
     def _activate(self, group: Group, states: Tensor) -> Tensor:
         """states [n, H] float32 -> [n, size] float32."""
+        if not order_is_fixed():
+            return self._activate_together(group, states)
+        blocks = []
+        for part in torch.split(states, ORDERED_STATES):
+            block = functional.pad(part, (0, 0, 0, ORDERED_STATES - len(part)))
+            blocks.append(self._activate_together(group, block)[: len(part)])
+        return torch.cat(blocks)
+
+    def _activate_together(self, group: Group, states: Tensor) -> Tensor:
         pooling, adapter = group
         if pooling.task.endswith("classify"):
             if self._score is None:

@@ -7,8 +7,11 @@ from torch import Tensor, empty
 
 from quire.ops.arguments import StateRows, TimeSteps
 from quire.ops.kernels.launcher import launched, power_of_two
+from quire.ops.order import order_is_fixed
 
 BLOCK = 512  # channels per program
+# of one token they may differ from those of several, and with them the layout, on which the order of sums depends
+STRIDES = ("x_stride", "query_stride", "key_stride", "value_stride", "dt_stride", "beta_stride", "last")
 
 
 @launched
@@ -119,7 +122,7 @@ EPS = 1e-6
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=STRIDES)
 def _delta_rule(
     query,  # [T, key heads, KEYS]
     key,  # [T, key heads, KEYS]
@@ -255,7 +258,8 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int,
     return out
 
 
-PART = 32  # values of a head per program, for one-token rows
+PART = 32  # values of a head per program that goes token by token
+ALL_TOKENS = (1 << 31) - 1
 CHUNK_TOKENS = 64
 
 
@@ -267,8 +271,8 @@ def _time_step(raw, bias, low, high):
 
 
 @launched
-@triton.jit
-def _single(
+@triton.jit(do_not_specialize=STRIDES)
+def _by_token(
     x,  # [T, heads, SIZE]
     dt,  # [T, heads]
     dt_bias,  # [heads] float32
@@ -295,33 +299,43 @@ def _single(
     PART: tl.constexpr,
     WIDE: tl.constexpr,
     SKIPS: tl.constexpr,
+    MOST: tl.constexpr,  # tokens of a row; longer rows are left out
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    token = tl.load(starts + row).to(tl.int64)
-    if tl.load(starts + row + 1) - token == 1:
+    begin = tl.load(starts + row).to(tl.int64)
+    stop = tl.load(starts + row + 1).to(tl.int64)
+    if (stop > begin) & (stop - begin <= MOST):
         entry = tl.load(entries + row)
         at = tl.program_id(2) * PART + tl.arange(0, PART)
         across = tl.arange(0, WIDE)
         inside, wide = at < SIZE, across < WIDTH
         owned = tl.where(entry >= 0, SIZE, 0)
-        held = tl.where(tl.load(ends + row) > 1, owned, 0)
-        step = _time_step(tl.load(dt + token * dt_stride + head), tl.load(dt_bias + head), low, high)
-        decay = tl.exp(-step * tl.exp(tl.load(a_log + head)))
+        held = tl.where(tl.load(ends + row) > stop - begin, owned, 0)
+        rate, bias, bypass = tl.exp(tl.load(a_log + head)), tl.load(dt_bias + head), tl.load(skip + head)
         own = state + (tl.minimum(tl.maximum(entry, 0), last) * heads + head) * SIZE * WIDTH
         place = own + at[:, None] * WIDTH + across[None, :]
-        group = head // repeats * WIDTH
-        value = tl.load(x + token * x_stride + head * SIZE + at, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(key + token * key_stride + group + across, mask=wide, other=0.0).to(tl.float32)
-        c = tl.load(query + token * query_stride + group + across, mask=wide, other=0.0).to(tl.float32)
-        now = (
-            tl.load(place, mask=(at < held)[:, None] & wide[None, :], other=0.0) * decay + (step * value)[:, None] * b[None, :]
-        )
+        now = tl.load(place, mask=(at < held)[:, None] & wide[None, :], other=0.0)
+        values, shared = x + head * SIZE + at, head // repeats * WIDTH + across
+        raw = tl.load(dt + begin * dt_stride + head)
+        value = tl.load(values + begin * x_stride, mask=inside, other=0.0)
+        b = tl.load(key + begin * key_stride + shared, mask=wide, other=0.0)
+        c = tl.load(query + begin * query_stride + shared, mask=wide, other=0.0)
+        for token in tl.range(begin, stop):
+            following = tl.minimum(token + 1, stop - 1)  # is read meanwhile
+            next_raw = tl.load(dt + following * dt_stride + head)
+            next_value = tl.load(values + following * x_stride, mask=inside, other=0.0)
+            next_b = tl.load(key + following * key_stride + shared, mask=wide, other=0.0)
+            next_c = tl.load(query + following * query_stride + shared, mask=wide, other=0.0)
+            step = _time_step(raw, bias, low, high)
+            number = value.to(tl.float32)
+            now = now * tl.exp(-step * rate) + (step * number)[:, None] * b.to(tl.float32)[None, :]
+            total = tl.sum(now * c.to(tl.float32)[None, :], 1)
+            if SKIPS:
+                total += number * bypass
+            tl.store(out + (token * heads + head) * SIZE + at, total, mask=inside)
+            raw, value, b, c = next_raw, next_value, next_b, next_c
         tl.store(place, now, mask=(at < owned)[:, None] & wide[None, :])
-        total = tl.sum(now * c[None, :], 1)
-        if SKIPS:
-            total += value * tl.load(skip + head)
-        tl.store(out + (token * heads + head) * SIZE + at, total, mask=inside)
 
 
 @launched
@@ -414,10 +428,12 @@ def ssd(x: Tensor, steps: TimeSteps, key: Tensor, query: Tensor, skip: Tensor | 
         len(state) - 1,
     )  # fmt: skip
     wide = max(16, power_of_two(width))
-    _single[(count, heads, triton.cdiv(size, PART))](
-        *tensors, *numbers, SIZE=size, WIDTH=width, PART=PART, WIDE=wide, SKIPS=skip is not None, num_warps=4
-    )
-    if not rows.single:
+    in_order = order_is_fixed()
+    _by_token[(count, heads, triton.cdiv(size, PART))](
+        *tensors, *numbers, SIZE=size, WIDTH=width, PART=PART, WIDE=wide, SKIPS=skip is not None,
+        MOST=ALL_TOKENS if in_order else 1, num_warps=4,
+    )  # fmt: skip
+    if not rows.single and not in_order:
         _several[(count, heads)](
             *tensors, *numbers, SIZE=size, WIDTH=width, TALL=max(16, power_of_two(size)), WIDE=wide, CHUNK=CHUNK_TOKENS,
             SKIPS=skip is not None, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=8,
