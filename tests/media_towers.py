@@ -76,6 +76,37 @@ def tensors(arrays: Any) -> dict[str, Tensor]:
     return {name: torch.as_tensor(np.asarray(value)) for name, value in arrays.items()}
 
 
+def render(family: MediaFamily, tokenizer: Any, text: str, arrays: list[Any]) -> list[int]:
+    """Return the prompt's tokens as the API makes them: text around images, one placeholder each, which is then replaced."""
+
+    def tokenize(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    [mark] = tokenize(placeholder := family.placeholder("image"))
+    found = [family.expand("image", each, tokenize) for each in arrays]
+    first, *rest = family.complete_text(text, len(arrays)).split(placeholder)
+    text = first + "".join(f"{each.before}{placeholder}{each.after}{part}" for each, part in zip(found, rest, strict=True))
+    ids, queue = list[int](), iter(found)
+    for token in tokenizer.encode(text, add_special_tokens=family.adds_special_tokens):
+        ids += next(queue).tokens if token == mark else [token]
+    for each, item in zip(found, arrays, strict=True):
+        spans = each.embedded or ((0, len(each.tokens)),)
+        assert {each.tokens[i] for start, count in spans for i in range(start, start + count)} == {family.image_token}, item
+        assert sum(count for _, count in spans) == each.tokens.count(family.image_token)
+    return ids
+
+
+def check_embeddings(tower: Tower, arrays: list[Any], expected: list[Tensor]) -> None:
+    """Check the tower's embeddings of each item alone, and of all in one call in either order."""
+    items = [tensors(each) for each in arrays]
+    with torch.inference_mode():
+        alone = [tower.encode("image", [item])[0] for item in items]
+        together = [tower.encode("image", items), tower.encode("image", items[::-1])[::-1]]
+    for index, wanted in enumerate(expected):
+        for found in (alone[index], *(each[index] for each in together)):
+            assert largest_difference(found, wanted) < 1e-4, index
+
+
 def largest_difference(one: Tensor, two: Tensor) -> float:
     assert one.shape == two.shape, (one.shape, two.shape)
     return float((one - two).abs().max())

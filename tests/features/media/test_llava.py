@@ -7,7 +7,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from media_towers import SMALL, TEXT, largest_difference, open_family, open_tower, picture, randomized, save, tensors
+from media_towers import (
+    SMALL,
+    TEXT,
+    check_embeddings,
+    largest_difference,
+    open_family,
+    open_tower,
+    picture,
+    randomized,
+    render,
+    save,
+    tensors,
+)
 from quire.types.errors import InvalidParameter, ModelError
 
 VISIONS = {
@@ -54,12 +66,9 @@ def test_embeddings(tmp_path, kind, layer, strategy):
     arrays = [family.preprocess_image(picture(*size, seed), processor(kind), {}, 1) for seed, size in enumerate(SIZES)]
     with torch.inference_mode():
         expected = [model.get_image_features(tensors(each)["pixel_values"]).pooler_output[0] for each in arrays]
-        together = tower.encode("image", [tensors(each) for each in arrays])
-        alone = [tower.encode("image", [tensors(each)])[0] for each in arrays]
-    for each, one, more, found in zip(arrays, alone, together, expected, strict=True):
-        assert largest_difference(one, found) < 1e-4
-        assert largest_difference(more, found) < 1e-4
-        assert len(family.expand("image", each, list).tokens) == len(found) == family.max_tokens("image", {})
+    check_embeddings(tower, arrays, expected)
+    assert [len(family.expand("image", each, list).tokens) for each in arrays] == [family.max_tokens("image", {})] * len(SIZES)
+    assert {len(each) for each in expected} == {family.max_tokens("image", {})}
     assert largest_difference(expected[0], expected[1]) > 1e-2
 
 
@@ -79,21 +88,19 @@ def test_names_of_older_and_newer_checkpoints(tmp_path):
         assert all(torch.equal(found[name], known[name]) for name in known)
 
 
-def test_expansion_is_the_processors(tmp_path, tokenizer):
+def test_expansion_is_the_processors(tmp_path, make_tokenizer):
     from transformers import LlavaProcessor
 
     _, config = make(tmp_path)
-    family = open_family(config | {"image_token_index": tokenizer.convert_tokens_to_ids("<image>")})
+    tokenizer = make_tokenizer(image_token="<image>")
+    family = open_family(config | {"image_token_index": tokenizer.image_token_id})
     images = [picture(40, 30), picture(5, 90)]
     whole = LlavaProcessor(processor(), tokenizer, 8, "default", num_additional_image_tokens=1)
-    found = whole(images=images, text="a <image> b <image><s>", return_tensors="np")
+    text = "a <image> b <image><s>"
+    found = whole(images=images, text=text, return_tensors="np")
     arrays = [family.preprocess_image(image, processor(), {}, 2) for image in images]
     assert np.array_equal(np.concatenate([each["pixel_values"] for each in arrays]), found["pixel_values"])
-    tokens = []
-    for index, part in enumerate(("a ", " b ", "<s>")):
-        tokens += tokenizer.encode(part, add_special_tokens=False)
-        tokens += family.expand("image", arrays[index], tokenizer.encode).tokens if index < 2 else []
-    assert tokens == found["input_ids"][0].tolist()
+    assert render(family, tokenizer, text, arrays) == found["input_ids"][0].tolist()
 
 
 def test_an_image_of_another_size_is_refused(tmp_path):
@@ -122,17 +129,21 @@ def test_what_is_wrong_in_the_configuration_is_named(tmp_path, change, message):
 
 def test_the_defaults_are_those_of_the_classes():
     """A published config.json leaves out what equals them."""
+    import transformers
     from transformers import LlavaConfig
 
-    from quire.features.media.families.fields import VISION_DEFAULTS, read_vision, text_width
+    from quire.features.media.families.fields import ENCODERS, read_vision, text_width
 
     full = json.loads(LlavaConfig().to_json_string())
     family = open_family({"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"})
     assert family.vision == read_vision(full)
     assert family.max_tokens("image", {}) == 576
     assert family.image_token == full["image_token_index"]
-    for kind in VISION_DEFAULTS:
+    for kind in ENCODERS:
         nested = {"model_type": kind}
         whole = json.loads(LlavaConfig(vision_config=nested).to_json_string())
         assert read_vision({"vision_config": nested}) == read_vision(whole)
+    for name in ("Idefics3", "SmolVLM"):
+        whole = json.loads(getattr(transformers, f"{name}Config")().to_json_string())
+        assert read_vision({}, kind="idefics3_vision") == read_vision(whole, kind="idefics3_vision")
     assert text_width({"model_type": "llava", "text_config": {"model_type": "llama", "vocab_size": 32064}}) == 4096

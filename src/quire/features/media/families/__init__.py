@@ -8,7 +8,10 @@ from quire.features.media.families.base import MediaFamily
 
 # architecture -> "module:Class" below quire.features.media.families
 FAMILIES: Mapping[str, str] = {
+    "Gemma3ForConditionalGeneration": "gemma3:Gemma3",
+    "Idefics3ForConditionalGeneration": "idefics3:Idefics3",
     "LlavaForConditionalGeneration": "llava:Llava",
+    "SmolVLMForConditionalGeneration": "idefics3:Idefics3",
 }
 
 

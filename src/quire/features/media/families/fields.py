@@ -17,7 +17,11 @@ CLIP_LARGE: Mapping[str, Any] = {
     "model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
     "num_attention_heads": 16, "image_size": 336, "patch_size": 14,
 }  # fmt: skip
-VISION_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"clip_vision_model": _CLIP, "siglip_vision_model": _SIGLIP}
+_IDEFICS: Mapping[str, Any] = {**_SIGLIP, "hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}
+VISION_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "clip_vision_model": _CLIP, "siglip_vision_model": _SIGLIP, "idefics3_vision": _IDEFICS,
+}  # fmt: skip
+ENCODERS = ("clip_vision_model", "siglip_vision_model")
 
 
 def size_field(config: Mapping[str, Any], name: str, default: int | None = None, where: str = "config.json") -> int:
@@ -52,7 +56,7 @@ def text_width(config: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """The `vision_config` of a CLIP or SigLIP encoder."""
+    """The `vision_config` of a CLIP or SigLIP encoder, or of a variant of them."""
 
     kind: str  # model_type
     width: int
@@ -75,16 +79,20 @@ class VisionConfig:
         return int(self.kind == "clip_vision_model")
 
 
-def read_vision(config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> VisionConfig:
-    """Read `vision_config`. defaults: of the model's class where the whole object is missing, and its `model_type`."""
+def read_vision(config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None, kind: str = "") -> VisionConfig:
+    """Read `vision_config`.
+
+    defaults: of the model's class where the whole object is missing, and its `model_type`.
+    kind: the encoder of the model, if it is always the same; else `model_type` names one of ENCODERS.
+    """
     defaults = defaults or {}
     found = config.get("vision_config") or defaults
     if not isinstance(found, Mapping):
         raise ModelError(f"config.json: vision_config must be an object; got {shown(found)}")
-    kind = str(found.get("model_type") or defaults.get("model_type") or "siglip_vision_model")
-    kind = kind if kind.endswith("_vision_model") else f"{kind}_vision_model"
+    named = str(found.get("model_type") or defaults.get("model_type") or "siglip_vision_model")
+    kind = kind or (named if named.endswith("_vision_model") else f"{named}_vision_model")
     if kind not in VISION_DEFAULTS:
-        raise ModelError(f"vision_config: model_type must be one of {', '.join(VISION_DEFAULTS)}; got {shown(kind)}")
+        raise ModelError(f"vision_config: model_type must be one of {', '.join(ENCODERS)}; got {shown(kind)}")
     full = {**VISION_DEFAULTS[kind], **{name: value for name, value in found.items() if value is not None}}
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_channels",
              "image_size", "patch_size")  # fmt: skip
@@ -106,6 +114,12 @@ def feature_layers(config: Mapping[str, Any], layers: int, name: str = "vision_f
     if not chosen or not all(type(layer) is int and -layers - 1 <= layer <= layers for layer in chosen):
         raise ModelError(f"config.json: {name} must be one or more layers of {layers}; got {shown(value)}")
     return [layer % (layers + 1) for layer in chosen]
+
+
+def image_settings(processor: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of the image processor: processor_config.json nests them, preprocessor_config.json has no others."""
+    inner = processor.get("image_processor")
+    return {**inner, **processor} if isinstance(inner, Mapping) else processor
 
 
 def check_image_size(shape: tuple[int, ...], size: int) -> None:

@@ -31,6 +31,8 @@ class Positions(nn.Module):
 
 
 class Embeddings(Part):
+    order: Tensor | None = None  # index of each patch's position embedding; None: they are in order
+
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         clip = bool(config.class_tokens)
@@ -42,7 +44,8 @@ class Embeddings(Part):
         x = self.patch_embedding(pixels).flatten(1, 2)
         if self.class_embedding is not None:
             x = torch.cat([self.class_embedding.expand(len(x), 1, -1), x], dim=1)
-        return x + self.position_embedding.weight
+        table = self.position_embedding.weight
+        return x + (table if self.order is None else table[self.order])
 
 
 class Encoder(nn.Module):
