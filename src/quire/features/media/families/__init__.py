@@ -11,6 +11,10 @@ FAMILIES: Mapping[str, str] = {
     "Gemma3ForConditionalGeneration": "gemma3:Gemma3",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3",
     "LlavaForConditionalGeneration": "llava:Llava",
+    "Qwen2VLForConditionalGeneration": "qwen_vl:Qwen2VL",
+    "Qwen2_5_VLForConditionalGeneration": "qwen_vl:Qwen2_5VL",
+    "Qwen3VLForConditionalGeneration": "qwen_vl:Qwen3VL",
+    "Qwen3VLMoeForConditionalGeneration": "qwen_vl:Qwen3VL",
     "SmolVLMForConditionalGeneration": "idefics3:Idefics3",
 }
 
