@@ -25,7 +25,8 @@ class Tower(nn.Module, ABC):
     def encode(self, modality: Modality, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         """Return the embeddings of each item, [embeddings, levels * hidden size] in the dtype of the weights.
 
-        items: arrays by the names of `MediaFamily`; on the tower's device, floats in the dtype of the weights.
+        items: arrays by the names of `MediaFamily`. Floats and bools are on the tower's device, floats in the dtype of the
+        weights. Integers are on the host: they are sizes, which to read from a device would mean to wait for it.
         """
 
     def finish(self, device: torch.device) -> None:
