@@ -23,9 +23,9 @@ ROWS = (
     257, 384, 512, 513, 768, 1000, 1024, 2047, 2048, 4096, 8191, 16384,
 )  # fmt: skip
 TIMED_ROWS = (1, 16, 64, 256, 2048)
-COMPARED = 16  # first rows
-COLD_VALUES = 100_000_000
-ROUNDS = 10
+COMPARED_ROWS = 16  # the first ones
+MAX_COPIED_VALUES = 100_000_000  # of copies of a matrix: each launch reads one that is not in the L2 cache
+TIMED_LAUNCHES = 10
 # inputs and outputs of the layers
 SHAPES = {
     "0.6B": {"qkv": (1024, 4096), "o": (2048, 1024), "gate-up": (1024, 6144), "down": (3072, 1024)},
@@ -144,9 +144,9 @@ def examine(case: Case, rows: Sequence[int] = ROWS, timed: Sequence[int] = TIMED
     torch.manual_seed(0)
     weight = case.make()
     x = torch.randn(max(rows), case.inputs, device="cuda").to(case.dtype)
-    expected = case.run(x, weight)[:COMPARED]
-    differing = tuple(n for n in rows if not torch.equal(case.run(x[:n].contiguous(), weight)[:COMPARED], expected[:n]))
-    copies = [weight, *(case.make() for _ in range(min(48, COLD_VALUES // case.values)))] if timed else []
+    expected = case.run(x, weight)[:COMPARED_ROWS]
+    differing = tuple(n for n in rows if not torch.equal(case.run(x[:n].contiguous(), weight)[:COMPARED_ROWS], expected[:n]))
+    copies = [weight, *(case.make() for _ in range(min(48, MAX_COPIED_VALUES // case.values)))] if timed else []
     return Finding(case, differing, {n: _time(case, x[:n].contiguous(), copies) for n in timed})
 
 
@@ -160,8 +160,8 @@ def _time(case: Case, x: Tensor, weights: Sequence[Any]) -> float:
     graph.replay()
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     began.record()
-    for _ in range(ROUNDS):
+    for _ in range(TIMED_LAUNCHES):
         graph.replay()
     ended.record()
     torch.cuda.synchronize()
-    return float(1000 * began.elapsed_time(ended) / ROUNDS / len(weights))
+    return float(1000 * began.elapsed_time(ended) / TIMED_LAUNCHES / len(weights))

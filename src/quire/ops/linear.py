@@ -25,9 +25,8 @@ GATED_ROWS = range(16, 129)
 FILLED = 0.75  # least share of occupied program slots over all rounds of a launch; with fewer the last round idles too long
 DEEP_ROWS = range(17, 256)
 DEEP = 1 << 24  # values of a matrix
-ORDERED_ROWS = 128
-ORDERED_NARROW = 2048  # outputs up to which libraries are slow in the fixed order with fewer than ORDERED_ROWS rows
-LIBRARY_ROWS = 32  # from which on libraries are faster for other matrices
+# in the fixed order: rows from which on libraries are used, with up to and with more than ORDERED_NARROW_OUTPUTS outputs
+ORDERED_NARROW_OUTPUTS, ORDERED_MIN_ROWS_NARROW, ORDERED_MIN_ROWS = 2048, 128, 32
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -100,7 +99,7 @@ def ordered_config(rows: int, outputs: int, inner: int) -> Any:
     """Return the launch configuration for the fixed order; None: a library has the same order."""
     from quire.ops.kernels.linear import FewRowsConfig
 
-    least = ORDERED_ROWS if outputs <= ORDERED_NARROW else LIBRARY_ROWS
+    least = ORDERED_MIN_ROWS_NARROW if outputs <= ORDERED_NARROW_OUTPUTS else ORDERED_MIN_ROWS
     if rows >= least and inner % 16 == 0 and outputs % 16 == 0:
         return None
     if rows <= 16:

@@ -198,8 +198,23 @@ class PackedMatrix:
     def _multiply_in_order(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
         from quire.ops.kernels import packed, packed_6bit
 
+        if len(x) > MAX_STREAMED_ROWS and self._multiplied_as_dequantized:
+            return multiply_floats(x, self.dequantize(x), bias, activation)
+
         run = packed_6bit.product if self.packed.form == "int6" else packed.product
         return run(x, self.packed, bias, activation, choose_config(self.packed, len(x))._replace(shares=1, fold=True))
+
+    @property
+    def _multiplied_as_dequantized(self) -> bool:
+        """Return whether the kernel multiplies by the values of `dequantize`, so that both have the same bits."""
+        from quire.ops.kernels.bit_packing import ANY_ZEROS
+
+        packed = self.packed
+        return (
+            packed.form in ("int6", "int8")
+            or (packed.form == "int4" and packed.offset != ANY_ZEROS)
+            or (packed.form == "float4" and packed.scaled == "e8m0")
+        )
 
     def dequantize(self, like: Tensor) -> Tensor:
         """Return the matrix [outputs, inputs] in the dtype of `like` [..., inputs], with the inputs in packed order."""
