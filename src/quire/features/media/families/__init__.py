@@ -11,6 +11,8 @@ FAMILIES: Mapping[str, str] = {
     "Gemma3ForConditionalGeneration": "gemma3:Gemma3",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3",
     "LlavaForConditionalGeneration": "llava:Llava",
+    "LlavaNextForConditionalGeneration": "anyres:LlavaNext",
+    "LlavaOnevisionForConditionalGeneration": "anyres:LlavaOnevision",
     "Qwen2VLForConditionalGeneration": "qwen_vl:Qwen2VL",
     "Qwen2_5_VLForConditionalGeneration": "qwen_vl:Qwen2_5VL",
     "Qwen3VLForConditionalGeneration": "qwen_vl:Qwen3VL",

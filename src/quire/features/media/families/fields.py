@@ -17,6 +17,10 @@ CLIP_LARGE: Mapping[str, Any] = {
     "model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
     "num_attention_heads": 16, "image_size": 336, "patch_size": 14,
 }  # fmt: skip
+SIGLIP_LARGE: Mapping[str, Any] = {
+    "model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 26,
+    "num_attention_heads": 16, "image_size": 384, "patch_size": 14,
+}  # fmt: skip
 _IDEFICS: Mapping[str, Any] = {**_SIGLIP, "hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}
 VISION_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "clip_vision_model": _CLIP, "siglip_vision_model": _SIGLIP, "idefics3_vision": _IDEFICS,

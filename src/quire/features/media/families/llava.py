@@ -1,24 +1,37 @@
 """LLaVA 1.5: an image is scaled to one size, and every patch is a token."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from quire.features.media.families.base import Arrays, Expansion, MediaFamily, Tokenize
-from quire.features.media.families.fields import CLIP_LARGE, check_image_size, choice_field, read_vision, token_field
+from quire.features.media.families.fields import (
+    CLIP_LARGE,
+    check_image_size,
+    choice_field,
+    feature_layers,
+    read_vision,
+    token_field,
+)
 from quire.types.media import Modality
 
-STRATEGIES = ("default", "full")  # `default`: without the first token of the encoder
+STRATEGIES = ("default", "full")  # default: without the first token of the encoder
 
 
 class Llava(MediaFamily):
     tower = "llava:LlavaTower"
+    vision_defaults: ClassVar[Mapping[str, Any]] = CLIP_LARGE
+    default_token: ClassVar[int] = 32000
+    default_layer: ClassVar[int] = -2
+    default_strategy: ClassVar[str] = "default"
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
-        self.vision = read_vision(config, CLIP_LARGE)
-        self.image_token = token_field(config, ("image_token_index", "image_token_id"), 32000)
-        strategy = choice_field(config, "vision_feature_select_strategy", STRATEGIES, "default")
-        self.count = self.vision.side**2 + self.vision.class_tokens - (strategy == "default")
+        self.vision = read_vision(config, self.vision_defaults)
+        self.image_token = token_field(config, ("image_token_index", "image_token_id"), self.default_token)
+        self.states = feature_layers(config, self.vision.layers, default=self.default_layer)
+        strategy = choice_field(config, "vision_feature_select_strategy", STRATEGIES, self.default_strategy)
+        self.dropped = int(strategy == "default")  # tokens of the encoder that are left out, from the first
+        self.count = self.vision.side**2 + self.vision.class_tokens - self.dropped
 
     def placeholder(self, modality: Modality) -> str:  # noqa: ARG002
         return "<image>"

@@ -1,12 +1,12 @@
 """LLaVA 1.5: CLIP or SigLIP, and two linear layers."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from quire.features.media.families.fields import CLIP_LARGE, choice_field, feature_layers, read_vision, text_width
-from quire.features.media.families.llava import STRATEGIES
+from quire.features.media.families.fields import text_width
+from quire.features.media.families.llava import Llava
 from quire.features.media.towers.base import Tower
 from quire.features.media.towers.parts import Part, by_shape, project, vision_activation
 from quire.features.media.towers.vit import VisionEncoder, tower_renames
@@ -25,14 +25,15 @@ class Projector(Part):
 
 
 class LlavaTower(Tower):
+    family: ClassVar[type[Llava]] = Llava
+
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
-        vision = read_vision(config, CLIP_LARGE)
-        states = feature_layers(config, vision.layers)
-        self.dropped = int(choice_field(config, "vision_feature_select_strategy", STRATEGIES, "default") == "default")
-        self.vision_tower = VisionEncoder(vision, states)
+        family = self.family(config)
+        self.dropped = family.dropped
+        self.vision_tower = VisionEncoder(family.vision, family.states)
         self.multi_modal_projector = Projector(
-            vision.width * len(states),
+            family.vision.width * len(family.states),
             text_width(config),
             str(config.get("projector_hidden_act", "gelu")),
             bias=bool(config.get("multimodal_projector_bias", True)),
