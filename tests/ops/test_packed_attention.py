@@ -81,6 +81,23 @@ def test_the_kernel(device, dtype, lengths, window, biased):
     torch.testing.assert_close(found.cpu().double(), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "biased"), [(None, False), (20, False), (None, True)])
+def test_the_kernel_gives_a_sequence_the_same_bits_in_any_batch(device, dtype, window, biased):
+    pytest.importorskip("triton")
+    from quire.ops.kernels.packed_attention import attend_packed
+
+    lengths = (1, 5, 70, 64, 130) + ((3, 64, 150, 1) * 20 if device == "cuda" else ())  # more rows than a block has
+    parts, bias, rows, starts = make(lengths, (2, 64), dtype, biased)
+    parts, options = [x.to(device) for x in parts], {"scale": 0.3, "window": window}
+    options["bias"] = None if bias is None else bias.to(device)
+    together = attend_packed(*parts, rows, starts.to(device), {}, **options)
+    for first, count, _ in rows[:9]:
+        some = [x[first : first + count] for x in parts]
+        alone = attend_packed(*some, [(0, count, count)], torch.tensor([0, count], device=device).int(), {}, **options)
+        assert torch.equal(alone, together[first : first + count])
+
+
 KEYS = ((40, 40), (12, 7), (200, 130), (1, 1), (65, 2))  # tokens of each sequence, and how many of them are keys
 
 

@@ -126,3 +126,19 @@ def test_the_usual_order_of_ssd_would_be_noticed(monkeypatch):
     operator = Operator("ssd", SIZES["odd"], torch.float32)
     outputs, _ = run(operator, [TOKENS], [], 0)
     assert not torch.equal(run(operator, STEPS["decode"], [], 0)[0], outputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("groups", "size"), [(1, 1000), (4, 128)] if ON_GPU else [(3, 20)])
+def test_bits_of_gated_norms_do_not_depend_on_the_number_of_tokens(groups, size, dtype):
+    generator = torch.Generator().manual_seed(2)
+    both = torch.randn(40, 2 * groups * size + 3, generator=generator).to(DEVICE, dtype)
+    weight = torch.randn(size, generator=generator).to(DEVICE, dtype)
+
+    def run(part):
+        x, gate, _ = torch.split(part, [groups * size, groups * size, 3], -1)
+        return recurrent.gated_norm(x.float().contiguous(), gate, weight, 1e-5, groups, True)
+
+    together = run(both)
+    assert torch.equal(torch.cat([run(one) for one in torch.split(both, 1)]), together)
+    assert torch.equal(run(both[3:20].clone()), together[3:20])
