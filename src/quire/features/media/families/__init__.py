@@ -17,6 +17,7 @@ FAMILIES: Mapping[str, str] = {
     "Qwen2_5_VLForConditionalGeneration": "qwen_vl:Qwen2_5VL",
     "Qwen3VLForConditionalGeneration": "qwen_vl:Qwen3VL",
     "Qwen3VLMoeForConditionalGeneration": "qwen_vl:Qwen3VL",
+    "PaliGemmaForConditionalGeneration": "paligemma:PaliGemma",
     "SmolVLMForConditionalGeneration": "idefics3:Idefics3",
 }
 
