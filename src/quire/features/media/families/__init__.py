@@ -13,20 +13,28 @@ FAMILIES: Mapping[str, str] = {
     "LlavaForConditionalGeneration": "llava:Llava",
     "LlavaNextForConditionalGeneration": "anyres:LlavaNext",
     "LlavaOnevisionForConditionalGeneration": "anyres:LlavaOnevision",
+    "Mistral3ForConditionalGeneration": "pixtral:Mistral3",
+    "PaliGemmaForConditionalGeneration": "paligemma:PaliGemma",
     "Qwen2VLForConditionalGeneration": "qwen_vl:Qwen2VL",
     "Qwen2_5_VLForConditionalGeneration": "qwen_vl:Qwen2_5VL",
     "Qwen3VLForConditionalGeneration": "qwen_vl:Qwen3VL",
     "Qwen3VLMoeForConditionalGeneration": "qwen_vl:Qwen3VL",
-    "PaliGemmaForConditionalGeneration": "paligemma:PaliGemma",
     "SmolVLMForConditionalGeneration": "idefics3:Idefics3",
 }
+# the same for architectures with another encoder, by `model_type` of `vision_config`
+BY_ENCODER: Mapping[tuple[str, str], str] = {("LlavaForConditionalGeneration", "pixtral"): "pixtral:Pixtral"}
 
 
 def media_family(architecture: str, config: Mapping[str, Any]) -> MediaFamily | None:
     """Return the family of an architecture. config: the whole config.json. None: the model reads text only."""
-    found = FAMILIES.get(architecture)
+    found = BY_ENCODER.get((architecture, _encoder(config))) or FAMILIES.get(architecture)
     if found is None:
         return None
     module, name = found.split(":")
     family: MediaFamily = getattr(import_module(f"{__name__}.{module}"), name)(config)
     return family
+
+
+def _encoder(config: Mapping[str, Any]) -> str:
+    vision = config.get("vision_config")
+    return str(vision.get("model_type")) if isinstance(vision, Mapping) else ""

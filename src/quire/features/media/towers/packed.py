@@ -12,8 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.attn.batch import PLAIN
 from quire.features.media.towers.parts import project
 from quire.layers.linear import Linear, MergedLinear
+from quire.layers.mlp import GatedMLP
+from quire.layers.norm import Norm
 from quire.layers.parameter import parameter
 from quire.ops.packed_attention import Sequences, reference_attend_packed
 from quire.ops.qkv import turn
@@ -64,7 +67,7 @@ class CubeEmbedding(nn.Module):
 class PackedAttention(nn.Module):
     """Attention of patches to those of their own sequence.
 
-    The checkpoint stores `qkv` and `proj`, or q_proj, k_proj, v_proj and `o_proj` (`separate`).
+    The checkpoint stores `qkv`, or q_proj, k_proj and v_proj (`separate`).
     """
 
     def __init__(self, width: int, heads: int, *, bias: bool, separate: bool = False) -> None:
@@ -86,3 +89,15 @@ class PackedAttention(nn.Module):
         # neighbours of one length are one call of the library's attention: faster than ours for sequences as long as images
         out = reference_attend_packed(query, key, value, parts, {}, scale=self.scale)
         return project(self.proj, (out if order is None else out[order[1]]).flatten(1))
+
+
+class Block(nn.Module):
+    def __init__(self, norms: tuple[Norm, Norm], attention: PackedAttention, mlp: nn.Module) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = norms
+        self.attn, self.mlp = attention, mlp
+
+    def forward(self, x: Tensor, rotations: Rotations, parts: Sequences, order: Order | None = None) -> Tensor:
+        normed, x = self.norm2.add(self.attn(self.norm1(x), rotations, parts, order), x)
+        out: Tensor = self.mlp(normed, PLAIN) if isinstance(self.mlp, GatedMLP) else self.mlp(normed)
+        return x + out

@@ -15,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.attn.batch import PLAIN
 from quire.features.media.families.qwen_vl import GRIDS, Qwen2_5VL, Qwen2VL, Qwen3VL
 from quire.features.media.towers.base import Tower
 from quire.features.media.towers.packed import (
+    Block,
     CubeEmbedding,
-    Order,
     PackedAttention,
     Rotations,
     inverse_frequencies,
@@ -118,18 +117,6 @@ class Merger(nn.Module):
         """x [T, width] -> [T / squares, outputs]."""
         x = self.norm(x.view(-1, self.inner)) if self.after else self.norm(x).view(-1, self.inner)
         return project(self.linear_fc2, F.gelu(project(self.linear_fc1, x)))
-
-
-class Block(nn.Module):
-    def __init__(self, norms: tuple[Norm, Norm], attention: PackedAttention, mlp: nn.Module) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = norms
-        self.attn, self.mlp = attention, mlp
-
-    def forward(self, x: Tensor, rotations: Rotations, parts: Sequences, order: Order | None = None) -> Tensor:
-        normed, x = self.norm2.add(self.attn(self.norm1(x), rotations, parts, order), x)
-        out: Tensor = self.mlp(normed, PLAIN) if isinstance(self.mlp, GatedMLP) else self.mlp(normed)
-        return x + out
 
 
 class Patches(nn.Module):
