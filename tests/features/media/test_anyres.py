@@ -15,6 +15,7 @@ GRID = [[34, 68], [68, 34], [68, 68], [34, 102], [102, 34]]
 LARGE = [[34 * rows, 34 * columns] for rows in range(1, 4) for columns in range(1, 4)]
 EYES = {
     "LlavaNext": {"model_type": "clip_vision_model"},
+    "LlavaNextVideo": {"model_type": "clip_vision_model"},
     "LlavaOnevision": {"model_type": "siglip_vision_model", "vision_use_head": False},
 }
 
@@ -25,7 +26,7 @@ def make(directory, name, **settings):
     config = getattr(transformers, f"{name}Config")(
         text_config={"model_type": "qwen2" if name == "LlavaOnevision" else "llama", **TEXT},
         vision_config={**SMALL, "image_size": 34, "patch_size": 8, **EYES[name]},
-        image_grid_pinpoints=GRID if name == "LlavaNext" else LARGE,
+        image_grid_pinpoints=LARGE if name == "LlavaOnevision" else GRID,
         **{"image_token_index": 190, "vision_aspect_ratio": "anyres_max_3", **settings},
     )
     model = randomized(getattr(transformers, f"{name}ForConditionalGeneration")(config))
@@ -33,12 +34,12 @@ def make(directory, name, **settings):
 
 
 def processor(name):
-    import transformers
+    from transformers import LlavaNextImageProcessorPil, LlavaOnevisionImageProcessorPil
 
-    size = {"shortest_edge": 34} if name == "LlavaNext" else {"height": 34, "width": 34}
-    crop = {"crop_size": {"height": 34, "width": 34}} if name == "LlavaNext" else {}
-    grid = GRID if name == "LlavaNext" else LARGE
-    return getattr(transformers, f"{name}ImageProcessorPil")(size=size, image_grid_pinpoints=grid, **crop)
+    size = {"height": 34, "width": 34}
+    if name == "LlavaOnevision":
+        return LlavaOnevisionImageProcessorPil(size=size, image_grid_pinpoints=LARGE)
+    return LlavaNextImageProcessorPil(size={"shortest_edge": 34}, crop_size=size, image_grid_pinpoints=GRID)
 
 
 def expected_embeddings(model, arrays, **options):
@@ -84,10 +85,12 @@ def test_expansion_is_the_processors(tmp_path, make_tokenizer, name, count):
     kind = getattr(transformers, f"{name}Processor")
     if name == "LlavaNext":
         whole = kind(processor(name), tokenizer, 8, "default", num_additional_image_tokens=1)
-    else:  # without its video processor, which requires torchvision
+    else:  # without a video processor, which requires torchvision
         whole = kind.__new__(kind)
+        whole.patch_size, whole.num_additional_image_tokens = 8, 1
         whole.image_processor, whole.num_image_tokens, whole.vision_aspect_ratio = processor(name), 16, "anyres_max_3"
-        whole.vision_feature_select_strategy, whole.image_token = "full", "<image>"
+        whole.vision_feature_select_strategy = "full" if name == "LlavaOnevision" else "default"
+        whole.image_token = "<image>"
     for start in range(0, len(SIZES) - count + 1, count):
         images = [picture(*size) for size in SIZES[start : start + count]]
         arrays = [family.preprocess_image(image, processor(name), {}, count) for image in images]
@@ -95,23 +98,31 @@ def test_expansion_is_the_processors(tmp_path, make_tokenizer, name, count):
         if name == "LlavaNext":
             ids = whole(images=images, text=text, return_tensors="np")["input_ids"][0].tolist()
         else:
-            found = processor(name)(images=[images], return_tensors="np")
+            found = processor(name)(images=[images] if name == "LlavaOnevision" else images, return_tensors="np")
             pieces = text.split("<image>")
             pieces[1:] = [whole.replace_image_token(found, index) + part for index, part in enumerate(pieces[1:])]
             ids = tokenizer.encode("".join(pieces))
             for each, pixels in zip(arrays, found["pixel_values"], strict=True):
-                assert np.array_equal(each["pixel_values"], pixels)
+                assert np.array_equal(each["pixel_values"], pixels[: len(each["pixel_values"])])
         assert render(family, tokenizer, text, arrays) == ids
 
 
-def test_a_video(tmp_path):
-    model, config = make(tmp_path, "LlavaOnevision", video_token_index=191)
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("LlavaOnevision", {}),
+        ("LlavaNextVideo", {}),
+        ("LlavaNextVideo", {"spatial_pool_mode": "max", "spatial_pool_stride": 4}),
+    ],
+)
+def test_videos(tmp_path, name, settings):
+    model, config = make(tmp_path, name, video_token_index=191, **settings)
     family, tower = open_family(config), open_tower(config, tmp_path)
     videos = [
-        Video(np.stack([np.asarray(picture(width, 20, seed)) for seed in range(frames)]), list(range(frames)), 1.0)
+        Video(np.stack([np.asarray(picture(width, 40, seed)) for seed in range(frames)]), list(range(frames)), 1.0)
         for width, frames in ((50, 3), (34, 1), (20, 5))
     ]
-    arrays = [family.preprocess_video(video, processor("LlavaOnevision"), {}) for video in videos]
+    arrays = [family.preprocess_video(video, processor(name), {}) for video in videos]
     with torch.inference_mode():
         expected = [model.get_video_features(tensors(each)["pixel_values"][None]).pooler_output[0] for each in arrays]
         found = tower.encode("video", [tensors(each) for each in arrays])
@@ -119,10 +130,10 @@ def test_a_video(tmp_path):
         assert (ours - wanted).abs().max() < 1e-4
         assert family.expand("video", each, list).tokens == [191] * len(wanted)
     assert family.max_tokens("video", {"num_frames": 5}) == len(expected[2])
-    assert family.max_tokens("video", {}) == 32 * 4 + 1
+    assert family.max_tokens("video", {}) == 32 * len(expected[1]) - 31 * family.newlines
     white = Video(np.full((1, 9, 9, 3), 255, np.uint8), [0.0], 1.0)
-    options = {"image_mean": [0.5] * 3, "image_std": [0.25] * 3, "size": {"height": 7}}  # of the video processor
-    assert np.allclose(family.preprocess_video(white, processor("LlavaOnevision"), options)["pixel_values"], 2.0)
+    options = {"image_mean": [0.5] * 3, "image_std": [0.25] * 3, "num_frames": 1}  # of the video processor
+    assert np.allclose(family.preprocess_video(white, processor(name), options)["pixel_values"], 2.0)
 
 
 @pytest.mark.parametrize("name", EYES)
@@ -135,7 +146,7 @@ def test_the_defaults_are_those_of_the_classes(name):
     whole = open_family({**full, "architectures": [architecture]})
     for field in ("vision", "image_token", "states", "dropped", "count", "choices"):
         assert getattr(family, field) == getattr(whole, field), field
-    assert family.max_tokens("image", {}) == {"LlavaNext": 576 * 5 + 48, "LlavaOnevision": 729 + 7938 + 162}[name]
+    assert family.max_tokens("image", {}) == (729 + 7938 + 162 if name == "LlavaOnevision" else 576 * 5 + 48)
 
 
 def test_what_is_wrong_is_named(tmp_path):

@@ -72,6 +72,37 @@ def test_embeddings(tmp_path, kind, layer, strategy):
     assert largest_difference(expected[0], expected[1]) > 1e-2
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("VipLlava", {"vision_feature_layers": [-1, 1, -3]}), ("VipLlava", {"projector_layernorm_eps": 1e-2}), ("DeepseekVL", {})],
+)
+def test_relatives(tmp_path, name, settings):
+    import transformers
+
+    kind, deep = ("siglip", 3) if name == "DeepseekVL" else ("clip", 12)
+    config = getattr(transformers, f"{name}Config")(
+        text_config={"model_type": "llama", **TEXT},
+        vision_config={**SMALL, "num_hidden_layers": deep, "image_size": 34, "patch_size": 8, **VISIONS[kind]},
+        image_token_id=190,
+        **settings,
+    )
+    model = randomized(getattr(transformers, f"{name}ForConditionalGeneration")(config))
+    config = save(model, tmp_path)
+    family, tower = open_family(config), open_tower(config, tmp_path)
+    arrays = [family.preprocess_image(picture(*size, seed), processor(kind), {}, 1) for seed, size in enumerate(SIZES)]
+    with torch.inference_mode():
+        expected = [
+            model.model.get_image_features(tensors(each)["pixel_values"], **layers(model)).pooler_output[0] for each in arrays
+        ]
+    check_embeddings(tower, arrays, expected)
+    assert family.expand("image", arrays[0], list).tokens == [190] * len(expected[0]) == [190] * family.max_tokens("image", {})
+
+
+def layers(model):
+    """Return what the model's own forward passes to it."""
+    return {"vision_feature_layer": model.config.vision_feature_layer} if hasattr(model.config, "vision_feature_layer") else {}
+
+
 def test_names_of_older_and_newer_checkpoints(tmp_path):
     """Published: `vision_tower.vision_model...`; as transformers has it in memory: `model.vision_tower...`."""
     _, config = make(tmp_path)

@@ -8,10 +8,12 @@ from quire.features.media.families.base import MediaFamily
 
 # architecture -> "module:Class" below quire.features.media.families
 FAMILIES: Mapping[str, str] = {
+    "DeepseekVLForConditionalGeneration": "llava:DeepseekVL",
     "Gemma3ForConditionalGeneration": "gemma3:Gemma3",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3",
     "LlavaForConditionalGeneration": "llava:Llava",
     "LlavaNextForConditionalGeneration": "anyres:LlavaNext",
+    "LlavaNextVideoForConditionalGeneration": "anyres:LlavaNextVideo",
     "LlavaOnevisionForConditionalGeneration": "anyres:LlavaOnevision",
     "Mistral3ForConditionalGeneration": "pixtral:Mistral3",
     "PaliGemmaForConditionalGeneration": "paligemma:PaliGemma",
@@ -20,6 +22,7 @@ FAMILIES: Mapping[str, str] = {
     "Qwen3VLForConditionalGeneration": "qwen_vl:Qwen3VL",
     "Qwen3VLMoeForConditionalGeneration": "qwen_vl:Qwen3VL",
     "SmolVLMForConditionalGeneration": "idefics3:Idefics3",
+    "VipLlavaForConditionalGeneration": "llava:VipLlava",
 }
 # the same for architectures with another encoder, by `model_type` of `vision_config`
 BY_ENCODER: Mapping[tuple[str, str], str] = {("LlavaForConditionalGeneration", "pixtral"): "pixtral:Pixtral"}

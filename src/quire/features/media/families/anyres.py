@@ -1,13 +1,20 @@
-"""LLaVA-NeXT and LLaVA-OneVision: the whole image in one tile, and a larger copy in several tiles without its padding."""
+"""LLaVA-NeXT, its video model and LLaVA-OneVision: a tile with the whole image, and tiles of a larger copy without padding."""
 
 from collections.abc import Mapping, Sequence
 from math import ceil, sqrt
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from quire.features.media.families.base import Arrays, Expansion, Tokenize, Video
-from quire.features.media.families.fields import SIGLIP_LARGE, check_image_size, image_settings, size_field, token_field
+from quire.features.media.families.fields import (
+    SIGLIP_LARGE,
+    check_image_size,
+    choice_field,
+    image_settings,
+    size_field,
+    token_field,
+)
 from quire.features.media.families.llava import Llava
 from quire.files.reading import shown
 from quire.types.errors import InvalidParameter, ModelError
@@ -17,6 +24,10 @@ Size = tuple[int, int]  # height, width
 ANYRES = "anyres_max_"
 SHRINKING_RATIO = 1.1  # above it, a copy with more patches than allowed is interpolated
 DEFAULT_FRAMES = 32  # of a video
+FRAME_SETTINGS = (
+    "do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale", "rescale_factor", "do_normalize",
+    "image_mean", "image_std",
+)  # fmt: skip
 
 
 def grid_sizes(config: Mapping[str, Any], default: Sequence[Size], tile: int) -> list[Size]:
@@ -102,60 +113,96 @@ class LlavaNext(Llava):
         return {"pixel_values": pixels, "image_sizes": np.asarray(arrays["image_sizes"][0], dtype=np.int64)}
 
 
-class LlavaOnevision(LlavaNext):
-    """Only an image that is alone in its prompt has a larger copy. A frame of a video has a quarter of its embeddings."""
+class LlavaVideo(LlavaNext):
+    """A model that also reads videos, with fewer embeddings for a frame than for an image."""
+
+    modalities = ("image", "video")
+    default_video_token: ClassVar[int]
+    newlines: ClassVar[int] = 0  # embeddings that follow the last frame
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.video_token = token_field(config, ("video_token_index", "video_token_id"), self.default_video_token)
+
+    def placeholder(self, modality: Modality) -> str:
+        return f"<{modality}>"
+
+    def pooled(self) -> int:
+        """Return the embeddings along each side of a frame."""
+        raise NotImplementedError
+
+    def expand(self, modality: Modality, arrays: Arrays, tokenize: Tokenize) -> Expansion:
+        if modality == "video":
+            return Expansion([self.video_token] * self.video_count(len(arrays["pixel_values"])))
+        return super().expand(modality, arrays, tokenize)
+
+    def video_count(self, frames: int) -> int:
+        return frames * self.pooled() ** 2 + self.newlines
+
+    def max_tokens(self, modality: Modality, processor: Mapping[str, Any]) -> int:
+        if modality == "image":
+            return super().max_tokens(modality, processor)
+        frames = image_settings(processor).get("num_frames") or DEFAULT_FRAMES
+        return self.video_count(size_field({"num_frames": frames}, "num_frames", where="video_preprocessor_config.json"))
+
+    def preprocess_video(self, video: Video, processor: Any, options: Mapping[str, Any]) -> Arrays:
+        from PIL import Image
+        from transformers import CLIPImageProcessorPil
+
+        settings = {name: getattr(processor, name, None) for name in FRAME_SETTINGS}
+        settings |= {name: value for name, value in options.items() if name in FRAME_SETTINGS}
+        frames = [Image.fromarray(frame) for frame in video.frames]
+        found = CLIPImageProcessorPil(**settings)(images=frames, return_tensors="np")
+        check_image_size(found["pixel_values"].shape, self.vision.image_size)
+        return {"pixel_values": found["pixel_values"]}
+
+
+class LlavaNextVideo(LlavaVideo):
+    tower = "anyres:LlavaNextVideoTower"
+    default_token, default_video_token = 32001, 32000
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.stride = size_field(config, "spatial_pool_stride", 2)
+        self.mode = choice_field(config, "spatial_pool_mode", ("average", "max"), "average")
+
+    def pooled(self) -> int:
+        return self.side // self.stride
+
+
+class LlavaOnevision(LlavaVideo):
+    """Only an image that is alone in its prompt has a larger copy."""
 
     vision_defaults = SIGLIP_LARGE
     default_token, default_layer, default_strategy = 151646, -1, "full"
-    modalities = ("image", "video")
+    default_video_token, newlines = 151647, 1
     tower = "anyres:LlavaOnevisionTower"
     depends_on_count = True
     grid = tuple((384 * rows, 384 * columns) for rows in range(1, 7) for columns in range(1, 7))
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
-        self.video_token = token_field(config, ("video_token_index", "video_token_id"), 151647)
         self.most = most_patches(config) * self.side**2
-
-    def placeholder(self, modality: Modality) -> str:
-        return f"<{modality}>"
 
     def shrunk(self, rows: int, columns: int) -> Size:
         ratio = sqrt(rows * columns / self.most)
         return (int(rows // ratio), int(columns // ratio)) if ratio > SHRINKING_RATIO else (rows, columns)
 
+    def pooled(self) -> int:
+        return ceil(self.side / 2)
+
     def expand(self, modality: Modality, arrays: Arrays, tokenize: Tokenize) -> Expansion:
-        tiles = len(arrays["pixel_values"])
-        if modality == "video":
-            return Expansion([self.video_token] * self.video_count(tiles))
-        if tiles == 1:
+        if modality == "image" and len(arrays["pixel_values"]) == 1:
             return Expansion([self.image_token] * (self.count + 1))
         return super().expand(modality, arrays, tokenize)
 
-    def video_count(self, frames: int) -> int:
-        return frames * ceil(self.side / 2) ** 2 + 1
-
     def max_tokens(self, modality: Modality, processor: Mapping[str, Any]) -> int:
         if modality == "video":
-            frames = image_settings(processor).get("num_frames") or DEFAULT_FRAMES
-            return self.video_count(size_field({"num_frames": frames}, "num_frames", where="video_preprocessor_config.json"))
+            return super().max_tokens(modality, processor)
         most = self.most * SHRINKING_RATIO**2
         patches = ((height // self.vision.image_size * self.side, width // self.vision.image_size * self.side)
                    for height, width in self.choices)  # fmt: skip
         return self.count + max(int(min(rows * columns, most)) + rows for rows, columns in patches)
-
-    def preprocess_video(self, video: Video, processor: Any, options: Mapping[str, Any]) -> Arrays:
-        from PIL import Image
-
-        side = self.vision.image_size
-        frames = [Image.fromarray(frame).resize((side, side), Image.Resampling.BICUBIC) for frame in video.frames]
-        known = {
-            name: value for name, value in options.items() if name in ("do_rescale", "do_normalize", "image_mean", "image_std")
-        }
-        found = processor(images=[[*frames, frames[0]]], return_tensors="np", **known)
-        pixels = np.asarray(found["pixel_values"])[: len(frames), 0]
-        check_image_size(pixels.shape, side)
-        return {"pixel_values": pixels}
 
 
 def most_patches(config: Mapping[str, Any]) -> int:

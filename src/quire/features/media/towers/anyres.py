@@ -1,14 +1,13 @@
-"""LLaVA-NeXT and LLaVA-OneVision: tiles are joined, padding is cut off, and each row of patches ends with a newline."""
+"""LLaVA-NeXT, its video model and LLaVA-OneVision: tiles are joined, cut to the image, and each row ends with a newline."""
 
 from collections.abc import Mapping, Sequence
-from math import ceil
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.features.media.families.anyres import LlavaNext, LlavaOnevision, unpadded
+from quire.features.media.families.anyres import LlavaNext, LlavaNextVideo, LlavaOnevision, LlavaVideo, unpadded
 from quire.features.media.towers.llava import LlavaTower
 from quire.features.media.towers.parts import by_shape
 from quire.features.media.towers.vit import tower_renames
@@ -18,6 +17,7 @@ from quire.types.media import Modality
 
 class LlavaNextTower(LlavaTower):
     family: ClassVar[type[LlavaNext]] = LlavaNext
+    sizes: LlavaNext
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -56,17 +56,34 @@ def resized(x: Tensor, shape: tuple[int, int]) -> Tensor:
     return F.interpolate(x.permute(0, 3, 1, 2), shape, mode="bilinear").permute(0, 2, 3, 1)
 
 
-class LlavaOnevisionTower(LlavaNextTower):
-    family = LlavaOnevision
+class LlavaVideoTower(LlavaNextTower):
+    sizes: LlavaVideo
 
     def encode(self, modality: Modality, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
         if modality == "image":
             return super().encode(modality, items)
         frames = by_shape([item["pixel_values"] for item in items], self.frame_features)
-        return [torch.cat([each.flatten(0, 1), self.image_newline[None]]) for each in frames]
+        newlines = self.image_newline.expand(self.sizes.newlines, -1)
+        return [torch.cat([each.flatten(0, 1), newlines]) for each in frames]
 
     def frame_features(self, pixels: Tensor) -> Tensor:
         """pixels [frames, channels, height, width] -> [frames, tokens, hidden size]."""
+        raise NotImplementedError
+
+
+class LlavaNextVideoTower(LlavaVideoTower):
+    family = LlavaNextVideo
+    sizes: LlavaNextVideo
+
+    def frame_features(self, pixels: Tensor) -> Tensor:
+        x = self.selected(pixels).mT.reshape(len(pixels), -1, self.sizes.side, self.sizes.side)
+        pool = F.avg_pool2d if self.sizes.mode == "average" else F.max_pool2d
+        return self.multi_modal_projector(pool(x, self.sizes.stride).flatten(2).mT)
+
+
+class LlavaOnevisionTower(LlavaVideoTower):
+    family = LlavaOnevision
+
+    def frame_features(self, pixels: Tensor) -> Tensor:
         x = self.features(pixels).view(len(pixels), self.sizes.side, self.sizes.side, -1)
-        half = ceil(self.sizes.side / 2)
-        return resized(x, (half, half)).flatten(1, 2)
+        return resized(x, (self.sizes.pooled(),) * 2).flatten(1, 2)

@@ -1,4 +1,4 @@
-"""LLaVA 1.5: CLIP or SigLIP, and two linear layers."""
+"""LLaVA 1.5, VipLLaVA and DeepSeek-VL: CLIP or SigLIP, and two linear layers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -6,11 +6,12 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from quire.features.media.families.fields import text_width
-from quire.features.media.families.llava import Llava
+from quire.features.media.families.llava import DeepseekVL, Llava, VipLlava
 from quire.features.media.towers.base import Tower
 from quire.features.media.towers.parts import Part, by_shape, project, vision_activation
-from quire.features.media.towers.vit import VisionEncoder, tower_renames
+from quire.features.media.towers.vit import UNREAD, VisionEncoder, tower_renames
 from quire.layers.linear import Linear
+from quire.layers.norm import LayerNorm
 from quire.types.media import Modality
 
 
@@ -42,7 +43,53 @@ class LlavaTower(Tower):
 
     def features(self, pixels: Tensor) -> Tensor:
         """pixels [images, channels, height, width] -> [images, tokens, hidden size]."""
-        return self.multi_modal_projector(self.vision_tower(pixels)[:, self.dropped :])
+        return self.multi_modal_projector(self.selected(pixels))
+
+    def selected(self, pixels: Tensor) -> Tensor:
+        """Return the encoder's outputs that are projected [images, tokens, states * width]."""
+        return self.vision_tower(pixels)[:, self.dropped :]
+
+    def encode(self, modality: Modality, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:  # noqa: ARG002
+        return [found.flatten(0, 1) for found in by_shape([item["pixel_values"] for item in items], self.features)]
+
+
+class NormedProjector(Projector):
+    def __init__(self, inputs: int, outputs: int, activation: str, eps: float) -> None:
+        super().__init__(inputs, outputs, activation, bias=True)
+        self.projector_layernorm = LayerNorm(inputs, eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.projector_layernorm(x))
+
+
+class VipLlavaTower(LlavaTower):
+    family = VipLlava
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        linear, activation = self.multi_modal_projector.linear_1, str(config.get("projector_hidden_act", "gelu"))
+        eps = config.get("projector_layernorm_eps", 1e-5)
+        self.multi_modal_projector = NormedProjector(linear.inputs, text_width(config), activation, eps)
+
+
+class DeepseekVLTower(Tower):
+    renames = (
+        (r"^(?!(model\.)?(vision_model|aligner)\.)", None),
+        (r"^model\.", ""),
+        (r"^vision_model\.(vision_model\.)?", "vision_tower."),
+        (r"^aligner\.linear(\d)\.", r"aligner.linear_\1."),
+        *UNREAD,
+    )
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        vision = DeepseekVL(config).vision
+        self.vision_tower = VisionEncoder(vision)
+        self.aligner = Projector(vision.width, text_width(config), "gelu", bias=True)
+
+    def features(self, pixels: Tensor) -> Tensor:
+        """pixels [images, channels, height, width] -> [images, tokens, hidden size]."""
+        return self.aligner(self.vision_tower(pixels))
 
     def encode(self, modality: Modality, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:  # noqa: ARG002
         return [found.flatten(0, 1) for found in by_shape([item["pixel_values"] for item in items], self.features)]
