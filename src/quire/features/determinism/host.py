@@ -37,6 +37,8 @@ def _unsupported(config: "Config") -> str:
 
 
 def _unsupported_by_gpu(config: "Config") -> str:
+    if config.facts.hf.get("model_type") == "gemma3n_text":  # PyTorch computes means over the hidden size
+        return f"{config.facts.architecture} on a GPU"
     return "dtype=float32 on a GPU. Use bfloat16 or float16" if config.dtype == "float32" else ""
 
 
