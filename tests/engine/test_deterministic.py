@@ -1,16 +1,19 @@
 """`deterministic`: tokens and logprobs of a request are bit-identical alone and in any batch, chunk, prefix hit, preemption
 and draft. On CPUs and, in bfloat16, on GPUs."""
 
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from encoder_families import ENCODERS, random_texts, save_encoder
-from quantized_checkpoints import write
+from quantized_checkpoints import BLOCKS, fp8, write
 from quire import LLM, PoolingParams, SamplingParams
 from quire.config.args import EngineArgs
 from quire.ops import order
@@ -55,6 +58,18 @@ RECURRENT = {
 ENCODER_KINDS = ["BERT", "BERT, cross-encoder", "BERT, tokens", "MPNet", "ModernBERT", "ModernBERT, classes", "DistilBERT"]
 ENCODER_SIZES = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 600, "local_attention": 70}
 DISTIL_SIZES = {"dim": 256, "hidden_dim": 512, "max_position_embeddings": 600}
+RANKS = {"num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+         "v_head_dim": 128}  # fmt: skip
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 128, "n_shared_experts": 1}
+GROUPS = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
+LATENT = {
+    "deepseek_v2": RANKS | ROUTED | {"q_lora_rank": None, "first_k_dense_replace": 1},
+    "deepseek_v3": RANKS | ROUTED | GROUPS,
+    "glm4_moe_lite": RANKS | ROUTED | {"qk_nope_head_dim": 192, "v_head_dim": 256, "first_k_dense_replace": None},
+    "longcat_flash": RANKS | {"num_layers": 2, "num_hidden_layers": None, "intermediate_size": None, "ffn_hidden_size": 512,
+                              "expert_ffn_hidden_size": 128, "n_routed_experts": 8, "zero_expert_num": 3, "moe_topk": 3},
+    "minicpm3": RANKS | {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "head_dim": 96},
+}  # fmt: skip
 SCHEMES = ["awq", "gptq-8", "ct-int8", "ct-mxfp4", "modelopt-nvfp4", "ct-mxfp8", "gptq-head", "ct-fp8-channel"]
 REQUESTS = 24 if ON_GPU else 7
 OPTIONS = {"skip_tokenizer_init": True, "max_model_len": 1024, "deterministic": True}
@@ -115,8 +130,9 @@ def usual_order_afterwards(monkeypatch):
 
 def make(directory, kind):
     torch.manual_seed(0)
-    sizes = {name: value for name, value in (SIZES | (MODELS | RECURRENT)[kind]).items() if value is not None}
-    config = AutoConfig.for_model(kind, **sizes, initializer_range=0.1)
+    sizes = SIZES | (MODELS | RECURRENT | LATENT)[kind]
+    given = {name: value for name, value in sizes.items() if value is not None or name == "q_lora_rank"}
+    config = AutoConfig.for_model(kind, **given, initializer_range=0.1)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if ON_GPU else torch.float32).save_pretrained(directory)
     make_tokenizer(directory)
     return str(directory)
@@ -193,6 +209,26 @@ def test_recurrent_models_on_a_gpu(tmp_path, kind):
 
 
 @GPU
+@pytest.mark.parametrize("kind", LATENT)
+def test_latent_attention_on_a_gpu(tmp_path, kind):
+    check(make(tmp_path, kind), kv_cache_memory_bytes=1 << 28)
+
+
+@GPU
+def test_latent_attention_in_blocks_of_8_bits(tmp_path):
+    directory = Path(make(tmp_path, "deepseek_v3"))
+    stored, store = {}, fp8("block", "weight_scale_inv")
+    for name, weight in load_file(directory / "model.safetensors").items():
+        plain = weight.ndim != 2 or ".mlp.gate." in name or "embed_tokens" in name or "lm_head" in name
+        module, tensors = name.removesuffix(".weight"), {} if plain else store(name, weight.float())[0]
+        stored |= {name: weight} if plain else {f"{module}.{key}": each for key, each in tensors.items()}
+    save_file(stored, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": BLOCKS}))
+    check(str(directory), kv_cache_memory_bytes=1 << 28)
+
+
+@GPU
 @pytest.mark.parametrize("kind", ENCODER_KINDS)
 def test_encoders_on_a_gpu(tmp_path, kind):
     check_pooling(make_encoder(tmp_path, kind), [1, 5, 63, 64, 65, 200, 512, 3, 130, 17, 340, 64, 90])
@@ -242,6 +278,11 @@ def test_recurrent_layers_and_encoders_are_refused_on_a_cpu(tmp_path):
         LLM(make(tmp_path / "recurrent", "lfm2"), deterministic=True, device="cpu")
     with pytest.raises(ConfigError, match="with encoders such as BertModel on a CPU"):
         LLM(make_encoder(tmp_path, "BERT"), deterministic=True, device="cpu", skip_tokenizer_init=True)
+
+
+def test_latent_attention_is_refused_on_a_cpu(tmp_path):
+    with pytest.raises(ConfigError, match="not supported with the latent attention of DeepseekV3ForCausalLM on a CPU"):
+        LLM(make(tmp_path, "deepseek_v3"), deterministic=True, device="cpu")
 
 
 @CPU

@@ -6,6 +6,8 @@ splits      rows with one token, and merges of rows with several splits
 values      project what was found to values
 
 expanded    rows with many tokens, over keys and values that are computed first
+
+In the fixed order (ops/order.py) no row is expanded, and tiles and splits have the same bits (ops/kernels/latent.py).
 """
 
 from dataclasses import dataclass
@@ -24,13 +26,15 @@ from quire.attn.triton import FixedCuts, refuse_without_triton, room_counts
 from quire.attn.work_split import NOTHING_SHARED, Cuts, FindSharedPrefix, Ints, cut_rows, cut_tiles
 from quire.ops.adapters import add_tiled, tile
 from quire.ops.arguments import AdapterTiles
+from quire.ops.order import order_is_fixed
 from quire.ops.qkv import add_to_near, add_to_values
 from quire.types.plan import spans
 
 TILE_TOKENS = 64  # queries times heads per tile
 MAX_PROGRAM_HEADS = 64
 FEW_TOKENS = 64  # up to which rows and queries are prepared in one launch
-MERGED_PARTS = 4  # per iteration
+MAX_LANE = 256  # values of a rank that a program of the fixed order computes: it has two accumulators
+ANY_ORDER = -1
 
 
 @dataclass(frozen=True)
@@ -79,15 +83,12 @@ def run_absorbed(
     query: [K, heads, nope + rotary] of the plan's tokens
     rows: latent rows and where to write them; None: they are written already
     """
-    from quire.ops.kernels.attention import merge_kernel
-    from quire.ops.kernels.latent import latent_splits_kernel, latent_tiles_kernel
-    from quire.ops.kernels.launcher import cdiv, overlapping
-
     assert spec.latent is not None
     count, heads, rank = len(query), spec.heads, spec.latent
     near = query.new_empty(count, heads, spec.head_dim)
     positions = batch.positions if plan.index is None else batch.positions[plan.index]
-    if rows is not None and count <= FEW_TOKENS:
+    # In the fixed order one variant of the kernel writes all rows: its layout determines the order of a norm's sum.
+    if rows is not None and count <= FEW_TOKENS and not order_is_fixed():
         _prepare(latents, rows[0], query, near, kv, rows[1], batch.positions, positions, heads=heads, with_rows=True)
     else:
         if rows is not None:
@@ -98,39 +99,54 @@ def run_absorbed(
     changed = None if latents.table is None or tiles is None or not count else (tiles, latents.table)
     if changed is not None:
         add_to_near(near, query, latents.up, latents.nope, *changed)
-    # Allocated even if unused: the memory profile must see what any step may allocate.
-    memory = near.new_empty(plan.parts * heads * (rank + 1), dtype=torch.float32)
     covered = plan.index is not None or (bool(batch.rows) and sum(batch.rows[-1][:2]) == count)
     found = (near.new_empty if covered else near.new_zeros)(count, heads, rank)
-    tables, at_once, wide = batch.groups[group].tables, heads_at_once(heads), query.dtype == torch.float32
-    shape = {
-        "HEADS": heads, "RANK": rank, "RANK_BLOCK": _block(rank), "END": spec.head_dim - rank,
-        "END_BLOCK": _block(spec.head_dim - rank), "PAGE_SIZE": kv.shape[3],
-    }  # fmt: skip
-    numbers = kv.stride(0), tables.stride(0), spec.scale
-    blocks = cdiv(heads, at_once)
-    if plan.tiles.shape[0]:
-        latent_tiles_kernel[(blocks, plan.tiles.shape[0])](
-            near, kv, found, tables, plan.starts, batch.kv_lengths, plan.tiles, *numbers, **shape,
-            BLOCK_H=at_once, BLOCK_M=max(TILE_TOKENS, at_once), BLOCK_N=16 if wide else 32,
-            num_warps=8, num_stages=1 if wide else 2, **overlapping(),
-        )  # fmt: skip
-    if plan.splits.shape[0]:
-        weights = memory[plan.parts * heads * rank :]
-        latent_splits_kernel[(blocks, plan.splits.shape[0])](
-            near, kv, found, memory, weights, tables, plan.starts, plan.splits, *numbers, **shape, SPLIT=plan.split,
-            BLOCK_M=at_once, BLOCK_N=16 if wide else 32,
-            num_warps=4 if at_once == 16 else 8, num_stages=1 if wide else 2, **overlapping(),
-        )  # fmt: skip
-        if plan.merges.shape[0]:
-            merge_kernel[(heads, plan.merges.shape[0])](
-                memory, weights, found, plan.starts, plan.merges, heads * rank,
-                HEADS=heads, HEAD_DIM=rank, DIM_BLOCK=_block(rank), BLOCK=MERGED_PARTS, num_warps=4, **overlapping(),
-            )  # fmt: skip
+    _attend(spec, plan, near, kv, found, batch, batch.groups[group].tables)
     out = _values(latents, found)
     if changed is not None:
         add_to_values(out, found, latents.nope, *changed)
     return out
+
+
+def _attend(spec: AttentionSpec, plan: Absorbed, near: Tensor, kv: Tensor, found: Tensor, batch: Batch, tables: Tensor) -> None:
+    """Write what queries near [K, heads, rank + rotary] find in the latent space to found [K, heads, rank]."""
+    from quire.ops.kernels.attention import merge_parts_kernel
+    from quire.ops.kernels.latent import latent_splits_kernel, latent_tiles_kernel
+    from quire.ops.kernels.launcher import cdiv, overlapping
+
+    _, heads, rank = found.shape
+    lanes, at_once, wide = lanes_of(rank), heads_at_once(heads), near.dtype == torch.float32
+    columns, lines = rank // lanes, heads * lanes
+    # Allocated even if unused: the memory profile must see what any step may allocate.
+    memory = near.new_empty(plan.parts * lines * (columns + 2), dtype=torch.float32)
+    parts, peaks, totals = torch.split(memory, [plan.parts * lines * columns, plan.parts * lines, plan.parts * lines])
+    shape = {
+        "HEADS": heads, "COLUMNS": columns, "COLUMN_BLOCK": _block(columns), "LANES": lanes, "END": spec.head_dim - rank,
+        "END_BLOCK": _block(spec.head_dim - rank), "PAGE_SIZE": kv.shape[3], "BLOCK_N": 16 if wide else 32,
+        "num_stages": 1 if wide else 2,
+    }  # fmt: skip
+    strides, programs = (kv.stride(0), tables.stride(0), spec.scale), cdiv(heads, at_once) * lanes
+    if plan.tiles.shape[0]:
+        latent_tiles_kernel[(programs, plan.tiles.shape[0])](
+            near, kv, found, tables, plan.starts, batch.kv_lengths, plan.tiles, *strides, **shape,
+            SPLIT=plan.split if order_is_fixed() else ANY_ORDER, BLOCK_H=at_once, BLOCK_M=max(TILE_TOKENS, at_once),
+            num_warps=8, **overlapping(),
+        )  # fmt: skip
+    if plan.splits.shape[0]:
+        latent_splits_kernel[(programs, plan.splits.shape[0])](
+            near, kv, found, parts, peaks, totals, tables, plan.starts, plan.splits, *strides, **shape, SPLIT=plan.split,
+            BLOCK_M=at_once, num_warps=4 if at_once == 16 else 8, **overlapping(),
+        )  # fmt: skip
+    if plan.merges.shape[0]:
+        merge_parts_kernel[(lines, plan.merges.shape[0])](
+            parts, peaks, totals, found, found, plan.starts, plan.merges, heads * rank, HEADS=lines, HEAD_DIM=columns,
+            DIM_BLOCK=_block(columns), SINKS=False, num_warps=max(1, _block(columns) // MAX_LANE), **overlapping(),
+        )  # fmt: skip
+
+
+def lanes_of(rank: int) -> int:
+    """Return how many programs divide the values of a rank."""
+    return 2 if order_is_fixed() and rank > MAX_LANE and rank % 2 == 0 else 1
 
 
 def run_expanded(
@@ -307,7 +323,8 @@ def most_parts(spec: AttentionSpec) -> int:
 def cut(batch: Batch, group: int, spec: AttentionSpec, latents: Latents, page_size: int) -> LatentPlan:
     rows = np.fromiter(chain.from_iterable(batch.rows), np.int32, 3 * len(batch.rows)).reshape(-1, 3)
     count, length = rows[:, 1], rows[:, 2]
-    many = np.array([n >= LONG_ROW_TOKENS and latents.worth_expanding(int(n)) for n in count.tolist()], np.bool_)
+    expands = not order_is_fixed()
+    many = np.array([expands and n >= LONG_ROW_TOKENS and latents.worth_expanding(int(n)) for n in count.tolist()], np.bool_)
     many[
         np.flatnonzero(many)[np.cumsum(length[many].astype(np.int64)) * latents.up.shape[:2].numel() > MAX_EXPANDED_VALUES]
     ] = False

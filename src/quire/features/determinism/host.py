@@ -28,11 +28,9 @@ class DeterminismArgs:
 
 def _unsupported(config: "Config") -> str:
     """Return what the fixed order is not built for; "": all of it is."""
-    facts, layers = config.facts, config.facts.layers
+    facts = config.facts
     if facts.by_transformers:
         return f"{facts.architecture}, which transformers runs"
-    if any(layer.latent for layer in layers):
-        return f"the latent attention of {facts.architecture}"
     return _unsupported_by_gpu(config) if config.device == "cuda" else _unsupported_by_cpu(config)
 
 
@@ -48,6 +46,8 @@ def _unsupported_by_cpu(config: "Config") -> str:
         return f"the recurrent layers of {config.facts.architecture} on a CPU"
     if config.facts.encoder:
         return f"encoders such as {config.facts.architecture} on a CPU"
+    if any(layer.latent for layer in layers):
+        return f"the latent attention of {config.facts.architecture} on a CPU"
     if config.dtype != "float32":
         return f"dtype={config.dtype} on a CPU. Use float32"
     if config.cache_bytes == 1:

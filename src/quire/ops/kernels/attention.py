@@ -15,7 +15,7 @@ and values only:
 - Tensor cores accumulate the products of one element in the same order for every tile size.
 - A peak is rounded up to an integer. Factors between peaks are then powers of two and products with them exact, whether or not
   the compiler contracts them into fma.
-- Weights are summed in fixed point, which is exact in any order (`_sum`).
+- Weights are summed in fixed point, which is exact in any order (`sum_weights`).
 - A block or a part without visible keys changes nothing.
 
 8-bit values are read in pairs, as words of 16 bits, which copies to tensor cores can transpose: a head's even and odd
@@ -27,8 +27,8 @@ import triton.language as tl
 
 from quire.ops.kernels.float8 import unpack_float8
 from quire.ops.kernels.launcher import launched, let_next_start, tanh, wait_for_previous
+from quire.ops.kernels.softmax_parts import LOG2_E, merge_part, power, sum_weights
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 LOADED_PARTS = tl.constexpr(8)  # at a time, when merged
 
 
@@ -76,44 +76,6 @@ def _read(
 
 
 @triton.jit
-def _power(exponent):
-    """Return 2 ** exponent, exactly, of integers up to 0 in float32; 0 below -126."""
-    return ((tl.maximum(exponent, -127.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _sum(weight):
-    """Return the sums [M] of weights [M, N] between 0 and 1, each rounded to 23 fractional bits.
-
-    The float32 numbers from 1 to 2 are 2 ** -23 apart, and so are their bits as integers.
-    """
-    fixed = (weight + 1.0).to(tl.int32, bitcast=True) - 0x3F800000
-    return tl.sum(fixed, 1).to(tl.float32) * (2.0**-23)
-
-
-@triton.jit
-def _merge(
-    done,  # [M, DIM_BLOCK] float32: acc of the parts so far
-    done_odd,
-    done_peak,  # [M]
-    done_total,  # [M]
-    acc,  # the next part
-    acc_odd,
-    peak,  # [M]; -inf: no visible keys
-    total,
-    BITS: tl.constexpr,
-):
-    """Return the parts so far after the next one."""
-    higher = tl.maximum(done_peak, peak)
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    fade, share = _power(done_peak - base), _power(peak - base)
-    done = done * fade[:, None] + acc * share[:, None]
-    if BITS > 0:
-        done_odd = done_odd * fade[:, None] + acc_odd * share[:, None]
-    return done, done_odd, higher, done_total * fade + total * share
-
-
-@triton.jit
 def _before_parts(sinks, head, real, SINKS: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return peak and total [M] that the first part is merged into."""
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -133,7 +95,7 @@ def _fold(
     acc_odd,
     peak,  # [M] largest logit of this part so far, rounded up to an integer
     total,  # [M] sum of the weights relative to it
-    done,  # of the parts before, as in _merge; if SPLIT
+    done,  # of the parts before, as in `merge_part`; if SPLIT
     done_odd,
     done_peak,
     done_total,
@@ -168,7 +130,7 @@ def _fold(
     if SPLIT > 0:  # noqa: SIM102 - a constant
         # At the end of a block, Triton 3.9 would read acc before the asynchronous dot product has ended.
         if begin % SPLIT == 0:
-            done, done_odd, done_peak, done_total = _merge(
+            done, done_odd, done_peak, done_total = merge_part(
                 done, done_odd, done_peak, done_total, acc, acc_odd, peak, total, BITS
             )  # fmt: skip
             peak = tl.full(peak.shape, float("-inf"), tl.float32)  # resets acc and total: their factor is 0
@@ -186,8 +148,8 @@ def _fold(
     higher = tl.maximum(peak, tl.ceil(tl.max(logit, 1) * scale))
     base = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
     weight = tl.exp2(tl.fma(logit, scale, -base[:, None]))
-    fade = _power(peak - base)
-    total = total * fade + (tl.sum(weight, 1) if SPLIT < 0 else _sum(weight))
+    fade = power(peak - base)
+    total = total * fade + (tl.sum(weight, 1) if SPLIT < 0 else sum_weights(weight))
     if BITS > 0:
         even, odd = unpack_float8(value, query.dtype, BITS)
         if query.dtype == tl.float16:  # weights times scales would underflow
@@ -344,7 +306,7 @@ def tiles_kernel(
             position, slope, page_stride, value_offset, scale,
             BITS, HEAD_DIM, DIM_BLOCK, PAGE_SIZE, WINDOW, SOFT_CAP, SLOPES, True, SPLIT, BLOCK_N,
         )  # fmt: skip
-    done, done_odd, done_peak, done_total = _merge(done, done_odd, done_peak, done_total, acc, acc_odd, peak, total, BITS)
+    done, done_odd, done_peak, done_total = merge_part(done, done_odd, done_peak, done_total, acc, acc_odd, peak, total, BITS)
     if BITS > 0:
         done = tl.interleave(done, done_odd)
     where_out = out + (token * out_stride + head * HEAD_DIM)[:, None] + tl.arange(0, DIM_BLOCK)[None, :]
@@ -465,7 +427,7 @@ def long_tiles_kernel(
             q, q, acc, odd, peak, total, done, odd, done_peak, done_total, key, value, 1.0, 1.0, begin, low, high,
             position, slope, scale, WINDOW, SOFT_CAP, SLOPES, 0, True, SPLIT, BLOCK_N,
         )  # fmt: skip
-    done, _, done_peak, done_total = _merge(done, odd, done_peak, done_total, acc, odd, peak, total, 0)
+    done, _, done_peak, done_total = merge_part(done, odd, done_peak, done_total, acc, odd, peak, total, 0)
     where_out = out + (token * out_stride + head * HEAD_DIM)[:, None] + tl.arange(0, HEAD_DIM)[None, :]
     tl.store(where_out, (done / done_total[:, None]).to(out.dtype.element_ty), mask=stored)
 
@@ -543,7 +505,7 @@ def splits_kernel(
     if part < 0:
         done = tl.zeros((BLOCK_M, DIM_BLOCK), tl.float32)
         done_peak, done_total = _before_parts(sinks, head, real, SINKS, BLOCK_M)
-        done, _, done_peak, done_total = _merge(done, 0.0, done_peak, done_total, acc, 0.0, peak, total, 0)
+        done, _, done_peak, done_total = merge_part(done, 0.0, done_peak, done_total, acc, 0.0, peak, total, 0)
         where_out = out + token * out_stride + (head * HEAD_DIM)[:, None] + dim[None, :]
         tl.store(where_out, (done / done_total[:, None]).to(out.dtype.element_ty), mask=stored)
     else:
@@ -663,50 +625,6 @@ def merge_parts_kernel(
             part = tl.load(parts + (where_part * HEAD_DIM)[:, None] + dim, mask=readable, other=0.0)
             part_peak = tl.load(peaks + where_part, mask=exists, other=float("-inf"))
             part_total = tl.load(totals + where_part, mask=exists, other=0.0)
-            acc, _, peak, total = _merge(acc, 0.0, peak, total, part, 0.0, part_peak, part_total, 0)
+            acc, _, peak, total = merge_part(acc, 0.0, peak, total, part, 0.0, part_peak, part_total, 0)
     where_out = out + tl.load(row_starts + row).to(tl.int64) * out_stride + (head * HEAD_DIM)[:, None] + dim
     tl.store(where_out, (acc / total[:, None]).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
-
-
-@launched
-@triton.jit(do_not_specialize_on_alignment=["merges"])
-def merge_kernel(
-    parts,  # [parts, heads, HEAD_DIM] float32
-    weights,  # [parts, heads] float32
-    out,  # [T, heads, HEAD_DIM]
-    row_starts,  # [R + 1]
-    merges,  # [merges, 3] row (-1: nothing to do), its first part, number of parts
-    out_stride,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Merge parts that are divided by their totals; weights hold log2 of the sum of a part's weights (MLA)."""
-    let_next_start(EARLY)
-    wait_for_previous(EARLY)
-    head = tl.program_id(0)
-    merge = merges + tl.program_id(1) * 3
-    row, first, count = tl.load(merge), tl.load(merge + 1), tl.load(merge + 2)
-    if row < 0:
-        return
-    dim = tl.arange(0, DIM_BLOCK)
-    in_head = dim < HEAD_DIM
-    acc = tl.zeros((DIM_BLOCK,), tl.float32)
-    peak = float("-inf")
-    total = 0.0
-    for begin in tl.range(0, count, BLOCK):
-        part = begin + tl.arange(0, BLOCK)
-        where_part = (first + part).to(tl.int64) * HEADS + head
-        weight = tl.load(weights + where_part, mask=part < count, other=float("-inf"))
-        readable = (part < count)[:, None] & in_head[None, :]
-        value = tl.load(parts + (where_part * HEAD_DIM)[:, None] + dim[None, :], mask=readable, other=0.0)
-        higher = tl.maximum(peak, tl.max(weight, 0))
-        weight = tl.exp2(weight - higher)
-        fade = tl.exp2(peak - higher)
-        acc = acc * fade + tl.sum(weight[:, None] * value, 0)
-        total = total * fade + tl.sum(weight, 0)
-        peak = higher
-    token = tl.load(row_starts + row).to(tl.int64)
-    tl.store(out + token * out_stride + head * HEAD_DIM + dim, (acc / total).to(out.dtype.element_ty), mask=in_head)

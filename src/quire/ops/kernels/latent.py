@@ -1,11 +1,15 @@
-"""Latent attention (MLA): over the latent cache, and over expanded keys and values for long prompts."""
+"""Latent attention (MLA): over the latent cache, and over expanded keys and values for long prompts.
+
+A row of the latent cache is a key and, without its end, the value of all heads. In the fixed order (ops/order.py) splits and
+tiles compute the same bits for a query, by the rules of `attention.py`. A tile has two accumulators then, so a program computes
+the values of one of LANES equal parts of the rank. It adds the products of its own part of the rank to logits first.
+"""
 
 import triton
 import triton.language as tl
 
 from quire.ops.kernels.launcher import launched, let_next_start, wait_for_previous
-
-LOG2_E = tl.constexpr(1.4426950408889634)
+from quire.ops.kernels.softmax_parts import LOG2_E, merge_part, power, sum_weights
 
 
 @triton.jit
@@ -23,7 +27,8 @@ def _rotated(x, cos, sin, position, inside, HALF: tl.constexpr, HALF_BLOCK: tl.c
     angle = position[:, None] * HALF + pair[None, :]
     c = tl.load(cos + angle, mask=mask, other=1.0)
     s = tl.load(sin + angle, mask=mask, other=0.0)
-    return first * c - second * s, second * c + first * s, first_at, second_at, mask
+    # fma: variants of a kernel must round alike
+    return tl.fma(first, c, -(second * s)), tl.fma(second, c, first * s), first_at, second_at, mask
 
 
 @launched
@@ -112,69 +117,118 @@ def prepare_kernel(
 
 
 @triton.jit
+def _query(
+    source,  # [M] pointers to queries in the latent space
+    real,  # [M]
+    lane,
+    COLUMNS: tl.constexpr,
+    COLUMN_BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    END: tl.constexpr,
+    END_BLOCK: tl.constexpr,
+):
+    """Return the parts of queries that a lane multiplies one after the other: its own, the other lane's, and the end."""
+    column, e = tl.arange(0, COLUMN_BLOCK), tl.arange(0, END_BLOCK)
+    stored = real[:, None] & (column < COLUMNS)[None, :]
+    own = tl.load(source[:, None] + lane * COLUMNS + column[None, :], mask=stored, other=0.0)
+    other = own
+    if LANES == 2:
+        other = tl.load(source[:, None] + (1 - lane) * COLUMNS + column[None, :], mask=stored, other=0.0)
+    end = tl.load(source[:, None] + LANES * COLUMNS + e[None, :], mask=real[:, None] & (e < END)[None, :], other=0.0)
+    return own, other, end, stored
+
+
+@triton.jit
 def _fold(
-    q,  # [M, RANK_BLOCK]
-    q_end,  # [M, END_BLOCK]
-    acc,  # [M, RANK_BLOCK] float32
-    peak,  # [M] largest logit so far, in powers of two
+    query,  # [M, COLUMN_BLOCK] of the lane's part
+    query_other,  # [M, COLUMN_BLOCK] of the other lane's part, if LANES == 2
+    query_end,  # [M, END_BLOCK]
+    acc,  # [M, COLUMN_BLOCK] float32
+    peak,  # [M] largest logit of this part so far, rounded up to an integer
     total,  # [M] sum of the weights relative to it
+    done,  # of the parts before, as in `merge_part`; if SPLIT
+    done_peak,
+    done_total,
     kv,
     table,  # pointer to the row's page table
-    at,  # [N] positions of the rows
+    begin,  # position of the first key
     high,  # position after the last one
     position,  # [M] of the queries
+    lane,
     page_stride,
     scale,
-    RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    COLUMN_BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
     END: tl.constexpr,
     END_BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
+    SPLIT: tl.constexpr,  # keys after which a part is merged; 0: the caller merges; -1: never, and weights have any order
+    BLOCK_N: tl.constexpr,
 ):
-    """Return acc, peak and total after these rows."""
-    r, e = tl.arange(0, RANK_BLOCK), tl.arange(0, END_BLOCK)
+    """Return acc, peak and total after these keys, and the merged parts."""
+    column, e = tl.arange(0, COLUMN_BLOCK), tl.arange(0, END_BLOCK)
+    at = begin + tl.arange(0, BLOCK_N)
     exists = at < high
     if MASKED:
         page = tl.load(table + at // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
     else:
         page = tl.load(table + at // PAGE_SIZE).to(tl.int64)
-    place = kv + page * page_stride + (at % PAGE_SIZE) * (RANK + END)
-    if MASKED or RANK != RANK_BLOCK or END != END_BLOCK:
-        row = tl.load(place[:, None] + r[None, :], mask=exists[:, None] & (r < RANK)[None, :], other=0.0)
-        end = tl.load(place[:, None] + RANK + e[None, :], mask=exists[:, None] & (e < END)[None, :], other=0.0)
+    place = kv + page * page_stride + (at % PAGE_SIZE) * (LANES * COLUMNS + END)
+    own_at = place[:, None] + lane * COLUMNS + column[None, :]
+    other_at = place[:, None] + (1 - lane) * COLUMNS + column[None, :]
+    end_at = place[:, None] + LANES * COLUMNS + e[None, :]
+    if MASKED or COLUMNS != COLUMN_BLOCK or END != END_BLOCK:
+        readable = exists[:, None] & (column < COLUMNS)[None, :]
+        own = tl.load(own_at, mask=readable, other=0.0)
+        end = tl.load(end_at, mask=exists[:, None] & (e < END)[None, :], other=0.0)
+        if LANES == 2:
+            other = tl.load(other_at, mask=readable, other=0.0)
     else:
-        row = tl.load(place[:, None] + r[None, :])
-        end = tl.load(place[:, None] + RANK + e[None, :])
-    logit = tl.dot(q, tl.trans(row), input_precision="ieee")
-    logit = tl.dot(q_end, tl.trans(end), logit, input_precision="ieee") * (scale * LOG2_E)
+        own = tl.load(own_at)
+        end = tl.load(end_at)
+        if LANES == 2:
+            other = tl.load(other_at)
+    logit = tl.dot(query, tl.trans(own), input_precision="ieee")
+    if LANES == 2:
+        logit = tl.dot(query_other, tl.trans(other), logit, input_precision="ieee")
+    logit = tl.dot(query_end, tl.trans(end), logit, input_precision="ieee")
+    if SPLIT > 0:  # noqa: SIM102 - a constant
+        if begin % SPLIT == 0:  # after the dot products, as in `attention.py`
+            done, _, done_peak, done_total = merge_part(done, 0.0, done_peak, done_total, acc, 0.0, peak, total, 0)
+            peak = tl.full(peak.shape, float("-inf"), tl.float32)  # resets acc and total: their factor is 0
+    scale *= LOG2_E
     if MASKED:
         logit = tl.where(exists[None, :] & (at[None, :] <= position[:, None]), logit, float("-inf"))
-    higher = tl.maximum(peak, tl.max(logit, 1))
+    higher = tl.maximum(peak, tl.ceil(tl.max(logit, 1) * scale))
     base = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
-    weight = tl.exp2(logit - base[:, None])
-    fade = tl.exp2(peak - base)
-    acc = tl.dot(weight.to(row.dtype), row, acc * fade[:, None], input_precision="ieee")
-    return acc, higher, total * fade + tl.sum(weight, 1)
+    weight = tl.exp2(tl.fma(logit, scale, -base[:, None]))
+    fade = power(peak - base)
+    total = total * fade + (tl.sum(weight, 1) if SPLIT < 0 else sum_weights(weight))
+    acc = tl.dot(weight.to(own.dtype), own, acc * fade[:, None], input_precision="ieee")
+    return acc, higher, total, done, done_peak, done_total
 
 
 @launched
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["splits"])
 def latent_splits_kernel(
-    near,  # [K, HEADS, RANK + END]
-    kv,  # [pages, PAGE_SIZE, RANK + END]
-    out,  # [K, HEADS, RANK]
-    parts,  # [parts, HEADS, RANK] float32
-    weights,  # [parts, HEADS] float32: log2 of the sum of a part's weights
+    near,  # [K, HEADS, LANES * COLUMNS + END]
+    kv,  # [pages, PAGE_SIZE, LANES * COLUMNS + END]
+    out,  # [K, HEADS, LANES, COLUMNS]
+    parts,  # [parts, HEADS, LANES, COLUMNS] float32: values times weights
+    peaks,  # [parts, HEADS, LANES] float32
+    totals,  # [parts, HEADS, LANES] float32
     tables,  # [R, max_pages]
     row_starts,  # [R + 1]
-    splits,  # [splits, 4] row (-1: nothing to do), split of its rows, index among the parts (-1: the only one), length
+    splits,  # [splits, 4] row (-1: nothing to do), split of its keys, index among the parts (-1: the only one), length
     page_stride,
     table_stride,
     scale,
     HEADS: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    COLUMN_BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
     END: tl.constexpr,
     END_BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -189,41 +243,40 @@ def latent_splits_kernel(
     row, split, part, length = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
     if row < 0:
         return
-    head = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    lane = tl.program_id(0) % LANES
+    head = tl.program_id(0) // LANES * BLOCK_M + tl.arange(0, BLOCK_M)
     real = head < HEADS
     token = tl.load(row_starts + row).to(tl.int64)
-    r, e = tl.arange(0, RANK_BLOCK), tl.arange(0, END_BLOCK)
-    stored = real[:, None] & (r < RANK)[None, :]
-    source = near + (token * HEADS + head) * (RANK + END)
-    q = tl.load(source[:, None] + r[None, :], mask=stored, other=0.0)
-    q_end = tl.load(source[:, None] + RANK + e[None, :], mask=real[:, None] & (e < END)[None, :], other=0.0)
-    acc = tl.zeros((BLOCK_M, RANK_BLOCK), tl.float32)
+    source = near + (token * HEADS + head) * (LANES * COLUMNS + END)
+    query, other, end, stored = _query(source, real, lane, COLUMNS, COLUMN_BLOCK, LANES, END, END_BLOCK)
+    acc = tl.zeros((BLOCK_M, COLUMN_BLOCK), tl.float32)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     table = tables + row.to(tl.int64) * table_stride
     high = tl.minimum(length, (split + 1) * SPLIT)
     position = tl.zeros((BLOCK_M,), tl.int32) + (length - 1)
     for begin in tl.range(split * SPLIT, high, BLOCK_N):
-        acc, peak, total = _fold(
-            q, q_end, acc, peak, total, kv, table, begin + tl.arange(0, BLOCK_N), high, position, page_stride, scale,
-            RANK, RANK_BLOCK, END, END_BLOCK, PAGE_SIZE, True,
+        acc, peak, total, _, _, _ = _fold(
+            query, other, end, acc, peak, total, 0, 0, 0, kv, table, begin, high, position, lane, page_stride, scale,
+            COLUMNS, COLUMN_BLOCK, LANES, END, END_BLOCK, PAGE_SIZE, True, 0, BLOCK_N,
         )  # fmt: skip
-    acc = acc / total[:, None]
+    column = tl.arange(0, COLUMN_BLOCK)
     if part < 0:
-        target = out + (token * HEADS + head) * RANK
-        tl.store(target[:, None] + r[None, :], acc.to(out.dtype.element_ty), mask=stored)
+        target = out + ((token * HEADS + head) * LANES + lane) * COLUMNS
+        tl.store(target[:, None] + column[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
     else:
-        where_part = part.to(tl.int64) * HEADS + head
-        tl.store(parts + (where_part * RANK)[:, None] + r[None, :], acc, mask=stored)
-        tl.store(weights + where_part, peak + tl.log2(total), mask=real)
+        where_part = (part.to(tl.int64) * HEADS + head) * LANES + lane
+        tl.store(parts + (where_part * COLUMNS)[:, None] + column[None, :], acc, mask=stored)
+        tl.store(peaks + where_part, peak, mask=real)
+        tl.store(totals + where_part, total, mask=real)
 
 
 @launched
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tiles"])
 def latent_tiles_kernel(
-    near,  # [K, HEADS, RANK + END]
-    kv,  # [pages, PAGE_SIZE, RANK + END]
-    out,  # [K, HEADS, RANK]
+    near,  # [K, HEADS, LANES * COLUMNS + END]
+    kv,  # [pages, PAGE_SIZE, LANES * COLUMNS + END]
+    out,  # [K, HEADS, LANES, COLUMNS]
     tables,  # [R, max_pages]
     row_starts,  # [R + 1]
     kv_lengths,  # [R]
@@ -232,11 +285,13 @@ def latent_tiles_kernel(
     table_stride,
     scale,
     HEADS: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    COLUMN_BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
     END: tl.constexpr,
     END_BLOCK: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -252,36 +307,39 @@ def latent_tiles_kernel(
     count = tl.load(row_starts + row + 1) - start
     length = tl.load(kv_lengths + row)
     m = tl.arange(0, BLOCK_M)
-    head = tl.program_id(0) * BLOCK_H + m % BLOCK_H
+    lane = tl.program_id(0) % LANES
+    head = tl.program_id(0) // LANES * BLOCK_H + m % BLOCK_H
     token = first + m // BLOCK_H
     real = (token < count) & (head < HEADS)
     lowest = length - count + first
     high = tl.minimum(lowest + BLOCK_M // BLOCK_H, length)
-    position = tl.minimum(length - count + token, high - 1)  # padding attends to existing rows
-    r, e = tl.arange(0, RANK_BLOCK), tl.arange(0, END_BLOCK)
-    stored = real[:, None] & (r < RANK)[None, :]
+    position = tl.minimum(length - count + token, high - 1)  # padding attends to existing keys
     line = (start + token).to(tl.int64) * HEADS + head
-    source = near + line * (RANK + END)
-    q = tl.load(source[:, None] + r[None, :], mask=stored, other=0.0)
-    q_end = tl.load(source[:, None] + RANK + e[None, :], mask=real[:, None] & (e < END)[None, :], other=0.0)
-    acc = tl.zeros((BLOCK_M, RANK_BLOCK), tl.float32)
+    query, other, end, stored = _query(
+        near + line * (LANES * COLUMNS + END), real, lane, COLUMNS, COLUMN_BLOCK, LANES, END, END_BLOCK
+    )
+    acc = tl.zeros((BLOCK_M, COLUMN_BLOCK), tl.float32)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
+    done, done_peak, done_total = acc, peak, total
     table = tables + row.to(tl.int64) * table_stride
-    clear = (lowest + 1) // BLOCK_N * BLOCK_N  # all queries see the rows before it
-    n = tl.arange(0, BLOCK_N)
+    clear = (lowest + 1) // BLOCK_N * BLOCK_N  # all queries see the keys before it
     for begin in tl.range(0, clear, BLOCK_N):
-        acc, peak, total = _fold(
-            q, q_end, acc, peak, total, kv, table, begin + n, high, position, page_stride, scale,
-            RANK, RANK_BLOCK, END, END_BLOCK, PAGE_SIZE, False,
+        acc, peak, total, done, done_peak, done_total = _fold(
+            query, other, end, acc, peak, total, done, done_peak, done_total, kv, table, begin, high, position, lane,
+            page_stride, scale, COLUMNS, COLUMN_BLOCK, LANES, END, END_BLOCK, PAGE_SIZE, False, SPLIT, BLOCK_N,
         )  # fmt: skip
     for begin in tl.range(clear, high, BLOCK_N):
-        acc, peak, total = _fold(
-            q, q_end, acc, peak, total, kv, table, begin + n, high, position, page_stride, scale,
-            RANK, RANK_BLOCK, END, END_BLOCK, PAGE_SIZE, True,
+        acc, peak, total, done, done_peak, done_total = _fold(
+            query, other, end, acc, peak, total, done, done_peak, done_total, kv, table, begin, high, position, lane,
+            page_stride, scale, COLUMNS, COLUMN_BLOCK, LANES, END, END_BLOCK, PAGE_SIZE, True, SPLIT, BLOCK_N,
         )  # fmt: skip
-    target = out + line * RANK
-    tl.store(target[:, None] + r[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
+    if SPLIT > 0:
+        acc, _, _, total = merge_part(done, 0.0, done_peak, done_total, acc, 0.0, peak, total, 0)
+    target = out + (line * LANES + lane) * COLUMNS
+    tl.store(
+        target[:, None] + tl.arange(0, COLUMN_BLOCK)[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=stored
+    )
 
 
 @launched
