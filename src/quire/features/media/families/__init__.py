@@ -11,6 +11,7 @@ FAMILIES: Mapping[str, str] = {
     "DeepseekVLForConditionalGeneration": "llava:DeepseekVL",
     "Gemma3ForConditionalGeneration": "gemma3:Gemma3",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3",
+    "InternVLForConditionalGeneration": "internvl:InternVL",
     "LlavaForConditionalGeneration": "llava:Llava",
     "LlavaNextForConditionalGeneration": "anyres:LlavaNext",
     "LlavaNextVideoForConditionalGeneration": "anyres:LlavaNextVideo",
