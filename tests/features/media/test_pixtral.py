@@ -14,6 +14,7 @@ SIZES = [(32, 32), (80, 31), (7, 60), (1, 1), (64, 64)]
 KINDS = {
     "mistral3": {"spatial_merge_size": 2, "tie_word_embeddings": False},
     "biased": {"spatial_merge_size": 3, "multimodal_projector_bias": True, "vision_feature_layer": -2},
+    "lighton": {"spatial_merge_size": 2, "tie_word_embeddings": False},
     "pixtral": {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
     "layers": {"vision_feature_layer": [0, 2], "vision_feature_select_strategy": "full"},
 }
@@ -23,11 +24,11 @@ LLAVA = ("pixtral", "layers")
 def make(directory, kind, **around):
     import transformers
 
-    name = "Llava" if kind in LLAVA else "Mistral3"
+    name = "Llava" if kind in LLAVA else "LightOnOcr" if kind == "lighton" else "Mistral3"
     config = getattr(transformers, f"{name}Config")(
-        text_config={"model_type": "mistral", **TEXT, "rms_norm_eps": 1e-3},
+        text_config={"model_type": "qwen3" if kind == "lighton" else "mistral", **TEXT, "rms_norm_eps": 1e-3},
         vision_config={"model_type": "pixtral", **SMALL, "patch_size": 4, "head_dim": 8},
-        image_token_index=190, **(KINDS[kind] | around),
+        **{"image_token_id" if kind == "lighton" else "image_token_index": 190}, **(KINDS[kind] | around),
     )  # fmt: skip
     model = randomized(getattr(transformers, f"{name}ForConditionalGeneration")(config))
     return model, save(model, directory)
@@ -49,7 +50,11 @@ def embeddings(model, arrays):
 def test_embeddings(tmp_path, kind):
     model, config = make(tmp_path, kind)
     family, tower = open_family(config), open_tower(config, tmp_path)
-    arrays = [family.preprocess_image(picture(*size, seed), processor(), {}, 1) for seed, size in enumerate(SIZES)]
+    options = {"patch_size": 4} if kind == "lighton" else {}
+    arrays = [
+        family.preprocess_image(picture(*size, seed), processor(), options, 1)
+        for seed, size in enumerate(SIZES if kind != "lighton" else SIZES[:3])
+    ]
     with torch.inference_mode():
         expected = [embeddings(model, each) for each in arrays]
         together = tower.encode("image", [tensors(each) for each in arrays])
@@ -58,11 +63,13 @@ def test_embeddings(tmp_path, kind):
         assert largest_difference(one, found) < 1e-4
         assert largest_difference(more, found) < 1e-4
         expansion = family.expand("image", each, lambda text: [0])
-        assert sum(count for _, count in expansion.embedded) == len(found) <= family.max_tokens("image", processor().to_dict())
-    assert len(expected[-1]) == family.max_tokens("image", processor().to_dict())
+        embedded = expansion.embedded or ((0, len(expansion.tokens)),)
+        assert sum(count for _, count in embedded) == len(found) <= family.max_tokens("image", processor().to_dict())
+    if kind != "lighton":
+        assert len(expected[-1]) == family.max_tokens("image", processor().to_dict())
 
 
-@pytest.mark.parametrize("kind", ["mistral3", "pixtral"])
+@pytest.mark.parametrize("kind", ["mistral3", "pixtral", "lighton"])
 def test_names_of_older_and_newer_checkpoints(tmp_path, kind):
     _, config = make(tmp_path, kind)
     known = open_tower(config, tmp_path).state_dict()
@@ -93,6 +100,22 @@ def test_expansion_is_the_processors(tmp_path, make_tokenizer, kind):
         embedded = [at for start, count in expansion.embedded for at in range(start, start + count)]
         assert [at for at, token in enumerate(expansion.tokens) if token == image] == embedded
         assert tokenizer.encode(family.placeholder("image")) == [image]
+
+
+def test_expansion_of_lighton_ocr_is_the_processors(tmp_path, make_tokenizer):
+    """Its processor leaves patches that fill no square."""
+    from transformers import LightOnOcrProcessor
+
+    tokenizer = make_tokenizer(image="<|image_pad|>")
+    image = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    family = open_family(make(tmp_path, "lighton")[1] | {"image_token_id": image})
+    whole = object.__new__(LightOnOcrProcessor)
+    whole.image_token, whole.effective_patch_size = "<|image_pad|>", 8
+    assert tokenizer.encode(family.placeholder("image")) == [image]
+    for size in SIZES[:3]:
+        arrays = family.preprocess_image(picture(*size), processor(), {"patch_size": 4}, 1)
+        tokens = tokenizer.encode(whole.replace_image_token(arrays, 0))
+        assert family.expand("image", arrays, tokenizer.encode).tokens == tokens
 
 
 def test_another_patch_size_is_refused(tmp_path):

@@ -27,6 +27,7 @@ VISIONS = {
     },
 }  # fmt: skip
 VISIONS["Qwen3VLMoe"] = VISIONS["Qwen3VL"]
+VISIONS["Qwen3_5"] = {key: value for key, value in VISIONS["Qwen3VL"].items() if key != "deepstack_visual_indexes"}
 FAMILIES = list(VISIONS)
 SIZES = [(32, 32), (80, 31), (9, 100), (1, 1), (64, 64)]
 

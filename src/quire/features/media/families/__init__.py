@@ -12,6 +12,7 @@ FAMILIES: Mapping[str, str] = {
     "Gemma3ForConditionalGeneration": "gemma3:Gemma3",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3",
     "InternVLForConditionalGeneration": "internvl:InternVL",
+    "LightOnOcrForConditionalGeneration": "pixtral:LightOnOcr",
     "LlavaForConditionalGeneration": "llava:Llava",
     "LlavaNextForConditionalGeneration": "anyres:LlavaNext",
     "LlavaNextVideoForConditionalGeneration": "anyres:LlavaNextVideo",
@@ -22,6 +23,8 @@ FAMILIES: Mapping[str, str] = {
     "Qwen2_5_VLForConditionalGeneration": "qwen_vl:Qwen2_5VL",
     "Qwen3VLForConditionalGeneration": "qwen_vl:Qwen3VL",
     "Qwen3VLMoeForConditionalGeneration": "qwen_vl:Qwen3VL",
+    "Qwen3_5ForConditionalGeneration": "qwen_vl:Qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen_vl:Qwen3_5",
     "SmolVLMForConditionalGeneration": "idefics3:Idefics3",
     "VipLlavaForConditionalGeneration": "llava:VipLlava",
 }

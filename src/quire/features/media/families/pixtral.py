@@ -1,10 +1,10 @@
-"""Mistral 3 and Pixtral: images keep their shape; a token ends each row of embeddings."""
+"""Mistral 3, Pixtral and LightOnOCR: images keep their shape; a token ends each row of embeddings in the first two."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from quire.features.media.families.base import Arrays, Expansion, MediaFamily, Tokenize
-from quire.features.media.families.fields import size_field
+from quire.features.media.families.fields import size_field, token_field
 from quire.features.media.families.qwen_vl import vision_settings
 from quire.files.reading import shown
 from quire.types.errors import InvalidParameter
@@ -67,3 +67,24 @@ class Mistral3(Pixtral):
 
     def merged_patches(self) -> int:
         return size_field(self.config, "spatial_merge_size", 2)
+
+
+class LightOnOcr(Mistral3):
+    """Rows have no marks. The processor may leave pixels that fill no square."""
+
+    tower = "pixtral:LightOnOcrTower"
+    defaults: ClassVar[Mapping[str, Any]] = {**MISTRAL3, "hidden_act": "silu"}
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.image_token = token_field(config, ("image_token_id",), 151655)
+
+    def placeholder(self, modality: Modality) -> str:  # noqa: ARG002
+        return "<|image_pad|>"
+
+    def expand(self, modality: Modality, arrays: Arrays, tokenize: Tokenize) -> Expansion:  # noqa: ARG002
+        rows, columns = (side // self.square for side in arrays["image_sizes"][0].tolist())
+        return Expansion([self.image_token] * (rows * columns))
+
+    def preprocess_image(self, image: Any, processor: Any, options: Mapping[str, Any], count: int) -> Arrays:
+        return MediaFamily.preprocess_image(self, image, processor, options, count)

@@ -209,3 +209,14 @@ class Qwen3VL(Qwen2VL):
         seconds += seconds[-1:] * (-len(seconds) % pair)
         middles = [(seconds[at] + seconds[at + pair - 1]) / 2 for at in range(0, len(seconds), pair)]
         return {"frame_tenths": np.array([int(f"{middle:.1f}".replace(".", "")) for middle in middles], np.int64)}
+
+
+class Qwen3_5(Qwen3VL):  # noqa: N801
+    """As Qwen3-VL, without deep stack."""
+
+    tower = "qwen_vl:Qwen3_5Tower"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.vision["deepstack_visual_indexes"] = ()
+        self.levels = 1  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Pixtral's encoder, and the projections of Pixtral (LLaVA) and Mistral 3."""
+"""Pixtral's encoder, and the projections of Pixtral (LLaVA), Mistral 3 and LightOnOCR."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from quire.config.hf import explicit_config
 from quire.features.media.families.fields import feature_layers, text_width
-from quire.features.media.families.pixtral import Mistral3, Pixtral
+from quire.features.media.families.pixtral import LightOnOcr, Mistral3, Pixtral
 from quire.features.media.towers.base import Tower
 from quire.features.media.towers.llava import Projector
 from quire.features.media.towers.packed import (
@@ -20,7 +20,7 @@ from quire.features.media.towers.packed import (
     sequences,
 )
 from quire.features.media.towers.parts import PatchEmbedding, project
-from quire.features.media.towers.vit import tower_renames
+from quire.features.media.towers.vit import Renames, tower_renames
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
@@ -89,7 +89,7 @@ class PixtralTower(Tower):
         self.multi_modal_projector = self.make_projector(vision["hidden_size"], len(states), outputs)
         above = "|".join(map(str, range(max(states), layers)))
         self.renames = (
-            *tower_renames(),
+            *self.prefixes,
             (r"^vision_tower\.transformer\.", "vision_tower."),
             *(((rf"^vision_tower\.layers\.({above})\.", None),) if above else ()),
             (r"\.attention_norm\.", ".norm1."),
@@ -99,6 +99,7 @@ class PixtralTower(Tower):
             (r"\.attention\.", ".attn."),
         )
 
+    prefixes: Renames = tower_renames()
     default_layer = -2
     default_bias = True
 
@@ -108,7 +109,8 @@ class PixtralTower(Tower):
 
     def encode(self, modality: Modality, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:  # noqa: ARG002
         x, sizes = self.vision_tower([item["pixel_values"] for item in items])
-        return list(torch.split(self.embed(x, sizes), [rows * columns // self.read.merge**2 for rows, columns in sizes]))
+        merge = self.read.merge
+        return list(torch.split(self.embed(x, sizes), [(rows // merge) * (columns // merge) for rows, columns in sizes]))
 
     def embed(self, x: Tensor, sizes: Sizes) -> Tensor:  # noqa: ARG002
         """Return the embeddings [n, hidden size] of all images."""
@@ -122,10 +124,12 @@ class PatchMerger(nn.Module):
         self.merge, self.merging_layer = merge, Linear(width * merge**2, width)
 
     def forward(self, x: Tensor, sizes: Sizes) -> Tensor:
-        """x [T, width] -> [T / merge ** 2, width]."""
+        """x [T, width] -> [T / merge ** 2, width]. Patches at the right and lower edge that fill no square are left out."""
         merge, merged = self.merge, list[Tensor]()
         for image, (rows, columns) in zip(torch.split(x, [rows * columns for rows, columns in sizes]), sizes, strict=True):
-            squares = image.view(rows // merge, merge, columns // merge, merge, -1).permute(0, 2, 4, 1, 3)
+            tall, wide = rows // merge, columns // merge
+            whole = image.view(rows, columns, -1)[: tall * merge, : wide * merge]
+            squares = whole.reshape(tall, merge, wide, merge, -1).permute(0, 2, 4, 1, 3)
             merged.append(squares.flatten(2).flatten(0, 1))
         return project(self.merging_layer, torch.cat(merged))
 
@@ -158,3 +162,12 @@ class Mistral3Tower(PixtralTower):
     def embed(self, x: Tensor, sizes: Sizes) -> Tensor:
         assert isinstance(self.multi_modal_projector, MergingProjector)
         return self.multi_modal_projector.merge(x, sizes)
+
+
+class LightOnOcrTower(Mistral3Tower):
+    family = LightOnOcr
+    prefixes = (
+        (r"^(?!(model\.)?vision_(encoder|projection)\.)", None),
+        (r"^(model\.)?vision_encoder\.", "vision_tower."),
+        (r"^(model\.)?vision_projection\.", "multi_modal_projector."),
+    )

@@ -1,4 +1,4 @@
-"""Encoders of Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
+"""Encoders of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5.
 
 Patches come in squares of `spatial_merge_size`, whose patches are merged to one embedding at the end. Each frame is a sequence
 of its own. In most layers of Qwen2.5-VL patches attend within windows; its patches are sorted by window in all layers.
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.features.media.families.qwen_vl import GRIDS, Qwen2_5VL, Qwen2VL, Qwen3VL
+from quire.features.media.families.qwen_vl import GRIDS, Qwen2_5VL, Qwen2VL, Qwen3_5, Qwen3VL
 from quire.features.media.towers.base import Tower
 from quire.features.media.towers.packed import (
     Block,
@@ -267,3 +267,7 @@ class Qwen3VLTower(Qwen2VLTower):
             row, column = layout.upload(places_of(rows, columns, self.merge))
             found.append(grid.T[row * columns + column].repeat(frames, 1))
         return torch.cat(found)
+
+
+class Qwen3_5Tower(Qwen3VLTower):  # noqa: N801
+    family = Qwen3_5
