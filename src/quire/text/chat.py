@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import msgspec
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -73,11 +74,12 @@ class ChatTemplates:
         chat_template: str | None = None,
         variables: Mapping[str, Any] | None = None,
         content_format: str = "auto",
+        media: "MediaMarks | None" = None,
     ) -> str:
         """`continue_final_message`: the prompt ends with the last message's content, so that the model goes on with it.
 
         `content_format`: what the template gets as a message's content, a string, or a list of parts ("openai"); auto: what
-        it reads.
+        it reads. `media`: how images and videos are written for templates that take strings.
         """
         if add_generation_prompt and continue_final_message:
             raise RequestError(
@@ -91,7 +93,7 @@ class ChatTemplates:
         if content_format == "openai":
             messages = as_parts(messages)
         elif content_format == "string" or not template.reads_parts:
-            messages = flatten_parts(messages)
+            messages = flatten_parts(messages, media)
         final, marker = "", ""
         if continue_final_message:
             messages, final, marker = mark_final(messages)
@@ -327,16 +329,32 @@ def _validate_content(i: int, content: Any) -> None:
             )
 
 
-def flatten_parts(messages: Messages) -> list[dict[str, Any]]:
-    """For templates that expect strings: the text parts of a message become lines of one string."""
+class MediaMarks(msgspec.Struct, array_like=True, frozen=True):
+    """How templates that expect strings get images and videos."""
+
+    placeholders: dict[str, str]  # type of a part -> its text
+    interleave: bool  # they stay between the texts; else they come first
+
+
+def flatten_parts(messages: Messages, media: MediaMarks | None = None) -> list[dict[str, Any]]:
+    """For templates that expect strings: the parts of a message become lines of one string."""
+    marks = {} if media is None else media.placeholders
     out = []
     for i, message in enumerate(messages):
         content = message.get("content")
         if content is not None and not isinstance(content, str):
-            text = "\n".join(_text_of(part, f"messages[{i}].content") for part in content)
+            lines = [(part, _line_of(part, marks, f"messages[{i}].content")) for part in content]
+            if media is not None and not media.interleave:
+                lines.sort(key=lambda line: isinstance(line[0], str) or line[0]["type"] not in marks)
+            text = "\n".join(line for _, line in lines)
             message = {**message, "content": text}
         out.append(dict(message))
     return out
+
+
+def _line_of(part: str | Mapping[str, Any], marks: Mapping[str, str], where: str) -> str:
+    mark = None if isinstance(part, str) else marks.get(part["type"])
+    return _text_of(part, where) if mark is None else mark
 
 
 def as_parts(messages: Messages) -> list[dict[str, Any]]:

@@ -17,11 +17,12 @@ import msgspec
 
 from quire.config.config import Config
 from quire.text.backends import unencodable
+from quire.text.chat import MediaMarks
 from quire.text.pacing import SLICE_VALUES, Pace, json_chunks
 from quire.text.partial import LONG_CHARACTERS, parts
 from quire.text.tokenizer import Tokenizer
 from quire.text.workers import wire
-from quire.text.workers.pool import ProcessPool
+from quire.text.workers.pool import ProcessPool, text_kind
 from quire.types.errors import EngineDead, InvalidParameter, RequestError
 
 MAX_THREADS = 4
@@ -30,7 +31,7 @@ MAX_LONG = 4  # processes for everything else; not more than there are processor
 SHORT_IDS = 4096  # token ids that are decoded by a thread
 logger = logging.getLogger(__name__)
 
-ALL = wire.Cut(1 << 40)
+ALL = wire.ALL
 T = TypeVar("T")
 
 
@@ -44,8 +45,8 @@ class TextOffload:
             if not tokenizer.short:
                 logger.info("tokenizer stages may take long for any text: texts are tokenized in separate processes")
         self._threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="quire-text")
-        self._quick = ProcessPool(where, MAX_QUICK, self._threads)
-        self._long = ProcessPool(where, max(2, min(MAX_LONG, os.cpu_count() or 1)), self._threads)
+        self._quick = ProcessPool(text_kind(where), MAX_QUICK, self._threads)
+        self._long = ProcessPool(text_kind(where), max(2, min(MAX_LONG, os.cpu_count() or 1)), self._threads)
 
     def for_tokenizer(self, tokenizer: Tokenizer) -> "TextOffload":
         """Return an offload for an adapter's tokenizer. The processes do not have it, so threads do the long work, too."""
@@ -133,6 +134,7 @@ class TextOffload:
         chat_template_content_format: str = "auto",
         describe_tools: bool = False,
         variables: Mapping[str, Any] | None = None,
+        media: MediaMarks | None = None,
     ) -> tuple[str, int, list[int] | None]:
         """Return the prompt of a conversation, its number of tokens, and the tokens that the cut leaves (see `encode`)."""
         tokenizer = self._has_tokenizer()
@@ -151,6 +153,7 @@ class TextOffload:
             most if self._foreign else tokenizer.short,
             most,
             cut,
+            media,
         )
         pool = self._quick if chat_template is None else self._long
         text, tokens = await self._ask(pool, job, [], wire.TEMPLATE, "messages")

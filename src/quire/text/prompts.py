@@ -9,11 +9,12 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from quire.text.chat import MediaMarks
 from quire.text.partial import encode_end
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_files import AdapterTokenizers
 from quire.text.tool_prompt import render_described, wants_words
-from quire.text.workers.wire import MAX_RENDERED, Cut
+from quire.text.workers.wire import ALL, MAX_RENDERED, Cut
 from quire.types.adapter import AdapterRef
 from quire.types.checks import shown
 from quire.types.errors import InvalidParameter, NotSupported, PromptTooLong, RequestError
@@ -122,6 +123,7 @@ class ChatOptions:
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     tokenization_kwargs: Mapping[str, Any] | None = None
+    media: MediaMarks | None = None  # how images and videos are written for templates that take strings
 
 
 class PromptReader:
@@ -158,7 +160,7 @@ class PromptReader:
     def read(self, prompt: Any, how: Tokenization | None = None, extras: Extras = NO_EXTRAS) -> Prompt:
         """A user's prompt in any form (`PromptType`). `how` is asked for by tokenization_kwargs; a `Prompt` may have extras."""
         if isinstance(prompt, Prompt):
-            return prompt if extras == NO_EXTRAS else replace(prompt, extras=extras)
+            return prompt if extras == NO_EXTRAS else replace(prompt, extras=replace(extras, media=prompt.extras.media))
         if isinstance(prompt, str):
             return Prompt(prompt, self._encode(prompt, how), None, extras)
         return self._read_parts(prompt, how, extras)
@@ -195,6 +197,7 @@ class PromptReader:
             continue_final_message=options.continue_final_message,
             chat_template=options.chat_template,
             chat_template_content_format=options.chat_template_content_format,
+            media_marks=options.media,
             **(options.chat_template_kwargs or {}),
         )
         described = options.chat_template is None and wants_words(self.tokenizer.chat_template)
@@ -209,6 +212,10 @@ class PromptReader:
         assert self._offload is not None
         count, ids = await self._offload.encode(text, add_special_tokens, cut)
         return self._read_offloaded(text, count, ids, cut, parameter)
+
+    async def encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Tokenize a whole text without blocking the event loop."""
+        return (await self.encode(text, add_special_tokens, ALL, "prompt")).ids
 
     async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         assert self._offload is not None

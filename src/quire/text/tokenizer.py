@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, Literal, overload
 
 from quire.text.backends import TokenBytes, TokenizerBackend, unencodable
-from quire.text.chat import ChatTemplates
+from quire.text.chat import ChatTemplates, MediaMarks
 from quire.text.partial import SpecialTokens
 from quire.types.errors import NotSupported, RequestError
 
@@ -276,6 +276,7 @@ class Tokenizer:
         chat_template: str | None = None,
         return_dict: bool = False,
         chat_template_content_format: str = "auto",
+        media_marks: MediaMarks | None = None,
         **kwargs: Any,
     ) -> str | list[int] | Encoded:
         """The prompt of a conversation. `chat_template` is a template's text or name; `kwargs` go to the template."""
@@ -290,6 +291,7 @@ class Tokenizer:
             chat_template=chat_template,
             variables={**self.special_tokens_map, **kwargs},
             content_format=chat_template_content_format,
+            media=media_marks,
         )
         if not tokenize:
             return prompt

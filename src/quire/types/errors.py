@@ -7,6 +7,7 @@ QuireError
 │   │   └── UnknownParameter        (TypeError) there is none of that name
 │   ├── AdapterError                a LoRA adapter's files are missing, broken, or do not fit the model
 │   │   └── AdapterChanged          they have changed since the adapter was loaded
+│   ├── FetchFailed                 an image or a video cannot be fetched                         (HTTP 422)
 │   ├── PromptTooLong               the prompt cannot fit the context or the cache
 │   └── NotSupported                known, but not supported          (HTTP 400 if it names a field, else 501)
 ├── ConfigError(ValueError)         the settings of the engine are invalid
@@ -53,6 +54,10 @@ class AdapterError(RequestError):
 
 
 class AdapterChanged(AdapterError):
+    pass
+
+
+class FetchFailed(RequestError):
     pass
 
 

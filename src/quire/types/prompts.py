@@ -1,22 +1,28 @@
 """Prompts as users give them, the prepared prompt, and extras that travel with a request."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from quire.types.adapter import AdapterRef
 from quire.types.media import MediaItem
 from quire.types.pooling import Pooling
 
 
-class TextPrompt(TypedDict):
-    prompt: str
+class _PromptFields(TypedDict):
     cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[Mapping[str, Any] | None]  # modality -> one or a list of images or videos
+    multi_modal_uuids: NotRequired[Mapping[str, Any] | None]  # modality -> one or a list of names
+    mm_processor_kwargs: NotRequired[Mapping[str, Any] | None]
 
 
-class TokensPrompt(TypedDict):
+class TextPrompt(_PromptFields):
+    prompt: str
+
+
+class TokensPrompt(_PromptFields):
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
-    cache_salt: NotRequired[str]
 
 
 PromptType = str | list[int] | TextPrompt | TokensPrompt

@@ -1,4 +1,4 @@
-"""Text processes as an event loop uses them: a job goes to one that is free, and if none becomes free soon there will be one
+"""Worker processes as an event loop uses them: a job goes to one that is free, and if none becomes free soon there will be one
 more. No job blocks the loop. Waiting jobs get processes in turn, tenant by tenant.
 
 A process that is lost, or that stands still, is replaced, and its job is done once more by another one; a job that loses two is
@@ -45,6 +45,20 @@ logger = logging.getLogger(__name__)
 current_tenant: ContextVar[str | None] = ContextVar("current_tenant", default=None)  # of the current task
 
 
+class WorkerKind(msgspec.Struct, frozen=True):
+    """What the processes of a pool run."""
+
+    name: str  # in logs and errors
+    source: str  # their second argument
+    command: Sequence[str] | None = None  # None: COMMAND
+    ready: tuple[Sequence[bytes], Sequence[bytes]] = _NOTHING  # a job that shows that a process is ready
+    hang_timeout_s: float | None = None  # None: HANG_TIMEOUT_S
+
+
+def text_kind(source: wire.TokenizerSource) -> WorkerKind:
+    return WorkerKind("text", msgspec.json.encode(source).decode())
+
+
 class Lost(Exception):
     """The process is gone."""
 
@@ -52,12 +66,13 @@ class Lost(Exception):
 class WorkerHandle:
     """One process. `lasting`: the thread that starts it is there as long as it is needed."""
 
-    def __init__(self, source: str, lasting: bool = False) -> None:
+    def __init__(self, kind: WorkerKind, lasting: bool = False) -> None:
+        self.kind = kind
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                arguments = ["{0}", source, *with_thread_option(lasting)]
-                self._child = spawn(COMMAND, arguments, [theirs.fileno()], settings=SETTINGS)
+                arguments = ["{0}", kind.source, *with_thread_option(lasting)]
+                self._child = spawn(kind.command or COMMAND, arguments, [theirs.fileno()], settings=SETTINGS)
             except BaseException:
                 ours.close()
                 raise
@@ -126,8 +141,8 @@ def _end(child: ChildProcess, connection: socket.socket) -> None:
 class ProcessPool:
     """Up to `most` processes, started when they are needed."""
 
-    def __init__(self, source: wire.TokenizerSource, most: int, threads: ThreadPoolExecutor) -> None:
-        self._source = msgspec.json.encode(source).decode()
+    def __init__(self, kind: WorkerKind, most: int, threads: ThreadPoolExecutor) -> None:
+        self._kind = kind
         self._most, self._threads = most, threads
         self._workers: set[WorkerHandle] = set()
         self._free: list[WorkerHandle] = []
@@ -169,7 +184,9 @@ class ProcessPool:
                 overdue = await asyncio.get_running_loop().run_in_executor(self._threads, worker.overdue)
                 if overdue:
                     raise InvalidParameter(f"{what} takes too much processor time", parameter) from None
-                logger.warning("a text process was lost at work%s", "; its job is done again" if not attempt else "")
+                logger.warning(
+                    "a %s process was lost at work%s", self._kind.name, "; its job is done again" if not attempt else ""
+                )
             except asyncio.CancelledError:
                 self._leave(worker)
                 raise
@@ -223,9 +240,9 @@ class ProcessPool:
             return
         except (Lost, OSError, RuntimeError) as error:  # no descriptors, no memory, no threads
             why = "it ended at once" if isinstance(error, Lost) else str(error)
-            logger.error("a text process cannot be started: %s", why)
+            logger.error("a %s process cannot be started: %s", self._kind.name, why)
             if (turn := self._next()) is not None:
-                turn.set_exception(EngineError(f"a text process cannot be started: {why}"))
+                turn.set_exception(EngineError(f"a {self._kind.name} process cannot be started: {why}"))
         else:
             self._give_back(worker)
         finally:
@@ -235,14 +252,14 @@ class ProcessPool:
     async def _started(self) -> WorkerHandle:
         """One more process, ready."""
         loop = asyncio.get_running_loop()
-        worker = await loop.run_in_executor(self._threads, WorkerHandle, self._source, True)
+        worker = await loop.run_in_executor(self._threads, WorkerHandle, self._kind, True)
         self._workers.add(worker)
         if self._closed:
             self._drop(worker)
             raise EngineDead("the engine was shut down")
         late = loop.call_later(MAX_JOB_S, worker.kill)
         try:
-            await worker.ask(*_NOTHING)
+            await worker.ask(*self._kind.ready)
         except Lost:
             self._drop(worker)
             if self._closed:
@@ -253,7 +270,7 @@ class ProcessPool:
         return worker
 
     def _add(self) -> WorkerHandle:
-        worker = WorkerHandle(self._source)
+        worker = WorkerHandle(self._kind)
         self._workers.add(worker)
         return worker
 
@@ -318,10 +335,10 @@ async def _watch(worker: WorkerHandle) -> None:
     """Kills a process that does nothing about its job, or never ends it."""
     end, before = time.monotonic() + MAX_JOB_S, processor_time(worker.pid)
     while time.monotonic() < end:
-        await asyncio.sleep(HANG_TIMEOUT_S)
+        await asyncio.sleep(worker.kind.hang_timeout_s or HANG_TIMEOUT_S)
         now = processor_time(worker.pid)
         if now is not None and now == before:
-            logger.warning("a text process stands still")
+            logger.warning("a %s process stands still", worker.kind.name)
             break
         before = now
     worker.kill()

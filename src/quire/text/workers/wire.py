@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from quire.text.chat import MediaMarks
 from quire.types import errors
 
 TEXT, TEXT_END, INTS, INTS_END = b"t", b"T", b"i", b"I"
@@ -57,6 +58,7 @@ class Render(_Job):
     short: int
     most: int  # characters, beyond which it is refused
     cut: "Cut"
+    media: MediaMarks | None = None
 
 
 class Cut(msgspec.Struct, array_like=True):
@@ -84,6 +86,9 @@ class Cut(msgspec.Struct, array_like=True):
         """Tokens of the text itself that are kept."""
         assert self.keep is not None
         return max(0, self.keep - self.before - self.after)
+
+
+ALL = Cut(1 << 40)
 
 
 class Encode(_Job):
@@ -118,10 +123,6 @@ class Ids(list[int]):
 
 
 # ---- what is refused, in words
-
-
-def too_slow(what: str, seconds: float) -> str:
-    return f"{what} takes too long: more than {seconds:g} s of processor time"
 
 
 def too_long(size: int, most: int) -> str:

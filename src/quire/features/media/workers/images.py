@@ -1,0 +1,108 @@
+"""Decode an image to RGB, in a media process. Its size is read from the header and refused before it is decoded."""
+
+import contextlib
+import io
+import warnings
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from quire.types.errors import InvalidParameter, NotSupported
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_PIXELS = 64_000_000
+MAX_RATIO = 200  # of the longer side to the shorter
+FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "BMP", "TIFF", "AVIF")
+_NAMES = "PNG, JPEG, GIF, WebP, BMP, TIFF and AVIF"
+_MODULES = {"WEBP": "WebP"}
+_WHITE = (255, 255, 255)
+
+
+def decode_image(data: bytes) -> "Image":
+    """Return the image in RGB, turned as its EXIF data says. An animation is its first frame, transparency is white."""
+    from PIL import Image, ImageFile
+
+    if is_svg(data):
+        raise NotSupported(f"SVG is not supported; {_NAMES} are. Send it as PNG")
+    Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = None, False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(io.BytesIO(data), formats=_formats()) as image:
+                check_size(*image.size)
+                image.load()
+                return to_rgb(image)
+    except (InvalidParameter, MemoryError):
+        raise
+    except Exception as error:  # decoders fail in any way with broken files
+        kind = "of no known format" if type(error).__name__ == "UnidentifiedImageError" else "broken or truncated"
+        raise InvalidParameter(f"the image is {kind}; {_NAMES} are supported") from None
+
+
+@cache
+def _formats() -> tuple[str, ...]:
+    """Return the formats that this build of Pillow reads."""
+    from PIL import Image
+
+    for name in FORMATS:
+        with contextlib.suppress(ImportError):
+            import_module(f"PIL.{_MODULES.get(name, name.capitalize())}ImagePlugin")
+    return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
+def check_size(width: int, height: int) -> None:
+    if width < 1 or height < 1:
+        raise InvalidParameter("the image has no pixels")
+    if width * height > MAX_PIXELS:
+        raise InvalidParameter(
+            f"the image has {width} x {height} pixels; at most {MAX_PIXELS // 10**6} million are supported. Send a smaller one"
+        )
+    if max(width, height) > MAX_RATIO * min(width, height):
+        raise InvalidParameter(
+            f"the image has {width} x {height} pixels; one side may be at most {MAX_RATIO} times the other. Crop it"
+        )
+
+
+def image_of_pixels(data: bytes, shape: list[int]) -> "Image":
+    """shape: [height, width, 3]"""
+    from PIL import Image
+
+    height, width, _ = shape
+    check_size(width, height)
+    return Image.frombytes("RGB", (width, height), data)
+
+
+def is_svg(data: bytes) -> bool:
+    start = data[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    return start.startswith(b"<svg") or (start.startswith((b"<?xml", b"<!doctype", b"<!--")) and b"<svg" in data[:4096].lower())
+
+
+def to_rgb(image: "Image") -> "Image":
+    """Return the image in RGB, turned as its EXIF data says, on white where it is transparent."""
+    from PIL import Image, ImageOps
+
+    with contextlib.suppress(Exception):  # of broken EXIF data, not of the image
+        image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16") or image.mode == "I":
+        image = _in_8_bits(image)
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        flat = Image.new("RGB", image.size, _WHITE)
+        flat.paste(image, mask=image.getchannel("A"))
+        return flat
+    return image.convert("RGB")
+
+
+def _in_8_bits(image: "Image") -> "Image":
+    """Keep the upper 8 of 16 bits; Pillow would cut off what is above 255."""
+    import numpy as np
+    from PIL import Image
+
+    values: Any = np.asarray(image).astype(np.int64)
+    if values.max(initial=0) > 255 or image.mode != "I":
+        values = np.clip(values, 0, 65535) >> 8
+    return Image.fromarray(np.clip(values, 0, 255).astype(np.uint8))

@@ -1,0 +1,252 @@
+"""A media process: `python -m quire.features.media.workers.worker SOCKET SOURCE [with-thread]`. SOCKET is an inherited
+descriptor, SOURCE the name of a file with a `wire.MediaSource`, or "" for a process that only fetches.
+
+It does one job at a time, within bounds of processor time and memory, and ends when the other side closes the socket. Image
+processor and tokenizer are read when a job first needs them.
+"""
+
+import base64
+import binascii
+import contextlib
+import hashlib
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from quire.features.media.families.base import Arrays, Expansion, MediaFamily, Video
+from quire.features.media.workers import wire
+from quire.features.media.workers.fetch import fetch
+from quire.proc.bounded import MB, Bounded, Bounds, held_bytes
+from quire.proc.channel import Frames
+from quire.proc.spawn import set_up
+from quire.text.workers.wire import LAST, FrameWriter, refusal
+from quire.types.errors import InvalidParameter, RequestError
+
+GROWTH = 1024 * MB  # a process that holds this much more after a job than after its start ends
+MAX_ARRAY_BYTES = 1024 * MB  # of one item
+MAX_TOKENS = 1 << 20  # of one item
+SHARED_SPARE_BYTES = 64 * MB  # room that is left in the file system of shared files
+BOUNDS = {
+    "image": Bounds(15.0, 4096 * MB, "reading the image", None),
+    "video": Bounds(60.0, 6144 * MB, "reading the video", None),
+}
+T = TypeVar("T")
+_DTYPES = {"f": "float32", "i": "int64", "u": "int64", "b": "bool"}
+
+
+class MediaWorker:
+    def __init__(self, frames: Frames, source: str) -> None:
+        self._frames, self._source_file = frames, source
+        self._start_bytes: int | None = None
+
+    def run(self) -> None:
+        while (head := self._frames.wait()) is not None and (blob := self._frames.wait()) is not None:
+            frames = self._answer(head, blob)
+            last = self._grew()
+            if last:
+                frames[-1] = LAST[frames[-1][:1]] + frames[-1][1:]
+            for frame in frames:
+                self._frames.send(frame)
+            if last:
+                return
+
+    def _answer(self, head: bytes, blob: bytes) -> list[bytes]:
+        try:
+            return list(FrameWriter().frames(self._do(wire.decode_job(head), blob)))
+        except msgspec.ValidationError as error:
+            return [refusal(InvalidParameter(f"the request cannot be read: {error}"))]
+        except RequestError as error:
+            return [refusal(error)]
+
+    def _do(self, job: wire.MediaJob, blob: bytes) -> Any:
+        match job:
+            case wire.Warm():
+                if job.everything:
+                    _ = self._processor, self._tokenizer, self._family
+                return True
+            case wire.Fetch():
+                return fetch(job)
+            case wire.Process():
+                processor, tokenizer = self._processor, self._tokenizer  # reading them is not the job's cost
+                with Bounded(BOUNDS[job.modality]):
+                    return msgspec.to_builtins(self._process(job, blob, processor, tokenizer), builtin_types=(bytes,))
+
+    # ---- what is read once
+
+    @cached_property
+    def _source(self) -> wire.MediaSource:
+        return msgspec.json.decode(Path(self._source_file).read_bytes(), type=wire.MediaSource)
+
+    @cached_property
+    def _family(self) -> MediaFamily:
+        from quire.features.media.families import media_family
+
+        family = media_family(self._source.architecture, self._source.config)
+        assert family is not None
+        return family
+
+    @cached_property
+    def _processor(self) -> Any:
+        sys.modules.setdefault("torch", None)  # type: ignore[arg-type] # transformers would import it, for seconds
+        os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+        from transformers import AutoImageProcessor
+
+        processor = AutoImageProcessor.from_pretrained(
+            self._source.path, backend="pil", local_files_only=True, trust_remote_code=False
+        )
+        import numpy as np
+        from PIL import Image
+
+        # what is imported with the first picture is not its cost
+        with contextlib.suppress(Exception):
+            processor(images=[Image.fromarray(np.zeros((64, 64, 3), np.uint8))], return_tensors="np")
+        return processor
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from quire.files.resolve import resolve_model
+        from quire.text.tokenizer_files import read_tokenizer
+
+        where = self._source.tokenizer
+        path = Path(where.path)
+        if where.tokenizer is not None:
+            path = resolve_model(where.tokenizer, revision=where.revision, weights=False).path
+        return read_tokenizer(path)
+
+    @cached_property
+    def _video_settings(self) -> dict[str, Any]:
+        return video_settings(Path(self._source.path))
+
+    # ---- one item
+
+    def _process(self, job: wire.Process, blob: bytes, processor: Any, tokenizer: Any) -> wire.ProcessedItem:
+        data = Path(job.path).read_bytes() if job.path else blob
+        data = decode_base64(data) if job.kind == "base64" else data
+        digest = hashlib.sha256(msgspec.json.encode((job.modality, job.options, job.count)))
+        arrays = self._arrays(job, data, processor, digest)
+        expansion = self._expand(job, arrays, tokenizer)
+        if len(expansion.tokens) > MAX_TOKENS:
+            raise InvalidParameter(f"the {job.modality} has {len(expansion.tokens)} tokens; at most {MAX_TOKENS} are supported")
+        places, in_file = write_arrays(arrays, job.out)
+        return wire.ProcessedItem(
+            digest.hexdigest(), in_file, places, [int(token) for token in expansion.tokens], expansion.before, expansion.after,
+            [(int(start), int(count)) for start, count in expansion.embedded], expansion.grid, float(expansion.interval),
+        )  # fmt: skip
+
+    def _arrays(self, job: wire.Process, data: bytes, processor: Any, digest: Any) -> Arrays:
+        if job.modality == "video":
+            video = self._video(job, data)
+            digest.update(msgspec.json.encode((video.frames.shape, list(video.seconds), video.frame_rate, video.duration)))
+            digest.update(video.frames.data)
+            return self._refusing(
+                lambda: self._family.preprocess_video(video, processor, {**self._video_settings, **job.options}), job
+            )
+        from quire.features.media.workers.images import decode_image, image_of_pixels
+
+        image = image_of_pixels(data, job.shape) if job.kind == "pixels" else decode_image(data)
+        digest.update(msgspec.json.encode(image.size))
+        digest.update(image.tobytes())
+        return self._refusing(lambda: self._family.preprocess_image(image, processor, job.options, job.count), job)
+
+    def _video(self, job: wire.Process, data: bytes) -> Video:
+        import numpy as np
+
+        from quire.features.media.workers.videos import decode_video, video_of_pixels
+
+        if job.kind != "pixels":
+            return decode_video(data, job.io)
+        return video_of_pixels(np.frombuffer(data, np.uint8).reshape(job.shape), float(job.io.get("fps") or 1.0))
+
+    def _expand(self, job: wire.Process, arrays: Arrays, tokenizer: Any) -> Expansion:
+        return self._refusing(
+            lambda: self._family.expand(job.modality, arrays, lambda text: tokenizer.encode(text, add_special_tokens=False)),
+            job,
+        )
+
+    def _refusing(self, work: Callable[[], T], job: wire.Process) -> T:
+        """Do work of the image processor, which refuses images and options with errors of any kind."""
+        try:
+            return work()
+        except (RequestError, MemoryError, RecursionError):
+            raise
+        except Exception as error:
+            if job.options:
+                reason = "cannot be processed with these mm_processor_kwargs"
+                raise InvalidParameter(f"the {job.modality} {reason}: {type(error).__name__}", "mm_processor_kwargs") from error
+            raise InvalidParameter(f"the {job.modality} cannot be processed: {type(error).__name__}") from error
+
+    def _grew(self) -> bool:
+        held = held_bytes()
+        if "_processor" not in self.__dict__ or held is None:
+            return False
+        if self._start_bytes is None:
+            self._start_bytes = held
+        return held > self._start_bytes + GROWTH
+
+
+def decode_base64(text: bytes) -> bytes:
+    try:
+        return base64.b64decode(text.translate(None, b" \t\r\n"), validate=True)
+    except binascii.Error:
+        raise InvalidParameter("its base64 is not valid") from None
+
+
+def video_settings(path: Path) -> dict[str, Any]:
+    """Return the checkpoint's own settings of videos."""
+    found: dict[str, Any] = {}
+    for name, key in (("video_preprocessor_config.json", None), ("processor_config.json", "video_processor")):
+        with contextlib.suppress(OSError, ValueError):
+            read = msgspec.json.decode((path / name).read_bytes())
+            part = read if key is None else read.get(key)
+            found |= part if isinstance(part, dict) else {}
+    return found
+
+
+def write_arrays(arrays: Arrays, out: str) -> tuple[list[wire.ArrayPlace], bool]:
+    """Write the arrays to a file, if it is given and has room; return where they are, and whether that is in the file."""
+    import numpy as np
+
+    values = {name: np.ascontiguousarray(value) for name, value in arrays.items()}
+    values = {name: value.astype(_DTYPES[value.dtype.kind], copy=False) for name, value in values.items()}
+    total = sum(value.nbytes for value in values.values())
+    if total > MAX_ARRAY_BYTES:
+        raise InvalidParameter(f"its preprocessed values take {total >> 20} MB; at most {MAX_ARRAY_BYTES >> 20} are supported")
+    in_file = bool(out) and _write(out, [value.tobytes() for value in values.values()], total)
+    places, offset = [], 0
+    for name, value in values.items():
+        data = b"" if in_file else value.tobytes()
+        places.append(wire.ArrayPlace(name, str(value.dtype), list(value.shape), offset if in_file else 0, data))
+        offset += value.nbytes
+    return places, in_file
+
+
+def _write(out: str, pieces: Sequence[Any], total: int) -> bool:
+    file = Path(out)
+    with contextlib.suppress(OSError):
+        room = os.statvfs(file.parent)
+        if room.f_bavail * room.f_frsize < total + SHARED_SPARE_BYTES:
+            return False
+        with file.open("xb") as opened:
+            opened.writelines(pieces)
+        return True
+    with contextlib.suppress(OSError):
+        file.unlink(missing_ok=True)
+    return False
+
+
+def main(argv: Sequence[str]) -> int:
+    set_up("media", argv, descriptors=argv[:1])
+    frames = Frames(socket.socket(fileno=int(argv[0])))
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the other side is gone
+        MediaWorker(frames, argv[1]).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,206 @@
+"""URLs are fetched from allowed hosts only, at addresses that were checked, within time and size."""
+
+import http.server
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from quire.features.media.workers import fetch as fetch_module
+from quire.features.media.workers import wire
+from quire.features.media.workers.fetch import fetch, is_public
+from quire.types.errors import FetchFailed, InvalidParameter
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        path = self.path.partition("?")[0]
+        if path == "/picture":
+            self._answer(200, b"picture")
+        elif path == "/moved":
+            self._answer(302, b"", ("Location", "/picture"))
+        elif path == "/loop":
+            self._answer(302, b"", ("Location", "/loop"))
+        elif path.startswith("/to/"):
+            self._answer(302, b"", ("Location", self.path[len("/to/") :]))
+        elif path == "/gzip":
+            self._answer(200, b"x", ("Content-Encoding", "gzip"))
+        elif path == "/slow":
+            self._slow()
+        elif path == "/endless":
+            self._endless()
+        else:
+            self._answer(404, b"no")
+
+    def _answer(self, status, body, *headers):
+        self.send_response(status)
+        for name, value in (*headers, ("Content-Length", str(len(body)))):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _slow(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "1000")
+        self.end_headers()
+        for _ in range(50):
+            try:
+                self.wfile.write(b"x")
+            except OSError:
+                return
+            time.sleep(0.1)
+
+    def _endless(self):
+        self.send_response(200)
+        self.end_headers()
+        try:
+            while True:
+                self.wfile.write(b"x" * 65536)
+        except OSError:
+            self.close_connection = True
+
+    def log_message(self, *args):
+        pass
+
+
+class Server(http.server.ThreadingHTTPServer):
+    def handle_error(self, *args):
+        """A client that is gone."""
+
+
+@pytest.fixture(scope="module")
+def port():
+    server = Server(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server.server_port
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def get(tmp_path):
+    def fetched(url, domains=(), root="", seconds=5.0, most=1 << 20):
+        out = tmp_path / "copy"
+        out.unlink(missing_ok=True)
+        fetch(wire.Fetch(url, list(domains), str(root), str(out), seconds, most))
+        return out.read_bytes()
+
+    return fetched
+
+
+def test_an_allowed_host_is_read_also_after_a_redirect(get, port):
+    for path in ("picture", "moved", f"to/http://127.0.0.1:{port}/picture?a=b"):
+        assert get(f"http://127.0.0.1:{port}/{path}", [f"127.0.0.1:{port}"]) == b"picture"
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "reason"),
+    [
+        ("nothing", FetchFailed, "answered 404"),
+        ("loop", FetchFailed, "redirected more than"),
+        ("gzip", FetchFailed, "compressed"),
+        ("to/http://127.0.0.1:1/x", InvalidParameter, "host is not allowed"),
+        ("to/http://169.254.169.254/latest", InvalidParameter, "host is not allowed"),
+        ("to/file:///etc/passwd", FetchFailed, "redirects to a URL"),
+        ("to/gopher://x", InvalidParameter, "must begin with"),
+        ("endless", InvalidParameter, "more than 1048576 bytes"),
+    ],
+)
+def test_answers_that_are_refused(get, port, path, kind, reason):
+    with pytest.raises(kind, match=reason) as refused:
+        get(f"http://127.0.0.1:{port}/{path}", [f"127.0.0.1:{port}"])
+    assert "127.0" not in str(refused.value) and "169" not in str(refused.value)
+
+
+def test_a_slow_stream_ends_in_time(get, port):
+    begun = time.monotonic()
+    with pytest.raises(FetchFailed, match=r"more than 0\.5 s"):
+        get(f"http://127.0.0.1:{port}/slow", [f"127.0.0.1:{port}"], seconds=0.5)
+    assert time.monotonic() - begun < 4
+
+
+def test_a_host_that_is_allowed_by_name_must_have_public_addresses(get, port, monkeypatch):
+    url = f"http://pictures.example:{port}/picture"
+    real, asked = socket.getaddrinfo, []
+
+    def resolve(host, *args, **options):
+        asked.append(host)
+        return real("127.0.0.1", *args, **options)
+
+    monkeypatch.setattr(fetch_module.socket, "getaddrinfo", resolve)
+    with pytest.raises(FetchFailed, match="the connection failed"):
+        get(url, ["pictures.example"])
+    assert get(url, [f"pictures.example:{port}"]) == b"picture"
+    assert asked == ["pictures.example"] * 2  # once for each: the address that was checked is used
+    with pytest.raises(InvalidParameter, match="host is not allowed"):
+        get(url, ["example", "other.pictures.example", "pictures.example.org", f"pictures.example:{port + 1}"])
+
+
+def test_a_server_that_is_not_there_is_not_named(get):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(FetchFailed, match="the connection failed") as refused:
+        get(f"http://127.0.0.1:{port}/x", [f"127.0.0.1:{port}"])
+    assert str(port) not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1", "10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0", "100.64.0.1", "224.0.0.1",
+        "255.255.255.255", "240.0.0.1", "::1", "::", "fe80::1%eth0", "fc00::1", "ff02::1", "::ffff:127.0.0.1",
+        "::ffff:10.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::", "2001:db8::1",
+    ],
+)  # fmt: skip
+def test_addresses_that_are_not_public(address):
+    assert not is_public(address)
+
+
+def test_addresses_that_are_public():
+    assert all(map(is_public, ("8.8.8.8", "2606:4700:4700::1111", "64:ff9b::808:808")))
+
+
+@pytest.fixture
+def root(tmp_path):
+    root = tmp_path / "root"
+    (root / "below").mkdir(parents=True)
+    (root / "below" / "a picture.png").write_bytes(b"picture")
+    (tmp_path / "secret").write_bytes(b"secret")
+    (root / "link").symlink_to(tmp_path / "secret")
+    (root / "directory").symlink_to(tmp_path)
+    (root / "good link").symlink_to(root / "below" / "a picture.png")
+    return root
+
+
+def test_files_below_the_allowed_directory_are_read(get, root):
+    assert get(f"file://{root}/below/a%20picture.png", root=root) == b"picture"
+    assert get(f"file://localhost{root}/good%20link", root=root) == b"picture"
+
+
+@pytest.mark.parametrize(
+    "path", ["../secret", "%2e%2e/secret", "link", "directory/secret", "below/../../secret", "below", "", "/etc/passwd", "none"]
+)
+def test_other_files_are_not_read(get, root, path):
+    url = f"file://{path}" if path.startswith("/") else f"file://{root}/{path}"
+    with pytest.raises((InvalidParameter, FetchFailed)) as refused:
+        get(url, root=root)
+    assert str(root) not in str(refused.value) and "secret" not in str(refused.value)
+
+
+def test_a_pipe_and_a_large_file_are_not_read(get, root):
+    import os
+
+    os.mkfifo(root / "pipe")
+    with pytest.raises(InvalidParameter, match="regular file"):
+        get(f"file://{root}/pipe", root=root)
+    with pytest.raises(InvalidParameter, match="more than 3 bytes"):
+        get(f"file://{root}/below/a%20picture.png", root=root, most=3)
+    with pytest.raises(InvalidParameter, match="allowed-local-media-path"):
+        get(f"file://{Path('/etc/passwd')}")
+    with pytest.raises(InvalidParameter, match="must not name a host"):
+        get("file://other/etc/passwd", root=root)
