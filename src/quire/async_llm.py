@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -31,6 +31,9 @@ from quire.engine.handle import EngineHandle, EngineListener, EngineStatus, Engi
 from quire.engine.router import start_engines
 from quire.engine.timeline import Timeline
 from quire.features.lora.client import AdapterClient, AdapterNames, Sharing
+from quire.features.media.inputs import NO_OPTIONS
+from quire.features.media.reader import MediaReader
+from quire.features.media.requests import has_media, read_prompt, references, without_media
 from quire.features.pooling.host import supported_tasks
 from quire.features.pooling.requests import pooling_output, pools_tokens, prepare_pooling
 from quire.features.profiling.control import AsyncProfiles
@@ -95,7 +98,8 @@ class AsyncLLM(EngineView, AsyncProfiles, AsyncLLMNotBuilt):
             self._client.stop(0.0)
             raise
         self.offload = TextOffload(config, self.tokenizer)
-        self._inputs = InputProcessor.of(config, self.tokenizer, config.max_model_len, self.offload)
+        self.media = MediaReader(config, self.tokenizer)
+        self._inputs = InputProcessor.of(config, self.tokenizer, config.max_model_len, self.offload, self.media.placeholders)
         self.prompts = self._inputs.prompts
         self._outputs = OutputProcessor(self.tokenizer, self.observers)
         self._streams: dict[str, Stream] = {}  # by the user's request id
@@ -298,6 +302,9 @@ class AsyncLLM(EngineView, AsyncProfiles, AsyncLLMNotBuilt):
         self._client.check(data_parallel_rank)
         extras = NO_EXTRAS if lora_request is None else (await self._adapters.use(lora_request)).extras
         how = Tokenization.of(tokenization_kwargs) if tokenization_kwargs else None
+        if has_media(prompt):
+            prompt = await self._read_media(cast(Mapping[str, Any], prompt), how, extras)
+        prompt = without_media(prompt)
         prepared = await self._prepare(prompt, sampling_params, request_id, priority, cache_tenant, extras, how)
         stream = self._open(on_engine(prepared, data_parallel_rank), trace_headers, arrived, at_once)
         try:
@@ -415,6 +422,12 @@ class AsyncLLM(EngineView, AsyncProfiles, AsyncLLMNotBuilt):
         self._attend()
         return await self._adapters.pin(lora_id)
 
+    async def _read_media(self, prompt: Mapping[str, Any], how: Tokenization | None, extras: Extras) -> Prompt:
+        prompts = self.prompts if extras.lora is None else self.prompts.of(extras)
+
+        refs = await self.offload.thread(references, prompt)
+        return await read_prompt(self.media, prompts, prompt, refs, prompts.encode_text, NO_OPTIONS, how)
+
     # ---- text -----------------------------------------------------------------------------------------------------------
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -448,6 +461,7 @@ class AsyncLLM(EngineView, AsyncProfiles, AsyncLLMNotBuilt):
         self._client.stop(SHUTDOWN_TIMEOUT_S if timeout is None else timeout)
         self._adapters.stop()
         self.offload.stop()
+        self.media.stop()
         if self.config.in_use is not None:
             self.config.in_use.end()
         task, self._task = self._task, None

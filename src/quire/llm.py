@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from tqdm import tqdm
@@ -10,6 +11,8 @@ from tqdm import tqdm
 from quire.beam import search_beams
 from quire.config.args import EngineArgs
 from quire.config.model_config import ModelConfig
+from quire.features.media.inputs import options_of, take_media, texts_of
+from quire.features.media.requests import SPECIAL, check_tokenization, has_media
 from quire.features.pooling.io_processor import open_io_processor
 from quire.features.pooling.offline import PoolingMethods
 from quire.features.profiling.control import LLMProfiles
@@ -18,11 +21,12 @@ from quire.not_built import LLMNotBuilt
 from quire.obs.offline import OfflineMetrics
 from quire.progress import shown
 from quire.step_loop import interrupts_between_steps, little_garbage_collection
-from quire.text.inputs import PreparedRequest, refuse_media
-from quire.text.prompts import ChatOptions, Tokenization
+from quire.text.inputs import PreparedRequest
+from quire.text.prompts import ChatOptions, PromptReader, Tokenization
 from quire.text.tokenizer import Tokenizer
 from quire.types.adapter import LoRARequest
 from quire.types.errors import InvalidParameter, NotSupported
+from quire.types.media import MODALITIES
 from quire.types.outputs import BeamSearchOutput, RequestOutput
 from quire.types.prompts import NO_EXTRAS, Extras, PromptType
 from quire.types.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -65,18 +69,18 @@ class LLM(PoolingMethods, LLMProfiles, LLMNotBuilt):
         lora_request: Adapters = None,
         priority: Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: Any = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generate text; return one RequestOutput per prompt, in order.
 
         Everything is checked before anything runs. A request that fails while running comes back with finish_reason
         "error" and its reason in `outputs[i].error`; the others are not touched. `tokenization_kwargs` set how prompts are
         tokenized: add_special_tokens, truncation, max_length ... (`text/prompts.py`). `lora_request`: the adapter of all
-        prompts, or a list with one or None for each.
+        prompts, or a list with one or None for each. A prompt brings images and videos as `multi_modal_data`;
+        `mm_processor_kwargs` are options of the model's image processor for all of them.
         """
-        if mm_processor_kwargs:
-            refuse_media(mm_processor_kwargs)
-        return self._run(self._prepare(prompts, sampling_params, priority, tokenization_kwargs, lora_request), use_tqdm)
+        prepared = self._prepare(prompts, sampling_params, priority, tokenization_kwargs, lora_request, mm_processor_kwargs)
+        return self._run(prepared, use_tqdm)
 
     def chat(
         self,
@@ -91,21 +95,21 @@ class LLM(PoolingMethods, LLMProfiles, LLMNotBuilt):
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: Any = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generate answers to one conversation or a list of them; return what `generate` does.
 
         `chat_template_content_format`: what the template gets as a message's content, "string", or "openai" for a list of
-        parts; "auto": what it reads.
+        parts; "auto": what it reads. Contents may have parts with PIL images: {"type": "image_pil", "image_pil": image}.
         """
         options = ChatOptions(
             chat_template, chat_template_content_format, add_generation_prompt, continue_final_message, tools,
             chat_template_kwargs, tokenization_kwargs,
         )  # fmt: skip
-        if mm_processor_kwargs:
-            refuse_media(mm_processor_kwargs)
         prompts = self._render(messages, options, lora_request)
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        return self.generate(
+            prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs
+        )
 
     def preprocess_chat(self, messages: Messages | Sequence[Messages], **options: Any) -> list[PromptType]:
         """Return the prompts that `chat` makes of conversations. options: those of `chat` from chat_template on."""
@@ -121,8 +125,23 @@ class LLM(PoolingMethods, LLMProfiles, LLMNotBuilt):
         reader = self.llm_engine.inputs.prompts
         extras = self._extras_for(lora_request if adapters_add_tokens else None, len(conversations))
         each = zip(conversations, extras, strict=True)
-        prompts = [reader.of(extra).read_chats([one], options)[0] for one, extra in each]
-        return [{"prompt": prompt.text or "", "prompt_token_ids": prompt.ids} for prompt in prompts]
+        return [self._render_one(reader.of(extra), one, options) for one, extra in each]
+
+    def _render_one(self, reader: PromptReader, messages: Messages, options: ChatOptions) -> PromptType:
+        media = self.llm_engine.media
+        taken, refs = take_media(messages, local=True)
+        media.check(refs)
+        if media.placeholders is not None:
+            media.placeholders.refuse_typed(texts_of(taken))
+        how = Tokenization.of(options.tokenization_kwargs, add_special_tokens=False)
+        check_tokenization(how if refs else None)
+        [prompt] = reader.read_chats([taken], replace(options, media=media.marks))
+        if not refs:
+            return {"prompt": prompt.text or "", "prompt_token_ids": prompt.ids}
+        data = {modality: [ref for ref in refs if ref.modality == modality] for modality in MODALITIES}
+        given = {key: value for key, value in data.items() if value}
+        chat = {"prompt": prompt.text or "", "multi_modal_data": given, SPECIAL: how.add_special_tokens}
+        return cast(PromptType, chat)
 
     def enqueue(
         self,
@@ -132,12 +151,10 @@ class LLM(PoolingMethods, LLMProfiles, LLMNotBuilt):
         lora_request: Adapters = None,
         priority: Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: Any = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Enqueue requests without running them; return their ids. `wait_for_completion` runs them."""
-        if mm_processor_kwargs:
-            refuse_media(mm_processor_kwargs)
-        prepared = self._prepare(prompts, sampling_params, priority, tokenization_kwargs, lora_request)
+        prepared = self._prepare(prompts, sampling_params, priority, tokenization_kwargs, lora_request, mm_processor_kwargs)
         self._waiting += prepared
         return [one.id for one in prepared]
 
@@ -228,6 +245,7 @@ class LLM(PoolingMethods, LLMProfiles, LLMNotBuilt):
         priority: Sequence[int] | None,
         tokenization_kwargs: Mapping[str, Any] | None,
         lora_request: Adapters,
+        mm_processor_kwargs: Mapping[str, Any] | None,
     ) -> list[PreparedRequest]:
         batch = _as_batch(prompts)
         how = Tokenization.of(tokenization_kwargs) if tokenization_kwargs else None
@@ -236,8 +254,11 @@ class LLM(PoolingMethods, LLMProfiles, LLMNotBuilt):
         if len(priorities) != len(batch):
             raise InvalidParameter(f"priority has {len(priorities)} entries for {len(batch)} prompts", "priority")
         extras = [NO_EXTRAS] * len(batch) if lora_request is None else self._extras_for(lora_request, len(batch))
+        if mm_processor_kwargs and not any(map(has_media, batch)):
+            raise InvalidParameter("mm_processor_kwargs requires prompts with images or videos", "mm_processor_kwargs")
+        read = self.llm_engine.read_media(batch, how, options_of(mm_processor_kwargs), extras)
         prepared = []
-        for prompt, one, rank, extra in zip(batch, params, priorities, extras, strict=True):
+        for prompt, one, rank, extra in zip(read, params, priorities, extras, strict=True):
             ready = self.llm_engine.prepare(str(next(self._ids)), prompt, one, priority=rank, how=how, extras=extra)
             ready.params.output_kind = RequestOutputKind.FINAL_ONLY
             prepared.append(ready)

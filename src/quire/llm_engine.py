@@ -6,13 +6,14 @@ With data_parallel_size there are several cores, in processes of their own, and 
 are started by an external launcher, it is one of them (`engine/external.py`).
 """
 
+import asyncio
 import logging
 import time
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 from quire.config.args import EngineArgs
 from quire.config.config import Config
@@ -26,6 +27,9 @@ from quire.engine.handle import check_rank_call
 from quire.engine.replicas import Replicas
 from quire.engine.timeline import Stopwatch
 from quire.features.lora.client import AdapterNames, NamedAdapter
+from quire.features.media.inputs import NO_OPTIONS, MediaOptions
+from quire.features.media.reader import MediaReader
+from quire.features.media.requests import MediaLoop, has_media, read_prompt, references, without_media
 from quire.features.pooling.host import supported_tasks
 from quire.features.pooling.requests import pooling_output, pools_tokens, prepare_pooling
 from quire.features.profiling.control import EngineProfiles
@@ -42,7 +46,7 @@ from quire.types.adapter import LoRARequest
 from quire.types.errors import EngineDead, NotSupported, RequestError
 from quire.types.outputs import RequestOutput
 from quire.types.pooling import PoolingOutput, PoolingParams, PoolingRequestOutput
-from quire.types.prompts import NO_EXTRAS, Extras, PromptType
+from quire.types.prompts import NO_EXTRAS, Extras, Prompt, PromptType
 from quire.types.sampling import SamplingParams
 from quire.types.structured import StructuredOutputsParams
 
@@ -74,7 +78,10 @@ class LLMEngine(EngineProfiles, LLMEngineNotBuilt):
         self._stop = weakref.finalize(self, self.core.stop)
         self._stop.atexit = False  # a process that ends gives its memory back, and its children end with it
         config = self.config
-        self.inputs = InputProcessor.of(config, self.tokenizer, self.max_model_len)
+        self.media = MediaReader(config, self.tokenizer)
+        self._media_loop = MediaLoop(self.media)
+        self._stop_media = weakref.finalize(self, self._media_loop.close)
+        self.inputs = InputProcessor.of(config, self.tokenizer, self.max_model_len, placeholders=self.media.placeholders)
         vocabulary = config.facts.vocab_size if config.adapter_tokens else None
         opener, bounds = self.inputs.prompts.open_tokenizer, config.adapter_bounds
         self.adapters = AdapterNames(config.max_loras > 0, vocabulary, opener, bounds)
@@ -146,7 +153,7 @@ class LLMEngine(EngineProfiles, LLMEngineNotBuilt):
     def prepare(
         self,
         request_id: str,
-        prompt: PromptType,
+        prompt: PromptType | Prompt,
         params: SamplingParams,
         arrival_time: float | None = None,
         priority: int = 0,
@@ -156,12 +163,45 @@ class LLMEngine(EngineProfiles, LLMEngineNotBuilt):
     ) -> PreparedRequest:
         self._check_open()
         arrival = time.time() if arrival_time is None else arrival_time
+        [prompt] = self.read_media([prompt], how, extras=[extras])
         prepared = self.inputs.prepare(
             request_id, prompt, params, arrival=arrival, priority=priority, how=how, engine_id=engine_id, extras=extras
         )
         if prepared.params.structured_outputs is not None:
             self._check_grammar(prepared.params.structured_outputs)
         return prepared
+
+    def read_media(
+        self,
+        prompts: Sequence[PromptType | Prompt],
+        how: Tokenization | None = None,
+        options: MediaOptions = NO_OPTIONS,
+        extras: Sequence[Extras] | None = None,
+    ) -> list[PromptType | Prompt]:
+        """Read the images and videos of all prompts at the same time; return the prompts with them. extras: of each prompt."""
+        read: list[PromptType | Prompt] = [without_media(prompt) for prompt in prompts]
+        with_media = [i for i, prompt in enumerate(prompts) if has_media(prompt)]
+        if not with_media:
+            return read
+
+        async def read_one(i: int) -> Prompt:
+            prompt = cast(Mapping[str, Any], prompts[i])
+            reader = self.inputs.prompts.of(NO_EXTRAS if extras is None else extras[i])
+
+            async def encode(text: str, add_special_tokens: bool) -> list[int]:
+                if reader.tokenizer is None:
+                    raise RequestError("there is no tokenizer (skip_tokenizer_init)", "prompt")
+                return reader.tokenizer.encode(text, add_special_tokens)
+
+            return await read_prompt(self.media, reader, prompt, refs[i], encode, options, how)
+
+        async def read_all() -> list[Prompt]:
+            return await asyncio.gather(*map(read_one, with_media))
+
+        refs = {i: references(cast(Mapping[str, Any], prompts[i])) for i in with_media}
+        for i, prompt in zip(with_media, self._media_loop.run(read_all()), strict=True):
+            read[i] = prompt
+        return read
 
     def _check_grammar(self, params: StructuredOutputsParams) -> None:
         self.core.constraints.check(params)
@@ -324,6 +364,7 @@ class LLMEngine(EngineProfiles, LLMEngineNotBuilt):
     def shutdown(self) -> None:
         """Stop the engine and give back its processes and memory, on the device too. Deleting the engine does the same."""
         self._stop()
+        self._stop_media()
         if self.config.in_use is not None:
             self.config.in_use.end()
 

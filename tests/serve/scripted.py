@@ -18,6 +18,7 @@ from quire.config.args import EngineArgs
 from quire.config.facts import DeviceFacts
 from quire.config.server_args import ServerArgs
 from quire.features.lora.client import AdapterNames
+from quire.features.media.reader import MediaReader
 from quire.files.resolve import ModelFiles
 from quire.obs.metrics import Metrics
 from quire.serve.app import build_app
@@ -90,6 +91,7 @@ class ScriptedAside:
         self, messages: Any, *, add_special_tokens: bool, cut: Cut, most: int, describe_tools: Any, **options: Any
     ) -> tuple[str, int, list[int] | None]:
         options |= options.pop("variables", {})
+        options["media_marks"] = options.pop("media", None)
         if describe_tools:
             tools = options.pop("tools")
             text = render_described(
@@ -114,12 +116,15 @@ class ScriptedLLM:
         self.prompts = self.inputs.prompts
         self.default_sampling: dict[str, Any] = {}
         self.adapters = AdapterNames(enabled=False)
-        facts = SimpleNamespace(eos_ids=(), parameters=1, files=ModelFiles("scripted", Path("scripted"), "gguf"))
+        facts = SimpleNamespace(
+            eos_ids=(), parameters=1, architecture="Scripted", files=ModelFiles("scripted", Path("scripted"), "gguf")
+        )
         self.config = SimpleNamespace(
             served_names=("scripted",), policy="fcfs", max_logprobs=20, facts=facts, args=EngineArgs(model="scripted"),
             device="cpu", dtype="float32", cache_dtype="float32", device_facts=DeviceFacts("cpu"), keep_quantized=False,
             ranks=1, stages=1, features={},
         )  # fmt: skip
+        self.media = MediaReader(self.config, tokenizer)  # type: ignore[arg-type]
         self.script = ""
         self.cuts: Iterable[int] | None = None
         self.finish = "stop"

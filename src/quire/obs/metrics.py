@@ -181,12 +181,17 @@ class Metrics:
         self.tool_calls = board.add(
             Counter("tool_calls", "Tool calls in answers, by what became of them", ("outcome",), ((end,) for end in CALL_ENDS))
         )
+        self.media_queries = board.add(Counter("mm_cache_queries", "Images and videos looked up in the processor cache"))
+        self.media_hits = board.add(Counter("mm_cache_hits", "Images and videos found in the processor cache"))
         self.success = board.add(
             Counter("request_success", "Choices that ended, by reason", ("finished_reason",), ((reason,) for reason in REASONS))
         )
 
     def _add_times(self, board: Board) -> None:
         self.ttft = board.add(Histogram("time_to_first_token_seconds", "From arrival to the first token", FIRST_TOKEN))
+        self.media_seconds = board.add(
+            Histogram("mm_processing_seconds", "Of an image or video in a media process, with the wait for one", FIRST_TOKEN)
+        )
         self.itl = board.add(Histogram("inter_token_latency_seconds", "Between two tokens of a choice", PER_TOKEN))
         self.tpot = board.add(
             Histogram("request_time_per_output_token_seconds", "Mean time per token after the first, per request", PER_TOKEN)
@@ -316,8 +321,13 @@ class Metrics:
 
     def _undivided(self, board: Board) -> list[Instrument]:
         """What engines have no part of each."""
-        names = (self.tool_calls.name, self.lora_info.name, *(gauge.name for gauge in self.gpu_gauges))
+        media = (self.media_queries.name, self.media_hits.name, self.media_seconds.name)
+        names = (self.tool_calls.name, self.lora_info.name, *media, *(gauge.name for gauge in self.gpu_gauges))
         return [one for one in board.instruments if one.name in names]
+
+    def count_media_query(self, hit: bool) -> None:
+        self.media_queries.add(1)
+        self.media_hits.add(int(hit))
 
     def look(self, engine: Engine, adapters: OpenAdapters = NONE_OPEN) -> None:
         """Read the gauges. `adapters`: of other API processes' requests."""

@@ -90,6 +90,8 @@ class OfflineMetrics(EngineGroup):
         if config.max_loras:
             self._metrics.adapters = lambda: (config.max_loras, *engine.outputs.adapters())
             self._metrics.adapter_names = lambda: (adapter.name for adapter in engine.adapters.all)
+        engine.media.cache.on_query = self._metrics.count_media_query
+        engine.media.on_processed = self._metrics.media_seconds.observe
         engine.outputs.observe(self._metrics)
 
     def read(self) -> list[Metric]:

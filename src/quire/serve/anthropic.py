@@ -8,6 +8,7 @@ from typing import Any
 import pydantic_core
 from fastapi import APIRouter, Request, Response
 
+from quire.features.media.inputs import WHERE, Where
 from quire.serve.body import JSONRoute
 from quire.serve.chat_stream import Turn, TurnDelta, prepare_turn, render_turn, run_turn, stream_turn
 from quire.serve.errors import AnthropicErrorBody, Terms, json_response
@@ -42,6 +43,7 @@ _TOOL_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "allowed_callers": (([], ["direct"]), "the server runs no code that could call tools"),
     "input_examples": (([],), "put examples into the description"),
 }
+Content = str | list[dict[str, Any]]
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -148,30 +150,60 @@ def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
 
 
 def _user(message: InputMessage, where: str) -> list[dict[str, Any]]:
-    """Results of tools are messages of their own; the text between them stays where it is."""
+    """Results of tools are messages of their own; what is between them stays where it is."""
     out: list[dict[str, Any]] = []
-    texts: list[str] = []
-    for block in message.content:
+    parts: list[dict[str, Any]] = []
+    for k, block in enumerate(message.content):
         assert isinstance(block, dict)
         if block.get("type") != "tool_result":
-            texts.append(_text(block, where))
+            parts.append(_part(block, f"{where}[{k}]"))
             continue
-        if texts:
-            out.append({"role": message.role, "content": "\n".join(texts)})
-            texts = []
+        if parts:
+            out.append({"role": message.role, "content": _joined(parts)})
+            parts = []
         if not isinstance(block.get("tool_use_id"), str):
             raise InvalidParameter(f"{where}: a tool_result needs the tool_use_id it belongs to", where)
-        out.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": _result(block, where)})
-    if texts or not out:
-        out.append({"role": message.role, "content": "\n".join(texts)})
+        out.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": _result(block, f"{where}[{k}]")})
+    if parts or not out:
+        out.append({"role": message.role, "content": _joined(parts)})
     return out
 
 
-def _result(block: dict[str, Any], where: str) -> str:
+def _result(block: dict[str, Any], where: str) -> Content:
     content = block.get("content") or ""
     blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    text = "\n".join(_text(one, where) for one in blocks)
-    return f"Error: {text}" if block.get("is_error") else text
+    parts = [_part(one, f"{where}.content[{k}]") for k, one in enumerate(blocks)]
+    if not block.get("is_error"):
+        return _joined(parts)
+    joined = _joined(parts)
+    return f"Error: {joined}" if isinstance(joined, str) else [{"type": "text", "text": "Error:"}, *joined]
+
+
+def _part(block: Any, where: str) -> dict[str, Any]:
+    """Return a block of a user or a tool as a part of a chat message."""
+    if not isinstance(block, dict) or block.get("type") != "image":
+        return {"type": "text", "text": _text(block, where)}
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if isinstance(source, dict) and kind == "url" and isinstance(source.get("url"), str):
+        return {"type": "image_url", "image_url": source["url"], WHERE: Where(where)}
+    if (
+        isinstance(source, dict)
+        and kind == "base64"
+        and all(isinstance(source.get(key), str) for key in ("media_type", "data"))
+    ):
+        url = f"data:{source['media_type']};base64,{source['data']}"
+        return {"type": "image_url", "image_url": url, WHERE: Where(where)}
+    raise InvalidParameter(
+        f"{where}: the source of an image must have type base64 with media_type and data, or type url with url", "messages"
+    )
+
+
+def _joined(parts: list[dict[str, Any]]) -> Content:
+    """Return the texts as one, or all parts if there are images among them."""
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts
 
 
 def _assistant(message: InputMessage, where: str) -> dict[str, Any]:
@@ -203,7 +235,7 @@ def _assistant(message: InputMessage, where: str) -> dict[str, Any]:
 def _text(block: Any, where: str) -> str:
     if not isinstance(block, dict) or block.get("type") != "text":
         kind = block.get("type") if isinstance(block, dict) else block
-        raise NotSupported(f"{where}: this server takes text, tool_use and tool_result blocks, not {kind!r:.80}", where)
+        raise NotSupported(f"{where}: this server takes text, image, tool_use and tool_result blocks, not {kind!r:.80}", where)
     if not isinstance(block.get("text"), str):
         raise InvalidParameter(f"{where}: a text block needs a text", where)
     return str(block["text"])

@@ -64,7 +64,7 @@ class _ChatReply:
             ),
             "service_tier": None,
             "system_fingerprint": self._server.fingerprint,
-            "usage": usage_of(job.prompt_tokens, generated, cached, reasoned),
+            "usage": usage_of(job.prompt_tokens, generated, cached, reasoned, job.media_tokens),
             "prompt_logprobs": prompt_logprobs(output.prompt_logprobs) if asked else None,
             "prompt_token_ids": self._prompt().get("prompt_token_ids"),
             "prompt_text": self._prompt().get("prompt_text"),

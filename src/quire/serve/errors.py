@@ -2,6 +2,7 @@
 
     RequestError                     400 BadRequestError     `param` is the field to blame
       NotSupported without a field   501 NotImplementedError the endpoint is not for this model
+      FetchFailed                    422 UnprocessableEntityError an image or a video cannot be fetched
     HttpError                        its own status (413 too large, 404 no such model, ...)
     a body that is not the schema    400 Bad Request         `param` is the dotted path, as body.prompt
     anything else                    500 InternalServerError only the request id; the reason is in the server's log
@@ -34,7 +35,7 @@ from typing_extensions import TypedDict
 from quire.serve.protocol import GenerationFields
 from quire.serve.tools import ToolUse
 from quire.text.pacing import is_light, json_chunks
-from quire.types.errors import EngineDead, EngineError, NotSupported, RequestError
+from quire.types.errors import EngineDead, EngineError, FetchFailed, NotSupported, RequestError
 from quire.types.structured import FIELD
 
 
@@ -123,6 +124,7 @@ def describe(error: BaseException, request_id: str) -> ErrorBody:
     """Return the error as its client may see it. Failures of the server are logged here, once."""
     if isinstance(error, RequestError):
         status = 501 if isinstance(error, NotSupported) and error.parameter is None else 400
+        status = 422 if isinstance(error, FetchFailed) else status
         return error_body(status, str(error), error.parameter)
     if isinstance(error, RequestValidationError):
         return _describe_validation(error.errors())

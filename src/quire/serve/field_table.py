@@ -44,7 +44,7 @@ GENERATING = (CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest)
 # fields of those that generate which would change the answer of those that do not
 _CUT = ("truncate_prompt_tokens", "truncation_side")
 _MATTERS: dict[type[RequestBody], tuple[str, ...]] = {
-    CountTokensRequest: (*_CUT, "reasoning_effort", "instructions"),
+    CountTokensRequest: (*_CUT, "reasoning_effort", "instructions", "mm_processor_kwargs", "media_io_kwargs"),
     TokenizeTextRequest: _CUT,
     TokenizeChatRequest: (*_CUT, "reasoning_effort", "echo", "system", "instructions"),
     DetokenizeRequest: (),
@@ -70,7 +70,7 @@ HINTS = {
     "verbosity": "models here do not know it",
     "include": "it names parts of the items of /v1/responses",
 }
-_TEXT_ONLY = "this server takes text only"
+_TEXT_ONLY = "answers are text"
 _NO_TRANSFER = "this engine transfers no cache to others"
 _NO_TOOLS = "the server calls no tools by itself"
 _LOGPROBS = "logprobs are in /v1/chat/completions"
@@ -84,8 +84,6 @@ REFUSED = {
     "best_of": "all n choices are returned",
     "suffix": "the model cannot fill in the middle",
     "prompt_embeds": "prompts are text or token ids",
-    "media_io_kwargs": _TEXT_ONLY,
-    "mm_processor_kwargs": _TEXT_ONLY,
     "modalities": _TEXT_ONLY,
     "audio": _TEXT_ONLY,
     "web_search_options": _NO_TOOLS,

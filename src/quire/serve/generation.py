@@ -6,7 +6,7 @@ Each prompt is one engine request. All of them end together, also after an error
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -65,6 +65,14 @@ class GenerationJob:
     def prompt_tokens(self) -> int:
         return sum(len(prompt.ids) for prompt in self.prompts)
 
+    @property
+    def media_tokens(self) -> dict[str, int]:
+        """Return the prompt tokens that stand for media, by kind."""
+        found: dict[str, int] = {}
+        for item in (item for prompt in self.prompts for item in prompt.extras.media):
+            found[item.modality] = found.get(item.modality, 0) + item.length
+        return found
+
 
 def make_job(
     server: Server, raw: Request, request: GenerationFields, prefix: str, model: str, prompts: Sequence[Prompt]
@@ -90,7 +98,9 @@ def make_job(
 
 
 def _with_extras(prompt: Prompt, extras: Extras) -> Prompt:
-    return prompt if prompt.extras.lora or prompt.extras is extras else replace(prompt, extras=extras)
+    if prompt.extras.lora or prompt.extras.media or prompt.extras is extras:
+        return prompt
+    return replace(prompt, extras=extras)
 
 
 def run(server: Server, job: GenerationJob) -> Outputs:
@@ -200,9 +210,13 @@ async def _merge(streams: Sequence[AsyncGenerator[RequestOutput, None]], field_n
 
 
 def usage_of(
-    prompt_tokens: int, completion_tokens: int, cached_tokens: int | None, reasoning_tokens: int | None = None
+    prompt_tokens: int,
+    completion_tokens: int,
+    cached_tokens: int | None,
+    reasoning_tokens: int | None = None,
+    media_tokens: Mapping[str, int] | None = None,
 ) -> Usage:
-    """None: left out."""
+    """None: left out. media_tokens: shown with the cached ones"""
     usage: Usage = {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
@@ -210,6 +224,8 @@ def usage_of(
     }
     if cached_tokens is not None:
         usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+        if media_tokens:
+            usage["prompt_tokens_details"]["multimodal_tokens"] = dict(media_tokens)
     if reasoning_tokens is not None:
         usage["completion_tokens_details"] = {"reasoning_tokens": min(reasoning_tokens, completion_tokens)}
     return usage
@@ -280,7 +296,7 @@ class StreamUsage:
     def final(self, tokens: int, reasoning_tokens: int | None = None) -> dict[str, Any]:
         """Return the content of the usage chunk."""
         cached = self._server.reported_cached(sum(self._cached))
-        usage = usage_of(self._job.prompt_tokens, tokens, cached, reasoning_tokens)
+        usage = usage_of(self._job.prompt_tokens, tokens, cached, reasoning_tokens, self._job.media_tokens)
         return {"usage": usage, "system_fingerprint": self._server.fingerprint, **self._times()}
 
     def _times(self) -> dict[str, Any]:

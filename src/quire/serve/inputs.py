@@ -6,10 +6,11 @@ A field that is not set has the model's own default (generation_config.json).
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from starlette.requests import Request
 
+from quire.features.media.inputs import MediaRef, options_of, take_media, texts_of
 from quire.features.structured.grammar.backend import GrammarError
 from quire.features.structured.grammar.schema import Preparation, unenforced
 from quire.serve.limits import check_work, refuse_more
@@ -18,8 +19,9 @@ from quire.serve.server import Server, server_of
 from quire.serve.tools import ToolUse
 from quire.text.prompts import PromptReader
 from quire.text.workers.wire import Cut
-from quire.types.errors import InvalidParameter, NotSupported
-from quire.types.prompts import Prompt
+from quire.types.errors import InvalidParameter, NotSupported, PromptTooLong
+from quire.types.media import MODALITIES
+from quire.types.prompts import Extras, Prompt
 from quire.types.sampling import (
     GREEDY_BELOW,
     LOWEST_TEMPERATURE,
@@ -284,13 +286,15 @@ async def render_messages(
             f"chat_template_kwargs must not have {name!r}: it has its own place in a request", "chat_template_kwargs"
         )
     cut = cut or _cut(server, request)
+    messages, refs = _take_media(server, request, messages)
     _check_messages(server, messages, may_be_cut=cut.keep is not None)
     prompts, extras = await server.prompts(request.model)
     prompt = await prompts.render(
         [_completed(message) for message in messages],
         describe_tools=server.formats.describe_tools and request.chat_template is None,
         tools=tools,
-        cut=cut,
+        cut=Cut(cut.most) if refs else cut,
+        media=server.llm.media.marks,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         add_special_tokens=request.add_special_tokens,
@@ -300,7 +304,45 @@ async def render_messages(
         variables=variables,
     )
     salt = request.cache_salt if isinstance(request, GenerationFields) else None
+    if refs:
+        prompt, extras = await _with_media(server, request, prompts, prompt, refs, extras)
+        _check_length(prompts, prompt, cut)
     return replace(prompt, cache_salt=salt, extras=extras)
+
+
+def _take_media(
+    server: Server, request: TemplateFields, messages: Sequence[dict[str, Any]]
+) -> tuple[Sequence[dict[str, Any]], list[MediaRef]]:
+    """Return messages whose media parts say only what they are, and the media. Raise an error for media that are refused."""
+    media = server.llm.media
+    for name in ("mm_processor_kwargs", "media_io_kwargs") if media.media is None else ():
+        if getattr(request, name):
+            raise NotSupported(f"{name} cannot be used: this model reads text only", name)
+    taken, refs = take_media(messages)
+    media.check(refs)
+    if media.placeholders is not None:
+        media.placeholders.refuse_typed(texts_of(taken))
+    return cast(Sequence[dict[str, Any]], taken), refs
+
+
+async def _with_media(
+    server: Server, request: TemplateFields, prompts: PromptReader, prompt: Prompt, refs: Sequence[MediaRef], extras: Extras
+) -> tuple[Prompt, Extras]:
+    options = options_of(request.mm_processor_kwargs, request.media_io_kwargs)
+    ids, items = await server.llm.media.complete(
+        prompt.text, prompt.ids, refs, options, prompts.encode_text, request.add_special_tokens, "messages"
+    )
+    return replace(prompt, ids=ids), replace(extras, media=items)
+
+
+def _check_length(prompts: PromptReader, prompt: Prompt, cut: Cut) -> None:
+    """A prompt with media is not cut: it would lose a part of an item."""
+    if cut.keep is not None and len(prompt.ids) > cut.keep:
+        raise PromptTooLong(
+            f"the prompt has {len(prompt.ids)} tokens, and one with images or videos cannot be cut to {cut.keep}. Shorten it",
+            "messages",
+        )
+    prompts.room(len(prompt.ids), None, "messages")
 
 
 def _completed(message: dict[str, Any]) -> dict[str, Any]:
@@ -338,7 +380,7 @@ def _check_messages(server: Server, messages: Sequence[dict[str, Any]], may_be_c
         parts += len(content)
         for part in content:
             kind = part.get("type") if isinstance(part, dict) else "text"
-            if isinstance(kind, str) and kind not in TEXT_PARTS:
+            if isinstance(kind, str) and kind not in (*TEXT_PARTS, *MODALITIES):
                 raise NotSupported(
                     f"messages[{i}].content: this model takes text only, not a part of type {kind!r:.80}", "messages"
                 )

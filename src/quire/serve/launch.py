@@ -218,6 +218,7 @@ class ServerLaunch(Launch):
             else:
                 llm = AsyncLLM.from_engine_args(self._engine_args, spare=self._spare)
             llm.offload.start()
+            llm.media.start()
             return llm
 
         self._llm = llm = await in_daemon_thread(make, discard=lambda late: late.shutdown(0.0))
@@ -237,6 +238,7 @@ class ServerLaunch(Launch):
         if llm.config.device == "cuda" and (sampler := start_sampler()) is not None:
             metrics.gpus = lambda: sampler.readings
         llm.observers.append(metrics)
+        llm.media.cache.on_query, llm.media.on_processed = metrics.count_media_query, metrics.media_seconds.observe
         of = "" if self._worker is None else f"API process {self._worker.begin.name.rstrip('.')}, "
         for number in range(0 if args.disable_log_stats else len(llm.engines)):
             drafts = self._worker is None or self._worker.begin.first

@@ -86,6 +86,12 @@ class TemplateFields(RequestBody):
     chat_template: str | None = Field(None, description="a Jinja template; only where the server trusts requests with that")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the chat template")
     tools: Objects | None = Field(None, description="functions the model may call: name, description, parameters")
+    mm_processor_kwargs: dict[str, Any] | None = Field(
+        None, description="options of the model's image processor, such as max_pixels; over those of the server"
+    )
+    media_io_kwargs: dict[str, dict[str, Any]] | None = Field(
+        None, description='how media are read, by kind: {"video": {"num_frames": 16, "fps": 1}}; over those of the server'
+    )
 
 
 class SamplingFields(RequestBody):
@@ -155,6 +161,7 @@ def given(request: RequestBody, owner: type[RequestBody]) -> dict[str, Any]:
 
 class PromptTokens(TypedDict):
     cached_tokens: int
+    multimodal_tokens: NotRequired[dict[str, int]]  # by kind: image, video
 
 
 class CompletionTokens(TypedDict):
@@ -196,7 +203,9 @@ class Timing(TypedDict):
 
 
 class ChatRequest(TemplateFields, GenerationFields):
-    messages: Objects = Field(description="the conversation: role and content, which is text or a list of text parts")
+    messages: Objects = Field(
+        description="the conversation: role and content, which is text or a list of parts: text, images, videos"
+    )
     logprobs: bool | None = False
     top_logprobs: Integer | None = Field(0, description="this many of the most likely tokens at every position; -1: all")
     max_tokens: Integer | None = Field(None, description="deprecated by OpenAI in favour of max_completion_tokens")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from quire.features.media.inputs import WHERE, Where
 from quire.serve.body import stop
 from quire.serve.errors import Terms
 from quire.serve.events import Item
@@ -34,6 +35,7 @@ _SAME = (
     "model", "stream", "temperature", "top_p", "parallel_tool_calls", "stop", "thinking_token_budget", "chat_template",
     "chat_template_kwargs", "user",
 )  # fmt: skip
+_MEDIA = ("input_image", "input_video")
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 _INPUT_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
@@ -185,7 +187,8 @@ def _message(item: dict[str, Any], where: str) -> MessageDict:
             if not isinstance(role, str) or role not in ("user", "assistant", "system", "developer"):
                 raise InvalidParameter(f"{where}.role must be user, assistant, system or developer, got {role!r:.80}", "input")
             known = "system" if role == "developer" else role
-            return {"role": known, "content": _text(item.get("content"), f"{where}.content")}
+            read = _text if known == "assistant" else _content
+            return {"role": known, "content": read(item.get("content"), f"{where}.content")}
         case "function_call":
             for name in ("call_id", "name", "arguments"):
                 if not isinstance(item.get(name), str):
@@ -194,7 +197,7 @@ def _message(item: dict[str, Any], where: str) -> MessageDict:
         case "function_call_output":
             if not isinstance(item.get("call_id"), str):
                 raise InvalidParameter(f"{where}: a function_call_output needs the call_id it belongs to", "input")
-            return {"role": "tool", "tool_call_id": item["call_id"], "content": _text(item.get("output"), f"{where}.output")}
+            return {"role": "tool", "tool_call_id": item["call_id"], "content": _content(item.get("output"), f"{where}.output")}
         case "reasoning":
             parts = item.get("content") or item.get("summary") or []
             texts = [str(part.get("text", "")) for part in parts if isinstance(part, dict)]
@@ -210,6 +213,18 @@ def _called(call_id: str, name: str, arguments: str) -> MessageDict:
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
+def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """Return a text, or parts if there are images or videos among them."""
+    if not isinstance(content, list) or not any(isinstance(part, dict) and part.get("type") in _MEDIA for part in content):
+        return _text(content, where)
+    return [
+        {**part, WHERE: Where(f"{where}[{k}]")}
+        if isinstance(part, dict) and part.get("type") in _MEDIA
+        else {"type": "text", "text": _text([part], where)}
+        for k, part in enumerate(content)
+    ]
+
+
 def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
@@ -219,7 +234,7 @@ def _text(content: Any, where: str) -> str:
     for part in content:
         if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS:
             kind = part.get("type") if isinstance(part, dict) else part
-            raise NotSupported(f"{where}: this server takes text only, not {kind!r:.80}", "input")
+            raise NotSupported(f"{where}: parts are texts, and images of users and tools, not {kind!r:.80}", "input")
         texts.append(str(part.get("text", part.get("refusal", ""))))
     return "\n".join(texts)
 

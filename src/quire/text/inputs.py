@@ -25,6 +25,7 @@ from quire.types.sampling import SamplingParams
 from quire.types.structured import FIELD, MAX_GRAMMAR_BYTES, StructuredOutputsParams
 
 if TYPE_CHECKING:
+    from quire.features.media.prompt import Placeholders
     from quire.text.offload import TextOffload
 
 _MASK64 = 2**64 - 1
@@ -70,11 +71,13 @@ class InputProcessor:
         offload: "TextOffload | None" = None,
         tokenizers: AdapterTokenizers | None = None,
         pooling: ModelPooling | None = None,
+        placeholders: "Placeholders | None" = None,
     ) -> None:
         """`pooling`: the model pools and generates nothing.
+        `placeholders`: of images and videos, which are refused in prompts without these.
         `structured_outputs` are defaults of structured_outputs_config for answers in JSON. `tokenizers`: of adapters."""
         self.prompts = PromptReader(tokenizer, vocab_size, max_model_len, offload, tokenizers)
-        self.tokenizer, self.pooling = tokenizer, pooling
+        self.tokenizer, self.pooling, self._placeholders = tokenizer, pooling, placeholders
         self.vocab_size = vocab_size
         self.max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
         self.eos_ids = frozenset(i for i in eos_ids if 0 <= i < vocab_size)
@@ -86,7 +89,12 @@ class InputProcessor:
 
     @classmethod
     def of(
-        cls, config: Config, tokenizer: Tokenizer | None, max_model_len: int, offload: "TextOffload | None" = None
+        cls,
+        config: Config,
+        tokenizer: Tokenizer | None,
+        max_model_len: int,
+        offload: "TextOffload | None" = None,
+        placeholders: "Placeholders | None" = None,
     ) -> "InputProcessor":
         """Return the processor of an engine whose cache serves `max_model_len` tokens.
 
@@ -107,6 +115,7 @@ class InputProcessor:
             offload=offload,
             tokenizers=AdapterTokenizers(tokenizer, config.args.chat_template is not None) if config.adapter_tokens else None,
             pooling=pooling_of(config),
+            placeholders=placeholders,
         )
 
     def prepare(
@@ -141,6 +150,8 @@ class InputProcessor:
         prompts = self.prompts if extras.lora is None else self.prompts.of(extras)
         read = prompts.read(prompt, how, extras)
         ids = prompts.check(read)
+        if self._placeholders is not None and not read.extras.media:
+            self._placeholders.refuse_in(ids)
         salt = cache_salt(read.extras)
         if read.cache_salt is not None:
             salt = (*salt, f"tenant={read.cache_salt}")
@@ -242,12 +253,6 @@ def _bad_word_ids(tokenizer: Tokenizer | None, words: Iterable[str]) -> tuple[tu
         if spaced != plain and spaced and plain and spaced[0] != plain[0] and len(spaced) == len(plain):
             out.append(spaced)
     return tuple(ids for ids in out if ids)
-
-
-def refuse_media(mm_processor_kwargs: Any = None) -> None:
-    """Refuse arguments of vLLM's calls that are not supported."""
-    if mm_processor_kwargs:
-        raise NotSupported("mm_processor_kwargs cannot be used: prompts are text", "mm_processor_kwargs")
 
 
 def fan_out(base: EngineRequest, n: int) -> tuple[EngineRequest, ...]:

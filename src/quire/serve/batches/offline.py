@@ -125,6 +125,7 @@ async def _run(
     with shown(), doing(f"loading {args.model}"):
         llm = await asyncio.to_thread(AsyncLLM.from_engine_args, args)
         llm.offload.start()
+        llm.media.start()
         try:
             await llm.wait_ready()
             await load_modules(llm, settings)
