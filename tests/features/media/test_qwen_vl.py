@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from media_towers import TEXT, largest_difference, open_family, open_tower, picture, randomized, save, tensors
 from quire.features.media.families.base import Video
 from quire.features.media.families.patches import VIDEO_DEFAULTS, fit
+from quire.features.media.towers import qwen_vl
+from quire.features.media.towers.qwen_vl import Layout
 from quire.types.errors import InvalidParameter, ModelError
 
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
@@ -88,6 +90,22 @@ def test_embeddings(tmp_path, name):
             assert sum(count for _, count in expansion.embedded) == len(found) == np.prod(expansion.grid)
             assert found.shape[1] == family.levels * 32
             assert len(found) <= family.max_tokens(modality, processor().to_dict() if modality == "image" else limits)
+
+
+def test_long_videos_are_encoded_in_parts(tmp_path, monkeypatch):
+    model, config = make(tmp_path, "Qwen2_5_VL", intermediate_size=21)  # of which GEMMs of 16-bit types get 24
+    family, tower = open_family(config), open_tower(config, tmp_path)
+    shapes = [(7, 31, 40), (2, 80, 9), (1, 200, 200), (3, 31, 40)]
+    options = {"size": {"shortest_edge": 256, "longest_edge": 4000}}
+    videos = [tensors(family.preprocess_video(clip(*shape), processor(), options)) for shape in shapes]
+    monkeypatch.setattr(qwen_vl, "MAX_PATCHES", 300)
+    layouts = list[Layout]()
+    monkeypatch.setattr(qwen_vl, "Layout", lambda *given: layouts.append(Layout(*given)) or layouts[-1])
+    with torch.inference_mode():
+        for found, video in zip(tower.encode("video", videos), videos, strict=True):
+            assert largest_difference(found, embeddings(model, "video", video)) < 1e-4
+    assert len(layouts) > 3
+    assert all(sum(layout.counts) <= 300 for layout in layouts)
 
 
 @pytest.mark.parametrize("name", ["Qwen2VL", "Qwen3VL"])

@@ -4,23 +4,24 @@ patches   [ image a, 4 x 6 | image b, 2 x 4 | video c, 2 frames of 2 x 2 ]
 sequences [ 24             | 8              | 4      | 4                 ]     or the windows of each image
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.attn.batch import PLAIN
 from quire.features.media.towers.parts import project
-from quire.layers.linear import Linear, MergedLinear
-from quire.layers.mlp import GatedMLP
+from quire.layers.linear import Linear, MatrixPart, MergedLinear
 from quire.layers.norm import Norm
-from quire.layers.parameter import parameter
+from quire.layers.parameter import WeightSlices, parameter, whole
+from quire.ops.activation import check_activation
 from quire.ops.packed_attention import Sequences, reference_attend_packed
 from quire.ops.qkv import turn
 
+ALIGNED = 8  # values of a row of matrices: 16 bytes
 Order = tuple[Tensor, Tensor]  # indices [T] that sort patches, and those that sort them back
 
 
@@ -91,6 +92,58 @@ class PackedAttention(nn.Module):
         return project(self.proj, (out if order is None else out[order[1]]).flatten(1))
 
 
+class PaddedColumns(MergedLinear):
+    """Merged layers whose outputs are padded with zeros to `padded` each."""
+
+    def __init__(self, inputs: int, names: Sequence[str], size: int, padded: int, *, bias: bool) -> None:
+        super().__init__(inputs, dict.fromkeys(names, padded), bias=bias)
+        self.size, self.padded = size, padded
+
+    def parts(self, path: str) -> Mapping[str, MatrixPart]:
+        return {
+            name: MatrixPart(self.size, ((index * self.padded, range(self.size)),))
+            for index, name in enumerate(self.tensors(path))
+        }
+
+    def finish(self, device: torch.device) -> None:
+        super().finish(device)
+        for each in (self.weight, self.bias):
+            if each is not None:
+                each.data.view(len(self.names), self.padded, -1)[:, self.size :] = 0.0
+
+
+class PaddedRows(Linear):
+    """A layer whose inputs are padded with zeros from `size`."""
+
+    def __init__(self, size: int, padded: int, outputs: int, *, bias: bool) -> None:
+        super().__init__(padded, outputs, bias=bias)
+        self.size = size
+
+    def weight_slices(self, path: str) -> WeightSlices:
+        taken = super().weight_slices(path)
+        return taken | {f"{path}.weight": whole(self.weight.data[:, : self.size])}
+
+    def finish(self, device: torch.device) -> None:
+        super().finish(device)
+        self.weight.data[:, self.size :] = 0.0
+
+
+class PaddedMLP(nn.Module):
+    """Gated feed-forward with an inner size that GEMMs of 16-bit types are fast with: 3420 of Qwen2.5-VL becomes 3424."""
+
+    def __init__(self, width: int, inner: int, activation: str, *, bias: bool) -> None:
+        super().__init__()
+        padded = -(-inner // ALIGNED) * ALIGNED
+        self.activation = check_activation(activation)
+        self.gate_up = PaddedColumns(width, ("gate_proj", "up_proj"), inner, padded, bias=bias)
+        self.down_proj = PaddedRows(inner, padded, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, width] -> [T, width]."""
+        inner: Any = self.gate_up.method.apply_gated(self.gate_up, x, self.activation)
+        return project(self.down_proj, inner)
+
+
 class Block(nn.Module):
     def __init__(self, norms: tuple[Norm, Norm], attention: PackedAttention, mlp: nn.Module) -> None:
         super().__init__()
@@ -99,5 +152,5 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotations: Rotations, parts: Sequences, order: Order | None = None) -> Tensor:
         normed, x = self.norm2.add(self.attn(self.norm1(x), rotations, parts, order), x)
-        out: Tensor = self.mlp(normed, PLAIN) if isinstance(self.mlp, GatedMLP) else self.mlp(normed)
+        out: Tensor = self.mlp(normed)
         return x + out

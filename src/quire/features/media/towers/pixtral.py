@@ -14,6 +14,7 @@ from quire.features.media.towers.llava import Projector
 from quire.features.media.towers.packed import (
     Block,
     PackedAttention,
+    PaddedMLP,
     Rotations,
     inverse_frequencies,
     rotate_by_grid,
@@ -22,7 +23,6 @@ from quire.features.media.towers.packed import (
 from quire.features.media.towers.parts import PatchEmbedding, project
 from quire.features.media.towers.vit import Renames, tower_renames
 from quire.layers.linear import Linear
-from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import rope_parameters
 from quire.types.errors import ModelError
@@ -47,7 +47,7 @@ class Encoder(nn.Module):
             Block(
                 (RMSNorm(width, EPSILON), RMSNorm(width, EPSILON)),
                 PackedAttention(width, heads, bias=False, separate=True),
-                GatedMLP(width, vision["intermediate_size"], vision["hidden_act"]),
+                PaddedMLP(width, vision["intermediate_size"], vision["hidden_act"], bias=False),
             )
             for _ in range(max(states))
         )

@@ -7,7 +7,7 @@ of its own. In most layers of Qwen2.5-VL patches attend within windows; its patc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from quire.features.media.towers.packed import (
     Block,
     CubeEmbedding,
     PackedAttention,
+    PaddedMLP,
     Rotations,
     inverse_frequencies,
     rotate_by_grid,
@@ -30,7 +31,6 @@ from quire.features.media.towers.parts import VisionMLP, project
 from quire.features.media.towers.vit import Positions
 from quire.files.reading import shown
 from quire.layers.linear import Linear
-from quire.layers.mlp import GatedMLP
 from quire.layers.norm import LayerNorm, Norm, RMSNorm
 from quire.layers.rope import rope_parameters
 from quire.ops.packed_attention import Sequences
@@ -38,9 +38,39 @@ from quire.types.errors import ModelError
 from quire.types.media import Modality
 
 EPSILON = 1e-6
+MAX_PATCHES = 1 << 15
 PIXELS: Mapping[Modality, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
 Grid = tuple[int, int, int]  # frames, rows and columns of patches
 Longs = npt.NDArray[np.int64]
+
+
+class Run(NamedTuple):
+    """Frames of an item that are encoded together."""
+
+    item: int
+    first: int
+    frames: int
+    area: int  # patches of a frame
+    grid: Grid
+
+    @property
+    def patches(self) -> slice:
+        return slice(self.first * self.area, (self.first + self.frames) * self.area)
+
+
+def runs_of(grids: Sequence[Grid]) -> list[list[Run]]:
+    """Divide items at their frames, so that at most MAX_PATCHES are encoded together, or one frame: memory stays bounded."""
+    batches, room = list[list[Run]](), 0
+    for item, (frames, rows, columns) in enumerate(grids):
+        area, first = rows * columns, 0
+        while first < frames:
+            if room < area:
+                batches.append([])
+                room = MAX_PATCHES
+            count = min(frames - first, max(1, room // area))
+            batches[-1].append(Run(item, first, count, area, (count, rows, columns)))
+            first, room = first + count, room - count * area
+    return batches
 
 
 class Layout:
@@ -172,10 +202,15 @@ class Qwen2VLTower(Tower):
         return Block(norms, PackedAttention(self.width, heads, bias=True), self.make_mlp())
 
     def encode(self, modality: Modality, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-        pixels = torch.cat([item[PIXELS[modality]] for item in items])
-        layout = Layout([tuple(item[GRIDS[modality]][0].tolist()) for item in items], self.merge, pixels.device)
-        found = self.run(self.patch_embed(pixels), layout)
-        return list(torch.split(found, [count // self.merge**2 for count in layout.counts]))
+        grids: list[Grid] = [tuple(item[GRIDS[modality]][0].tolist()) for item in items]
+        found = [list[Tensor]() for _ in items]
+        for runs in runs_of(grids):
+            parts = [items[run.item][PIXELS[modality]][run.patches] for run in runs]
+            x = self.patch_embed(torch.cat(parts))
+            embeddings = self.run(x, Layout([run.grid for run in runs], self.merge, x.device))
+            for run, part in zip(runs, torch.split(embeddings, [len(part) // self.merge**2 for part in parts]), strict=True):
+                found[run.item].append(part)
+        return [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in found]
 
     def run(self, x: Tensor, layout: Layout) -> Tensor:
         """x [T, width] -> [embeddings, levels * hidden size]."""
@@ -209,7 +244,7 @@ class Qwen2_5VLTower(Qwen2VLTower):  # noqa: N801
         return RMSNorm(size, EPSILON)
 
     def make_mlp(self) -> nn.Module:
-        return GatedMLP(self.width, self.vision["intermediate_size"], self.vision["hidden_act"], bias=True)
+        return PaddedMLP(self.width, self.vision["intermediate_size"], self.vision["hidden_act"], bias=True)
 
     def run(self, x: Tensor, layout: Layout) -> Tensor:
         squares, sizes = layout.windows(self.side)
