@@ -170,9 +170,10 @@ def compare_ways(case, shape, lengths, dtype, device, *, others, chunks, step, c
 @pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter; a GPU runs the next tests")
 @pytest.mark.parametrize(("name", "adapted"), [*((name, False) for name in SMALL), ("two lanes", True)])
 def test_tokens_are_the_same_however_they_are_computed_in_the_interpreter(name, adapted, monkeypatch):
-    """Splits have two blocks of keys each."""
+    """Splits have two blocks of keys each. Without the fixed order the longest row and two chunks would be expanded."""
     monkeypatch.setattr(latent_triton, "SPLIT", 32)
     monkeypatch.setattr(latent_triton, "MAX_LANE", 16)
+    monkeypatch.setattr(latent_triton, "LONG_ROW_TOKENS", 30)
     found = compare_ways(
         name, SMALL[name], [67, 18, 33], torch.float32, "cpu", others=(4,), chunks=((35, 2, 41),), step=22, adapted=adapted
     )
