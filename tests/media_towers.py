@@ -84,8 +84,11 @@ def render(family: MediaFamily, tokenizer: Any, text: str, arrays: list[Any]) ->
 
     [mark] = tokenize(placeholder := family.placeholder("image"))
     found = [family.expand("image", each, tokenize) for each in arrays]
-    first, *rest = family.complete_text(text, len(arrays)).split(placeholder)
-    text = first + "".join(f"{each.before}{placeholder}{each.after}{part}" for each, part in zip(found, rest, strict=True))
+    if placeholder in text:
+        first, *rest = text.split(placeholder)
+        marks = [f"{each.before}{placeholder}{each.after}" for each in found]
+        text = first + "".join(mark + part for mark, part in zip(marks, rest, strict=True))
+    text = family.complete_text(text, len(arrays))
     ids, queue = list[int](), iter(found)
     for token in tokenizer.encode(text, add_special_tokens=family.adds_special_tokens):
         ids += next(queue).tokens if token == mark else [token]

@@ -24,7 +24,14 @@ def make(directory, **settings):
             "patch_size": 8,
             "vision_use_head": False,
         },
-        **{"mm_tokens_per_image": 9, "image_token_index": 190, "boi_token_index": 191, "eoi_token_index": 192, **settings},
+        **{
+            "mm_tokens_per_image": 9,
+            "image_token_index": 190,
+            "boi_token_index": 191,
+            "eoi_token_index": 192,
+            "tie_word_embeddings": False,
+            **settings,
+        },
     )
     model = randomized(Gemma3ForConditionalGeneration(config))
     return model, save(model, directory)

@@ -57,7 +57,7 @@ def test_positions_of_many_patches_are_rounded_as_they_were_in_training():
             for parameter in embeddings.patch_embedding.parameters():
                 parameter.zero_()
             found = embeddings(torch.zeros(1, 1, side, side), torch.ones(1, side, side, dtype=torch.bool))
-        ours = fractional_positions(side, torch.device("cpu"))
+        ours = fractional_positions(side, side, side, torch.device("cpu"))
         assert found.flatten().tolist() == ours.tolist()
         moved += int((ours != torch.arange(side * side)).any())
     assert moved == 2

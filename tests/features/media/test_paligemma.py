@@ -23,7 +23,7 @@ def make(directory, kind="gemma", **settings):
             "patch_size": 8,
             "vision_use_head": False,
         },
-        **{"image_token_index": 190, "projection_dim": 32, "hidden_size": 32, **settings},
+        **{"image_token_index": 190, "projection_dim": 32, "hidden_size": 32, "tie_word_embeddings": False, **settings},
     )
     model = randomized(PaliGemmaForConditionalGeneration(config))
     return model, save(model, directory)

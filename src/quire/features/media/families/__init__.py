@@ -10,6 +10,7 @@ from quire.features.media.families.base import MediaFamily
 FAMILIES: Mapping[str, str] = {
     "DeepseekVLForConditionalGeneration": "llava:DeepseekVL",
     "Gemma3ForConditionalGeneration": "gemma3:Gemma3",
+    "Idefics2ForConditionalGeneration": "idefics2:Idefics2",
     "Idefics3ForConditionalGeneration": "idefics3:Idefics3",
     "InternVLForConditionalGeneration": "internvl:InternVL",
     "LightOnOcrForConditionalGeneration": "pixtral:LightOnOcr",

@@ -24,6 +24,7 @@ SIGLIP_LARGE: Mapping[str, Any] = {
 _IDEFICS: Mapping[str, Any] = {**_SIGLIP, "hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}
 VISION_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "clip_vision_model": _CLIP, "siglip_vision_model": _SIGLIP, "idefics3_vision": _IDEFICS,
+    "idefics2_vision": {**_SIGLIP, "patch_size": 32},
 }  # fmt: skip
 ENCODERS = ("clip_vision_model", "siglip_vision_model")
 

@@ -15,16 +15,19 @@ from quire.layers.linear import Linear
 from quire.types.media import Modality
 
 
-def fractional_positions(side: int, device: torch.device) -> Tensor:
-    """Return the index of each patch's position embedding [side * side].
+def fractional_positions(rows: int, columns: int, side: int, device: torch.device) -> Tensor:
+    """Return the index of each patch's position embedding [rows * columns], of side * side.
 
-    A patch's row and column are fractions of the image in float32, looked up among as many intervals: rounding puts some
-    patches into the interval of their neighbour, which the models were trained with.
+    A patch's row and column are fractions of the image in float32, looked up among as many intervals as a side has
+    positions: rounding puts some patches into the interval of their neighbour, which the models were trained with.
     """
     edges = torch.arange(1 / side, 1.0, 1 / side)
-    fractions = (torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side))).clamp(max=1.0 - 1e-6)
-    found = torch.bucketize(fractions, edges, right=True)
-    return (found[:, None] * side + found).flatten().to(device)
+
+    def found(count: int) -> Tensor:
+        fractions = torch.arange(count, dtype=torch.float32) * (1.0 / torch.tensor(count))
+        return torch.bucketize(fractions.clamp(max=1.0 - 1e-6), edges, right=True)
+
+    return (found(rows)[:, None] * side + found(columns)).flatten().to(device)
 
 
 class ModalityProjection(Part):
@@ -50,6 +53,7 @@ class Connector(Part):
 
 
 class Idefics3Tower(Tower):
+    order: Tensor
     renames = (
         (r"^(?!(model\.)?(vision_model|connector)\.)", None),
         (r"^model\.", ""),
@@ -64,11 +68,12 @@ class Idefics3Tower(Tower):
         self.connector = Connector(vision.side, factor, vision.width, text_width(config))
 
     def finish(self, device: torch.device) -> None:
-        self.vision_tower.embeddings.order = fractional_positions(self.connector.side, device)
+        side = self.connector.side
+        self.order = fractional_positions(side, side, side, device)
 
     def features(self, pixels: Tensor) -> Tensor:
         """pixels [frames, channels, height, width] -> [frames, tokens, hidden size]."""
-        return self.connector(self.vision_tower(pixels))
+        return self.connector(self.vision_tower(pixels, self.order))
 
     def encode(self, modality: Modality, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:  # noqa: ARG002
         return [found.flatten(0, 1) for found in by_shape([item["pixel_values"] for item in items], self.features)]

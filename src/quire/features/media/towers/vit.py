@@ -31,8 +31,6 @@ class Positions(nn.Module):
 
 
 class Embeddings(Part):
-    order: Tensor | None = None  # index of each patch's position embedding; None: they are in order
-
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         clip = bool(config.class_tokens)
@@ -40,12 +38,12 @@ class Embeddings(Part):
         self.class_embedding = parameter(config.width) if clip else None
         self.position_embedding = Positions(config.side**2 + config.class_tokens, config.width)
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def forward(self, pixels: Tensor, order: Tensor | None = None) -> Tensor:
         x = self.patch_embedding(pixels).flatten(1, 2)
         if self.class_embedding is not None:
             x = torch.cat([self.class_embedding.expand(len(x), 1, -1), x], dim=1)
         table = self.position_embedding.weight
-        return x + (table if self.order is None else table[self.order])
+        return x + (table if order is None else table[order])
 
 
 class Encoder(nn.Module):
@@ -74,9 +72,12 @@ class VisionEncoder(Part):
         if states is not None:
             self.renames += ((r"^vision_tower\.post_layernorm\.", None),)
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """pixels [images, channels, height, width] -> [images, tokens, states * width]."""
-        x = self.embeddings(pixels)
+    def forward(self, pixels: Tensor, order: Tensor | None = None) -> Tensor:
+        """pixels [images, channels, height, width] -> [images, tokens, states * width].
+
+        order: index of each patch's position embedding; None: they are in order.
+        """
+        x = self.embeddings(pixels, order)
         if self.pre_layrnorm is not None:
             x = self.pre_layrnorm(x)
         kept = [x]
