@@ -53,7 +53,7 @@ def test_experts(count, active):
 
 
 def test_columns_divided_among_programs_would_be_noticed(monkeypatch):
-    monkeypatch.setattr(linear, "ordered_few_config", lambda outputs: FewRowsConfig(256, 3, 4))
+    monkeypatch.setattr(linear, "ordered_few_config", lambda height, device: FewRowsConfig(256, 3, 4))
     found = census.examine(case("bf16", 3072, 1024), ROWS, timed=())
     assert set(found.differing) >= {n for n in ROWS if 2 <= n <= 16}  # the 16 values of a single row may agree by chance
 

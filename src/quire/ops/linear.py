@@ -27,6 +27,8 @@ DEEP_ROWS = range(17, 256)
 DEEP = 1 << 24  # values of a matrix
 # in the fixed order: rows from which on libraries are used, with up to and with more than ORDERED_NARROW_OUTPUTS outputs
 ORDERED_NARROW_OUTPUTS, ORDERED_MIN_ROWS_NARROW, ORDERED_MIN_ROWS = 2048, 128, 32
+ORDERED_HEIGHTS = (16, 32, 64, 128)  # rows per program
+ORDERED_COLUMNS = 128  # per iteration
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -89,30 +91,29 @@ def few_rows_config(x: Tensor, weight: Tensor) -> Any:
         return None
     outputs, inner = weight.shape
     if order_is_fixed():
-        return ordered_config(x.numel() // inner, outputs, inner)
+        return ordered_config(x.numel() // inner, outputs, inner, x.device)
     if x.numel() // inner not in FEW_ROWS or inner % 16 or (x.data_ptr() | weight.data_ptr()) % 16:
         return None
     return _few_rows_config_on(outputs, inner, x.device)
 
 
-def ordered_config(rows: int, outputs: int, inner: int) -> Any:
+def ordered_config(rows: int, outputs: int, inner: int, device: torch.device) -> Any:
     """Return the launch configuration for the fixed order; None: a library has the same order."""
-    from quire.ops.kernels.linear import FewRowsConfig
-
     least = ORDERED_MIN_ROWS_NARROW if outputs <= ORDERED_NARROW_OUTPUTS else ORDERED_MIN_ROWS
     if rows >= least and inner % 16 == 0 and outputs % 16 == 0:
         return None
-    if rows <= 16:
-        return ordered_few_config(outputs)
-    height = 32 if rows <= 32 else 64 if rows <= 64 else 128
-    return FewRowsConfig(128, 4 if height == 128 else 5, 1, height)
+    return ordered_few_config(next(height for height in ORDERED_HEIGHTS if rows <= height or height == 128), device)
 
 
-def ordered_few_config(outputs: int) -> Any:
+@cache
+def ordered_few_config(height: int, device: torch.device) -> Any:
+    """Return the configuration for `height` rows per program, with as many stages as shared memory has space for."""
     from quire.ops.kernels.linear import FEW_OUTPUTS, FewRowsConfig
 
-    tiles = -(-outputs // FEW_OUTPUTS)
-    return FewRowsConfig(256, 4, 1) if tiles <= 64 else FewRowsConfig(256, 3, 1) if tiles <= 132 else FewRowsConfig(128, 4, 1)
+    stage_bytes = 2 * ORDERED_COLUMNS * (FEW_OUTPUTS + height)
+    properties: Any = torch.cuda.get_device_properties(device)
+    stages = min(8 if height == 16 else 5, properties.shared_memory_per_block_optin // stage_bytes)
+    return FewRowsConfig(ORDERED_COLUMNS, stages, 1, height)
 
 
 @cache

@@ -209,12 +209,13 @@ class PackedMatrix:
         """Return whether the kernel multiplies by the values of `dequantize`, so that both have the same bits."""
         from quire.ops.kernels.bit_packing import ANY_ZEROS
 
-        packed = self.packed
-        return (
-            packed.form in ("int6", "int8")
-            or (packed.form == "int4" and packed.offset != ANY_ZEROS)
-            or (packed.form == "float4" and packed.scaled == "e8m0")
-        )
+        match self.packed.form:
+            case "int4":
+                return bool(self.packed.offset != ANY_ZEROS)
+            case "float4":
+                return bool(self.packed.scaled == "e8m0")
+            case form:
+                return bool(form == "int6")
 
     def dequantize(self, like: Tensor) -> Tensor:
         """Return the matrix [outputs, inputs] in the dtype of `like` [..., inputs], with the inputs in packed order."""
