@@ -170,8 +170,12 @@ class StepRows(msgspec.Struct, frozen=True, eq=False):
 class StepPlan(StepRows, frozen=True, eq=False, dict=True):
     """One step: admitted and retired slots, changes of page tables, and the rows.
 
-    Order of effects on the device: retire, admit, given tokens, tables, copies, states that are loaded, then the rows, then
-    states that are saved. Recurrent states are in entries: those of the slots first, then snapshots of prefixes.
+    Order of effects on the device: retire, admit, given tokens, tables, copies, states that are loaded, embeddings that are
+    forgotten, items that are encoded, then the rows, then states that are saved. Recurrent states are in entries: those of the
+    slots first, then snapshots of prefixes.
+
+    The device keeps the embeddings of encoded images and videos by their digest; `encode` and `forget` are all that changes
+    this cache. A row may have tokens of an item only if the item's embeddings are in it.
 
     A row is "`count` more tokens of `slot`", of which the last `drafts` are draft tokens of host or device. A row that
     reaches the last known token samples there, and after every draft. Drafts that equal the sampled tokens are accepted, up to
@@ -205,6 +209,8 @@ class StepPlan(StepRows, frozen=True, eq=False, dict=True):
     save_slot: Ints = NOTHING  # [saves] state[save_entry] = state[save_slot], after the rows
     save_entry: Ints = NOTHING  # [saves]
     guesses: Ints = NOTHING  # [rows] tokens that a drafter with weights drafts after each row
+    forget: tuple[str, ...] = ()  # digests whose embeddings leave the encoder cache
+    encode: tuple[tuple[int, int], ...] = ()  # (slot, index in `Extras.media` of its request), in the order of rows
 
     @cached_property
     def next_drafts(self) -> int:
