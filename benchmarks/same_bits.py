@@ -36,7 +36,7 @@ def make_requests(count: int, vocab: int, longest: int, rng: random.Random) -> l
     return requests
 
 
-def random_settings(longest: int, rng: random.Random) -> dict[str, Any]:
+def random_settings(longest: int, drafts: bool, rng: random.Random) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "max_num_seqs": rng.choice((5, 33, 128, 256)),
         "max_num_batched_tokens": rng.choice((256, 700, 2048, 8192)),
@@ -46,7 +46,7 @@ def random_settings(longest: int, rng: random.Random) -> dict[str, Any]:
     }
     if rng.random() < 0.4:
         settings["num_gpu_blocks_override"] = 6 * longest // settings["block_size"]
-    if rng.random() < 0.4:
+    if rng.random() < 0.4 and drafts:
         settings["speculative_config"] = {"method": "ngram", "num_speculative_tokens": rng.randint(1, 5)}
     return settings
 
@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=512, help="prompt tokens, about half of the maximum")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--no-drafts", action="store_true", help="for models that speculation is not supported with")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="more arguments of every engine, as JSON")
     args = parser.parse_args()
@@ -86,7 +87,7 @@ def main() -> None:
     wrong = 0
     for engine in range(args.engines + 1):
         alone = engine == args.engines
-        settings = {"max_num_seqs": 1} if alone else random_settings(args.longest, rng)
+        settings = {"max_num_seqs": 1} if alone else random_settings(args.longest, not args.no_drafts, rng)
         llm = LLM(
             args.model, load_format=args.load_format, max_model_len=4 * args.longest, skip_tokenizer_init=True,
             deterministic=args.deterministic, **settings, **args.engine_args,
