@@ -12,12 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
+from adapters import halves, write_adapter
 from encoder_families import ENCODERS, random_texts, save_encoder
 from quantized_checkpoints import BLOCKS, fp8, write
 from quire import LLM, PoolingParams, SamplingParams
 from quire.config.args import EngineArgs
 from quire.ops import order
 from quire.ops.native import run_decoders
+from quire.types.adapter import LoRARequest
 from quire.types.errors import ConfigError
 from tiny_model import make_tokenizer
 
@@ -101,14 +103,16 @@ def requests():
     return prompts, params
 
 
-def answers(llm, together):
+def answers(llm, together, adapters=(None,)):
     prompts, params = requests()
     found = {}
     order = list(range(REQUESTS))
     random.Random(together).shuffle(order)
     for first in range(0, REQUESTS, together):
         some = order[first : first + together]
-        outputs = llm.generate([{"prompt_token_ids": prompts[i]} for i in some], [params[i] for i in some], use_tqdm=False)
+        adapted = [adapters[i % len(adapters)] for i in some]
+        outputs = llm.generate([{"prompt_token_ids": prompts[i]} for i in some], [params[i] for i in some],
+                               lora_request=adapted if any(adapted) else None, use_tqdm=False)  # fmt: skip
         for i, output in zip(some, outputs, strict=True):
             one = output.outputs[0]
             found[i] = (
@@ -142,22 +146,25 @@ def make(directory, kind):
     return str(directory)
 
 
-def check(directory, without=(), **options):
-    """Compare each request alone, on an empty cache, with all other ways to run it but those in `without`."""
+def check(directory, without=(), adapters=(None,), **options):
+    """Compare each request alone, on an empty cache, with all other ways to run it but those in `without`.
+
+    adapters: LoRA adapters that the requests have in turn
+    """
     options = OPTIONS | options
     llm = LLM(directory, enable_prefix_caching=False, **options)
-    expected = answers(llm, 1)
-    assert not differing(answers(llm, REQUESTS), expected), "all at once"
+    expected = answers(llm, 1, adapters)
+    assert not differing(answers(llm, REQUESTS, adapters), expected), "all at once"
     del llm
     llm = LLM(directory, **options)
     for together in (5, REQUESTS):
-        assert not differing(answers(llm, together), expected), f"{together} at once, with prefix hits"
+        assert not differing(answers(llm, together, adapters), expected), f"{together} at once, with prefix hits"
     del llm
     for name, changes in VARIANTS.items():
         if name in without:
             continue
         llm = LLM(directory, **(options | changes))
-        assert not differing(answers(llm, REQUESTS), expected), name
+        assert not differing(answers(llm, REQUESTS, adapters), expected), name
         del llm
 
 
@@ -245,6 +252,22 @@ def test_encoders_on_a_gpu(tmp_path, kind):
 def test_a_decoder_that_pools_on_a_gpu(tmp_path):
     check_pooling(make(tmp_path, "qwen3"), [1, 5, 63, 64, 65, 200, 512, 3, 130], runner="pooling",
                   pooler_config={"pooling_type": "MEAN"})  # fmt: skip
+
+
+@GPU
+def test_adapters_on_a_gpu(tmp_path):
+    inputs = {"self_attn.q_proj": (256, 256), "self_attn.v_proj": (256, 128), "self_attn.o_proj": (256, 256),
+              "mlp.gate_proj": (256, 512), "mlp.up_proj": (256, 512), "mlp.down_proj": (512, 256)}  # fmt: skip
+    adapters = [None]
+    for rank in (8, 16):
+        tensors = {}
+        for layer in range(SIZES["num_hidden_layers"]):
+            for seed, (name, (wide, out)) in enumerate(inputs.items()):
+                tensors |= halves(f"base_model.model.model.layers.{layer}.{name}", out, wide, rank, 10 * layer + seed + rank)
+        path = write_adapter(tmp_path / f"rank-{rank}", tensors, r=rank, lora_alpha=2, target_modules=list(inputs))
+        adapters.append(LoRARequest(f"rank-{rank}", rank, path))
+    check(make(tmp_path / "model", "llama"), adapters=adapters, kv_cache_memory_bytes=1 << 28, enable_lora=True, max_loras=2,
+          max_lora_rank=16)  # fmt: skip
 
 
 @GPU
