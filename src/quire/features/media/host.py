@@ -64,8 +64,9 @@ class MediaArgs:
         "", TEXT, _GROUP, "directory whose files requests may name by file: addresses; default: none", after="media_io_kwargs"
     )
     allowed_media_domains: list[str] | None = setting(
-        None, LIST, _GROUP, "hosts from which media may be fetched; default: any public one", after="allowed_local_media_path"
-    )
+        None, LIST, _GROUP, "hosts from which media may be fetched, by https and from public addresses; HOST:PORT: also by "
+        "http and from private ones; *: any host; default: none", after="allowed_local_media_path",
+    )  # fmt: skip
     enable_mm_embeds: bool = setting(
         False, FLAG, _GROUP, "requests may bring embeddings in place of images (image_embeds); only for trusted clients",
         after="allowed_media_domains",

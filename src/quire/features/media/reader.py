@@ -23,6 +23,7 @@ from quire.features.media.inputs import MediaOptions, MediaRef, Pixels
 from quire.features.media.prompt import Placeholders
 from quire.features.media.store import Processed, ProcessorCache, SharedFile, SharedFiles
 from quire.features.media.workers import wire
+from quire.features.media.workers.fetch import check_url
 from quire.proc.spawn import command_of
 from quire.text.chat import MediaMarks
 from quire.text.tokenizer import Tokenizer
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
 
 WORKERS_VARIABLE = "QUIRE_MEDIA_WORKERS"  # most processes that decode and preprocess
 MAX_FETCHERS = 8
+FETCH_VARIABLES = ("QUIRE_{}_FETCH_TIMEOUT", "VLLM_{}_FETCH_TIMEOUT")  # of IMAGE and VIDEO, in seconds
 FETCH_SECONDS: Mapping[Modality, float] = {"image": 5.0, "video": 30.0}
+FETCH_PATIENCE_S = 1.5  # after which a download must be on the way to end in time
 MAX_FETCHED_BYTES: Mapping[Modality, int] = {"image": 64 << 20, "video": 512 << 20}
 FETCH_HANG_S = 120.0  # a process that waits for a server uses no processor time
 MAX_UUIDS = 1 << 16
@@ -237,20 +240,16 @@ class MediaReader:
         return await asyncio.get_running_loop().run_in_executor(self._threads, digest)
 
     async def _fetch(self, url: str, modality: Modality) -> _Content:
-        args, file = self._config.args, self._open_files().new()
-        seconds = _seconds(modality)
-        job = wire.Fetch(
-            url, list(args.allowed_media_domains or ()), args.allowed_local_media_path, file.path, seconds,
-            MAX_FETCHED_BYTES[modality],
-        )  # fmt: skip
+        args = self._config.args
+        domains, root = list(args.allowed_media_domains or ()), args.allowed_local_media_path
+        check_url(url, domains, root)
+        file = self._open_files().new()
+        job = wire.Fetch(url, domains, root, file.path, *_seconds(modality), MAX_FETCHED_BYTES[modality])
         if self._fetchers is None:
             ready = [msgspec.json.encode(wire.Warm(False))], [b""]
             kind = WorkerKind("fetch", "", _COMMAND, ready, FETCH_HANG_S)
             self._fetchers = ProcessPool(kind, MAX_FETCHERS, self._threads)
-        try:
-            size, digest = await self._fetchers.run(_encoded(job), [b""], f"fetching the {modality}", None)
-        except UnicodeEncodeError:
-            raise InvalidParameter("its URL is not valid") from None
+        size, digest = await self._fetchers.run(_encoded(job), [b""], f"fetching the {modality}", None)
         if size == 0:
             raise FetchFailed("it cannot be fetched: it is empty")
         return _Content(digest, "file", file=file)
@@ -315,9 +314,14 @@ def max_workers() -> int:
     return int(given) if given.isdecimal() and int(given) else max(2, min(16, (os.cpu_count() or 1) // 2))
 
 
-def _seconds(modality: Modality) -> float:
-    given = os.environ.get(f"VLLM_{modality.upper()}_FETCH_TIMEOUT", "")
-    return float(given) if given.isdecimal() and int(given) else FETCH_SECONDS[modality]
+def _seconds(modality: Modality) -> tuple[float, float]:
+    """Return how long fetching may take, and after how long it must be on the way to end in time: that is up to the
+    environment, if it sets the time."""
+    for name in FETCH_VARIABLES:
+        given = os.environ.get(name.format(modality.upper()), "")
+        if given.isdecimal() and int(given):
+            return float(given), float(given)
+    return FETCH_SECONDS[modality], FETCH_PATIENCE_S
 
 
 def _key(content: str, job: wire.Process) -> str:

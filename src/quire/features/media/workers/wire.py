@@ -35,10 +35,11 @@ class Fetch(_Job):
     """Copy the content of a URL into the file `out`. The answer is its digest."""
 
     url: str
-    domains: list[str]  # names of hosts, or "host:port", which may have a private address
+    domains: list[str]  # names of hosts, "host:port", which may have a private address, or "*"
     root: str  # below which files may be read; "": no files
     out: str
-    seconds: float
+    seconds: float  # that it may take
+    patience: float  # seconds after which it must be on the way to end in time
     most: int  # bytes
 
 
