@@ -107,7 +107,7 @@ class Snapshots:
                 else:
                     self._free.append(entry)
                 continue
-            extend_keys(request.keys, request.tokens, self._page_size, request.spec.salt)
+            extend_keys(request.keys, request.tokens, self._page_size, request.spec.salt, request.marks)
             key = request.keys[at // self._page_size - 1]
             if key in self._index:
                 self._free.append(entry)

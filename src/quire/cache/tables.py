@@ -48,7 +48,7 @@ class Tables:
         """Return how many leading tokens are cached: full pages only, never the last token, whose logits are needed."""
         if not self.prefix_caching:
             return 0
-        extend_keys(request.keys, request.tokens, self.page_size, request.spec.salt)
+        extend_keys(request.keys, request.tokens, self.page_size, request.spec.salt, request.marks)
         pages = self._agree(request, (len(request.tokens) - 1) // self.page_size)
         if self.snapshots is not None:
             pages = self._agree_with(self.snapshots, request, pages)
@@ -129,7 +129,7 @@ class Tables:
             self._offer(request, last)
 
     def _offer(self, request: Request, last: int) -> None:
-        extend_keys(request.keys, request.tokens, self.page_size, request.spec.salt)
+        extend_keys(request.keys, request.tokens, self.page_size, request.spec.salt, request.marks)
         for group in self.groups:
             group.publish(request, request.published, last)
         if self.snapshots is not None:

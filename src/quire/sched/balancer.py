@@ -182,7 +182,7 @@ class Balancer:
         keys: list[bytes] = []
         if self._page_size:
             looked_up = request.prompt[: MAX_PREFIX_PAGES * self._page_size]
-            extend_keys(keys, array("i", looked_up), self._page_size, request.salt)
+            extend_keys(keys, array("i", looked_up), self._page_size, request.salt, request.marks)
         return keys
 
     def _fresh(self, request: EngineRequest, engine: int, keys: Sequence[bytes]) -> int:

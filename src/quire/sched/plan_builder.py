@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -149,14 +149,14 @@ class PlanBuilder:
             shapes=shapes,
             draft_token=_ints(self._drafts),
             guesses=_guesses(requests, next_drafts, guesses),
+            masked=self._masks(shapes) if self._masked else NOTHING,
             **self._changes(retired),
-            **({"masked": self._masks(shapes)} if self._masked else {}),
         )
         return Scheduled(plan, requests, tuple(i for i, odd in self._odd.items() if odd.samples != 1))
 
-    def _changes(self, retired: list[int]) -> dict[str, Ints]:
+    def _changes(self, retired: list[int]) -> dict[str, Any]:
         """Return the fields of a plan that are empty in most steps."""
-        changes: dict[str, Ints] = {}
+        changes: dict[str, Any] = {}
         if retired:
             changes["retired"] = _ints(retired)
         if self._page:

@@ -31,7 +31,9 @@ class Forks:
         if name is None or not child.spec.params.reads_prefix_cache:
             return None
         parent = live.get(name) or self.held.get(name)
-        return None if parent is None or parent is child or parent.spec.salt != child.spec.salt else parent
+        if parent is None or parent is child or (parent.spec.salt, parent.marks) != (child.spec.salt, child.marks):
+            return None
+        return parent
 
     def park(self, child: Request, parent: Request, written: int) -> bool:
         """Park the child if waiting for its parent pays. It never waits for a request of lower rank."""

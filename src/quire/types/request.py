@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from quire.types.media import Mark, prefix_marks
 from quire.types.plan import Floats
 from quire.types.prompts import NO_EXTRAS, Extras
 from quire.types.sampling import SamplingParams
@@ -42,7 +43,7 @@ class EngineRequest:
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token sequences
     priority: int = 0
     tenant: str = ""  # slots are shared fairly among tenants
-    salt: tuple[str, ...] = ()  # adapter, media, tenant: what cached keys depend on besides tokens
+    salt: tuple[str, ...] = ()  # adapter, tenant: what cached keys depend on besides tokens and `marks`
     extras: Extras = NO_EXTRAS
     fork_of: str | None = None
     hold: bool = False
@@ -55,6 +56,11 @@ class EngineRequest:
     def samples(self) -> bool:
         """Whether tokens are sampled. A request that samples none ends with the row of its last prompt token."""
         return self.extras.pooling is None
+
+    @property
+    def marks(self) -> tuple[Mark, ...]:
+        """Return what cached keys depend on from a position on."""
+        return prefix_marks(self.extras.media, len(self.prompt)) if self.extras.media else ()
 
     @property
     def forbids(self) -> bool:
@@ -116,9 +122,11 @@ class Request:
     restored: int = -1  # the snapshot that it begins from; -1: none
     pooled: list[tuple[int, Floats]] = field(default_factory=list)  # (position, pooled states) of committed rows
     rolling: bytes | None = None  # content key of the latest snapshot among its sampled tokens
+    marks: tuple[Mark, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.known = len(self.tokens)
+        self.marks = self.spec.marks
 
     @property
     def constrained(self) -> bool:

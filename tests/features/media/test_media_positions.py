@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.features.media.positions import decode_jump, decode_offset, prompt_positions
-from quire.types.media import MediaItem
+from quire.features.media.positions import decode_offset, prompt_positions
+from quire.types.media import MediaItem, prefix_marks
 
 MERGE, RATE = 2, 3  # patches along each side of an embedding; tokens per second
 VISION = {"patch_size": 4, "spatial_merge_size": MERGE, "num_heads": 2, "depth": 1}
@@ -79,16 +79,19 @@ def test_positions_equal_those_of_transformers(name, parts, rest):
     assert found.tolist() == wanted[:, 0].tolist()
     assert decode_offset(items, length) == int(delta)
     assert decode_offset(items, length) == found.max() + 1 - length
-    assert decode_jump(items, length) == found.max() - found[0, -1]  # the last token is of text
+    jump = found.max() - found[0, -1]  # the last token is of text
+    assert prefix_marks(items, length) == (*((item.start, "") for item in items), *([(length, f"answer {jump}")] * bool(jump)))
 
 
 def test_items_without_a_grid_are_sequential():
     items = [MediaItem("image", 2, 4, "", ())]
     assert prompt_positions(items, 9).tolist() == [list(range(9))] * 3
-    assert (decode_offset(items, 9), decode_jump(items, 9)) == (0, 0)
+    assert decode_offset(items, 9) == 0
+    assert prefix_marks(items, 9) == ((2, ""),)
 
 
 def test_a_video_longer_than_its_sides_makes_the_answer_jump():
-    items = [MediaItem("video", 1, 4, "", (), (), (4, 1, 1))]
+    items = [MediaItem("video", 1, 4, "a", (), (), (4, 1, 1))]
     assert prompt_positions(items, 6).tolist() == [[0, 1, 2, 3, 4, 2], [0, 1, 1, 1, 1, 2], [0, 1, 1, 1, 1, 2]]
-    assert (decode_offset(items, 6), decode_jump(items, 6)) == (-1, 2)
+    assert decode_offset(items, 6) == -1
+    assert prefix_marks(items, 6) == ((1, "a"), (6, "answer 2"))
