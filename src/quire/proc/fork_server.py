@@ -21,8 +21,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from quire.config.host import limit_thread_spinning
@@ -30,6 +32,7 @@ from quire.proc.spawn import PARENT, command_of, end_with_parent, fill_in, name_
 
 COMMAND = command_of("quire.proc.fork_server")
 FORK_TIMEOUT_S = 5.0
+POLL_S = 0.05
 MAX_REQUEST_BYTES, MAX_DESCRIPTORS = 1 << 16, 250
 READY = b"ready"
 
@@ -127,12 +130,14 @@ class ForkServer:
 class ForkServerProcess(ForkServer):
     """A server that this process starts."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
-        """`modules`: that it imports."""
+    def __init__(self, modules: Sequence[str], settings: Mapping[str, str] | None = None, with_thread: bool = True) -> None:
+        """modules: that it imports. settings: additional environment variables, of its forks as well.
+        with_thread: see `spawn`; without, the server runs what `atexit` has when its parent has ended."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
-                self._process = spawn(COMMAND, [PARENT, "{0}"], [theirs.fileno()], with_thread=True)
+                arguments = [PARENT, "{0}"]
+                self._process = spawn(COMMAND, arguments, [theirs.fileno()], settings=settings, with_thread=with_thread)
                 ours.send(json.dumps(list(modules)).encode())  # not in argv, where `ps` would take it for an engine
             except BaseException:
                 ours.close()
@@ -146,26 +151,38 @@ class ForkServerProcess(ForkServer):
 
 
 class LazyForkServer:
-    """A fork server that is started when `prepare` is called, and replaced when it is lost."""
+    """A fork server that is started when `prepare` is called, and replaced when it is lost. Any thread may use it."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
-        self._modules = modules
+    def __init__(self, modules: Sequence[str], settings: Mapping[str, str] | None = None, with_thread: bool = True) -> None:
+        """See `ForkServerProcess`."""
+        self._start = partial(ForkServerProcess, modules, settings, with_thread)
         self._process: ForkServerProcess | None = None
+        self._lock = threading.Lock()
 
     def prepare(self) -> None:
+        with self._lock:
+            self._prepare()
+
+    def _prepare(self) -> None:
         if self._process is None:
             with contextlib.suppress(OSError):  # processes are started without it
-                self._process = ForkServerProcess(self._modules)
+                self._process = self._start()
 
-    def get(self) -> ForkServer | None:
-        """Return the server if it can fork now."""
-        found = self._process
-        if found is None or found.usable:
-            return found
-        if found.closed:
-            self._process = None
-            self.prepare()
-        return None
+    def get(self, seconds: float = 0.0) -> ForkServer | None:
+        """Return the server if it can fork now, or within `seconds`."""
+        end = time.monotonic() + seconds
+        while True:
+            with self._lock:
+                found = self._process
+                if found is None or found.usable:
+                    return found
+                if found.closed:
+                    self._process = None
+                    self._prepare()
+                    return None
+            if time.monotonic() >= end:
+                return None
+            time.sleep(POLL_S)
 
     def close(self) -> None:
         if self._process is not None:

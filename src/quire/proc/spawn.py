@@ -63,7 +63,7 @@ def spawn(
     arguments: `{0}` stands for the number of the first descriptor in the new process, PARENT for the pid of its parent.
     descriptors: that the process inherits.
     server: forks the process, if it can; the command's last part is the module whose `main` it calls.
-    settings: additional environment variables; not with a server.
+    settings: additional environment variables; a server's forks have those of the server.
     output: descriptor of its stdout and stderr; those of this process by default.
     with_thread: Linux kills the process when the calling thread ends (see `with_thread_option`).
     """

@@ -33,9 +33,12 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 
 def load_tokenizer(files: ModelFiles, *, tokenizer: str | None = None, revision: str | None = None) -> Tokenizer:
     """The tokenizer of a model, or of another directory, GGUF file or hub id given as `tokenizer`."""
-    if tokenizer is not None:
-        files = resolve_model(tokenizer, revision=revision, weights=False)
-    return read_tokenizer(files.path)
+    return read_named(files.path, tokenizer, revision)
+
+
+def read_named(path: Path, tokenizer: str | None, revision: str | None) -> Tokenizer:
+    """Return the tokenizer at a model's path, or another one that is named."""
+    return read_tokenizer(path if tokenizer is None else resolve_model(tokenizer, revision=revision, weights=False).path)
 
 
 def read_tokenizer(path: Path) -> Tokenizer:

@@ -103,7 +103,7 @@ class Reading:
     """A reader of media, and an event loop for it."""
 
     def __init__(self, **args: Any) -> None:
-        settings = EngineArgs.from_kwargs(model=str(READER), device="cpu", **args)
+        settings = EngineArgs.from_kwargs(**{"model": str(READER), "device": "cpu", **args})
         self.config = resolve(settings, lambda: "cpu", describe)
         self.tokenizer = open_tokenizer(self.config)
         self.reader = MediaReader(self.config, self.tokenizer)

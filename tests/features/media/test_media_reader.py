@@ -5,14 +5,17 @@ import base64
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import numpy as np
 import pytest
 from media_files import READER, encoded, hostile, picture, reading, truncated, unusual
 from PIL import Image
 
+from patience import wait_for
 from quire.features.media import reader as reader_module
 from quire.features.media.host import Media
 from quire.features.media.inputs import NO_OPTIONS, MediaOptions, MediaRef, Pixels, read_multi_modal
@@ -204,6 +207,16 @@ def test_a_lost_process_is_replaced_and_its_job_done_again(media):
     assert worker_pid not in media.reader.pids
 
 
+def test_a_checkpoint_without_an_image_processor_is_refused_at_the_first_picture(tmp_path, monkeypatch):
+    for path in READER.iterdir():
+        if path.suffix != ".json" or path.name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+            (tmp_path / path.name).symlink_to(path)
+    with reading_with(monkeypatch, model=str(tmp_path)) as made:
+        for _ in range(2):
+            with pytest.raises(NotSupported, match=r"image processor or tokenizer cannot be loaded \(OSError"):
+                read(made, IMAGE)
+
+
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
@@ -287,6 +300,36 @@ def test_data_of_offline_prompts():
             read_multi_modal(bad)
     with pytest.raises(InvalidParameter, match="multi_modal_uuids"):
         read_multi_modal({"image": [image]}, {"image": ["a", "b"]})
+
+
+READ_AND_WAIT = """
+import sys
+from media_files import READER, reading
+from quire.features.media.host import Media
+from quire.features.media.inputs import NO_OPTIONS, MediaRef
+
+Media.part_options = lambda *_: {}
+with reading() as media:
+    picture = (READER / "pictures" / "00.png").read_bytes()
+    media.run(media.reader.process([MediaRef("image", "", picture)], NO_OPTIONS))
+    print(media.reader._files.directory, *media.reader.pids, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, None])
+def test_processes_and_files_end_with_the_server(number):
+    command = [sys.executable, "-c", READ_AND_WAIT]
+    paths = os.pathsep.join([*map(str, (Path(__file__).parent, Path(__file__).parents[2])), os.environ.get("PYTHONPATH", "")])
+    with Popen(command, stdin=PIPE, stdout=PIPE, text=True, env={**os.environ, "PYTHONPATH": paths}) as process:
+        directory, *pids = process.stdout.readline().split()
+        assert Path(directory).is_dir() and pids
+        if number is not None:
+            process.send_signal(number)
+        else:
+            process.stdin.close()
+    gone = [Path(directory), *(Path("/proc", pid) for pid in pids)]
+    wait_for(lambda: not any(path.exists() for path in gone))
 
 
 def test_files_of_a_process_that_was_killed_are_swept(tmp_path):

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,12 +23,13 @@ from quire.features.media.host import Media, media_of, read_limits, why_no_media
 from quire.features.media.inputs import MediaOptions, MediaRef, Pixels
 from quire.features.media.prompt import Placeholders
 from quire.features.media.store import Processed, ProcessorCache, SharedFile, SharedFiles
-from quire.features.media.workers import wire
+from quire.features.media.workers import preload, wire
 from quire.features.media.workers.fetch import check_url
+from quire.proc.fork_server import LazyForkServer
 from quire.proc.spawn import command_of
 from quire.text.chat import MediaMarks
 from quire.text.tokenizer import Tokenizer
-from quire.text.workers.pool import ProcessPool, WorkerKind, current_tenant
+from quire.text.workers.pool import SETTINGS, ProcessPool, WorkerKind, current_tenant
 from quire.text.workers.wire import TokenizerSource
 from quire.types.errors import EngineDead, FetchFailed, InvalidParameter, NotSupported, RequestError
 from quire.types.media import MediaItem, Modality
@@ -74,6 +76,7 @@ class MediaReader:
         self.on_processed: Callable[[float], None] = lambda seconds: None  # noqa: ARG005
         self._limits = read_limits(config.args.limit_mm_per_prompt)
         self._files: SharedFiles | None = None
+        self._server: LazyForkServer | None = None
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="quire-media")
         self._pool: ProcessPool | None = None
         self._fetchers: ProcessPool | None = None
@@ -91,14 +94,16 @@ class MediaReader:
         return MediaMarks(texts, self._config.args.interleave_mm_strings)
 
     def start(self) -> None:
-        """Start the first process, before the first image."""
+        """Prepare the processes before the first image, and remove what a killed process left in shared memory."""
         if self.media is not None and self.missing is None:
-            self._processes().start()
+            self._fork_server()
 
     def stop(self) -> None:
         for pool in (self._pool, self._fetchers):
             if pool is not None:
                 pool.stop()
+        if self._server is not None:
+            self._server.close()
         self._threads.shutdown(wait=False)
         self.cache.clear()
         if self._files is not None:
@@ -247,7 +252,7 @@ class MediaReader:
         job = wire.Fetch(url, domains, root, file.path, *_seconds(modality), MAX_FETCHED_BYTES[modality])
         if self._fetchers is None:
             ready = [msgspec.json.encode(wire.Warm(False))], [b""]
-            kind = WorkerKind("fetch", "", _COMMAND, ready, FETCH_HANG_S)
+            kind = WorkerKind("fetch", "", _COMMAND, ready, FETCH_HANG_S, self._fork_server())
             self._fetchers = ProcessPool(kind, MAX_FETCHERS, self._threads)
         size, digest = await self._fetchers.run(_encoded(job), [b""], f"fetching the {modality}", None)
         if size == 0:
@@ -291,16 +296,27 @@ class MediaReader:
 
     def _processes(self) -> ProcessPool:
         if self._pool is None:
+            ready = [msgspec.json.encode(wire.Warm(True))], [b""]
+            kind = WorkerKind("media", self._source, _COMMAND, ready, server=self._fork_server())
+            self._pool = ProcessPool(kind, max_workers(), self._threads)
+        return self._pool
+
+    @property
+    def _source(self) -> str:
+        return str(self._open_files().directory / "source")
+
+    def _fork_server(self) -> LazyForkServer:
+        """Return the server that forks all processes, with image processor and tokenizer in memory."""
+        if self._server is None:
             config, media = self._config, self.media
             assert media is not None
             where = str(config.facts.files.path.absolute())
             tokenizer = TokenizerSource(where, config.args.tokenizer, config.args.tokenizer_revision)
             source = wire.MediaSource(where, tokenizer, config.facts.architecture, dict(media.config))
-            path = self._open_files().directory / "source"
-            path.write_bytes(msgspec.json.encode(source))
-            ready = [msgspec.json.encode(wire.Warm(True))], [b""]
-            self._pool = ProcessPool(WorkerKind("media", str(path), _COMMAND, ready), max_workers(), self._threads)
-        return self._pool
+            Path(self._source).write_bytes(msgspec.json.encode(source))
+            self._server = LazyForkServer([preload.__name__], {**SETTINGS, preload.SOURCE_VARIABLE: self._source}, False)
+            self._server.prepare()
+        return self._server
 
     def _open_files(self) -> SharedFiles:
         if self._files is None:

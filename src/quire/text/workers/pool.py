@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from quire.proc.channel import Frames
+from quire.proc.fork_server import LazyForkServer
 from quire.proc.spawn import ChildProcess, command_of, processor_time, spawn, with_thread_option
 from quire.text.pacing import Pace
 from quire.text.workers import wire
@@ -35,6 +36,7 @@ GROW_AFTER_S = 0.05  # a job waits this long for a free process before another o
 HANG_TIMEOUT_S = (  # a process with a job that uses no CPU time for this long is stopped or hangs
     15.0  # seconds in which a process that has a job runs at least for a moment: one that does not was stopped, or hangs
 )
+FORK_SERVER_START_S = 60.0  # until its imports are done
 ABANDONED_JOB_S = 1.0  # a job whose caller is gone may finish within this time
 _LENGTH = struct.Struct("<I")
 _PIECE = 1 << 17
@@ -53,6 +55,7 @@ class WorkerKind(msgspec.Struct, frozen=True):
     command: Sequence[str] | None = None  # None: COMMAND
     ready: tuple[Sequence[bytes], Sequence[bytes]] = _NOTHING  # a job that shows that a process is ready
     hang_timeout_s: float | None = None  # None: HANG_TIMEOUT_S
+    server: LazyForkServer | None = None  # forks them
 
 
 def text_kind(source: wire.TokenizerSource) -> WorkerKind:
@@ -72,7 +75,8 @@ class WorkerHandle:
         with theirs:
             try:
                 arguments = ["{0}", kind.source, *with_thread_option(lasting)]
-                self._child = spawn(kind.command or COMMAND, arguments, [theirs.fileno()], settings=SETTINGS)
+                server = None if kind.server is None else kind.server.get(FORK_SERVER_START_S)
+                self._child = spawn(kind.command or COMMAND, arguments, [theirs.fileno()], server=server, settings=SETTINGS)
             except BaseException:
                 ours.close()
                 raise

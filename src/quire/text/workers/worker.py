@@ -44,13 +44,9 @@ class TextWorker:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        from quire.files.resolve import resolve_model
-        from quire.text.tokenizer_files import read_tokenizer
+        from quire.text.tokenizer_files import read_named
 
-        path = Path(self._where.path)
-        if self._where.tokenizer is not None:
-            path = resolve_model(self._where.tokenizer, revision=self._where.revision, weights=False).path
-        return read_tokenizer(path)
+        return read_named(Path(self._where.path), self._where.tokenizer, self._where.revision)
 
     def run(self) -> None:
         while (head := self._frames.wait()) is not None and (blob := self._frames.wait()) is not None:

@@ -1,34 +1,36 @@
 """A media process: `python -m quire.features.media.workers.worker SOCKET SOURCE [with-thread]`. SOCKET is an inherited
 descriptor, SOURCE the name of a file with a `wire.MediaSource`, or "" for a process that only fetches.
 
-It does one job at a time, within bounds of processor time and memory, and ends when the other side closes the socket. Image
-processor and tokenizer are read when a job first needs them.
+It does one job at a time, within bounds of processor time and memory, and ends when the other side closes the socket. A fork
+server (`preload`) starts it with image processor and tokenizer in memory; without one, it reads them itself.
 """
 
 import base64
 import binascii
 import contextlib
 import hashlib
+import logging
 import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from quire.features.media.families.base import Arrays, Expansion, MediaFamily, Video
+from quire.features.media.families.base import Arrays, Expansion, Video
 from quire.features.media.workers import wire
+from quire.features.media.workers.checkpoint import open_checkpoint
 from quire.features.media.workers.fetch import fetch
 from quire.proc.bounded import MB, Bounded, Bounds, held_bytes
 from quire.proc.channel import Frames
 from quire.proc.spawn import set_up
 from quire.text.workers.wire import LAST, FrameWriter, refusal
-from quire.types.errors import InvalidParameter, RequestError
+from quire.types.errors import InvalidParameter, NotSupported, RequestError
+from quire.types.media import Modality
 
-GROWTH = 1024 * MB  # a process that holds this much more after a job than after its start ends
+GROWTH = 256 * MB  # a process that holds this much more after a job than after its start ends
 MAX_ARRAY_BYTES = 1024 * MB  # of one item
 MAX_TOKENS = 1 << 20  # of one item
 SHARED_SPARE_BYTES = 64 * MB  # room that is left in the file system of shared files
@@ -37,12 +39,13 @@ BOUNDS = {
     "video": Bounds(60.0, 6144 * MB, "reading the video", None),
 }
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 _DTYPES = {"f": "float32", "i": "int64", "u": "int64", "b": "bool"}
 
 
 class MediaWorker:
     def __init__(self, frames: Frames, source: str) -> None:
-        self._frames, self._source_file = frames, source
+        self._frames, self._checkpoint = frames, open_checkpoint(source)
         self._start_bytes: int | None = None
 
     def run(self) -> None:
@@ -68,69 +71,32 @@ class MediaWorker:
         match job:
             case wire.Warm():
                 if job.everything:
-                    _ = self._processor, self._tokenizer, self._family
+                    with contextlib.suppress(Exception):  # the first item is refused
+                        self._checkpoint.load()
                 return True
             case wire.Fetch():
                 return fetch(job)
             case wire.Process():
-                processor, tokenizer = self._processor, self._tokenizer  # reading them is not the job's cost
+                self._load(job.modality)  # which is not the job's cost
                 with Bounded(BOUNDS[job.modality]):
-                    return msgspec.to_builtins(self._process(job, blob, processor, tokenizer), builtin_types=(bytes,))
+                    return msgspec.to_builtins(self._process(job, blob), builtin_types=(bytes,))
 
-    # ---- what is read once
-
-    @cached_property
-    def _source(self) -> wire.MediaSource:
-        return msgspec.json.decode(Path(self._source_file).read_bytes(), type=wire.MediaSource)
-
-    @cached_property
-    def _family(self) -> MediaFamily:
-        from quire.features.media.families import media_family
-
-        family = media_family(self._source.architecture, self._source.config)
-        assert family is not None
-        return family
-
-    @cached_property
-    def _processor(self) -> Any:
-        sys.modules.setdefault("torch", None)  # type: ignore[arg-type] # transformers would import it, for seconds
-        os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-        from transformers import AutoImageProcessor
-
-        processor = AutoImageProcessor.from_pretrained(
-            self._source.path, backend="pil", local_files_only=True, trust_remote_code=False
-        )
-        import numpy as np
-        from PIL import Image
-
-        # what is imported with the first picture is not its cost
-        with contextlib.suppress(Exception):
-            processor(images=[Image.fromarray(np.zeros((64, 64, 3), np.uint8))], return_tensors="np")
-        return processor
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        from quire.files.resolve import resolve_model
-        from quire.text.tokenizer_files import read_tokenizer
-
-        where = self._source.tokenizer
-        path = Path(where.path)
-        if where.tokenizer is not None:
-            path = resolve_model(where.tokenizer, revision=where.revision, weights=False).path
-        return read_tokenizer(path)
-
-    @cached_property
-    def _video_settings(self) -> dict[str, Any]:
-        return video_settings(Path(self._source.path))
+    def _load(self, modality: Modality) -> None:
+        try:
+            self._checkpoint.load()
+        except Exception as error:
+            logger.exception("the image processor or the tokenizer of the checkpoint cannot be loaded")
+            reason = f"{modality} input is not supported: the checkpoint's image processor or tokenizer cannot be loaded"
+            raise NotSupported(f"{reason} ({type(error).__name__}; the server's log has the reason)", "messages") from error
 
     # ---- one item
 
-    def _process(self, job: wire.Process, blob: bytes, processor: Any, tokenizer: Any) -> wire.ProcessedItem:
+    def _process(self, job: wire.Process, blob: bytes) -> wire.ProcessedItem:
         data = Path(job.path).read_bytes() if job.path else blob
         data = decode_base64(data) if job.kind == "base64" else data
         digest = hashlib.sha256(msgspec.json.encode((job.modality, job.options, job.count)))
-        arrays = self._arrays(job, data, processor, digest)
-        expansion = self._expand(job, arrays, tokenizer)
+        arrays = self._arrays(job, data, digest)
+        expansion = self._expand(job, arrays)
         if len(expansion.tokens) > MAX_TOKENS:
             raise InvalidParameter(f"the {job.modality} has {len(expansion.tokens)} tokens; at most {MAX_TOKENS} are supported")
         places, in_file = write_arrays(arrays, job.out)
@@ -139,20 +105,21 @@ class MediaWorker:
             [(int(start), int(count)) for start, count in expansion.embedded], expansion.grid, float(expansion.interval),
         )  # fmt: skip
 
-    def _arrays(self, job: wire.Process, data: bytes, processor: Any, digest: Any) -> Arrays:
+    def _arrays(self, job: wire.Process, data: bytes, digest: Any) -> Arrays:
+        family, processor = self._checkpoint.family, self._checkpoint.processor
         if job.modality == "video":
             video = self._video(job, data)
             digest.update(msgspec.json.encode((video.frames.shape, list(video.seconds), video.frame_rate, video.duration)))
             digest.update(video.frames.data)
             return self._refusing(
-                lambda: self._family.preprocess_video(video, processor, {**self._video_settings, **job.options}), job
+                lambda: family.preprocess_video(video, processor, {**self._checkpoint.video_settings, **job.options}), job
             )
         from quire.features.media.workers.images import decode_image, image_of_pixels
 
         image = image_of_pixels(data, job.shape) if job.kind == "pixels" else decode_image(data)
         digest.update(msgspec.json.encode(image.size))
         digest.update(image.tobytes())
-        return self._refusing(lambda: self._family.preprocess_image(image, processor, job.options, job.count), job)
+        return self._refusing(lambda: family.preprocess_image(image, processor, job.options, job.count), job)
 
     def _video(self, job: wire.Process, data: bytes) -> Video:
         import numpy as np
@@ -163,10 +130,10 @@ class MediaWorker:
             return decode_video(data, job.io)
         return video_of_pixels(np.frombuffer(data, np.uint8).reshape(job.shape), float(job.io.get("fps") or 1.0))
 
-    def _expand(self, job: wire.Process, arrays: Arrays, tokenizer: Any) -> Expansion:
+    def _expand(self, job: wire.Process, arrays: Arrays) -> Expansion:
+        family, tokenizer = self._checkpoint.family, self._checkpoint.tokenizer
         return self._refusing(
-            lambda: self._family.expand(job.modality, arrays, lambda text: tokenizer.encode(text, add_special_tokens=False)),
-            job,
+            lambda: family.expand(job.modality, arrays, lambda text: tokenizer.encode(text, add_special_tokens=False)), job
         )
 
     def _refusing(self, work: Callable[[], T], job: wire.Process) -> T:
@@ -183,9 +150,9 @@ class MediaWorker:
 
     def _grew(self) -> bool:
         held = held_bytes()
-        if "_processor" not in self.__dict__ or held is None:
+        if held is None:
             return False
-        if self._start_bytes is None:
+        if self._start_bytes is None:  # after `Warm`
             self._start_bytes = held
         return held > self._start_bytes + GROWTH
 
@@ -195,17 +162,6 @@ def decode_base64(text: bytes) -> bytes:
         return base64.b64decode(text.translate(None, b" \t\r\n"), validate=True)
     except binascii.Error:
         raise InvalidParameter("its base64 is not valid") from None
-
-
-def video_settings(path: Path) -> dict[str, Any]:
-    """Return the checkpoint's own settings of videos."""
-    found: dict[str, Any] = {}
-    for name, key in (("video_preprocessor_config.json", None), ("processor_config.json", "video_processor")):
-        with contextlib.suppress(OSError, ValueError):
-            read = msgspec.json.decode((path / name).read_bytes())
-            part = read if key is None else read.get(key)
-            found |= part if isinstance(part, dict) else {}
-    return found
 
 
 def write_arrays(arrays: Arrays, out: str) -> tuple[list[wire.ArrayPlace], bool]:
