@@ -8,6 +8,7 @@ import secrets
 import socket
 import threading
 
+import msgspec
 import torch
 
 from patience import PATIENCE
@@ -20,7 +21,7 @@ from quire.types.errors import EngineDead
 class ThreadWorkers:
     """In the place of `Workers`."""
 
-    def __init__(self, args, size, hang_timeout, links=None, expert_peers=None, gpus="", drafts=None):
+    def __init__(self, start, size, timeouts, links=None, expert_peers=None):
         self.memory, self.remote, self.count, self.gone = anonymous_memory("threads"), {}, size - 1, False
         ends = [{} for _ in range(size)]
         for first, second in itertools.combinations(range(size), 2):
@@ -31,7 +32,7 @@ class ThreadWorkers:
         self._told = [queue.SimpleQueue() for _ in range(size)]
         self._threads = [threading.Thread(target=self._run, args=(rank, ends[rank])) for rank in range(1, size)]
         for rank, thread in enumerate(self._threads, 1):
-            self._asked[rank].put(wire.encode(wire.StartRank(args, rank, gpus=gpus)))
+            self._asked[rank].put(wire.encode(msgspec.structs.replace(start, rank=rank)))
             thread.start()
 
     def _run(self, number, peers):
@@ -61,6 +62,9 @@ class ThreadWorkers:
 
     def read_adapter(self, ref, needed=True):
         self.send(wire.ReadAdapter(ref, needed))
+
+    def started(self):
+        pass
 
     def check(self):
         pass

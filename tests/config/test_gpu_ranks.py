@@ -9,6 +9,7 @@ from quire.config.args import EngineArgs
 from quire.config.config import Config
 from quire.config.resolve import resolve
 from quire.device.registry import open_device
+from quire.engine.start_local import warn_uneven
 from quire.types.errors import ConfigError
 
 
@@ -59,3 +60,12 @@ def test_what_is_refused(model, gpus, values, message, monkeypatch):  # noqa: F8
     else:
         with pytest.raises(ConfigError, match=message):
             config_of(model, gpus, **values)
+
+
+def test_the_rank_whose_gpu_limits_the_cache_of_all_is_named(model, caplog):  # noqa: F811
+    config = config_of(model, 2, tensor_parallel_size=2)
+    warn_uneven(config, [40 << 30, 38 << 30])
+    warn_uneven(config_of(model, 2, pipeline_parallel_size=2), [40 << 30, 20 << 30])
+    assert not caplog.records
+    warn_uneven(config, [40 << 30, 20 << 30])
+    assert "rank 1 has 20.0 GiB for the KV cache and rank 0 has 40.0 GiB" in caplog.text

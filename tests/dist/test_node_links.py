@@ -128,15 +128,36 @@ def test_who_is_let_in():
         for one in (links, *joined):
             one.close()
     assert "the key (QUIRE_CLUSTER_KEY) differs" in refused[0] and "node_rank 7 is not one of 1 to 1" in refused[1]
-    with listen(("127.0.0.1", 0)) as listener, pytest.raises(EngineError, match="1 of 2 nodes did not connect in time"):
-        nodes.gather(listener, nodes.share_ranks(2, 2), "", 0.05, TERMS)
+
+
+def test_a_node_that_does_not_come_is_named_with_its_ranks():
+    with listen(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        absent = (
+            r"^node 1 \(ranks 1 to 2\) did not connect; node 2 \(ranks 3 to 4\) did not connect within 0.05 s. Start the same "
+            rf"command .* its node_rank and --headless, and check that it can reach 127.0.0.1, port {port}$"
+        )
+        with pytest.raises(EngineError, match=absent):
+            nodes.gather(listener, nodes.share_ranks(5, 3), "", 0.05, TERMS)
+    with pytest.raises(EngineError, match=r"cannot be reached: .*. Start machine 0, and give its master_addr and master_port"):
+        nodes.join(("127.0.0.1", port), 1, "127.0.0.1", "", 0.05, TERMS)
+
+
+def test_a_port_in_use_is_named_with_its_argument():
+    names = ("master_addr", "master_port")
+    with listen(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(EngineError, match=f"port {port}, .*: Address already in use. End .* or choose another master_port"):
+            listen(("127.0.0.1", port), names)
+    with pytest.raises(EngineError, match="master_addr must be an address of this machine"):
+        listen(("192.0.2.1", port), names)
 
 
 def test_a_node_that_differs_is_refused_and_named_when_time_is_over():
     differs = "its dtype is 'half', machine 0's is 'auto'; remove it on that machine"
     with listen(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as other:
         send_json(other, {"key": "", "node": 1, "host": "127.0.0.1", "port": 1, **TERMS, "arguments": {"dtype": "half"}})
-        with pytest.raises(EngineError, match=f"1 of 2 nodes did not connect in time; node 1 was refused: {differs}"):
+        with pytest.raises(EngineError, match=rf"node 1 \(rank 1\) was refused: {differs}"):
             nodes.gather(listener, nodes.share_ranks(2, 2), "", 1.0, {**TERMS, "arguments": {"dtype": "auto"}})
         assert receive_json(other, PATIENCE) == {"refused": differs}
 

@@ -12,8 +12,9 @@ from tiny import TEXT, open_model
 
 from patience import PATIENCE
 from quire import SamplingParams
+from quire.engine import agreement
 from quire.engine.executor import workers
-from quire.types.errors import EngineDead, EngineError
+from quire.types.errors import ConfigError, EngineDead, EngineError
 from serving import NAME, Running
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -67,6 +68,22 @@ def test_a_rank_that_cannot_start_is_named(tiny_model, monkeypatch, code, messag
     with pytest.raises(EngineError, match=message):
         open_model(tiny_model, tensor_parallel_size=2)
     assert ranks_of(os.getpid()) == []
+
+
+def test_a_rank_that_never_starts_is_named(tiny_model, monkeypatch):
+    monkeypatch.setattr(workers, "COMMAND", (sys.executable, "-S", "-c", "import time; time.sleep(600)"))
+    monkeypatch.setattr(workers, "POLL_S", 0.05)
+    with pytest.raises(EngineError, match=r"rank 1 \(process \d+\) did not start in time. .* raise engine_start_timeout"):
+        open_model(tiny_model, tensor_parallel_size=2, engine_start_timeout=0.1)
+    assert ranks_of(os.getpid()) == []
+
+
+def test_a_rank_that_resolves_another_configuration_is_named(tiny_model, monkeypatch):
+    """Ranks read their own environment: one divides the layers differently."""
+    values = agreement.resolved_values
+    monkeypatch.setattr(agreement, "resolved_values", lambda config: values(config) | {"layers of each stage": "1, 3"})
+    with pytest.raises(ConfigError, match=r"rank 1 \(.*process \d+\): its layers of each stage is '2', rank 0's is '1, 3'"):
+        open_model(tiny_model, tensor_parallel_size=2)
 
 
 @pytest.fixture

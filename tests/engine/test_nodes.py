@@ -17,7 +17,7 @@ from patience import PATIENCE
 from quire import LLM, EngineArgs
 from quire.cli import headless
 from quire.cli.main import main
-from quire.engine import handshake
+from quire.engine import agreement, handshake
 from quire.engine.executor import nodes, workers
 from quire.engine.handshake import own_terms, terms_of
 from quire.types.errors import ConfigError, EngineDead, ModelError
@@ -94,7 +94,7 @@ def test_a_node_with_other_weights_is_refused_and_one_with_the_same_gives_the_to
 
 def test_a_node_with_another_draft_model_is_refused(checkpoint, port, monkeypatch):
     directory = checkpoint("llama").directory
-    monkeypatch.setattr(handshake, "draft_files", lambda config: {"weights": "of node 0"})
+    monkeypatch.setattr(agreement, "draft_files", lambda config: {"weights": "of node 0"})
     node = threading.Thread(target=run_node, args=(directory, port))
     node.start()
     drafts = {"model": str(directory), "num_speculative_tokens": 2}

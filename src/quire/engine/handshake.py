@@ -12,6 +12,7 @@ log what differs. This holds for engines that serve the same model and for ranks
 """
 
 import contextlib
+import errno
 import hmac
 import json
 import logging
@@ -26,7 +27,6 @@ from typing import Any
 
 from quire import __version__
 from quire.config.args import EngineArgs
-from quire.config.config import Config
 from quire.config.fields import FLOAT_NAMES
 from quire.config.resolve import find_files, wants_weights
 from quire.files.identity import WEIGHTS, identity
@@ -70,7 +70,7 @@ def difference(ours: Terms, theirs: Terms) -> str | None:
     """Return what another machine has to change, or None."""
     if theirs.get("version") != ours["version"]:
         return f"its Quire is {shown(theirs.get('version'))}, machine 0's is {ours['version']}"
-    if found := _different_file(ours["files"], _object(theirs, "files")):
+    if found := different_file(ours["files"], _object(theirs, "files")):
         return f"its model is not machine 0's: {found}"
     for name, value in _object(theirs, "arguments").items():
         if name in ours["arguments"] and value != ours["arguments"][name]:
@@ -78,20 +78,7 @@ def difference(ours: Terms, theirs: Terms) -> str | None:
     return None
 
 
-def draft_files(config: Config) -> dict[str, str]:
-    """Digests of the draft model's files; empty without a draft model or head in files of its own."""
-    facts = config.draft_facts if config.draft_head is None else config.draft_head.facts
-    return {} if facts is None else identity(facts.files)
-
-
-def refuse_other_draft(config: Config, expected: dict[str, str]) -> None:
-    """Raise ModelError if this machine's draft model differs from machine 0's: ranks must verify the same draft tokens."""
-    if expected and (found := _different_file(expected, draft_files(config))):
-        assert config.speculation is not None
-        raise ModelError(f"the draft model {config.speculation.model} is not machine 0's: {found}")
-
-
-def _different_file(ours: dict[str, str], theirs: dict[str, Any]) -> str | None:
+def different_file(ours: Mapping[str, str], theirs: Mapping[str, Any]) -> str | None:
     """Return the first file that differs, and how. Weights that machine 0 does not read are not compared."""
     for name in sorted({*ours, *theirs}):
         if ours.get(name) == theirs.get(name) or (name == WEIGHTS and name not in ours):
@@ -128,11 +115,18 @@ def cluster_key() -> str:
     return os.environ.get(KEY, "")
 
 
-def listen(address: Address) -> socket.socket:
+def listen(address: Address, names: tuple[str, str] | None = None) -> socket.socket:
+    """Listen for other nodes. names: the arguments that chose address and port, for the error."""
     try:
         return socket.create_server(address, backlog=1024, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
     except OSError as error:
-        raise EngineError(f"cannot listen on {address[0]}, port {address[1]}, for other nodes: {error.strerror}") from None
+        change = ""
+        if names is not None and error.errno == errno.EADDRINUSE:
+            change = f". End the process that has this port, or choose another {names[1]} on all machines"
+        elif names is not None:
+            change = f". {names[0]} must be an address of this machine, and {names[1]} a port that this user may open"
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise EngineError(f"cannot listen on {address[0]}, port {address[1]}, for other nodes: {reason}{change}") from None
 
 
 def address_towards(first: Address) -> str:
@@ -146,15 +140,19 @@ def address_towards(first: Address) -> str:
         raise EngineError(f"{first[0]}: {error.strerror or error}") from None
 
 
-def connect(address: Address, deadline: float, check: Callable[[], None] = lambda: None) -> socket.socket:
-    """Connect, trying again until the deadline. `check` raises when the connection is no longer needed."""
+def connect(address: Address, deadline: float, check: Callable[[], None] = lambda: None, change: str = "") -> socket.socket:
+    """Connect, trying again until the deadline.
+
+    check: raises when the connection is no longer needed.
+    change: what to change if it fails, for the error.
+    """
     while True:
         check()
         try:
             made = socket.create_connection(address, timeout=HANDSHAKE_TIMEOUT_S)
         except OSError as error:
             if time.monotonic() > deadline:
-                raise EngineError(f"{address[0]}, port {address[1]}, cannot be reached: {error}") from None
+                raise EngineError(f"{address[0]}, port {address[1]}, cannot be reached: {error}{change}") from None
             time.sleep(RECONNECT_INTERVAL_S)
         else:
             made.settimeout(None)

@@ -73,7 +73,7 @@ class NodeListener:
 
     def __init__(self, address: Address, engines: range, terms: Terms) -> None:
         self.address, self._engines, self._terms = address, engines, terms
-        self._listener = listen(address)
+        self._listener = listen(address, ("data_parallel_address", "data_parallel_rpc_port"))
         handshakes = HandshakeServer(self._listener, cluster_key())
         self._rejections = handshakes.rejections
         self._changed = threading.Condition()

@@ -5,6 +5,8 @@ Importing this file does not import torch.
 
 import contextlib
 import logging
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
     from quire.engine.executor.workers import Workers
     from quire.features.experts.exchange import SharedExperts
 
-RANK_TIMEOUT_SHARE = 0.9  # of engine_hang_timeout: a hanging rank is reported before the engine counts as hung
+RANK_TIMEOUT_SHARE = 0.9  # of the engine's timeouts: a late rank is reported before the engine counts as late
+UNEVEN_RATIO = 1.1  # of two ranks' memory; GPUs of one model differ by less
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +63,8 @@ def start_local(
             experts[0].connected = True
             watch.lap("other engines")
         capacity = allocate_cache(config, executor, layout, device, watch)
+        if workers is not None:
+            workers.started()
     except BaseException:
         if workers is not None:
             workers.end()
@@ -107,6 +112,7 @@ def allocate_cache(config: Config, executor: Executor, layout: CacheLayout, devi
     with doing("measuring memory"):
         budgets = executor.call_all("profile", args.gpu_memory_utilization, args.kv_cache_memory_bytes)
     budget = min(budgets)
+    warn_uneven(config, budgets)
     if args.kv_cache_memory_bytes is None:
         if config.device_facts.one_memory:
             budget = share_memory(config, layout, budget)  # every rank of a machine sees all of its memory
@@ -120,6 +126,21 @@ def allocate_cache(config: Config, executor: Executor, layout: CacheLayout, devi
     return capacity
 
 
+def warn_uneven(config: Config, budgets: Sequence[int]) -> None:
+    """Log which rank's GPU limits the KV cache of all, if another one has much more memory for it.
+
+    budgets: bytes of each rank. Stages hold different layers, so their budgets differ anyway.
+    """
+    least, most = min(budgets), max(budgets)
+    if config.stages > 1 or config.device_facts.one_memory or most <= UNEVEN_RATIO * least:
+        return
+    logger.warning(
+        "rank %d has %.1f GiB for the KV cache and rank %d has %.1f GiB: all ranks use what the first one has. Give the ranks "
+        "GPUs of one size (CUDA_VISIBLE_DEVICES), and end other programs on them",
+        budgets.index(least), least / 2**30, budgets.index(most), most / 2**30,
+    )  # fmt: skip
+
+
 def connect_expert_peers(config: Config, ends: PeerLinks, workers: "Workers | None") -> "tuple[ExpertPeerWatch, SharedExperts]":
     """Connect to the engines that share experts with this one."""
     args = config.args
@@ -130,11 +151,12 @@ def connect_expert_peers(config: Config, ends: PeerLinks, workers: "Workers | No
 
 def start_workers(config: Config, ends: PeerLinks | None = None) -> "Workers":
     """Start the processes of the other ranks, which begin their imports."""
+    from quire.engine.agreement import draft_files, resolved_values
+    from quire.engine.executor import wire
     from quire.engine.executor.launch import find_nodes
-    from quire.engine.executor.workers import Workers
-    from quire.engine.handshake import draft_files
+    from quire.engine.executor.workers import RankTimeouts, Workers
 
-    args, facts = config.args, config.facts
+    args, facts, began = config.args, config.facts, time.monotonic()
     rank_args = replace(
         args,
         model=str(facts.files.path.absolute()),
@@ -147,4 +169,7 @@ def start_workers(config: Config, ends: PeerLinks | None = None) -> "Workers":
     rank_args, links = find_nodes(rank_args, config.world)
     gpus = ",".join(named_gpus() or map(str, range(config.device_facts.count))) if config.device == "cuda" else ""
     drafts = {} if links is None else draft_files(config)
-    return Workers(rank_args, config.world, RANK_TIMEOUT_SHARE * step_timeout(args), links, ends, gpus, drafts)
+    start = wire.StartRank(rank_args, 0, resolved_values(config), drafts, gpus)
+    start_by = began + RANK_TIMEOUT_SHARE * args.engine_start_timeout
+    timeouts = RankTimeouts(start_by, RANK_TIMEOUT_SHARE * step_timeout(args))
+    return Workers(start, config.world, timeouts, links, ends)

@@ -1,12 +1,16 @@
 """Compare checkpoints by their files: digests that tell two checkpoints from each other, and equal vocabularies."""
 
+from collections.abc import Iterable, Sequence
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from quire.files.gguf import read_gguf
+from quire.files.gguf import GGUFTensor, read_gguf
 from quire.files.reading import open_regular, read_object
 from quire.files.resolve import ModelFiles
+from quire.files.safetensors import TensorInfo, read_header
+from quire.files.threads import in_threads
 from quire.types.errors import ModelError
 
 WEIGHTS = "weights"
@@ -16,33 +20,59 @@ DIGESTED_FILES = (
 )  # fmt: skip  # what the sampled tokens depend on besides the weights
 MAX_FULL_DIGEST_BYTES = 1 << 24  # a larger file is sampled
 HEAD_BYTES = 1 << 18  # of a sampled file: it has the header
-SAMPLES, SAMPLE_BYTES = 16, 1 << 12
+SAMPLES, SAMPLE_BYTES = 16, 1 << 12  # at equal distances in a file
+MAX_TENSOR_SAMPLES, TENSOR_SAMPLE_BYTES = 1 << 12, 1 << 9  # of all weight files, one in the middle of a tensor
 
 
 def identity(files: ModelFiles) -> dict[str, str]:
     """Return a digest of each file that exists; all weight files have one together, whatever their names are.
 
-    The digest of a large file covers its size, its beginning and 16 samples of its content.
+    The digest of a large file covers its size, its beginning, 16 samples at equal distances, and a sample of each tensor, if
+    the model has no more than MAX_TENSOR_SAMPLES tensors: models that differ in one matrix then have different digests.
     """
     candidates = [] if files.format == "gguf" else [files.path / name for name in DIGESTED_FILES]
     found = {file.name: _digest(file) for file in candidates if file.is_file()}
     if files.weights:
-        found[WEIGHTS] = sha256("".join(map(_digest, files.weights)).encode()).hexdigest()
+        digests = in_threads(partial(_digest, samples=MAX_TENSOR_SAMPLES // len(files.weights)), files.weights)
+        found[WEIGHTS] = sha256("".join(digests).encode()).hexdigest()
     return found
 
 
-def _digest(file: Path) -> str:
+def _digest(file: Path, samples: int = 0) -> str:
+    """samples: of tensors, at most."""
     try:
         size = file.stat().st_size
         digest = sha256(size.to_bytes(8, "little"))
         with open_regular(file) as source:
             digest.update(source.read(size if size <= MAX_FULL_DIGEST_BYTES else HEAD_BYTES))
-            for i in range(1, SAMPLES + 1) if size > MAX_FULL_DIGEST_BYTES else ():
-                source.seek((size - SAMPLE_BYTES) * i // SAMPLES)
-                digest.update(source.read(SAMPLE_BYTES))
+            for start, count in _sampled_ranges(file, size, samples) if size > MAX_FULL_DIGEST_BYTES else ():
+                source.seek(start)
+                digest.update(source.read(count))
     except OSError as error:
         raise ModelError(f"{file}: cannot be read: {error.strerror or error}") from error
     return digest.hexdigest()
+
+
+def _sampled_ranges(file: Path, size: int, samples: int) -> Iterable[tuple[int, int]]:
+    """Yield the first byte and the length of each sample."""
+    for i in range(1, SAMPLES + 1):
+        yield (size - SAMPLE_BYTES) * i // SAMPLES, SAMPLE_BYTES
+    tensors = _tensors(file) if samples else ()
+    for i in range(min(samples, len(tensors))):
+        tensor = tensors[i * len(tensors) // min(samples, len(tensors))]
+        count = min(tensor.nbytes, TENSOR_SAMPLE_BYTES)
+        yield tensor.offset + (tensor.nbytes - count) // 2, count
+
+
+def _tensors(file: Path) -> Sequence[TensorInfo | GGUFTensor]:
+    """Return the tensors of a file in the order of their offsets; none if its format has no header."""
+    if file.suffix == ".safetensors":
+        tensors: Iterable[TensorInfo | GGUFTensor] = read_header(file).values()
+    elif file.suffix == ".gguf":
+        tensors = read_gguf(file).tensors.values()
+    else:
+        return ()
+    return sorted(tensors, key=lambda tensor: tensor.offset)
 
 
 def same_tokens(one: ModelFiles, other: ModelFiles) -> bool:

@@ -92,13 +92,23 @@ class Candidates:
             candidate.controls[rank] = connection
 
     @property
-    def missing(self) -> int:
-        """Number of nodes without a complete candidate."""
+    def missing(self) -> list[int]:
+        """Nodes without a complete candidate."""
         for line in self._candidates.values():
             for candidate in [one for one in line if is_gone(one.connection)]:
                 line.remove(candidate)
                 candidate.close()
-        return sum(all(candidate.missing for candidate in line) for line in self._candidates.values())
+        return [node for node, line in self._candidates.items() if all(candidate.missing for candidate in line)]
+
+    def absence(self, node: int) -> str:
+        """Describe why a node has no complete candidate."""
+        ranks = self._ranks[node]
+        name = f"node {node} (rank {ranks.start})" if len(ranks) == 1 else f"node {node} (ranks {ranks.start} to {ranks[-1]})"
+        if node in self.refused:
+            return f"{name} was refused: {self.refused[node]}"
+        if self._candidates[node]:
+            return f"{name} connected, but not its ranks"
+        return f"{name} did not connect"
 
     @property
     def any_complete(self) -> bool:

@@ -32,7 +32,7 @@ def find_nodes(args: EngineArgs, ranks: int) -> tuple[EngineArgs, nodes.Links | 
     address = (args.master_addr, args.master_port)
     key, terms = handshake.cluster_key(), terms_of(args)
     with (
-        handshake.listen(address) as listener,
+        handshake.listen(address, ("master_addr", "master_port")) as listener,
         doing(f"waiting for {args.nnodes - 1} other nodes at {address[0]}:{address[1]}"),
     ):
         return args, nodes.gather(listener, nodes.share_ranks(ranks, args.nnodes), key, connect_timeout(args), terms)
@@ -51,10 +51,12 @@ class LaunchedRank:
         """Wait for the other ranks, as rank 0."""
         shares = nodes.share_ranks(self.world, self.world)
         own = (self.address[0], 0) if self.agent else self.address
-        with handshake.listen(own) as listener, doing(f"waiting for {self.world - 1} other ranks at {own[0]}"):
+        names = ("MASTER_ADDR", "MASTER_PORT")
+        with handshake.listen(own, names) as listener, doing(f"waiting for {self.world - 1} other ranks at {own[0]}"):
             if self.agent:
                 self._store(seconds).set(f"quire/{next(_turns)}", str(listener.getsockname()[1]))
-            return nodes.gather(listener, shares, handshake.cluster_key(), seconds, terms)
+            remedy = "Here nodes are ranks: start the script with each RANK below WORLD_SIZE"
+            return nodes.gather(listener, shares, handshake.cluster_key(), seconds, terms, remedy=remedy)
 
     def join(self, args: EngineArgs) -> nodes.Links:
         seconds, first = connect_timeout(args), self.address

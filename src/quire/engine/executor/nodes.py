@@ -50,6 +50,7 @@ REMOTE = "+"  # prefix of the number of a rank of another node
 POLL_S = 0.2  # between checks of a node's ranks
 CHECK_EVERY_S = 1.0  # whether missing nodes can still connect
 STOPPED_TIMEOUT_S = 0.5  # that a rank may be stopped (SIGSTOP)
+FIND_FIRST = ". Start machine 0, and give its master_addr and master_port here"
 PEER_CONNECT_TIMEOUT_S = 3.0  # for connections between nodes, if there are other candidates
 
 
@@ -107,25 +108,26 @@ def gather(
     seconds: float,
     terms: Terms,
     check: Callable[[], None] = lambda: None,
+    remedy: str = "Start the same command on each of these machines with its node_rank and --headless",
 ) -> Links:
     """Wait for all other nodes and for the connections of their ranks. If some are missing, all nodes connect again.
 
     terms: node 0's; a node that differs is refused, and another one may replace it.
     check: called while nodes are missing; raises if they will not connect.
+    remedy: what to do about nodes that do not connect, for the error.
     """
     deadline = time.monotonic() + seconds
     with contextlib.closing(HandshakeServer(listener, key)) as handshakes:
         candidates = Candidates(ranks, terms, handshakes.rejections)
         with contextlib.closing(candidates):
             while True:
-                while missing := candidates.missing:
+                while candidates.missing:
                     check()
                     admitted = handshakes.next(min(CHECK_EVERY_S, deadline - time.monotonic()))
                     if admitted is None and time.monotonic() < deadline:
                         continue
                     if admitted is None:
-                        refused = "".join(f"; node {node} was refused: {why}" for node, why in candidates.refused.items())
-                        raise EngineError(f"{missing} of {len(ranks)} nodes did not connect in time{refused}")
+                        raise _absent(candidates, listener, seconds, remedy)
                     if not candidates.receive(*admitted):
                         _reject(handshakes, admitted[0])
                 try:
@@ -135,6 +137,13 @@ def gather(
                 else:
                     candidates.refuse()
                     return links
+
+
+def _absent(candidates: Candidates, listener: socket.socket, seconds: float, remedy: str) -> EngineError:
+    """Return the error for nodes that did not join in time."""
+    host, port = listener.getsockname()[:2]
+    absences = "; ".join(map(candidates.absence, candidates.missing))
+    return EngineError(f"{absences} within {seconds:g} s. {remedy}, and check that it can reach {host}, port {port}")
 
 
 def _connect_all(candidates: Candidates, handshakes: HandshakeServer, ranks: Sequence[range], deadline: float) -> Links:
@@ -173,14 +182,14 @@ def join(first: Address, node: int, host: str, key: str, seconds: float, terms: 
     deadline = time.monotonic() + seconds
     while True:
         with listen((host, 0)) as listener, contextlib.closing(HandshakeServer(listener, key)) as handshakes:
-            links = Links((), node, nodes={0: connect(first, deadline)})
+            links = Links((), node, nodes={0: connect(first, deadline, change=FIND_FIRST)})
             try:
                 hello = {"node": node, "host": host, "port": listener.getsockname()[1], **terms}
                 _join_once(links, handshakes, first, hello, key, deadline)
             except (_Disconnected, HungUp, OSError) as error:
                 links.close()
                 if time.monotonic() > deadline:
-                    raise EngineError(f"{first[0]}, port {first[1]}, has disconnected: {error}") from None
+                    raise EngineError(f"{first[0]}, port {first[1]}, has disconnected: {error}{FIND_FIRST}") from None
             except BaseException:
                 links.close()
                 raise

@@ -234,7 +234,8 @@ def _start_others(ray: Any, placement: Placement, args: EngineArgs, wait: Wait, 
             agents.append(_make_agent(ray, node))
             runs.append(agents[-1].run.remote(first, number, node["NodeManagerAddress"], key, args))
         seconds = min(wait.left, connect_timeout(args))
-        return nodes.gather(listener, shares, key, seconds, terms_of(args), lambda: _check(ray, others, runs))
+        remedy = "Look for the reason in Ray's logs of that node"
+        return nodes.gather(listener, shares, key, seconds, terms_of(args), lambda: _check(ray, others, runs), remedy)
 
 
 def _check(ray: Any, others: Sequence[RayNode], runs: Sequence[Any]) -> None:

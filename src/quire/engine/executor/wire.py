@@ -15,8 +15,9 @@ from quire.types.plan import Ints, StepPlan
 
 
 class StartRank(WireMessage):
-    args: EngineArgs  # any process resolves them to the same configuration
+    args: EngineArgs
     rank: int
+    resolved: dict[str, str] = field(default_factory=dict)  # rank 0's (`agreement.resolved_values`)
     draft_files: dict[str, str] = field(default_factory=dict)  # digests of node 0's (`agreement.draft_files`), on other nodes
     gpus: str = ""  # of its engine, by name, if the first rank has GPUs; "": all of the machine
 

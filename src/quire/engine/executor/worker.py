@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire.config.host import limit_thread_spinning, shorten_switch_interval
 from quire.device.registry import VISIBLE
+from quire.engine.agreement import refuse_other_draft, refuse_other_values
 from quire.engine.executor import wire
 from quire.engine.executor.nodes import REMOTE
 from quire.engine.executor.workers import LOST
-from quire.engine.handshake import refuse_other_draft
 from quire.features.experts.peers import PeerLinks, read_links
 from quire.proc.channel import Frames
 from quire.proc.logs import set_up_child
@@ -157,6 +157,7 @@ class Rank:
             os.environ[VISIBLE] = command.gpus
         open_device(args.device).take_rank(rank % -(-args.tensor_parallel_size * args.pipeline_parallel_size // args.nnodes))
         config = resolve_here(args, Stopwatch(), rank=rank)
+        refuse_other_values(config, command.resolved)
         refuse_other_draft(config, command.draft_files)
         if config.max_loras:
             shorten_switch_interval()

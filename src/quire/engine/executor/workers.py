@@ -17,14 +17,13 @@ import socket
 import subprocess
 import time
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, NoReturn
 
 import msgspec
 
-from quire.config.args import EngineArgs
 from quire.engine import ipc
 from quire.engine.executor import wire
 from quire.engine.executor.nodes import Links, NodeConnection, RemoteProcess, spawn_rank
@@ -43,6 +42,14 @@ FAILURE_TIMEOUT_S = 1.0  # for the cause of a loss to be reported
 SHARED_FAILURE_TIMEOUT_S = 0.2  # the same, if a rank may end because another engine did
 MAX_REMOTE_ANSWER_BYTES = 1 << 26  # of a rank on another node
 SEND_TIMEOUT_S = 30.0  # for a message to be accepted: a rank reads whenever it waits
+
+
+@dataclass(frozen=True)
+class RankTimeouts:
+    """The time limits of ranks."""
+
+    start_by: float  # by the monotonic clock: when all must have allocated their cache
+    hang: float  # seconds that one may delay the others in a step
 
 
 class Worker:
@@ -106,24 +113,22 @@ class Workers:
 
     def __init__(
         self,
-        args: EngineArgs,
+        start: wire.StartRank,
         size: int,
-        hang_timeout: float,
+        timeouts: "RankTimeouts",
         links: Links | None = None,
         expert_peers: PeerLinks | None = None,
-        gpus: str = "",
-        draft_files: Mapping[str, str] | None = None,
     ) -> None:
         """Start the ranks.
 
-        args, draft_files: see `StartRank`.
-        hang_timeout: seconds that a rank may delay the others.
+        start: the message to rank 0, if there were one. `gpus` is for ranks of this node, `draft_files` for those of others.
         links: to ranks on other nodes, which are started there.
         expert_peers: of all ranks, to engines that share their experts.
-        gpus: of this node, see `StartRank`.
         """
+        args = start.args
         links = links or Links([range(size)])
-        self._hang_timeout, self._shares = hang_timeout, expert_peers is not None
+        self._timeouts, self._shares = timeouts, expert_peers is not None
+        self._starts = True
         self._dead: EngineDead | None = None  # why
         workers: list[Worker] = []
         self._workers: Sequence[Worker] = workers
@@ -144,12 +149,13 @@ class Workers:
                     if rank in links.own:
                         own = None if expert_peers is None else expert_peers.of(expert_peers.first + rank)
                         workers.append(_start(rank, self.memory, ends[rank], links.ends.get(rank, {}), stage, own))
-                        start = wire.StartRank(args, rank, gpus=gpus)
+                        message = msgspec.structs.replace(start, rank=rank, draft_files={})
                     else:
                         node = links.node_of(rank)
                         workers.append(Worker(rank, RemoteProcess(rank, self._connections[node]), links.controls[rank], stage))
-                        start = wire.StartRank(replace(args, model=links.models[node]), rank, dict(draft_files or {}))
-                    workers[-1].send(wire.encode(start))
+                        own_args = replace(args, model=links.models[node])
+                        message = msgspec.structs.replace(start, args=own_args, rank=rank, gpus="")
+                    workers[-1].send(wire.encode(message))
             except BaseException:
                 self.end()
                 raise
@@ -201,6 +207,10 @@ class Workers:
             except OSError:
                 self.lost(worker.rank)
 
+    def started(self) -> None:
+        """Note that all ranks have started."""
+        self._starts = False
+
     def read_adapter(self, ref: AdapterRef, needed: bool = True) -> None:
         """Let all ranks read an adapter. Called in any thread; a lost rank is reported by the next step."""
         frame = wire.encode(wire.ReadAdapter(ref, needed))
@@ -209,7 +219,7 @@ class Workers:
                 worker.send(frame)
 
     def answers(self) -> list[Any]:
-        """Return the answers of all ranks to one CallRank, in their order. There is no time limit."""
+        """Return the answers of all ranks to one CallRank, in their order. The only time limit is that of the start."""
         began = time.monotonic()
         while late := [worker for worker in self._workers if not worker.answers]:
             received = _wait(late, POLL_S)
@@ -219,6 +229,7 @@ class Workers:
                     self.lost(worker.rank)
             if not received:
                 self._refuse_stopped(late, time.monotonic() - began)
+                self._refuse_late_start(late)
         return [worker.answers.pop(0) for worker in self._workers]
 
     # ---- late and lost ranks
@@ -247,7 +258,8 @@ class Workers:
     def late(self, ranks: Sequence[int], seconds: float) -> None:
         self.refuse_stopped(seconds)  # a late rank may itself wait for another one
         late = [worker for worker in self._workers if worker.rank in ranks]
-        if seconds > self._hang_timeout:
+        self._refuse_late_start(late)
+        if seconds > self._timeouts.hang:
             names = " and ".join(worker.name for worker in late)
             raise self.give_up(f"{names} delayed the other ranks for {seconds:.1f} s (engine_hang_timeout)")
 
@@ -261,6 +273,13 @@ class Workers:
                 self.lost(worker.rank)
             if seconds >= STOPPED_TIMEOUT_S and worker.process.pid and is_stopped(worker.process.pid):
                 raise self.give_up(f"{worker.name} is stopped (SIGSTOP) and delayed the other ranks for {seconds:.1f} s")
+
+    def _refuse_late_start(self, late: Sequence[Worker]) -> None:
+        if self._starts and time.monotonic() > self._timeouts.start_by:
+            names = " and ".join(worker.name for worker in late)
+            raise self.give_up(
+                f"{names} did not start in time. Look into the log of that machine, or raise engine_start_timeout"
+            )
 
     def _failed(self, worker: Worker) -> QuireError:
         """Return the error of a failed rank. A failed start raises the same error as in one process."""
