@@ -118,6 +118,25 @@ def run_torch(shape: Shape, kv: torch.Tensor, qkv: torch.Tensor, tables: torch.T
     return torch.stack(out)
 
 
+@by_kernel
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.turned and shape.window != 1], ids=str)
+def test_tokens_may_have_their_own_rows_of_the_rotation(shape, monkeypatch):
+    rows, tables, pages = make_rows(shape, LENGTHS)
+    qkv = make_qkv(shape, len(LENGTHS))
+    runs = run_kernel, run_in_two
+    expected = [run(shape, make_cache(shape, pages), qkv, rows) for run in runs]
+    rotation, norms = make_extras(shape)
+    places = torch.randperm(len(rotation.cos), generator=torch.Generator().manual_seed(5))
+    moved = Rotation(rotation.cos[places], rotation.sin[places])
+    monkeypatch.setattr(f"{__name__}.make_extras", lambda _: (moved, norms))
+    rotary = places.argsort()[torch.tensor(LENGTHS) - 1]
+    lengths, starts = torch.tensor(LENGTHS, dtype=torch.int32), torch.arange(len(LENGTHS) + 1, dtype=torch.int32)
+    turned = AttentionRows(tables, lengths, starts, rotary)
+    for run, was in zip(runs, expected, strict=True):
+        assert torch.equal(run(shape, make_cache(shape, pages), qkv, turned), was)
+    assert not torch.equal(run_kernel(shape, make_cache(shape, pages), qkv, rows), expected[0])
+
+
 @pytest.mark.skipif(not shutil.which("cc"), reason="there is no C compiler")
 def test_where_there_is_a_compiler_there_is_a_kernel():
     assert kernels() is not None

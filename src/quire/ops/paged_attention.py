@@ -14,7 +14,7 @@ from quire.ops.arguments import HeadNorms, Rotation
 from quire.ops.native import kernels, workers
 
 LAYER = struct.Struct("10q 10q 3d")  # as in C
-ROWS = struct.Struct("5q")
+ROWS, TURNED_ROWS = struct.Struct("5q"), struct.Struct("6q")
 HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 512
 
 
@@ -29,12 +29,20 @@ def suits(kv: Tensor) -> bool:
 class AttentionRows:
     """AttentionRows of tokens in one cache group; a row may be empty."""
 
-    def __init__(self, tables: Tensor, lengths: Tensor, starts: Tensor) -> None:
-        """Hold int32 tables [R, P], lengths [R] including the rows' own tokens, and starts [R + 1] of the rows' tokens."""
+    def __init__(self, tables: Tensor, lengths: Tensor, starts: Tensor, rotary: Tensor | None = None) -> None:
+        """Hold int32 tables [R, P], lengths [R] including the rows' own tokens, and starts [R + 1] of the rows' tokens.
+
+        rotary: [T] int64 each token's row in the rotation's tables; None: its position
+        """
         assert tables.dtype == lengths.dtype == starts.dtype == torch.int32 and len(starts) == len(lengths) + 1
         assert tables.stride(1) == 1 and lengths.is_contiguous() and starts.is_contiguous()
-        self._memory = tables, lengths, starts
-        self.packed = ROWS.pack(*(tensor.data_ptr() for tensor in self._memory), tables.stride(0), len(lengths))
+        self._memory = tables, lengths, starts, rotary
+        values = tables.data_ptr(), lengths.data_ptr(), starts.data_ptr(), tables.stride(0), len(lengths)
+        if rotary is None:
+            self.packed = ROWS.pack(*values)
+            return
+        assert rotary.dtype == torch.int64 and rotary.is_contiguous()
+        self.packed = TURNED_ROWS.pack(*values, rotary.data_ptr())
 
 
 class PagedAttention:

@@ -3,6 +3,8 @@
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
+#include <stddef.h>
+#include <string.h>
 
 #include "packed_attention.h"
 #include "paged_attention.h"
@@ -20,10 +22,12 @@ static PyObject *attend(PyObject *self, PyObject *args) {
     int workers;
     (void)self;
     if (!PyArg_ParseTuple(args, "y*y*i", &layer, &rows, &workers)) return NULL;
-    int fits = layer.len == sizeof(Layer) && rows.len == sizeof(Rows);
+    int fits = layer.len == sizeof(Layer) && (rows.len == sizeof(Rows) || rows.len == offsetof(Rows, turned));
     if (fits) {
+        Rows given = {0};
+        memcpy(&given, rows.buf, (size_t)rows.len);
         Py_BEGIN_ALLOW_THREADS
-        attend_rows(layer.buf, rows.buf, workers);
+        attend_rows(layer.buf, &given, workers);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&layer);

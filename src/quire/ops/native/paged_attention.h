@@ -15,6 +15,7 @@ typedef struct {                                    /* a layer; strides are in v
 typedef struct {
     const int32_t *tables, *lengths, *starts;       /* starts: of each row's tokens, and where the last one ends */
     int64_t table_stride, count;
+    const int64_t *turned;                          /* each token's row of cosines and sines; none: its position. It may be left out */
 } Rows;
 
 void attend_rows(const Layer *layer, const Rows *rows, int workers);

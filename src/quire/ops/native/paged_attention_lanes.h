@@ -16,6 +16,7 @@
 #define raise NAMED(raise)
 #define power NAMED(power)
 #define cap_scores NAMED(cap_scores)
+#define turned_by NAMED(turned_by)
 #define prepare NAMED(prepare)
 #define score NAMED(score)
 #define turn NAMED(turn)
@@ -110,15 +111,20 @@ INLINE void cap_scores(float *scores, int64_t count, float cap) {
     }
 }
 
+/* the row of cosines and sines of one of a unit's tokens */
+INLINE int64_t turned_by(const Rows *r, const Unit *unit, int64_t token) {
+    return r->turned ? r->turned[unit->token + token] : unit->position + token;
+}
+
 /* a head of a token, normed, scaled and turned */
-INLINE void prepare(const Layer *l, const float *from, float *to, const float *norm, int64_t position, float scale) {
+INLINE void prepare(const Layer *l, const float *from, float *to, const float *norm, int64_t turned, float scale) {
     int64_t dim = l->head_dim, half = l->half_turned;
     float squares = 0;
     for (int64_t d = 0; norm && d < dim; d++) squares += from[d] * from[d];
     float factor = norm ? scale / sqrtf(squares / (float)dim + (float)l->eps) : scale;
     for (int64_t d = 0; d < dim; d++) to[d] = from[d] * factor * (norm ? norm[d] : 1.f);
     for (int64_t d = 0; d < half; d++) {
-        float cosine = l->cosines[position * half + d], sine = l->sines[position * half + d];
+        float cosine = l->cosines[turned * half + d], sine = l->sines[turned * half + d];
         float first = to[d], second = to[half + d];
         to[d] = first * cosine - second * sine;
         to[half + d] = second * cosine + first * sine;
@@ -296,7 +302,7 @@ INLINE void attend(const Layer *l, const Rows *r, const Unit *unit, int64_t firs
 INLINE void place(const Layer *l, const Rows *r, const Unit *unit, int64_t token) {
     int64_t position = unit->position + token, from = (unit->token + token) * l->query_stride + unit->head * l->head_dim;
     int64_t at = address(l, r, unit, position);
-    prepare(l, l->keys + from, l->cached_keys + at, l->key_norm, position, 1.f);
+    prepare(l, l->keys + from, l->cached_keys + at, l->key_norm, turned_by(r, unit, token), 1.f);
     __builtin_memcpy(l->cached_values + at, l->values + from, (size_t)l->head_dim * sizeof(float));
 }
 
@@ -309,7 +315,7 @@ static void UNIT(const Layer *l, const Rows *r, const Unit *unit) {
         for (int64_t i = 0; i < count; i++) {
             int64_t token = (first + i) / l->group, column = (unit->head * l->group + (first + i) % l->group) * dim;
             const float *from = l->queries + (unit->token + token) * l->query_stride + column;
-            prepare(l, from, q + i * dim, l->query_norm, unit->position + token, scale);
+            prepare(l, from, q + i * dim, l->query_norm, turned_by(r, unit, token), scale);
         }
         attend(l, r, unit, first, count, q, out);
         for (int64_t i = 0; i < count; i++) {
@@ -334,6 +340,7 @@ static void UNIT(const Layer *l, const Rows *r, const Unit *unit) {
 #undef raise
 #undef power
 #undef cap_scores
+#undef turned_by
 #undef prepare
 #undef score
 #undef turn
