@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.attn.batch import Batch
+from quire.attn.spans import attend_spans
 from quire.attn.work_split import FindSharedPrefix, Ints
 from quire.ops.arguments import AdapterTable, HeadNorms, Rotation
 from quire.ops.qkv import place_heads
@@ -139,10 +140,12 @@ class AttentionBackend:
         Return [T, heads * head_dim], or only the final tokens.
         """
         write = batch.groups[group].write
-        query = place_heads(qkv, kv, write, batch.positions, heads.rotation, heads.norms, heads.cache_scales)
+        query = place_heads(qkv, kv, write, batch.rotary_rows, heads.rotation, heads.norms, heads.cache_scales)
         if final:
             query, batch = batch.take_final(query), batch.final
-        return self.run(spec, query, kv, batch, group, heads.sinks).flatten(1)
+        out = self.run(spec, query, kv, batch, group, heads.sinks)
+        attend_spans(spec, lambda tokens: query[tokens], kv, batch, group, heads.sinks, out)
+        return out.flatten(1)
 
     def run_latent(
         self,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.attn.work_split import FindSharedPrefix, SharedPrefix, nothing_shared
 from quire.ops.adapters import tile
-from quire.ops.arguments import AdapterTiles
+from quire.ops.arguments import AdapterTiles, Rotation
 from quire.types.plan import spans
 
 
@@ -74,6 +74,49 @@ PLAIN = Tokens()  # tokens that use no feature
 
 
 @dataclass(frozen=True)
+class MediaTokens:
+    """Tokens of images and videos, whose embeddings come from an encoder."""
+
+    places: npt.NDArray[np.int64]  # [N] their indices among the batch's tokens, rising, on the host
+    index: Tensor  # [N] int64 the same on the device
+    values: Tensor  # [N, levels * H] embeddings: for the input, then one for each of the first layers
+
+    def level(self, number: int, columns: int) -> Tensor:
+        """Return the embeddings [N, columns] of a level; 0: for the input."""
+        return self.values[:, number * columns : (number + 1) * columns]
+
+    def take(self, tokens: npt.NDArray[np.integer]) -> "MediaTokens | None":
+        """Return those among `tokens` [n], with their places there; None: there are none."""
+        places = np.flatnonzero(np.isin(tokens, self.places))
+        if not len(places):
+            return None
+        own, device = np.searchsorted(self.places, tokens[places]), self.index.device
+        return MediaTokens(places, torch.from_numpy(places).to(device), self.values[torch.from_numpy(own).to(device)])
+
+
+@dataclass(frozen=True)
+class RotaryTokens:
+    """Rotary positions that differ from positions in the KV cache."""
+
+    rows: Tensor  # [T] int64 row of each token in the table
+    table: Rotation | None = None  # None: the layer's own
+
+    def take(self, tokens: Tensor) -> "RotaryTokens":
+        """Return those of tokens [n]."""
+        return replace(self, rows=self.rows[tokens])
+
+
+@dataclass(frozen=True)
+class Span:
+    """Positions of a row whose tokens attend to all of each other."""
+
+    row: int
+    start: int
+    end: int
+    windowed: bool  # a layer's sliding window limits how far back they attend
+
+
+@dataclass(frozen=True)
 class Batch:
     """R rows (requests) of tokens, concatenated. A row's last token is at position kv_length - 1; a row may have no tokens."""
 
@@ -90,6 +133,21 @@ class Batch:
     entries: Tensor | None = None  # [R] int64 recurrent state entry of each row; None: the model has no recurrent layers
     entry_list: tuple[int, ...] = ()  # the same on the host, if the host knows
     token_types: Tensor | None = None  # [T] int64, of encoders that distinguish two texts; None: all tokens have type 0
+    media: MediaTokens | None = None  # None: no token is of an image or a video
+    rotary: RotaryTokens | None = None  # None: rotary positions are `positions`
+    spans: tuple[Span, ...] = ()  # by rows, rising; every row with tokens in a span has all of its later ones
+
+    @property
+    def rotary_rows(self) -> Tensor:
+        """Return the row [T] int64 of each token in its table of rotations."""
+        return self.positions if self.rotary is None else self.rotary.rows
+
+    @property
+    def regular(self) -> bool:
+        """Return whether layers do as for text: nothing is added after them, they use their own tables of rotations, and no
+        token attends to later ones.
+        """
+        return self.media is None and not self.spans and (self.rotary is None or self.rotary.table is None)
 
     @property
     def final(self) -> "Batch":
@@ -117,6 +175,7 @@ def with_final_tokens(batch: Batch, counts: npt.NDArray[np.int64], starts: Tenso
     index: [K] int64 on the device, the final tokens among all.
     """
     first = np.cumsum(counts) - counts
+    last = _last_of(batch, counts) if batch.tokens.lora is not None or batch.media is not None else np.empty(0, np.int64)
     part = replace(
         batch,
         ids=batch.ids[index],
@@ -125,7 +184,9 @@ def with_final_tokens(batch: Batch, counts: npt.NDArray[np.int64], starts: Tenso
         rows=tuple(zip(first.tolist(), counts.tolist(), (length for _, _, length in batch.rows), strict=True)),
         groups=tuple(GroupView(view.tables, view.write[index], _among(view.alike, counts == 1)) for view in batch.groups),
         plans={},
-        tokens=batch.tokens.take(_last_of(batch, counts)) if batch.tokens.lora is not None else batch.tokens,
+        tokens=batch.tokens.take(last),
+        media=None if batch.media is None else batch.media.take(last),
+        rotary=None if batch.rotary is None else batch.rotary.take(index),
     )
     return replace(batch, logit_tokens=LogitTokens(index, part))
 
@@ -165,6 +226,9 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> BatchPart:
         plans={},
         logit_tokens=None,
         tokens=batch.tokens.take(tokens.numpy()),
+        media=None if batch.media is None else batch.media.take(tokens.numpy()),
+        rotary=None if batch.rotary is None else batch.rotary.take(tokens),
+        spans=tuple(replace(span, row=rows.index(span.row)) for span in batch.spans if span.row in rows),
         entries=None if batch.entries is None else batch.entries[index],
         entry_list=tuple(batch.entry_list[row] for row in rows) if batch.entry_list else (),
     )

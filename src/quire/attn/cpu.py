@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quire.attn.backend import NO_LATENTS, AttentionBackend, AttentionSpec, Heads, slopes_of
 from quire.attn.batch import Batch
+from quire.attn.spans import attend_spans
 from quire.ops import paged_attention
 from quire.ops.kv import attend, kv_gather, kv_lines
 from quire.ops.native import run_decoders
@@ -82,9 +83,16 @@ def attend_by_kernel(
     bind(qkv, None).run(batch_rows(batch, group))
     query = qkv[:, : spec.heads * spec.head_dim]
     if final:
-        query, batch = batch.take_final(query), batch.final
+        query, qkv, batch = batch.take_final(query), batch.take_final(qkv) if batch.spans else qkv, batch.final
     out = torch.zeros(query.shape)
     bind(query, out).run(batch_rows(batch, group))
+
+    def queries_of(tokens: slice) -> Tensor:
+        lanes = Lanes(qkv[tokens].clone(), kv)
+        lanes.prepare(batch.rotary_rows[tokens], heads.rotation, heads.norms)
+        return lanes.query
+
+    attend_spans(spec, queries_of, kv, batch, group, None, out.view(len(out), spec.heads, -1))
     return out
 
 
@@ -151,17 +159,19 @@ class CPUAttention(AttentionBackend):
     ) -> Tensor:
         if all_by_kernel(spec, kv):
             if heads.rotation is not None and heads.rotation.interleaved:  # the kernel rotates halves only
-                Lanes(qkv, kv).prepare(batch.positions, heads.rotation, heads.norms)
+                Lanes(qkv, kv).prepare(batch.rotary_rows, heads.rotation, heads.norms)
                 heads = Heads(sinks=heads.sinks)
             return attend_by_kernel(spec, heads, qkv, kv, batch, group, final)
         lanes = self._lanes
         if lanes is None or lanes.qkv is not qkv or lanes.kv is not kv:
             lanes = Lanes(qkv, kv)
             self._lanes = lanes if qkv.numel() <= CACHED_VIEW_ELEMENTS else None  # larger projections rarely reuse memory
-        query = lanes.place(batch.groups[group].write, batch.positions, heads.rotation, heads.norms, heads.cache_scales)
+        query = lanes.place(batch.groups[group].write, batch.rotary_rows, heads.rotation, heads.norms, heads.cache_scales)
         if final:
             query, batch = batch.take_final(query), batch.final
-        return self.run(spec, query, kv, batch, group, heads.sinks).flatten(1)
+        out = self.run(spec, query, kv, batch, group, heads.sinks)
+        attend_spans(spec, lambda tokens: query[tokens], kv, batch, group, heads.sinks, out)
+        return out.flatten(1)
 
     def _bind_cache(self, kv: Tensor) -> None:
         self._kv, self._lines = kv, kv_lines(kv)
@@ -217,7 +227,8 @@ def _kernel_rows(batch: Batch, group: int, first: int, end: int) -> KernelRows:
     """Return rows first ... end of a batch, with token starts relative to the first of them."""
     starts = batch.row_starts[first : end + 1]
     starts = starts - starts[0] if first else starts
-    rows = paged_attention.AttentionRows(batch.groups[group].tables[first:end], batch.kv_lengths[first:end], starts)
+    rotary = None if batch.rotary is None else batch.rotary.rows[batch.rows[first][0] :]
+    rows = paged_attention.AttentionRows(batch.groups[group].tables[first:end], batch.kv_lengths[first:end], starts, rotary)
     return KernelRows(sum(count for _, count, _ in batch.rows[first:end]), rows)
 
 

@@ -21,6 +21,7 @@ from quire.config.dequantized_copies import NOTHING, DequantizedCopies
 from quire.config.facts import ModelFacts, read_facts
 from quire.config.families import has_chunked_attention
 from quire.config.host import available_host_bytes
+from quire.config.memory import largest_step
 from quire.config.resolve import find_files, resolve
 from quire.device.registry import open_device
 from quire.engine.layouts import fit_cache, model_share, share_memory, whole_layout
@@ -28,7 +29,6 @@ from quire.engine.memory import (
     draft_name,
     feature_memory,
     largest_part,
-    largest_step,
     least_cache,
     rank_sizes,
     reserved_graph_bytes,

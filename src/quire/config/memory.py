@@ -5,10 +5,14 @@ The runner measures what it can; these formulas apply before anything is loaded.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.files.gguf import FLOAT4_TYPES, GGML_TYPES, INTEGER_TYPES, SIX_BIT_TYPES, GGUFTensor
+from quire.types.cache import DTYPE_BYTES
 from quire.types.plan import MAX_GRAPH_ROWS
+
+if TYPE_CHECKING:
+    from quire.config.config import Config
 
 FLOAT32_BYTES = 4
 CUDA_CONTEXT_BYTES = 512 * 2**20  # of the driver and its libraries: a typical value, not measured
@@ -134,6 +138,13 @@ def activation_bytes(hf: Mapping[str, Any], *, element_bytes: int, tokens: int, 
     mlp = tokens * (3 if shape.gated else 2) * width * element_bytes
     head = rows * 2 * shape.vocabulary * FLOAT32_BYTES
     return residual + max(attention, mlp, head)
+
+
+def largest_step(config: "Config") -> int:
+    """Return the estimated bytes of a step's activations. Draft tokens have logits too."""
+    tokens, drafts = config.max_batched_tokens, 0 if config.speculation is None else config.speculation.num_speculative_tokens
+    rows = min(tokens, config.max_seqs * (1 + drafts))
+    return activation_bytes(config.facts.hf, element_bytes=DTYPE_BYTES[config.dtype], tokens=tokens, rows=rows)
 
 
 class _Shape:

@@ -21,6 +21,7 @@ from quire.device.registry import open_device
 from quire.engine.layouts import cache_sizes, draft_quantized_layouts, model_share, text_drafter_config
 from quire.engine.runners import bounded_facts
 from quire.features.host import Memory, Sizes
+from quire.features.media.host import turns_by_axes
 from quire.features.pooling.host import pooling_of
 from quire.features.quantization.host import may_copy
 from quire.files.gguf import GGUFTensor, read_gguf_shards
@@ -80,20 +81,14 @@ def largest_part(config: Config, weights: int) -> int:
     return weights * max(layers) // (sum(layers) * config.ranks)
 
 
-def largest_step(config: Config) -> int:
-    """Return the estimated bytes of a step's activations. Draft tokens have logits too."""
-    tokens, drafts = config.max_batched_tokens, 0 if config.speculation is None else config.speculation.num_speculative_tokens
-    rows = min(tokens, config.max_seqs * (1 + drafts))
-    return activation_bytes(config.facts.hf, element_bytes=DTYPE_BYTES[config.dtype], tokens=tokens, rows=rows)
-
-
 def reserved_graph_bytes(config: Config) -> int:
     """Return the bytes that the memory profile leaves to CUDA graphs; none are recorded while ranks wait for each other."""
     if not open_device(config.device).records or config.args.enforce_eager or config.ranks > 1:
         return 0
     drafts = 0 if config.speculation is None else config.speculation.num_speculative_tokens
     vocabulary = config.facts.vocab_size + config.adapter_tokens
-    total = graph_bytes(config.max_seqs * (1 + drafts), vocabulary, 2 if config.max_loras else 1)
+    kinds = (2 if config.max_loras else 1) * (2 if turns_by_axes(config) else 1)
+    total = graph_bytes(config.max_seqs * (1 + drafts), vocabulary, kinds)
     return total + (graph_bytes(config.max_seqs, config.draft_facts.vocab_size) if config.draft_facts is not None else 0)
 
 

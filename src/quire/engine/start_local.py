@@ -14,12 +14,13 @@ from quire.cache.layout import Capacity
 from quire.config.args import connect_timeout, step_timeout
 from quire.config.config import Config
 from quire.config.facts import ModelFacts
+from quire.config.memory import largest_step
 from quire.device.base import Device
 from quire.device.registry import named_gpus
 from quire.dist.mesh import Position
 from quire.engine.executor.base import Executor
 from quire.engine.layouts import even_out, fit_or_warn, model_share, share_memory
-from quire.engine.memory import largest_step, least_cache
+from quire.engine.memory import least_cache
 from quire.engine.runners import import_torch, join_expert_peers, make_runner, start_device
 from quire.engine.timeline import Stopwatch
 from quire.features.experts.peers import ExpertPeerWatch, PeerLinks

@@ -9,7 +9,7 @@ costs nothing. This module does not import torch.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -144,6 +144,10 @@ class StepPart(ABC):
         hidden: [kept tokens, hidden_size]. index: [pool] where in it the states of these tokens are.
         """
         return None
+
+    def failed(self, plan: StepPlan) -> Mapping[int, str]:
+        """Return the rows of a launched plan whose requests fail, and why. The other rows are valid."""
+        return {}
 
     def finish(self, step: FinishedStep) -> StepFollower | None:
         """Read what the step left. Return a Follower if work goes on when its tokens have reached the host."""

@@ -214,9 +214,11 @@ def attend_heads(attention: SelfAttention, qkv: Tensor, batch: Batch) -> Tensor:
     """
     if has_torch_function_unary(qkv):
         return handle_torch_function(attend_heads, (qkv,), attention, qkv, batch)
-    core, backend = attention.core, attention.core.backend
+    core, backend, heads = attention.core, attention.core.backend, attention.heads
     assert backend is not None
-    return backend.run_heads(core.spec, attention.heads, qkv, core.bound(), batch, core.group, attention.last)
+    if batch.rotary is not None and batch.rotary.table is not None and heads.rotation is not None:
+        heads = replace(heads, rotation=batch.rotary.table)
+    return backend.run_heads(core.spec, heads, qkv, core.bound(), batch, core.group, attention.last)
 
 
 def take_final(x: Tensor, batch: Batch) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from quire.attn.batch import Batch, Tokens
 from quire.layers.attention import Attention, SelfAttention
@@ -33,6 +34,7 @@ class Decoder(nn.Module):
     interleaved: ClassVar[bool] = False  # RoPE rotates neighbouring dimensions instead of halves
     recordable: ClassVar[bool] = True  # its kernel launches depend on the batch's shape alone: CUDA graphs can record them
     keeps_context: ClassVar[bool] = True  # in a KV cache or recurrent state; False: every prompt is whole in one step
+    deep_levels = 0  # first blocks after which embeddings of an encoder are added (deep stack)
 
     def __init__(self, facts: "ModelFacts") -> None:
         super().__init__()
@@ -55,13 +57,24 @@ class Decoder(nn.Module):
     def run_blocks(self, x: Tensor, batch: Batch) -> Tensor:
         """Run the blocks on embedded tokens x [T, H]."""
         residual = None
-        for block in self.layers:
+        for index, block in enumerate(self.layers):
             x, residual = block(x, residual, batch)
+            if index < self.deep_levels:
+                x = add_level(x, batch, index + 1)
         return self.norm.add(x, residual)[0]
 
     def embed(self, batch: Batch) -> Tensor:
-        x: Tensor = self.embed_tokens(batch.ids, batch.tokens)
-        return x
+        """Return the input of the first block [T, H]."""
+        return self.look_up(batch)
+
+    def look_up(self, batch: Batch) -> Tensor:
+        """Return the embeddings of all tokens: those of an encoder, where the batch has them, else those of their ids."""
+        media = batch.media
+        if media is None:
+            x: Tensor = self.embed_tokens(batch.ids, batch.tokens)
+            return x
+        x = self.embed_tokens(batch.ids.index_fill(0, media.index, 0), batch.tokens)
+        return x.index_copy(0, media.index, media.level(0, x.shape[1]))
 
     def logits(self, hidden: Tensor, tokens: Tokens) -> Tensor:
         """Return the logits [P, V] float32 of hidden [P, H]."""
@@ -108,3 +121,13 @@ class Decoder(nn.Module):
                 facts.layers[index].head_dim, facts.max_position, facts.hf, parameters, interleaved=self.interleaved
             )
         return self.ropes[layer_type]
+
+
+def add_level(x: Tensor, batch: Batch, level: int) -> Tensor:
+    """Add a level of the encoder's embeddings to the hidden states x [T, H], or [K, H] of the final tokens. Overridable by
+    __torch_function__.
+    """
+    if has_torch_function_unary(x):
+        return handle_torch_function(add_level, (x,), x, batch, level)
+    media = (batch if len(x) == len(batch.ids) else batch.final).media
+    return x if media is None else x.index_add(0, media.index, media.level(level, x.shape[1]))

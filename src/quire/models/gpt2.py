@@ -37,7 +37,7 @@ class GPT2(Decoder):
         self.embed_positions = PositionEmbedding(facts.hf["n_positions"], facts.hidden_size)
 
     def embed(self, batch: Batch) -> Tensor:
-        x: Tensor = self.embed_tokens(batch.ids, batch.tokens) + self.embed_positions(batch.positions, batch.tokens)
+        x: Tensor = self.look_up(batch) + self.embed_positions(batch.positions, batch.tokens)
         return x
 
     def make_attention(self, facts: "ModelFacts", index: int) -> SelfAttention:

@@ -51,7 +51,7 @@ class OPT(Decoder):
         self.project_out = Linear(width, narrow) if narrow != width else None
 
     def embed(self, batch: Batch) -> Tensor:
-        x: Tensor = self.embed_tokens(batch.ids, batch.tokens)
+        x = self.look_up(batch)
         if self.project_in is not None:
             x = self.project_in(x, batch.tokens)
         return x + self.embed_positions(batch.positions + FIRST_POSITION, batch.tokens)

@@ -1,6 +1,7 @@
 """A step in flight: what was launched, and how its result is read."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from quire.types.plan import NOTHING, Bools, Floats, Ints, StepPlan, StepResult,
 from quire.types.pooling import NOT_FINITE
 
 Array = npt.NDArray[np.generic]
+NO_ERRORS: Mapping[int, str] = MappingProxyType({})
 BROKEN_PROMPT = "the model's logits are broken at a prompt position: they contain NaN or +inf"
 
 
@@ -33,12 +35,15 @@ class StepFlight:
         sample: Sampled | Callable[[Masks | None], Sampled] | None,
         pooled: Sequence[Pooled] = (),
         follower: StepFollower | None = None,
+        failed: Mapping[int, str] = NO_ERRORS,
     ) -> None:
         """prompts: (row, report) pairs in the order of positions.
         sample: what was sampled, or makes the step's samples, in order.
         pooled: what was pooled of rows.
         follower: goes on when the tokens have reached the host.
+        failed: rows whose requests fail, and why.
         """
+        self._failed = failed
         self._plan = plan
         self._prompts = prompts
         self._pooled = pooled
@@ -118,6 +123,11 @@ class StepFlight:
         if self._follower is not None:
             drafts = self._follow(self._follower, lengths)
         ids = ids[kept].astype(np.int32, copy=False)
+        if self._failed:
+            failed |= self._failed
+            lost = np.isin(np.arange(len(lengths)), [*self._failed])
+            ids, lengths = ids[~lost.repeat(lengths)], np.where(lost, 0, lengths).astype(np.int32)
+            logprobs = {row: each for row, each in logprobs.items() if row not in self._failed}
         return StepResult(plan.step, lengths, ids, logprobs, prompt_logprobs, pooled, drafts, failed)
 
     def _follow(self, follower: StepFollower, lengths: Ints) -> dict[int, Ints]:

@@ -186,7 +186,8 @@ class Runner(RunnerCore):
         self._follower = next((follower for follower in followers if follower is not None), None)
         self._launched = plan
         prompts = [(row if owner is None else int(owner[row]), report) for row, report in outputs.prompts]
-        return StepFlight(plan, prompts, outputs.samples, outputs.pooled, self._follower)
+        failed = {row: reason for part in self._parts for row, reason in part.failed(plan).items()}
+        return StepFlight(plan, prompts, outputs.samples, outputs.pooled, self._follower, failed)
 
     # ---- several ranks ---------------------------------------------------------------------------------------------------
 

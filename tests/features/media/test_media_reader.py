@@ -17,7 +17,6 @@ from PIL import Image
 
 from patience import wait_for
 from quire.features.media import reader as reader_module
-from quire.features.media.host import Media
 from quire.features.media.inputs import NO_OPTIONS, MediaOptions, MediaRef, Pixels, read_multi_modal
 from quire.features.media.store import PREFIX, SharedFiles, sweep
 from quire.features.media.workers import worker
@@ -29,13 +28,8 @@ IMAGE = (READER / "pictures" / "00.png").read_bytes()
 
 @pytest.fixture(scope="module")
 def media():
-    with pytest.MonkeyPatch.context() as patch, reading_with(patch) as made:
+    with reading() as made:
         yield made
-
-
-def reading_with(patch, **args):
-    patch.setattr(Media, "part_options", lambda *_: {})
-    return reading(**args)
 
 
 def refs(*contents, uuid=None):
@@ -207,11 +201,11 @@ def test_a_lost_process_is_replaced_and_its_job_done_again(media):
     assert worker_pid not in media.reader.pids
 
 
-def test_a_checkpoint_without_an_image_processor_is_refused_at_the_first_picture(tmp_path, monkeypatch):
+def test_a_checkpoint_without_an_image_processor_is_refused_at_the_first_picture(tmp_path):
     for path in READER.iterdir():
         if path.suffix != ".json" or path.name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
             (tmp_path / path.name).symlink_to(path)
-    with reading_with(monkeypatch, model=str(tmp_path)) as made:
+    with reading(model=str(tmp_path)) as made:
         for _ in range(2):
             with pytest.raises(NotSupported, match=r"image processor or tokenizer cannot be loaded \(OSError"):
                 read(made, IMAGE)
@@ -260,15 +254,15 @@ def test_placeholders_and_items_must_be_as_many(media):
     placeholders.refuse_in((10, 13))
 
 
-def test_more_items_than_allowed_are_refused(monkeypatch):
-    with reading_with(monkeypatch, limit_mm_per_prompt={"image": 2}) as made:
+def test_more_items_than_allowed_are_refused():
+    with reading(limit_mm_per_prompt={"image": 2}) as made:
         made.reader.check(refs(IMAGE, IMAGE))
         with pytest.raises(InvalidParameter, match=r"at most 2 images, got 3 \(limit_mm_per_prompt\)"):
             made.reader.check(refs(IMAGE, IMAGE, IMAGE))
         with pytest.raises(NotSupported, match="video"):
             made.reader.check([MediaRef("video", "messages[0].content[0]", b"")])
     none = {"image": 0, "video": 0}
-    with reading_with(monkeypatch, limit_mm_per_prompt=none) as made, pytest.raises(NotSupported, match="limit_mm"):
+    with reading(limit_mm_per_prompt=none) as made, pytest.raises(NotSupported, match="limit_mm"):
         made.reader.check(refs(IMAGE))
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from quire.config.families.composites import COMPOSITES
 from quire.config.fields import FLAG, LIST, NUMBER, OBJECT, REAL, TEXT, setting
 from quire.config.hf import read_json, whole_config
-from quire.config.memory import estimate_parameters
+from quire.config.memory import estimate_parameters, largest_step
 from quire.features.host import NO_MEMORY, Conflict, Feature, Memory, Sizes
 from quire.features.media.families import media_family
 from quire.features.media.families.base import MediaFamily
@@ -127,6 +127,12 @@ def encoder_cache_size(config: "Config") -> EncoderCacheSize | None:
     return EncoderCacheSize(config.args.mm_encoder_cache_size or default, config.max_batched_tokens)
 
 
+def turns_by_axes(config: "Config") -> bool:
+    """Return whether rotary positions of images and videos have several axes."""
+    media = media_of(config)
+    return media is not None and media.family.rotary_axes > 1
+
+
 def why_no_media(config: "Config", modality: Modality) -> str:
     """Return why an item is refused, to follow its name in an error: "is not supported by ..."; "": it is supported."""
     media, name = media_of(config), config.facts.architecture
@@ -225,8 +231,14 @@ class Media(Feature):
             }
             return ModelMedia(family, config, limits, largest, facts.hidden_size, _tower_values(facts, config))
 
-    def part_options(self, config: "Config") -> dict[str, Any] | None:  # noqa: ARG002
-        return None
+    def part_options(self, config: "Config") -> dict[str, Any] | None:
+        media = media_of(config)
+        if media is None:
+            return None
+        needs = self.memory(config, Sizes())
+        return {"media": media, "facts": config.facts, "load_format": config.args.load_format, "seed": config.seed,
+                "quantization": config.quantization,
+                "reserved": needs.reserved + max(0, needs.step - largest_step(config))}  # fmt: skip
 
     def memory(self, config: "Config", sizes: Sizes) -> Memory:  # noqa: ARG002
         """`Sizes.weights` counts all tensors of the files, divided among ranks; the encoder is whole on each, or not loaded."""

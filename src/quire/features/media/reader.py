@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire.features.media.host import Media, media_of, read_limits, why_no_media
+from quire.features.media.host import media_of, read_limits, why_no_media
 from quire.features.media.inputs import MediaOptions, MediaRef, Pixels
 from quire.features.media.prompt import Placeholders
 from quire.features.media.store import Processed, ProcessorCache, SharedFile, SharedFiles
@@ -68,7 +68,7 @@ class MediaReader:
 
     def __init__(self, config: "Config", tokenizer: Tokenizer | None) -> None:
         self._config = config
-        self.media = media_of(config) if Media().part_options(config) is not None else None
+        self.media = media_of(config)
         self.placeholders = None
         if self.media is not None and tokenizer is not None:
             self.placeholders = Placeholders(self.media.family, tokenizer)
@@ -124,10 +124,7 @@ class MediaReader:
     def check(self, refs: Sequence[MediaRef]) -> None:
         """Raise an error for media that the model does not read, or that are too many."""
         for ref in refs:
-            why = why_no_media(self._config, ref.modality)
-            if not why and self.media is None:
-                why = "is not supported by this engine. Remove it"
-            if why:
+            if why := why_no_media(self._config, ref.modality):
                 raise NotSupported(f"{ref.where}: {ref.modality} input {why}", "messages")
             if self.placeholders is None:
                 raise InvalidParameter(

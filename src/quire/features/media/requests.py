@@ -88,7 +88,7 @@ class MediaLoop:
             raise EngineDead("the engine has been shut down")
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name="quire-media", daemon=True)
+            self._thread = threading.Thread(target=_run_to_end, args=(self._loop,), name="quire-media", daemon=True)
             self._thread.start()
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
@@ -117,3 +117,16 @@ class MediaLoop:
             done.wait(CLOSE_TIMEOUT_S)
         if self._thread is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
+
+
+def _run_to_end(loop: asyncio.AbstractEventLoop) -> None:
+    """Run an event loop until it is stopped, cancel what is left in it, and close it."""
+    try:
+        loop.run_forever()
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        if left:
+            loop.run_until_complete(asyncio.wait(left))
+    finally:
+        loop.close()

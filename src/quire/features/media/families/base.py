@@ -82,6 +82,13 @@ class MediaFamily(ABC):
         """
         raise NotImplementedError
 
+    def rotary_axes_of(self, sections: Sequence[int] | None, count: int) -> Sequence[int]:
+        """Return which axis turns each of `count` rotary frequencies: 0 frames, 1 rows, 2 columns. Only with three axes.
+
+        sections: `mrope_section` of the checkpoint's rope parameters
+        """
+        raise NotImplementedError
+
     def complete_text(self, text: str, images: int) -> str:  # noqa: ARG002
         """Return a prompt as the processor of the family writes it before placeholders are expanded and it is tokenized.
 

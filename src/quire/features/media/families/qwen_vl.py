@@ -1,6 +1,6 @@
 """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images of any size, videos, and rotary positions with three axes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from quire.features.media.families.base import Arrays, Expansion, MediaFamily, Tokenize, Video
@@ -29,6 +29,15 @@ def vision_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> d
     return settings
 
 
+def check_sections(sections: Any) -> Sequence[int]:
+    """Return `mrope_section`, checked: how many rotary frequencies belong to each axis."""
+    whole = isinstance(sections, list | tuple) and all(type(size) is int and size >= 0 for size in sections)
+    if not whole or len(sections) != 3:
+        raise ModelError(f"rope_parameters: mrope_section must be three integers of at least 0; got {shown(sections)}")
+    found: Sequence[int] = sections
+    return found
+
+
 class Qwen2VL(MediaFamily):
     modalities = ("image", "video")
     tower = "qwen_vl:Qwen2VLTower"
@@ -40,6 +49,7 @@ class Qwen2VL(MediaFamily):
     image_pixels: ClassVar[tuple[int, int]] = (56 * 56, 28 * 28 * 1280)  # least and most, by default
     video_pixels: ClassVar[tuple[int, int]] = (28 * 28 * 128, 28 * 28 * 768)
     max_video_tokens: ClassVar[int] = 128000  # of `cap_pixels_per_frame`
+    sections: ClassVar[Sequence[int]] = (16, 24, 24)  # rotary frequencies of each axis
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -65,6 +75,14 @@ class Qwen2VL(MediaFamily):
     def interval(self, arrays: Arrays) -> float:  # noqa: ARG002
         """Return the rotary positions between two frames."""
         return 1.0
+
+    def rotary_axes_of(self, sections: Sequence[int] | None, count: int) -> Sequence[int]:
+        sizes = check_sections(sections or self.sections)
+        if sum(sizes) != count:
+            raise ModelError(
+                f"rope_parameters: mrope_section must have the sum {count}, the rotary frequencies; got {shown(sizes)}"
+            )
+        return [axis for axis, size in enumerate(sizes) for _ in range(size)]
 
     def max_tokens(self, modality: Modality, processor: Mapping[str, Any]) -> int:
         area = (self.vision["patch_size"] * self.merge) ** 2
@@ -162,6 +180,7 @@ class Qwen3VL(Qwen2VL):
     }  # fmt: skip
     video_pixels = (32 * 32 * 128, 32 * 32 * 768)  # of all frames
     max_video_tokens = 768
+    sections = (24, 20, 20)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -178,6 +197,11 @@ class Qwen3VL(Qwen2VL):
             embedded.append((len(tokens), rows * columns))
             tokens += [*pad * (rows * columns), *end]
         return Expansion([*tokens, *end], embedded=tuple(embedded), grid=(frames, rows, columns))
+
+    def rotary_axes_of(self, sections: Sequence[int] | None, count: int) -> Sequence[int]:
+        """Return the axes in turn, as far as the sections of rows and columns reach, then frames."""
+        sizes = check_sections(sections or self.sections)
+        return [at % 3 if at < 3 * sizes[at % 3] else 0 for at in range(count)]
 
     def most_video_patches(self, most: int, least: int, frames: int) -> int:
         share = most_patches(-(-most // frames), -(-least // frames)) * -(-frames // self.pair)
@@ -215,6 +239,7 @@ class Qwen3_5(Qwen3VL):  # noqa: N801
     """As Qwen3-VL, without deep stack."""
 
     tower = "qwen_vl:Qwen3_5Tower"
+    sections = (11, 11, 10)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)

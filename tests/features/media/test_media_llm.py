@@ -1,0 +1,103 @@
+"""A trained model that reads digits, through `LLM`: only what was seen is answered."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from media_files import READER
+from PIL import Image
+
+from quire import LLM, SamplingParams
+from quire.features.media import encoder
+from quire.types.errors import NotSupported
+
+EXPECTED = json.loads((READER / "expected_png.json").read_text())
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
+
+
+def picture(number: int) -> Image.Image:
+    return Image.open(READER / "pictures" / f"{number:02d}.png")
+
+
+def prompt(number: int, text: str = "<image>?"):
+    return {"prompt": text, "multi_modal_data": {"image": picture(number)}}
+
+
+def answers(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def reader():
+    with LLM(str(READER), device="cpu", dtype="float32", max_num_seqs=8) as made:
+        yield made
+
+
+def test_all_pictures_are_read_as_transformers_reads_them(reader):
+    greedy = [each["greedy"] for each in EXPECTED]
+    for _ in range(2):  # the second time from the prefix cache
+        outputs = reader.generate([prompt(number) for number in range(len(EXPECTED))], GREEDY, use_tqdm=False)
+        assert answers(outputs) == greedy
+        assert [output.prompt_token_ids for output in outputs] == [each["prompt"] for each in EXPECTED]
+    assert sum(output.num_cached_tokens for output in outputs) > 0
+
+
+def test_logits_are_those_of_transformers(reader):
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=-1)
+    outputs = reader.generate([prompt(number) for number in range(4)], params, use_tqdm=False)
+    for output, each in zip(outputs, EXPECTED, strict=False):
+        [found] = output.outputs[0].logprobs
+        logits = np.array(each["last_logits"])
+        expected = logits - np.log(np.exp(logits).sum())
+        assert np.abs([found[token].logprob for token in range(len(logits))] - expected).max() < 1e-4
+
+
+def test_conversations(reader):
+    text = {"type": "text", "text": "?"}
+
+    def ask(number):
+        return [{"role": "user", "content": [{"type": "image_pil", "image_pil": picture(number)}, text]}]
+
+    found = reader.chat([ask(number) for number in range(3)], GREEDY, use_tqdm=False)
+    data = [{"prompt_token_ids": [12, 13], "multi_modal_data": {"image": picture(number)}} for number in range(3)]
+    assert answers(found) == answers(reader.generate(data, GREEDY, use_tqdm=False))
+    assert [output.outputs[0].text for output in found] == [each["text"] for each in EXPECTED[:3]]
+
+
+def test_several_answers_to_one_picture(reader):
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=4)
+    alone = reader.generate([prompt(3)], params, use_tqdm=False)
+    among = reader.generate([prompt(1), prompt(3), prompt(2)], params, use_tqdm=False)
+    assert [one.token_ids for one in alone[0].outputs] == [one.token_ids for one in among[1].outputs]
+
+
+def test_a_picture_that_cannot_be_encoded_fails_its_request_only(reader, monkeypatch):
+    numbers, read = [4, 5, 6], encoder.read_array
+    outputs = reader.generate([prompt(number) for number in numbers], GREEDY, use_tqdm=False)
+    reader.reset_prefix_cache()
+    broken = list[str]()
+
+    def refuse(array):
+        if not broken:
+            broken.append(array.path)
+        if array.path in broken:
+            raise FileNotFoundError(array.path)
+        return read(array)
+
+    monkeypatch.setattr(encoder, "read_array", refuse)
+    found = reader.generate([prompt(number) for number in numbers], GREEDY, use_tqdm=False)
+    [failed] = [index for index, output in enumerate(found) if output.outputs[0].finish_reason == "error"]
+    assert answers(found)[failed] == []
+    assert Path(broken[0]).exists()
+    others = [index for index in range(len(numbers)) if index != failed]
+    assert [answers(found)[index] for index in others] == [answers(outputs)[index] for index in others]
+    monkeypatch.setattr(encoder, "read_array", read)
+    assert answers(reader.generate([prompt(number) for number in numbers], GREEDY, use_tqdm=False)) == answers(outputs)
+
+
+def test_without_the_encoder_pictures_are_refused():
+    with LLM(str(READER), device="cpu", dtype="float32", language_model_only=True) as made:
+        with pytest.raises(NotSupported, match="language_model_only"):
+            made.generate([prompt(0)], GREEDY, use_tqdm=False)
+        assert len(answers(made.generate(["?"], GREEDY, use_tqdm=False))[0]) > 0
