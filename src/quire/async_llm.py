@@ -31,9 +31,8 @@ from quire.engine.handle import EngineHandle, EngineListener, EngineStatus, Engi
 from quire.engine.router import start_engines
 from quire.engine.timeline import Timeline
 from quire.features.lora.client import AdapterClient, AdapterNames, Sharing
-from quire.features.media.inputs import NO_OPTIONS
 from quire.features.media.reader import MediaReader
-from quire.features.media.requests import has_media, read_prompt, references, without_media
+from quire.features.media.requests import AsyncMedia, has_media, without_media
 from quire.features.pooling.host import supported_tasks
 from quire.features.pooling.requests import pooling_output, pools_tokens, prepare_pooling
 from quire.features.profiling.control import AsyncProfiles
@@ -61,7 +60,7 @@ DRAIN_POLL_S = 0.05
 SHUTDOWN_TIMEOUT_S = 5.0
 
 
-class AsyncLLM(EngineView, AsyncProfiles, AsyncLLMNotBuilt):
+class AsyncLLM(EngineView, AsyncProfiles, AsyncMedia, AsyncLLMNotBuilt):
     """Construction starts the engine process and returns; `wait_ready` waits until it takes requests.
 
     `config` is complete when the engine is ready: until then, what depends on the device is a guess.
@@ -421,12 +420,6 @@ class AsyncLLM(EngineView, AsyncProfiles, AsyncLLMNotBuilt):
         """Keep an adapter on the device. False if there is none."""
         self._attend()
         return await self._adapters.pin(lora_id)
-
-    async def _read_media(self, prompt: Mapping[str, Any], how: Tokenization | None, extras: Extras) -> Prompt:
-        prompts = self.prompts if extras.lora is None else self.prompts.of(extras)
-
-        refs = await self.offload.thread(references, prompt)
-        return await read_prompt(self.media, prompts, prompt, refs, prompts.encode_text, NO_OPTIONS, how)
 
     # ---- text -----------------------------------------------------------------------------------------------------------
 

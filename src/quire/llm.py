@@ -238,6 +238,10 @@ class LLM(PoolingMethods, LLMProfiles, LLMNotBuilt):
         """See `LLMEngine.reset_prefix_cache`."""
         return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
+    def reset_mm_cache(self) -> None:
+        """Forget processed images and videos."""
+        self.llm_engine.reset_mm_cache()
+
     def _prepare(
         self,
         prompts: PromptType | Sequence[PromptType],

@@ -361,6 +361,10 @@ class LLMEngine(EngineProfiles, LLMEngineNotBuilt):
         self._check_open()
         return self.core.reset_prefix_cache(reset_running_requests)
 
+    def reset_mm_cache(self) -> None:
+        """Forget processed images and videos."""
+        self.media.reset()
+
     def shutdown(self) -> None:
         """Stop the engine and give back its processes and memory, on the device too. Deleting the engine does the same."""
         self._stop()

@@ -48,9 +48,6 @@ class NotBuilt:
 class LLMNotBuilt(NotBuilt):
     apply_model = _refused("apply_model", _NO_CODE)
 
-    def reset_mm_cache(self) -> None:
-        """Do nothing: no media are stored."""
-
 
 class LLMEngineNotBuilt(NotBuilt):
     encode = _refused("encode", "it pools through LLM.encode or AsyncLLM.encode")
@@ -60,11 +57,8 @@ class LLMEngineNotBuilt(NotBuilt):
     do_log_stats_with_interval = _refused("do_log_stats_with_interval", "statistics are logged by the server; see core.stats")
     has_unfinished_requests_dp = _refused("has_unfinished_requests_dp", "data-parallel engines step by themselves")
 
-    def reset_mm_cache(self) -> None:
-        """Do nothing: no media are stored."""
-
     def reset_encoder_cache(self) -> None:
-        """Do nothing: no media are stored."""
+        """Do nothing: the encoder cache is addressed by content, and weights do not change."""
 
     def is_sleeping(self) -> bool:
         return False
@@ -81,11 +75,8 @@ class AsyncLLMNotBuilt(NotBuilt):
     get_status = _refused("get_status", "there is no fault-tolerance status; see state, restarts and last_loss")
     notify_kv_transfer_request_rejected = _refused("notify_kv_transfer_request_rejected", "KV cache transfer is not built")
 
-    async def reset_mm_cache(self) -> None:
-        """Do nothing: no media are stored."""
-
     async def reset_encoder_cache(self) -> None:
-        """Do nothing: no media are stored."""
+        """Do nothing: the encoder cache is addressed by content, and weights do not change."""
 
     async def is_sleeping(self) -> bool:
         return False

@@ -273,7 +273,7 @@ def build_app(
     state = ServerState(settings)
     operations = operator_routes(state, Health(state), About(state, keyed=False), several=False)
     app.added = add_endpoints(app, [*routes, *operations], llm.config.args.require_plugins)
-    app.guarded = bounded(GuardedEndpoints(app.dispatch, app.online, limits))
+    app.guarded = bounded(GuardedEndpoints(app.dispatch, app.online, server.body_bytes))
     routes += app.added
     install_error_handlers(app)
     install_no_route_handlers(app, routes, answered(tasks))

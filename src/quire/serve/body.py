@@ -112,7 +112,7 @@ class JSONRoute(APIRoute):
         """Answer the request; the work ends when the client disconnects."""
         request = _Request(scope, receive)
         _check_content_type(request)
-        body = self._checked(await self._parsed(await read_body(request), request))
+        body = self._checked(await self._parsed(await read_body(request, request.app.state.server.body_bytes), request))
         endpoint: Callable[[Any, Request], Awaitable[Response]] = self.endpoint
         async with nullcontext() if is_batch_line(scope) else UnlessGone(receive):
             response = await endpoint(body, request)
@@ -147,10 +147,11 @@ class JSONRoute(APIRoute):
         return value
 
 
-async def read_body(request: Request, limits: ServerLimits = LIMITS) -> bytes:
+async def read_body(request: Request, most: int) -> bytes:
+    """Return the body. most: bytes it may have"""
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limits.body_bytes:
-        raise _too_large(limits)
+    if declared.isdecimal() and int(declared) > most:
+        raise _too_large(most)
     chunks, size, more = list[bytes](), 0, True
     while more:
         message = await request.receive()
@@ -158,8 +159,8 @@ async def read_body(request: Request, limits: ServerLimits = LIMITS) -> bytes:
             raise ClientGone
         chunk = message.get("body", b"")
         size += len(chunk)
-        if size > limits.body_bytes:
-            raise _too_large(limits)
+        if size > most:
+            raise _too_large(most)
         chunks.append(chunk)
         more = message.get("more_body", False)
     return b"".join(chunks)
@@ -196,8 +197,8 @@ def _check_shape(value: Any, limits: ServerLimits) -> None:
     raise HttpError(400, too_deep(limits.json_depth), "body")
 
 
-def _too_large(limits: ServerLimits) -> HttpError:
-    return HttpError(413, f"the request body may have at most {limits.body_bytes} bytes")
+def _too_large(most: int) -> HttpError:
+    return HttpError(413, f"the request body may have at most {most} bytes")
 
 
 def _check_content_type(request: Request) -> None:

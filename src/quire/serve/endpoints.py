@@ -20,7 +20,6 @@ from quire.config.plugins import ENDPOINTS, PlugIn, load_all, refuse
 from quire.serve.batches.throttle import OnlineRequests
 from quire.serve.body import UnlessGone, read_body
 from quire.serve.errors import request_id_of
-from quire.serve.limits import ServerLimits
 from quire.serve.server import server_of
 from quire.types.errors import ConfigError
 
@@ -106,11 +105,11 @@ def _check_paths(router: APIRouter, taken: Sequence[BaseRoute]) -> None:
 class GuardedEndpoints:
     """Reads the bodies of requests within the server's limits, and ends the work when a client disconnects."""
 
-    def __init__(self, app: ASGIApp, online: OnlineRequests, limits: ServerLimits) -> None:
-        self._app, self._online, self._limits = app, online, limits
+    def __init__(self, app: ASGIApp, online: OnlineRequests, body_bytes: int) -> None:
+        self._app, self._online, self._body_bytes = app, online, body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        unread = [await read_body(Request(scope, receive), self._limits)]
+        unread = [await read_body(Request(scope, receive), self._body_bytes)]
 
         async def replay() -> Message:
             if unread:

@@ -55,6 +55,7 @@ class ServerLimits:
 
     # of the HTTP request
     body_bytes: int = 16 * 2**20  # 413
+    media_body_bytes: int = 64 * 2**20  # 413; where the model reads images
     json_depth: int = 64
     json_containers: int = 2**15  # arrays and objects together
     json_values: int = 2**16  # values and names of values, besides integers in long lists

@@ -86,6 +86,11 @@ class Server:
         return self.llm.config.served_names
 
     @cached_property
+    def body_bytes(self) -> int:
+        """Return the bytes that a request's body may have."""
+        return self.limits.body_bytes if self.llm.media.media is None else self.limits.media_body_bytes
+
+    @cached_property
     def fingerprint(self) -> str:
         """Changes whenever the same request might be answered differently."""
         return system_fingerprint(self.llm.config)

@@ -19,6 +19,7 @@ SWITCH = f"{DEVELOPER_VARIABLES[0]}=1 in its environment"
 BUILT = (
     "/server_info",
     "/reset_prefix_cache",
+    "/reset_mm_cache",
     "/collective_rpc",
     "/get_world_size",
     "/inference/v1/generate",
@@ -28,7 +29,7 @@ BUILT = (
 _SLEEP = "weights and cache stay on the device while the server runs"
 _PAUSE = "generation cannot be paused; end single requests by closing their connection"
 _WEIGHTS = "weights are read at the start only; start a new server, or load a LoRA adapter"
-_MEDIA = "only text is served, so there is no such cache"
+_ENCODER = "it is addressed by the content of images and videos, and weights do not change while the server runs"
 _SCALE = "the number of engines is fixed at the start (--data-parallel-size)"
 _RENDER = "POST /tokenize renders and tokenizes messages"
 NOT_BUILT = {
@@ -36,7 +37,7 @@ NOT_BUILT = {
     **dict.fromkeys(("/pause", "/resume", "/is_paused"), _PAUSE),
     **dict.fromkeys(("/init_weight_transfer_engine", "/start_weight_update", "/start_draft_weight_update", "/update_weights",
                      "/finish_weight_update", "/update_weight_version", "/weight_info"), _WEIGHTS),
-    **dict.fromkeys(("/reset_mm_cache", "/reset_encoder_cache"), _MEDIA),
+    "/reset_encoder_cache": _ENCODER,
     **dict.fromkeys(("/scale_elastic_ep", "/is_scaling_elastic_ep"), _SCALE),
     **dict.fromkeys(("/fault_tolerance/apply", "/fault_tolerance/status"), "lost engines are restarted automatically"),
     **dict.fromkeys(("/v1/completions/render", "/v1/chat/completions/render"), _RENDER),
@@ -121,6 +122,13 @@ def developing() -> bool:
 async def reset_prefix_cache(raw: Request, reset_running_requests: bool = False, reset_external: bool = False) -> Response:
     done = await server_of(raw).llm.reset_prefix_cache(reset_running_requests, reset_external)
     return json_response({"success": done})
+
+
+@developer_router.post("/reset_mm_cache")
+async def reset_mm_cache(raw: Request) -> Response:
+    """Forget the images and videos that this API process has processed."""
+    await server_of(raw).llm.reset_mm_cache()
+    return json_response({"success": True})
 
 
 @developer_router.post("/collective_rpc")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from quire.text.chat import Messages, compile_template, parse_tool_arguments, validate
 from quire.text.parse.registry import detect
 from quire.types.errors import RequestError
+from quire.types.media import MODALITIES
 
 GENERIC = "generic"
 Place = Literal["system", "user"]  # the message that describes the tools: one of its own, or the first question
@@ -46,7 +47,7 @@ def describe_tools(messages: Messages, tools: Sequence[Mapping[str, Any]] | None
     results = False  # did the last message hold results of tools?
     for message in parse_tool_arguments(messages):
         if message["role"] == "tool":
-            response = {"role": "user", "content": f"<tool_response>\n{_text(message.get('content'))}\n</tool_response>"}
+            response = {"role": "user", "content": _response(message.get("content"))}
             out[-1:] = [_joined(out[-1], response)] if results else [*out[-1:], response]
             results = True
         else:
@@ -83,6 +84,13 @@ def _described(messages: list[dict[str, Any]], text: str, place: Place) -> list[
         both = _joined(message, described) if place == "system" else _joined(described, message)
         return [*messages[:i], both, *messages[i + 1 :]]
     return [described, *messages]
+
+
+def _response(content: Any) -> str | list[Any]:
+    """Return the result of a tool as the content of a message, with the images that it has."""
+    if isinstance(content, Sequence) and any(isinstance(part, Mapping) and part.get("type") in MODALITIES for part in content):
+        return [*_parts("<tool_response>"), *content, *_parts("</tool_response>")]
+    return f"<tool_response>\n{_text(content)}\n</tool_response>"
 
 
 def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

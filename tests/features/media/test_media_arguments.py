@@ -23,5 +23,15 @@ def test_limits_by_kind():
 def test_wrong_values_are_named(tmp_path):
     with pytest.raises(ConfigError, match="allowed_local_media_path must be a directory"):
         EngineArgs(allowed_local_media_path=str(tmp_path / "none"))
-    with pytest.raises(ConfigError, match="media_io_kwargs must have an object for each kind of media; got 3 for video"):
-        EngineArgs(media_io_kwargs={"video": 3})
+    for wrong, message in (
+        ({"video": 3}, "media_io_kwargs.video must be an object; got int"),
+        ({"audio": {}}, "media_io_kwargs has no 'audio'; it has image and video"),
+        ({"video": {"frames": 3}}, "media_io_kwargs.video has no 'frames'; it has num_frames and fps"),
+        ({"video": {"num_frames": 0}}, "media_io_kwargs.video.num_frames must be between 1 and 768"),
+        ({"video": {"fps": float("nan")}}, "media_io_kwargs.video.fps must be above 0"),
+        ({"image": {"image_mode": "L"}}, 'media_io_kwargs.image.image_mode must be "RGB"'),
+        ({"image": {"rgba_background_color": [0, 0]}}, "rgba_background_color must have three integers from 0 to 255"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            EngineArgs(media_io_kwargs=wrong)
+    EngineArgs(media_io_kwargs={"image": {"rgba_background_color": [0, 0, 0]}, "video": {"num_frames": -1, "fps": 2}})

@@ -45,6 +45,7 @@ def test_truncated_pictures_are_refused_or_whole(form):
 def test_transparency_is_white_and_16_bits_keep_the_upper_8():
     clear = Image.new("RGBA", (2, 2), (10, 20, 30, 0))
     assert decode_image(encoded(clear)).getpixel((0, 0)) == (255, 255, 255)
+    assert decode_image(encoded(clear), {"rgba_background_color": [1, 2, 3]}).getpixel((0, 0)) == (1, 2, 3)
     half = Image.new("RGBA", (2, 2), (0, 0, 0, 128))
     assert decode_image(encoded(half)).getpixel((0, 0)) == (127, 127, 127)
     deep = Image.fromarray(np.full((2, 2), 0x80FF, np.uint16))

@@ -249,7 +249,7 @@ def test_placeholders_and_items_must_be_as_many(media):
     placeholders = media.reader.placeholders
     with pytest.raises(InvalidParameter, match=r"messages\[1\].content has <image>"):
         placeholders.refuse_typed([("messages[0].content", "a"), ("messages[1].content", "b <image> c")])
-    with pytest.raises(InvalidParameter, match="multi_modal_data"):
+    with pytest.raises(InvalidParameter, match="no image or video comes with it"):
         placeholders.refuse_in((10, 12, 13))
     placeholders.refuse_in((10, 13))
 
@@ -277,7 +277,8 @@ def test_data_of_offline_prompts():
     array = np.asarray(image)
     [one] = read_multi_modal({"image": image})
     assert one.content == Pixels((2, 4, 3), image.tobytes())
-    assert [ref.content for ref in read_multi_modal({"image": [array, image]})] == [one.content] * 2
+    rows_last = array.transpose(2, 0, 1)
+    assert [ref.content for ref in read_multi_modal({"image": [array, image, rows_last]})] == [one.content] * 3
     assert [ref.uuid for ref in read_multi_modal({"image": [array, None]}, {"image": [None, "b"]})] == [None, "b"]
     video = np.stack([array, array])
     assert [ref.content.shape for ref in read_multi_modal({"video": [video, (video, {"fps": 2})]})] == [(2, 2, 4, 3)] * 2
@@ -299,10 +300,8 @@ def test_data_of_offline_prompts():
 READ_AND_WAIT = """
 import sys
 from media_files import READER, reading
-from quire.features.media.host import Media
 from quire.features.media.inputs import NO_OPTIONS, MediaRef
 
-Media.part_options = lambda *_: {}
 with reading() as media:
     picture = (READER / "pictures" / "00.png").read_bytes()
     media.run(media.reader.process([MediaRef("image", "", picture)], NO_OPTIONS))

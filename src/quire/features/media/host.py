@@ -19,11 +19,12 @@ from quire.config.memory import estimate_parameters, largest_step
 from quire.features.host import NO_MEMORY, Conflict, Feature, Memory, Sizes
 from quire.features.media.families import media_family
 from quire.features.media.families.base import MediaFamily
+from quire.features.media.io_options import check_io
 from quire.features.pooling.host import find_pooling
 from quire.files.reading import reading
 from quire.files.safetensors import read_header
 from quire.types.cache import DTYPE_BYTES
-from quire.types.errors import ConfigError
+from quire.types.errors import ConfigError, RequestError
 from quire.types.media import MODALITIES, Modality
 
 if TYPE_CHECKING:
@@ -52,13 +53,9 @@ class MediaArgs:
         4, REAL, _GROUP, "GiB of processed images and videos that the server keeps, so that repeated ones are not processed "
         "again; 0: none", low=0, after="mm_processor_kwargs",
     )  # fmt: skip
-    mm_processor_cache_type: str = setting(
-        "lru", TEXT, _GROUP, "where that cache lies: lru in the server's memory, shm in shared memory", choices=("lru", "shm"),
-        after="mm_processor_cache_gb",
-    )  # fmt: skip
     media_io_kwargs: dict[str, Any] = setting(
         {}, OBJECT, _GROUP, "how media are read, by kind, such as {\"video\": {\"num_frames\": 32}}",
-        after="mm_processor_cache_type",
+        after="mm_processor_cache_gb",
     )  # fmt: skip
     allowed_local_media_path: str = setting(
         "", TEXT, _GROUP, "directory whose files requests may name by file: addresses; default: none", after="media_io_kwargs"
@@ -203,9 +200,10 @@ class Media(Feature):
 
     def check(self, args: MediaArgs) -> None:
         read_limits(args.limit_mm_per_prompt)
-        for name, value in args.media_io_kwargs.items():
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"media_io_kwargs must have an object for each kind of media; got {value!r} for {name}")
+        try:
+            check_io(args.media_io_kwargs)
+        except RequestError as error:
+            raise ConfigError(str(error)) from None
         if args.allowed_local_media_path and not Path(args.allowed_local_media_path).is_dir():
             raise ConfigError(f"allowed_local_media_path must be a directory; got {args.allowed_local_media_path!r}")
 

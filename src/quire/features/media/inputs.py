@@ -1,10 +1,12 @@
 """Images and videos of a request, as its client or caller gives them: parts of messages, and `multi_modal_data`."""
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
+from quire.features.media.io_options import check_io
 from quire.types.errors import InvalidParameter, NotSupported
 from quire.types.media import MODALITIES, Modality
 
@@ -27,6 +29,13 @@ class Where(str):
 
 
 WHERE = "_where"  # key of a part that has a `Where`
+_ROOT = re.compile(r"\w+")
+
+
+def field_of(where: str) -> str:
+    """Return the field of the request that has the part."""
+    found = _ROOT.match(where)
+    return found[0] if found else where
 
 
 @dataclass(frozen=True)
@@ -63,11 +72,7 @@ def options_of(processor: Any, io: Any = None) -> MediaOptions:
     for name, value in (("mm_processor_kwargs", processor), ("media_io_kwargs", io)):
         if value is not None and not isinstance(value, Mapping):
             raise InvalidParameter(f"{name} must be an object; got {type(value).__name__}", name)
-    for name, value in (io or {}).items():
-        if not isinstance(value, Mapping):
-            raise InvalidParameter(
-                f"media_io_kwargs.{name:.80} must be an object; got {type(value).__name__}", "media_io_kwargs"
-            )
+    check_io(io or {})
     return NO_OPTIONS if not processor and not io else MediaOptions(processor or {}, io or {})
 
 
@@ -105,7 +110,7 @@ def _take(part: Mapping[str, Any], place: str, refs: list[MediaRef], local: bool
     where = given if isinstance(given, Where) else place
     kind = part["type"]
     if kind not in PARTS:
-        raise NotSupported(f"{where}: parts of type {kind} are not supported. Send text, images or videos", "messages")
+        raise NotSupported(f"{where}: parts of type {kind} are not supported. Send text, images or videos", field_of(where))
     refs.append(read_part(part, where, local))
     return {"type": PARTS[kind]}
 
@@ -115,17 +120,17 @@ def read_part(part: Mapping[str, Any], where: str, local: bool = False) -> Media
     kind, modality = part["type"], PARTS[part["type"]]
     if part.get("file_id") is not None:
         raise NotSupported(
-            f"{where}: file_id is not supported: no files are stored. Send the {modality} as image_url", "messages"
+            f"{where}: file_id is not supported: no files are stored. Send the {modality} as {modality}_url", field_of(where)
         )
     key = {"input_image": "image_url", "input_video": "video_url"}.get(kind, kind)
     if kind == "image_embeds":
-        raise NotSupported(f"{where}: image_embeds are not supported. Send the image itself", "messages")
+        raise NotSupported(f"{where}: image_embeds are not supported. Send the image itself", field_of(where))
     value: Any = part.get(key)
     uuid: Any = part.get("uuid")
     if isinstance(value, Mapping):
         if unknown := set(value) - _URL_FIELDS:
             raise InvalidParameter(
-                f"{where}.{key} has no {sorted(map(str, unknown))[0]!r:.80}; it has url and uuid", "messages"
+                f"{where}.{key} has no {sorted(map(str, unknown))[0]!r:.80}; it has url and uuid", field_of(where)
             )
         value, uuid = value.get("url"), value.get("uuid", uuid)
     uuid = check_uuid(uuid, where)
@@ -134,13 +139,13 @@ def read_part(part: Mapping[str, Any], where: str, local: bool = False) -> Media
     if local and value is not None:
         [ref] = read_data(modality, value, where, (uuid,))
         return ref
-    raise InvalidParameter(f"{where}: a part of type {kind} needs {key}: a URL; got {type(value).__name__}", "messages")
+    raise InvalidParameter(f"{where}: a part of type {kind} needs {key}: a URL; got {type(value).__name__}", field_of(where))
 
 
 def check_uuid(uuid: Any, where: str) -> str | None:
     if uuid is None or (isinstance(uuid, str) and 0 < len(uuid) <= MAX_UUID_CHARS):
         return uuid
-    raise InvalidParameter(f"{where}: uuid must be a text of 1 to {MAX_UUID_CHARS} characters", "messages")
+    raise InvalidParameter(f"{where}: uuid must be a text of 1 to {MAX_UUID_CHARS} characters", field_of(where))
 
 
 def texts_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
@@ -191,7 +196,7 @@ def read_data(modality: Modality, data: Any, where: str, uuids: Sequence[Any] = 
             continue
         name = check_uuid(uuid, place)
         if item is None and name is None:
-            raise InvalidParameter(f"{place} is None. Give the {modality}, or the uuid of an earlier one", "multi_modal_data")
+            raise InvalidParameter(f"{place} is None. Give the {modality}, or the uuid of an earlier one", field_of(where))
         refs.append(MediaRef(modality, place, _content(modality, item, place), name))
     return refs
 
@@ -216,7 +221,7 @@ def _content(modality: Modality, item: Any, where: str) -> str | bytes | Pixels 
     if modality == "video":
         return _video_pixels(item, where)
     if isinstance(item, os.PathLike):
-        raise InvalidParameter(f"{where} must be an image, not a path. Open it with PIL.Image.open", "multi_modal_data")
+        raise InvalidParameter(f"{where} must be an image, not a path. Open it with PIL.Image.open", field_of(where))
     return _image_pixels(item, where)
 
 
@@ -229,6 +234,8 @@ def _image_pixels(image: Any, where: str) -> Pixels:
         found = to_rgb(cast("Image", image))
         return Pixels((found.height, found.width, 3), found.tobytes())
     array = _as_array(image, where, "a PIL image, or an array [height, width, 3] of uint8")
+    if array.ndim == 3 and array.shape[0] == 3 != array.shape[2]:
+        array = array.transpose(1, 2, 0)
     if array.ndim != 3 or array.shape[2] != 3 or str(array.dtype) != "uint8":
         raise _wrong_array(array, where, "[height, width, 3]")
     return Pixels(array.shape, array.tobytes())
@@ -241,11 +248,11 @@ def _video_pixels(video: Any, where: str) -> Pixels:
         video, facts = video
     fps = facts.get("fps") or 1.0
     if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < 1e6:
-        raise InvalidParameter(f"{where}: fps must be a number above 0; got {fps!r:.80}", "multi_modal_data")
+        raise InvalidParameter(f"{where}: fps must be a number above 0; got {fps!r:.80}", field_of(where))
     if isinstance(video, list):
         frames = [_image_pixels(frame, f"{where}[{i}]") for i, frame in enumerate(video)]
         if len({frame.shape for frame in frames}) != 1:
-            raise InvalidParameter(f"{where}: the frames of a video must have one size", "multi_modal_data")
+            raise InvalidParameter(f"{where}: the frames of a video must have one size", field_of(where))
         return Pixels((len(frames), *frames[0].shape), b"".join(frame.data for frame in frames), float(fps))
     array = _as_array(video, where, "an array [frames, height, width, 3] of uint8, or a list of frames")
     if array.ndim != 4 or array.shape[3] != 3 or str(array.dtype) != "uint8" or not len(array):
@@ -255,7 +262,7 @@ def _video_pixels(video: Any, where: str) -> Pixels:
 
 def _as_array(value: Any, where: str, wanted: str) -> "np.ndarray[Any, Any]":
     if not hasattr(value, "__array__"):
-        raise InvalidParameter(f"{where} must be {wanted}; got {type(value).__name__}", "multi_modal_data")
+        raise InvalidParameter(f"{where} must be {wanted}; got {type(value).__name__}", field_of(where))
     import numpy as np
 
     return np.ascontiguousarray(value)
@@ -263,4 +270,4 @@ def _as_array(value: Any, where: str, wanted: str) -> "np.ndarray[Any, Any]":
 
 def _wrong_array(array: "np.ndarray[Any, Any]", where: str, wanted: str) -> InvalidParameter:
     shape = "[" + ", ".join(map(str, array.shape)) + "]"
-    return InvalidParameter(f"{where} must be {wanted} of uint8; got {shape} of {array.dtype}", "multi_modal_data")
+    return InvalidParameter(f"{where} must be {wanted} of uint8; got {shape} of {array.dtype}", field_of(where))

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from quire.features.media.families.base import MediaFamily
+from quire.features.media.inputs import field_of
 from quire.features.media.store import Processed
 from quire.text.tokenizer import Tokenizer
 from quire.types.errors import InvalidParameter
@@ -27,7 +28,7 @@ class Placeholders:
             for mark in self._typed:
                 if mark in text:
                     raise InvalidParameter(
-                        f"{where} has {mark}, which stands for an image or a video. Send the media as parts", "messages"
+                        f"{where} has {mark}, which stands for an image or a video. Send the media as parts", field_of(where)
                     )
 
     def refuse_in(self, ids: Sequence[int]) -> None:
@@ -35,7 +36,7 @@ class Placeholders:
         if any(mark in ids for mark in self._marks):
             names = " or ".join(self.texts.values())
             raise InvalidParameter(
-                f"the prompt has tokens of {names}, and no image or video comes with it. Give multi_modal_data, or remove them",
+                f"the prompt has tokens of {names}, and no image or video comes with it. Remove them, or send it too",
                 "prompt",
             )
 

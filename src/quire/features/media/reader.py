@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.features.media.host import media_of, read_limits, why_no_media
-from quire.features.media.inputs import MediaOptions, MediaRef, Pixels
+from quire.features.media.inputs import MediaOptions, MediaRef, Pixels, field_of
 from quire.features.media.prompt import Placeholders
 from quire.features.media.store import Processed, ProcessorCache, SharedFile, SharedFiles
 from quire.features.media.workers import preload, wire
@@ -109,6 +109,11 @@ class MediaReader:
         if self._files is not None:
             self._files.close()
 
+    def reset(self) -> None:
+        """Forget processed items and their uuids."""
+        self.cache.clear()
+        self._named.clear()
+
     @property
     def pids(self) -> list[int]:
         return [pid for pool in (self._pool, self._fetchers) if pool is not None for pid in pool.pids]
@@ -123,23 +128,27 @@ class MediaReader:
 
     def check(self, refs: Sequence[MediaRef]) -> None:
         """Raise an error for media that the model does not read, or that are too many."""
+        counts: Counter[Modality] = Counter()
         for ref in refs:
-            if why := why_no_media(self._config, ref.modality):
-                raise NotSupported(f"{ref.where}: {ref.modality} input {why}", "messages")
-            if self.placeholders is None:
+            self._check(ref)
+            counts[ref.modality] += 1
+            if counts[ref.modality] > (most := self._limits[ref.modality]):
+                count = sum(other.modality == ref.modality for other in refs)
                 raise InvalidParameter(
-                    f"{ref.where}: {ref.modality}s require a tokenizer. Remove skip_tokenizer_init", "messages"
+                    f"{ref.where}: a prompt may have at most {most} {ref.modality}s, got {count} (limit_mm_per_prompt)",
+                    field_of(ref.where),
                 )
-            if self.missing is not None:
-                raise NotSupported(
-                    f"{ref.where}: {ref.modality}s require {self.missing}: pip install 'quire[vision]' on the server",
-                    "messages",
-                )
-        for modality, count in Counter(ref.modality for ref in refs).items():
-            if count > (most := self._limits[modality]):
-                raise InvalidParameter(
-                    f"a prompt may have at most {most} {modality}s, got {count} (limit_mm_per_prompt)", "messages"
-                )
+
+    def _check(self, ref: MediaRef) -> None:
+        field = field_of(ref.where)
+        if why := why_no_media(self._config, ref.modality):
+            raise NotSupported(f"{ref.where}: {ref.modality} input {why}", field)
+        if self.placeholders is None:
+            raise InvalidParameter(f"{ref.where}: {ref.modality}s require a tokenizer. Remove skip_tokenizer_init", field)
+        if self.missing is not None:
+            raise NotSupported(
+                f"{ref.where}: {ref.modality}s require {self.missing}: pip install 'quire[vision]' on the server", field
+            )
 
     async def complete(
         self,
@@ -182,7 +191,7 @@ class MediaReader:
         except EngineDead:
             raise
         except RequestError as error:
-            raise type(error)(f"{ref.where}: {error}", error.parameter or "messages") from None
+            raise type(error)(f"{ref.where}: {error}", error.parameter or field_of(ref.where)) from None
 
     async def _one(self, ref: MediaRef, options: MediaOptions, count: int) -> Processed:
         job = self._job(ref.modality, options, count)

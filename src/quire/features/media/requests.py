@@ -13,6 +13,7 @@ from quire.types.errors import EngineDead, InvalidParameter, NotSupported
 from quire.types.prompts import Extras, Prompt
 
 if TYPE_CHECKING:
+    from quire.text.offload import TextOffload
     from quire.text.prompts import PromptReader
 
 T = TypeVar("T")
@@ -70,6 +71,24 @@ async def read_prompt(
     special = prompt.get(SPECIAL, True) if how is None else how.add_special_tokens
     ids, items = await media.complete(None if given else text, ids, refs, both, encode, special, "prompt")
     return Prompt(text if isinstance(text, str) else None, ids, plain.get("cache_salt"), Extras(media=items))
+
+
+class AsyncMedia:
+    """What `AsyncLLM` does with images and videos."""
+
+    media: MediaReader
+    prompts: "PromptReader"
+    offload: "TextOffload"
+
+    async def reset_mm_cache(self) -> None:
+        """Forget processed images and videos."""
+        self.media.reset()
+
+    async def _read_media(self, prompt: Mapping[str, Any], how: Tokenization | None, extras: Extras) -> Prompt:
+        """Return the prepared prompt of a dict for which `has_media` holds."""
+        prompts = self.prompts if extras.lora is None else self.prompts.of(extras)
+        refs = await self.offload.thread(references, prompt)
+        return await read_prompt(self.media, prompts, prompt, refs, prompts.encode_text, NO_OPTIONS, how)
 
 
 class MediaLoop:

@@ -24,7 +24,7 @@ PATHS = (
     "/v1/rerank", "/v2/rerank", "/pooling", "/classify", "/v1/audio/transcriptions", "/v1/audio/translations",
 )  # fmt: skip
 MAX_CUSTOM_ID_CHARS = 512
-MAX_LINE_BYTES = LIMITS.body_bytes + 2**16  # a body, and what stands around it
+MAX_LINE_BYTES = LIMITS.media_body_bytes + 2**16  # a body, and what stands around it
 READ_BYTES = 2**20
 _BOM = b"\xef\xbb\xbf"
 # characters that JSON may contain, and at which some readers end a line

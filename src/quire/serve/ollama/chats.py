@@ -4,11 +4,12 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from quire.features.media.inputs import WHERE, Where, field_of
 from quire.serve.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest, OllamaGenerationFields, Options
 from quire.serve.ollama.requests import answer_fields, sampling_fields
 from quire.serve.protocol import ChatRequest, chat_request
 from quire.serve.server import Server
-from quire.types.errors import InvalidParameter, NotSupported
+from quire.types.errors import InvalidParameter
 
 
 def to_chat(server: Server, model: str, request: OllamaChatRequest, options: Options) -> ChatRequest:
@@ -19,8 +20,8 @@ def to_chat(server: Server, model: str, request: OllamaChatRequest, options: Opt
 
 
 def generate_to_chat(server: Server, model: str, request: OllamaGenerateRequest, options: Options) -> ChatRequest:
-    messages = [{"role": "system", "content": request.system}] if request.system else []
-    messages.append({"role": "user", "content": request.prompt or ""})
+    messages: list[dict[str, Any]] = [{"role": "system", "content": request.system}] if request.system else []
+    messages.append({"role": "user", "content": _with_images(request.prompt or "", request.images, "images")})
     return chat_request(_common(server, model, request, options) | {"messages": messages})
 
 
@@ -83,13 +84,11 @@ def _message(message: dict[str, Any], where: str, calls: _Calls) -> dict[str, An
     if not isinstance(message.get("role"), str):
         kind = _kind(message.get("role"))
         raise InvalidParameter(f"{where}.role must be system, user, assistant or tool; got {kind}", "messages")
-    if message.get("images"):
-        raise NotSupported(f"{where}.images cannot be used: this server takes text only. Leave it out", "messages")
     for name in ("content", "thinking", "tool_name", "tool_call_id"):
         if not isinstance(message.get(name), str | None):
             raise InvalidParameter(f"{where}.{name} must be a string; got {_kind(message[name])}", "messages")
     out = {name: value for name, value in message.items() if name not in _REWRITTEN}
-    out["content"] = message.get("content") or ""
+    out["content"] = _with_images(message.get("content") or "", message.get("images"), f"{where}.images")
     if message.get("thinking"):
         out["reasoning"] = message["thinking"]
     if message.get("tool_calls"):
@@ -98,6 +97,21 @@ def _message(message: dict[str, Any], where: str, calls: _Calls) -> dict[str, An
         found = calls.answer(message.get("tool_call_id"), message.get("tool_name"))
         out |= {name: value for name, value in zip(("tool_call_id", "name"), found, strict=True) if value}
     return out
+
+
+def _with_images(text: str, images: Any, where: str) -> str | list[dict[str, Any]]:
+    """Return the content of a message: the images, which are texts in base64, and the text after them."""
+    if not images:
+        return text
+    if not isinstance(images, list):
+        raise InvalidParameter(f"{where} must be a list of images in base64; got {_kind(images)}", field_of(where))
+    parts: list[dict[str, Any]] = []
+    for i, image in enumerate(images):
+        place = Where(f"{where}[{i}]")
+        if not isinstance(image, str):
+            raise InvalidParameter(f"{place} must be an image in base64; got {_kind(image)}", field_of(place))
+        parts.append({"type": "image_url", "image_url": f"data:image/*;base64,{image}", WHERE: place})
+    return [*parts, {"type": "text", "text": text}]
 
 
 _REWRITTEN = ("images", "thinking", "tool_calls", "tool_name", "tool_call_id")

@@ -21,14 +21,15 @@ from quire.types.pooling import PoolingParams
 router = APIRouter(route_class=OllamaRoute, tags=["Ollama"])
 _FIELDS = PoolingFields.model_validate({})  # Ollama has none of them
 _FLOATS = EncodingFields.model_validate({})
-_OF_EMBED = {"input": "it belongs to /api/embed", "dimensions": "it belongs to /api/embed"}
+_TEXTS = {"images": "vectors are of texts only"}
+_OF_EMBED = {"input": "it belongs to /api/embed", "dimensions": "it belongs to /api/embed", **_TEXTS}
 
 
 @router.post("/api/embed", responses=ERRORS)
 async def ollama_embed(request: OllamaEmbedRequest, raw: Request) -> Response:
     server, started = server_of(raw), time.monotonic_ns()
     model = await find_model(server, request)
-    check_request(server, request, {"prompt": "its name here is input"})
+    check_request(server, request, {"prompt": "its name here is input", **_TEXTS})
     texts = [request.input] if isinstance(request.input, str) and request.input else list(request.input or ())
     params = PoolingParams(task="embed", dimensions=request.dimensions or None, use_activation=True)
     model_pooling(server).request(params)

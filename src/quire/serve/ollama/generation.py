@@ -30,7 +30,10 @@ from quire.types.errors import InvalidParameter, NotSupported, PromptTooLong, Re
 router = APIRouter(route_class=OllamaRoute, tags=["Ollama"])
 ERRORS: dict[int | str, dict[str, Any]] = {400: {"model": OllamaErrorBody}, 404: {"model": OllamaErrorBody}}
 _GENERATE = "it belongs to /api/generate"
-_OF_GENERATE = {"prompt": f"{_GENERATE}. Send messages", "system": "send a message of role system", "raw": _GENERATE}
+_OF_GENERATE = {
+    "prompt": f"{_GENERATE}. Send messages", "system": "send a message of role system", "raw": _GENERATE,
+    "images": "send them in a message",
+}  # fmt: skip
 _OF_CHAT = {"messages": "they belong to /api/chat. Send prompt and system", "tools": "they belong to /api/chat"}
 
 
@@ -57,7 +60,7 @@ async def ollama_generate(request: OllamaGenerateRequest, raw: Request) -> Respo
     model = await find_model(server, request)
     options = check_request(server, request, _OF_CHAT)
     name = request.model or model
-    if not request.prompt:
+    if not request.prompt and not request.images:
         _check_stays(request)
         return json_response(without_prompt(name, "generate"))
     if await _is_bare(server, model, request):
@@ -101,7 +104,7 @@ async def _is_bare(server: Server, model: str, request: OllamaGenerateRequest) -
     """Is the prompt used as it is? So it is where the model has no chat template."""
     tokenizer = (await server.prompts(model))[0].tokenizer
     bare = bool(request.raw) or (tokenizer is not None and tokenizer.chat_template is None)
-    for name, value in (("system", request.system), ("think", request.think)):
+    for name, value in (("system", request.system), ("think", request.think), ("images", request.images)):
         if bare and value:
             raise InvalidParameter(
                 f"{name} requires a chat template, which raw=true and base models do not use. Leave it out", name

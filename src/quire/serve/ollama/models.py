@@ -168,6 +168,7 @@ def _capabilities(server: Server, chats: bool) -> list[str]:
     tasks = supported_tasks(server.llm.config)
     found = {
         "completion": "generate" in tasks,
+        "vision": server.llm.media.media is not None and chats,
         "tools": "generate" in tasks and chats,
         "thinking": server.formats.reasoning is not None,
         "embedding": "embed" in tasks,

@@ -100,10 +100,9 @@ REFUSED: dict[str, tuple[float, str]] = {
     "typical_p": (1, "send top_p or min_p"),
     "tfs_z": (1, "send top_p or min_p"),
 }
-_NO_IMAGES = "this server takes and makes text only"
+_NO_IMAGES = "this server makes text only"
 # field -> why it is not supported; values that ask for nothing (null, false, 0, empty) are accepted
 REFUSED_FIELDS = {
-    "images": _NO_IMAGES,
     **dict.fromkeys(("width", "height", "steps"), _NO_IMAGES),
     "suffix": "the model cannot fill in the middle",
     "template": "chat templates are Jinja and belong to the server (--chat-template). Send raw=true and the whole prompt",
@@ -137,13 +136,14 @@ class OllamaGenerationFields(OllamaFields):
 
 
 class OllamaChatRequest(OllamaGenerationFields):
-    messages: Objects | None = Field(None, description="role, content, thinking, tool_calls, tool_name")
+    messages: Objects | None = Field(None, description="role, content, images, thinking, tool_calls, tool_name")
     tools: Objects | None = None
 
 
 class OllamaGenerateRequest(OllamaGenerationFields):
     prompt: str | None = None
     system: str | None = None
+    images: Annotated[Strings | None, one_error("should be a list of images in base64")] = None
     raw: StrictBool | None = Field(None, description="the prompt is complete: no chat template is applied")
 
 

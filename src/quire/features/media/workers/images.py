@@ -3,10 +3,12 @@
 import contextlib
 import io
 import warnings
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from quire.features.media.io_options import WHITE
 from quire.types.errors import InvalidParameter, NotSupported
 
 if TYPE_CHECKING:
@@ -17,11 +19,11 @@ MAX_RATIO = 200  # of the longer side to the shorter
 FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "BMP", "TIFF", "AVIF")
 _NAMES = "PNG, JPEG, GIF, WebP, BMP, TIFF and AVIF"
 _MODULES = {"WEBP": "WebP"}
-_WHITE = (255, 255, 255)
+NO_OPTIONS: Mapping[str, Any] = {}
 
 
-def decode_image(data: bytes) -> "Image":
-    """Return the image in RGB, turned as its EXIF data says. An animation is its first frame, transparency is white."""
+def decode_image(data: bytes, options: Mapping[str, Any] = NO_OPTIONS) -> "Image":
+    """Return the image in RGB, turned as its EXIF data says. An animation is its first frame. options: media_io_kwargs"""
     from PIL import Image, ImageFile
 
     if is_svg(data):
@@ -33,7 +35,7 @@ def decode_image(data: bytes) -> "Image":
             with Image.open(io.BytesIO(data), formats=_formats()) as image:
                 check_size(*image.size)
                 image.load()
-                return to_rgb(image)
+                return to_rgb(image, options)
     except (InvalidParameter, MemoryError):
         raise
     except Exception as error:  # decoders fail in any way with broken files
@@ -79,8 +81,8 @@ def is_svg(data: bytes) -> bool:
     return start.startswith(b"<svg") or (start.startswith((b"<?xml", b"<!doctype", b"<!--")) and b"<svg" in data[:4096].lower())
 
 
-def to_rgb(image: "Image") -> "Image":
-    """Return the image in RGB, turned as its EXIF data says, on white where it is transparent."""
+def to_rgb(image: "Image", options: Mapping[str, Any] = NO_OPTIONS) -> "Image":
+    """Return the image in RGB, turned as its EXIF data says, on a background where it is transparent."""
     from PIL import Image, ImageOps
 
     with contextlib.suppress(Exception):  # of broken EXIF data, not of the image
@@ -91,7 +93,7 @@ def to_rgb(image: "Image") -> "Image":
         return image
     if image.has_transparency_data:
         image = image.convert("RGBA")
-        flat = Image.new("RGB", image.size, _WHITE)
+        flat = Image.new("RGB", image.size, tuple(options.get("rgba_background_color", WHITE)))
         flat.paste(image, mask=image.getchannel("A"))
         return flat
     return image.convert("RGB")

@@ -5,32 +5,16 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from quire.features.media.families.base import Video
+from quire.features.media.io_options import MAX_FRAMES
 from quire.features.media.workers.images import check_size
-from quire.types.checks import check_int
 from quire.types.errors import InvalidParameter, NotSupported
 
 if TYPE_CHECKING:
     import numpy as np
 
 DEFAULT_FRAMES = 32
-MAX_FRAMES = 768  # of one video for the model
 MAX_SOURCE_FRAMES = 100_000
 MAX_KEPT_PIXELS = 512_000_000  # of all kept frames together
-IO_OPTIONS = ("num_frames", "fps")
-
-
-def check_io(options: dict[str, Any]) -> None:
-    """Check media_io_kwargs["video"]."""
-    for name in options:
-        if name not in IO_OPTIONS:
-            raise NotSupported(f"media_io_kwargs.video has no {name!r:.80}; it has {', '.join(IO_OPTIONS)}", "media_io_kwargs")
-    if options.get("num_frames") not in (None, -1):
-        check_int("media_io_kwargs.video.num_frames", options["num_frames"], 1, MAX_FRAMES)
-    fps = options.get("fps", -1)
-    if isinstance(fps, bool) or not isinstance(fps, int | float) or not (fps == -1 or 0 < fps <= 1000):
-        raise InvalidParameter(
-            f"media_io_kwargs.video.fps must be above 0 and at most 1000, or -1; got {fps!r:.80}", "media_io_kwargs"
-        )
 
 
 def decode_video(data: bytes, options: dict[str, Any]) -> Video:
@@ -39,7 +23,6 @@ def decode_video(data: bytes, options: dict[str, Any]) -> Video:
         raise NotSupported("videos require PyAV: pip install 'quire[vision]' on the server")
     import av
 
-    check_io(options)
     try:
         with av.open(io.BytesIO(data), mode="r", metadata_errors="ignore") as container:
             if not container.streams.video:

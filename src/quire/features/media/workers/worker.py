@@ -116,7 +116,7 @@ class MediaWorker:
             )
         from quire.features.media.workers.images import decode_image, image_of_pixels
 
-        image = image_of_pixels(data, job.shape) if job.kind == "pixels" else decode_image(data)
+        image = image_of_pixels(data, job.shape) if job.kind == "pixels" else decode_image(data, job.io)
         digest.update(msgspec.json.encode(image.size))
         digest.update(image.tobytes())
         return self._refusing(lambda: family.preprocess_image(image, processor, job.options, job.count), job)
