@@ -2,15 +2,18 @@
 
 from collections import defaultdict
 
-from workload import StrictExecutor, layout_of
+from workload import StrictExecutor, check_encoder, layout_of
 
 from quire.engine.core import EngineCore
 from quire.engine.executor.fake import Faults
+from quire.engine.executor.fake_media import media_flavours
 from quire.engine.executor.fake_model import FakeModel
 from quire.sched.draft.speculation import Speculation
+from quire.sched.encoding import Encoding
 from quire.sched.scheduler import Scheduler
 from quire.types.outputs import TokenDelta
 from quire.types.plan import Admission, StepPlan
+from quire.types.prompts import Extras
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
 
@@ -36,16 +39,20 @@ class Desk:
         host=False,
         adaptive=False,
         clock=lambda: 7.0,
+        encoder=(0, 0),
+        undivided="",
         **more,
     ):
-        """Every `wrong`th draft is. `host`: drafts come with the plans."""
+        """Every `wrong`th draft is. `host`: drafts come with the plans. `encoder`: embeddings of its cache, and of a step."""
         layout = self.layout = layout_of(windows, SIZE)
         self.model = FakeModel.of(layout, vocab_size=50)
         numbers = {"pages": pages, "max_seqs": max_seqs, "max_model_len": max_model_len}
         self.speculation = Speculation(self, drafts, adaptive=adaptive) if host else None
+        self.undivided = undivided
+        self.encoding = Encoding(*encoder, undivided, max_tokens=budget, chunked=more.get("chunked", True))
         self.scheduler = Scheduler(
             layout, max_batched_tokens=budget, budget=budget_rule, drafts=0 if host else drafts, speculation=self.speculation,
-            **numbers, **more,
+            encoding=self.encoding, **numbers, **more,
         )  # fmt: skip
         self.wrong, self.finished_texts = wrong, []
 
@@ -54,7 +61,9 @@ class Desk:
 
         faults = faults or Faults()
         asked = guess if drafts and not host else None
-        self.executor = StrictExecutor(layout, self.model, faults=faults, guess=asked, **numbers)
+        self.executor = StrictExecutor(
+            layout, self.model, faults=faults, guess=asked, embeddings=encoder[0], undivided=undivided, **numbers
+        )
         self.core = EngineCore(self.scheduler, self.executor, depth, clock=clock)
         self.plans: list[StepPlan] = []
         self.heard: dict[str, list[TokenDelta]] = defaultdict(list)
@@ -80,7 +89,20 @@ class Desk:
         self.finished_texts.append((text.tokens[text.prompt :].tolist(), text.scope))
 
     def add(
-        self, name, prompt, max_tokens=4, *, stop=(), eos=(), priority=0, salt=(), tenant="", fork_of=None, hold=False, **params
+        self,
+        name,
+        prompt,
+        max_tokens=4,
+        *,
+        stop=(),
+        eos=(),
+        priority=0,
+        salt=(),
+        tenant="",
+        fork_of=None,
+        hold=False,
+        media=(),
+        **params,
     ):
         self.specs[name] = EngineRequest(
             id=name,
@@ -95,6 +117,7 @@ class Desk:
             salt=salt,
             fork_of=fork_of,
             hold=hold,
+            extras=Extras(media=tuple(media)),
         )
         self.core.add(self.specs[name])
 
@@ -105,6 +128,7 @@ class Desk:
             for delta in self.core.step():
                 self.heard[delta.request_id].append(delta)
             self.scheduler.roster.check()
+            check_encoder(self.encoding, self.executor)
         return self.plans[-1] if len(self.plans) > before else None
 
     def finish(self) -> None:
@@ -121,8 +145,9 @@ class Desk:
         spec = self.specs[name]
         params = spec.params
         return self.model.generate(
-            spec.prompt, seed=spec.seed, max_tokens=params.max_tokens, stop_ids=spec.stop_ids, min_tokens=params.min_tokens
-        )
+            spec.prompt, seed=spec.seed, max_tokens=params.max_tokens, stop_ids=spec.stop_ids, min_tokens=params.min_tokens,
+            added=media_flavours(spec.extras.media, spec.prompt, self.undivided),
+        )  # fmt: skip
 
     def right(self, *names: str) -> bool:
         return all(self.tokens(name) == self.answer(name) for name in names)

@@ -61,3 +61,21 @@ def test_failures_stay_with_their_requests(work: Workload) -> None:
 @given(workloads(faulty=True), st.sampled_from((0, 1, 2, 5)))
 def test_recurrent_states_are_those_of_the_tokens_before_them(work: Workload, snapshots: int) -> None:
     check_against_oracle(replace(work, drafts=0, snapshots=snapshots))
+
+
+@examples
+@given(workloads(media=True))
+def test_requests_with_media_get_their_own_tokens(work: Workload) -> None:
+    check_against_oracle(work)
+
+
+@examples
+@given(workloads(faulty=True, media=True))
+def test_embeddings_are_encoded_again_after_failures(work: Workload) -> None:
+    check_against_oracle(work)
+
+
+@examples
+@given(workloads(faulty=True, media=True), st.sampled_from((0, 1, 2, 5)))
+def test_recurrent_states_depend_on_media(work: Workload, snapshots: int) -> None:
+    check_against_oracle(replace(work, drafts=0, snapshots=snapshots))

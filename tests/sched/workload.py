@@ -9,12 +9,15 @@ from hypothesis import strategies as st
 from quire.cache.layout import make_layout, pages_for
 from quire.engine.core import EngineCore
 from quire.engine.executor.fake import FakeExecutor, Faults, Guess
+from quire.engine.executor.fake_media import Undivided, media_flavours
 from quire.engine.executor.fake_model import FakeModel
 from quire.sched.budget import StepBudget
 from quire.sched.draft.speculation import Speculation
+from quire.sched.encoding import Encoding
 from quire.sched.scheduler import Scheduler
 from quire.types.cache import CacheLayout, LayerCache
 from quire.types.errors import EngineError
+from quire.types.media import MediaItem
 from quire.types.outputs import TokenDelta
 from quire.types.plan import Admission
 from quire.types.pooling import Pooling, PoolingType
@@ -26,6 +29,15 @@ VOCABULARY, EOS = 5, 4
 STEMS = ((0, 1, 2, 3, 0, 1, 2, 3, 3, 2, 1, 0), (0, 1, 2, 3, 0, 1, 1, 1, 1, 1, 1, 1), (2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2))
 LAYOUTS = ((None,), (3,), (None, 4), (None, 1), (2, 7), (None, 3, 6))  # the window of each layer
 MAX_MODEL_LEN = 30
+# tokens of images and videos, which parts of them are embedded, and the grid
+SHAPES = (
+    ((3, 3, 3, 3), (), None),
+    ((3,), (), None),
+    ((1, 3, 3, 3, 2), ((1, 3),), None),
+    ((1, 3, 3, 2, 0, 3, 3, 2), ((1, 2), (5, 2)), None),
+    ((1, 3, 3, 3, 3, 2), ((1, 4),), (4, 1, 1)),
+    ((1, 3, 3, 3, 3, 2), ((1, 4),), (1, 2, 2)),
+)
 
 
 class StrictExecutor(FakeExecutor):
@@ -58,6 +70,15 @@ class Visit:
 
 
 @dataclass(frozen=True)
+class Encoder:
+    """What images and videos are run with."""
+
+    capacity: int = 0
+    step: int = 0
+    undivided: Undivided = ""
+
+
+@dataclass(frozen=True)
 class Workload:
     layout: CacheLayout
     depth: int
@@ -74,12 +95,13 @@ class Workload:
     faults: Faults
     snapshots: int | None = field(default=None, kw_only=True)  # of recurrent states
     turns: bool = field(default=False, kw_only=True)  # those who run take turns
+    encoder: Encoder = field(default=Encoder(), kw_only=True)
     drafts: int
     wrong: int  # every so manyth draft is; 1 = all
     host: bool  # who drafts
 
     def answer(self, spec: EngineRequest) -> list[int]:
-        return whole_answer(self.model, spec)
+        return whole_answer(self.model, spec, self.encoder.undivided)
 
     def guesser(self) -> Guess:
         """Knows the answers, and is wrong now and then."""
@@ -112,13 +134,14 @@ class Oracle:
     def finished(self, text) -> None: ...
 
 
-def whole_answer(model: FakeModel, spec: EngineRequest) -> list[int]:
+def whole_answer(model: FakeModel, spec: EngineRequest, undivided: Undivided) -> list[int]:
     if not spec.samples:
         return []
-    most = min(spec.params.max_tokens, MAX_MODEL_LEN - len(spec.prompt))
+    most = min(spec.params.max_tokens, MAX_MODEL_LEN - len(spec.prompt) - max(0, spec.answer_offset))
     return model.generate(
-        spec.prompt, seed=spec.seed, max_tokens=most, stop_ids=spec.stop_ids, min_tokens=spec.params.min_tokens
-    )
+        spec.prompt, seed=spec.seed, max_tokens=most, stop_ids=spec.stop_ids, min_tokens=spec.params.min_tokens,
+        added=media_flavours(spec.extras.media, spec.prompt, undivided),
+    )  # fmt: skip
 
 
 @dataclass
@@ -130,17 +153,41 @@ class Heard:
 
 
 @st.composite
-def requests(draw, model: FakeModel, earlier: list[EngineRequest]) -> EngineRequest:
+def illustrated(draw, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[MediaItem, ...]]:
+    """The prompt with images and videos in it."""
+    found, items, end = (), [], 0
+    for at in sorted(draw(st.lists(st.sampled_from((0, 1, 2, 5, 8)), max_size=3))):
+        number = draw(st.integers(0, len(SHAPES) - 1))
+        tokens, embedded, grid = SHAPES[number]
+        found += prompt[end:at]
+        end = max(end, at)
+        digest = f"{number}{draw(st.sampled_from('aaab'))}"
+        items.append(MediaItem("image", len(found), len(tokens), digest, (), embedded, grid))
+        found += tokens
+    found += prompt[end:]
+    if len(found) > MAX_MODEL_LEN - 8:
+        return prompt, ()
+    return (*found, 1), tuple(items)
+
+
+@st.composite
+def requests(draw, model: FakeModel, earlier: list[EngineRequest], encoder: Encoder) -> EngineRequest:
     prompt = draw(st.sampled_from(STEMS))[: draw(st.sampled_from((12, 12, 11, 10, 8, 5, 2, 1)))]
+    items: tuple[MediaItem, ...] = ()
+    if encoder.capacity and draw(st.sampled_from((False, True, True))):
+        prompt, items = draw(illustrated(prompt))
     salt = draw(st.sampled_from(((), (), (), ("adapter",))))
     fork_of = None
     if earlier and draw(st.booleans()):
         parent = draw(st.sampled_from(earlier))
-        answer = model.generate(parent.prompt, seed=parent.seed, max_tokens=4)
+        items = parent.extras.media
+        added = media_flavours(items, parent.prompt, encoder.undivided)
+        answer = model.generate(parent.prompt, seed=parent.seed, max_tokens=4, added=added)
         prompt = (parent.prompt + tuple(answer))[: len(parent.prompt) + draw(st.integers(-1, 4))] or parent.prompt
         fork_of = parent.id
         salt = draw(st.sampled_from((parent.salt, parent.salt, parent.salt, salt)))
     prompt = (prompt + (draw(st.integers(0, 3)),) * draw(st.integers(0, 2)))[: MAX_MODEL_LEN - 4]
+    items = items if not items or items[-1].end <= len(prompt) else ()
     max_tokens = draw(st.integers(1, 10))
     spec = EngineRequest(
         id=f"r{len(earlier)}",
@@ -160,10 +207,15 @@ def requests(draw, model: FakeModel, earlier: list[EngineRequest]) -> EngineRequ
         salt=salt,
         fork_of=fork_of,
         hold=draw(st.booleans()),
+        extras=Extras(media=items),
     )
     if draw(st.sampled_from((False, False, False, True))):
         return pooled(spec, draw(st.sampled_from(("LAST", "MEAN", "ALL"))))
-    return draw(resumptions(model, spec)) if draw(st.sampled_from((False, False, False, True))) else spec
+    return (
+        draw(resumptions(spec, whole_answer(model, spec, encoder.undivided)))
+        if draw(st.sampled_from((False, False, False, True)))
+        else spec
+    )
 
 
 def pooled(spec: EngineRequest, how: PoolingType) -> EngineRequest:
@@ -172,9 +224,8 @@ def pooled(spec: EngineRequest, how: PoolingType) -> EngineRequest:
 
 
 @st.composite
-def resumptions(draw, model: FakeModel, spec: EngineRequest) -> EngineRequest:
+def resumptions(draw, spec: EngineRequest, answer: list[int]) -> EngineRequest:
     """The request after an engine was lost that had told some of its tokens, or only some scores of its prompt."""
-    answer = whole_answer(model, spec)
     told = draw(st.integers(0, len(answer) - 1))
     scores = len(spec.prompt) - 1
     if spec.params.prompt_logprobs is None:
@@ -192,13 +243,14 @@ def step_budgets(draw, most: int) -> StepBudget:
 
 
 @st.composite
-def workloads(draw, faulty: bool = False) -> Workload:
+def workloads(draw, faulty: bool = False, media: bool = False) -> Workload:
     layout = layout_of(draw(st.sampled_from(LAYOUTS)), draw(st.integers(1, 4)))
     model = FakeModel.of(layout, vocab_size=VOCABULARY, eos_id=EOS, eos_probability=0.04)
+    encoder = Encoder(1, 1, draw(st.sampled_from(("", "", "item", "prompt")))) if media else Encoder()
     specs: list[EngineRequest] = []
     visits: list[Visit] = []
     for _ in range(draw(st.integers(2, 8))):
-        spec = draw(requests(model, specs))
+        spec = draw(requests(model, specs, encoder))
         specs.append(spec)
         arrives = draw(st.sampled_from((0, 0, 0, 1, 2, 3, 6, 9)))
         if spec.fork_of is not None:
@@ -210,7 +262,11 @@ def workloads(draw, faulty: bool = False) -> Workload:
     longest = max(len(spec.prompt) + spec.params.max_tokens - 1 for spec in specs)
     budget = draw(st.integers(1, 16)) if chunked else max(longest, draw(st.integers(1, 24)))
     chunk_cap = draw(st.sampled_from((None, None, 1, 3, 6))) if chunked else None
-    needed = pages_for(layout, longest, min(budget, chunk_cap or budget))
+    if media:
+        encoder = draw(encoders(specs, encoder.undivided, chunked))
+    if encoder.undivided:
+        budget = max(budget, *(len(spec.prompt) if encoder.undivided == "prompt" else 4 for spec in specs))
+    needed = pages_for(layout, longest, budget if encoder.undivided else min(budget, chunk_cap or budget))
     max_seqs = draw(st.integers(1, 5))
     steps = st.frozensets(st.integers(0, 12), max_size=2)
     faults = Faults()
@@ -235,21 +291,36 @@ def workloads(draw, faulty: bool = False) -> Workload:
         wrong=draw(st.sampled_from((1, 2, 3, 5, 100))),
         host=draw(st.booleans()),
         turns=draw(st.booleans()),
+        encoder=encoder,
     )
+
+
+@st.composite
+def encoders(draw, specs: list[EngineRequest], undivided: Undivided, chunked: bool) -> Encoder:
+    """An encoder that can just run these requests, or has some more room."""
+    least = 1
+    for spec in specs:
+        sizes = {item.digest: item.embeddings for item in spec.extras.media}.values()
+        least = max(least, sum(sizes) if undivided == "prompt" or not chunked else max(sizes, default=0))
+    capacity = least + draw(st.sampled_from((0, 0, 1, 3, 8, 40)))
+    return Encoder(capacity, draw(st.sampled_from((1, 2, 4, 8, 40))), undivided)
 
 
 def run(work: Workload) -> dict[str, Heard]:
     """Plays the workload to the end, checking the books after every turn and the silence after every last word."""
+    encoder = work.encoder
+    encoding = Encoding(encoder.capacity, encoder.step, encoder.undivided, max_tokens=work.budget, chunked=work.chunked)
     scheduler = Scheduler(
         work.layout, pages=work.pages, max_model_len=MAX_MODEL_LEN, max_batched_tokens=work.budget, max_seqs=work.max_seqs,
         chunk_cap=work.chunk_cap, chunked=work.chunked, prefix_caching=work.prefix_caching, policy=work.policy,
         budget=work.follows, drafts=0 if work.host else work.drafts,
         snapshots=work.snapshots, turns=work.depth + 1 if work.turns else 1,
         speculation=Speculation(Oracle(work), work.drafts, adaptive=False) if work.host and work.drafts else None,
+        encoding=encoding,
     )  # fmt: skip
     executor = StrictExecutor(
         work.layout, work.model, pages=work.pages, max_seqs=work.max_seqs, max_model_len=MAX_MODEL_LEN, faults=work.faults,
-        recurrent=work.snapshots is not None,
+        recurrent=work.snapshots is not None, embeddings=encoder.capacity, undivided=encoder.undivided,
         guess=work.guesser() if work.drafts and not work.host else None,
     )  # fmt: skip
     core = EngineCore(scheduler, executor, work.depth, clock=lambda: 1.0)
@@ -267,6 +338,7 @@ def run(work: Workload) -> dict[str, Heard]:
             listen(heard[delta.request_id], delta)
         scheduler.roster.check()
         check_windows(scheduler, work.layout)
+        check_encoder(encoding, executor)
         if turn > 24 and not core.has_unfinished:
             break
     assert not core.has_unfinished, "somebody starves"
@@ -275,6 +347,8 @@ def run(work: Workload) -> dict[str, Heard]:
     scheduler.roster.check()
     stats = scheduler.stats
     assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, work.pages)
+    if not work.faults.submit:
+        assert stats.encoder.encoded == len(executor.encoder.encoded)
     assert core.reset_prefix_cache()
     scheduler.roster.check()
     return heard
@@ -286,6 +360,12 @@ def check_windows(scheduler: Scheduler, layout: CacheLayout) -> None:
         for table, group in zip(request.pages, layout.groups, strict=True):
             first = 0 if group.window is None else max(0, request.settled - group.window) // layout.page_size
             assert 0 not in table[first:], f"{request.spec.id} misses pages"
+
+
+def check_encoder(encoding: Encoding, executor: FakeExecutor) -> None:
+    """Both sides know the same embeddings, but for what the next plan forgets."""
+    encoding.check()
+    assert set(executor.encoder.cached) - set(encoding._stale) == set(encoding._cached)
 
 
 def listen(heard: Heard, delta: TokenDelta) -> None:

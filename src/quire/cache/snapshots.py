@@ -63,8 +63,8 @@ class Snapshots:
             key = request.keys[tokens // self._page_size - 1]
             request.restored = self._index[key]
             self._index.move_to_end(key)
-        last = (len(request.tokens) - 1) // self._page_size * self._page_size
-        request.save_at = sorted({at for at in (request.branch, last) if at > tokens}) if self._entries else []
+        wanted = (request.whole_pages(at, self._page_size) for at in (request.branch, len(request.tokens) - 1))
+        request.save_at = sorted({at for at in wanted if at > tokens}) if self._entries else []
 
     def cut(self, request: Request, count: int) -> int:
         """Return the length of a row of up to `count` tokens that ends where the state has to be saved."""

@@ -46,7 +46,7 @@ class Tables:
 
     def find(self, request: Request) -> int:
         """Return how many leading tokens are cached: full pages only, never the last token, whose logits are needed."""
-        if not self.prefix_caching:
+        if not self.prefix_caching or not request.shares:
             return 0
         extend_keys(request.keys, request.tokens, self.page_size, request.spec.salt, request.marks)
         pages = self._agree(request, (len(request.tokens) - 1) // self.page_size)
@@ -61,12 +61,14 @@ class Tables:
         return pages
 
     def _agree(self, request: Request, pages: int) -> int:
-        """Return the longest hit, in full pages up to `pages`, that all groups have."""
+        """Return the longest hit, in full pages up to `pages`, that all groups have and that divides no span."""
         agreed = -1
         while pages != agreed:  # each group can only lower the answer
             agreed = pages
             for group in self.groups:
                 pages = group.best(request, pages)
+            if request.spans:
+                pages = request.whole_pages(pages * self.page_size, self.page_size) // self.page_size
         return pages
 
     def adopt(self, request: Request, tokens: int) -> None:
@@ -125,7 +127,7 @@ class Tables:
         if request.computed < (request.published + 1) * self.page_size or not self.prefix_caching:
             return
         last = min(request.computed, len(request.tokens)) // self.page_size
-        if last > request.published:
+        if last > request.published and request.shares:
             self._offer(request, last)
 
     def _offer(self, request: Request, last: int) -> None:
@@ -138,7 +140,8 @@ class Tables:
 
     def next_publication(self, request: Request) -> int:
         """Return the length at which pages are published next: several at a time, which costs little more than one."""
-        return (request.published + PUBLISH_PAGES) * self.page_size if self.prefix_caching else sys.maxsize
+        publishes = self.prefix_caching and request.shares
+        return (request.published + PUBLISH_PAGES) * self.page_size if publishes else sys.maxsize
 
     def forget(self, request: Request) -> None:
         """Remove all content of this request from the index, since it is invalid."""

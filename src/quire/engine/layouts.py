@@ -19,7 +19,9 @@ from quire.config.resolve import choose_keep_quantized, resolve
 from quire.dist.mesh import largest_share
 from quire.engine.executor.nodes import share_ranks
 from quire.features.host import Sizes
+from quire.features.media.host import encoder_cache_size, media_of
 from quire.sched.budget import Budget, StepBudget, TimedBudget
+from quire.sched.encoding import Encoding
 from quire.sched.scheduler import Scheduler
 from quire.types.cache import DTYPE_BYTES, CacheLayout
 
@@ -161,5 +163,15 @@ def make_scheduler(
         single_rows_share=config.device_facts.single_rows_share,
         contiguous=config.device_facts.reads_in_place,
         turns=config.depth + 1 if config.stages > 1 else 1,
+        encoding=make_encoding(config),
         **more,
     )
+
+
+def make_encoding(config: Config) -> Encoding | None:
+    """Return the scheduling of images and videos; None: the model reads none."""
+    media, size = media_of(config), encoder_cache_size(config)
+    if media is None or size is None:
+        return None
+    undivided, tokens = media.family.bidirectional, config.scheduled_tokens
+    return Encoding(size.capacity, size.step, undivided, max_tokens=tokens, chunked=config.chunked)

@@ -6,7 +6,8 @@ this is a small part of it.
 
     tokens = max(least, waiting / 4 + running, pages in use · per_page)      above `usual`, only a much larger budget
 
-On a CPU the tokens themselves determine the step time, which is measured (`TimedBudget`).
+On a CPU the tokens themselves determine the step time, which is measured (`TimedBudget`). An embedding of an image or video
+that a step encodes counts as a token.
 """
 
 from dataclasses import dataclass

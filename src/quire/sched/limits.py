@@ -12,8 +12,16 @@ from quire.types.sampling import RepetitionDetectionParams
 
 class RequestLimits:
     def __init__(
-        self, layout: CacheLayout, pages: int, max_model_len: int, budget: int, chunk_cap: int | None, chunked: bool
+        self,
+        layout: CacheLayout,
+        pages: int,
+        max_model_len: int,
+        budget: int,
+        chunk_cap: int | None,
+        chunked: bool,
+        undivided: bool = False,
     ) -> None:
+        """undivided: some rows have more tokens than the chunk cap allows."""
         if not chunked and chunk_cap is not None:
             raise ConfigError(
                 f"a chunk cap of {chunk_cap} tokens needs chunked prefill, which is off; turn it on or drop the cap"
@@ -25,7 +33,8 @@ class RequestLimits:
             raise ConfigError(f"the chunk cap must be at least 1 token, got {chunk_cap}; leave it out for no cap")
         self._layout, self._pages, self._max_model_len, self._chunked = layout, pages, max_model_len, chunked
         self.budget = budget
-        self.chunk = budget if chunk_cap is None else min(budget, chunk_cap)  # the longest possible row
+        self.chunk = budget if chunk_cap is None else min(budget, chunk_cap)  # the longest row, unless it cannot be divided
+        self.longest_row = budget if undivided else self.chunk
 
     def row_length(self, request: Request, left: int) -> int:
         """Return the tokens of the request's next row if the step has `left`; 0: no row."""
@@ -42,7 +51,7 @@ class RequestLimits:
         length, max_tokens = len(spec.prompt), spec.params.max_tokens
         if not length:
             raise RequestError("the prompt is empty; it must have at least one token", "prompt")
-        longest = self._max_model_len + (not spec.samples)
+        longest = self._max_model_len + (not spec.samples) - max(0, spec.answer_offset)
         limit = longest if max_tokens is None else min(length + max_tokens, longest)
         begun = length + len(spec.resumed)
         if begun >= limit and not spec.samples:
@@ -52,7 +61,7 @@ class RequestLimits:
         stored = limit - 1  # the last sampled token is never run
         if not self._chunked and stored > self.budget:
             raise self._too_long_a_step(stored)
-        needed = pages_for(self._layout, stored, self.chunk)
+        needed = pages_for(self._layout, stored, self.longest_row)
         if needed > self._pages:
             raise self._too_many_pages(stored, needed)
         return limit
@@ -65,7 +74,7 @@ class RequestLimits:
         )
 
     def _too_many_pages(self, stored: int, needed: int) -> PromptTooLong:
-        possible = longest(self._layout, self._pages, stored, self.chunk)
+        possible = longest(self._layout, self._pages, stored, self.longest_row)
         return PromptTooLong(
             f"the request may grow to {stored} tokens and {needed} cache pages, but there are only {self._pages}, "
             f"{needed - self._pages} too few: shorten it or lower max_tokens by at least {stored - possible} tokens",

@@ -23,6 +23,7 @@ class Scheduled:
     plan: StepPlan
     requests: tuple[Request, ...]  # [rows]
     odd: tuple[int, ...]  # rows that may return something else than one token
+    embeddings: int = 0  # that the step encodes
 
 
 class Odd(NamedTuple):
@@ -53,6 +54,9 @@ class PlanBuilder:
         self._drafts: list[int] = []
         self._loads: list[tuple[int, int]] = []
         self._saves: list[tuple[int, int]] = []
+        self._forgotten: list[str] = []
+        self._encoded: list[tuple[int, int]] = []
+        self._embeddings = 0
 
     def admit(self, request: Request, start: int) -> None:
         """Add a request to the device. End-of-text ids of a constrained request are left to its grammar."""
@@ -105,6 +109,15 @@ class PlanBuilder:
         """Save the slot's recurrent state after this step's rows to an entry."""
         self._saves.append((slot, entry))
 
+    def forget(self, digests: Iterable[str]) -> None:
+        """Free embeddings of the encoder cache."""
+        self._forgotten += digests
+
+    def encode(self, slot: int, index: int, embeddings: int) -> None:
+        """Encode an image or video of the slot's request."""
+        self._encoded.append((slot, index))
+        self._embeddings += embeddings
+
     def row(self, request: Request, count: int, end: int, samples: int, masked: bool) -> None:
         scores, spec = range(0), request.spec
         if spec.params.prompt_logprobs is not None:
@@ -118,6 +131,15 @@ class PlanBuilder:
             self._odd[len(self.requests)] = Odd(count, samples, scores, pool)
         self.requests.append(request)
         self.ends.append(end)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.requests) + sum(row.tokens - 1 for row in self._odd.values())
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether a row has tokens that are neither sampled ones nor drafts."""
+        return any(row.tokens > row.samples for row in self._odd.values())
 
     def written(self, request: Request) -> int:
         """Return the positions of a request whose content is written before this step's copies run."""
@@ -152,7 +174,8 @@ class PlanBuilder:
             masked=self._masks(shapes) if self._masked else NOTHING,
             **self._changes(retired),
         )
-        return Scheduled(plan, requests, tuple(i for i, odd in self._odd.items() if odd.samples != 1))
+        odd = tuple(i for i, odd in self._odd.items() if odd.samples != 1)
+        return Scheduled(plan, requests, odd, self._embeddings)
 
     def _changes(self, retired: list[int]) -> dict[str, Any]:
         """Return the fields of a plan that are empty in most steps."""
@@ -168,6 +191,8 @@ class PlanBuilder:
             changes |= zip(("given_slot", "given_position", "given_token"), _table(self._forced), strict=True)
         if self._loads:
             changes |= zip(("load_entry", "load_slot"), _table(self._loads), strict=True)
+        if self._forgotten or self._encoded:
+            changes |= {"forget": tuple(self._forgotten), "encode": tuple(self._encoded)}
         if self._saves:
             changes |= zip(("save_slot", "save_entry"), _table(self._saves), strict=True)
         return changes

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.cache.tables import Tables
+from quire.sched.encoding import Encoding
 from quire.sched.limits import finish, next_check
 from quire.sched.plan_builder import Scheduled
 from quire.sched.roster import Roster
@@ -32,8 +33,8 @@ NOTHING = RowExtras()
 
 
 class Results:
-    def __init__(self, tables: Tables, roster: Roster) -> None:
-        self._tables, self._roster = tables, roster
+    def __init__(self, tables: Tables, roster: Roster, encoding: Encoding) -> None:
+        self._tables, self._roster, self._encoding = tables, roster, encoding
         self._rows = self._drafted = 0  # with drafts
         self._accepted: list[int] = []  # by position in the row
 
@@ -72,6 +73,7 @@ class Results:
         useful = self._note_returned(request, sample, drafts)
         if i in result.failed:
             self._tables.forget(request)
+            self._encoding.forget(request.spec.extras.media)
         if not useful:
             return []
         if drafts:
@@ -153,6 +155,7 @@ class Results:
             elif roster.forks.held.get(request.spec.id) is request:
                 roster.release([request.spec.id])
         self._tables.forget_all()
+        self._encoding.forget_all(plan.forget)
         given = set(plan.given_slot.tolist())  # the device may not have their tokens: all are sent again
         for request in list(roster.live.values()):
             if request.slot in given or (request.rows and request.admitted > plan.step):

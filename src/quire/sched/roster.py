@@ -14,7 +14,7 @@ from typing import Literal
 from quire.cache.tables import Tables
 from quire.sched.queue import Order, Queue, Running
 from quire.types.errors import EngineError
-from quire.types.request import EngineRequest, FinishReason, Lack, Request
+from quire.types.request import EngineRequest, FinishReason, Lack, Request, Spans
 
 
 class Forks:
@@ -33,7 +33,7 @@ class Forks:
         parent = live.get(name) or self.held.get(name)
         if parent is None or parent is child or (parent.spec.salt, parent.marks) != (child.spec.salt, child.marks):
             return None
-        return parent
+        return parent if child.shares or parent.spec.prompt == child.spec.prompt else None
 
     def park(self, child: Request, parent: Request, written: int) -> bool:
         """Park the child if waiting for its parent pays. It never waits for a request of lower rank."""
@@ -98,10 +98,10 @@ class Roster:
         self.arrivals = self.departures = self.preemptions = 0  # departures: from a slot
         self._unready: set[Request] = set()  # they wait for their grammar or adapter
 
-    def add(self, spec: EngineRequest, limit: int) -> None:
+    def add(self, spec: EngineRequest, limit: int, spans: Spans = ()) -> None:
         self.release([spec.id])
         tokens = array("i", spec.prompt + spec.resumed)
-        request = Request(spec, limit=limit, order=self.arrivals, tokens=tokens, scored=spec.scored)
+        request = Request(spec, limit=limit, order=self.arrivals, tokens=tokens, scored=spec.scored, spans=spans)
         self.arrivals += 1
         self.live[spec.id] = request
         self.tenants[spec.tenant] = self.tenants.get(spec.tenant, 0) + 1

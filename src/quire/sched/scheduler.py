@@ -23,6 +23,7 @@ import numpy as np
 from quire.cache.tables import Entries, Tables
 from quire.sched.budget import Budget, StepBudget
 from quire.sched.draft.speculation import Speculation
+from quire.sched.encoding import Encoding
 from quire.sched.limits import RequestLimits, finish, reasoning_budget_left
 from quire.sched.plan_builder import PlanBuilder, Scheduled
 from quire.sched.queue import Order, Policy
@@ -98,6 +99,7 @@ class Scheduler:
         speculation: Speculation | None = None,
         snapshots: int | None = None,
         turns: int = 1,
+        encoding: Encoding | None = None,
     ) -> None:
         """Create a scheduler.
 
@@ -108,12 +110,15 @@ class Scheduler:
         speculation: policy that chooses the drafts of each row; the host (`by_host`) or the device makes them
         snapshots: the model has recurrent layers; number of states besides those of the slots
         turns: pipeline steps in flight; running requests take turns, so that no step waits for a sampled token
+        encoding: of the images and videos of prompts; None: requests have none
         """
         if max_seqs < 1:
             raise ConfigError(f"max_seqs must be at least 1, got {max_seqs}")
-        self._limits = RequestLimits(layout, pages, max_model_len, max_batched_tokens, chunk_cap, chunked)
+        self._encoding = encoding = encoding or Encoding()
+        undivided = bool(encoding.undivided)
+        self._limits = RequestLimits(layout, pages, max_model_len, max_batched_tokens, chunk_cap, chunked, undivided)
         states = None if snapshots is None else (max_seqs, snapshots)
-        self._tables = Tables(layout, pages, self._limits.chunk, prefix_caching, contiguous, states)
+        self._tables = Tables(layout, pages, self._limits.longest_row, prefix_caching, contiguous, states)
         self.pool = self._tables.pool
         self._snapshots = self._tables.snapshots
         self._cuts = chunked and self._snapshots is not None
@@ -121,7 +126,7 @@ class Scheduler:
         self._room = max_batched_tokens  # of the current step
         self.roster = roster = Roster(self._tables, self.order_class(policy), max_seqs)
         self._running, self._queue, self._forks, self._live = roster.running, roster.queue, roster.forks, roster.live
-        self.results = Results(self._tables, roster)
+        self.results = Results(self._tables, roster, encoding)
         self._paused: set[Request] = set()  # without a row in the next step
         self._to_publish: list[Request] = []  # latest rows may fill pages that are not published yet
         self._to_publish_decode: list[Request] = []  # the same, of decode rows
@@ -145,7 +150,8 @@ class Scheduler:
         """Queue a request. One that could never run, even alone, is refused."""
         if spec.id in self._live:
             raise RequestError(f"request id {spec.id!r} is in use; ids of unfinished requests must differ", "request_id")
-        self.roster.add(spec, self._limits.admissible_length(spec))
+        spans = self._encoding.admit(spec) if spec.extras.media else ()
+        self.roster.add(spec, self._limits.admissible_length(spec), spans)
 
     def abort(self, ids: Iterable[str]) -> list[TokenDelta]:
         """End requests in any state; their pages and slots are free at once. Unknown and finished ids are ignored."""
@@ -192,7 +198,8 @@ class Scheduler:
         return [delta(request, news, stop=stop)]
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
-        """Forget all cached content and release held pages. Return False, and forget nothing, while a request runs.
+        """Forget all cached content, also of the encoder, and release held pages. Return False, and forget nothing, while a
+        request runs.
 
         preempt_running: running requests are preempted first and compute their tokens' keys and values again
         """
@@ -202,6 +209,7 @@ class Scheduler:
         if len(self._running):
             return False
         self._tables.forget_all()
+        self._encoding.forget_all()
         return True
 
     @property
@@ -239,6 +247,7 @@ class Scheduler:
             hits=self._hits,
             preemptions=self.roster.preemptions,
             drafts=self.results.drafts,
+            encoder=self._encoding.counts,
         )
 
     # ---- planning --------------------------------------------------------------------------------------------------------
@@ -253,6 +262,7 @@ class Scheduler:
                 return scheduled
         if self._snapshots is not None:
             self._snapshots.publish()
+        self._encoding.begin()
         plan = PlanBuilder(self._step)
         decoding = any(request.known == 1 for request in self._running)
         self._room = self._budget.tokens(self.pool.pages - self.pool.free, len(self._running), self._backlog(), decoding)
@@ -310,7 +320,8 @@ class Scheduler:
         """
         plan = scheduled.plan
         if seconds:
-            self._budget.record_step_time(len(scheduled.requests), plan.tokens - plan.shapes.drafted, seconds)
+            tokens = plan.tokens - plan.shapes.drafted + scheduled.embeddings
+            self._budget.record_step_time(len(scheduled.requests), tokens, seconds)
         if self.speculation is not None:
             self.speculation.record_step_time(scheduled, seconds + idle_before, synchronous)
 
@@ -350,18 +361,24 @@ class Scheduler:
                 ends.append(end)
                 left -= 1
                 continue
-            count = 0 if request in self._paused or self._end_unknown(request) else self._row_length(request, left)
+            count = 0 if request in self._paused or self._end_unknown(request) else self._row_length(request, left, plan)
             if count and self._cover(request, request.computed + count, plan):
                 most = granted.get(request, self._drafts) if request.known == 1 else 0
                 drafts = self._guesses(request, most, left, plan) if most else 0
-                self._place(request, count + drafts, plan, drafts)
-                left -= count + drafts
+                left -= self._place(request, count + drafts, plan, drafts, left)
         return left
 
     def _requests_of_turn(self) -> Iterator[Request]:
-        """Return an equal part of the running requests, of those without a sampled token in flight."""
+        """Yield an equal part of the running requests, of those without a sampled token in flight."""
         share = -(-len(self._running) // self._turns)
-        return islice((request for request in self._running if not request.pending), share)
+        for request in self._running:
+            if not share:
+                return
+            if not request.pending:
+                before = request.computed
+                yield request
+                # one that waits for space in the encoder cache leaves its turn to another
+                share -= request.computed != before or request.computed >= request.media_end
 
     def _admit(self, plan: PlanBuilder, left: int, now: float) -> None:
         while left and self.roster.slots:
@@ -369,7 +386,7 @@ class Scheduler:
             if request is None or self._blocked == self._blocked_key(request):
                 return
             sources = self._adopt(request, plan)
-            count = self._row_length(request, left)
+            count = self._row_length(request, left, plan)
             if not count or not self._fits(request, plan.owed):
                 self._undo_adoption(request, sources)
                 if count and len(self._running):  # until a page is freed, another attempt would fail, too
@@ -381,8 +398,7 @@ class Scheduler:
             if sources:
                 for source, table in zip(sources, request.pages, strict=True):
                     plan.copy(source, table[request.computed // self._tables.page_size])
-            self._place(request, count, plan)
-            left -= count
+            left -= self._place(request, count, plan, 0, left)
 
     def _enter(self, request: Request, plan: PlanBuilder, now: float) -> None:
         """Give the request a slot; it starts after the adopted prefix."""
@@ -399,12 +415,18 @@ class Scheduler:
                 self._hits += request.cached
         request.admitted = plan.step
 
-    def _row_length(self, request: Request, left: int) -> int:
+    def _row_length(self, request: Request, left: int, plan: PlanBuilder) -> int:
         count = self._limits.row_length(request, left)
-        return self._snapshots.cut(request, count) if self._cuts and self._snapshots is not None and count > 1 else count
+        if self._cuts and self._snapshots is not None and count > 1:
+            count = self._snapshots.cut(request, count)
+        if count and request.computed < request.media_end:
+            most = self._limits.budget - plan.tokens
+            count = self._encoding.row_length(request, count, left, most, first_prompt=not plan.has_prompts)
+        return count
 
-    def _place(self, request: Request, count: int, plan: PlanBuilder, drafts: int = 0) -> None:
-        """Add a row of `count` tokens, the last of which are drafts."""
+    def _place(self, request: Request, count: int, plan: PlanBuilder, drafts: int, left: int) -> int:
+        """Add a row of `count` tokens, the last of which are drafts. Return its part of what is `left` of the budget."""
+        start, cost = request.computed, count
         request.computed += count
         request.known -= count - drafts
         if self._snapshots is not None and not drafts and (entry := self._snapshots.save(request)) is not None:
@@ -426,6 +448,9 @@ class Scheduler:
         plan.row(request, count, request.computed, 1 + drafts if sample else 0, masked)
         if drafts and self.speculation is not None and self.speculation.by_host:
             plan.draft(self.speculation.tokens(request, drafts))
+        if start < request.media_end:
+            cost += self._encoding.place(request, start, plan)
+        return min(cost, left)
 
     def _end_unknown(self, request: Request) -> bool:
         """Return whether the end of the last row is unknown. Drafts of the host have positions, so the next row needs it."""

@@ -209,7 +209,7 @@ class StepPlan(StepRows, frozen=True, eq=False, dict=True):
     save_slot: Ints = NOTHING  # [saves] state[save_entry] = state[save_slot], after the rows
     save_entry: Ints = NOTHING  # [saves]
     guesses: Ints = NOTHING  # [rows] tokens that a drafter with weights drafts after each row
-    forget: tuple[str, ...] = ()  # digests whose embeddings leave the encoder cache
+    forget: tuple[str, ...] = ()  # digests whose embeddings leave the encoder cache, if they are in it
     encode: tuple[tuple[int, int], ...] = ()  # (slot, index in `Extras.media` of its request), in the order of rows
 
     @cached_property

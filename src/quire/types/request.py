@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from quire.types.media import Mark, prefix_marks
+from quire.types.media import Mark, decode_offset, prefix_marks
 from quire.types.plan import Floats
 from quire.types.prompts import NO_EXTRAS, Extras
 from quire.types.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 Lack = Literal["grammar", "adapter"]
+Spans = tuple[tuple[int, int], ...]  # (first, end) positions, rising and disjoint
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,11 @@ class EngineRequest:
     def marks(self) -> tuple[Mark, ...]:
         """Return what cached keys depend on from a position on."""
         return prefix_marks(self.extras.media, len(self.prompt)) if self.extras.media else ()
+
+    @property
+    def answer_offset(self) -> int:
+        """Return what is added to the position of a sampled token to get its rotary position."""
+        return decode_offset(self.extras.media, len(self.prompt)) if self.extras.media else 0
 
     @property
     def forbids(self) -> bool:
@@ -122,11 +128,15 @@ class Request:
     restored: int = -1  # the snapshot that it begins from; -1: none
     pooled: list[tuple[int, Floats]] = field(default_factory=list)  # (position, pooled states) of committed rows
     rolling: bytes | None = None  # content key of the latest snapshot among its sampled tokens
+    # of prompts with images or videos:
     marks: tuple[Mark, ...] = field(init=False)
+    media_end: int = field(init=False)  # position after the last embedding of an encoder
+    spans: Spans = ()  # of its prompt; no row ends inside one
 
     def __post_init__(self) -> None:
-        self.known = len(self.tokens)
+        self.known, media = len(self.tokens), self.spec.extras.media
         self.marks = self.spec.marks
+        self.media_end = media[-1].last if media else 0
 
     @property
     def constrained(self) -> bool:
@@ -147,6 +157,26 @@ class Request:
     def settled(self) -> int:
         """Return the minimum that `computed` can turn out to be."""
         return self.computed - self.unverified
+
+    @property
+    def shares(self) -> bool:
+        """Return whether requests with the same beginning have the same keys. Not if all of its prompt is one span."""
+        return not self.spans or self.spans[0] != (0, len(self.spec.prompt))
+
+    def reach(self, position: int) -> int:
+        """Return the end of the shortest row that may begin at a position."""
+        return next((end for first, end in self.spans if first <= position < end), position + 1)
+
+    def before_span(self, position: int) -> int:
+        """Return the first position of the span that a position divides, or the position itself."""
+        return next((first for first, end in self.spans if first < position < end), position)
+
+    def whole_pages(self, tokens: int, page_size: int) -> int:
+        """Return the largest multiple of the page size, up to `tokens`, that divides no span."""
+        pages = tokens // page_size
+        while (first := self.before_span(pages * page_size)) != pages * page_size:
+            pages = first // page_size
+        return pages * page_size
 
     def rewind(self, computed: int) -> None:
         """Set the number of tokens that are in the cache."""

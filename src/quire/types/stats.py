@@ -89,6 +89,22 @@ class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
 NO_DRAFTS = DraftCounts()
 
 
+class EncoderCounts(msgspec.Struct, frozen=True, array_like=True):
+    """Counts of images and videos that prompts reached, since the start of the engine process."""
+
+    queries: int = 0  # looked up in the encoder cache
+    hits: int = 0  # ... and found; the others were encoded
+    embeddings: int = 0  # of encoded items
+
+    @property
+    def encoded(self) -> int:
+        """Return the number of encoded items."""
+        return self.queries - self.hits
+
+
+NO_ENCODINGS = EncoderCounts()
+
+
 class Stats(msgspec.Struct, frozen=True, array_like=True):
     running: int
     waiting: int  # parked children included
@@ -102,6 +118,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     drafts: DraftCounts = NO_DRAFTS
     adapter_reads: int = 0  # from files to the host's memory
     adapter_puts: int = 0  # from there to the device
+    encoder: EncoderCounts = NO_ENCODINGS
     engine: int = 0  # its number, of several
 
 

@@ -19,9 +19,11 @@ from quire.cache.layout import SNAPSHOTS_PER_SLOT, Capacity, pages_for
 from quire.config.config import Config
 from quire.config.facts import ModelFacts
 from quire.engine.executor.base import Executor
+from quire.engine.executor.fake_media import FakeEncoder, Undivided
 from quire.engine.executor.fake_model import FakeModel, Words, flavour
 from quire.engine.layouts import fit_or_warn
 from quire.engine.timeline import Stopwatch
+from quire.features.media.host import encoder_cache_size, media_of
 from quire.files.adapter import find_adapter, read_config
 from quire.types.adapter import AdapterFacts, AdapterRef
 from quire.types.cache import CacheLayout
@@ -84,9 +86,14 @@ class FakeExecutor:
         faults: Faults | None = None,
         guess: Guess | None = None,
         recurrent: bool = False,
+        embeddings: int = 0,
+        undivided: Undivided = "",
     ) -> None:
-        """recurrent: check the state of every slot and snapshot, known by the tokens before it."""
-        self._guess = guess
+        """recurrent: check the state of every slot and snapshot, known by the tokens before it.
+
+        embeddings, undivided: of the encoder, see `FakeEncoder`
+        """
+        self._guess, self.encoder = guess, FakeEncoder(embeddings, undivided)
         self._states: dict[int, bytes] | None = {} if recurrent else None  # entry -> the tokens that made it
         self.model, self.size, self.latency, self.faults = model, layout.page_size, latency, faults or Faults()
         width = -(-max_model_len // layout.page_size)
@@ -194,6 +201,7 @@ class FakeExecutor:
                 if entry not in self._states:
                     raise EngineError(f"a state was loaded from entry {entry}, where none was saved")
                 self._states[slot] = self._states[entry]
+        self.encoder.apply(plan, self.admissions)
         targets = plan.copy_to.tolist()
         if len(set(targets)) < len(targets) or set(targets) & set(plan.copy_from.tolist()):
             raise EngineError("page copies of one step depend on each other")
@@ -231,7 +239,7 @@ class FakeExecutor:
         if self._states is not None:  # after wrong drafts they are restored
             for slot in slots[plan.drafts > 0].tolist():
                 if self._states[slot] != LOST:
-                    self._states[slot] = self.tokens[slot, : self.cursor[slot]].tobytes()
+                    self._states[slot] = self._history(slot, int(self.cursor[slot]))
         self.tokens[slots[row], positions[plan.outputs.sample_after[kept]] + 1] = ids
         self.known[slots] = np.where(plan.sample, self.cursor[slots] + 1, self.known[slots])
         self._propose(slots[plan.sample])
@@ -254,6 +262,7 @@ class FakeExecutor:
         if len(set(slots.tolist())) < len(slots):
             raise EngineError("a slot has two rows in one step")
         begin = plan.end - count
+        self.encoder.check(slots.tolist(), (end - count).tolist(), end.tolist())
         if (count < 1).any() or (begin < self.cursor[slots]).any() or (begin > self.bound[slots]).any():
             raise EngineError("a row does not begin where its slot's last one ended")
         for slot in slots[self.flavours[slots] != 0].tolist():
@@ -266,12 +275,16 @@ class FakeExecutor:
         if (plan.sample != ((end == known) & samples)).any():
             raise EngineError("a row samples before its last token, or does not sample after it")
 
+    def _history(self, slot: int, end: int) -> bytes:
+        """Return what the state of a slot after `end` tokens depends on."""
+        return self.tokens[slot, :end].tobytes() + self.encoder.history(slot, end)
+
     def _move_states(self, states: dict[int, bytes], plan: StepPlan, end: Longs, lost: bool) -> None:
         for slot, count, stop in zip(plan.slot.tolist(), plan.count.tolist(), end.tolist(), strict=True):
             before = states.get(slot, b"")
-            if before not in (LOST, self.tokens[slot, : stop - count].tobytes()):
+            if before not in (LOST, self._history(slot, stop - count)):
                 raise EngineError(f"the row of slot {slot} goes on from a state that is not its own")
-            states[slot] = LOST if lost or before == LOST else self.tokens[slot, :stop].tobytes()
+            states[slot] = LOST if lost or before == LOST else self._history(slot, stop)
         for slot, entry in zip(plan.save_slot.tolist(), plan.save_entry.tolist(), strict=True):
             states[entry] = states[slot]
 
@@ -329,7 +342,7 @@ class FakeExecutor:
         before, tokens = np.maximum(positions - 1, 0), self.tokens[slots, positions]
         for group, window in enumerate(self.model.windows):
             pages = self._pages(group, slots, index)
-            values = self.model.weights(group, tokens, positions) + self.flavours[slots]
+            values = self.encoder.add(self.model.weights(group, tokens, positions) + self.flavours[slots], slots, positions)
             if window != 1:
                 previous = self.cells[self._pages(group, slots, before // self.size), before % self.size]
                 values = values + np.where(positions > 0, previous, np.uint64(0))
@@ -344,6 +357,7 @@ class FakeExecutor:
         for group, window in enumerate(self.model.windows):
             pages = self._pages(group, np.full_like(positions, slot), index)
             values = self.model.weights(group, self.tokens[slot, positions], positions) + self.flavours[slot]
+            values = self.encoder.add(values, np.full_like(positions, slot), positions)
             if window != 1:
                 values = np.cumsum(values, dtype=np.uint64)
                 if before[0] >= 0:
@@ -420,6 +434,7 @@ def start_fake(config: Config, facts: ModelFacts, layout: CacheLayout, watch: St
         override = max(alone, min(alone * config.max_seqs, MAX_FAKE_PAGES))
     states = (SNAPSHOTS_PER_SLOT + 2) * config.max_seqs * config.state_bytes
     capacity = fit_or_warn(config, layout, args.kv_cache_memory_bytes or states, override)
+    embeddings, media = encoder_cache_size(config), media_of(config)
     executor = FakeExecutor(
         layout,
         FakeModel.of(layout, vocab_size=facts.vocab_size, eos_id=next(iter(facts.eos_ids), None)),
@@ -428,6 +443,8 @@ def start_fake(config: Config, facts: ModelFacts, layout: CacheLayout, watch: St
         max_model_len=capacity.max_model_len,
         latency=_fake_latency(),
         recurrent=bool(facts.states),
+        embeddings=0 if embeddings is None else embeddings.capacity,
+        undivided="" if media is None else media.family.bidirectional,
     )
     watch.lap("fake model")
     return executor, capacity

@@ -3,6 +3,7 @@
 For every position each cache group stores one 64-bit cell, a function of the previous cell, the token and the position:
 
     cell[g][p] = cell[g][p-1] + weight(g, token[p], p) + flavour       (a window of 1 cannot see p-1 and starts at 0)
+                 + what images and videos add at p                     (`fake_media`)
     digest[g]  = sum of the cells visible from the last position        (all of them, or the last `window`)
     next token = hash(digests, seed, position)                          (the flavour is of the row's adapter, 0 without one)
 
@@ -67,13 +68,14 @@ class FakeModel:
         stop_ids: Collection[int] = (),
         min_tokens: int = 0,
         adapter: str = "",
+        added: Sequence[int] = (0,),
     ) -> list[int]:
         """Return the answer to a prompt by the definition above: up to `max_tokens` tokens, or up to a stop id, which is
         included.
 
-        adapter: version of the adapter that it runs with.
+        adapter: version of the adapter that it runs with. added: what is added to the cells, the last value to all further ones
         """
-        added = flavour(adapter) if adapter else 0
+        constant = flavour(adapter) if adapter else 0
         cells: list[list[int]] = [[] for _ in self.windows]
         answer: list[int] = []
         fed, following = 0, list(prompt)
@@ -82,7 +84,7 @@ class FakeModel:
                 for group, window in enumerate(self.windows):
                     before = cells[group][-1] if cells[group] and window != 1 else 0
                     weight = mix_one(token * TOKEN + fed * POSITION + GROUP * (group + 1))
-                    cells[group].append(before + weight + added & MASK)
+                    cells[group].append(before + weight + constant + int(added[min(fed, len(added) - 1)]) & MASK)
                 fed += 1
             x = mix_one(seed + fed * SEED)
             for group, window in enumerate(self.windows):
