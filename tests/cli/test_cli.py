@@ -9,8 +9,9 @@ import pytest
 import quire
 from gguf_files import tiny_llama
 from quire.cli.main import COMMANDS, main
+from quire.cli.memory_plan import make_plan
 from quire.cli.parser import with_dashes
-from quire.cli.plan import make_plan, read_size, render
+from quire.cli.plan import read_size, render
 from quire.config.args import EngineArgs
 from quire.types.errors import ConfigError, EngineError
 

@@ -100,9 +100,26 @@ def test_traces(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert json.loads(capsys.readouterr().out)["total_input_tokens"] == 10
 
 
+def test_a_model_on_several_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Slow matrices, so that ranks and stages matter: a replica is as many GPUs as the model is divided among."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"hidden_act": "silu", "rms_norm_eps": 1e-5}))
+    model, found = str(tmp_path), {}
+    for flags in ((), ("-tp", "2"), ("-tp", "2", "--link", "pcie4"), ("-pp", "2")):
+        line = ["--card", "h100", "--bandwidth", "1GB/s", "--flops", "10G", "--num-prompts", "40", "--input-len", "64"]
+        assert simulate(model, *line, "--offline", "--output-len", "16", *flags, "--json") == 0
+        found[flags] = json.loads(capsys.readouterr().out)
+    alone, ranks, slow, stages = found.values()
+    assert ", 2 of them with -tp 2 over nvlink4; step times computed" in ranks["device"] and "over" not in alone["device"]
+    assert alone["mean_tpot_ms"] / 2 < ranks["mean_tpot_ms"] < slow["mean_tpot_ms"] < alone["mean_tpot_ms"]
+    assert alone["duration"] / 2 < stages["duration"] < alone["duration"]
+    assert all(each["completed"] == 40 for each in found.values())
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
+        (["--card", "l4", "--network", "ndr", "--link", "x"], "--link must be one of nvlink3"),
+        (["--card", "t4", "-tp", "2"], "--link is required for t4"),
         ([], "a device is required: --card h100, --timing FILE of `quire bench steps`, or all of --memory"),
         (["--card", "h1000"], "--card 'h1000' is unknown; there are a10"),
         (["--bandwidth", "1TB/s", "--flops", "1T"], "a device is required"),

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from quantized_checkpoints import LLAMA, SCHEMES, SIZES, write
+from quire.cli.memory_plan import make_plan
 from quire.cli.models import gather, render
-from quire.cli.plan import make_plan
 from quire.cli.plan import render as render_plan
 from quire.config.args import EngineArgs
 from quire.config.facts import read_facts

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from oracle import FAMILIES, TINY, make_checkpoint
 from quire import LLM, SamplingParams
 from quire.cache.layout import make_layout, pages_for
-from quire.cli.plan import make_plan
+from quire.cli.memory_plan import make_plan
 from quire.config.args import EngineArgs
 from quire.types.cache import LayerCache
 from quire.types.errors import ConfigError, ModelError

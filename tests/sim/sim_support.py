@@ -23,6 +23,9 @@ class PerToken:
     def seconds(self, shape: StepShape) -> float:
         return 1.0 + 0.1 * shape.tokens
 
+    def latency(self, shape: StepShape) -> float:
+        return self.seconds(shape)
+
 
 def replica(*, pages: int = 200, max_seqs: int = 4, budget: int = 64, depth: int = 0, host: float = 0.0, **more) -> Replica:
     scheduler = Scheduler(

@@ -19,18 +19,18 @@ from quire.bench.arrivals import LoadShape
 from quire.bench.datasets import TokenCounter
 from quire.bench.metrics import MAX_REQUESTS
 from quire.bench.samples import WORKLOADS
-from quire.cache.layout import SNAPSHOTS_PER_SLOT, make_layout
+from quire.cache.layout import SNAPSHOTS_PER_SLOT
 from quire.cli.bench_serve import YES, Flags, N, X
+from quire.cli.memory_plan import MemoryPlan, gib, plan_for, resolve_for
 from quire.cli.parser import add_model_tag, engine_args
-from quire.cli.plan import MemoryPlan, gib, plan_for, read_size, resolve_for
+from quire.cli.plan import read_size
 from quire.config.args import EngineArgs, add_cli_arguments, nearest
 from quire.config.config import Config
 from quire.config.facts import sizes_of
-from quire.config.memory import parameter_parts
-from quire.engine.layouts import make_scheduler
+from quire.engine.layouts import make_scheduler, whole_layout
 from quire.progress import doing, shown
 from quire.sched.scheduler import GROWTH_PAGES, Scheduler
-from quire.sim.analytic import CARDS, AnalyticTiming, GPUModel, find_card, read_rate, windows_of
+from quire.sim.analytic import CARDS, GPUModel, find_card, read_rate, windows_of
 from quire.sim.figures import Figures, figures_of
 from quire.sim.fleet import (
     NO_FRONT,
@@ -46,14 +46,15 @@ from quire.sim.fleet import (
     fewest_replicas,
     router_maker,
 )
+from quire.sim.links import LINKS, NETWORKS, make_fabric
 from quire.sim.measured import read_measured
 from quire.sim.page import latency_cells, lines, load_cells, page, rows_of, trial_cells
+from quire.sim.parallel import Layout, ModelSizes, ParallelTiming
 from quire.sim.replica import Replica, SimulatedDevice, SimulatedTiming
 from quire.sim.trace import FORMATS, Characters, Generated, Trace, format_of, read_trace, sharegpt_trace, workload_trace
 from quire.step_loop import little_garbage_collection
 from quire.text.tokenizer import Tokenizer
 from quire.text.tokenizer_files import open_tokenizer
-from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError, QuireError
 
 FILE = {"metavar": "FILE", "type": Path}
@@ -80,6 +81,8 @@ DEVICE: Flags = (
     ("card", f"{', '.join(CARDS)}", {"metavar": "NAME"}),
     ("bandwidth", "of a card that is not in the list: 4.8TB/s", {"metavar": "RATE"}),
     ("flops", "of 16-bit floats, dense: 989T", {"metavar": "RATE"}),
+    ("link", f"between GPUs of a node: {', '.join(LINKS)} (default: the card's)", {"metavar": "NAME"}),
+    ("network", f"between nodes of 8 GPUs: {', '.join(NETWORKS)} (default: as usual with the card)", {"metavar": "NAME"}),
     ("timing", "a result of `quire bench steps`, instead of a card", FILE),
 )
 FLEET: Flags = (
@@ -121,8 +124,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 # engine arguments that the simulation does not support, with what to do instead
 NOT_SIMULATED = {
     "data_parallel_size": "use --replicas",
-    "tensor_parallel_size": "a simulated replica is one device",
-    "pipeline_parallel_size": "a simulated replica is one device",
     **dict.fromkeys(
         ("speculative_config", "spec_method", "spec_model", "spec_tokens"), "acceptance rates are unknown; drop it"
     ),
@@ -145,7 +146,12 @@ class Setting:
         config, plan = self.config, self.plan
         snapshots = SNAPSHOTS_PER_SLOT * config.max_seqs if config.facts.states else None
         return make_scheduler(
-            config, layout_of(config), min(plan.pages, pages), plan.max_model_len, config.facts.parameters, snapshots=snapshots
+            config,
+            whole_layout(config),
+            min(plan.pages, pages),
+            plan.max_model_len,
+            config.facts.parameters,
+            snapshots=snapshots,
         )
 
     def replica(self, pages: int) -> Replica:
@@ -166,11 +172,7 @@ class Setting:
         """
         size, longest = self.plan.page_size, self.plan.max_model_len
         used = sum(min(arrival.length + arrival.output, longest) // size + 1 + GROWTH_PAGES for arrival in trace.arrivals)
-        return 2 * used * len(layout_of(self.config).groups) + 4 * GROWTH_PAGES * self.config.max_seqs
-
-
-def layout_of(config: Config) -> CacheLayout:
-    return make_layout(config.facts.layers, config.page_size, config.cache_bytes, bool(config.facts.states))
+        return 2 * used * len(whole_layout(self.config).groups) + 4 * GROWTH_PAGES * self.config.max_seqs
 
 
 def make_setting(args: EngineArgs, namespace: argparse.Namespace) -> Setting:
@@ -186,17 +188,16 @@ def make_setting(args: EngineArgs, namespace: argparse.Namespace) -> Setting:
     card = _card(namespace)
     if args.device not in ("auto", "cuda"):
         raise ConfigError(f"--card is a GPU, and --device is {args.device}; measure others with `quire bench steps`")
+    layout = Layout(args.tensor_parallel_size, args.pipeline_parallel_size)
+    fabric = make_fabric(layout.ranks, namespace.link or card.link, namespace.network or card.network, card.name)
     config, total = resolve_for(dataclasses.replace(args, device="cuda"), card.memory, serving=not namespace.offline)
     plan = _fitting(plan_for(config, total))
-    timing = AnalyticTiming(
-        card,
-        parameter_parts(config.facts.hf),
-        layers=len(config.facts.layers),
-        weight_bytes=plan.weights_loaded / plan.parameters,
-        kv_bytes=sum(plan.bytes_per_token.values()),
-    )
+    sizes = ModelSizes.of(config, plan.weights_loaded)
+    timing = ParallelTiming(card, fabric, layout, sizes, args.pipeline_layer_partition)
+    several = "" if layout.ranks == 1 else f", {layout.ranks} of them with {layout.flags} over {fabric.name}"
     description = (
-        f"{card.name}: {gib(card.memory)}, {card.bandwidth / 1e12:g} TB/s, {card.flops / 1e12:g} TFLOP/s; step times computed"
+        f"{card.name}: {gib(card.memory)}, {card.bandwidth / 1e12:g} TB/s, {card.flops / 1e12:g} TFLOP/s{several}; step times "
+        "computed"
     )
     return Setting(config, plan, timing, description, front_time(namespace, USUAL_FRONT))
 
@@ -207,7 +208,8 @@ def _card(namespace: argparse.Namespace) -> GPUModel:
     if namespace.card is not None:
         known = find_card(namespace.card)
         memory = known.memory if namespace.memory is None else namespace.memory
-        return GPUModel(known.name, memory, rates.get("bandwidth", known.bandwidth), rates.get("flops", known.flops))
+        bandwidth, flops = rates.get("bandwidth", known.bandwidth), rates.get("flops", known.flops)
+        return dataclasses.replace(known, memory=memory, bandwidth=bandwidth, flops=flops)
     missing = [name for name in ("bandwidth", "flops") if name not in rates]
     if namespace.memory is None or missing:
         raise ConfigError(
@@ -225,6 +227,8 @@ def _measured(args: EngineArgs, namespace: argparse.Namespace) -> Setting:
     args = dataclasses.replace(args, device=found.device, block_size=args.block_size or found.page_size)
     if args.num_gpu_blocks_override is None and args.kv_cache_memory_bytes is None and namespace.memory is None:
         args = dataclasses.replace(args, num_gpu_blocks_override=found.pages * found.page_size // (args.block_size or 1))
+    if args.tensor_parallel_size * args.pipeline_parallel_size > 1:
+        raise ConfigError("--timing has the step times of one device; simulate several ranks with --card")
     config, total = resolve_for(args, namespace.memory or found.memory or None, serving=not namespace.offline)
     other = [
         f"{name} {found.sizes[name]}, not {own}"

@@ -116,6 +116,15 @@ def parameter_parts(hf: Mapping[str, Any]) -> ParameterParts:
     )
 
 
+def count_sums(hf: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the all-reduces of hidden states in all layers together under tensor parallelism, and how many of them are after
+    experts. The others are after attention, after the MLP, and after shared experts.
+    """
+    shape = _Shape(hf)
+    shared = bool(shape.shared_experts or hf.get("shared_expert_intermediate_size"))
+    return 2 * shape.layers + shape.sparse_layers * shared, shape.sparse_layers
+
+
 def estimate_parameters(hf: Mapping[str, Any]) -> int:
     return parameter_parts(hf).total
 

@@ -42,13 +42,17 @@ def feature_memory(config: Config, sizes: Sizes) -> dict[str, Memory]:
     return {feature.name: feature.memory(config, sizes) for feature in FEATURES}
 
 
-def rank_sizes(config: Config) -> Sequence[Sizes]:
-    """Return the sizes of every rank. Raises what the start of the engine would refuse about a rank's share of the model."""
+def rank_sizes(config: Config, build: bool = True) -> Sequence[Sizes]:
+    """Return the sizes of every rank. Raises what the start of the engine would refuse about a rank's share of the model.
+
+    build: build each rank's share of the model without weights, which takes seconds; else nothing is checked, and LoRA
+        adapters are not counted
+    """
     weights, _ = weights_of(config.facts, config.quantization, config.native_layouts, config.dtype)
     parts = parameter_parts(config.facts.hf)
     copied = largest_part(config, _count_copied(config)) if may_copy(config) else 0
     found = []
-    for rank, (adapter, values) in enumerate(_build_ranks(config)):
+    for rank, (adapter, values) in enumerate(_build_ranks(config) if build else [(0, 0)] * config.world):
         # a draft model is whole on every rank of the first stage; a text drafter is an engine on the first rank
         drafts = _draft_sizes(config) if rank < (config.ranks if config.text_drafter is None else 1) else {}
         expert = weights * parts.expert // max(1, parts.total)

@@ -35,6 +35,8 @@ class GPUModel:
     memory: int  # bytes
     bandwidth: float  # bytes per second
     flops: float  # per second, of 16-bit floats
+    link: str | None = None  # between GPUs of a node (`links.py`); None: unknown
+    network: str | None = None  # between nodes, as usual with this GPU
 
     def __post_init__(self) -> None:
         for flag, value in (("memory", self.memory), ("bandwidth", self.bandwidth), ("flops", self.flops)):
@@ -45,19 +47,19 @@ class GPUModel:
 CARDS = {
     card.name: card
     for card in (
-        GPUModel("a10", 24 * GIB, 600e9, 125e12),
-        GPUModel("a100-40g", 40 * GIB, 1555e9, 312e12),
-        GPUModel("a100-80g", 80 * GIB, 2039e9, 312e12),
-        GPUModel("b200", 180 * GIB, 8e12, 2250e12),
-        GPUModel("h100", 80 * GIB, 3350e9, 989e12),
-        GPUModel("h100-pcie", 80 * GIB, 2000e9, 756e12),
-        GPUModel("h20", 96 * GIB, 4000e9, 148e12),
-        GPUModel("h200", 141 * 10**9, 4800e9, 989e12),
-        GPUModel("l4", 24 * GIB, 300e9, 121e12),
-        GPUModel("l40s", 48 * GIB, 864e9, 362e12),
+        GPUModel("a10", 24 * GIB, 600e9, 125e12, "pcie4"),
+        GPUModel("a100-40g", 40 * GIB, 1555e9, 312e12, "nvlink3", "hdr"),
+        GPUModel("a100-80g", 80 * GIB, 2039e9, 312e12, "nvlink3", "hdr"),
+        GPUModel("b200", 180 * GIB, 8e12, 2250e12, "nvlink5", "ndr"),
+        GPUModel("h100", 80 * GIB, 3350e9, 989e12, "nvlink4", "ndr"),
+        GPUModel("h100-pcie", 80 * GIB, 2000e9, 756e12, "pcie5", "ndr"),
+        GPUModel("h20", 96 * GIB, 4000e9, 148e12, "nvlink4", "ndr"),
+        GPUModel("h200", 141 * 10**9, 4800e9, 989e12, "nvlink4", "ndr"),
+        GPUModel("l4", 24 * GIB, 300e9, 121e12, "pcie4"),
+        GPUModel("l40s", 48 * GIB, 864e9, 362e12, "pcie4"),
         GPUModel("mi300x", 192 * GIB, 5300e9, 1307e12),
-        GPUModel("rtx-4090", 24 * GIB, 1008e9, 165e12),
-        GPUModel("rtx-5090", 32 * GIB, 1792e9, 209e12),
+        GPUModel("rtx-4090", 24 * GIB, 1008e9, 165e12, "pcie4"),
+        GPUModel("rtx-5090", 32 * GIB, 1792e9, 209e12, "pcie5"),
         GPUModel("t4", 16 * GIB, 320e9, 65e12),
     )
 }
@@ -152,7 +154,12 @@ class HostTime:
 
 
 class AnalyticTiming:
-    """Step times of a GPU. `weight_bytes`: of a parameter in memory; `kv_bytes`: of a token in all layers."""
+    """Step times of a GPU.
+
+    weight_bytes: of a parameter in memory
+    kv_bytes: of a token in all layers
+    engines: that run equal steps and share the experts, so that each has tokens of all of them
+    """
 
     def __init__(
         self,
@@ -162,10 +169,11 @@ class AnalyticTiming:
         layers: int,
         weight_bytes: float,
         kv_bytes: int,
+        engines: int = 1,
     ) -> None:
         bandwidth, flops = card.bandwidth, card.flops
         self.host = HostTime()
-        self._parts = parts
+        self._parts, self._engines = parts, engines
         self._byte = weight_bytes / (bandwidth * WEIGHT_BANDWIDTH)  # seconds for a parameter, for reading
         self._operation = 1 / (flops * GEMM_RATE)
         self._attended = 4 * parts.query_width * layers / (flops * ATTENTION_RATE)  # seconds for a query and a key
@@ -177,9 +185,10 @@ class AnalyticTiming:
         reading = (parts.dense + parts.head) * self._byte
         operations = 2 * (parts.dense * tokens + parts.head * shape.samples)
         if parts.experts:
-            idle = (1 - parts.experts_per_token / parts.experts) ** tokens  # the share of experts without a token
+            routed = tokens * self._engines
+            idle = (1 - parts.experts_per_token / parts.experts) ** routed  # the share of experts without a token
             reading += parts.expert * parts.experts * (1 - idle) * self._byte
-            operations += 2 * parts.expert * parts.experts_per_token * tokens
+            operations += 2 * parts.expert * parts.experts_per_token * routed
         products = hypot(reading, operations * self._operation)
         singles = max(shape.own_keys * self._key, shape.single_keys * self._attended)
         others = max(shape.prompt_keys * self._key, shape.pairs * self._attended)

@@ -91,6 +91,9 @@ class MeasuredTiming:
             return self._single(shape.rows) + attention
         return self._prompt(self._width(shape.tokens)) + self._mixed(shape.singles) + attention
 
+    def latency(self, shape: StepShape) -> float:
+        return self.seconds(shape)
+
     def _mixed(self, rows: int) -> float:
         if self._measured_mixed is not None:
             return self._measured_mixed(rows)

@@ -30,7 +30,10 @@ class SimulatedTiming(Protocol):
     def host(self) -> HostTime: ...
 
     def seconds(self, shape: StepShape) -> float:
-        """Return how long a step of this shape occupies the device."""
+        """Return how long a step of this shape occupies the device, or the slowest pipeline stage."""
+
+    def latency(self, shape: StepShape) -> float:
+        """Return the time from the start of a step to its result; with pipeline stages, steps follow each other sooner."""
 
 
 class StepRecord(NamedTuple):
@@ -50,15 +53,16 @@ class SimulatedDevice:
         self._echo: Ints = np.zeros(max_seqs, np.int32)
         self._ones: Ints = np.ones(max_seqs, np.int32)
 
-    def run(self, plan: StepPlan, keys: int) -> tuple[StepResult, float]:
-        """Return the result and the seconds of a step. `keys`: in all used pages."""
+    def run(self, plan: StepPlan, keys: int) -> tuple[StepResult, float, float]:
+        """Return the result of a step, how long it occupies the device, and its latency. `keys`: in all used pages."""
         for admission in plan.admitted:
             self._echo[admission.slot] = admission.seed
         if len(plan.outputs.sample_after) == len(plan.slot) == plan.tokens:  # most steps
             result = StepResult(plan.step, self._ones[: len(plan.slot)], self._echo[plan.slot])
         else:
             result = StepResult(plan.step, plan.sample.astype(np.int32), self._echo[plan.slot[plan.sample_row]])
-        return result, self._timing.seconds(shape_of(plan, self._windows, keys))
+        shape = shape_of(plan, self._windows, keys)
+        return result, self._timing.seconds(shape), self._timing.latency(shape)
 
 
 class Replica:
@@ -137,9 +141,10 @@ class Replica:
         if not self._flights:
             self._busy_since = self._host_until
         pool = self.scheduler.pool
-        result, seconds = self._device.run(scheduled.plan, (pool.pages - pool.free) * self._page_size)
-        self._free_at = max(self._free_at, self._host_until) + seconds
-        self._flights.append((scheduled, result, self._free_at))
+        result, seconds, latency = self._device.run(scheduled.plan, (pool.pages - pool.free) * self._page_size)
+        begins = max(self._free_at, self._host_until)
+        self._free_at = begins + seconds
+        self._flights.append((scheduled, result, begins + latency))
         self.scheduler.publish()
 
     def _land(self, now: float) -> list[TokenDelta]:

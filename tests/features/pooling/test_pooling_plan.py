@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.plan import make_plan, render
+from quire.cli.memory_plan import make_plan
+from quire.cli.plan import render
 from quire.config.args import EngineArgs
 from sentence_models import save_text_encoder
 from tiny_model import make_model
