@@ -2,12 +2,11 @@
 
 import base64
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from serving import Running, error_of, events_of
+from serving import error_of, events_of
 
 READER = Path(__file__).parents[1] / "fixtures" / "reader-llava"
 PICTURES = [path.read_bytes() for path in sorted((READER / "pictures").iterdir())]
@@ -15,22 +14,10 @@ TOKENS = 16  # of a picture
 IMAGE, MARK, EQUALS, UNKNOWN = 12, 13, 14, 15  # <image> ? = <unk>
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory):
-    root = tmp_path_factory.mktemp("media")
-    (root / "0.png").write_bytes(PICTURES[0])
-    made = Running(
-        READER, max_num_batched_tokens=128, allowed_local_media_path=str(root), limit_mm_per_prompt={"image": 4},
-        hf_overrides={"text_config": {"max_position_embeddings": 512}},
-    )  # fmt: skip
-    made.root = root
-    yield made
-    made.close()
-
-
 @pytest.fixture
-def server(running, monkeypatch):
+def server(reader_server, monkeypatch):
     """A server that notes the prompts."""
+    running = reader_server
     running.prompts, generate = [], running.llm.generate
 
     def note(prompt, *args, **options):
@@ -423,19 +410,3 @@ def test_images_are_refused_by_a_model_that_reads_text(server, tmp_path):
         )
     answer = text_only.post(CHAT, {"messages": user(MARK_PART), "mm_processor_kwargs": {"a": 1}})
     assert error_of(answer)["param"] == "mm_processor_kwargs"
-
-
-def test_many_clients_at_once_get_the_answers_of_their_pictures(server):
-    """64 pictures, repeated and in another order: each answer is that of transformers."""
-    expected = [one["text"] for one in json.loads((READER / "expected_png.json").read_text())]
-
-    def ask(i):
-        fields = {"temperature": 0, "max_tokens": 4, "add_special_tokens": True}
-        answer = server.http.post(CHAT, json={"messages": user(part(i), MARK_PART), **fields})
-        assert answer.status_code == 200, answer.text
-        return answer.json()["choices"][0]["message"]["content"]
-
-    numbers = [(7 * i) % len(PICTURES) for i in range(64)]
-    with ThreadPoolExecutor(64) as clients:
-        assert list(clients.map(ask, numbers)) == [expected[i] for i in numbers]
-        assert list(clients.map(ask, reversed(numbers))) == [expected[i] for i in reversed(numbers)]
