@@ -72,6 +72,21 @@ def test_several_answers_to_one_picture(reader):
     assert [one.token_ids for one in alone[0].outputs] == [one.token_ids for one in among[1].outputs]
 
 
+def test_a_uuid_names_content_and_is_no_key(reader):
+    """Two pictures with one uuid are two pictures, and one picture with two is encoded once."""
+
+    def ask(image, uuid):
+        prompt = {"prompt": "<image>?", "multi_modal_data": {"image": image}, "multi_modal_uuids": {"image": uuid}}
+        return reader.generate([prompt], GREEDY, use_tqdm=False)
+
+    reader.reset_prefix_cache()
+    encoded = reader.llm_engine.core.stats.encoder.encoded
+    asked = [(picture(0), "a"), (picture(1), "a"), (picture(0), "b"), (None, "a"), (None, "b")]
+    found = [answers(ask(*each))[0] for each in asked]
+    assert found == [EXPECTED[number]["greedy"] for number in (0, 1, 0, 1, 0)]
+    assert reader.llm_engine.core.stats.encoder.encoded == encoded + 2
+
+
 def test_a_picture_that_cannot_be_encoded_fails_its_request_only(reader, monkeypatch):
     numbers, read = [4, 5, 6], encoder.read_array
     outputs = reader.generate([prompt(number) for number in numbers], GREEDY, use_tqdm=False)
