@@ -4,7 +4,7 @@ from typing import Any
 
 
 def add_parser(subparsers: Any) -> None:
-    from quire.cli import bench_bits, bench_offline, bench_serve, bench_steps
+    from quire.cli import bench_bits, bench_collectives, bench_offline, bench_serve, bench_steps
 
     parser = subparsers.add_parser(
         "bench", help="measure a server or a model", description="Measures throughput, latency and start-up."
@@ -16,3 +16,4 @@ def add_parser(subparsers: Any) -> None:
     bench_offline.add_startup_parser(inner)
     bench_steps.add_parser(inner)
     bench_bits.add_parser(inner)
+    bench_collectives.add_parser(inner)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 COMMANDS = (
     "serve", "run", "chat", "run-batch", "plan", "simulate", "models", "pull", "rm", "complete", "top", "bench",
-    "collect-env", "completion",
+    "doctor", "collect-env", "completion",
 )  # fmt: skip
 EXAMPLES = """examples:
   quire chat                               talk with the small default model

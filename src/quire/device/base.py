@@ -3,7 +3,7 @@
 Importing this file, or the module of a device, must not import torch: processes that never run a step read device facts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -92,6 +92,14 @@ class Setting:
     tapped: bool = False  # hidden states between layers are read, so layers must run one by one
 
 
+@dataclass(frozen=True)
+class LinkRemark:
+    """A fact about the links between devices."""
+
+    text: str
+    problem: bool = False  # ranks will not start, or will be slow
+
+
 class Device:
     """One device. The order of calls: `facts` (before the configuration is resolved), `start` (before the model is built),
     `prepare` (after its weights are loaded), `budget` (before the cache is allocated), `note` (before every step), `close`.
@@ -143,6 +151,10 @@ class Device:
     def sharers(self, ranks: int) -> int:
         """Return how many of a machine's ranks share one memory."""
         return ranks
+
+    def check_links(self, ranks: int) -> Sequence[LinkRemark]:  # noqa: ARG002
+        """Return what is known of the links between this machine's devices, on which `ranks` ranks will run."""
+        return ()
 
     def group(
         self, position: "Position", memory: int, peers: "Mapping[int, socket.socket]", watch: "PeerWatch", offset: int = 0

@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.attn.batch import Batch
 from quire.device.base import Device, Setting
 from quire.dist.collectives import Group
+from quire.dist.measure import Measured, measure
 from quire.dist.mesh import ALONE, Position, share_layers
 from quire.features.base import Allocation, StepPart
 from quire.models.decoder import Decoder
@@ -296,6 +297,13 @@ class RunnerCore(ABC):
         for part in self._parts:
             own |= part.describe()
         return own
+
+    @torch.inference_mode()
+    def measure_collectives(self, sizes: Sequence[int]) -> list[Measured]:
+        """Measure the collectives of this rank's group, while all ranks do; nothing without a group. sizes: in bytes."""
+        if self._group is None:
+            return []
+        return measure(self._group, self._position, self._device.torch_device, self.synchronize, sizes)
 
     def check(self) -> None:
         """Raise EngineDead if other engines that this one needs are lost."""

@@ -2,13 +2,13 @@
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from quire.config.devices import KEEPS
 from quire.config.facts import DeviceFacts
 from quire.config.memory import CUDA_CONTEXT_BYTES
-from quire.device.base import Device, PlannedBudget, Recorder
+from quire.device.base import Device, LinkRemark, PlannedBudget, Recorder
 from quire.device.registry import VISIBLE, named_gpus
 from quire.types.errors import ConfigError
 from quire.types.stats import DeviceCounts
@@ -88,6 +88,11 @@ class CUDADevice(Device):
         import torch
 
         return -(-ranks // torch.cuda.device_count())
+
+    def check_links(self, ranks: int) -> Sequence[LinkRemark]:
+        from quire.device.cuda.links import check_links
+
+        return check_links(ranks)
 
     def group(
         self, position: "Position", memory: int, peers: "Mapping[int, socket.socket]", watch: "PeerWatch", offset: int = 0
