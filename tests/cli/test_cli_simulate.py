@@ -210,6 +210,32 @@ def test_traces_beyond_all_bounds(
     assert told in error and error.startswith("quire simulate: ") and error.count("\n") == 1
 
 
+def test_policies_beside_the_optimum(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--card", "l4", "--num-prompts", "60", "--request-rate", "4", "--input-len", "40", "--prefix-len", "96"]
+    flags += [
+        "--num-prefixes",
+        "12",
+        "--output-len",
+        "4",
+        "--num-gpu-blocks-override",
+        "60",
+        "--max-model-len",
+        "256",
+        "--optimum",
+    ]
+    rates = []
+    for policy in ("lru", "lfu", "cost"):
+        assert simulate(model, *flags, "--cache-policy", policy, "--json") == 0
+        result = json.loads(capsys.readouterr().out)
+        assert 0 < result["prefix_cache_hit_rate"] < result["prefix_cache_hit_rate_optimum"] < 1
+        rates.append(result["prefix_cache_hit_rate"])
+    assert rates[1] > rates[0]
+    assert simulate(model, *flags, "--cache-policy", "lfu") == 0
+    assert "lfu; an optimal policy would find" in capsys.readouterr().out
+    assert simulate(model, *flags, "--no-enable-prefix-caching") == 0
+    assert "optimal" not in capsys.readouterr().out
+
+
 def test_a_conversation_of_more_turns_than_requests(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--num-prompts", "3", "--input-len", "10", "--output-len", "4", "--turns", "1000000", "--think-time", "1"]
     assert simulate(model, "--card", "l4", *flags, "--json") == 0

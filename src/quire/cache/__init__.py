@@ -3,6 +3,7 @@
     layout    layer specs → groups of layers that share a page table
     snapshots recurrent states of prefixes
     prefix    tokens → chained content keys
+    policies  which content is evicted first
     pool      pages, reference counts, the content index, eviction
     groups    one kind of page table each (full, sliding window)
     tables    all groups of a request, the interface for the scheduler

@@ -1,7 +1,7 @@
 """Pages 1 ... n: reference counts, content, and the order of allocation.
 
     in use   refs > 0                     in one or more page tables
-    cached   refs == 0, has content       can be found again; evicted oldest first, only when no blank page is left
+    cached   refs == 0, has content       can be found again; evicted (`policies.py`), only when no blank page is left
     blank    refs == 0, no content        allocated first
 
 A sequence that grows gets the page after its last one if that is blank. If contiguous keys are faster, a new sequence gets
@@ -14,9 +14,10 @@ The pool does not know requests or positions; a key is any value that identifies
 """
 
 import heapq
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
+from quire.cache.policies import Evictable, Recency
 from quire.types.errors import EngineError
 
 NULL = 0
@@ -24,7 +25,7 @@ Key = tuple[int, bytes]  # cache group, content key
 
 
 class Pool:
-    def __init__(self, pages: int, contiguous: bool = True) -> None:
+    def __init__(self, pages: int, contiguous: bool = True, policy: Callable[[], Evictable] = Recency) -> None:
         """`contiguous`: contiguous keys of a sequence are faster."""
         self.pages = pages
         self.refs = [0] * (pages + 1)
@@ -35,7 +36,7 @@ class Pool:
         self._untried = 0  # the first untried position in the order of beginnings
         self._again: list[int] = []  # a heap of earlier positions, whose pages were freed; some were allocated meanwhile
         self._queued = bytearray([1]) * (pages + 1)  # is in one of the two
-        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._cached = policy()
         self._index: dict[Key, int] = {}
         self._content: list[tuple[Key, bytes] | None] = [None] * (pages + 1)
 
@@ -70,8 +71,7 @@ class Pool:
 
     def share(self, page: int) -> int:
         """Add a reference to a page that is in use or cached."""
-        if self.refs[page] == 0:
-            del self._cached[page]
+        self._cached.use(page)
         self.refs[page] += 1
         return page
 
@@ -87,7 +87,7 @@ class Pool:
                 if self._content[page] is None:
                     self._free_blank(page)
                 else:
-                    self._cached[page] = None
+                    self._cached.add(page, len(pages))
 
     def publish(self, page: int, key: Key, tokens: bytes) -> None:
         """Make `page` the page of `key`. The first page of a key stays; another one with the same content remains private."""
@@ -112,8 +112,8 @@ class Pool:
                 continue
             del self._index[content[0]]
             self._content[page] = None
+            self._cached.forget(page)
             if self.refs[page] == 0:
-                del self._cached[page]
                 self._free_blank(page)
 
     def forget_content(self, keys: Iterable[Key]) -> None:
@@ -160,7 +160,7 @@ class Pool:
             self._queued[page] = 1
 
     def _evict(self) -> int:
-        page, _ = self._cached.popitem(last=False)
+        page = self._cached.pop()
         content = self._content[page]
         if content is not None:
             del self._index[content[0]]

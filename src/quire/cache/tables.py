@@ -5,9 +5,10 @@ It maintains `request.pages`, `covered`, `keys` and `published`; the scheduler t
 
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from quire.cache.groups import make_groups
+from quire.cache.policies import Evictable, Recency
 from quire.cache.pool import NULL, Pool
 from quire.cache.prefix import extend_keys
 from quire.cache.snapshots import Snapshots
@@ -27,11 +28,12 @@ class Tables:
         prefix_caching: bool,
         contiguous: bool = True,
         states: tuple[int, int] | None = None,
+        policy: Callable[[], Evictable] = Recency,
     ) -> None:
-        """`states`: the first entry for snapshots of recurrent states, and their number."""
+        """`states`: the first entry for snapshots of recurrent states, and their number. policy: of eviction."""
         self.page_size = layout.page_size
         self.prefix_caching = prefix_caching
-        self.pool = Pool(pages, contiguous)
+        self.pool = Pool(pages, contiguous, policy)
         self.groups = make_groups(layout, self.pool, chunk)
         self.snapshots: Snapshots | None = None
         if states is not None:

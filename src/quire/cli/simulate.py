@@ -48,6 +48,7 @@ from quire.sim.fleet import (
 )
 from quire.sim.links import LINKS, NETWORKS, make_fabric
 from quire.sim.measured import read_measured
+from quire.sim.optimum import optimal_hit_rate
 from quire.sim.page import latency_cells, lines, load_cells, page, rows_of, trial_cells
 from quire.sim.parallel import Layout, ModelSizes, ParallelTiming
 from quire.sim.replica import Replica, SimulatedDevice, SimulatedTiming
@@ -102,6 +103,7 @@ FLEET: Flags = (
     ("offline", "simulate `LLM` instead of a server", YES),
 )
 REPORT: Flags = (
+    ("optimum", "also the hit rate of an optimal eviction policy, which knows the future", YES),
     ("json", "print JSON", YES),
     ("html", "write a report with plots", FILE),
 )
@@ -276,6 +278,7 @@ class Outcome:
     objectives: Objectives | None
     search: Search | None
     seconds: float  # of real time
+    optimum: float | None = None  # hit rate of the prefix cache with an optimal policy
 
     @property
     def within(self) -> float | None:
@@ -296,6 +299,9 @@ class Outcome:
         ]
         if self.within is not None:
             facts.append(("Objective", f"{self.objectives}: {self.within:.2%} are within"))
+        if self.optimum is not None:
+            policy = self.setting.config.args.cache_policy
+            facts.append(("Eviction", f"{policy}; an optimal policy would find {self.optimum:.1%} of the prompt tokens"))
         if self.search is not None:
             enough = f"{replicas} replicas" if self.search.kept else f"more than {replicas} replicas, which miss the objective"
             facts.append(("Needed", enough))
@@ -308,6 +314,8 @@ class Outcome:
             "seconds_simulating": self.seconds, **figures.as_dict(), "refusals": dict(figures.refused),
             "per_replica": [dataclasses.asdict(load) for load in figures.replicas],
         }  # fmt: skip
+        if self.optimum is not None:
+            result["prefix_cache_hit_rate_optimum"] = self.optimum
         if self.objectives is not None:
             search = self.search
             result["slo"] = {
@@ -373,7 +381,10 @@ def run(namespace: argparse.Namespace) -> int:
     with little_garbage_collection(), shown(), doing(f"simulating {len(trace.arrivals):,} requests"):
         outcome, search = _simulate(namespace, setting, trace, objectives)
     seconds = time.perf_counter() - began
-    report(namespace, Outcome(setting, trace, namespace.router, outcome, objectives, search, seconds))
+    optimum = None
+    if namespace.optimum and setting.config.prefix_caching:
+        optimum = optimal_hit_rate(trace, outcome, setting.plan.page_size, setting.plan.pages)
+    report(namespace, Outcome(setting, trace, namespace.router, outcome, objectives, search, seconds, optimum))
     return 0 if any(not visit.refused for visit in outcome.visits) and (search is None or search.kept) else 1
 
 

@@ -34,6 +34,7 @@ from quire.features.profiling.host import ProfilerArgs
 from quire.features.quantization.host import WeightArgs
 from quire.features.speculation.host import SpeculationArgs
 from quire.features.structured.host import StructuredArgs
+from quire.features.tiers.host import TierArgs
 from quire.types.errors import ConfigError, NotSupported
 
 PARTITION = "VLLM_PP_LAYER_PARTITION"  # environment variable of vLLM
@@ -273,7 +274,7 @@ class _CoreArgs:
 @dataclass
 class EngineArgs(
     PoolingArgs, ExpertArgs, MediaArgs, LoRAArgs, SpeculationArgs, LogitsProcessorArgs, StructuredArgs, CacheArgs, WeightArgs,
-    ProfilerArgs, DeterminismArgs, _CoreArgs,
+    TierArgs, ProfilerArgs, DeterminismArgs, _CoreArgs,
 ):  # fmt: skip
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -13,11 +13,12 @@ from quire.features.quantization.host import QuantizedWeights
 from quire.features.recurrent.host import Recurrent
 from quire.features.speculation.host import SpeculativeDecoding
 from quire.features.structured.host import StructuredOutputs
+from quire.features.tiers.host import Tiers
 from quire.types.prompts import Extras
 
 FEATURES: tuple[Feature, ...] = (
     Determinism(), ExpertParallel(), QuantizedWeights(), QuantizedCache(), PoolingModels(), LoRA(), Media(), Recurrent(),
-    SpeculativeDecoding(), StructuredOutputs(), LogitsProcessors(), Profiling(),
+    SpeculativeDecoding(), StructuredOutputs(), LogitsProcessors(), Tiers(), Profiling(),
 )  # fmt: skip
 SALTS = tuple(feature.cache_salt for feature in FEATURES if feature.cache_salt is not None)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.cache.layout import SNAPSHOTS_PER_SLOT, Capacity, fit, fit_states, make_layout, pages_for, pool_layout, stage_layout
+from quire.cache.policies import Evictable, policy_maker
 from quire.config.args import EngineArgs, local_engines
 from quire.config.classes import load_class
 from quire.config.config import Config
@@ -20,6 +21,7 @@ from quire.dist.mesh import largest_share
 from quire.engine.executor.nodes import share_ranks
 from quire.features.host import Sizes
 from quire.features.media.host import encoder_cache_size, media_of
+from quire.features.tiers.host import even_pages
 from quire.sched.budget import Budget, StepBudget, TimedBudget
 from quire.sched.encoding import Encoding
 from quire.sched.scheduler import Scheduler
@@ -164,8 +166,15 @@ def make_scheduler(
         contiguous=config.device_facts.reads_in_place,
         turns=config.depth + 1 if config.stages > 1 else 1,
         encoding=make_encoding(config),
+        evictable=cache_policy(config),
         **more,
     )
+
+
+def cache_policy(config: Config) -> Callable[[], Evictable]:
+    """Return what makes the eviction policy of cached pages."""
+    name = config.args.cache_policy
+    return policy_maker(name, even_pages(config)) if name == "cost" else policy_maker(name)
 
 
 def make_encoding(config: Config) -> Encoding | None:

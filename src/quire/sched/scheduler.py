@@ -15,11 +15,12 @@ last. Keys of a decode row are read in the same step only on devices with `singl
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 
 import numpy as np
 
+from quire.cache.policies import Evictable, Recency
 from quire.cache.tables import Entries, Tables
 from quire.sched.budget import Budget, StepBudget
 from quire.sched.draft.speculation import Speculation
@@ -100,6 +101,7 @@ class Scheduler:
         snapshots: int | None = None,
         turns: int = 1,
         encoding: Encoding | None = None,
+        evictable: Callable[[], Evictable] = Recency,
     ) -> None:
         """Create a scheduler.
 
@@ -111,6 +113,7 @@ class Scheduler:
         snapshots: the model has recurrent layers; number of states besides those of the slots
         turns: pipeline steps in flight; running requests take turns, so that no step waits for a sampled token
         encoding: of the images and videos of prompts; None: requests have none
+        evictable: makes the eviction policy of cached pages
         """
         if max_seqs < 1:
             raise ConfigError(f"max_seqs must be at least 1, got {max_seqs}")
@@ -118,7 +121,7 @@ class Scheduler:
         undivided = bool(encoding.undivided)
         self._limits = RequestLimits(layout, pages, max_model_len, max_batched_tokens, chunk_cap, chunked, undivided)
         states = None if snapshots is None else (max_seqs, snapshots)
-        self._tables = Tables(layout, pages, self._limits.longest_row, prefix_caching, contiguous, states)
+        self._tables = Tables(layout, pages, self._limits.longest_row, prefix_caching, contiguous, states, evictable)
         self.pool = self._tables.pool
         self._snapshots = self._tables.snapshots
         self._cuts = chunked and self._snapshots is not None

@@ -7,6 +7,7 @@ from math import prod
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 EIGHT_BITS = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}  # kv_cache_dtype -> dtype
+EVICTION_POLICIES = ("lru", "lfu", "cost")  # `cache/policies.py`
 SCALE_BYTES = 4  # of 8-bit caches: a scale per token and head for the key, and one for the value
 
 

@@ -1,0 +1,76 @@
+"""What an optimal eviction policy would find in the prefix cache: Belady's, which knows the future.
+
+The requests of a replica come one after the other, and each finds the leading pages of its prompt that are cached. When
+memory is needed, the page goes that is looked up again farthest in the future, or never. The pages of running requests do
+not take memory from the cache here, so no policy of the engine reaches more than this, and under load none reaches this.
+"""
+
+import heapq
+from collections.abc import Iterable, Sequence
+
+from quire.sim.fleet import Run
+from quire.sim.trace import Arrival, Trace
+
+
+def optimal_hit_rate(trace: Trace, run: Run, page_size: int, pages: int) -> float:
+    """Return the share of prompt tokens that the optimum finds, with the run's placement of requests on replicas."""
+    placed = [(visit.replica, arrival) for visit, arrival in zip(run.visits, trace.arrivals, strict=True) if visit.done]
+    found = sum(
+        optimal_hits([arrival for replica, arrival in placed if replica == number], page_size, pages)
+        for number in range(len(run.replicas))
+    )
+    return found / max(1, sum(arrival.length for _, arrival in placed))
+
+
+def optimal_hits(arrivals: Sequence[Arrival], page_size: int, pages: int) -> int:
+    """Return the prompt tokens of these requests, in their order, that a cache of `pages` pages can have."""
+    ids: dict[object, int] = {}
+    prompts = [_pages(arrival.blocks, page_size, ids) for arrival in arrivals]
+    texts = [_pages((*arrival.blocks, (arrival.echo, arrival.output)), page_size, ids) for arrival in arrivals]
+    following = _lookups(prompts)
+    cached: dict[int, int] = {}  # page -> the request that looks it up next
+    order: list[tuple[int, int]] = []  # a heap of (-next, -page); later pages of a sequence have higher numbers
+    hits = 0
+    for number, (arrival, prompt, text) in enumerate(zip(arrivals, prompts, texts, strict=True)):
+        reusable = (arrival.length - 1) // page_size  # the last token is always computed
+        hits += next((i for i, page in enumerate(prompt[:reusable]) if page not in cached), reusable)
+        for page in text:
+            times = following.get(page)
+            while times and times[-1] <= number:
+                times.pop()
+            if times:
+                cached[page] = times[-1]
+                heapq.heappush(order, (-times[-1], -page))
+            else:
+                cached.pop(page, None)
+        while len(cached) > pages:
+            when, page = heapq.heappop(order)
+            if cached.get(-page) == -when:
+                del cached[-page]
+    return hits * page_size
+
+
+def _lookups(prompts: Iterable[Sequence[int]]) -> dict[int, list[int]]:
+    """Return the requests that look up each page, the last first."""
+    found: dict[int, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        for page in prompt:
+            found.setdefault(page, []).append(number)
+    for times in found.values():
+        times.reverse()
+    return found
+
+
+def _pages(blocks: Iterable[tuple[int, int]], page_size: int, ids: dict[object, int]) -> list[int]:
+    """Return a number for each full page: equal for equal tokens after equal pages."""
+    pages, parent, begun, room = list[int](), -1, list[tuple[int, int]](), page_size
+    for content, left in blocks:
+        while left:
+            taken = min(left, room)
+            begun.append((content, taken))
+            left, room = left - taken, room - taken
+            if not room:
+                parent = ids.setdefault((parent, *begun), len(ids))
+                pages.append(parent)
+                begun, room = [], page_size
+    return pages
