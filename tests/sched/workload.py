@@ -137,7 +137,7 @@ class Oracle:
 def whole_answer(model: FakeModel, spec: EngineRequest, undivided: Undivided) -> list[int]:
     if not spec.samples:
         return []
-    most = min(spec.params.max_tokens, MAX_MODEL_LEN - len(spec.prompt) - max(0, spec.answer_offset))
+    most = min(spec.params.max_tokens, MAX_MODEL_LEN - len(spec.prompt))
     return model.generate(
         spec.prompt, seed=spec.seed, max_tokens=most, stop_ids=spec.stop_ids, min_tokens=spec.params.min_tokens,
         added=media_flavours(spec.extras.media, spec.prompt, undivided),

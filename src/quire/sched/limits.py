@@ -51,7 +51,13 @@ class RequestLimits:
         length, max_tokens = len(spec.prompt), spec.params.max_tokens
         if not length:
             raise RequestError("the prompt is empty; it must have at least one token", "prompt")
-        longest = self._max_model_len + (not spec.samples) - max(0, spec.answer_offset)
+        if (highest := spec.highest_position) >= max(length, self._max_model_len):
+            raise PromptTooLong(
+                f"the last frames of the prompt's videos have rotary positions up to {highest}; the longest context is "
+                f"{self._max_model_len}. Send shorter videos or fewer frames per second, or raise max_model_len",
+                "prompt",
+            )
+        longest = self._max_model_len + (not spec.samples)
         limit = longest if max_tokens is None else min(length + max_tokens, longest)
         begun = length + len(spec.resumed)
         if begun >= limit and not spec.samples:

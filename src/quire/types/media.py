@@ -118,23 +118,17 @@ def prompt_parts(items: Sequence[MediaItem], length: int) -> Iterator[PromptPart
 def decode_offset(items: Sequence[MediaItem], length: int) -> int:
     """Return what is added to the position of a token after the prompt, to get its rotary position on all axes.
 
-    Tokens after the prompt continue after the highest rotary position of the prompt.
+    Tokens after the prompt continue after its last token, so that they may become part of a longer prompt.
     """
-    return max((part.highest for part in prompt_parts(items, length)), default=-1) + 1 - length
-
-
-Mark = tuple[int, str]  # a position, and what the keys and values of its page and of all later ones depend on besides tokens
-
-
-def prefix_marks(items: Sequence[MediaItem], length: int) -> tuple[Mark, ...]:
-    """Return the marks of a prompt of `length` tokens and of its answer, by rising position.
-
-    The answer is marked if its rotary positions do not continue those of the prompt's last token: they would differ if the same
-    tokens were part of a longer prompt.
-    """
-    marks = [(item.start, item.digest) for item in items]
     following = 0
     for part in prompt_parts(items, length):
         following = part.following
-    jump = decode_offset(items, length) + length - following
-    return (*marks, (length, f"answer {jump}")) if jump else tuple(marks)
+    return following - length
+
+
+def highest_position(items: Sequence[MediaItem], length: int) -> int:
+    """Return the highest rotary position of a prompt: a video's last frame may be later than the text after the video."""
+    return max((part.highest for part in prompt_parts(items, length)), default=-1)
+
+
+Mark = tuple[int, str]  # a position, and what the keys and values of its page and of all later ones depend on besides tokens

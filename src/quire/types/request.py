@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from quire.types.media import Mark, decode_offset, prefix_marks
+from quire.types.media import Mark, highest_position
 from quire.types.plan import Floats
 from quire.types.prompts import NO_EXTRAS, Extras
 from quire.types.sampling import SamplingParams
@@ -61,12 +61,12 @@ class EngineRequest:
     @property
     def marks(self) -> tuple[Mark, ...]:
         """Return what cached keys depend on from a position on."""
-        return prefix_marks(self.extras.media, len(self.prompt)) if self.extras.media else ()
+        return tuple((item.start, item.digest) for item in self.extras.media)
 
     @property
-    def answer_offset(self) -> int:
-        """Return what is added to the position of a sampled token to get its rotary position."""
-        return decode_offset(self.extras.media, len(self.prompt)) if self.extras.media else 0
+    def highest_position(self) -> int:
+        """Return the highest rotary position of the prompt."""
+        return highest_position(self.extras.media, len(self.prompt)) if self.extras.media else len(self.prompt) - 1
 
     @property
     def forbids(self) -> bool:

@@ -1,7 +1,7 @@
 """The encoder of the fake executor: its cache of embeddings, checked against every plan, and what embeddings add to cells.
 
 A cell of a token whose embedding comes from an item gets a hash of the item's digest and of the embedding's index; all cells of
-an undivided prompt get a hash of the whole prompt; those after a prompt get one of its mark, if it has one.
+an undivided prompt get a hash of the whole prompt.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from quire.engine.executor.fake_model import Words, flavour, mix
 from quire.types.errors import EngineError
-from quire.types.media import MediaItem, prefix_marks
+from quire.types.media import MediaItem
 from quire.types.plan import Admission, StepPlan
 
 Undivided = Literal["", "item", "prompt"]
@@ -31,9 +31,6 @@ def media_flavours(items: Sequence[MediaItem], prompt: Sequence[int], undivided:
     if items and undivided == "prompt":
         whole = sha256(np.array(prompt, np.int32).tobytes() + "".join(item.digest for item in items).encode()).hexdigest()
         added[:-1] += np.uint64(flavour(whole))
-    for position, mark in prefix_marks(items, len(prompt)):
-        if position == len(prompt):
-            added[-1] = flavour(mark)
     return added
 
 
