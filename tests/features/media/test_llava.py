@@ -42,6 +42,20 @@ def make(directory, kind="clip", **settings):
     return model, save(model, directory)
 
 
+def make_relative(directory, name, **settings):
+    import transformers
+
+    kind, deep = ("siglip", 3) if name == "DeepseekVL" else ("clip", 12)
+    config = getattr(transformers, f"{name}Config")(
+        text_config={"model_type": "llama", **TEXT},
+        vision_config={**SMALL, "num_hidden_layers": deep, "image_size": 34, "patch_size": 8, **VISIONS[kind]},
+        image_token_id=190,
+        **settings,
+    )
+    model = randomized(getattr(transformers, f"{name}ForConditionalGeneration")(config))
+    return model, save(model, directory)
+
+
 def processor(kind="clip"):
     from transformers import CLIPImageProcessorPil, SiglipImageProcessorPil
 
@@ -77,17 +91,8 @@ def test_embeddings(tmp_path, kind, layer, strategy):
     [("VipLlava", {"vision_feature_layers": [-1, 1, -3]}), ("VipLlava", {"projector_layernorm_eps": 1e-2}), ("DeepseekVL", {})],
 )
 def test_relatives(tmp_path, name, settings):
-    import transformers
-
-    kind, deep = ("siglip", 3) if name == "DeepseekVL" else ("clip", 12)
-    config = getattr(transformers, f"{name}Config")(
-        text_config={"model_type": "llama", **TEXT},
-        vision_config={**SMALL, "num_hidden_layers": deep, "image_size": 34, "patch_size": 8, **VISIONS[kind]},
-        image_token_id=190,
-        **settings,
-    )
-    model = randomized(getattr(transformers, f"{name}ForConditionalGeneration")(config))
-    config = save(model, tmp_path)
+    model, config = make_relative(tmp_path, name, **settings)
+    kind = "siglip" if name == "DeepseekVL" else "clip"
     family, tower = open_family(config), open_tower(config, tmp_path)
     arrays = [family.preprocess_image(picture(*size, seed), processor(kind), {}, 1) for seed, size in enumerate(SIZES)]
     with torch.inference_mode():

@@ -34,10 +34,10 @@ def make(directory, kind, **around):
     return model, save(model, directory)
 
 
-def processor():
+def processor(patch=5):
     from transformers import PixtralImageProcessorPil
 
-    return PixtralImageProcessorPil(size={"longest_edge": 64}, patch_size={"height": 5, "width": 5})
+    return PixtralImageProcessorPil(size={"longest_edge": 64}, patch_size={"height": patch, "width": patch})
 
 
 def embeddings(model, arrays):

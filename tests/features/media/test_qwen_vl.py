@@ -15,6 +15,10 @@ from quire.features.media.towers import qwen_vl
 from quire.features.media.towers.qwen_vl import Layout
 from quire.types.errors import InvalidParameter, ModelError
 
+LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 EYE = {"depth": 3, "num_heads": 2, "patch_size": 4}
 VISIONS = {
@@ -30,6 +34,7 @@ VISIONS = {
 }  # fmt: skip
 VISIONS["Qwen3VLMoe"] = VISIONS["Qwen3VL"]
 VISIONS["Qwen3_5"] = {key: value for key, value in VISIONS["Qwen3VL"].items() if key != "deepstack_visual_indexes"}
+VISIONS["Qwen3_5Moe"] = VISIONS["Qwen3_5"]
 FAMILIES = list(VISIONS)
 SIZES = [(32, 32), (80, 31), (9, 100), (1, 1), (64, 64)]
 
@@ -38,6 +43,8 @@ def make(directory, name, **vision):
     import transformers
 
     text = {**TEXT, "rope_parameters": MROPE | ({"mrope_interleaved": True} if "3" in name else {})}
+    if name.startswith("Qwen3_5"):
+        text |= {"layer_types": ["linear_attention", "full_attention"], **LINEAR}
     if name.endswith("Moe"):
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     config = getattr(transformers, f"{name}Config")(
