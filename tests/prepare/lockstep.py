@@ -29,11 +29,13 @@ class Member:
     def __init__(self, all_ranks, rank):
         self.all, self.rank = all_ranks, rank
 
-    def exchange(self, part):
-        self.all.parts[self.rank] = part.clone()  # whoever laid it down may write over it when the others have it
+    def exchange(self, call, part):
+        """Return all ranks' parts. The ranks must make the same calls in the same order, with parts of the same kind."""
+        self.all.parts[self.rank] = call, part.clone()  # whoever laid it down may write over it when the others have it
         self.wait()
-        parts = list(self.all.parts)
+        calls, parts = zip(*self.all.parts, strict=True)
         self.wait()
+        assert set(calls) == {call}, f"ranks make different calls: {calls}"
         return parts
 
     def wait(self):
@@ -44,16 +46,15 @@ class Member:
             TURN.acquire()
 
     def add(self, part):
-        first, *others = self.exchange(part)
+        first, *others = self.exchange(("add", part.shape, part.dtype), part)
         self.all.sums += self.rank == 0
         total = first.clone()
         for other in others:
-            assert other.shape == total.shape
             total += other
         return total
 
     def join(self, part, total):
-        out = torch.cat(self.exchange(part), dim=-1)
+        out = torch.cat(self.exchange(("join", part.shape[:-1], part.dtype, total), part), dim=-1)
         assert out.shape[-1] == total
         return out
 

@@ -1,5 +1,7 @@
 """The ranks of a divided model, in step with each other in threads of one process, give the whole model's logits."""
 
+from dataclasses import replace
+
 import gguf
 import numpy as np
 import pytest
@@ -74,6 +76,21 @@ def test_shares_that_are_not_alike(tmp_path, size, keys):
     assert len({attention.spec.heads for model in models for attention in model.attentions}) == 2
     [logits] = together(models, lambda model: Sequences(model, 1, 40).step([(0, IDS[0])]))
     close(logits, case.expected(IDS[0]))
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3", "gemma3", "gpt-oss", "mixtral", "qwen3-moe", "deepseek-v3", "deepseek-v2", "falcon"]
+)
+def test_eight_ranks(tmp_path, family):
+    """All make the same calls in the same order (`lockstep.py`)."""
+    known = FAMILIES[family]
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8 if "deepseek" in family else 2, "intermediate_size": 72}
+    make_checkpoint(replace(known, settings=known.settings | heads), tmp_path)
+    case = open_checkpoint(tmp_path)
+    models, group = divided(case.facts, 8)
+    for logits, ids in zip(together(models, lambda model: in_pieces(model, *IDS)), IDS, strict=True):
+        close(logits, case.expected(ids))
+    assert group.sums
 
 
 @pytest.mark.parametrize(("family", "size"), [("mixtral", 2), ("mixtral", 5), ("qwen3-moe", 4), ("gpt-oss", 3)])
