@@ -109,7 +109,7 @@ def port():
 def get(tmp_path):
     def fetched(url, domains=(), root="", seconds=5.0, most=1 << 20, patience=5.0):
         out = tmp_path / "copy"
-        out.unlink(missing_ok=True)
+        out.write_bytes(b"")
         fetch(wire.Fetch(url, list(domains), str(root), str(out), seconds, patience, most))
         return out.read_bytes()
 

@@ -144,12 +144,16 @@ def test_the_cache_forgets_what_was_used_longest_ago(media, monkeypatch):
 
 def test_without_room_in_shared_memory_arrays_are_sent(tmp_path, monkeypatch):
     arrays = {"a": np.arange(6, dtype=np.float64).reshape(2, 3), "b": np.array([[1, 2]], np.int32), "c": np.array([True])}
+    for name in ("file", "other"):
+        (tmp_path / name).touch()
     places, in_file = worker.write_arrays(arrays, str(tmp_path / "file"))
     assert in_file and [(one.dtype, one.offset) for one in places] == [("float32", 0), ("int64", 24), ("bool", 40)]
     assert (tmp_path / "file").stat().st_size == 41
+    _, in_file = worker.write_arrays(arrays, str(tmp_path / "gone"))
+    assert not in_file and not (tmp_path / "gone").exists()  # nobody wants it any more
     monkeypatch.setattr(worker, "SHARED_SPARE_BYTES", 1 << 60)
     places, in_file = worker.write_arrays(arrays, str(tmp_path / "other"))
-    assert not in_file and not (tmp_path / "other").exists()
+    assert not in_file and not (tmp_path / "other").stat().st_size
     assert np.array_equal(np.frombuffer(places[0].data, places[0].dtype).reshape(2, 3), arrays["a"])
 
 

@@ -22,7 +22,7 @@ import msgspec
 from quire.features.media.host import media_of, read_limits, why_no_media
 from quire.features.media.inputs import MediaOptions, MediaRef, Pixels, field_of
 from quire.features.media.prompt import Placeholders
-from quire.features.media.store import Processed, ProcessorCache, SharedFile, SharedFiles
+from quire.features.media.store import Processed, ProcessorCache, SharedFile, SharedFiles, removed_on_error
 from quire.features.media.workers import preload, wire
 from quire.features.media.workers.fetch import check_url
 from quire.proc.fork_server import LazyForkServer
@@ -182,8 +182,8 @@ class MediaReader:
         try:
             return list(await asyncio.gather(*tasks))
         finally:
-            for task in tasks:
-                task.cancel()
+            while tasks:  # an error refers to this frame; a reference back would keep all content until garbage is collected
+                tasks.pop().cancel()
 
     async def _named_errors(self, ref: MediaRef, options: MediaOptions, count: int) -> Processed:
         try:
@@ -191,6 +191,7 @@ class MediaReader:
         except EngineDead:
             raise
         except RequestError as error:
+            error.__traceback__ = None  # its frames have the content
             raise type(error)(f"{ref.where}: {error}", error.parameter or field_of(ref.where)) from None
 
     async def _one(self, ref: MediaRef, options: MediaOptions, count: int) -> Processed:
@@ -260,7 +261,8 @@ class MediaReader:
             ready = [msgspec.json.encode(wire.Warm(False))], [b""]
             kind = WorkerKind("fetch", "", _COMMAND, ready, FETCH_HANG_S, self._fork_server())
             self._fetchers = ProcessPool(kind, MAX_FETCHERS, self._threads)
-        size, digest = await self._fetchers.run(_encoded(job), [b""], f"fetching the {modality}", None)
+        with removed_on_error(file):
+            size, digest = await self._fetchers.run(_encoded(job), [b""], f"fetching the {modality}", None)
         if size == 0:
             raise FetchFailed("it cannot be fetched: it is empty")
         return _Content(digest, "file", file=file)
@@ -294,7 +296,8 @@ class MediaReader:
             out="" if out is None else out.path,
         )  # fmt: skip
         begun = time.monotonic()
-        answer = await self._processes().run(_encoded(whole), [content.blob], f"reading the {job.modality}", None)
+        with removed_on_error(out, content.file):
+            answer = await self._processes().run(_encoded(whole), [content.blob], f"reading the {job.modality}", None)
         item = Processed.of(job.modality, msgspec.convert(answer, wire.ProcessedItem), out)
         self.cache.put(key, item)
         self.on_processed(time.monotonic() - begun)

@@ -1,7 +1,8 @@
 """Files in shared memory that hold preprocessed images and videos, and the cache of processed items.
 
 A process has one directory of files. A file lives as long as an object of this process refers to it: the cache, or an item of
-an unfinished request. The directory goes when the process ends; the directory of a process that was killed is removed by the
+an unfinished request. The owner makes it, empty, so that a media process whose job was abandoned cannot make it again after
+its removal. The directory goes when the process ends; the directory of a process that was killed is removed by the
 next one that starts. A locked file in it says that its owner lives, also in another container.
 """
 
@@ -13,10 +14,11 @@ import tempfile
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import IO
 
 from quire.features.media.workers import wire
 from quire.types.media import MediaArray, Modality
@@ -30,11 +32,24 @@ class SharedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
-        weakref.finalize(self, _remove, self.path, os.getpid()).atexit = False
+        self.remove = weakref.finalize(self, _remove, self.path, os.getpid())
+        self.remove.atexit = False
 
     def keep_for(self, owner: object) -> None:
         """Let the file live as long as `owner`."""
         weakref.finalize(owner, _let_go, self).atexit = False
+
+
+@contextlib.contextmanager
+def removed_on_error(*files: SharedFile | None) -> Iterator[None]:
+    """Remove files at once if an error is raised, which may refer to them for long."""
+    try:
+        yield
+    except BaseException:
+        for file in files:
+            if file is not None:
+                file.remove()
+        raise
 
 
 def _let_go(file: SharedFile) -> None:
@@ -52,8 +67,17 @@ class SharedFiles:
         self.close = weakref.finalize(self, _close, self.directory, lock, os.getpid())
 
     def new(self) -> SharedFile:
-        """Return a file that does not exist yet."""
-        return SharedFile(self.directory / f"{next(self._numbers):x}")
+        """Make an empty file."""
+        path = self.directory / f"{next(self._numbers):x}"
+        path.touch(0o600, exist_ok=False)
+        return SharedFile(path)
+
+
+def open_for_writing(path: str) -> IO[bytes]:
+    """Open a file that its owner made, for a media process. FileNotFoundError: nobody wants its content any more."""
+    file = Path(path).open("r+b")  # noqa: SIM115
+    file.truncate()
+    return file
 
 
 def _claim(parent: Path) -> tuple[Path, int]:

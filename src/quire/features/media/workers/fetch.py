@@ -9,6 +9,7 @@ declares no length is not: a slow or endless stream is refused early.
 """
 
 import contextlib
+import errno
 import hashlib
 import http.client
 import ipaddress
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
+from quire.features.media.store import open_for_writing
 from quire.features.media.workers import wire
 from quire.types.errors import FetchFailed, InvalidParameter
 
@@ -44,7 +46,7 @@ class _Late(BaseException):
 def fetch(job: wire.Fetch) -> tuple[int, str]:
     """Return the bytes and the SHA-256 of the content."""
     try:
-        with Path(job.out).open("xb") as out:
+        with open_for_writing(job.out) as out:
             copy = _Copy(out, job.most)
             with _deadline(copy, job.seconds, job.patience):
                 parts = check_url(job.url, job.domains, job.root)
@@ -52,6 +54,8 @@ def fetch(job: wire.Fetch) -> tuple[int, str]:
     except _Late:
         raise FetchFailed("it cannot be fetched: its server is too slow") from None
     except (OSError, http.client.HTTPException, UnicodeError) as error:  # no message of these: they have addresses and paths
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise FetchFailed("it cannot be fetched: the server has no room for it in shared memory. Try again later") from None
         reason = "its certificate is not valid" if isinstance(error, ssl.SSLCertVerificationError) else "the connection failed"
         reason = "the file cannot be read" if job.url[:5].lower() == "file:" else reason
         raise FetchFailed(f"it cannot be fetched: {reason}") from None

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from quire.features.media.families.base import Arrays, Expansion, Video
+from quire.features.media.store import open_for_writing
 from quire.features.media.workers import wire
 from quire.features.media.workers.checkpoint import open_checkpoint
 from quire.features.media.workers.fetch import fetch
@@ -183,16 +184,17 @@ def write_arrays(arrays: Arrays, out: str) -> tuple[list[wire.ArrayPlace], bool]
 
 
 def _write(out: str, pieces: Sequence[Any], total: int) -> bool:
-    file = Path(out)
     with contextlib.suppress(OSError):
-        room = os.statvfs(file.parent)
+        room = os.statvfs(Path(out).parent)
         if room.f_bavail * room.f_frsize < total + SHARED_SPARE_BYTES:
             return False
-        with file.open("xb") as opened:
-            opened.writelines(pieces)
-        return True
-    with contextlib.suppress(OSError):
-        file.unlink(missing_ok=True)
+        with open_for_writing(out) as file:
+            try:
+                file.writelines(pieces)
+                file.flush()
+                return True
+            except OSError:
+                file.truncate(0)
     return False
 
 
