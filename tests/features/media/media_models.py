@@ -131,7 +131,7 @@ MODELS: dict[str, MediaModel] = {
 }  # fmt: skip
 
 
-def write_tokenizer(directory: Path, marks: dict[str, int]) -> None:
+def write_tokenizer(directory: Path, marks: dict[str, int]) -> Tokenizer:
     """Write a tokenizer of single characters, runs of newlines and special tokens."""
     special = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, **marks}
     letters = [chr(code) for code in range(32, 127)] + ["\n" * count for count in range(1, 6)]
@@ -141,6 +141,7 @@ def write_tokenizer(directory: Path, marks: dict[str, int]) -> None:
     made.save(str(directory / "tokenizer.json"))
     named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(named))
+    return made
 
 
 def clip(count: int, width: int, height: int, seed: int = 0) -> np.ndarray[Any, Any]:
@@ -160,7 +161,7 @@ class MediaCase:
         self.video_settings = VIDEO_SETTINGS if name.startswith("qwen") else {}
         if self.video_settings:
             (directory / "video_preprocessor_config.json").write_text(json.dumps(self.video_settings))
-        write_tokenizer(directory, self.entry.marks)
+        self._tokenizer = write_tokenizer(directory, self.entry.marks)
         self.family = open_family(self.config)
         self._answers: dict[Any, tuple[list[int], Tensor]] = {}
 
@@ -181,6 +182,21 @@ class MediaCase:
             film, other = clip(5, 33, 40), clip(5, 47, 22, seed=9)
             found += [["look: ", film, " well"], [three, " and ", other, film, "?"]]
         return found
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """Return as many tokens as the longest prompt has, or some more."""
+        return max(2 + sum(self._count(part, parts) for part in parts) for parts in self.prompts)
+
+    def _count(self, part: Part, parts: Sequence[Part]) -> int:
+        def tokenize(text: str) -> list[int]:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+        if isinstance(part, str):
+            return len(tokenize(part))
+        images, videos = self._prepare([part], len(_media(parts)[0]))
+        expansion = self.family.expand(_modality(part), (*images, *videos)[0], tokenize)
+        return len(tokenize(expansion.before)) + len(expansion.tokens) + len(tokenize(expansion.after))
 
     def prompt(self, parts: Sequence[Part]) -> dict[str, Any]:
         """Return a prompt for `LLM`: texts and media in their order."""
@@ -206,13 +222,17 @@ class MediaCase:
         return found.sequences[0, len(ids) :].tolist(), torch.cat(found.logits).log_softmax(-1)
 
     def inputs(self, ids: Sequence[int], parts: Sequence[Part]) -> dict[str, Tensor]:
+        images, videos = self._prepare(parts, len(_media(parts)[0]))
+        return (self.entry.inputs(images, videos) if images or videos else {}) | self._kinds(ids)
+
+    def _prepare(self, parts: Sequence[Part], count: int) -> tuple[list[Any], list[Any]]:
+        """Return the arrays of images and of videos. count: images of the prompt"""
         images, videos = _media(parts)
-        if not images and not videos:
-            return {}
-        prepared = [self.family.preprocess_image(image, self.processor, {}, len(images)) for image in images]
         shown = [Video(video, [*map(float, range(len(video)))], 1.0) for video in videos]
-        films = [self.family.preprocess_video(video, self.processor, self.video_settings) for video in shown]
-        return self.entry.inputs(prepared, films) | self._kinds(ids)
+        return (
+            [self.family.preprocess_image(image, self.processor, {}, count) for image in images],
+            [self.family.preprocess_video(video, self.processor, self.video_settings) for video in shown],
+        )
 
     def _kinds(self, ids: Sequence[int]) -> dict[str, Tensor]:
         """Return what transformers' processors say about the kind of each token, for models that ask."""
@@ -220,7 +240,7 @@ class MediaCase:
             return {"token_type_ids": torch.tensor([[int(token == 190) for token in ids]])}
         if self.name == "paligemma":
             return {"token_type_ids": torch.zeros(1, len(ids), dtype=torch.long)}
-        if self.name.startswith("qwen"):
+        if self.name.startswith("qwen") and {190, 191} & set(ids):
             return {"mm_token_type_ids": torch.tensor([[{190: 1, 191: 2}.get(token, 0) for token in ids]])}
         return {}
 
