@@ -9,16 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.sched.balancer import AFFINITY_SLACK_TOKENS, AFFINITY_SPREAD, EXPECTED_OUTPUT_TOKENS, Balancer
+from quire.types.media import MediaItem
+from quire.types.prompts import Extras
 from quire.types.request import EngineRequest
 from quire.types.sampling import SamplingParams
 
 PAGE, OUTPUT = 16, EXPECTED_OUTPUT_TOKENS
 
 
-def request(name, prompt, most=OUTPUT, fork_of=None, hold=False, salt=(), **params):
+def request(name, prompt, most=OUTPUT, fork_of=None, hold=False, salt=(), media=(), **params):
     asked = SamplingParams(max_tokens=most, **params)
     ends = {"stop_ids": frozenset(), "eos_ids": frozenset()}
-    return EngineRequest(name, tuple(prompt), asked, 0, **ends, arrival=0.0, fork_of=fork_of, hold=hold, salt=salt)
+    extras = Extras(media=tuple(media))
+    return EngineRequest(
+        name, tuple(prompt), asked, 0, **ends, arrival=0.0, fork_of=fork_of, hold=hold, salt=salt, extras=extras
+    )
 
 
 def balancer(engines=2, pages=1000, slots=inf, caching=True, **bounds):
@@ -54,6 +59,24 @@ def test_equals_take_turns_one_after_the_other():
         order.append(balance.place(request(str(i), text(i, 30)), (0, 1, 2)))
         balance.end(str(i))
     assert order == [0, 1, 2, 0, 1, 2] and balance.work == [0, 0, 0]
+
+
+def test_a_conversation_goes_where_its_pictures_are():
+    """Placeholders are the same tokens for all pictures."""
+    balance = balancer()
+
+    def ask(name, *digests):
+        items = [MediaItem("image", 100 + 300 * i, 300, digest, ()) for i, digest in enumerate(digests)]
+        return request(name, [1] * 100 + [2] * 300 * len(digests) + [3] * 40, media=items)
+
+    first = balance.place(ask("first", "a"), BOTH)
+    other = balance.place(ask("other", "b"), BOTH)
+    assert first != other
+    for name in ("first", "other"):
+        balance.end(name)
+    for name, digests, engine in (("a", "a", first), ("b", "b", other), ("ab", "ab", first), ("ba", "ba", other)):
+        assert balance.place(ask(name, *digests), BOTH) == engine
+        balance.end(name)
 
 
 def test_a_beginning_is_found_again_where_it_was_computed():

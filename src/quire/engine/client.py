@@ -34,6 +34,7 @@ from quire.types.stats import Stats
 SUSPECT_STRIKES, MAX_STRIKES = 2, 3
 WARM_AFTER_S = 3.0  # after an engine is ready: the fork server does not slow the first requests
 MAX_MESSAGE_TOKENS = 1 << 16  # of requests in one message to the engine
+BYTES_PER_TOKEN = 4  # of images and videos, for that limit
 
 
 @dataclass(eq=False)
@@ -377,7 +378,8 @@ class EngineClient(EngineView):
             entry = self._outbox.popleft()
             if self._open.get(entry.spec.id) is not entry or entry.sent_with >= 0:
                 continue
-            tokens += len(entry.tokens) + (0 if id(entry.spec.prompt) in prompts else len(entry.spec.prompt))
+            tokens += len(entry.tokens) + entry.spec.media_bytes // BYTES_PER_TOKEN
+            tokens += 0 if id(entry.spec.prompt) in prompts else len(entry.spec.prompt)
             prompts.add(id(entry.spec.prompt))
             batch.append(entry)
         if self._outbox:

@@ -64,6 +64,11 @@ class EngineRequest:
         return tuple((item.start, item.digest) for item in self.extras.media)
 
     @property
+    def media_bytes(self) -> int:
+        """Return the bytes of images and videos that are part of the request, not in shared memory."""
+        return sum(len(array.data) for item in self.extras.media for array in item.arrays)
+
+    @property
     def highest_position(self) -> int:
         """Return the highest rotary position of the prompt."""
         return highest_position(self.extras.media, len(self.prompt)) if self.extras.media else len(self.prompt) - 1

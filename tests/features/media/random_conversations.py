@@ -22,7 +22,10 @@ from quire import LLM, SamplingParams
 START, IMAGE, ASK = 10, 12, 13
 PICTURE_TOKENS = 16
 MAX_TOKENS = 160
-POSITIONS = {"text_config": {"max_position_embeddings": MAX_TOKENS}}  # the model was trained for fewer; the oracle runs as many
+ENGINE = {
+    "model": str(READER), "device": "cpu", "dtype": "float32",
+    "hf_overrides": {"text_config": {"max_position_embeddings": MAX_TOKENS}},  # more than it was trained for
+}  # fmt: skip
 MAX_PICTURES, MAX_TEXT, MOST_ANSWERED = 6, 40, 20
 TOLERANCE = 1e-4  # of logprobs
 Part = int | str  # a token of text, or the name of a picture
@@ -108,7 +111,7 @@ def _picture(rng: random.Random) -> str:
 
 
 def engine(**args: Any) -> LLM:
-    return LLM(str(READER), device="cpu", dtype="float32", hf_overrides=POSITIONS, **args)
+    return LLM(**ENGINE, **args)
 
 
 @dataclass
@@ -138,11 +141,11 @@ def run(llm: LLM, asked: Sequence[Conversation], rng: random.Random, together: i
                 assert core.reset_prefix_cache(reset_running_requests=True)
         for output in core.step():
             if output.finished:
-                found[running.pop(output.request_id)] = _answer(output)
+                found[running.pop(output.request_id)] = answer_of(output)
     return [found[number] for number in range(len(asked))]
 
 
-def _answer(output: Any) -> Answer:
+def answer_of(output: Any) -> Answer:
     [one] = output.outputs
     assert one.finish_reason == "length", one.error
     logprobs = np.array([[each[token].logprob for token in sorted(each)] for each in one.logprobs])

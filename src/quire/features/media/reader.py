@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from quire.config.args import local_engines
 from quire.features.media.host import media_of, read_limits, why_no_media
 from quire.features.media.inputs import MediaOptions, MediaRef, Pixels, field_of
 from quire.features.media.prompt import Placeholders
@@ -82,8 +83,7 @@ class MediaReader:
         self._fetchers: ProcessPool | None = None
         self._running: dict[str, tuple[asyncio.Task[Processed], int]] = {}  # by key, with the number of those who wait
         self._named: OrderedDict[tuple[str | None, Modality, str], str] = OrderedDict()  # uuid -> digest of the content
-        # the engine may be on another machine: then arrays are sent to it
-        self._inline = config.args.nnodes > 1 or config.args.distributed_executor_backend == "ray"
+        self._inline = _has_remote_engines(config)  # arrays are sent to them
 
     @property
     def marks(self) -> MediaMarks | None:
@@ -331,6 +331,13 @@ class MediaReader:
         if self._files is None:
             self._files = SharedFiles()
         return self._files
+
+
+def _has_remote_engines(config: "Config") -> bool:
+    """Return whether an engine or a rank may be on another machine."""
+    args = config.args
+    remote = local_engines(args) < args.data_parallel_size
+    return remote or args.nnodes > 1 or args.distributed_executor_backend == "ray"
 
 
 def max_workers() -> int:
