@@ -10,6 +10,7 @@ from tiny import make_model, open_model
 from quire.features.speculation.device.part import SpeculationPart
 
 pytestmark = pytest.mark.gpu
+CLOSE = 1e-4  # of logprobs: batches of other sizes add in another order
 ARGS = {"device": "cuda", "dtype": "float32", "max_num_seqs": 6, "num_gpu_blocks_override": 40, "max_num_batched_tokens": 24}
 
 
@@ -30,7 +31,7 @@ def test_the_same_tokens(expected, name, adaptive):
     core, graphs = llm.llm_engine.core, llm.llm_engine.core.executor._runner.graphs
     assert core.depth == 1
     for _ in range(2):  # by the second time the answers are known
-        same(llm.generate(prompts, params, use_tqdm=False), answers)
+        same(llm.generate(prompts, params, use_tqdm=False), answers, CLOSE)
     core.step()
     core.scheduler.roster.check()
     drafts = core.stats.drafts
@@ -55,7 +56,7 @@ def test_models_and_heads(name, eager, model, trained, eagle):  # noqa: F811
     core, runner = llm.llm_engine.core, llm.llm_engine.core.executor._runner
     assert core.depth == (name == "itself")
     for _ in range(2):
-        same(llm.generate(prompts, params, use_tqdm=False), answers)
+        same(llm.generate(prompts, params, use_tqdm=False), answers, CLOSE)
     core.step()
     core.scheduler.roster.check()
     assert core.stats.drafts.tokens > 50 and core.stats.free_pages == core.stats.pages

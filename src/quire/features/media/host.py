@@ -245,8 +245,15 @@ class Media(Feature):
             return NO_MEMORY
         counted = media.tower_values * element // config.world if config.facts.files.weights else 0
         cache = size.capacity * media.levels * media.hidden_size * element
-        step = 0 if config.args.skip_mm_profiling else max(media.largest.values()) * _bytes_per_embedding(media, element)
+        step = 0 if config.args.skip_mm_profiling else _encoded_together(config, media) * _bytes_per_embedding(media, element)
         return Memory(weights=media.tower_values * element - counted, reserved=cache, step=step)
+
+
+def _encoded_together(config: "Config", media: ModelMedia) -> int:
+    """Return the most embeddings that the encoder computes at a time: those of a step, or of one item that has more."""
+    items = {modality: min(size, config.max_model_len) for modality, size in media.largest.items()}
+    most = max(config.max_batched_tokens, *items.values())
+    return most if media.family.together is None else max(min(most, media.family.together), items.get("image", 0))
 
 
 def read_processor(path: Path, modality: Modality) -> dict[str, Any]:

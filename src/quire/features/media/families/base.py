@@ -47,6 +47,7 @@ class MediaFamily(ABC):
     rotary_axes: ClassVar[int] = 1  # 3: rotary positions have a frame, a row and a column (M-RoPE)
     levels: ClassVar[int] = 1  # embeddings per token: for the input, and for the first layers (deep stack)
     adds_special_tokens: ClassVar[bool] = True  # False: the text of a prompt with media is tokenized without them
+    together: ClassVar[int | None] = None  # most embeddings that the encoder computes at a time, unless one image has more
     depends_on_count: ClassVar[bool] = False  # preprocessing depends on the number of images in the prompt
 
     def __init__(self, config: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ START, END = "<|vision_start|>", "<|vision_end|>"
 PADS: Mapping[Modality, str] = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
 GRIDS: Mapping[Modality, str] = {"image": "image_grid_thw", "video": "video_grid_thw"}
 SETTINGS = (*VIDEO_DEFAULTS, "size", "min_pixels", "max_pixels", "max_video_tokens")
+MAX_PATCHES = 1 << 15  # that are encoded together, unless one frame has more
 MAX_FRAMES = 768  # of a video, unless its settings have `max_frames`
 
 
@@ -42,6 +43,7 @@ class Qwen2VL(MediaFamily):
     modalities = ("image", "video")
     tower = "qwen_vl:Qwen2VLTower"
     rotary_axes = 3
+    together = MAX_PATCHES // 4
     defaults: ClassVar[Mapping[str, Any]] = {
         "depth": 32, "embed_dim": 1280, "hidden_size": 3584, "hidden_act": "quick_gelu", "mlp_ratio": 4, "num_heads": 16,
         "in_channels": 3, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2,

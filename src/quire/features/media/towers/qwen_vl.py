@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.features.media.families.qwen_vl import GRIDS, Qwen2_5VL, Qwen2VL, Qwen3_5, Qwen3VL
+from quire.features.media.families.qwen_vl import GRIDS, MAX_PATCHES, Qwen2_5VL, Qwen2VL, Qwen3_5, Qwen3VL
 from quire.features.media.towers.base import Tower
 from quire.features.media.towers.packed import (
     Block,
@@ -38,7 +38,6 @@ from quire.types.errors import ModelError
 from quire.types.media import Modality
 
 EPSILON = 1e-6
-MAX_PATCHES = 1 << 15
 PIXELS: Mapping[Modality, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
 Grid = tuple[int, int, int]  # frames, rows and columns of patches
 Longs = npt.NDArray[np.int64]

@@ -39,7 +39,8 @@ class MediaCheckpoint:
     def processor(self) -> Any:
         sys.modules.setdefault("torch", None)  # type: ignore[arg-type] # transformers would import it, for seconds
         os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-        from transformers import AutoImageProcessor
+        # not from `transformers` itself: some releases demand torch and torchvision for the name there
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
         processor = AutoImageProcessor.from_pretrained(
             self._source.path, backend="pil", local_files_only=True, trust_remote_code=False
