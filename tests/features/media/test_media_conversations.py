@@ -26,6 +26,9 @@ WAYS = {
 }  # fmt: skip
 
 
+pytestmark = pytest.mark.usefixtures("processed_here")
+
+
 @pytest.fixture(scope="module")
 def oracle():
     return Oracle()

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from media_files import READER
 from PIL import Image
+from random_conversations import ASK, Conversation, Oracle
 
 from quire import LLM, SamplingParams
 from quire.features.media import encoder
 from quire.types.errors import NotSupported
+from quire.types.sampling import BeamSearchParams
 
 EXPECTED = json.loads((READER / "expected_png.json").read_text())
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
@@ -70,6 +72,20 @@ def test_several_answers_to_one_picture(reader):
     alone = reader.generate([prompt(3)], params, use_tqdm=False)
     among = reader.generate([prompt(1), prompt(3), prompt(2)], params, use_tqdm=False)
     assert [one.token_ids for one in alone[0].outputs] == [one.token_ids for one in among[1].outputs]
+
+
+def test_beams_of_pictures_are_the_likeliest(reader):
+    """Every beam continues with the pictures of its prompt."""
+    oracle = Oracle()
+    for parts in (("03", ASK), ("05", 1, "06'", ASK)):
+        one, beams = Conversation(parts), [((), 0.0)]
+        for _ in range(3):
+            following = [(ids, score, oracle.logprobs(one, ids)[-1]) for ids, score in beams]
+            every = [((*ids, token), score + scores[token]) for ids, score, scores in following for token in range(16)]
+            beams = sorted(every, key=lambda beam: -beam[1])[:3]
+        [found] = reader.beam_search([one.prompt], BeamSearchParams(beam_width=3, max_tokens=3, ignore_eos=True))
+        assert [tuple(each.tokens[-3:]) for each in found.sequences] == [ids for ids, _ in beams]
+        assert [each.cum_logprob for each in found.sequences] == pytest.approx([score for _, score in beams], abs=1e-4)
 
 
 def test_a_uuid_names_content_and_is_no_key(reader):
