@@ -171,7 +171,7 @@ class State(Full):
     def need(self, request, end):
         return 1 - len(request.pages[self.number])
 
-    def best(self, request, pages):
+    def best(self, request, pages, below=None):
         return 0
 
     def can_fork(self, parent, tokens):

@@ -270,7 +270,7 @@ def test_namespaces_may_hold_more() -> None:
     ("name", "value", "fine"),
     [
         ("enable_dbo", True, False), ("all2all_backend", "deepep_low_latency", "allgather_reducescatter"),
-        ("swap_space", 16, 4), ("preemption_mode", "swap", "recompute"), ("video_pruning_rate", 0.5, 0),
+        ("video_pruning_rate", 0.5, 0),
     ],
 )  # fmt: skip
 def test_what_would_change_capacity_or_answers_is_refused_unless_it_asks_for_nothing(name, value, fine):

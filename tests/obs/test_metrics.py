@@ -10,7 +10,7 @@ from quire.obs.instruments import Board
 from quire.obs.metrics import Metrics, one_two_five
 from quire.types.outputs import RequestMetrics
 from quire.types.sampling import SamplingParams
-from quire.types.stats import DeviceCounts, Finished, OutputNews, Stats
+from quire.types.stats import DeviceCounts, Finished, OutputNews, Stats, TierCounts
 
 # name -> type, labels beside model_name and engine, and how many buckets a histogram has
 EXPECTED = {
@@ -21,6 +21,13 @@ EXPECTED = {
     "cache_config_info": ("gauge", ("block_size", "num_gpu_blocks"), 0),
     "prefix_cache_queries": ("counter", (), 0),
     "prefix_cache_hits": ("counter", (), 0),
+    "external_prefix_cache_queries": ("counter", (), 0),
+    "external_prefix_cache_hits": ("counter", (), 0),
+    "kv_offload_store_bytes": ("counter", (), 0),
+    "kv_offload_load_bytes": ("counter", (), 0),
+    "kv_offload_stores_skipped": ("counter", (), 0),
+    "kv_offload_load_failures": ("counter", (), 0),
+    "kv_offload_cpu_cache_usage_perc": ("gauge", (), 0),
     "num_preemptions": ("counter", (), 0),
     "kernel_compilations": ("counter", (), 0),
     "kernel_loads": ("counter", (), 0),
@@ -131,6 +138,16 @@ def test_names_are_the_same_in_every_format() -> None:
     for accept in ("", "text/plain", "application/openmetrics-text", prometheus, f"{prometheus};escaping=allow-utf-8"):
         content, _ = make().render(Engine(), accept)
         assert b"\nquire:num_requests_running{" in content and b"quire_num" not in content
+
+
+def test_pages_in_host_memory() -> None:
+    metrics = make()
+    metrics.on_step(Stats(1, 0, 10, 4, 0, 0, 0, tier=TierCounts(8, 2, 5, 1, 100, 60, 4, 2, 1000)), 7, 0.0)
+    seen = values(metrics, Engine(Stats(1, 0, 10, 4, 0, 0, 0, tier=TierCounts(8, 2))))
+    assert (seen["external_prefix_cache_queries_total"], seen["external_prefix_cache_hits_total"]) == (100, 60)
+    assert (seen["kv_offload_store_bytes_total"], seen["kv_offload_load_bytes_total"]) == (5000, 4000)
+    assert (seen["kv_offload_stores_skipped_total"], seen["kv_offload_load_failures_total"]) == (1, 2)
+    assert seen["kv_offload_cpu_cache_usage_perc"] == 0.25
 
 
 def test_nothing_is_global() -> None:

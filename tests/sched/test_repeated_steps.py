@@ -7,7 +7,7 @@ from desk import Desk
 from msgspec import structs
 
 from quire.sched import scheduler
-from quire.sched.scheduler import steady_decode
+from quire.sched.repeat import steady_decode
 
 
 def run(seed, choices, depth):

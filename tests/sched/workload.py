@@ -2,11 +2,13 @@
 
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 import numpy as np
 from hypothesis import strategies as st
 
 from quire.cache.layout import make_layout, pages_for
+from quire.cache.policies import policy_maker
 from quire.engine.core import EngineCore
 from quire.engine.executor.fake import FakeExecutor, Faults, Guess
 from quire.engine.executor.fake_media import Undivided, media_flavours
@@ -15,7 +17,7 @@ from quire.sched.budget import StepBudget
 from quire.sched.draft.speculation import Speculation
 from quire.sched.encoding import Encoding
 from quire.sched.scheduler import Scheduler
-from quire.types.cache import CacheLayout, LayerCache
+from quire.types.cache import EVICTION_POLICIES, CacheLayout, LayerCache
 from quire.types.errors import EngineError
 from quire.types.media import MediaItem
 from quire.types.outputs import TokenDelta
@@ -79,6 +81,16 @@ class Encoder:
 
 
 @dataclass(frozen=True)
+class HostRecords:
+    """The host tier of a workload. 0: every record is right, or every page arrives at once."""
+
+    count: int = 0
+    broken: int = 0  # every so manyth record does not come back
+    late: int = 0  # every so manyth question finds no page that has arrived
+    policy: str = "lru"
+
+
+@dataclass(frozen=True)
 class Workload:
     layout: CacheLayout
     depth: int
@@ -96,6 +108,7 @@ class Workload:
     snapshots: int | None = field(default=None, kw_only=True)  # of recurrent states
     turns: bool = field(default=False, kw_only=True)  # those who run take turns
     encoder: Encoder = field(default=Encoder(), kw_only=True)
+    host_records: HostRecords = field(default=HostRecords(), kw_only=True)
     drafts: int
     wrong: int  # every so manyth draft is; 1 = all
     host: bool  # who drafts
@@ -292,7 +305,16 @@ def workloads(draw, faulty: bool = False, media: bool = False) -> Workload:
         host=draw(st.booleans()),
         turns=draw(st.booleans()),
         encoder=encoder,
+        host_records=draw(host_tiers()),
     )
+
+
+@st.composite
+def host_tiers(draw) -> HostRecords:
+    return HostRecords(
+        draw(st.sampled_from((0, 1, 2, 5, 12, 60))), draw(st.sampled_from((0, 0, 1, 2, 5))),
+        draw(st.sampled_from((0, 0, 2, 3))), draw(st.sampled_from(EVICTION_POLICIES)),
+    )  # fmt: skip
 
 
 @st.composite
@@ -316,13 +338,18 @@ def run(work: Workload) -> dict[str, Heard]:
         budget=work.follows, drafts=0 if work.host else work.drafts,
         snapshots=work.snapshots, turns=work.depth + 1 if work.turns else 1,
         speculation=Speculation(Oracle(work), work.drafts, adaptive=False) if work.host and work.drafts else None,
-        encoding=encoding,
+        encoding=encoding, records=work.host_records.count, evictable=policy_maker(work.host_records.policy, 2.0),
     )  # fmt: skip
     executor = StrictExecutor(
         work.layout, work.model, pages=work.pages, max_seqs=work.max_seqs, max_model_len=MAX_MODEL_LEN, faults=work.faults,
         recurrent=work.snapshots is not None, embeddings=encoder.capacity, undivided=encoder.undivided,
         guess=work.guesser() if work.drafts and not work.host else None,
     )  # fmt: skip
+    if work.host_records.broken:
+        executor.tier.is_broken = lambda record: record % work.host_records.broken == 0
+    if work.host_records.late:
+        asked = count()
+        executor.tier.is_late = lambda _: next(asked) % work.host_records.late == 0
     core = EngineCore(scheduler, executor, work.depth, clock=lambda: 1.0)
     heard: dict[str, Heard] = defaultdict(Heard)
     patience = 60 + 4 * sum(len(v.spec.prompt) + v.spec.params.max_tokens for v in work.visits) * len(work.visits)

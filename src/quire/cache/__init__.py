@@ -4,6 +4,7 @@
     snapshots recurrent states of prefixes
     prefix    tokens → chained content keys
     policies  which content is evicted first
+    tiers     pages that left the device, in host memory
     pool      pages, reference counts, the content index, eviction
     groups    one kind of page table each (full, sliding window)
     tables    all groups of a request, the interface for the scheduler

@@ -9,6 +9,7 @@ import sys
 from typing import Protocol
 
 from quire.cache.pool import NULL, Pool
+from quire.cache.tiers import Content, HostTier
 from quire.types.cache import CacheGroup, CacheLayout
 from quire.types.request import Request
 
@@ -27,11 +28,17 @@ class Group(Protocol):
     def grow(self, request: Request, pages: list[int]) -> int:
         """Append the pages; return the table index of the first."""
 
-    def best(self, request: Request, pages: int) -> int:
-        """Return the longest prefix hit, in full pages, up to `pages`."""
+    def best(self, request: Request, pages: int, below: HostTier | None = None) -> int:
+        """Return the longest prefix hit, in full pages, up to `pages`. below: a tier whose pages count, too."""
+
+    def missing(self, request: Request, pages: int, below: HostTier) -> list[tuple[int, int]]:
+        """Return (table index, record) of the pages that a hit of `pages` pages needs and the device does not have."""
 
     def adopt(self, request: Request, pages: int) -> None:
         """Make a prefix hit of `pages` full pages the request's table."""
+
+    def content(self, request: Request, i: int) -> Content:
+        """Return what identifies the content of page i."""
 
     def can_fork(self, parent: Request, tokens: int) -> bool:
         """Return whether the parent still has all pages that a query at position `tokens` needs."""
@@ -73,8 +80,16 @@ class Full:
         table += pages
         return first
 
-    def best(self, request: Request, pages: int) -> int:
-        return next((i for i in range(pages) if self._find(request, i) == NULL), pages)
+    def best(self, request: Request, pages: int, below: HostTier | None = None) -> int:
+        return next((i for i in range(pages) if not self._has(request, i, below)), pages)
+
+    def missing(self, request: Request, pages: int, below: HostTier) -> list[tuple[int, int]]:
+        found = []
+        for i in range(self._first(pages * self.page_size), pages):
+            key, tokens = self.content(request, i)
+            if self.pool.find(key, tokens) == NULL and (record := below.find(key, tokens)) is not None:
+                found.append((i, record))
+        return found
 
     def adopt(self, request: Request, pages: int) -> None:
         first = self._first(pages * self.page_size)
@@ -94,10 +109,10 @@ class Full:
         pass  # full attention needs every position
 
     def publish(self, request: Request, first: int, last: int) -> None:
-        table, size = request.pages[self.number], self.page_size
+        table = request.pages[self.number]
         for i in range(first, last):
             if table[i] != NULL:
-                self.pool.publish(table[i], (self.number, request.keys[i]), request.tokens[i * size : (i + 1) * size].tobytes())
+                self.pool.publish(table[i], *self.content(request, i))
 
     def free(self, request: Request) -> None:
         self.pool.drop(request.pages[self.number])
@@ -107,9 +122,17 @@ class Full:
         """Return the table index of the first page that a query at `position` reads."""
         return max(0, position - self.window + 1) // self.page_size
 
-    def _find(self, request: Request, i: int) -> int:
+    def content(self, request: Request, i: int) -> Content:
+        """Return what identifies the content of page i."""
         size = self.page_size
-        return self.pool.find((self.number, request.keys[i]), request.tokens[i * size : (i + 1) * size].tobytes())
+        return (self.number, request.keys[i]), request.tokens[i * size : (i + 1) * size].tobytes()
+
+    def _find(self, request: Request, i: int) -> int:
+        return self.pool.find(*self.content(request, i))
+
+    def _has(self, request: Request, i: int, below: HostTier | None) -> bool:
+        content = self.content(request, i)
+        return self.pool.find(*content) != NULL or (below is not None and below.find(*content) is not None)
 
 
 class Window(Full):
@@ -140,12 +163,12 @@ class Window(Full):
         self.pool.drop(table[first:last])
         table[first:last] = [NULL] * (last - first)
 
-    def best(self, request: Request, pages: int) -> int:
+    def best(self, request: Request, pages: int, below: HostTier | None = None) -> int:
         """Walk back until an unbroken run of hits covers the window before its end."""
         i = pages
         while i > self._first(pages * self.page_size):
             i -= 1
-            if self._find(request, i) == NULL:
+            if not self._has(request, i, below):
                 pages = i
         return pages
 

@@ -37,6 +37,7 @@ class Pool:
         self._again: list[int] = []  # a heap of earlier positions, whose pages were freed; some were allocated meanwhile
         self._queued = bytearray([1]) * (pages + 1)  # is in one of the two
         self._cached = policy()
+        self.on_evict: Callable[[int, tuple[Key, bytes]], None] | None = None  # page, content: called before it is lost
         self._index: dict[Key, int] = {}
         self._content: list[tuple[Key, bytes] | None] = [None] * (pages + 1)
 
@@ -165,6 +166,8 @@ class Pool:
         if content is not None:
             del self._index[content[0]]
             self._content[page] = None
+            if self.on_evict is not None:
+                self.on_evict(page, content)
         return page
 
     def _rank_of(self, page: int) -> int:

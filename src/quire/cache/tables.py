@@ -12,6 +12,7 @@ from quire.cache.policies import Evictable, Recency
 from quire.cache.pool import NULL, Pool
 from quire.cache.prefix import extend_keys
 from quire.cache.snapshots import Snapshots
+from quire.cache.tiers import HostTier
 from quire.types.cache import CacheLayout
 from quire.types.request import Request
 
@@ -29,11 +30,18 @@ class Tables:
         contiguous: bool = True,
         states: tuple[int, int] | None = None,
         policy: Callable[[], Evictable] = Recency,
+        records: int = 0,
     ) -> None:
-        """`states`: the first entry for snapshots of recurrent states, and their number. policy: of eviction."""
+        """`states`: the first entry for snapshots of recurrent states, and their number. policy: of eviction.
+        records: pages that the host tier holds; 0: there is none.
+        """
         self.page_size = layout.page_size
         self.prefix_caching = prefix_caching
         self.pool = Pool(pages, contiguous, policy)
+        self.moving: Counter[int] = Counter()  # references to pages that are being fetched
+        self.tier = HostTier(records, policy) if records and prefix_caching else None
+        if self.tier is not None:
+            self.pool.on_evict = self.tier.evicted
         self.groups = make_groups(layout, self.pool, chunk)
         self.snapshots: Snapshots | None = None
         if states is not None:
@@ -62,13 +70,26 @@ class Tables:
             pages = self._agree(request, found)
         return pages
 
-    def _agree(self, request: Request, pages: int) -> int:
-        """Return the longest hit, in full pages up to `pages`, that all groups have and that divides no span."""
+    def reach(self, request: Request) -> int:
+        """Return how many leading tokens are cached on the device and in the host tier together. After `find`."""
+        if self.tier is None or not request.shares:
+            return 0
+        return self._agree(request, (len(request.tokens) - 1) // self.page_size, self.tier) * self.page_size
+
+    def missing(self, request: Request, tokens: int) -> list[tuple[int, int, int]]:
+        """Return (group, table index, record) of the pages that a hit of `tokens` tokens lacks on the device."""
+        assert self.tier is not None
+        each = [(group, group.missing(request, tokens // self.page_size, self.tier)) for group in self.groups]
+        return [(number, i, record) for number, (_, found) in enumerate(each) for i, record in found]
+
+    def _agree(self, request: Request, pages: int, below: HostTier | None = None) -> int:
+        """Return the longest hit, in full pages up to `pages`, that all groups have and that divides no span.
+        below: a tier whose pages count, too."""
         agreed = -1
         while pages != agreed:  # each group can only lower the answer
             agreed = pages
             for group in self.groups:
-                pages = group.best(request, pages)
+                pages = group.best(request, pages, below)
             if request.spans:
                 pages = request.whole_pages(pages * self.page_size, self.page_size) // self.page_size
         return pages
@@ -148,11 +169,20 @@ class Tables:
     def forget(self, request: Request) -> None:
         """Remove all content of this request from the index, since it is invalid."""
         for number in range(len(self.groups)):
-            self.pool.forget_content([(number, key) for key in request.keys])
+            keys = [(number, key) for key in request.keys]
+            self.pool.forget_content(keys)
+            if self.tier is not None:
+                self.tier.forget(keys)
         if self.snapshots is not None:
             self.snapshots.forget(request)
 
     def forget_all(self) -> None:
+        self.lose()
+        if self.tier is not None:
+            self.tier.forget_all()
+
+    def lose(self) -> None:
+        """Forget all content of the device."""
         self.pool.forget_all()
         if self.snapshots is not None:
             self.snapshots.forget_all()
@@ -177,9 +207,13 @@ class Tables:
         return freed
 
     def check(self, owners: Iterable[Request]) -> None:
+        if self.tier is not None:
+            self.tier.check()
         if self.snapshots is not None:
             self.snapshots.check()
-        self.pool.check(Counter(page for request in owners for table in request.pages for page in table if page != NULL))
+        owned = Counter(page for request in owners for table in request.pages for page in table if page != NULL)
+        owned.update(self.moving)
+        self.pool.check(owned)
 
     def _adopted(self, request: Request, tokens: int) -> None:
         request.published = tokens // self.page_size

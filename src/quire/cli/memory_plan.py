@@ -30,6 +30,7 @@ from quire.engine.memory import (
 )
 from quire.features.host import Memory, Sizes
 from quire.features.pooling.host import supported_tasks
+from quire.features.tiers.host import host_bytes
 from quire.files.resolve import with_weights_on_disk
 from quire.models.registry import find_family
 from quire.types.cache import CacheLayout
@@ -83,6 +84,8 @@ class MemoryPlan:
     stages: tuple[int, ...]  # layers of each; pages and cache are those of the stage with most layers
     tasks: tuple[str, ...]  # that requests may ask of the model
     pooling: int  # reserved for pooling
+    host_tier: int  # host memory for pages that leave the device, of all ranks
+    staged: int  # reserved on the device for these pages; on a CPU, the same memory
     cache: int
     pages: int
     positions: int  # max_position of the model
@@ -225,6 +228,8 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
         stages=tuple(len(stage) for stage in config.stage_layers),
         tasks=supported_tasks(config),
         pooling=use.sum("reserved", "pooling"),
+        host_tier=host_bytes(config) * config.world,
+        staged=use.sum("reserved", "tiers"),
         cache=max(0, cache) if layout.bytes_per_page or facts.states else 0,
         pages=pages,
         positions=facts.max_position,

@@ -32,6 +32,9 @@ def render(plan: MemoryPlan) -> str:
     if "generate" not in plan.tasks:
         lines.insert(1, ("Tasks", ", ".join(plan.tasks)))
         lines.append(("Pooling", f"{size(plan.pooling)} reserved for hidden states and results"))
+    if plan.host_tier:
+        staged = f", and {size(plan.staged)} of the device on the way" if plan.device != "cpu" else ""
+        lines.append(("Host memory", f"{size(plan.host_tier)} for evicted pages{staged}"))
     if plan.graphs:
         lines.append(("CUDA graphs", f"{size(plan.graphs)} reserved (--enforce-eager: none)"))
     lines += _optional_lines(plan)

@@ -16,6 +16,7 @@ from quire.engine.watch import Watch
 from quire.features.logits_processors.loading import refuse_extra_args
 from quire.features.lora.manager import LoRAManager
 from quire.features.structured.constraints import Constraints, GrammarLanes
+from quire.sched.arrivals import Arrivals
 from quire.sched.draft.speculation import Speculation
 from quire.sched.plan_builder import Scheduled
 from quire.sched.scheduler import Scheduler
@@ -27,6 +28,7 @@ from quire.types.sampling import SamplingParams
 from quire.types.stats import Stats
 
 logger = logging.getLogger(__name__)
+ARRIVAL_WAIT_S = 0.0005  # between polls while there is nothing to run
 PLANNING_S = 0.01  # shorter pauses of the device are planning, not waiting for work
 
 
@@ -133,6 +135,8 @@ class EngineCore:
             self.constraints.before_plan(self.depth, self.step_in_flight)
         if self.adapters.slots:
             self.adapters.turn()
+        if self.scheduler.arrivals is not None and self.scheduler.arrivals.pending:
+            self._poll_arrivals(self.scheduler.arrivals)
         scheduled = self.scheduler.schedule(self._clock())
         self.tokens, self.rows = (0, 0) if scheduled is None else (scheduled.plan.tokens, len(scheduled.plan.slot))
         self.waited = 0.0
@@ -143,6 +147,8 @@ class EngineCore:
                 self.watch.planned(scheduled)
             self._submit(scheduled)
             self.scheduler.catch_up()
+        elif not self._flights and not self._deltas and self.scheduler.arrivals is not None and self.scheduler.arrivals.pending:
+            time.sleep(ARRIVAL_WAIT_S)
         elif not self._flights and not self._deltas:
             (self.adapters if self.adapters.reading else self.constraints).wait()
         while len(self._flights) > self.depth or (self._flights and scheduled is None):
@@ -169,6 +175,10 @@ class EngineCore:
         if self.scheduler.speculation is not None:
             self.scheduler.speculation.close()
         self.executor.stop()
+
+    def _poll_arrivals(self, arrivals: Arrivals) -> None:
+        """Take in pages that all ranks have fetched."""
+        arrivals.reported(self.executor.call_all("call_part", "tiers", "take_fetched"), self._clock())
 
     def _submit(self, scheduled: Scheduled) -> None:
         in_flight = bool(self._flights)
@@ -249,3 +259,7 @@ class EngineCore:
         """End the requests of a failed step, and no others."""
         logger.error("step %d failed", scheduled.plan.step, exc_info=error)
         self._queue_deltas(self.scheduler.results.fail(scheduled, f"{type(error).__name__}: {error}"))
+        arrivals = self.scheduler.arrivals
+        if arrivals is not None and (pages := arrivals.of_step(scheduled.plan.step)):
+            self.executor.call_all("call_part", "tiers", "abandon", pages)
+            arrivals.lost(pages)

@@ -21,11 +21,12 @@ from quire.dist.mesh import largest_share
 from quire.engine.executor.nodes import share_ranks
 from quire.features.host import Sizes
 from quire.features.media.host import encoder_cache_size, media_of
-from quire.features.tiers.host import even_pages
+from quire.features.tiers.host import even_pages, host_bytes
 from quire.sched.budget import Budget, StepBudget, TimedBudget
 from quire.sched.encoding import Encoding
 from quire.sched.scheduler import Scheduler
 from quire.types.cache import DTYPE_BYTES, CacheLayout
+from quire.types.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +168,8 @@ def make_scheduler(
         turns=config.depth + 1 if config.stages > 1 else 1,
         encoding=make_encoding(config),
         evictable=cache_policy(config),
+        records=host_records(config, layout),
+        preemption_mode=config.args.preemption_mode,
         **more,
     )
 
@@ -175,6 +178,17 @@ def cache_policy(config: Config) -> Callable[[], Evictable]:
     """Return what makes the eviction policy of cached pages."""
     name = config.args.cache_policy
     return policy_maker(name, even_pages(config)) if name == "cost" else policy_maker(name)
+
+
+def host_records(config: Config, layout: CacheLayout) -> int:
+    """Return how many pages the host tier holds; 0: there is none."""
+    size = host_bytes(config)
+    if size and size < layout.bytes_per_page:
+        raise ConfigError(
+            f"kv_offloading_size gives each rank {size} bytes, less than one page of {layout.bytes_per_page}. Raise it, or "
+            "leave it out"
+        )
+    return size // layout.bytes_per_page if size else 0
 
 
 def make_encoding(config: Config) -> Encoding | None:

@@ -25,6 +25,20 @@ if TYPE_CHECKING:
     from quire.runner.slots import Slots
 
 
+class PageMemory(Protocol):
+    """The KV cache's pages as bytes."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Return the bytes of a page, in all buffers together."""
+
+    def gather(self, pages: Ints) -> "Tensor":
+        """Return copies of these pages, [pages, page_bytes] uint8."""
+
+    def scatter(self, pages: Ints, content: "Tensor") -> None:
+        """Overwrite these pages. content: [pages, page_bytes] uint8"""
+
+
 @dataclass(frozen=True)
 class Allocation:
     """The memory of a runner's slots. Parts have their own per-slot state."""
@@ -34,6 +48,7 @@ class Allocation:
     slots: "Slots"
     sampler: "Sampler"
     recorder: "Callable[[], Recorder] | None"  # None: no CUDA graphs are recorded
+    memory: PageMemory | None = None  # the pages
 
 
 @dataclass(frozen=True)

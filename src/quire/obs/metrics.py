@@ -118,6 +118,7 @@ class Metrics:
         self.waiting = board.add(Gauge("num_requests_waiting", "Requests that wait for room"))
         self.waiting_by_reason = board.add(Gauge("num_requests_waiting_by_reason", "Waiting requests by reason", ("reason",)))
         self.cache_usage = board.add(Gauge("kv_cache_usage_perc", "Fraction of the cache pages in use, 0 to 1"))
+        self.host_usage = board.add(Gauge("kv_offload_cpu_cache_usage_perc", "Fraction of the host tier in use, 0 to 1"))
         self.cache_config = board.add(Gauge("cache_config_info", "How the cache is set up", tuple(self._cache_info)))
         self.cache_config.set(1, *self._cache_info.values())
         self.heartbeat = board.add(Gauge("engine_heartbeat_age_seconds", "Since the engine process was last heard of"))
@@ -156,6 +157,12 @@ class Metrics:
             board.add(Counter("estimated_flops_per_gpu", "Operations of a rank, estimated with --enable-mfu-metrics")),
             board.add(Counter("estimated_read_bytes_per_gpu", "Memory that a rank read, estimated with --enable-mfu-metrics")),
             board.add(Counter("estimated_write_bytes_per_gpu", "Memory that a rank wrote, the same")),
+            board.add(Counter("external_prefix_cache_queries", "Prompt tokens looked up in host memory")),
+            board.add(Counter("external_prefix_cache_hits", "Prompt tokens fetched from host memory")),
+            board.add(Counter("kv_offload_store_bytes", "Pages stored in host memory, bytes of a rank")),
+            board.add(Counter("kv_offload_load_bytes", "Pages fetched from host memory, bytes of a rank")),
+            board.add(Counter("kv_offload_stores_skipped", "Pages not stored, since all of host memory was in use")),
+            board.add(Counter("kv_offload_load_failures", "Pages that were wrong or lost, and were computed again")),
         )
         self.accepted_per_position = board.add(
             Counter(
@@ -337,6 +344,7 @@ class Metrics:
         self.waiting_by_reason.set(stats.waiting, "capacity")
         self.waiting_by_reason.set(0, "deferred")
         self.cache_usage.set(1 - stats.free_pages / stats.pages if stats.pages else 0)
+        self.host_usage.set(stats.tier.used / stats.tier.records if stats.tier.records else 0)
         self.heartbeat.set(engine.heartbeat_age)
         self._forget_adapters(self.boards)
         if self.adapters is not None:
@@ -357,11 +365,12 @@ class Metrics:
 
 def _counted(stats: Stats) -> tuple[float, ...]:
     """What counts from the start of an engine."""
-    device = stats.device
+    device, tier = stats.device, stats.tier
     return (
         stats.queries, stats.hits, stats.preemptions, device.compilations, device.loads, device.captures, device.replays,
         device.misses, stats.grammar_losses, stats.drafts.rows, stats.drafts.tokens, stats.drafts.accepted,
         stats.adapter_reads, stats.adapter_puts, device.flops, device.read_bytes, device.written_bytes,
+        tier.queries, tier.hits, tier.stored * tier.page_bytes, tier.fetched * tier.page_bytes, tier.skipped, tier.lost,
     )  # fmt: skip
 
 

@@ -77,8 +77,27 @@ class KVBuffers:
             return
         read, write = upload_together([source, target], self.raw[0].device)
         for buffer in self.raw:
-            lines = buffer.view(self._lines, len(buffer), -1)
+            lines = self._parts(buffer)
             lines[:, write] = lines[:, read]
+
+    @property
+    def page_bytes(self) -> int:
+        return self._layout.page_bytes * len(self.raw)
+
+    def gather(self, pages: Ints) -> Tensor:
+        """Return copies of these pages, [pages, page_bytes] uint8."""
+        (index,) = upload_together([pages], self.raw[0].device)
+        return torch.cat([self._parts(buffer)[:, index].transpose(0, 1).reshape(len(pages), -1) for buffer in self.raw], 1)
+
+    def scatter(self, pages: Ints, content: Tensor) -> None:
+        """Overwrite these pages. content: [pages, page_bytes] uint8"""
+        (index,) = upload_together([pages], self.raw[0].device)
+        for buffer, part in zip(self.raw, torch.split(content, self._layout.page_bytes, 1), strict=True):
+            self._parts(buffer)[:, index] = part.reshape(len(pages), self._lines, -1).transpose(0, 1)
+
+    def _parts(self, buffer: Tensor) -> Tensor:
+        """Return the buffer as [parts, pages, bytes]."""
+        return buffer.view(self._lines, len(buffer), -1)
 
     def _view(self, raw: Tensor, layer: LayerCache) -> Tensor:
         """Return the layer's typed view. A layer smaller than a page uses the first part of each page."""
@@ -245,7 +264,7 @@ class RunnerCore(ABC):
         self._state = SlotState(slots, kv, sampler)
         recorder = self._device.recorder if self._recording else None
         for part in self._parts:
-            part.allocate(Allocation(pages, snapshots, slots, sampler, recorder))
+            part.allocate(Allocation(pages, snapshots, slots, sampler, recorder, kv))
         planners = fixed_plans(model, len(self._layout.groups)) if self._recording else None
         self.graphs = None
         if planners is not None:

@@ -85,10 +85,10 @@ class Runner(RunnerCore):
         if plan.admitted or len(plan.retired):
             self._admit(plan, sampler)
         sampler.columns.refresh(slots.updates)
-        if len(plan.copy_from):
-            kv.copy(plan.copy_from, plan.copy_to)
         for part in self._parts:
             part.prepare(plan)
+        if len(plan.copy_from):
+            kv.copy(plan.copy_from, plan.copy_to)
         if len(plan.slot):
             slots.check(plan)
             self._device.note(plan.tokens)

@@ -26,6 +26,9 @@ class Scheduled:
     embeddings: int = 0  # that the step encodes
 
 
+Moves = tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]  # stores (page, record) and fetches (record, page)
+
+
 class Odd(NamedTuple):
     """A row that is not a plain decode row: more or fewer tokens or samples than one, or scores, or pooling."""
 
@@ -57,6 +60,7 @@ class PlanBuilder:
         self._forgotten: list[str] = []
         self._encoded: list[tuple[int, int]] = []
         self._embeddings = 0
+        self._moves: Moves = ((), ())
 
     def admit(self, request: Request, start: int) -> None:
         """Add a request to the device. End-of-text ids of a constrained request are left to its grammar."""
@@ -118,6 +122,10 @@ class PlanBuilder:
         self._encoded.append((slot, index))
         self._embeddings += embeddings
 
+    def move(self, moves: Moves) -> None:
+        """Store and fetch pages of the host tier."""
+        self._moves = moves
+
     def row(self, request: Request, count: int, end: int, samples: int, masked: bool) -> None:
         scores, spec = range(0), request.spec
         if spec.params.prompt_logprobs is not None:
@@ -153,11 +161,11 @@ class PlanBuilder:
     def build(
         self, retired: list[int], last: Scheduled | None, next_drafts: int = 0, guesses: Mapping[Request, int] | None = None
     ) -> Scheduled | None:
-        """Return the step; None if it has no rows. Arrays that equal those of the `last` step are reused.
+        """Return the step; None if it has no rows and moves no pages. Arrays that equal those of the `last` step are reused.
 
         next_drafts: tokens to draft after each row; guesses: exceptions by request
         """
-        if not self.requests:
+        if not self.requests and not any(self._moves):
             return None
         requests, slots = tuple(self.requests), None
         if last is not None and not self._admitted and last.requests == requests:
@@ -193,6 +201,11 @@ class PlanBuilder:
             changes |= zip(("load_entry", "load_slot"), _table(self._loads), strict=True)
         if self._forgotten or self._encoded:
             changes |= {"forget": tuple(self._forgotten), "encode": tuple(self._encoded)}
+        stores, fetches = self._moves
+        if stores:
+            changes |= zip(("store_page", "store_record"), _table(stores), strict=True)
+        if fetches:
+            changes |= zip(("fetch_record", "fetch_page"), _table(fetches), strict=True)
         if self._saves:
             changes |= zip(("save_slot", "save_entry"), _table(self._saves), strict=True)
         return changes

@@ -45,6 +45,8 @@ class Results:
     def commit(self, scheduled: Scheduled, result: StepResult) -> list[TokenDelta]:
         """Commit a step and return a delta for each of its requests."""
         deltas: list[TokenDelta] = []
+        if self._tables.tier is not None:
+            self._tables.tier.landed(scheduled.plan.step)
         requests, ids = scheduled.requests, result.ids.tolist()
         more = {*result.logprobs, *result.prompt_logprobs, *result.failed, *result.pooled}
         special = {*scheduled.odd, *more}
@@ -154,7 +156,9 @@ class Results:
                 deltas.append(delta(request, [], error=reason))
             elif roster.forks.held.get(request.spec.id) is request:
                 roster.release([request.spec.id])
-        self._tables.forget_all()
+        self._tables.lose()
+        if self._tables.tier is not None:
+            self._tables.tier.failed(plan.step)
         self._encoding.forget_all(plan.forget)
         given = set(plan.given_slot.tolist())  # the device may not have their tokens: all are sent again
         for request in list(roster.live.values()):

@@ -96,7 +96,7 @@ class Roster:
         self.forced: dict[Request, int] = {}  # running requests with tokens that the device lacks, from this position on
         self.retired: list[int] = []  # freed slots that no plan has reported to the device
         self.arrivals = self.departures = self.preemptions = 0  # departures: from a slot
-        self._unready: set[Request] = set()  # they wait for their grammar or adapter
+        self._unready: set[Request] = set()  # they wait for their grammar, adapter or pages
 
     def add(self, spec: EngineRequest, limit: int, spans: Spans = ()) -> None:
         self.release([spec.id])
@@ -126,6 +126,13 @@ class Roster:
         else:
             self._unready.discard(request)
             self._enqueue(request)
+
+    def wait_for_pages(self, request: Request) -> None:
+        """Move a request out of the queue until `mark_ready`."""
+        self.queue.remove(request)
+        request.lacks.add("pages")
+        self._unready.add(request)
+        self._notify_move(request, "unready")
 
     def suspend(self, name: str) -> None:
         """Suspend a request whose grammar is lost until `mark_ready`. Tokens of its rows in flight are dropped."""

@@ -18,56 +18,23 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 
-import numpy as np
-
 from quire.cache.policies import Evictable, Recency
 from quire.cache.tables import Entries, Tables
+from quire.sched.arrivals import Arrivals
 from quire.sched.budget import Budget, StepBudget
 from quire.sched.draft.speculation import Speculation
 from quire.sched.encoding import Encoding
 from quire.sched.limits import RequestLimits, finish, reasoning_budget_left
 from quire.sched.plan_builder import PlanBuilder, Scheduled
 from quire.sched.queue import Order, Policy
+from quire.sched.repeat import steady_decode
 from quire.sched.results import Results, delta
 from quire.sched.roster import Roster, common_prefix
 from quire.types.cache import CacheLayout
 from quire.types.errors import ConfigError, EngineError, RequestError
 from quire.types.outputs import TokenDelta
-from quire.types.plan import StepPlan
 from quire.types.request import EngineRequest, Request
-from quire.types.stats import Stats
-
-
-def steady_decode(last: Scheduled, step: int, speculation: Speculation) -> Scheduled | None:
-    """Return the last step again, with all requests and new drafts, and move the cursors; None if planning would differ."""
-    plan, shapes, ends = last.plan, last.plan.shapes, list[int]()
-    if (
-        speculation.next_drafts
-        or plan.next_drafts
-        or len(shapes.outputs.pool)
-        or shapes.tokens != len(last.requests) + shapes.drafted
-    ):
-        return None
-    for request, (sample, drafts) in zip(last.requests, shapes.each, strict=True):
-        end = request.computed + 1 + drafts
-        able = sample and request.sampled and request.known == 1 and not (request.unverified or request.spec.params.needs_masks)
-        if not able or speculation.granted.get(request, 0) != drafts or end > min(request.covered, request.limit - 1):
-            return None
-        ends.append(end)
-    tokens: list[int] = []
-    for request, end, (_, drafts) in zip(last.requests, ends, shapes.each, strict=True):
-        request.computed, request.unverified = end, drafts
-        tokens += speculation.tokens(request, drafts)
-    again = StepPlan(
-        step=step,
-        slot=plan.slot,
-        end=np.array(ends, np.int32),
-        shapes=shapes,
-        draft_token=np.array(tokens, np.int32),
-        guesses=plan.guesses,
-    )
-    return Scheduled(again, last.requests, last.odd)
-
+from quire.types.stats import NO_TIERS, Stats
 
 MAX_COUNTED_REQUESTS = 16  # waiting ones, for the backlog
 GROWTH_PAGES = 3  # that a growing request gets in advance while many are free: it allocates less often
@@ -102,6 +69,8 @@ class Scheduler:
         turns: int = 1,
         encoding: Encoding | None = None,
         evictable: Callable[[], Evictable] = Recency,
+        records: int = 0,
+        preemption_mode: str = "auto",
     ) -> None:
         """Create a scheduler.
 
@@ -114,6 +83,8 @@ class Scheduler:
         turns: pipeline steps in flight; running requests take turns, so that no step waits for a sampled token
         encoding: of the images and videos of prompts; None: requests have none
         evictable: makes the eviction policy of cached pages
+        records: pages that the host tier holds; 0: there is none
+        preemption_mode: how preempted requests get pages back that are in the host tier
         """
         if max_seqs < 1:
             raise ConfigError(f"max_seqs must be at least 1, got {max_seqs}")
@@ -121,7 +92,7 @@ class Scheduler:
         undivided = bool(encoding.undivided)
         self._limits = RequestLimits(layout, pages, max_model_len, max_batched_tokens, chunk_cap, chunked, undivided)
         states = None if snapshots is None else (max_seqs, snapshots)
-        self._tables = Tables(layout, pages, self._limits.longest_row, prefix_caching, contiguous, states, evictable)
+        self._tables = Tables(layout, pages, self._limits.longest_row, prefix_caching, contiguous, states, evictable, records)
         self.pool = self._tables.pool
         self._snapshots = self._tables.snapshots
         self._cuts = chunked and self._snapshots is not None
@@ -129,6 +100,8 @@ class Scheduler:
         self._room = max_batched_tokens  # of the current step
         self.roster = roster = Roster(self._tables, self.order_class(policy), max_seqs)
         self._running, self._queue, self._forks, self._live = roster.running, roster.queue, roster.forks, roster.live
+        tier = self._tables.tier
+        self.arrivals = None if tier is None else Arrivals(self._tables, tier, roster, layout.bytes_per_page, preemption_mode)
         self.results = Results(self._tables, roster, encoding)
         self._paused: set[Request] = set()  # without a row in the next step
         self._to_publish: list[Request] = []  # latest rows may fill pages that are not published yet
@@ -251,6 +224,7 @@ class Scheduler:
             preemptions=self.roster.preemptions,
             drafts=self.results.drafts,
             encoder=self._encoding.counts,
+            tier=NO_TIERS if self.arrivals is None else self.arrivals.counts,
         )
 
     # ---- planning --------------------------------------------------------------------------------------------------------
@@ -280,6 +254,8 @@ class Scheduler:
         self._admit(plan, left, now)
         self.pool.drop(plan.sources)
         self._paused.clear()
+        if self._tables.tier is not None:
+            plan.move(self._tables.tier.take_moves(plan.step))
         for request, start in self.roster.forced.items():
             plan.give(request, start)
         guessed = () if self.speculation is None else (self.speculation.next_drafts, self.speculation.guesses)
@@ -322,9 +298,13 @@ class Scheduler:
         synchronous: the step was planned after the tokens of the last one were known
         """
         plan = scheduled.plan
+        if not scheduled.requests:
+            return
         if seconds:
             tokens = plan.tokens - plan.shapes.drafted + scheduled.embeddings
             self._budget.record_step_time(len(scheduled.requests), tokens, seconds)
+            if self.arrivals is not None and tokens > 2 * len(scheduled.requests):
+                self.arrivals.computed(tokens, seconds)
         if self.speculation is not None:
             self.speculation.record_step_time(scheduled, seconds + idle_before, synchronous)
 
@@ -395,6 +375,9 @@ class Scheduler:
                 if count and len(self._running):  # until a page is freed, another attempt would fail, too
                     self._blocked = self._blocked_key(request)
                 return
+            if self.arrivals is not None and not sources and self.arrivals.hold(request, plan, now):
+                self._undo_adoption(request, sources)
+                continue
             self._enter(request, plan, now)
             if not self._cover(request, request.computed + count, plan):
                 raise EngineError(f"{request.spec.id!r} did not fit in the step that admits it")

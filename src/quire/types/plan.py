@@ -168,11 +168,11 @@ class StepRows(msgspec.Struct, frozen=True, eq=False):
 
 
 class StepPlan(StepRows, frozen=True, eq=False, dict=True):
-    """One step: admitted and retired slots, changes of page tables, and the rows.
+    """One step: admitted and retired slots, changes of page tables, and the rows. A plan that only moves pages has no rows.
 
-    Order of effects on the device: retire, admit, given tokens, tables, copies, states that are loaded, embeddings that are
-    forgotten, items that are encoded, then the rows, then states that are saved. Recurrent states are in entries: those of the
-    slots first, then snapshots of prefixes.
+    Order of effects on the device: retire, admit, given tokens, tables, stores, fetches, copies, states that are loaded,
+    embeddings that are forgotten, items that are encoded, then the rows, then states that are saved. Recurrent states are in
+    entries: those of the slots first, then snapshots of prefixes.
 
     The device keeps the embeddings of encoded images and videos by their digest; `encode` and `forget` are all that changes
     this cache. A row may have tokens of an item only if the item's embeddings are in it.
@@ -211,6 +211,11 @@ class StepPlan(StepRows, frozen=True, eq=False, dict=True):
     guesses: Ints = NOTHING  # [rows] tokens that a drafter with weights drafts after each row
     forget: tuple[str, ...] = ()  # digests whose embeddings leave the encoder cache, if they are in it
     encode: tuple[tuple[int, int], ...] = ()  # (slot, index in `Extras.media` of its request), in the order of rows
+    # moves of pages between the device and records of the host tier; nothing reads a page before its fetch is reported
+    store_page: Ints = NOTHING  # [stores] record[store_record] = page[store_page], before anything is written in this step
+    store_record: Ints = NOTHING  # [stores]
+    fetch_record: Ints = NOTHING  # [fetches] page[fetch_page] = record[fetch_record], after the stores
+    fetch_page: Ints = NOTHING  # [fetches]
 
     @cached_property
     def next_drafts(self) -> int:

@@ -22,7 +22,7 @@ from quire.types.prompts import NO_EXTRAS, Extras
 from quire.types.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
-Lack = Literal["grammar", "adapter"]
+Lack = Literal["grammar", "adapter", "pages"]
 Spans = tuple[tuple[int, int], ...]  # (first, end) positions, rising and disjoint
 
 

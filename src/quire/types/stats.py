@@ -105,6 +105,23 @@ class EncoderCounts(msgspec.Struct, frozen=True, array_like=True):
 NO_ENCODINGS = EncoderCounts()
 
 
+class TierCounts(msgspec.Struct, frozen=True, array_like=True):
+    """Counts of pages in the host tier; all but the first two since the start of the engine process."""
+
+    records: int = 0  # pages that it holds
+    used: int = 0
+    stored: int = 0  # pages stored
+    skipped: int = 0  # pages not stored, since all records were in use
+    queries: int = 0  # prompt tokens that the device did not have
+    hits: int = 0  # ... and that were fetched
+    fetched: int = 0  # pages that arrived
+    lost: int = 0  # pages that did not, and were computed again
+    page_bytes: int = 0  # of a page on the rank with the largest
+
+
+NO_TIERS = TierCounts()
+
+
 class Stats(msgspec.Struct, frozen=True, array_like=True):
     running: int
     waiting: int  # parked children included
@@ -119,6 +136,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     adapter_reads: int = 0  # from files to the host's memory
     adapter_puts: int = 0  # from there to the device
     encoder: EncoderCounts = NO_ENCODINGS
+    tier: TierCounts = NO_TIERS
     engine: int = 0  # its number, of several
 
 

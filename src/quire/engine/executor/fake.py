@@ -21,6 +21,7 @@ from quire.config.facts import ModelFacts
 from quire.engine.executor.base import Executor
 from quire.engine.executor.fake_media import FakeEncoder, Undivided
 from quire.engine.executor.fake_model import FakeModel, Words, flavour
+from quire.engine.executor.fake_tier import FakeTier
 from quire.engine.layouts import fit_or_warn
 from quire.engine.timeline import Stopwatch
 from quire.features.media.host import encoder_cache_size, media_of
@@ -28,7 +29,7 @@ from quire.files.adapter import find_adapter, read_config
 from quire.types.adapter import AdapterFacts, AdapterRef
 from quire.types.cache import CacheLayout
 from quire.types.errors import AdapterError, ConfigError, EngineDead, EngineError
-from quire.types.plan import Admission, Ints, StepPlan, StepResult, TopLogprobs, spans
+from quire.types.plan import NOTHING, Admission, Ints, StepPlan, StepResult, TopLogprobs, spans
 from quire.types.plan import Words as Masks
 from quire.types.stats import NO_COUNTS, DeviceCounts
 
@@ -107,6 +108,7 @@ class FakeExecutor:
         self.seeds: Words = np.zeros(max_seqs, np.uint64)  # [slots]
         self.flavours: Words = np.zeros(max_seqs, np.uint64)  # [slots] of their adapters
         self.adapters: dict[int, str] = {}  # adapter slot -> version
+        self.tier = FakeTier(self.cells, self.sums)
         self._read: dict[str, AdapterFacts] = {}  # version -> its facts
         self.admissions: dict[int, Admission] = {}
         self._special: set[int] = set()  # slots whose params require more than a token
@@ -138,6 +140,8 @@ class FakeExecutor:
         pass
 
     def call(self, method: str, *args: Any) -> Any:
+        if (method, *args[:1]) == ("call_part", "tiers"):
+            return getattr(self.tier, args[1])(*args[2:])
         raise EngineError(f"the fake executor has no method {method!r} (called with {len(args)} arguments)")
 
     def call_all(self, method: str, *args: Any) -> list[Any]:
@@ -201,6 +205,7 @@ class FakeExecutor:
                 if entry not in self._states:
                     raise EngineError(f"a state was loaded from entry {entry}, where none was saved")
                 self._states[slot] = self._states[entry]
+        self.tier.move(plan)
         self.encoder.apply(plan, self.admissions)
         targets = plan.copy_to.tolist()
         if len(set(targets)) < len(targets) or set(targets) & set(plan.copy_from.tolist()):
@@ -217,6 +222,8 @@ class FakeExecutor:
     # ---- the rows --------------------------------------------------------------------------------------------------------
 
     def _run(self, plan: StepPlan, lost: bool, masks: Masks | None) -> StepResult:
+        if not len(plan.slot):
+            return StepResult(plan.step, NOTHING, NOTHING)
         slots, count = plan.slot.astype(np.int64), plan.count.astype(np.int64)
         end = self.cursor[slots] + count
         self._check_rows(plan, slots, end, count)

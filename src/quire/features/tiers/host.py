@@ -1,17 +1,20 @@
-"""The KV cache's eviction policy."""
+"""The eviction policy of cached pages, and the host tier that takes them: arguments, limits and memory."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from quire.config.fields import TEXT, setting
+from quire.config.fields import REAL, TEXT, setting
 from quire.config.memory import parameter_parts
-from quire.features.host import NO_MEMORY, Feature, Memory, Sizes
+from quire.features.host import NO_MEMORY, Conflict, Feature, Memory, Sizes
 from quire.types.cache import EVICTION_POLICIES
+from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.config.config import Config
 
 _GROUP = "cache and memory"
+GIB = 2**30
+STAGED_PAGES = 32  # moved with one gather on a GPU
 
 
 @dataclass
@@ -25,14 +28,90 @@ class TierArgs:
         choices=EVICTION_POLICIES,
         after="enable_prefix_caching",
     )
+    kv_offloading_size: float | None = setting(
+        None, REAL, _GROUP, "GiB of host memory for cached pages that are evicted from the device, of all ranks of an engine "
+        "together; default: none", low=0, after="cache_policy",
+    )  # fmt: skip
+    kv_offloading_backend: str = setting(
+        "native", TEXT, _GROUP, "what keeps them", choices=("native",), after="kv_offloading_size"
+    )
+    swap_space: float | None = setting(
+        None, REAL, _GROUP, "GiB of host memory per rank: another way to write kv_offloading_size", low=0,
+        after="kv_offloading_backend",
+    )  # fmt: skip
+    preemption_mode: str = setting(
+        "auto", TEXT, _GROUP, "how preempted requests go on: pages that are in host memory are fetched (swap), computed again "
+        "(recompute), or what is estimated to be faster (auto)", choices=("auto", "swap", "recompute"), after="swap_space",
+    )  # fmt: skip
+
+
+CONFLICTS: tuple[Conflict, ...] = (
+    Conflict(
+        "evicted pages that cannot be found",
+        lambda c: host_bytes(c) > 0 and not c.prefix_caching,
+        lambda c: (  # noqa: ARG005
+            "kv_offloading_size requires enable_prefix_caching, by which pages in host memory are found. Enable it, or leave "
+            "kv_offloading_size out"
+        ),
+    ),
+    Conflict(
+        "evicted pages of a model without any",
+        lambda c: host_bytes(c) > 0 and not c.facts.layers and not c.facts.states,
+        lambda c: f"kv_offloading_size is not supported with {c.facts.architecture}, which has no KV cache. Leave it out",
+    ),
+    Conflict(
+        "evicted pages of recurrent layers",
+        lambda c: host_bytes(c) > 0 and bool(c.facts.states),
+        lambda c: (
+            f"kv_offloading_size is not supported with the recurrent layers of {c.facts.architecture}: their states are not "
+            "kept in host memory yet. Leave it out"
+        ),
+    ),
+    Conflict(
+        "evicted pages of a drafter",
+        lambda c: host_bytes(c) > 0 and c.drafts_on_device,
+        lambda c: (
+            f"kv_offloading_size is not supported with the speculation method {c.draft_method}, whose own cache is not kept in "
+            "host memory yet. Use ngram or suffix, or leave it out"
+        ),
+    ),
+)  # fmt: skip
 
 
 class Tiers(Feature):
     name = "tiers"
-    cache_salt = None
+    conflicts = CONFLICTS
+    part = "quire.features.tiers.device:TiersPart"
+    cache_salt = None  # a record is found by the key of its page
+
+    def check(self, args: Any) -> None:
+        if args.swap_space and args.kv_offloading_size:
+            raise ConfigError(
+                f"swap_space {args.swap_space:g} and kv_offloading_size {args.kv_offloading_size:g} are two ways to write the "
+                "same. Leave swap_space out"
+            )
+        if args.preemption_mode == "swap" and not (args.swap_space or args.kv_offloading_size):
+            raise ConfigError("preemption_mode swap requires kv_offloading_size, the memory that pages are swapped to. Add it")
+
+    def part_options(self, config: "Config") -> dict[str, Any] | None:
+        size = host_bytes(config)
+        return {"host_bytes": size, "reserved": self.memory(config, Sizes()).reserved} if size else None
 
     def memory(self, config: "Config", sizes: Sizes) -> Memory:  # noqa: ARG002
-        return NO_MEMORY
+        """On a CPU host memory is the device's memory; on a GPU pages are staged on their way."""
+        size = host_bytes(config)
+        if not size:
+            return NO_MEMORY
+        if config.device_facts.one_memory:
+            return Memory(reserved=size)
+        page = sum(layer.page_bytes(config.page_size, config.cache_bytes) for layer in config.facts.layers)
+        return Memory(reserved=2 * STAGED_PAGES * page // config.world)
+
+
+def host_bytes(config: "Config") -> int:
+    """Return the bytes of one rank's host tier; 0: there is none."""
+    per_rank, total = config.args.swap_space, config.args.kv_offloading_size
+    return int((per_rank or (total or 0.0) / config.world) * GIB)
 
 
 def even_pages(config: "Config") -> float:

@@ -1,0 +1,164 @@
+"""The index of the host tier: which pages that left the device have a record in host memory, and what moves between them.
+
+A record holds the content of one page. A page that is evicted from the pool is stored in a record by the plan that takes
+the page; pages that a request needs are fetched from records by a later plan. The device does what plans say, in their order.
+
+    free ──► stored by a plan ──► landed: can be found, evicted, fetched ──► evicted, or forgotten ──► free
+                                   ▲        │
+                                   └────────┴── pinned while it is fetched
+
+Only a record whose step has landed can be found: if a step fails, what its plan and later ones stored is dropped, since
+the pages may not have been written. The index knows no bytes, devices or requests.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from quire.cache.policies import Evictable, Recency
+from quire.cache.pool import Key
+from quire.types.errors import EngineError
+
+Content = tuple[Key, bytes]  # and the page's tokens
+UNPLANNED = -1  # stored by the plan that is being built
+
+
+class HostTier:
+    def __init__(self, records: int, policy: Callable[[], Evictable] = Recency) -> None:
+        self.records = records
+        self._untouched = 0  # the first record that was never used
+        self._free: list[int] = []  # records below it
+        self._policy = policy()  # records that can be evicted
+        self._index: dict[Key, int] = {}
+        self._content: dict[int, Content] = {}
+        self._pins: Counter[int] = Counter()
+        self._storing: dict[int, int] = {}  # record -> step of the plan that stores it
+        self._stores: list[tuple[int, int]] = []  # (page, record) of the plan that is being built
+        self._fetches: list[tuple[int, int]] = []  # (record, page) of the same
+        self.stored = self.dropped = 0  # pages, ever: stored; not stored, since all records were in use
+
+    @property
+    def used(self) -> int:
+        return self._untouched - len(self._free)
+
+    @property
+    def has_moves(self) -> bool:
+        return bool(self._stores or self._fetches)
+
+    def evicted(self, page: int, content: Content) -> None:
+        """Store a page that loses its content with the plan that is being built."""
+        key = content[0]
+        if (record := self._index.get(key)) is not None:
+            if record in self._policy:
+                self._use(record)
+            return
+        taken = self._take()
+        if taken is None:
+            self.dropped += 1
+            return
+        self._index[key], self._content[taken] = taken, content
+        self._storing[taken] = UNPLANNED
+        self._stores.append((page, taken))
+        self.stored += 1
+
+    def find(self, key: Key, tokens: bytes) -> int | None:
+        """Return the record of this content, if it has landed."""
+        record = self._index.get(key)
+        if record is None or record in self._storing:
+            return None
+        return record if self._content[record][1] == tokens else None
+
+    def pin(self, record: int) -> None:
+        """Keep a record until `unpin`."""
+        self._policy.use(record)
+        self._pins[record] += 1
+
+    def fetch(self, record: int, page: int) -> None:
+        """Fetch a pinned record with the plan that is being built."""
+        self._fetches.append((record, page))
+
+    def holds(self, record: int, key: Key) -> bool:
+        """Return whether the record still has this content."""
+        content = self._content.get(record)
+        return content is not None and content[0] == key
+
+    def unpin(self, record: int) -> None:
+        self._pins[record] -= 1
+        self._settle(record)
+
+    def take_moves(self, step: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Return stores (page, record) and fetches (record, page) for the plan of this step. Stores come first."""
+        for _, record in self._stores:
+            if record in self._storing:
+                self._storing[record] = step
+        moves = self._stores, self._fetches
+        self._stores, self._fetches = [], []
+        return moves
+
+    def landed(self, step: int) -> None:
+        """The step was run: what it stored can be found."""
+        for record in [record for record, by in self._storing.items() if UNPLANNED < by <= step]:
+            del self._storing[record]
+            self._settle(record)
+
+    def failed(self, step: int) -> None:
+        """The step was lost: drop what it and later plans store."""
+        for record in [record for record, by in self._storing.items() if by == UNPLANNED or by >= step]:
+            self._forget(record)
+            if self._storing[record] == step:
+                del self._storing[record]
+                self._settle(record)
+
+    def forget(self, keys: Iterable[Key]) -> None:
+        """Remove this content."""
+        for key in keys:
+            if key in self._index:
+                self._forget(self._index[key])
+
+    def forget_all(self) -> None:
+        self.forget(list(self._index))
+
+    def check(self) -> None:
+        """Raise EngineError unless every record is in one state."""
+        busy = {*self._pins, *self._storing}
+        if sorted([*self._free, *self._policy, *busy]) != list(range(self._untouched)) or self._untouched > self.records:
+            raise EngineError(f"host records are lost or doubled: {self._free}, {list(self._policy)}, {busy}")
+        named = {content[0]: record for record, content in self._content.items()}
+        if named != self._index or not self._content.keys().isdisjoint(self._free):
+            raise EngineError("the index of host records and their content disagree")
+
+    def _take(self) -> int | None:
+        if self._free:
+            return self._free.pop()
+        if self._untouched < self.records:
+            self._untouched += 1
+            return self._untouched - 1
+        if not len(self._policy):
+            return None
+        record = self._policy.pop()
+        self._remove_content(record)
+        return record
+
+    def _use(self, record: int) -> None:
+        self._policy.use(record)
+        self._policy.add(record, 1)
+
+    def _settle(self, record: int) -> None:
+        """Make a record that nothing moves any more findable or free."""
+        if self._pins[record] or record in self._storing:
+            return
+        del self._pins[record]
+        if record not in self._content:
+            self._free.append(record)
+        else:
+            self._policy.add(record, 1)
+
+    def _forget(self, record: int) -> None:
+        self._remove_content(record)
+        if record in self._policy:
+            self._policy.forget(record)
+            self._free.append(record)
+
+    def _remove_content(self, record: int) -> None:
+        content = self._content.pop(record, None)
+        if content is not None:
+            del self._index[content[0]]

@@ -1,0 +1,54 @@
+"""The host tier of the fake executor. It checks that nothing is read before it has arrived."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.engine.executor.fake_model import Words
+from quire.types.errors import EngineError
+from quire.types.plan import StepPlan
+
+
+class FakeTier:
+    """Records by number. A page has the content of its record only when its fetch has been reported."""
+
+    def __init__(self, cells: Words, sums: Words) -> None:
+        """cells [pages, page_size], sums [pages]: the pages of the device."""
+        self._cells, self._sums, self._blank = cells, sums, cells[0].copy()
+        self.records: dict[int, Words] = {}
+        self.arriving: dict[int, tuple[Words, bool]] = {}  # page -> content, and whether it is right
+        self.is_broken: Callable[[int], bool] = lambda _: False  # whether the content of a record does not come back
+        self.is_late: Callable[[int], bool] = lambda _: False  # whether a page is reported later
+
+    def move(self, plan: StepPlan) -> None:
+        if not len(plan.store_page) and not len(plan.fetch_page):
+            return
+        if set(plan.store_page.tolist()) & set(self.arriving):
+            raise EngineError("a page was stored before it had arrived")
+        for page, record in zip(plan.store_page.tolist(), plan.store_record.tolist(), strict=True):
+            self.records[record] = self._cells[page].copy()
+        for record, page in zip(plan.fetch_record.tolist(), plan.fetch_page.tolist(), strict=True):
+            if record not in self.records:
+                raise EngineError(f"record {record} was fetched, where nothing was stored")
+            if page in self.arriving:
+                raise EngineError(f"page {page} was fetched twice")
+            self.arriving[page] = self.records[record].copy(), not self.is_broken(record)
+            self._set(page, self._blank)
+
+    def take_fetched(self) -> list[tuple[int, bool]]:
+        reports = []
+        for page in [page for page in self.arriving if not self.is_late(page)]:
+            content, right = self.arriving.pop(page)
+            if right:
+                self._set(page, content)
+            reports.append((page, right))
+        return reports
+
+    def abandon(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self.arriving.pop(page, None)
+
+    def _set(self, page: int, content: npt.NDArray[np.uint64]) -> None:
+        self._cells[page] = content
+        self._sums[page] = content.sum(dtype=np.uint64)

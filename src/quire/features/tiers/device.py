@@ -1,0 +1,183 @@
+"""The device half of the host tier: pages are stored in records of host memory, and fetched from them, as plans say.
+
+    CPU    copies are made before the rows of the step run
+    CUDA   stored pages are gathered on the step's stream, so that its rows may overwrite them, and travel to pinned memory on a
+           stream of their own; fetched pages travel there, too, beside the rows of this and later steps
+
+Every record has a checksum, which is computed where the page comes from, and again where it arrives.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.config.host import available_host_bytes
+from quire.device.base import GIB, Device
+from quire.features.base import Allocation, PageMemory, StepPart
+from quire.features.tiers.host import STAGED_PAGES
+from quire.models.decoder import Decoder
+from quire.types.errors import ConfigError
+from quire.types.plan import Ints, StepPlan, StepRows
+
+if TYPE_CHECKING:
+    from torch.cuda import Event
+
+WORD_BYTES = 8
+
+
+@dataclass
+class Moved:
+    """Pages whose fetch has begun."""
+
+    pages: list[int]
+    right: Tensor  # [pages] bool, in host memory when `event` has happened
+    event: "Event | None"
+
+    @property
+    def done(self) -> bool:
+        return self.event is None or self.event.query()  # type: ignore[no-untyped-call]
+
+
+class TiersPart(StepPart):
+    name = "tiers"
+
+    def __init__(self, device: Device, dtype: torch.dtype, host_bytes: int, reserved: int) -> None:  # noqa: ARG002
+        """host_bytes: of this rank's records. reserved: bytes of device memory."""
+        self._device, self._bytes, self._reserved = device, host_bytes, reserved
+        self._arena: Arena | None = None
+        self._moved: list[Moved] = []
+
+    def load(self, model: Decoder, reserved_bytes: Callable[[], int]) -> None:  # noqa: ARG002
+        available = available_host_bytes()
+        if self._bytes > available:
+            raise ConfigError(
+                f"kv_offloading_size needs {self._bytes / GIB:.2f} GiB of host memory on this rank, but {available / GIB:.2f} "
+                "GiB are available. Lower it"
+            )
+
+    def reserved_bytes(self, max_seqs: int, recording: bool) -> int:  # noqa: ARG002
+        return self._reserved
+
+    def allocate(self, allocation: Allocation) -> None:
+        self._arena = None
+        if allocation.pages and allocation.memory is not None:
+            records = self._bytes // allocation.memory.page_bytes
+            self._arena = Arena(allocation.memory, records, self._device.torch_device)
+
+    def prepare(self, plan: StepPlan) -> None:
+        if len(plan.store_page):
+            self._own_arena.store(plan.store_page, plan.store_record)
+        if len(plan.fetch_page):
+            self._moved += self._own_arena.fetch(plan.fetch_record, plan.fetch_page)
+
+    def graph_key(self, rows: StepRows) -> Hashable:  # noqa: ARG002
+        """Pages move before the rows run."""
+        return False
+
+    def take_fetched(self) -> list[tuple[int, bool]]:
+        """Return the pages whose fetch has ended since the last call, and whether their content is right."""
+        done = [moved for moved in self._moved if moved.done]
+        self._moved = [moved for moved in self._moved if moved not in done]
+        return [pair for moved in done for pair in zip(moved.pages, moved.right.tolist(), strict=True)]
+
+    def abandon(self, pages: Sequence[int]) -> None:
+        """Wait until nothing writes to these pages any more, and do not report them."""
+        gone = set(pages)
+        for moved in [moved for moved in self._moved if gone.intersection(moved.pages)]:
+            if moved.event is not None:
+                moved.event.synchronize()
+            self._moved.remove(moved)
+
+    def describe(self) -> dict[str, int]:
+        return {} if self._arena is None else {"host_tier_bytes": self._arena.memory.numel()}
+
+    def close(self) -> None:
+        self._arena = None
+        self._moved = []
+
+    @property
+    def _own_arena(self) -> "Arena":
+        assert self._arena is not None
+        return self._arena
+
+
+class Arena:
+    """Records in host memory: memory [records, record_bytes], sums [records, 2]."""
+
+    def __init__(self, pages: PageMemory, records: int, device: torch.device) -> None:
+        self._pages, self._on_gpu = pages, device.type == "cuda"
+        self._width = -(-pages.page_bytes // WORD_BYTES) * WORD_BYTES
+        self.memory = torch.empty(records, self._width, dtype=torch.uint8, pin_memory=self._on_gpu)
+        self.sums = torch.zeros(records, 2, dtype=torch.int64, pin_memory=self._on_gpu)
+        self._weights = 2 * torch.arange(self._width // WORD_BYTES, dtype=torch.int64, device=device) + 1
+        self._stream: Any = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
+
+    def store(self, pages: Ints, records: Ints) -> None:
+        before: Any = None
+        for first in range(0, len(pages), STAGED_PAGES):
+            part = slice(first, first + STAGED_PAGES)
+            content = self._padded(self._pages.gather(pages[part]))
+            sums = checksums(content, self._weights)
+            if not self._on_gpu:
+                index = torch.from_numpy(records[part].astype(np.int64))
+                self.memory[index], self.sums[index] = content, sums
+                continue
+            self._stream.wait_stream(torch.cuda.current_stream())
+            if before is not None:  # at most two parts take memory
+                torch.cuda.current_stream().wait_event(before)
+            with torch.cuda.stream(self._stream):
+                for i, record in enumerate(records[part].tolist()):
+                    self.memory[record].copy_(content[i], non_blocking=True)
+                    self.sums[record].copy_(sums[i], non_blocking=True)
+                before = self._stream.record_event()
+            content.record_stream(self._stream)
+            sums.record_stream(self._stream)
+
+    def fetch(self, records: Ints, pages: Ints) -> list[Moved]:
+        if not self._on_gpu:
+            return [self._copy_back(records, pages)]
+        self._stream.wait_stream(torch.cuda.current_stream())  # launched steps may still read what the pages had
+        moved = []
+        with torch.cuda.stream(self._stream):
+            for first in range(0, len(pages), STAGED_PAGES):
+                part = slice(first, first + STAGED_PAGES)
+                moved.append(self._bring(records[part].tolist(), pages[part]))
+        return moved
+
+    def _copy_back(self, records: Ints, pages: Ints) -> Moved:
+        index = torch.from_numpy(records.astype(np.int64))
+        content = self.memory[index]
+        right = (checksums(content, self._weights) == self.sums[index]).all(1)
+        self._pages.scatter(pages, content[:, : self._pages.page_bytes])
+        return Moved(pages.tolist(), right, None)
+
+    def _bring(self, records: list[int], pages: Ints) -> Moved:
+        """Copy records to pages, on the current stream."""
+        device = self._weights.device
+        content = torch.empty(len(records), self._width, dtype=torch.uint8, device=device)
+        sums = torch.empty(len(records), 2, dtype=torch.int64, device=device)
+        for i, record in enumerate(records):
+            content[i].copy_(self.memory[record], non_blocking=True)
+            sums[i].copy_(self.sums[record], non_blocking=True)
+        right = (checksums(content, self._weights) == sums).all(1)
+        self._pages.scatter(pages, content[:, : self._pages.page_bytes])
+        host = torch.empty(len(records), dtype=torch.bool, pin_memory=True)
+        host.copy_(right, non_blocking=True)
+        return Moved(pages.tolist(), host, self._stream.record_event())
+
+    def _padded(self, content: Tensor) -> Tensor:
+        missing = self._width - content.shape[1]
+        return torch.nn.functional.pad(content, (0, missing)) if missing else content
+
+
+def checksums(content: Tensor, weights: Tensor) -> Tensor:
+    """Return [pages, 2] int64: the sum of the words of each page, and the sum weighted by odd numbers, both modulo 2**64.
+
+    content: [pages, bytes] uint8, contiguous. weights: [words] int64
+    """
+    words = content.view(torch.int64)
+    return torch.stack((words.sum(1), (words * weights).sum(1)), 1)
