@@ -11,7 +11,7 @@ import logging
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any, cast
 
@@ -55,9 +55,11 @@ logger = logging.getLogger(__name__)
 
 class LLMEngine(EngineProfiles, LLMEngineNotBuilt):
     def __init__(self, config: Config, watch: Stopwatch | None = None) -> None:
+        self._stop_media: Callable[[], object] = lambda: None
         try:
             self._start(config, watch or Stopwatch())
         except BaseException:
+            self._stop_media()
             if config.in_use is not None:
                 config.in_use.end()  # the traceback may keep the configuration
             raise
@@ -66,6 +68,10 @@ class LLMEngine(EngineProfiles, LLMEngineNotBuilt):
         with doing("reading the tokenizer"):
             self.tokenizer = open_tokenizer(config)
         watch.lap("tokenizer")
+        self.media = MediaReader(config, self.tokenizer)
+        self._media_loop = MediaLoop(self.media)
+        self._stop_media = weakref.finalize(self, self._media_loop.close)
+        self.media.start()  # its processes import while the model is loaded
         self.core: EngineCore | Replicas | Leader | Follower
         if config.args.data_parallel_size > 1:
             replicas = self.core = Replicas(config, watch)
@@ -78,9 +84,6 @@ class LLMEngine(EngineProfiles, LLMEngineNotBuilt):
         self._stop = weakref.finalize(self, self.core.stop)
         self._stop.atexit = False  # a process that ends gives its memory back, and its children end with it
         config = self.config
-        self.media = MediaReader(config, self.tokenizer)
-        self._media_loop = MediaLoop(self.media)
-        self._stop_media = weakref.finalize(self, self._media_loop.close)
         self.inputs = InputProcessor.of(config, self.tokenizer, self.max_model_len, placeholders=self.media.placeholders)
         vocabulary = config.facts.vocab_size if config.adapter_tokens else None
         opener, bounds = self.inputs.prompts.open_tokenizer, config.adapter_bounds

@@ -218,6 +218,7 @@ class ServerLaunch(Launch):
             else:
                 llm = AsyncLLM.from_engine_args(self._engine_args, spare=self._spare)
             llm.offload.start()
+            llm.media.readers = self._settings.api_server_count
             llm.media.start()
             return llm
 

@@ -9,9 +9,10 @@ from media_files import READER
 from PIL import Image
 from random_conversations import ASK, Conversation, Oracle
 
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, llm_engine
 from quire.features.media import encoder
-from quire.types.errors import NotSupported
+from quire.features.media import reader as reader_module
+from quire.types.errors import ModelError, NotSupported
 from quire.types.sampling import BeamSearchParams
 
 EXPECTED = json.loads((READER / "expected_png.json").read_text())
@@ -36,13 +37,16 @@ def reader():
         yield made
 
 
-def test_all_pictures_are_read_as_transformers_reads_them(reader):
-    greedy = [each["greedy"] for each in EXPECTED]
+def test_all_pictures_are_read_as_transformers_reads_them(reader, monkeypatch):
+    """A repeated picture is neither processed nor encoded a second time."""
+    greedy, processed = [each["greedy"] for each in EXPECTED], []
+    monkeypatch.setattr(reader.llm_engine.media, "on_processed", processed.append)
     for _ in range(2):  # the second time from the prefix cache
         outputs = reader.generate([prompt(number) for number in range(len(EXPECTED))], GREEDY, use_tqdm=False)
         assert answers(outputs) == greedy
         assert [output.prompt_token_ids for output in outputs] == [each["prompt"] for each in EXPECTED]
     assert sum(output.num_cached_tokens for output in outputs) > 0
+    assert len(processed) == len(EXPECTED) == reader.llm_engine.core.stats.encoder.encoded
 
 
 def test_logits_are_those_of_transformers(reader):
@@ -125,6 +129,30 @@ def test_a_picture_that_cannot_be_encoded_fails_its_request_only(reader, monkeyp
     assert [answers(found)[index] for index in others] == [answers(outputs)[index] for index in others]
     monkeypatch.setattr(encoder, "read_array", read)
     assert answers(reader.generate([prompt(number) for number in numbers], GREEDY, use_tqdm=False)) == answers(outputs)
+
+
+def test_processes_start_while_the_model_is_loaded_and_end_if_it_cannot_be(monkeypatch):
+    seen = []
+
+    class Server:
+        def __init__(self, *_):
+            pass
+
+        def prepare(self):
+            seen.append("prepared")
+
+        def close(self):
+            seen.append("closed")
+
+    def fail(*_):
+        seen.append("loading")
+        raise ModelError("broken")
+
+    monkeypatch.setattr(reader_module, "LazyForkServer", Server)
+    monkeypatch.setattr(llm_engine, "start_core", fail)
+    with pytest.raises(ModelError, match="broken"):
+        LLM(str(READER), device="cpu")
+    assert seen == ["prepared", "loading", "closed"]
 
 
 def test_without_the_encoder_pictures_are_refused():

@@ -10,7 +10,7 @@ import pytest
 from media_files import READER, encoded, picture, reading
 
 from quire.features.media.inputs import NO_OPTIONS, MediaRef
-from quire.features.media.reader import _Content
+from quire.features.media.reader import WORKERS_VARIABLE, _Content
 from quire.text.workers import pool
 from quire.types.errors import InvalidParameter
 
@@ -133,6 +133,16 @@ def test_a_job_that_loses_two_processes_is_refused_and_others_go_on(media):
         assert [len(each) for each in await asyncio.gather(*others)] == [1, 1]
 
     media.run(scene())
+
+
+@pytest.mark.parametrize(("most", "readers", "each"), [(None, 1, 8), (None, 4, 2), (None, 20, 1), (3, 2, 1), (40, 1, 40)])
+def test_all_api_processes_together_have_a_bounded_number(monkeypatch, most, readers, each):
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    if most is not None:
+        monkeypatch.setenv(WORKERS_VARIABLE, f"{most}")
+    with reading() as one:
+        one.reader.readers = readers
+        assert one.reader._processes()._most == each
 
 
 def test_a_process_that_stands_still_is_replaced(media, monkeypatch):

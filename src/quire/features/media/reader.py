@@ -84,6 +84,7 @@ class MediaReader:
         self._running: dict[str, tuple[asyncio.Task[Processed], int]] = {}  # by key, with the number of those who wait
         self._named: OrderedDict[tuple[str | None, Modality, str], str] = OrderedDict()  # uuid -> digest of the content
         self._inline = _has_remote_engines(config)  # arrays are sent to them
+        self.readers = 1  # that share the processors, such as those of several API processes
 
     @property
     def marks(self) -> MediaMarks | None:
@@ -307,7 +308,7 @@ class MediaReader:
         if self._pool is None:
             ready = [msgspec.json.encode(wire.Warm(True))], [b""]
             kind = WorkerKind("media", self._source, _COMMAND, ready, server=self._fork_server())
-            self._pool = ProcessPool(kind, max_workers(), self._threads)
+            self._pool = ProcessPool(kind, max(1, max_workers() // self.readers), self._threads)
         return self._pool
 
     @property
@@ -341,7 +342,8 @@ def _has_remote_engines(config: "Config") -> bool:
 
 
 def max_workers() -> int:
-    """Return how many processes may decode and preprocess: half of the processors, 2 to 16, or as the environment says."""
+    """Return how many processes may decode and preprocess, of all readers together: half of the processors, 2 to 16, or as the
+    environment says."""
     given = os.environ.get(WORKERS_VARIABLE, "")
     return int(given) if given.isdecimal() and int(given) else max(2, min(16, (os.cpu_count() or 1) // 2))
 
