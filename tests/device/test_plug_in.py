@@ -98,6 +98,11 @@ def test_the_device_of_the_documentation(toy, tmp_path):
     assert output.outputs[0].token_ids == generate(model, "cpu")
 
 
+def test_deterministic_is_refused_unless_a_device_supports_it(toy, tmp_path):
+    with pytest.raises(ConfigError, match="deterministic is not supported with this device"):
+        LLM(str(make_model(tmp_path)), device="mine", deterministic=True)
+
+
 def test_a_plan_names_it(toy, tmp_path, capsys):
     assert main(["plan", str(make_model(tmp_path)), "--device", "mine", "--memory", "8GiB"]) == 0
     assert "mine, 8.00 GiB available" in capsys.readouterr().out

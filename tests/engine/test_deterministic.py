@@ -16,7 +16,11 @@ from adapters import halves, write_adapter
 from encoder_families import ENCODERS, random_texts, save_encoder
 from quantized_checkpoints import BLOCKS, fp8, write
 from quire import LLM, PoolingParams, SamplingParams
+from quire.attn.backend import AttentionSpec
 from quire.config.args import EngineArgs
+from quire.device.cuda.device import CUDADevice
+from quire.features.determinism.device import FixedOrder
+from quire.layers.attention import Attention
 from quire.ops import order
 from quire.ops.native import run_decoders
 from quire.types.adapter import LoRARequest
@@ -25,6 +29,7 @@ from tiny_model import make_tokenizer
 
 ON_GPU = torch.cuda.is_available()
 CPU = pytest.mark.skipif(ON_GPU or not run_decoders(), reason="for a CPU whose GEMMs run in C kernels")
+SUPPORTED_CPU = pytest.mark.skipif(not run_decoders(), reason="every model is refused on other CPUs")
 GPU = pytest.mark.gpu
 SIZES = {"vocab_size": 320, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
          "intermediate_size": 512, "head_dim": 64, "max_position_embeddings": 2048, "bos_token_id": 0, "eos_token_id": 1,
@@ -282,6 +287,7 @@ def test_quantized_models_on_a_gpu(tmp_path, scheme):
           kv_cache_memory_bytes=1 << 28)  # fmt: skip
 
 
+@SUPPORTED_CPU
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -302,6 +308,7 @@ def test_what_is_not_built_is_refused_by_name(tmp_path, options, message):
         LLM(make(tmp_path, "llama"), deterministic=True, **options)
 
 
+@SUPPORTED_CPU
 def test_recurrent_layers_and_encoders_are_refused_on_a_cpu(tmp_path):
     (tmp_path / "recurrent").mkdir()
     with pytest.raises(ConfigError, match="with the recurrent layers of Lfm2ForCausalLM on a CPU"):
@@ -310,6 +317,7 @@ def test_recurrent_layers_and_encoders_are_refused_on_a_cpu(tmp_path):
         LLM(make_encoder(tmp_path, "BERT"), deterministic=True, device="cpu", skip_tokenizer_init=True)
 
 
+@SUPPORTED_CPU
 def test_latent_attention_is_refused_on_a_cpu(tmp_path):
     with pytest.raises(ConfigError, match="not supported with the latent attention of DeepseekV3ForCausalLM on a CPU"):
         LLM(make(tmp_path, "deepseek_v3"), deterministic=True, device="cpu")
@@ -320,6 +328,21 @@ def test_models_that_a_cpu_runs_by_layers_are_refused_by_name(tmp_path):
     by_layers = "deterministic is not supported with Qwen3MoeForCausalLM on a CPU, where PyTorch runs its layers one by one"
     with pytest.raises(ConfigError, match=by_layers):
         LLM(make(tmp_path, "qwen3_moe"), deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (AttentionSpec(8, 2, 512, 1.0), "head_dim must be at most 256; got 512"),  # Gemma 4
+        (AttentionSpec(71, 1, 64, 1.0), "query heads per KV head must be at most 64; got 71"),  # Falcon 7B
+    ],
+)
+def test_attention_that_pytorch_runs_on_a_gpu_is_refused(monkeypatch, spec, reason):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with pytest.raises(ConfigError, match=rf"do not support a layer of this model: {reason}\. Remove it"):
+        FixedOrder(CUDADevice(), torch.bfloat16).transform(torch.nn.ModuleList([Attention(spec)]))
+    assert not order.order_is_fixed()
 
 
 def test_dequantized_copies_are_refused():

@@ -78,7 +78,7 @@ class Prepared:
 
     body: Body
     kv_layout: KVLayout = KVLayout.PAGES  # the cache layout that the body requires
-    batch_dependence: str = ""  # why a row's bits depend on the batch even in the fixed order; "": they do not
+    batch_dependence: str = ""  # what `deterministic` is refused with; "": it is supported
 
 
 @dataclass(frozen=True)

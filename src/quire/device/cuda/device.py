@@ -61,6 +61,7 @@ class CUDADevice(Device):
             keeps=KEEPS["cuda"],
             always_keeps=True,
             count=count,
+            batch_dependence="",
         )
 
     def take_part(self, engine: int, engines: int, sharing: bool = False, ranks: int = 1) -> None:

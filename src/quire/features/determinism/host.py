@@ -27,10 +27,11 @@ class DeterminismArgs:
 
 
 def _unsupported(config: "Config") -> str:
-    """Return what the fixed order is not built for; "": all of it is."""
-    facts = config.facts
-    if facts.by_transformers:
-        return f"{facts.architecture}, which transformers runs"
+    """Return what of the device, model or settings rules deterministic serving out; "": nothing."""
+    if config.device_facts.batch_dependence:
+        return config.device_facts.batch_dependence
+    if config.facts.by_transformers:
+        return f"{config.facts.architecture}, which transformers runs"
     return _unsupported_by_gpu(config) if config.device == "cuda" else _unsupported_by_cpu(config)
 
 
@@ -55,12 +56,12 @@ def _unsupported_by_cpu(config: "Config") -> str:
     width = config.facts.hf.get("word_embed_proj_dim") or config.facts.hidden_size  # PyTorch runs OPT's projections to it
     if width != config.facts.hidden_size or any(layer.head_dim % CPU_HEAD_UNIT for layer in layers):
         return f"the layer sizes of {config.facts.architecture} on a CPU"
-    return config.device_facts.batch_dependence
+    return ""
 
 
 CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
-        "a fixed order that is not built",
+        "what deterministic does not support",
         lambda c: bool(c.args.deterministic and _unsupported(c)),
         lambda c: f"{NAME} is not supported with {_unsupported(c)}",
     ),
