@@ -19,6 +19,8 @@ from quire.config.families import architectures, cards
 from quire.config.families.card import Card
 from quire.config.families.composites import COMPOSITES
 from quire.config.quantization import quantization_table
+from quire.features.media.families import BY_ENCODER
+from quire.features.media.families import FAMILIES as MEDIA
 from quire.files.gguf import GGML_TYPES, READABLE_TYPES
 
 ROOT = Path(__file__).parents[1]
@@ -66,7 +68,9 @@ def _once(name: str, card: Card) -> tuple[str, str]:
 
 
 def composites() -> str:
-    return "".join(f"- `{name}`\n" for name in sorted(COMPOSITES))
+    """A model that reads media in one configuration only has it in this table, too."""
+    seeing = {name for name, _ in BY_ENCODER} | set(MEDIA)
+    return "".join(f"- `{name}`{': images' if name in seeing else ''}\n" for name in sorted(COMPOSITES))
 
 
 def sweep() -> str:

@@ -45,13 +45,13 @@ IMPORTS = {
 }
 NOT_THERE = [
     ("entrypoints.pooling", "PoolingBasicRequestMixin", "quire serve"),
-    ("assets.image", "ImageAsset", "images, audio and video"),
+    ("assets.image", "ImageAsset", "as PIL images, arrays or URLs"),
     ("config", "KVTransferConfig", "KV cache transfer"),
     ("distributed.weight_transfer", "ModuleSource", "weight transfer"),
     ("entrypoints.launcher", "serve_http", "quire serve"),
     ("model_executor.model_loader", "ShardedStateLoader", "loaders"),
     ("model_executor.layers.quantization", "register_quantization_config", "vLLM's layers and kernels"),
-    ("multimodal.utils", "fetch_image", "images, audio and video"),
+    ("multimodal.utils", "fetch_image", "as PIL images, arrays or URLs"),
     ("sampling_params", "GuidedDecodingParams", "StructuredOutputsParams"),
     ("v1.sample.sampler", "Sampler", "inside of the engine"),
 ]
