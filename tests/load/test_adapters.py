@@ -15,6 +15,7 @@ from quire.features.lora.values import largest_of
 from quire.layers.lora import LinearBank
 from quire.load.load import load_weights
 from quire.models.registry import build_model
+from quire.ops import order
 from quire.types.adapter import AdapterRef
 from quire.types.errors import AdapterError
 
@@ -305,6 +306,30 @@ def test_what_kernels_read_is_written_without_banks(checkpoint, tmp_path):
     sequences = Sequences(other, 1, 20)
     sequences.adapters = [1]
     torch.testing.assert_close(together, sequences.step([(0, IDS[0])])[0], atol=2e-5, rtol=2e-5)
+
+
+EMBEDDING = "base_model.model.model.embed_tokens.lora_embedding_"
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind"),
+    [
+        (halves("base_model.model.lm_head", 199, 48), "the LM head"),
+        ({f"{EMBEDDING}A": torch.ones(2, 199), f"{EMBEDDING}B": torch.ones(48, 2)}, "the embedding"),
+    ],
+)
+def test_deterministic_refuses_what_kernels_do_not_support(checkpoint, tmp_path, changed, kind, monkeypatch):
+    case = checkpoint("llama")
+    model = build_model(case.facts)
+    adapters = adapt(model, device=torch.device("cpu"), dtype=torch.float32, tabled=(2, 16))
+    load_weights(model, case.facts, device="cpu", dtype="float32")
+    cache, linear = LoRACache(adapters, model, 2, 16), halves(Q_PROJ, 48, 48)
+    put(cache, write_adapter(tmp_path / "linear", linear), 1)
+    put(cache, write_adapter(tmp_path / "other", linear | changed), 2)
+    monkeypatch.setattr(order, "_fixed", True)
+    put(cache, tmp_path / "linear", 1)
+    with pytest.raises(AdapterError, match=f"supports adapters of linear layers only on a GPU; this one changes {kind}"):
+        put(cache, tmp_path / "other", 2)
 
 
 def banks_of(model):

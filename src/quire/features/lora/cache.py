@@ -24,10 +24,12 @@ from quire.features.lora.upload import AdapterUpload, Uploaded
 from quire.files.adapter import stamp
 from quire.load.assign import Renames
 from quire.models.decoder import Decoder
+from quire.ops.order import order_is_fixed
 from quire.types.adapter import AdapterFacts, AdapterRef
 from quire.types.errors import AdapterError, EngineError, QuireError, RequestError
 
 MAX_PINNED_BYTES = 1 << 31  # of host memory that is pinned at the start
+LAYER_KINDS = {"embedding": "the embedding", "experts": "experts", "head": "the LM head"}  # which kernels do not support
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,13 @@ class LoRACache:
         if not packed.finite:
             kind = str(packed.flat.dtype).removeprefix("torch.")
             raise AdapterError(f"{ref.path}: the adapter has weights that are too large for {kind}", "lora_path")
+        # PyTorch would compute them and all other adapters of the step, with bits that depend on the step's rows
+        if order_is_fixed() and (kinds := self._adapters.unsupported(packed)):
+            raise AdapterError(
+                f"{ref.path}: deterministic supports adapters of linear layers only on a GPU; this one changes "
+                f"{' and '.join(LAYER_KINDS[kind] for kind in sorted(kinds))}",
+                "lora_path",
+            )
         return packed, rank
 
     def _pin(self, size: int, count: int) -> None:

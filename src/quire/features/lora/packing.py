@@ -99,6 +99,11 @@ class Adapters:
             self._put_in_banks(slot, *self._table_only.pop(slot))
         return False
 
+    def unsupported(self, packed: PackedAdapter) -> set[str]:
+        """Return the kinds of layers in an adapter that kernels do not support; empty without kernels."""
+        found = set() if self._table is None else self._table.unsupported({*packed.where, *packed.whole})
+        return {self._by_path[path].kind for path in found}
+
     @property
     def tabled(self) -> bool:
         return self._table is not None
@@ -223,7 +228,7 @@ class AddressTable:
             size += -(-len(site.parts) * ENTRY // 2) * 2  # each begins at a multiple of 16 bytes
         self._rows = torch.zeros(slots + 1, size, dtype=torch.int64, device=device)
         self.unusual: set[int] = set()  # slots with weights that kernels do not support
-        self._without_kernels = {site.path for site in sites if isinstance(site, ClassSite)}
+        self._classes = {site.path for site in sites if isinstance(site, ClassSite)}
         for site, start in zip(self._sites, self._starts, strict=True):
             assert isinstance(site, LinearSite)
             site.use_table(self._rows.view(-1)[start:], size, ranks)
@@ -236,8 +241,12 @@ class AddressTable:
                 entries = np.array(site.tabulate(slot), np.int64).ravel()
                 row[start : start + len(entries)] = entries
         self._write(slot, row)
-        if paths - {site.path for site in self._sites} - self._without_kernels:
+        if self.unsupported(paths):
             self.unusual.add(slot)
+
+    def unsupported(self, paths: Set[str]) -> Set[str]:
+        """Return those of these sites that kernels do not support."""
+        return paths - {site.path for site in self._sites} - self._classes
 
     def row_of(self, where: Where, itemsize: int) -> TableRow | None:
         """Return the row of an adapter, or None if it has more than low-rank matrices."""
