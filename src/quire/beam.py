@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 from tqdm import tqdm
 
@@ -44,7 +45,7 @@ def search_beams(
         try:
             for _ in tqdm(range(params.max_tokens), desc="Beam search", disable=not use_tqdm):
                 requests = [
-                    [_next_request(one, search, beam, step, parents) for beam in search.beams] if search.open else []
+                    [_next_request(one, beam, step, parents) for beam in search.beams] if search.open else []
                     for one, search, parents in zip(asked, searches, held, strict=True)
                 ]
                 if not any(requests):
@@ -54,7 +55,7 @@ def search_beams(
                 held = [[request.id for request in group] for group in requests]
                 for search, group, (_, texts) in zip(searches, requests, tools, strict=True):
                     if group:
-                        tops = [(_rescaled(answers[request.id], params), request.prompt) for request in group]
+                        tops = [(_rescaled(answers[one.id], params), (*one.prompt, *one.resumed)) for one in group]
                         search.advance([read_logprobs(top, 0, texts, before, ranked=True) for top, before in tops])
         finally:
             engine.core.release(itertools.chain(*held))
@@ -64,14 +65,12 @@ def search_beams(
     ]
 
 
-def _next_request(
-    asked: EngineRequest, search: BeamSearch, beam: Beam, params: SamplingParams, parents: Sequence[str]
-) -> EngineRequest:
+def _next_request(asked: EngineRequest, beam: Beam, params: SamplingParams, parents: Sequence[str]) -> EngineRequest:
     return replace(
         asked,
         id=f"beam-{next(_names)}",
-        prompt=(*search.prompt, *beam.tokens),
-        params=params,
+        resumed=tuple(beam.tokens),  # not part of the prompt, all of which may attend to all of it
+        params=msgspec.structs.replace(params, max_tokens=len(beam.tokens) + 1),
         stop_ids=frozenset(),
         eos_ids=frozenset(),
         fork_of=parents[beam.parent] if parents else None,
