@@ -15,32 +15,13 @@ from quire.cli.memory_plan import make_plan
 from quire.config.args import EngineArgs
 from quire.types.cache import LayerCache
 from quire.types.errors import ConfigError, ModelError
+from rounded_cache import RoundedCache
 from serving import NAME, Running
 from tiny_model import make_tokenizer
 
-transformers = pytest.importorskip("transformers")
 NEW_TOKENS, PENALTY = 16, 1.5
 PROMPTS = [torch.randint(3, TINY["vocab_size"], (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (33, 5, 18)]
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=PENALTY, max_tokens=NEW_TOKENS, ignore_eos=True)
-MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-
-
-class RoundedCache(transformers.DynamicCache):
-    """scales: by layer, of keys and values, one each or one for every head; without them those of the largest numbers."""
-
-    def __init__(self, config, kind, scales=None):
-        super().__init__(config=config)
-        self.kind, self.scales = kind, scales
-
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        given = (None, None) if self.scales is None else self.scales[layer_idx]
-        pair = [self.rounded(x, scale) for x, scale in zip((key_states, value_states), given, strict=True)]
-        return super().update(*pair, layer_idx, *args, **kwargs)
-
-    def rounded(self, x, given):
-        """x [1, heads, tokens, head_dim]."""
-        scale = x.abs().amax(-1, keepdim=True) / MOST[self.kind] if given is None else given.view(1, -1, 1, 1)
-        return (x / scale).clamp(-MOST[self.kind], MOST[self.kind]).to(self.kind).float() * scale
 
 
 def answers(reference, kind, scales=None):

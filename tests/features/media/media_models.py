@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from media_towers import open_family, picture, tensors
@@ -132,14 +132,14 @@ MODELS: dict[str, MediaModel] = {
 
 
 def write_tokenizer(directory: Path, marks: dict[str, int]) -> Tokenizer:
-    """Write a tokenizer of single characters, runs of newlines and special tokens."""
-    special = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, **marks}
-    letters = [chr(code) for code in range(32, 127)] + ["\n" * count for count in range(1, 6)]
-    made = Tokenizer(models.WordLevel({letter: 4 + index for index, letter in enumerate(letters)} | special, "<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+|[\s\S]"), "isolated")
+    """Write a tokenizer of single bytes and special tokens."""
+    special = {"<pad>": 0, "<s>": 1, "</s>": 2, **marks}
+    letters = sorted(letter for letter in pre_tokenizers.ByteLevel.alphabet() if letter.isascii() or letter in "ĠĊ")
+    made = Tokenizer(models.BPE({letter: 4 + index for index, letter in enumerate(letters)} | special, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     made.add_special_tokens(list(special))
     made.save(str(directory / "tokenizer.json"))
-    named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(named))
     return made
 
@@ -154,6 +154,7 @@ class MediaCase:
     def __init__(self, name: str, directory: Path) -> None:
         self.name, self.directory, self.entry = name, directory, MODELS[name]
         module = importlib.import_module(self.entry.tests)
+        torch.manual_seed(3)
         maker = module.make_relative if self.entry.make.get("name") in ("VipLlava", "DeepseekVL") else module.make
         self.model, self.config = maker(directory, **self.entry.make)
         self.processor = module.processor(*self.entry.processor)
@@ -209,17 +210,33 @@ class MediaCase:
         """Return transformers' greedy tokens, and the log-probabilities of each step [tokens, vocabulary]."""
         key = (tuple(ids), tuple(map(id, parts)), count)
         if key not in self._answers:
-            self._answers[key] = self._generate(ids, parts, count)
+            self._answers[key] = self.generate(self.model, ids, parts, count)
         return self._answers[key]
 
-    def _generate(self, ids: Sequence[int], parts: Sequence[Part], count: int) -> tuple[list[int], Tensor]:
+    def generate(
+        self, model: Any, ids: Sequence[int], parts: Sequence[Part], count: int = NEW_TOKENS, **options: Any
+    ) -> tuple[list[int], Tensor]:
+        """Return what a model of transformers generates."""
         with torch.inference_mode():
-            found = self.model.generate(
+            found = model.generate(
                 input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), do_sample=False,
                 min_new_tokens=count, max_new_tokens=count, eos_token_id=None, pad_token_id=0,
-                output_logits=True, return_dict_in_generate=True, **self.inputs(ids, parts),
+                output_logits=True, return_dict_in_generate=True, **self.inputs(ids, parts), **options,
             )  # fmt: skip
         return found.sequences[0, len(ids) :].tolist(), torch.cat(found.logits).log_softmax(-1)
+
+    def logprobs(self, ids: Sequence[int], parts: Sequence[Part], following: Sequence[int] = ()) -> Tensor:
+        """Return transformers' log-probabilities after each token of a prompt and of an answer. [tokens, vocabulary]"""
+        inputs = self.inputs(ids, parts)
+        for name in ("token_type_ids", "mm_token_type_ids"):
+            if name in inputs:
+                kinds = torch.full((1, len(following)), int(self.name == "paligemma"))
+                inputs[name] = torch.cat([inputs[name], kinds], 1)
+        with torch.inference_mode():
+            whole = torch.tensor([[*ids, *following]])
+            found = self.model(input_ids=whole, attention_mask=torch.ones_like(whole), use_cache=False, **inputs)
+        logprobs: Tensor = found.logits[0].log_softmax(-1)
+        return logprobs
 
     def inputs(self, ids: Sequence[int], parts: Sequence[Part]) -> dict[str, Tensor]:
         images, videos = self._prepare(parts, len(_media(parts)[0]))

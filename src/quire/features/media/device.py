@@ -61,7 +61,7 @@ class MediaPart(StepPart):
         self._device, self._dtype, self._media, self._facts = device, dtype, media, facts
         self._load_format, self._seed, self._quantization, self._reserved = load_format, seed, quantization, reserved
         self._encoder: Encoder | None = None  # None: on another pipeline stage
-        self._rope: Rope | None = None  # None: on a pipeline stage without attention, or all positions have one axis
+        self._rope: Rope | None = None
         self._axes: Longs = np.empty(0, np.int64)  # [rotary_dim / 2] of each rotary frequency
         self._requests: dict[int, PlacedMedia] = {}  # by slot
         self._errors: dict[int, str] = {}  # by slot
@@ -75,7 +75,10 @@ class MediaPart(StepPart):
 
     def load(self, model: Decoder, reserved_bytes: Callable[[], int]) -> None:  # noqa: ARG002
         if self._media.family.rotary_axes > 1:
-            self._load_rope(next(iter(model.ropes.values()), None))
+            [self._rope] = model.ropes.values()
+            scheme = self._rope.scheme
+            axes = self._media.family.rotary_axes_of(scheme.parameters.get("mrope_section"), scheme.dim // 2)
+            self._axes = np.asarray(axes, np.int64)
         if isinstance(model.embed_tokens, OtherStage):
             return
         device = self._device.torch_device
@@ -84,12 +87,6 @@ class MediaPart(StepPart):
             quantization=self._quantization,
         )  # fmt: skip
         self._encoder = Encoder(tower, device, self._dtype, self._media.levels * self._media.hidden_size)
-
-    def _load_rope(self, rope: Rope | None) -> None:
-        self._rope = rope
-        if rope is not None:
-            sections, count = rope.scheme.parameters.get("mrope_section"), rope.scheme.dim // 2
-            self._axes = np.asarray(self._media.family.rotary_axes_of(sections, count), np.int64)
 
     def reserved_bytes(self, max_seqs: int, recording: bool) -> int:  # noqa: ARG002
         return 0 if self._encoder is None else self._reserved
@@ -192,7 +189,7 @@ class MediaPart(StepPart):
 
     def _rotary_tokens(self, found: list[MediaRow], batch: Batch) -> RotaryTokens | None:
         turned = [row for row in found if row.placed.turned]
-        if not turned or self._rope is None:
+        if not turned:
             return None
         device, tokens = batch.positions.device, len(batch.positions)
         shifts: Longs = np.zeros((3, tokens), np.int64)
@@ -202,6 +199,7 @@ class MediaPart(StepPart):
             return None
         if (shifts == shifts[0]).all():
             return RotaryTokens(batch.positions + upload(shifts[0], device))
+        assert self._rope is not None
         axes, table = upload(self._axes, device), self._rope.table
         rows = (batch.positions + upload(shifts, device))[axes]  # [rotary_dim / 2, T]
         cos, sin = (each.T.gather(1, rows).T.contiguous() for each in (table.cos, table.sin))

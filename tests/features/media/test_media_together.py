@@ -1,0 +1,286 @@
+"""Images beside the other features of an engine: transformers' tokens, or a refusal that names both."""
+
+import copy
+import functools
+import itertools
+import shutil
+
+import pytest
+import torch
+from media_models import NEW_TOKENS, MediaCase, pictures
+from safetensors.torch import load_file
+
+import selection
+from adapters import halves, write_adapter
+from forked import nursery
+from matrix_case import write_checkpoint
+from quantized_checkpoints import compressed, ints, packed
+from quire import LLM, SamplingParams
+from quire.engine.executor import workers
+from quire.lora.request import LoRARequest
+from quire.types.errors import ConfigError, NotSupported
+from quire.types.sampling import BeamSearchParams
+from quire.types.structured import StructuredOutputsParams
+from rounded_cache import RoundedCache
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+NAMES = ("llava", "qwen2.5-vl", "gemma3")
+
+
+def families(*core):
+    """Run a test for these families, or for all with QUIRE_MATRIX=all."""
+    return pytest.mark.parametrize("name", dict.fromkeys((*core, *(NAMES if selection.ALL else ()))))
+
+
+pytestmark = pytest.mark.usefixtures("processed_here")
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    return functools.cache(lambda name: MediaCase(name, tmp_path_factory.mktemp(name)))
+
+
+def engine(case, directory=None, **options):
+    defaults = {
+        "dtype": "float32", "device": "cpu", "block_size": 4, "max_num_seqs": 8, "kv_cache_memory_bytes": 16 << 20,
+        "max_model_len": 1024, "max_num_batched_tokens": 96 if case.family.bidirectional == "prompt" else 24,
+    }  # fmt: skip
+    return LLM(str(directory or case.directory), **defaults | options)
+
+
+def tokens(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def run(llm, case, params=GREEDY, **more):
+    return llm.generate([case.prompt(parts) for parts in case.prompts], params, use_tqdm=False, **more)
+
+
+def answers(case, outputs, model=None, **more):
+    """Return transformers' tokens for the same prompts."""
+    pairs = [(output.prompt_token_ids, parts) for output, parts in zip(outputs, case.prompts, strict=True)]
+    if model is None:
+        return [case.answer(*pair)[0] for pair in pairs]
+    return [case.generate(model, *pair, **more)[0] for pair in pairs]
+
+
+def check(case, **options):
+    """Compare tokens with transformers', for new prompts and for cached ones."""
+    with engine(case, **options) as llm:
+        for _ in range(2):
+            outputs = run(llm, case)
+            assert tokens(outputs) == answers(case, outputs)
+
+
+# ---- sampling ---------------------------------------------------------------------------------------------------------------
+
+
+@families("qwen2.5-vl")
+def test_structured_outputs(case, name):
+    """Beside requests without a grammar: transformers' likeliest tokens of those that the grammar allows."""
+    row = case(name)
+    masked = SamplingParams(temperature=0.0, max_tokens=9, structured_outputs=StructuredOutputsParams(regex="[01]{5}"))
+    with engine(row) as llm:
+        allowed = [llm.get_tokenizer().encode(text, add_special_tokens=False)[0] for text in "01"]
+        outputs = run(llm, row, [masked if index % 2 else GREEDY for index in range(len(row.prompts))])
+    for index, (output, parts) in enumerate(zip(outputs, row.prompts, strict=True)):
+        if not index % 2:
+            assert output.outputs[0].token_ids == row.answer(output.prompt_token_ids, parts)[0]
+            continue
+        found = list[int]()
+        for _ in range(5):
+            last = row.logprobs(output.prompt_token_ids, parts, found)[-1]
+            found.append(max(allowed, key=lambda token: last[token].item()))
+        assert output.outputs[0].token_ids[:5] == found
+        assert len(output.outputs[0].text) == 5
+
+
+@families("gemma3", "paligemma")
+def test_logprobs_of_prompts(case, name):
+    row = case(name)
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    with engine(row) as llm:
+        for output, parts in zip(run(llm, row, params), row.prompts, strict=True):
+            ids = output.prompt_token_ids
+            expected = row.logprobs(ids, parts)[torch.arange(len(ids) - 1), ids[1:]]
+            found = [step[token].logprob for step, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]
+            assert (torch.tensor(found) - expected).abs().max() < 1e-4
+
+
+def beams(case, ids, parts, width, count):
+    """Return the likeliest continuations by transformers, best first."""
+    found = [(0.0, ())]
+    for _ in range(count):
+        longer = []
+        for total, following in found:
+            last = case.logprobs(ids, parts, following)[-1]
+            values, chosen = last.topk(2 * width)
+            longer += [
+                (total + value, (*following, token)) for value, token in zip(values.tolist(), chosen.tolist(), strict=True)
+            ]
+        found = sorted(longer, reverse=True)[:width]
+    return [list(following) for _, following in found]
+
+
+@families("qwen2.5-vl", "paligemma")
+def test_beam_search(case, name):
+    row = case(name)
+    params = BeamSearchParams(beam_width=2, max_tokens=4, ignore_eos=True)
+    with engine(row) as llm:
+        ids = [output.prompt_token_ids for output in run(llm, row)]
+        outputs = llm.beam_search([row.prompt(parts) for parts in row.prompts], params)
+    for prompt, parts, output in zip(ids, row.prompts, outputs, strict=True):
+        assert [beam.tokens[len(prompt) :] for beam in output.sequences] == beams(row, prompt, parts, 2, 4)
+
+
+# ---- the language model -----------------------------------------------------------------------------------------------------
+
+
+def adapted(case, directory):
+    """Return an adapter of the language model, and transformers' model with it in its matrices."""
+    model, added = copy.deepcopy(case.model), {}
+    with torch.no_grad():
+        for index, (name, module) in enumerate(model.named_modules()):
+            if "language_model" in name and name.endswith("_proj"):
+                named = halves(f"base_model.model.{name}", *module.weight.shape, seed=index)
+                down, up = named.values()
+                module.weight += up @ down * 2
+                added |= named
+    return write_adapter(directory, added), model
+
+
+@families("qwen2.5-vl")
+def test_adapters(case, name, tmp_path):
+    """Beside requests without one."""
+    row = case(name)
+    path, model = adapted(row, tmp_path)
+    with engine(row, enable_lora=True, max_loras=1, max_lora_rank=4) as llm:
+        for _ in range(2):
+            chosen = [LoRARequest("adapter", 1, path) if index % 2 else None for index in range(len(row.prompts))]
+            outputs = run(llm, row, lora_request=chosen)
+            plain, merged = answers(row, outputs), answers(row, outputs, model)
+            assert plain != merged
+            assert tokens(outputs) == [(merged if chosen[index] else plain)[index] for index in range(len(plain))]
+
+
+@families("llava")
+def test_quantized_weights(case, name, tmp_path):
+    """The language model in 8 bits, and for LLaVA also the encoder."""
+    row = case(name)
+    stored, values = {}, {}
+    for key, weight in load_file(row.directory / "model.safetensors").items():
+        stored[key] = values[key] = weight
+        language = "visual" not in key and "vision" not in key and "projector" not in key
+        if key.endswith(("_proj.weight", "fc1.weight")) and (language or name == "llava"):
+            del stored[key]
+            found, values[key] = packed(8, -1)(key, weight)
+            stored |= {f"{key.removesuffix('.weight')}.{end}": tensor for end, tensor in found.items()}
+    assert len(stored) > len(values)
+    ignored = {} if name == "llava" else {"ignore": ["lm_head", "re:.*visual.*", "re:.*vision.*", "re:.*projector.*"]}
+    scheme = compressed("pack-quantized", ints(8, -1), **ignored)
+    for kind, tensors, config in (("quantized", stored, {"quantization_config": scheme}), ("floats", values, {})):
+        write_checkpoint(tmp_path / kind, row.directory, tensors, **config)
+        for file in row.directory.glob("*.json"):
+            if file.name != "config.json":
+                shutil.copy(file, tmp_path / kind)
+    model = type(row.model).from_pretrained(tmp_path / "floats", dtype=torch.float32).eval()
+    with engine(row, tmp_path / "quantized") as llm:
+        outputs = run(llm, row)
+    assert tokens(outputs) == answers(row, outputs, model)
+
+
+@families("gemma3")
+def test_8_bit_cache(case, name):
+    row = case(name)
+    kind = {"llava": torch.float8_e5m2}.get(name, torch.float8_e4m3fn)
+    with engine(row, kv_cache_dtype="fp8_e5m2" if name == "llava" else "fp8") as llm:
+        for _ in range(2):
+            outputs = run(llm, row)
+            for output, parts, found in zip(outputs, row.prompts, tokens(outputs), strict=True):
+                cache = RoundedCache(row.model.config.get_text_config(), kind)
+                assert found == row.generate(row.model, output.prompt_token_ids, parts, past_key_values=cache)[0]
+
+
+# ---- speculation ------------------------------------------------------------------------------------------------------------
+
+
+DRAFTERS = [("llava", "suffix"), ("qwen2.5-vl", "itself"), ("qwen3-vl", "ngram"), ("gemma3", "itself")]
+if selection.ALL:
+    DRAFTERS = [*itertools.product((*NAMES, "qwen3-vl", "paligemma"), ("ngram", "suffix", "itself"))]
+
+
+@pytest.mark.parametrize(("name", "drafter"), DRAFTERS)
+def test_speculation(case, name, drafter):
+    row = case(name)
+    asked = {"num_speculative_tokens": 3, "adaptive": False}
+    asked |= {"model": str(row.directory)} if drafter == "itself" else {"method": drafter}
+    asked |= {"prompt_lookup_max": 3, "prompt_lookup_min": 1} if drafter == "ngram" else {}
+    if (name, drafter) == ("gemma3", "itself"):
+        with pytest.raises(ConfigError, match=r"speculative_config\.model"):
+            engine(row, speculative_config=asked)
+        return
+    with engine(row, speculative_config=asked) as llm:
+        for _ in range(2):
+            outputs = run(llm, row)
+            assert tokens(outputs) == answers(row, outputs)
+        assert llm.llm_engine.core.stats.drafts.tokens > 0
+
+
+# ---- several processes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    with nursery(tmp_path_factory.mktemp("nursery"), "rank") as command, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "COMMAND", command)
+        yield
+
+
+DIVIDED = [("qwen2.5-vl", "tensor_parallel_size"), ("paligemma", "tensor_parallel_size")]
+DIVIDED += [(name, "pipeline_parallel_size") for name in ("gemma3", "qwen3-vl", "paligemma", "qwen3.5")]
+if selection.ALL:
+    either = "tensor_parallel_size", "pipeline_parallel_size"
+    DIVIDED = [*itertools.product((*NAMES, "qwen3-vl", "qwen3.5", "paligemma"), either)]
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize(("name", "argument"), DIVIDED)
+def test_divided_models(case, name, argument):
+    row = case(name)
+    if argument == "pipeline_parallel_size" and name not in NAMES:  # deep stack, recurrent layers, undivided prompts
+        with pytest.raises(ConfigError, match=f"pipeline_parallel_size=2.* {row.config['architectures'][0]}"):
+            engine(row, pipeline_parallel_size=2)
+        return
+    check(row, **{argument: 2})
+
+
+@families("qwen2.5-vl")
+@pytest.mark.usefixtures("quick")
+def test_several_engines(case, name):
+    check(case(name), data_parallel_size=2)
+
+
+# ---- loading ----------------------------------------------------------------------------------------------------------------
+
+
+@families("llava")
+def test_without_the_encoder(case, name):
+    row = case(name)
+    off = {"image": 0, "video": 0}
+    with engine(row, limit_mm_per_prompt=off) as llm, engine(row) as whole:
+        with pytest.raises(NotSupported, match="limit_mm_per_prompt"):
+            llm.generate(row.prompt([pictures()[0], "?"]), GREEDY, use_tqdm=False)
+        [output] = llm.generate("no picture at all", GREEDY, use_tqdm=False)
+        assert output.outputs[0].token_ids == row.answer(output.prompt_token_ids, ["no picture at all"])[0]
+        bare, full = (each.collective_rpc("describe_rank")[0] for each in (llm, whole))
+        assert bare["parameters"] == full["parameters"] and "encoder_parameters" not in bare
+        assert full["encoder_parameters"] > 1000
+
+
+@families("qwen2.5-vl")
+def test_random_weights(case, name):
+    row = case(name)
+    with engine(row, load_format="dummy") as llm:
+        once, again = (tokens(run(llm, row)) for _ in range(2))
+    assert once == again
+    assert all(len(found) == NEW_TOKENS for found in once)
