@@ -26,6 +26,8 @@ EXPECTED = {
     "kv_offload_store_bytes": ("counter", (), 0),
     "kv_offload_load_bytes": ("counter", (), 0),
     "kv_offload_stores_skipped": ("counter", (), 0),
+    "kv_offload_tiering_write_bytes": ("counter", (), 0),
+    "kv_offload_tiering_read_bytes": ("counter", (), 0),
     "kv_offload_load_failures": ("counter", (), 0),
     "kv_offload_cpu_cache_usage_perc": ("gauge", (), 0),
     "num_preemptions": ("counter", (), 0),
@@ -142,11 +144,12 @@ def test_names_are_the_same_in_every_format() -> None:
 
 def test_pages_in_host_memory() -> None:
     metrics = make()
-    metrics.on_step(Stats(1, 0, 10, 4, 0, 0, 0, tier=TierCounts(8, 2, 5, 1, 100, 60, 4, 2, 1000)), 7, 0.0)
+    metrics.on_step(Stats(1, 0, 10, 4, 0, 0, 0, tier=TierCounts(8, 2, 5, 1, 100, 60, 4, 2, 1000, 9, 7, 6)), 7, 0.0)
     seen = values(metrics, Engine(Stats(1, 0, 10, 4, 0, 0, 0, tier=TierCounts(8, 2))))
     assert (seen["external_prefix_cache_queries_total"], seen["external_prefix_cache_hits_total"]) == (100, 60)
     assert (seen["kv_offload_store_bytes_total"], seen["kv_offload_load_bytes_total"]) == (5000, 4000)
     assert (seen["kv_offload_stores_skipped_total"], seen["kv_offload_load_failures_total"]) == (1, 2)
+    assert (seen["kv_offload_tiering_write_bytes_total"], seen["kv_offload_tiering_read_bytes_total"]) == (7000, 6000)
     assert seen["kv_offload_cpu_cache_usage_perc"] == 0.25
 
 

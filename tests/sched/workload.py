@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from quire.cache.layout import make_layout, pages_for
 from quire.cache.policies import policy_maker
+from quire.engine.assemble import open_disk_tier
 from quire.engine.core import EngineCore
 from quire.engine.executor.fake import FakeExecutor, Faults, Guess
 from quire.engine.executor.fake_media import Undivided, media_flavours
@@ -88,6 +89,7 @@ class HostRecords:
     broken: int = 0  # every so manyth record does not come back
     late: int = 0  # every so manyth question finds no page that has arrived
     policy: str = "lru"
+    disk: int = 0  # every so manyth page on disk does not come back; 0: there is no disk
 
 
 @dataclass(frozen=True)
@@ -313,7 +315,7 @@ def workloads(draw, faulty: bool = False, media: bool = False) -> Workload:
 def host_tiers(draw) -> HostRecords:
     return HostRecords(
         draw(st.sampled_from((0, 1, 2, 5, 12, 60))), draw(st.sampled_from((0, 0, 1, 2, 5))),
-        draw(st.sampled_from((0, 0, 2, 3))), draw(st.sampled_from(EVICTION_POLICIES)),
+        draw(st.sampled_from((0, 0, 2, 3))), draw(st.sampled_from(EVICTION_POLICIES)), draw(st.sampled_from((0, 2, 5, 300))),
     )  # fmt: skip
 
 
@@ -350,7 +352,11 @@ def run(work: Workload) -> dict[str, Heard]:
     if work.host_records.late:
         asked = count()
         executor.tier.is_late = lambda _: next(asked) % work.host_records.late == 0
+    if work.host_records.disk:
+        executor.tier.disk = {}
+        executor.tier.is_lost = lambda name: name[0] % work.host_records.disk == 0
     core = EngineCore(scheduler, executor, work.depth, clock=lambda: 1.0)
+    open_disk_tier(core)
     heard: dict[str, Heard] = defaultdict(Heard)
     patience = 60 + 4 * sum(len(v.spec.prompt) + v.spec.params.max_tokens for v in work.visits) * len(work.visits)
     for turn in range(patience):

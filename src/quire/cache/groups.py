@@ -9,7 +9,7 @@ import sys
 from typing import Protocol
 
 from quire.cache.pool import NULL, Pool
-from quire.cache.tiers import Content, HostTier
+from quire.cache.tiers import Below, Content
 from quire.types.cache import CacheGroup, CacheLayout
 from quire.types.request import Request
 
@@ -28,10 +28,10 @@ class Group(Protocol):
     def grow(self, request: Request, pages: list[int]) -> int:
         """Append the pages; return the table index of the first."""
 
-    def best(self, request: Request, pages: int, below: HostTier | None = None) -> int:
+    def best(self, request: Request, pages: int, below: Below | None = None) -> int:
         """Return the longest prefix hit, in full pages, up to `pages`. below: a tier whose pages count, too."""
 
-    def missing(self, request: Request, pages: int, below: HostTier) -> list[tuple[int, int]]:
+    def missing(self, request: Request, pages: int, below: Below) -> list[tuple[int, int]]:
         """Return (table index, record) of the pages that a hit of `pages` pages needs and the device does not have."""
 
     def adopt(self, request: Request, pages: int) -> None:
@@ -80,10 +80,10 @@ class Full:
         table += pages
         return first
 
-    def best(self, request: Request, pages: int, below: HostTier | None = None) -> int:
+    def best(self, request: Request, pages: int, below: Below | None = None) -> int:
         return next((i for i in range(pages) if not self._has(request, i, below)), pages)
 
-    def missing(self, request: Request, pages: int, below: HostTier) -> list[tuple[int, int]]:
+    def missing(self, request: Request, pages: int, below: Below) -> list[tuple[int, int]]:
         found = []
         for i in range(self._first(pages * self.page_size), pages):
             key, tokens = self.content(request, i)
@@ -130,7 +130,7 @@ class Full:
     def _find(self, request: Request, i: int) -> int:
         return self.pool.find(*self.content(request, i))
 
-    def _has(self, request: Request, i: int, below: HostTier | None) -> bool:
+    def _has(self, request: Request, i: int, below: Below | None) -> bool:
         content = self.content(request, i)
         return self.pool.find(*content) != NULL or (below is not None and below.find(*content) is not None)
 
@@ -163,7 +163,7 @@ class Window(Full):
         self.pool.drop(table[first:last])
         table[first:last] = [NULL] * (last - first)
 
-    def best(self, request: Request, pages: int, below: HostTier | None = None) -> int:
+    def best(self, request: Request, pages: int, below: Below | None = None) -> int:
         """Walk back until an unbroken run of hits covers the window before its end."""
         i = pages
         while i > self._first(pages * self.page_size):

@@ -37,6 +37,7 @@ class Pool:
         self._again: list[int] = []  # a heap of earlier positions, whose pages were freed; some were allocated meanwhile
         self._queued = bytearray([1]) * (pages + 1)  # is in one of the two
         self._cached = policy()
+        self.on_publish: Callable[[int, tuple[Key, bytes]], None] | None = None  # page, content
         self.on_evict: Callable[[int, tuple[Key, bytes]], None] | None = None  # page, content: called before it is lost
         self._index: dict[Key, int] = {}
         self._content: list[tuple[Key, bytes] | None] = [None] * (pages + 1)
@@ -95,6 +96,8 @@ class Pool:
         if key not in self._index and self._content[page] is None:
             self._index[key] = page
             self._content[page] = (key, tokens)
+            if self.on_publish is not None:
+                self.on_publish(page, (key, tokens))
 
     def find(self, key: Key, tokens: bytes) -> int:
         """Return the page with that content, or NULL. The tokens are compared, too, since different content may share a key."""
@@ -104,6 +107,9 @@ class Pool:
             if content is None or content[1] != tokens:
                 return NULL
         return page
+
+    def holds(self, page: int, content: tuple[Key, bytes]) -> bool:
+        return self._content[page] == content
 
     def forget(self, pages: Iterable[int]) -> None:
         """Remove the content of these pages from the index."""

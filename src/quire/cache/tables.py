@@ -12,7 +12,7 @@ from quire.cache.policies import Evictable, Recency
 from quire.cache.pool import NULL, Pool
 from quire.cache.prefix import extend_keys
 from quire.cache.snapshots import Snapshots
-from quire.cache.tiers import HostTier
+from quire.cache.tiers import Below, HostTier
 from quire.types.cache import CacheLayout
 from quire.types.request import Request
 
@@ -70,19 +70,18 @@ class Tables:
             pages = self._agree(request, found)
         return pages
 
-    def reach(self, request: Request) -> int:
-        """Return how many leading tokens are cached on the device and in the host tier together. After `find`."""
-        if self.tier is None or not request.shares:
+    def reach(self, request: Request, below: Below) -> int:
+        """Return how many leading tokens are cached on the device and below it together. After `find`."""
+        if not request.shares:
             return 0
-        return self._agree(request, (len(request.tokens) - 1) // self.page_size, self.tier) * self.page_size
+        return self._agree(request, (len(request.tokens) - 1) // self.page_size, below) * self.page_size
 
-    def missing(self, request: Request, tokens: int) -> list[tuple[int, int, int]]:
+    def missing(self, request: Request, tokens: int, below: Below) -> list[tuple[int, int, int]]:
         """Return (group, table index, record) of the pages that a hit of `tokens` tokens lacks on the device."""
-        assert self.tier is not None
-        each = [(group, group.missing(request, tokens // self.page_size, self.tier)) for group in self.groups]
+        each = [(group, group.missing(request, tokens // self.page_size, below)) for group in self.groups]
         return [(number, i, record) for number, (_, found) in enumerate(each) for i, record in found]
 
-    def _agree(self, request: Request, pages: int, below: HostTier | None = None) -> int:
+    def _agree(self, request: Request, pages: int, below: Below | None = None) -> int:
         """Return the longest hit, in full pages up to `pages`, that all groups have and that divides no span.
         below: a tier whose pages count, too."""
         agreed = -1

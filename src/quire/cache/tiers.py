@@ -13,6 +13,8 @@ the pages may not have been written. The index knows no bytes, devices or reques
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from hashlib import blake2b
+from typing import Protocol
 
 from quire.cache.policies import Evictable, Recency
 from quire.cache.pool import Key
@@ -20,6 +22,20 @@ from quire.types.errors import EngineError
 
 Content = tuple[Key, bytes]  # and the page's tokens
 UNPLANNED = -1  # stored by the plan that is being built
+READING = -2  # its content is read from disk
+NAME_BYTES = 32
+
+
+def record_name(key: Key, secret: bytes) -> bytes:
+    """Return the name of a page outside of this process: nobody can make it, or find tokens by it, without the secret."""
+    return blake2b(bytes([key[0]]) + key[1], key=secret, digest_size=NAME_BYTES).digest()
+
+
+class Below(Protocol):
+    """Tiers whose pages count as found."""
+
+    def find(self, key: Key, tokens: bytes) -> int | None:
+        """Return the record of this content, or None."""
 
 
 class HostTier:
@@ -34,6 +50,9 @@ class HostTier:
         self._storing: dict[int, int] = {}  # record -> step of the plan that stores it
         self._stores: list[tuple[int, int]] = []  # (page, record) of the plan that is being built
         self._fetches: list[tuple[int, int]] = []  # (record, page) of the same
+        self._offered: list[tuple[int, Content]] = []  # pages that were published since the latest plan
+        self._due: list[tuple[int, Content]] = []  # published before it: their rows were in earlier plans
+        self.on_landed: Callable[[int, Content], None] | None = None  # called with each record that can be found from now on
         self.stored = self.dropped = 0  # pages, ever: stored; not stored, since all records were in use
 
     @property
@@ -41,8 +60,14 @@ class HostTier:
         return self._untouched - len(self._free)
 
     @property
-    def has_moves(self) -> bool:
-        return bool(self._stores or self._fetches)
+    def has_offers(self) -> bool:
+        """Return whether pages wait to be stored although nothing evicts them."""
+        return bool(self._offered or self._due)
+
+    def offer(self, page: int, content: Content) -> None:
+        """Store a published page with a later plan: the row that fills it may be in the plan that is being built."""
+        if content[0] not in self._index:
+            self._offered.append((page, content))
 
     def evicted(self, page: int, content: Content) -> None:
         """Store a page that loses its content with the plan that is being built."""
@@ -51,14 +76,7 @@ class HostTier:
             if record in self._policy:
                 self._use(record)
             return
-        taken = self._take()
-        if taken is None:
-            self.dropped += 1
-            return
-        self._index[key], self._content[taken] = taken, content
-        self._storing[taken] = UNPLANNED
-        self._stores.append((page, taken))
-        self.stored += 1
+        self._store(page, content)
 
     def find(self, key: Key, tokens: bytes) -> int | None:
         """Return the record of this content, if it has landed."""
@@ -85,8 +103,32 @@ class HostTier:
         self._pins[record] -= 1
         self._settle(record)
 
-    def take_moves(self, step: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Return stores (page, record) and fetches (record, page) for the plan of this step. Stores come first."""
+    def reserve(self, content: Content) -> int | None:
+        """Return a record that this content is read into, until `arrived`; None: all are in use, or one has it."""
+        record = None if content[0] in self._index else self._take()
+        if record is not None:
+            self._index[content[0]], self._content[record] = record, content
+            self._storing[record] = READING
+        return record
+
+    def arrived(self, record: int, right: bool) -> None:
+        """A reserved record was read."""
+        del self._storing[record]
+        if not right:
+            self._remove_content(record)
+        self._settle(record)
+
+    def take_moves(
+        self, step: int, holds: Callable[[int, Content], bool]
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Return stores (page, record) and fetches (record, page) for the plan of this step. Stores come first.
+
+        holds: whether a page still has this content
+        """
+        due, self._due, self._offered = self._due, self._offered, []
+        for page, content in due:
+            if content[0] not in self._index and holds(page, content):
+                self._store(page, content)
         for _, record in self._stores:
             if record in self._storing:
                 self._storing[record] = step
@@ -98,6 +140,8 @@ class HostTier:
         """The step was run: what it stored can be found."""
         for record in [record for record, by in self._storing.items() if UNPLANNED < by <= step]:
             del self._storing[record]
+            if self.on_landed is not None and record in self._content:
+                self.on_landed(record, self._content[record])
             self._settle(record)
 
     def failed(self, step: int) -> None:
@@ -125,6 +169,16 @@ class HostTier:
         named = {content[0]: record for record, content in self._content.items()}
         if named != self._index or not self._content.keys().isdisjoint(self._free):
             raise EngineError("the index of host records and their content disagree")
+
+    def _store(self, page: int, content: Content) -> None:
+        taken = self._take()
+        if taken is None:
+            self.dropped += 1
+            return
+        self._index[content[0]], self._content[taken] = taken, content
+        self._storing[taken] = UNPLANNED
+        self._stores.append((page, taken))
+        self.stored += 1
 
     def _take(self) -> int | None:
         if self._free:

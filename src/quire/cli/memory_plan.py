@@ -85,6 +85,7 @@ class MemoryPlan:
     tasks: tuple[str, ...]  # that requests may ask of the model
     pooling: int  # reserved for pooling
     host_tier: int  # host memory for pages that leave the device, of all ranks
+    disk_tier: int  # bytes of kv_disk_path, of all ranks
     staged: int  # reserved on the device for these pages; on a CPU, the same memory
     cache: int
     pages: int
@@ -229,6 +230,7 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
         tasks=supported_tasks(config),
         pooling=use.sum("reserved", "pooling"),
         host_tier=host_bytes(config) * config.world,
+        disk_tier=0 if args.kv_disk_path is None else int(args.kv_disk_size * 2**30),
         staged=use.sum("reserved", "tiers"),
         cache=max(0, cache) if layout.bytes_per_page or facts.states else 0,
         pages=pages,

@@ -34,6 +34,8 @@ def render(plan: MemoryPlan) -> str:
         lines.append(("Pooling", f"{size(plan.pooling)} reserved for hidden states and results"))
     if plan.host_tier:
         staged = f", and {size(plan.staged)} of the device on the way" if plan.device != "cpu" else ""
+        if plan.disk_tier:
+            staged += f"; {size(plan.disk_tier)} on disk"
         lines.append(("Host memory", f"{size(plan.host_tier)} for evicted pages{staged}"))
     if plan.graphs:
         lines.append(("CUDA graphs", f"{size(plan.graphs)} reserved (--enforce-eager: none)"))

@@ -129,7 +129,9 @@ NOT_SIMULATED = {
     **dict.fromkeys(
         ("speculative_config", "spec_method", "spec_model", "spec_tokens"), "acceptance rates are unknown; drop it"
     ),
-    **dict.fromkeys(("kv_offloading_size", "swap_space"), "pages that left the device are not simulated; drop it"),
+    **dict.fromkeys(
+        ("kv_offloading_size", "swap_space", "kv_disk_path"), "pages that left the device are not simulated; drop it"
+    ),
     "enable_lora": "simulated requests have no adapter; drop it",
 }
 

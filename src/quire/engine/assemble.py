@@ -26,6 +26,7 @@ from quire.features.structured.constraints import GrammarLanes
 from quire.features.structured.host import structured_backend
 from quire.models.registry import complete_facts
 from quire.progress import doing
+from quire.sched.disk import DiskTraffic
 from quire.types.errors import ModelError
 
 
@@ -107,8 +108,20 @@ def start_core(config: Config, watch: Stopwatch | None = None, ends: PeerLinks |
     grammars = make_grammars(config, 0 if speculation is None else speculation.max_drafts)
     room = (config.max_loras, config.max_cpu_loras)
     core = EngineCore(scheduler, counted(executor, config), config.depth, grammars, adapters=room, validate=validate)
+    open_disk_tier(core)
     watch.lap("scheduler")
     return StartedCore(core, capacity.max_model_len, capacity.pages, watch.read())
+
+
+def open_disk_tier(core: EngineCore) -> None:
+    """Find out what the ranks have on disk, if there is a disk tier."""
+    arrivals, tier = core.scheduler.arrivals, core.scheduler.tier
+    if arrivals is None or tier is None:
+        return
+    contents = core.executor.call_all("call_part", "tiers", "disk_contents")
+    if all(each is not None for each in contents):
+        arrivals.disk = DiskTraffic(tier, core.scheduler.roster, contents)
+        core.scheduler.pool.on_publish = tier.offer
 
 
 def make_grammars(config: Config, drafts: int) -> GrammarLanes:

@@ -92,7 +92,10 @@ class EngineCore:
         self.scheduler.roster.release(ids)
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
-        return self.scheduler.reset_prefix_cache(preempt_running)
+        done = self.scheduler.reset_prefix_cache(preempt_running)
+        if done and self.scheduler.arrivals is not None and self.scheduler.arrivals.disk is not None:
+            self._call_tiers("clear_disk")
+        return done
 
     def retire_adapter(self, version: str) -> None:
         """Release an adapter that no request will use again."""
@@ -113,7 +116,9 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_unfinished or bool(self._deltas) or self.adapters.busy
+        arrivals = self.scheduler.arrivals
+        busy = self.adapters.busy or (arrivals is not None and arrivals.busy)
+        return self.scheduler.has_unfinished or bool(self._deltas) or busy
 
     @property
     def step_in_flight(self) -> bool:
@@ -135,8 +140,8 @@ class EngineCore:
             self.constraints.before_plan(self.depth, self.step_in_flight)
         if self.adapters.slots:
             self.adapters.turn()
-        if self.scheduler.arrivals is not None and self.scheduler.arrivals.pending:
-            self._poll_arrivals(self.scheduler.arrivals)
+        if self.scheduler.arrivals is not None:
+            self._move_pages(self.scheduler.arrivals)
         scheduled = self.scheduler.schedule(self._clock())
         self.tokens, self.rows = (0, 0) if scheduled is None else (scheduled.plan.tokens, len(scheduled.plan.slot))
         self.waited = 0.0
@@ -147,7 +152,7 @@ class EngineCore:
                 self.watch.planned(scheduled)
             self._submit(scheduled)
             self.scheduler.catch_up()
-        elif not self._flights and not self._deltas and self.scheduler.arrivals is not None and self.scheduler.arrivals.pending:
+        elif not self._flights and not self._deltas and self.scheduler.arrivals is not None and self.scheduler.arrivals.waits:
             time.sleep(ARRIVAL_WAIT_S)
         elif not self._flights and not self._deltas:
             (self.adapters if self.adapters.reading else self.constraints).wait()
@@ -176,9 +181,18 @@ class EngineCore:
             self.scheduler.speculation.close()
         self.executor.stop()
 
-    def _poll_arrivals(self, arrivals: Arrivals) -> None:
-        """Take in pages that all ranks have fetched."""
-        arrivals.reported(self.executor.call_all("call_part", "tiers", "take_fetched"), self._clock())
+    def _move_pages(self, arrivals: Arrivals) -> None:
+        """Take in pages that ranks have fetched, read or written, and let them read and write others."""
+        disk = arrivals.disk
+        if arrivals.pending:
+            arrivals.reported(self._call_tiers("take_fetched"), self._clock())
+        if disk is not None and disk.pending:
+            disk.reported(self._call_tiers("take_read_and_written"), self._clock())
+        if disk is not None and disk.has_commands:
+            self._call_tiers("read_and_write", *disk.commands())
+
+    def _call_tiers(self, method: str, *args: Any) -> list[Any]:
+        return self.executor.call_all("call_part", "tiers", method, *args)
 
     def _submit(self, scheduled: Scheduled) -> None:
         in_flight = bool(self._flights)
@@ -261,5 +275,5 @@ class EngineCore:
         self._queue_deltas(self.scheduler.results.fail(scheduled, f"{type(error).__name__}: {error}"))
         arrivals = self.scheduler.arrivals
         if arrivals is not None and (pages := arrivals.of_step(scheduled.plan.step)):
-            self.executor.call_all("call_part", "tiers", "abandon", pages)
+            self._call_tiers("abandon", pages)
             arrivals.lost(pages)

@@ -49,6 +49,7 @@ class Allocation:
     sampler: "Sampler"
     recorder: "Callable[[], Recorder] | None"  # None: no CUDA graphs are recorded
     memory: PageMemory | None = None  # the pages
+    share: str = ""  # names this rank's share of the model, among all shares
 
 
 @dataclass(frozen=True)

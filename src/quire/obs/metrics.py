@@ -162,6 +162,8 @@ class Metrics:
             board.add(Counter("kv_offload_store_bytes", "Pages stored in host memory, bytes of a rank")),
             board.add(Counter("kv_offload_load_bytes", "Pages fetched from host memory, bytes of a rank")),
             board.add(Counter("kv_offload_stores_skipped", "Pages not stored, since all of host memory was in use")),
+            board.add(Counter("kv_offload_tiering_write_bytes", "Pages written to disk, bytes of a rank")),
+            board.add(Counter("kv_offload_tiering_read_bytes", "Pages read from disk, bytes of a rank")),
             board.add(Counter("kv_offload_load_failures", "Pages that were wrong or lost, and were computed again")),
         )
         self.accepted_per_position = board.add(
@@ -370,7 +372,8 @@ def _counted(stats: Stats) -> tuple[float, ...]:
         stats.queries, stats.hits, stats.preemptions, device.compilations, device.loads, device.captures, device.replays,
         device.misses, stats.grammar_losses, stats.drafts.rows, stats.drafts.tokens, stats.drafts.accepted,
         stats.adapter_reads, stats.adapter_puts, device.flops, device.read_bytes, device.written_bytes,
-        tier.queries, tier.hits, tier.stored * tier.page_bytes, tier.fetched * tier.page_bytes, tier.skipped, tier.lost,
+        tier.queries, tier.hits, tier.stored * tier.page_bytes, tier.fetched * tier.page_bytes, tier.skipped,
+        tier.written * tier.page_bytes, tier.read * tier.page_bytes, tier.lost,
     )  # fmt: skip
 
 

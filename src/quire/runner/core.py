@@ -264,7 +264,7 @@ class RunnerCore(ABC):
         self._state = SlotState(slots, kv, sampler)
         recorder = self._device.recorder if self._recording else None
         for part in self._parts:
-            part.allocate(Allocation(pages, snapshots, slots, sampler, recorder, kv))
+            part.allocate(Allocation(pages, snapshots, slots, sampler, recorder, kv, self.share))
         planners = fixed_plans(model, len(self._layout.groups)) if self._recording else None
         self.graphs = None
         if planners is not None:
@@ -308,6 +308,11 @@ class RunnerCore(ABC):
         graphs, counts = self.graphs, self._device.counts()
         captures, replays, eager = (graphs.captures, graphs.replays, graphs.eager) if graphs is not None else (0, 0, 0)
         return DeviceCounts(counts.compilations, counts.loads, captures, replays, eager)
+
+    @property
+    def share(self) -> str:
+        """Return a name of this rank's share of the model."""
+        return f"{self._position.rank} of {self._position.size}"
 
     def describe_rank(self) -> dict[str, int]:
         """Return what this process has of the model."""

@@ -200,6 +200,11 @@ class StageRunner(Runner):
         if self._launched is not None and (len(ids) or self._launched.step in self._unsampled):
             self.take_sampled_of(self._launched.step, ids)
 
+    @property
+    def share(self) -> str:
+        own = self._stage.own
+        return f"{super().share}, layers {own.start} to {own.stop}"
+
     def describe_rank(self) -> dict[str, int]:
         rank, own = self._pipeline_rank, self._stage.own
         position = {

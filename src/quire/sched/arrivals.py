@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from quire.cache.pool import NULL
 from quire.cache.tables import Tables
 from quire.cache.tiers import Content, HostTier
+from quire.sched.disk import ON_DISK, DiskTraffic
 from quire.sched.plan_builder import PlanBuilder
 from quire.sched.roster import Roster
 from quire.types.request import Request
@@ -68,19 +69,35 @@ class Arrivals:
         self._coming: dict[Content, Fetch] = {}
         self._tried: dict[Request, int] = {}  # preemptions of a request when it last waited
         self._speeds = Speeds()
+        self.disk: DiskTraffic | None = None
         self._counts = NO_TIERS
         roster.on_leave.append(self._forget)
 
     @property
     def pending(self) -> bool:
-        """Return whether pages are on their way."""
+        """Return whether pages are on their way to the device."""
         return bool(self._fetches)
+
+    @property
+    def waits(self) -> bool:
+        """Return whether a request may wait for pages."""
+        return bool(self._fetches) or (self.disk is not None and self.disk.pending)
+
+    @property
+    def busy(self) -> bool:
+        """Return whether there is work, even without requests."""
+        return self._tier.has_offers or (self.disk is not None and self.disk.has_commands)
 
     @property
     def counts(self) -> TierCounts:
         stored, skipped = self._tier.stored, self._tier.dropped
         queries, hits, fetched, lost = self._counts.queries, self._counts.hits, self._counts.fetched, self._counts.lost
-        return TierCounts(self._tier.records, self._tier.used, stored, skipped, queries, hits, fetched, lost, self._page_bytes)
+        on_disk, written, read = (0, 0, 0) if self.disk is None else (self.disk.pages, self.disk.written, self.disk.read)
+        lost += 0 if self.disk is None else self.disk.lost
+        return TierCounts(
+            self._tier.records, self._tier.used, stored, skipped, queries, hits, fetched, lost, self._page_bytes,
+            on_disk, written, read,
+        )  # fmt: skip
 
     def hold(self, request: Request, plan: PlanBuilder, now: float) -> bool:
         """Let a request wait for pages that the host tier has. It has adopted what the device has, and all of it fits.
@@ -89,9 +106,13 @@ class Arrivals:
         """
         if self._tried.get(request) == request.preemptions or not request.spec.params.reads_prefix_cache:
             return False
-        hit, reach = request.computed, self._tables.reach(request)
+        if request.preemptions and self._mode == "recompute":
+            return False
+        if self.disk is not None and self.disk.may_wait(request) and self._read(request, self.disk, now):
+            return True
+        hit, reach = request.computed, self._tables.reach(request, self._tier)
         self._count(queries=len(request.tokens) - hit)
-        missing = self._tables.missing(request, reach) if reach > hit else []
+        missing = self._tables.missing(request, reach, self._tier) if reach > hit else []
         if not missing or len(missing) > self._tables.pool.free or not self._pays(request, len(missing), reach - hit):
             return False
         contents = [self._tables.groups[group].content(request, i) for group, i, _ in missing]
@@ -109,9 +130,22 @@ class Arrivals:
         self._tried.pop(request, None)
 
     def _pays(self, request: Request, pages: int, tokens: int) -> bool:
-        if request.preemptions and self._mode != "auto":
-            return self._mode == "swap"
-        return self._speeds.pays(pages, tokens)
+        swaps = bool(request.preemptions) and self._mode == "swap"
+        return swaps or self._speeds.pays(pages, tokens)
+
+    def _read(self, request: Request, disk: DiskTraffic, now: float) -> bool:
+        """Let a request wait for pages on disk, which are read into host memory. Return False if there are none."""
+        reach = self._tables.reach(request, disk)
+        missing = self._tables.missing(request, reach, disk) if reach > request.computed else []
+        if all(record != ON_DISK for _, _, record in missing):
+            return False
+        if not self._pays(request, len(missing), reach - request.computed):
+            return False
+        contents = [self._tables.groups[group].content(request, i) for group, i, record in missing if record == ON_DISK]
+        if not disk.hold(request, contents, now):
+            return False
+        self._roster.wait_for_pages(request)
+        return True
 
     def _begin(self, request: Request, records: list[int], contents: list[Content], step: int, now: float) -> None:
         pool, tier = self._tables.pool, self._tier

@@ -100,7 +100,7 @@ class Scheduler:
         self._room = max_batched_tokens  # of the current step
         self.roster = roster = Roster(self._tables, self.order_class(policy), max_seqs)
         self._running, self._queue, self._forks, self._live = roster.running, roster.queue, roster.forks, roster.live
-        tier = self._tables.tier
+        tier = self.tier = self._tables.tier
         self.arrivals = None if tier is None else Arrivals(self._tables, tier, roster, layout.bytes_per_page, preemption_mode)
         self.results = Results(self._tables, roster, encoding)
         self._paused: set[Request] = set()  # without a row in the next step
@@ -185,6 +185,8 @@ class Scheduler:
         if len(self._running):
             return False
         self._tables.forget_all()
+        if self.arrivals is not None and self.arrivals.disk is not None:
+            self.arrivals.disk.clear()
         self._encoding.forget_all()
         return True
 
@@ -254,8 +256,8 @@ class Scheduler:
         self._admit(plan, left, now)
         self.pool.drop(plan.sources)
         self._paused.clear()
-        if self._tables.tier is not None:
-            plan.move(self._tables.tier.take_moves(plan.step))
+        if self.tier is not None:
+            plan.move(self.tier.take_moves(plan.step, self.pool.holds))
         for request, start in self.roster.forced.items():
             plan.give(request, start)
         guessed = () if self.speculation is None else (self.speculation.next_drafts, self.speculation.guesses)

@@ -106,7 +106,7 @@ NO_ENCODINGS = EncoderCounts()
 
 
 class TierCounts(msgspec.Struct, frozen=True, array_like=True):
-    """Counts of pages in the host tier; all but the first two since the start of the engine process."""
+    """Counts of pages outside the device; all but records, used and on_disk since the start of the engine process."""
 
     records: int = 0  # pages that it holds
     used: int = 0
@@ -117,6 +117,9 @@ class TierCounts(msgspec.Struct, frozen=True, array_like=True):
     fetched: int = 0  # pages that arrived
     lost: int = 0  # pages that did not, and were computed again
     page_bytes: int = 0  # of a page on the rank with the largest
+    on_disk: int = 0  # pages on disk
+    written: int = 0  # pages written to disk
+    read: int = 0  # pages read from disk
 
 
 NO_TIERS = TierCounts()

@@ -77,10 +77,6 @@ def test_windows_and_latents_come_back(checkpoint, family: str, pages: int):
     check(directory, plain_turns(directory, **args), **args)
 
 
-def test_two_ranks_move_their_shares(model: str, expected: list):
-    check(model, expected, tensor_parallel_size=2)
-
-
 def test_two_stages_move_their_layers(model: str, expected: list):
     check(model, expected, pipeline_parallel_size=2)
 

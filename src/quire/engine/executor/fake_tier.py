@@ -19,6 +19,10 @@ class FakeTier:
         self.records: dict[int, Words] = {}
         self.arriving: dict[int, tuple[Words, bool]] = {}  # page -> content, and whether it is right
         self.is_broken: Callable[[int], bool] = lambda _: False  # whether the content of a record does not come back
+        self.disk: dict[bytes, Words] | None = None  # by name; None: there is no disk tier
+        self.is_lost: Callable[[bytes], bool] = lambda _: False  # whether a record on disk does not come back
+        self._reads: list[tuple[int, bytes]] = []
+        self._writes: list[tuple[int, bytes]] = []
         self.is_late: Callable[[int], bool] = lambda _: False  # whether a page is reported later
 
     def move(self, plan: StepPlan) -> None:
@@ -44,6 +48,34 @@ class FakeTier:
                 self._set(page, content)
             reports.append((page, right))
         return reports
+
+    def disk_contents(self) -> tuple[bytes, list[bytes]] | None:
+        return None if self.disk is None else (b"secret", list(self.disk))
+
+    def read_and_write(self, reads: Sequence[tuple[int, bytes]], writes: Sequence[tuple[int, bytes]]) -> None:
+        self._reads += reads
+        self._writes += writes
+
+    def take_read_and_written(self) -> tuple[list[tuple[int, bool]], list[tuple[int, bool]], list[bytes]]:
+        assert self.disk is not None
+        if self.is_late(0):
+            return [], [], []
+        reads, writes = [], []
+        for record, name in self._reads:
+            right = name in self.disk and not self.is_lost(name)
+            if right:
+                self.records[record] = self.disk[name].copy()
+            reads.append((record, right))
+        for record, name in self._writes:
+            self.disk[name] = self.records[record].copy()
+            writes.append((record, True))
+        removed = [name for name in self.disk if self.is_lost(name)]
+        self._reads, self._writes = [], []
+        return reads, writes, removed[:1]
+
+    def clear_disk(self) -> None:
+        if self.disk is not None:
+            self.disk.clear()
 
     def abandon(self, pages: Sequence[int]) -> None:
         for page in pages:

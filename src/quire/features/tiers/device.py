@@ -18,7 +18,8 @@ from torch import Tensor
 from quire.config.host import available_host_bytes
 from quire.device.base import GIB, Device
 from quire.features.base import Allocation, PageMemory, StepPart
-from quire.features.tiers.host import STAGED_PAGES
+from quire.features.tiers.host import STAGED_PAGES, DiskSetting
+from quire.features.tiers.threads import DiskThreads
 from quire.models.decoder import Decoder
 from quire.types.errors import ConfigError
 from quire.types.plan import Ints, StepPlan, StepRows
@@ -45,9 +46,18 @@ class Moved:
 class TiersPart(StepPart):
     name = "tiers"
 
-    def __init__(self, device: Device, dtype: torch.dtype, host_bytes: int, reserved: int) -> None:  # noqa: ARG002
-        """host_bytes: of this rank's records. reserved: bytes of device memory."""
+    def __init__(
+        self,
+        device: Device,
+        dtype: torch.dtype,  # noqa: ARG002
+        host_bytes: int,
+        reserved: int,
+        disk: DiskSetting | None = None,
+    ) -> None:
+        """host_bytes: of this rank's records. reserved: bytes of device memory. disk: None: nothing is kept on disk."""
         self._device, self._bytes, self._reserved = device, host_bytes, reserved
+        self._disk_setting = disk
+        self._disk: DiskThreads | None = None
         self._arena: Arena | None = None
         self._moved: list[Moved] = []
 
@@ -67,6 +77,10 @@ class TiersPart(StepPart):
         if allocation.pages and allocation.memory is not None:
             records = self._bytes // allocation.memory.page_bytes
             self._arena = Arena(allocation.memory, records, self._device.torch_device)
+            if self._disk_setting is not None:
+                self._close_disk()
+                share = f"{allocation.share}, pages of {allocation.memory.page_bytes} bytes"
+                self._disk = DiskThreads(self._disk_setting, share, self._arena)
 
     def prepare(self, plan: StepPlan) -> None:
         if len(plan.store_page):
@@ -92,10 +106,34 @@ class TiersPart(StepPart):
                 moved.event.synchronize()
             self._moved.remove(moved)
 
+    def disk_contents(self) -> tuple[bytes, list[bytes]] | None:
+        """Return the secret and the names of the records on disk; None: nothing is kept on disk."""
+        return None if self._disk is None else (self._disk.store.secret, self._disk.store.names)
+
+    def read_and_write(self, reads: Sequence[tuple[int, bytes]], writes: Sequence[tuple[int, bytes]]) -> None:
+        """Begin to read records from disk, and to write others."""
+        assert self._disk is not None
+        self._disk.begin(reads, writes)
+
+    def take_read_and_written(self) -> tuple[list[tuple[int, bool]], list[tuple[int, bool]], list[bytes]]:
+        """Return what was read and written since the last call, whether it worked, and names that were removed."""
+        assert self._disk is not None
+        return self._disk.take()
+
+    def clear_disk(self) -> None:
+        if self._disk is not None:
+            self._disk.clear()
+
+    def _close_disk(self) -> None:
+        if self._disk is not None:
+            self._disk.close()
+        self._disk = None
+
     def describe(self) -> dict[str, int]:
         return {} if self._arena is None else {"host_tier_bytes": self._arena.memory.numel()}
 
     def close(self) -> None:
+        self._close_disk()
         self._arena = None
         self._moved = []
 
@@ -114,7 +152,25 @@ class Arena:
         self.memory = torch.empty(records, self._width, dtype=torch.uint8, pin_memory=self._on_gpu)
         self.sums = torch.zeros(records, 2, dtype=torch.int64, pin_memory=self._on_gpu)
         self._weights = 2 * torch.arange(self._width // WORD_BYTES, dtype=torch.int64, device=device) + 1
+        self.stored: Any = None  # the event of the latest store
         self._stream: Any = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
+
+    def content(self, record: int) -> memoryview:
+        """Return the memory of a record. What plans stored in it has arrived when `wait` returns."""
+        return self.memory[record].numpy().data
+
+    def tag(self, record: int) -> bytes:
+        """Return the checksum of a record."""
+        return self.sums[record].numpy().tobytes()
+
+    def set_tag(self, record: int, tag: bytes) -> None:
+        self.sums[record] = torch.frombuffer(bytearray(tag), dtype=torch.int64)
+
+    def wait(self) -> None:
+        """Wait until what has been stored so far is in host memory."""
+        event = self.stored
+        if event is not None:
+            event.synchronize()
 
     def store(self, pages: Ints, records: Ints) -> None:
         before: Any = None
@@ -133,7 +189,7 @@ class Arena:
                 for i, record in enumerate(records[part].tolist()):
                     self.memory[record].copy_(content[i], non_blocking=True)
                     self.sums[record].copy_(sums[i], non_blocking=True)
-                before = self._stream.record_event()
+                before = self.stored = self._stream.record_event()
             content.record_stream(self._stream)
             sums.record_stream(self._stream)
 

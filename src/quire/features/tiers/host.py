@@ -1,11 +1,14 @@
 """The eviction policy of cached pages, and the host tier that takes them: arguments, limits and memory."""
 
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
+from quire import __version__
 from quire.config.fields import REAL, TEXT, setting
 from quire.config.memory import parameter_parts
 from quire.features.host import NO_MEMORY, Conflict, Feature, Memory, Sizes
+from quire.files.identity import identity
 from quire.types.cache import EVICTION_POLICIES
 from quire.types.errors import ConfigError
 
@@ -35,9 +38,16 @@ class TierArgs:
     kv_offloading_backend: str = setting(
         "native", TEXT, _GROUP, "what keeps them", choices=("native",), after="kv_offloading_size"
     )
+    kv_disk_path: str | None = setting(
+        None, TEXT, _GROUP, "directory in which cached pages are kept, also for the next start; requires kv_offloading_size; "
+        "default: none", after="kv_offloading_backend",
+    )  # fmt: skip
+    kv_disk_size: float = setting(
+        16, REAL, _GROUP, "GiB of pages in kv_disk_path, of all ranks of an engine together", above=0.0, after="kv_disk_path"
+    )
     swap_space: float | None = setting(
         None, REAL, _GROUP, "GiB of host memory per rank: another way to write kv_offloading_size", low=0,
-        after="kv_offloading_backend",
+        after="kv_disk_size",
     )  # fmt: skip
     preemption_mode: str = setting(
         "auto", TEXT, _GROUP, "how preempted requests go on: pages that are in host memory are fetched (swap), computed again "
@@ -68,6 +78,11 @@ CONFLICTS: tuple[Conflict, ...] = (
         ),
     ),
     Conflict(
+        "pages on the disks of several machines",
+        lambda c: c.args.kv_disk_path is not None and c.args.nnodes > 1,
+        lambda c: f"kv_disk_path is not supported with nnodes={c.args.nnodes}: each machine has its own disk. Leave it out",
+    ),
+    Conflict(
         "evicted pages of a drafter",
         lambda c: host_bytes(c) > 0 and c.drafts_on_device,
         lambda c: (
@@ -90,12 +105,18 @@ class Tiers(Feature):
                 f"swap_space {args.swap_space:g} and kv_offloading_size {args.kv_offloading_size:g} are two ways to write the "
                 "same. Leave swap_space out"
             )
+        if args.kv_disk_path is not None and not (args.swap_space or args.kv_offloading_size):
+            raise ConfigError(
+                "kv_disk_path requires kv_offloading_size, the memory through which pages go to disk and back. Add it"
+            )
         if args.preemption_mode == "swap" and not (args.swap_space or args.kv_offloading_size):
             raise ConfigError("preemption_mode swap requires kv_offloading_size, the memory that pages are swapped to. Add it")
 
     def part_options(self, config: "Config") -> dict[str, Any] | None:
         size = host_bytes(config)
-        return {"host_bytes": size, "reserved": self.memory(config, Sizes()).reserved} if size else None
+        if not size:
+            return None
+        return {"host_bytes": size, "reserved": self.memory(config, Sizes()).reserved, "disk": disk_setting(config)}
 
     def memory(self, config: "Config", sizes: Sizes) -> Memory:  # noqa: ARG002
         """On a CPU host memory is the device's memory; on a GPU pages are staged on their way."""
@@ -106,6 +127,31 @@ class Tiers(Feature):
             return Memory(reserved=size)
         page = sum(layer.page_bytes(config.page_size, config.cache_bytes) for layer in config.facts.layers)
         return Memory(reserved=2 * STAGED_PAGES * page // config.world)
+
+
+@dataclass(frozen=True)
+class DiskSetting:
+    path: str
+    bytes: int  # of one rank
+    model: str  # what the content of pages depends on, besides their keys and the rank
+
+    def fingerprint(self, share: str) -> str:
+        """Return the name of the directory of a rank's share."""
+        return sha256(f"{self.model}\n{share}".encode()).hexdigest()[:32]
+
+
+def disk_setting(config: "Config") -> DiskSetting | None:
+    """Return where pages are kept on disk; None: nowhere."""
+    path, facts, args = config.args.kv_disk_path, config.facts, config.args
+    if path is None:
+        return None
+    weights = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in facts.files.weights]
+    parts = (
+        __version__, identity(facts.files), weights, facts.hf, args.load_format,
+        config.seed if args.load_format == "dummy" else None, args.model_impl, config.device, config.dtype, config.cache_dtype,
+        config.page_size, config.max_model_len, sorted(config.native_layouts), config.quantization, config.world,
+    )  # fmt: skip
+    return DiskSetting(path, int(args.kv_disk_size * GIB) // config.world, repr(parts))
 
 
 def host_bytes(config: "Config") -> int:

@@ -1,0 +1,89 @@
+"""The threads of a rank that read and write records on disk, while steps run."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Protocol, TypeVar
+
+from quire.features.tiers.disk import DiskStore
+from quire.features.tiers.host import DiskSetting
+
+Pairs = Sequence[tuple[int, bytes]]  # records, and names
+
+
+class Records(Protocol):
+    """The records in host memory."""
+
+    def content(self, record: int) -> memoryview: ...
+
+    def tag(self, record: int) -> bytes: ...
+
+    def set_tag(self, record: int, tag: bytes) -> None: ...
+
+    def wait(self) -> None:
+        """Wait until what has been stored so far is in host memory."""
+
+
+class DiskThreads:
+    """One thread reads, another writes. A record that is read or written is not used for anything else meanwhile."""
+
+    def __init__(self, setting: DiskSetting, share: str, records: Records) -> None:
+        self.store = DiskStore(Path(setting.path), setting.fingerprint(share), setting.bytes)
+        self._records = records
+        self._reader = ThreadPoolExecutor(1, "quire-disk-reads")
+        self._writer = ThreadPoolExecutor(1, "quire-disk-writes")
+        self._read: SimpleQueue[tuple[int, bool]] = SimpleQueue()
+        self._written: SimpleQueue[tuple[int, bool, list[bytes]]] = SimpleQueue()
+
+    def begin(self, reads: Pairs, writes: Pairs) -> None:
+        for record, name in reads:
+            self._reader.submit(self._read_one, record, name)
+        for record, name in writes:
+            self._writer.submit(self._write_one, record, name)
+
+    def take(self) -> tuple[list[tuple[int, bool]], list[tuple[int, bool]], list[bytes]]:
+        """Return what was read and written since the last call, whether it worked, and names that were removed."""
+        written = _all(self._written.get_nowait)
+        removed = [name for _, _, names in written for name in names]
+        return _all(self._read.get_nowait), [(record, done) for record, done, _ in written], removed
+
+    def clear(self) -> None:
+        """Remove all records, also those that wait to be written."""
+        self._writer.submit(self.store.clear).result()
+
+    def close(self) -> None:
+        """Write what waits to be written, and end."""
+        self._reader.shutdown(cancel_futures=True)
+        self._writer.shutdown()
+        self.store.close()
+
+    def _read_one(self, record: int, name: bytes) -> None:
+        right = False
+        try:
+            tag = self.store.get(name, self._records.content(record))
+            if tag is not None:
+                self._records.set_tag(record, tag)
+                right = True
+        finally:
+            self._read.put((record, right))
+
+    def _write_one(self, record: int, name: bytes) -> None:
+        done, removed = False, list[bytes]()
+        try:
+            self._records.wait()
+            done, removed = self.store.put(name, self._records.tag(record), self._records.content(record))
+        finally:
+            self._written.put((record, done, removed))
+
+
+T = TypeVar("T")
+
+
+def _all(take: Callable[[], T]) -> list[T]:
+    found: list[T] = []
+    while True:
+        try:
+            found.append(take())
+        except Empty:
+            return found

@@ -1,0 +1,161 @@
+"""The disk tier, as the scheduler sees it: which pages it has, and what is read and written.
+
+    written   a page whose record in host memory has landed, at once: a process that is killed loses little
+    read      into records of host memory, for a request that waits; from there the pages are fetched like others
+
+Ranks do the work in threads, each with its share of the pages; a page is there if all of them have it.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quire.cache.pool import Key
+from quire.cache.tiers import Content, HostTier, record_name
+from quire.sched.roster import Roster
+from quire.types.request import Request
+
+ON_DISK = -1  # in place of a record
+MAX_WRITES = 256  # records that wait to be written; others are not written
+READ_TIMEOUT_S = 10.0  # after which a request goes on without its pages
+Pairs = Sequence[tuple[int, bytes]]  # records, and names on disk
+Done = Sequence[tuple[int, bool]]  # records, and whether it worked
+DiskReport = tuple[Done, Done, Sequence[bytes]]  # of a rank: what was read and written, and names that were removed
+
+
+@dataclass(eq=False)
+class Read:
+    """Pages that are read for a request, and others that wait for some of them."""
+
+    began: float
+    left: set[int]  # records
+    waiting: list[Request] = field(default_factory=list)
+
+
+class DiskTraffic:
+    def __init__(self, tier: HostTier, roster: Roster, ranks: Sequence[tuple[bytes, Sequence[bytes]]]) -> None:
+        """ranks: the secret of each rank's store, and the names of its records."""
+        self._tier, self._roster, self._secret = tier, roster, ranks[0][0]
+        self._names = set.intersection(*(set(names) if secret == self._secret else set[bytes]() for secret, names in ranks))
+        self._reading: dict[int, tuple[Content, Read]] = {}  # by record
+        self._writing: dict[int, bytes] = {}  # record -> name
+        self._reads: list[tuple[int, bytes]] = []  # not sent to the ranks yet
+        self._writes: list[tuple[int, bytes]] = []
+        self._reports: Counter[tuple[str, int]] = Counter()  # of a record, by ranks
+        self._failed: set[tuple[str, int]] = set()
+        self._tried: dict[Request, int] = {}  # preemptions of a request when it last waited
+        self.read = self.written = self.lost = 0  # pages, ever
+        tier.on_landed = self._write
+        roster.on_leave.append(self._forget)
+
+    @property
+    def pages(self) -> int:
+        return len(self._names)
+
+    @property
+    def pending(self) -> bool:
+        """Return whether ranks read or write."""
+        return bool(self._reading or self._writing)
+
+    def find(self, key: Key, tokens: bytes) -> int | None:
+        """Return the record of this content, or ON_DISK."""
+        record = self._tier.find(key, tokens)
+        if record is None and record_name(key, self._secret) in self._names:
+            return ON_DISK
+        return record
+
+    def may_wait(self, request: Request) -> bool:
+        return bool(self._names) and self._tried.get(request) != request.preemptions
+
+    def hold(self, request: Request, contents: Sequence[Content], now: float) -> bool:
+        """Read these pages, which are on disk, as far as host memory has room. Return whether the request waits for them."""
+        other = next((read for content, read in self._reading.values() if content in contents), None)
+        if other is not None:
+            other.waiting.append(request)
+            return True
+        self._tried[request] = request.preemptions
+        read = Read(now, set(), [request])
+        for content in contents[: max(1, self._tier.records // 2)]:
+            record = self._tier.reserve(content)
+            if record is None:
+                break
+            read.left.add(record)
+            self._reading[record] = content, read
+            self._reads.append((record, record_name(content[0], self._secret)))
+        return bool(read.left)
+
+    def commands(self) -> tuple[Pairs, Pairs]:
+        """Return what ranks shall read, and write, since the last call."""
+        found = self._reads, self._writes
+        self._reads, self._writes = [], []
+        return found
+
+    @property
+    def has_commands(self) -> bool:
+        return bool(self._reads or self._writes)
+
+    def reported(self, ranks: Sequence[DiskReport], now: float) -> None:
+        """Take in what the ranks report; each reports each record once."""
+        for reads, writes, removed in ranks:
+            self._names.difference_update(removed)
+            for kind, done in (("read", reads), ("write", writes)):
+                for record, worked in done:
+                    self._note(kind, record, worked, len(ranks))
+        for _, read in self._reading.values():
+            if now - read.began > READ_TIMEOUT_S:
+                self._go_on(read)
+
+    def clear(self) -> None:
+        """Nothing on disk counts any more; what is being read has been forgotten by the host tier."""
+        self._names.clear()
+        for record, _ in self._writes:
+            del self._writing[record]
+            self._tier.unpin(record)
+        self._writes = []
+        self._writing = dict.fromkeys(self._writing, b"")
+
+    def _note(self, kind: str, record: int, worked: bool, ranks: int) -> None:
+        self._reports[kind, record] += 1
+        if not worked:
+            self._failed.add((kind, record))
+        if self._reports[kind, record] < ranks:
+            return
+        del self._reports[kind, record]
+        worked = (kind, record) not in self._failed
+        self._failed.discard((kind, record))
+        if kind == "read":
+            self._end_read(record, worked)
+            return
+        name = self._writing.pop(record)
+        self._tier.unpin(record)
+        if worked and name:
+            self._names.add(name)
+            self.written += 1
+
+    def _end_read(self, record: int, worked: bool) -> None:
+        content, read = self._reading.pop(record)
+        self._tier.arrived(record, worked)
+        if worked:
+            self.read += 1
+        else:
+            self.lost += 1
+            self._names.discard(record_name(content[0], self._secret))
+        read.left.discard(record)
+        if not read.left:
+            self._go_on(read)
+
+    def _go_on(self, read: Read) -> None:
+        waiting, read.waiting = read.waiting, []
+        for request in waiting:
+            self._roster.mark_ready(request.spec.id, "pages")
+
+    def _write(self, record: int, content: Content) -> None:
+        name = record_name(content[0], self._secret)
+        if name in self._names or len(self._writing) >= MAX_WRITES:
+            return
+        self._tier.pin(record)
+        self._writing[record] = name
+        self._writes.append((record, name))
+
+    def _forget(self, request: Request) -> None:
+        self._tried.pop(request, None)

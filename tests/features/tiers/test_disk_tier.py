@@ -1,0 +1,171 @@
+"""Pages on disk through the front door: the next engine finds them, and no fault of the disk changes a token."""
+
+import logging
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from test_host_tier import CONVERSATIONS, GREEDY, SMALL, TIER, counts, plain_turns, turns
+
+from patience import wait_for
+from quire import LLM
+from quire.types.errors import ConfigError
+from serving import NAME, Running
+from tiny_model import make_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(make_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def expected(model: str) -> list:
+    return plain_turns(model)
+
+
+def start(model: str, path: Path, **args) -> LLM:
+    return LLM(model, **{**SMALL, **TIER, "kv_disk_path": str(path), "kv_disk_size": 0.01, **args})
+
+
+def stop(llm: LLM) -> None:
+    llm.llm_engine.core.scheduler.roster.check()
+    llm.llm_engine.shutdown()
+
+
+def files(path: Path) -> list[Path]:
+    return sorted(path.glob("*/lane-*/*.kv"))
+
+
+def test_the_next_engine_finds_prompts_and_answers_of_the_last(model: str, expected: list, tmp_path: Path):
+    first = start(model, tmp_path)
+    assert turns(first) == expected
+    stop(first)
+    second = start(model, tmp_path)
+    assert counts(second).on_disk > 0
+    assert turns(second) == expected
+    found = counts(second)
+    assert found.read > 0 and found.hits > 0 and found.lost == 0
+    prompt = {"prompt_token_ids": CONVERSATIONS[0]}
+    assert second.reset_prefix_cache()
+    assert counts(second).on_disk == counts(second).used == 0 and not files(tmp_path)
+    [output] = second.generate([prompt], GREEDY, use_tqdm=False)
+    assert list(output.outputs[0].token_ids) == expected[0][0] and output.num_cached_tokens == 0
+    stop(second)
+
+
+def test_a_prompt_that_was_never_evicted_is_on_disk(model: str, tmp_path: Path):
+    prompt = {"prompt_token_ids": list(range(3, 40))}
+    cached = []
+    for _ in range(2):
+        llm = start(model, tmp_path)
+        [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
+        cached.append(output.num_cached_tokens)
+        stop(llm)
+    assert cached == [0, 36]
+
+
+@pytest.mark.parametrize("division", [{"tensor_parallel_size": 2}])
+def test_every_rank_has_its_share_on_disk(model: str, expected: list, tmp_path: Path, division: dict):
+    for restarted in (False, True):
+        llm = start(model, tmp_path, **division)
+        assert turns(llm, 2) == expected[:2]
+        assert (counts(llm).read > 0) >= restarted and counts(llm).lost == 0
+        stop(llm)
+    assert len({file.parent.parent for file in files(tmp_path)}) == 2
+
+
+def test_another_model_dtype_or_page_size_finds_nothing(model: str, tmp_path: Path, tmp_path_factory):
+    llm = start(model, tmp_path)
+    turns(llm, 1)
+    stop(llm)
+    other = str(make_model(tmp_path_factory.mktemp("other"), hidden_size=64))
+    for directory, args in ((other, {}), (model, {"block_size": 8}), (model, {"kv_cache_dtype": "fp8"})):
+        llm = start(directory, tmp_path, **args)
+        assert counts(llm).on_disk == 0
+        stop(llm)
+    llm = start(model, tmp_path)
+    assert counts(llm).on_disk > 0
+    stop(llm)
+
+
+@pytest.mark.parametrize("fault", ["flip", "truncate", "delete", "zero"])
+def test_what_happens_to_the_files_changes_no_token(model: str, expected: list, tmp_path: Path, fault: str):
+    llm = start(model, tmp_path)
+    turns(llm, 2)
+    stop(llm)
+    llm = start(model, tmp_path)
+    for file in files(tmp_path):  # while the engine has them open
+        data = bytearray(file.read_bytes())
+        if fault == "flip":
+            for at in range(0, len(data), 700):
+                data[at] ^= 4
+        elif fault == "zero":
+            data = bytearray(len(data))
+        elif fault == "truncate":
+            del data[len(data) // 2 :]
+        if fault == "delete":
+            file.unlink()
+        else:
+            with file.open("r+b") as out:
+                out.write(data)
+                out.truncate(len(data))
+    assert turns(llm) == expected
+    assert fault == "delete" or counts(llm).lost > 0
+    stop(llm)
+
+
+def test_an_engine_beside_another_has_a_lane_of_its_own(model: str, expected: list, tmp_path: Path):
+    first, second = start(model, tmp_path), start(model, tmp_path)
+    assert turns(first, 1) == turns(second, 1) == expected[:1]
+    assert {file.parent.name for file in files(tmp_path)} == {"lane-0", "lane-1"}
+    stop(first)
+    stop(second)
+
+
+def test_a_full_disk_is_logged_once_and_serving_goes_on(
+    model: str, expected: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("quire.features.tiers.disk.os.pwritev", full)
+    with caplog.at_level(logging.WARNING):
+        llm = start(model, tmp_path)
+        assert turns(llm) == expected
+    assert counts(llm).written == 0 and caplog.text.count("No space left") == 1
+    stop(llm)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"kv_offloading_size": 0}, "kv_disk_path requires kv_offloading_size"),
+        ({"kv_disk_path": "/proc/nothing"}, "kv_disk_path /proc/nothing cannot be used: .*Give a directory that"),
+        ({"kv_disk_size": 0}, "kv_disk_size must be above 0"),
+        ({"enable_prefix_caching": False}, "requires enable_prefix_caching"),
+    ],
+)
+def test_bad_input_is_named_at_the_start(model: str, tmp_path: Path, args: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        start(model, tmp_path, **{"preemption_mode": "auto", **args})
+
+
+def test_a_served_prompt_is_found_after_the_engine_was_killed(model: str, tmp_path: Path):
+    """Requests go on, and the engine that replaces the killed one has the disk of the first."""
+    server = Running(Path(model), **{**SMALL, **TIER, "kv_disk_path": str(tmp_path), "kv_cache_memory_bytes": None})
+    try:
+        body = {"model": NAME, "prompt": list(range(3, 43)), "max_tokens": 4, "temperature": 0}
+        first = server.http.post("/v1/completions", json=body).json()
+        assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        wait_for(lambda: sum(file.stat().st_size for file in files(tmp_path)) >= 10 * 1024)
+        [engine] = server.llm.engines
+        os.kill(engine.pid, signal.SIGKILL)
+        wait_for(lambda: engine.restarts == 1 and engine.state == "ready")
+        second = server.http.post("/v1/completions", json=body).json()
+        assert second["choices"][0]["text"] == first["choices"][0]["text"]
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 36
+        assert server.llm.stats.tier.hits == 36
+    finally:
+        server.close()
