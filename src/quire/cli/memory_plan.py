@@ -29,11 +29,12 @@ from quire.engine.memory import (
     weights_of,
 )
 from quire.features.host import Memory, Sizes
+from quire.features.media.host import encoder_cache_size, media_of
 from quire.features.pooling.host import supported_tasks
 from quire.features.tiers.host import host_bytes
 from quire.files.resolve import with_weights_on_disk
 from quire.models.registry import find_family
-from quire.types.cache import CacheLayout
+from quire.types.cache import DTYPE_BYTES, CacheLayout
 from quire.types.errors import ConfigError
 
 TYPICAL_LENGTHS = (512, 2048, 8192, 32768)
@@ -78,6 +79,9 @@ class MemoryPlan:
     adapters: int  # slots
     adapter_rank: int  # the largest
     adapter_bytes: int  # reserved for them
+    encoder_weights: int  # of images and videos, whole on each device; 0: none is loaded
+    encoder_cache: int  # of a device; on a CPU, of all ranks
+    encoder_embeddings: int  # that one cache holds
     weights_twice: int  # of weights that adapters require in a second layout
     engines: int  # data_parallel_size; all other fields are of one engine; on a CPU they share the memory
     ranks: int  # processes that share the model; pages and cache are of each
@@ -187,6 +191,7 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
     if args.dequantized_copies and use.refused not in ("", NOTHING):
         problems.append(f"dequantized_copies: {use.refused}")
     draft_cache = sum(sizes.draft_cache for sizes in use.sizes)
+    media, encoder = media_of(config), encoder_cache_size(config)
     lengths = sorted({size for size in TYPICAL_LENGTHS if size < length} | ({length} if length else set()))
     return MemoryPlan(
         model=facts.files.name,
@@ -223,6 +228,9 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
         adapters=config.max_loras,
         adapter_rank=args.max_lora_rank if config.max_loras else 0,
         adapter_bytes=use.sum("reserved", "lora"),
+        encoder_weights=0 if media is None else media.tower_values * DTYPE_BYTES[config.dtype],
+        encoder_cache=use.sum("reserved", "media"),
+        encoder_embeddings=0 if encoder is None else encoder.capacity,
         weights_twice=use.sum("weights", "lora"),
         engines=args.data_parallel_size,
         ranks=config.world,

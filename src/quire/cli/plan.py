@@ -83,6 +83,9 @@ def _optional_lines(plan: MemoryPlan) -> list[tuple[str, str]]:
         cache = f" and {size(plan.draft_cache)} of cache" if plan.draft_cache else ""
         how = " of its own: it drafts by text" if plan.drafts_by_text else " under the model's pages" if cache else ""
         lines.append(("Drafts", weights + cache + how))
+    if plan.encoder_weights:
+        kept = f"{size(plan.encoder_cache)} for {plan.encoder_embeddings:,} embeddings"
+        lines.append(("Images", f"an encoder with {size(plan.encoder_weights)} of weights, its cache {kept}"))
     if plan.adapters:
         room = f"{plan.adapters} at once, of rank {plan.adapter_rank} at most"
         taken = f"{size(plan.adapter_bytes)} reserved" if plan.adapter_bytes else "each takes its own size when it is loaded"

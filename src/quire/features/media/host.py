@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,7 +17,7 @@ from quire.config.families.composites import COMPOSITES
 from quire.config.fields import FLAG, LIST, NUMBER, OBJECT, REAL, TEXT, setting
 from quire.config.hf import read_json, whole_config
 from quire.config.memory import estimate_parameters, largest_step
-from quire.features.host import NO_MEMORY, Conflict, Feature, Memory, Sizes
+from quire.features.host import Conflict, Feature, Memory, Sizes
 from quire.features.media.families import media_family
 from quire.features.media.families.base import MediaFamily
 from quire.features.media.io_options import check_io
@@ -241,12 +242,12 @@ class Media(Feature):
     def memory(self, config: "Config", sizes: Sizes) -> Memory:  # noqa: ARG002
         """`Sizes.weights` counts all tensors of the files, divided among ranks; the encoder is whole on each, or not loaded."""
         media, size, element = media_of(config), encoder_cache_size(config), DTYPE_BYTES[config.dtype]
+        counted = _stored_values(config.facts.architecture, config.facts.files.weights) * element // config.world
         if media is None or size is None:
-            return NO_MEMORY
-        counted = media.tower_values * element // config.world if config.facts.files.weights else 0
-        cache = size.capacity * media.levels * media.hidden_size * element
+            return Memory(weights=-counted)
+        kept = size.capacity * media.levels * media.hidden_size * element
         step = 0 if config.args.skip_mm_profiling else _encoded_together(config, media) * _bytes_per_embedding(media, element)
-        return Memory(weights=media.tower_values * element - counted, reserved=cache, step=step)
+        return Memory(weights=media.tower_values * element - counted, reserved=kept, step=step)
 
 
 def _encoded_together(config: "Config", media: ModelMedia) -> int:
@@ -272,11 +273,19 @@ def _nested(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _tower_values(facts: "ModelFacts", config: Mapping[str, Any]) -> int:
     """Return the weights of the encoder: counted in the files, or estimated from its shapes."""
-    pattern = COMPOSITES[facts.architecture].renames[0][0]
-    infos = (item for path in facts.files.weights for item in read_header(path).items())
-    if counted := sum(info.elements for name, info in infos if re.search(pattern, name)):
+    if counted := _stored_values(facts.architecture, facts.files.weights):
         return counted
     return estimate_parameters({"num_hidden_layers": 24, "vocab_size": 0, **_vision(config)})
+
+
+@cache
+def _stored_values(architecture: str, files: tuple[Path, ...]) -> int:
+    """Return the weights in files that belong to no part of the language model."""
+    if architecture not in COMPOSITES:
+        return 0
+    pattern = COMPOSITES[architecture].renames[0][0]
+    infos = (item for path in files if path.suffix == ".safetensors" for item in read_header(path).items())
+    return sum(info.elements for name, info in infos if re.search(pattern, name))
 
 
 def _vision(config: Mapping[str, Any]) -> dict[str, int]:
