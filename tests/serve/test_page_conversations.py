@@ -1,5 +1,7 @@
 """Conversations on the page, in a real browser: branches, titles, search, files and formulas. The server is the front alone."""
 
+import base64
+import io
 import json
 import socket
 import threading
@@ -11,11 +13,12 @@ import pytest
 import uvicorn
 from browser import Viewer, needs_browser, open_browser
 from front_desk import Desk
+from PIL import Image
 
 from patience import PATIENCE, wait_for
 
 pytestmark = needs_browser
-MODELS = {"data": [{"id": "tiny", "max_model_len": 4096}]}
+MODELS = {"data": [{"id": "tiny", "max_model_len": 4096, "input_modalities": ["text"]}]}
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +47,86 @@ def viewer(browser: Any, address: str) -> Iterator[Viewer]:
     opened.close()
 
 
-def open_viewer(browser: Any, address: str) -> Viewer:
+def open_viewer(browser: Any, address: str, models: Any = MODELS) -> Viewer:
     opened = Viewer(browser, address)
-    opened.page.route("**/v1/models", lambda route: route.fulfill(json=MODELS))
+    opened.page.route("**/v1/models", lambda route: route.fulfill(json=models))
     opened.page.route("**/engine/events", lambda route: route.fulfill(content_type="text/event-stream", body=""))
     opened.page.reload()
     opened.wait("document.querySelector('#model').value === 'tiny'")
     opened.errors.clear()
     return opened
+
+
+SEES = {"data": [{**MODELS["data"][0], "input_modalities": ["text", "image"]}]}
+GIVE = """([event, name]) => {
+  const canvas = document.createElement("canvas");
+  Object.assign(canvas, {width: 3000, height: 600}).getContext("2d").fillRect(0, 0, 9, 9);
+  return new Promise((done) => canvas.toBlob((blob) => {
+    const data = new DataTransfer();
+    const type = name.endsWith(".txt") ? "text/plain" : "image/png";
+    data.items.add(new File([name === "broken.png" ? "broken" : blob], name, {type}));
+    const options = {clipboardData: data, dataTransfer: data, bubbles: true};
+    document.querySelector("#prompt").dispatchEvent(new (event === "paste" ? ClipboardEvent : DragEvent)(event, options));
+    done();
+  }));
+}"""
+
+
+def give(viewer: Viewer, event: str, name: str = "picture.png") -> None:
+    """Paste or drop a file: a picture of 3,000 x 600 pixels, unless it is broken."""
+    viewer.page.evaluate(GIVE, [event, name])
+
+
+def test_pictures_are_pasted_dropped_and_chosen(browser: Any, address: str, tmp_path: Path) -> None:
+    viewer = open_viewer(browser, address, SEES)
+    page, sent = viewer.page, viewer.answer_with({"content": "A picture."})
+    small = tmp_path / "small.png"
+    Image.new("RGB", (20, 10), "red").save(small)
+    page.set_input_files("#pictureFile", small)
+    give(viewer, "paste")
+    give(viewer, "drop")
+    viewer.wait("document.querySelectorAll('#pictures img').length === 3")
+    page.click("[title='Remove picture 2']")
+    give(viewer, "paste", "notes.txt")
+    viewer.say("What are these?")
+    viewer.wait_answered()
+    first, second, text = sent[0]["messages"][0]["content"]
+    found = [Image.open(io.BytesIO(base64.b64decode(part["image_url"]["url"].partition(",")[2]))) for part in (first, second)]
+    assert [(image.format, image.size) for image in found] == [("PNG", (20, 10)), ("JPEG", (1024, 205))]
+    assert found[0].convert("RGB").getpixel((5, 5)) == (255, 0, 0)
+    assert text == {"type": "text", "text": "What are these?"} and page.is_hidden("#pictures")
+    assert page.locator("#messages .turn.user img").count() == 2
+
+    give(viewer, "drop")
+    viewer.wait("document.querySelectorAll('#pictures img').length === 1")
+    page.click("#send")  # without a text
+    viewer.wait_answered()
+    assert [part["type"] for part in sent[1]["messages"][2]["content"]] == ["image_url"]
+    assert sent[1]["messages"][0]["content"] == sent[0]["messages"][0]["content"]
+    page.reload()
+    viewer.wait("document.querySelectorAll('#messages .turn.user img').length === 3")
+
+    page.click("#export")
+    page.get_by_role("button", name="JSON", exact=True).click()
+    (tmp_path / "chat.json").write_text(str(page.inner_text("#exportText")))
+    page.keyboard.press("Escape")
+    page.click("#new")
+    page.set_input_files("#importFile", tmp_path / "chat.json")
+    viewer.wait("document.querySelectorAll('#messages .turn.user img').length === 3")
+    assert page.locator("#chatList li").count() == 2
+
+    give(viewer, "paste", "broken.png")
+    viewer.wait("document.querySelector('#toast').textContent === 'broken.png cannot be read'")
+    assert page.is_hidden("#pictures")
+    assert not viewer.errors
+    viewer.close()
+
+
+def test_a_model_of_texts_takes_no_pictures(viewer: Viewer) -> None:
+    assert viewer.page.is_hidden("#picture")
+    give(viewer, "paste")
+    viewer.wait("document.querySelector('#toast').textContent === 'This model does not read pictures'")
+    assert viewer.page.is_hidden("#pictures") and viewer.page.is_disabled("#send")
 
 
 def contents(body: Any) -> list[str]:

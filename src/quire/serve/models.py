@@ -7,6 +7,7 @@ from pydantic import Discriminator, Tag
 from typing_extensions import TypedDict
 
 from quire.features.lora.client import NamedAdapter
+from quire.features.media.host import modalities_of
 from quire.features.pooling.host import supported_tasks
 from quire.serve.body import JSONRoute
 from quire.serve.errors import ErrorBody, HttpError, json_response
@@ -50,6 +51,7 @@ class ModelCard(TypedDict):
     parent: str | None
     max_model_len: int
     supported_tasks: list[str]
+    input_modalities: list[str]
     permission: list[Permission]
 
 
@@ -98,6 +100,7 @@ def _card(server: Server, name: str) -> ModelCard:
         "parent": None,
         "max_model_len": server.llm.max_model_len,
         "supported_tasks": list(supported_tasks(server.llm.config)),
+        "input_modalities": ["text", *modalities_of(server.llm.config)],
         "permission": [
             {
                 "id": f"modelperm-{name}",

@@ -125,6 +125,12 @@ def encoder_cache_size(config: "Config") -> EncoderCacheSize | None:
     return EncoderCacheSize(config.args.mm_encoder_cache_size or default, config.max_batched_tokens)
 
 
+def modalities_of(config: "Config") -> list[Modality]:
+    """Return the kinds of media that prompts may have."""
+    media = media_of(config)
+    return [] if media is None else [each for each in media.family.modalities if media.limits[each]]
+
+
 def turns_by_axes(config: "Config") -> bool:
     """Return whether rotary positions of images and videos have several axes."""
     media = media_of(config)

@@ -1,5 +1,5 @@
 // Conversations. One is {id, title, updated, settings, turns}; a turn is
-//   {role: "user", text}    {role: "tool", id, name, text}    {role: "assistant", versions: [answer], at}
+//   {role: "user", text, pictures?}    {role: "tool", id, name, text}    {role: "assistant", versions: [answer], at}
 // and an answer {text, reasoning, calls, finish, usage, first, seconds, error, request}. Regenerating or editing an answer adds a
 // version. Editing another turn begins a branch: the turn that replaces it has fork: {at, tails}. tails holds the turns from there
 // on of every branch but the shown one, whose place (at) is null.
@@ -33,7 +33,7 @@ const chats = {
   save(chat) {
     if (!chat.turns.length) return;
     if (!this.all.includes(chat)) this.all.unshift(chat);
-    chat.title ||= firstWords(chat.turns[0].text);
+    chat.title ||= firstWords(chat.turns[0].text || (chat.turns[0].pictures ? "Picture" : ""));
     chat.updated = Date.now();
     kept.set(`chat.${chat.id}`, chat);
     listChats();
@@ -77,7 +77,7 @@ function turnView(turn, at) {
   }
   const node = turn.role === "tool"
     ? el("article", { className: "turn tool", ariaLabel: "Result of a tool" }, el("b", {}, turn.name), el("pre", {}, turn.text))
-    : el("article", { className: "turn user", ariaLabel: "Your message" }, el("div", { className: "said" }, ...plainBoxes(turn.text)));
+    : el("article", { className: "turn user", ariaLabel: "Your message" }, picturesView(turn), turn.text && el("div", { className: "said" }, ...plainBoxes(turn.text)));
   const edit = iconButton("edit", "Edit", () => editTurn(node, turn.text, (text) => branch(at, text)));
   const switched = turn.fork ? switcher("branch", turn.fork.at, turn.fork.tails.length, (step) => switchBranch(at, step)) : [];
   node.append(el("footer", {}, edit, copyButton(() => turn.text), ...switched));
@@ -185,7 +185,7 @@ function editTurn(node, text, done, verb = "Send") {
   const form = el("form", { className: "edit" }, field, buttons);
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    if (field.value.trim()) done(field.value);
+    if (field.value.trim() || chats.current.turns[[...ui.messages.children].indexOf(node)]?.pictures) done(field.value);
   });
   form.addEventListener("keydown", (event) => {
     if (event.key === "Escape") showChat();
@@ -263,7 +263,7 @@ function showComposer() {
   const busy = Boolean(chats.live);
   ui.send.hidden = busy;
   ui.stop.hidden = !busy;
-  ui.send.disabled = !ui.prompt.value.trim();
+  ui.send.disabled = !ui.prompt.value.trim() && !pictures.waiting.length;
   const used = chats.current.turns.findLast((turn) => turn.role === "assistant" && answerOf(turn).usage);
   const total = used && answerOf(used).usage.total_tokens;
   ui.context.textContent = used && server.length ? `${count(total)} of ${count(server.length)} tokens` : "";
@@ -274,7 +274,8 @@ function showComposer() {
 
 function say(text) {
   if (chats.live) return;
-  chats.current.turns.push({ role: "user", text });
+  const added = pictures.take();
+  chats.current.turns.push({ role: "user", text, ...(added.length && { pictures: added }) });
   answerNow();
 }
 

@@ -83,8 +83,8 @@ function readChat(given) {
 }
 
 function turnOfMessage(message) {
-  const text = textOf(message?.content);
-  if (message?.role === "user") return { role: "user", text };
+  const { text, ...rest } = readContent(message?.content);
+  if (message?.role === "user") return { role: "user", text, ...rest };
   if (message?.role === "tool") return { role: "tool", id: textOf(message.tool_call_id), name: "tool", text };
   if (message?.role !== "assistant") return null;
   const calls = (Array.isArray(message.tool_calls) ? message.tool_calls : []).map((one) => ({ id: one?.id, ...one?.function }));
@@ -101,7 +101,7 @@ function readTurn(turn, depth) {
     return versions.length ? { role: "assistant", versions, at: versions[turn.at] ? turn.at : 0 } : null;
   }
   if (turn?.role !== "user" && turn?.role !== "tool") return null;
-  const read = { role: turn.role, text: textOf(turn.text) };
+  const read = { role: turn.role, text: textOf(turn.text), ...(turn.role === "user" && readPictures(turn.pictures)) };
   if (turn.role === "tool") Object.assign(read, { id: textOf(turn.id), name: textOf(turn.name) });
   const tails = (Array.isArray(turn.fork?.tails) ? turn.fork.tails : []).map((tail) => tail && readTurns(tail, depth + 1));
   const { at } = turn.fork || {};

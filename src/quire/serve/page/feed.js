@@ -135,6 +135,8 @@ async function readModels() {
   const chosen = ui.model.value || kept.get("model");
   const names = data.map(({ id }) => id);
   server.length = data[0].max_model_len;
+  server.sees = Boolean(data[0].input_modalities?.includes("image"));
+  ui.picture.hidden = !server.sees;
   ui.model.replaceChildren(...names.map((id) => el("option", { value: id }, id)));
   ui.model.value = names.includes(chosen) ? chosen : names[0];
   ui.model.disabled = names.length < 2;

@@ -56,7 +56,7 @@ function showPanel(open = !document.body.classList.contains("settingsOpen")) {
 function submitPrompt(event) {
   event.preventDefault();
   const text = ui.prompt.value;
-  if (!text.trim() || chats.live) return;
+  if ((!text.trim() && !pictures.waiting.length) || chats.live) return;
   ui.prompt.value = "";
   fitPrompt();
   say(text);
@@ -130,6 +130,17 @@ function begin() {
   ui.importFile.addEventListener("change", async () => {
     if (ui.importFile.files[0]) await importChats(ui.importFile.files[0]);
     ui.importFile.value = ""; // the same file may come again
+  });
+  ui.picture.addEventListener("click", () => ui.pictureFile.click());
+  ui.pictureFile.addEventListener("change", async () => {
+    await pictures.add(ui.pictureFile.files);
+    ui.pictureFile.value = "";
+  });
+  ui.prompt.addEventListener("paste", ({ clipboardData }) => pictures.add(clipboardData.files));
+  ui.middle.addEventListener("dragover", (event) => event.dataTransfer.types.includes("Files") && event.preventDefault());
+  ui.middle.addEventListener("drop", (event) => {
+    event.preventDefault();
+    pictures.add(event.dataTransfer.files);
   });
   ui.prompt.addEventListener("input", fitPrompt);
   ui.prompt.addEventListener("keydown", onPromptKey);

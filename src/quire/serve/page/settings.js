@@ -1,7 +1,7 @@
 // What a request asks for beside the conversation, and the same request as commands for elsewhere.
 // An empty field is not sent: the model's own default counts.
 
-const server = { length: 0 };
+const server = { length: 0, sees: false };
 
 const number = (label, min, max) => ({ label, kind: "number", min, max });
 const FIELDS = {
@@ -68,7 +68,7 @@ function requestBody(chat, upTo) {
 }
 
 function messageFrom(turn) {
-  if (turn.role === "user") return { role: "user", content: turn.text };
+  if (turn.role === "user") return { role: "user", content: contentOf(turn) };
   if (turn.role === "tool") return { role: "tool", tool_call_id: turn.id, content: turn.text };
   const { text, calls } = answerOf(turn);
   const told = calls.map(({ id, name, arguments: given }) => ({ id, type: "function", function: { name, arguments: given } }));
