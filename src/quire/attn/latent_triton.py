@@ -22,7 +22,7 @@ from torch import Tensor
 
 from quire.attn.backend import AttentionBackend, AttentionSpec, Latents, Room
 from quire.attn.batch import Batch
-from quire.attn.triton import FixedCuts, refuse_without_triton, room_counts
+from quire.attn.triton import ANY_ORDER, FixedCuts, refuse_without_triton, room_counts
 from quire.attn.work_split import NOTHING_SHARED, Cuts, FindSharedPrefix, Ints, cut_rows, cut_tiles
 from quire.ops.adapters import add_tiled, tile
 from quire.ops.arguments import AdapterTiles
@@ -34,7 +34,6 @@ TILE_TOKENS = 64  # queries times heads per tile
 MAX_PROGRAM_HEADS = 64
 FEW_TOKENS = 64  # up to which rows and queries are prepared in one launch
 MAX_LANE = 256  # values of a rank that a program of the fixed order computes: it has two accumulators
-ANY_ORDER = -1
 
 
 @dataclass(frozen=True)

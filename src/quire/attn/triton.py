@@ -39,7 +39,7 @@ from quire.attn.work_split import (
 from quire.ops.kv import MANTISSA_BITS, is_contiguous_by_page, kv_scales
 from quire.ops.order import order_is_fixed
 
-ANY_ORDER = -1
+ANY_ORDER = -1  # instead of the keys after which a tile merges: it never does, and weights are summed in any order
 
 
 @dataclass(frozen=True)
@@ -62,18 +62,18 @@ class Geometry:
     long_n: int = 128
     long_warps: int = 8
     long_stages: int = 3
-    fixed: bool = False  # the fixed order: blocks of as many keys in all kernels, and tiles merge splits
+    fixed_order: bool = False  # the same keys per block in all kernels, and tiles merge splits
 
     @property
     def blocks(self) -> tuple[int, int, int]:
         """Return the keys per block of tiles, splits and long tiles."""
         split = min(self.split_n, work_split.SPLIT)
-        return (split, split, split) if self.fixed else (self.tile_n, split, self.long_n)
+        return (split, split, split) if self.fixed_order else (self.tile_n, split, self.long_n)
 
     @property
     def merged(self) -> int:
         """Return the keys after which a tile merges what it has; ANY_ORDER: never."""
-        return work_split.SPLIT if self.fixed else ANY_ORDER
+        return work_split.SPLIT if self.fixed_order else ANY_ORDER
 
 
 @dataclass(frozen=True)
@@ -95,18 +95,18 @@ def geometry(share: int, head_dim: int, dtype: torch.dtype) -> Geometry:
 
 
 @lru_cache
-def _geometry(share: int, head_dim: int, dtype: torch.dtype, fixed: bool) -> Geometry:
+def _geometry(share: int, head_dim: int, dtype: torch.dtype, fixed_order: bool) -> Geometry:
     dim_block = max(16, _power_of_two(head_dim))
     heads = _power_of_two(share)
     if dtype == torch.float32:  # exact products do not use tensor cores: small blocks need fewer registers
         shape = Geometry(dim_block, max(32, heads), 32, 4, 1, max(16, heads), 32, 4, 1, max(32, heads), 4, 1)
-        return replace(shape, fixed=fixed)
+        return replace(shape, fixed_order=fixed_order)
     if dim_block > 128:
         shape = Geometry(dim_block, max(128, heads), 64, 8, 2, max(16, heads), 64, 4, 2, max(64, heads), 4, 2)
-        return replace(shape, fixed=True, tile_m=max(64, heads)) if fixed else shape
-    if fixed:  # a tile has two accumulators, so there are fewer keys per block
+        return replace(shape, fixed_order=True, tile_m=max(64, heads)) if fixed_order else shape
+    if fixed_order:  # a tile has two accumulators, so there are fewer keys per block
         return Geometry(
-            dim_block, max(128, heads), 64, 8, 3, max(16, heads), 64, 4, 5, max(128, heads), 8, 3, fixed=True
+            dim_block, max(128, heads), 64, 8, 3, max(16, heads), 64, 4, 5, max(128, heads), 8, 3, fixed_order=True
         )  # fmt: skip
     warps = 8 if dim_block > 64 else 4
     return Geometry(dim_block, max(128, heads), 64, warps, 3, max(16, heads), 128, 4, 2, max(128, heads), 8, 2)

@@ -9,7 +9,7 @@ from quire.cli.bench_serve import YES, Flags, add_groups
 from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quire.ops.census import Finding
+    from quire.ops.batch_invariance import Finding
 
 DESCRIPTION = """\
 Multiplies the same tokens in batches of 1 to 16,384 tokens, for the layer sizes of several models and for every weight format,
@@ -37,18 +37,18 @@ def run(namespace: argparse.Namespace) -> int:
 
     if not torch.cuda.is_available():
         raise ConfigError(f"quire bench bits requires a CUDA device; torch {torch.__version__} sees none")
-    from quire.ops import census, order
+    from quire.ops import batch_invariance, order
 
-    formats = _chosen("formats", namespace.formats, list(census.FORMATS))
-    models = _chosen("models", namespace.models, list(census.SHAPES))
-    timed = census.TIMED_ROWS if namespace.times else ()
+    formats = _chosen("formats", namespace.formats, list(batch_invariance.FORMATS))
+    models = _chosen("models", namespace.models, list(batch_invariance.SHAPES))
+    timed = batch_invariance.TIMED_ROWS if namespace.times else ()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n{'layer':<30}{'order':<8}batch sizes with other bits")
     found: list[dict[str, Any]] = []
     for fixed in (False, True):
         if fixed:
             order.fix_order()
-        for case in census.cases(formats, models):
-            finding = census.examine(case, timed=timed)
+        for case in batch_invariance.cases(formats, models):
+            finding = batch_invariance.examine(case, timed=timed)
             found.append(_record(finding, fixed))
             print(_line(finding, fixed), flush=True)
     if namespace.output_json is not None:
@@ -59,7 +59,7 @@ def run(namespace: argparse.Namespace) -> int:
 def _chosen(flag: str, given: list[str] | None, known: list[str]) -> list[str]:
     for name in given or ():
         if name not in known:
-            raise ConfigError(f"--{flag} must be of {', '.join(known)}; got {name}")
+            raise ConfigError(f"--{flag} must be one of {', '.join(known)}; got {name}")
     return given or known
 
 
@@ -72,10 +72,8 @@ def _record(finding: "Finding", fixed: bool) -> dict[str, Any]:
 
 
 def _line(finding: "Finding", fixed: bool) -> str:
-    rows = finding.differing
-    listed = (
-        ", ".join(map(str, rows[:MAX_LISTED])) + (f" and {len(rows) - MAX_LISTED} more" if len(rows) > MAX_LISTED else "")
-        or "none"
-    )
+    listed = ", ".join(map(str, finding.differing[:MAX_LISTED])) or "none"
+    if len(finding.differing) > MAX_LISTED:
+        listed += f" and {len(finding.differing) - MAX_LISTED} more"
     times = "".join(f"  {count}: {us:.1f} us" for count, us in finding.times.items())
     return f"{finding.case.name:<30}{'fixed' if fixed else 'usual':<8}{listed}{times}"

@@ -1,8 +1,8 @@
 """GEMM with unquantized weights. On a GPU, one token, a few tokens and gated layers with some dozens run in kernels of ours,
 the rest in the libraries behind torch. The thresholds were measured on an H200, in chains of layers.
 
-In the fixed order (`order.py`) our kernels run few rows, and any number of rows of sizes for which libraries choose tensor core
-instructions by alignment.
+In the fixed order (`order.py`) our kernels run few rows, where libraries use split-K, and any number of rows if a size is not a
+multiple of 16, because libraries then choose tensor core instructions by alignment.
 """
 
 from functools import cache
@@ -85,7 +85,7 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 
 def few_rows_config(x: Tensor, weight: Tensor) -> Any:
     """Return the launch configuration for a few rows (`kernels.linear.FewRowsConfig`), the same for any row count; None:
-    another kernel is faster. In the fixed order: None only where libraries have it, too.
+    another kernel is faster. In the fixed order: None only where libraries add in the same order.
     """
     if not x.is_cuda or x.dtype not in SHORT or not x.numel() or not weight.is_contiguous():
         return None
@@ -98,7 +98,7 @@ def few_rows_config(x: Tensor, weight: Tensor) -> Any:
 
 
 def ordered_config(rows: int, outputs: int, inner: int, device: torch.device) -> Any:
-    """Return the launch configuration for the fixed order; None: a library has the same order."""
+    """Return the launch configuration for the fixed order; None: libraries add in the same order."""
     least = ORDERED_MIN_ROWS_NARROW if outputs <= ORDERED_NARROW_OUTPUTS else ORDERED_MIN_ROWS
     if rows >= least and inner % 16 == 0 and outputs % 16 == 0:
         return None

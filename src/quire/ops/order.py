@@ -1,9 +1,9 @@
 """The order in which a GPU adds the products of a GEMM.
 
 By default each kernel adds them in the order that is fastest for its number of rows, so the last bits of a token depend on the
-other tokens of the step. In a fixed order they do not: every kernel adds the products in the order of the columns, in tensor
-cores, and nothing that changes a rounding depends on the number of rows. The setting belongs to the process: a second engine
-that does not need the fixed order has it, too.
+other tokens of the step. In the fixed order they do not: every kernel adds the products in the order of the columns, in tensor
+cores, and nothing that changes a rounding depends on the number of rows. The setting belongs to the process: every further
+engine uses the fixed order, too.
 """
 
 import torch
@@ -16,7 +16,7 @@ def fix_order() -> None:
     global _fixed
     _fixed = True
     matmul = torch.backends.cuda.matmul
-    # neither partial sums in 16 bits nor columns divided among programs
+    # neither 16-bit partial sums nor split-K
     matmul.allow_bf16_reduced_precision_reduction = (False, False)
     matmul.allow_fp16_reduced_precision_reduction = (False, False)
     torch.backends.cuda.preferred_blas_library("cublaslt")  # cuBLAS itself ignores the second value

@@ -117,6 +117,9 @@ VALUES_AT_ONCE = 1 << 26  # packed together
 LOW, WIDE = 4096, 16384  # outputs
 BLOCKS_SINCE = "12.9"  # CUDA version
 TILE = 128  # rows of a matrix whose blocks are contiguous
+ORDERED_FLOAT8_ROWS = (
+    64  # of fp8 in the fixed order: up to this many rows our kernel is used, because libraries may use split-K
+)
 INT_ROWS = 2048  # of int8: up to this many rows our kernel is used, a library for more
 
 
@@ -158,12 +161,13 @@ class PackedMatrix:
 
     def rounding(self, x: Activations) -> Rounding | None:
         """Return the activation quantization for inputs shaped like x; None: inputs stay as they are."""
-        packed, (by_row, whole, by_block) = self.packed, (1, 1, 1) if order_is_fixed() else MIN_QUANTIZED_ROWS
-        if len(x) >= (by_row if packed.form == "float8" else whole) and self._rounds(x):
+        packed = self.packed
+        float8_rows, int8_rows, block_rows = (1, 1, 1) if order_is_fixed() else MIN_QUANTIZED_ROWS
+        if len(x) >= (float8_rows if packed.form == "float8" else int8_rows) and self._rounds(x):
             if packed.form == "int8":
                 return Rounding(torch.int8, packed.columns, packed.value_stride)
             return Rounding(torch.float8_e4m3fn, packed.columns, packed.value_stride, given=self.input_scale)
-        if len(x) >= by_block and self._rounds_blocks(x):
+        if len(x) >= block_rows and self._rounds_blocks(x):
             return Rounding(torch.float8_e4m3fn, packed.columns, packed.value_stride, BLOCK)
         return None
 
@@ -196,11 +200,11 @@ class PackedMatrix:
         return multiply_floats(x, self.dequantize(x), bias, activation)
 
     def _multiply_in_order(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        """Multiply 16-bit activations in the fixed order: without split-K, and with scales multiplied into the weights."""
         from quire.ops.kernels import packed, packed_6bit
 
         if len(x) > MAX_STREAMED_ROWS and self._multiplied_as_dequantized:
             return multiply_floats(x, self.dequantize(x), bias, activation)
-
         run = packed_6bit.product if self.packed.form == "int6" else packed.product
         return run(x, self.packed, bias, activation, choose_config(self.packed, len(x))._replace(shares=1, fold=True))
 
@@ -283,7 +287,7 @@ class PackedMatrix:
         return gated(out, activation) if activation else out
 
     def _multiply_float8_in_order(self, x: RoundedRows) -> Tensor:
-        """Return the sums as the library has them for many rows."""
+        """Return unscaled sums with the bits that the library has for more rows."""
         from quire.ops.kernels.linear import FewRowsConfig, few_rows_linear
 
         matrix = self.packed.words.view(torch.float8_e4m3fn)
@@ -311,9 +315,6 @@ class PackedMatrix:
             matrix = packed.words.view(torch.float8_e4m3fn).t()
             sums = torch._scaled_mm(x.numbers, matrix, one, one, out_dtype=_float8_sums(x.dtype), use_fast_accum=True)
         return rescale(sums, x.scales, scale, bias, activation, x.dtype)
-
-
-ORDERED_FLOAT8_ROWS = 64  # up to which libraries may divide the columns
 
 
 def multiply_floats(x: Tensor, matrix: Tensor, bias: Tensor | None, activation: str) -> Tensor:

@@ -4,7 +4,7 @@
                     ─► head or Dense layers ─► cut ─► normalization, sigmoid or softmax ─► host, float32
 
 A row's values do not depend on the other rows: sums are made token by token in float64, and on a CPU heads that are not packed
-multiply one row at a time. On a GPU this holds in the fixed order.
+multiply one row at a time. On a GPU this requires the fixed order (`ops/order.py`).
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -37,8 +37,7 @@ from quire.types.plan import Admission, Ints, Longs, StepRows
 from quire.types.pooling import Pooling
 
 EPSILON = 1e-12  # least norm that a vector is divided by
-# pooled together in the fixed order (`ops/order.py`), always as many: torch's sums in float32 and float64 depend on the number
-ORDERED_STATES = 64
+ORDERED_STATES = 64  # per block in the fixed order (`ops/order.py`): torch chooses the order of sums by the number of rows
 
 
 class NoHead(nn.Module):
@@ -252,10 +251,10 @@ class PoolingPart(StepPart):
         return Pooled({row: len(states) for row, states in chosen}, parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def _activate(self, group: Group, states: Tensor) -> Tensor:
-        """states [n, H] float32 -> [n, size] float32."""
+        """Apply the group's head and activation: states [n, H] float32 -> [n, size] float32."""
         if not order_is_fixed():
             return self._activate_together(group, states)
-        blocks = []
+        blocks = []  # with zeros after the last states
         for part in torch.split(states, ORDERED_STATES):
             block = functional.pad(part, (0, 0, 0, ORDERED_STATES - len(part)))
             blocks.append(self._activate_together(group, block)[: len(part)])

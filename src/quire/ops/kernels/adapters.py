@@ -46,7 +46,7 @@ class Program(NamedTuple):
 
 
 FEW, SOME, MORE, MANY = Program(16, 16, 16), Program(16, 4, 4), Program(16, 4, 2), Program(64, 2, 2)
-MANY_ORDERED = Program(64, 4, 4)  # in the fixed order, with the parts of SOME
+MANY_ORDERED = SOME._replace(tokens=64)  # in the fixed order: the parts of SOME
 
 
 def program_for(tokens: int) -> Program:

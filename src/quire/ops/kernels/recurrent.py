@@ -10,7 +10,7 @@ from quire.ops.kernels.launcher import launched, power_of_two
 from quire.ops.order import order_is_fixed
 
 BLOCK = 512  # channels per program
-# of one token they may differ from those of several, and with them the layout, on which the order of sums depends
+# not specialized: the layout of a kernel, and so its order of sums, would depend on the strides, which one token may change
 STRIDES = ("x_stride", "query_stride", "key_stride", "value_stride", "dt_stride", "beta_stride", "last")
 
 

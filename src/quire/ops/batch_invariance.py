@@ -1,8 +1,8 @@
-"""Which GEMMs and experts give a token the same bits in any batch on this GPU, and what the fixed order costs.
+"""Find out which GEMMs and experts give a token the same bits in any batch on this GPU, and how long they take.
 
-A case is a product of one weight format and shape. It runs for many row counts with the same first rows; a row count agrees if
-its first rows are bit-identical to those of the largest count. Times are medians of chains over several matrices, so that
-weights come from memory.
+A case is a GEMM of one weight format and shape. It runs for many row counts with the same first rows; a row count agrees if its
+first rows are bit-identical to those of the largest count. A time is the mean of launches over several copies of the matrix, so
+that weights come from memory and not from the L2 cache.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +23,8 @@ ROWS = (
     257, 384, 512, 513, 768, 1000, 1024, 2047, 2048, 4096, 8191, 16384,
 )  # fmt: skip
 TIMED_ROWS = (1, 16, 64, 256, 2048)
-COMPARED_ROWS = 16  # the first ones
-MAX_COPIED_VALUES = 100_000_000  # of copies of a matrix: each launch reads one that is not in the L2 cache
+COMPARED_ROWS = 16
+MAX_COPIED_VALUES = 100_000_000  # of all copies of a matrix that are timed
 TIMED_LAUNCHES = 10
 # inputs and outputs of the layers
 SHAPES = {
@@ -45,7 +45,7 @@ def _scales(outputs: int, count: int) -> Tensor:
     return torch.rand(outputs, count, device="cuda") * 0.01 + 0.001
 
 
-def _eighths(outputs: int, inputs: int) -> Tensor:
+def _float8(outputs: int, inputs: int) -> Tensor:
     return torch.randn(outputs, inputs, device="cuda").to(torch.float8_e4m3fn)
 
 
@@ -58,9 +58,9 @@ FORMATS: dict[str, Make] = {
     ),
     "int8": lambda n, k: PackedInts(8, 128, _bytes(n, k), _scales(n, k // 128).bfloat16(), None, None),
     "w8a8": lambda n, k: Int8(_bytes(n, k).view(torch.int8), _scales(n, 1)),
-    "fp8": lambda n, k: Float8(1, k, _eighths(n, k), _scales(n, 1), Activation.TOKEN),
-    "fp8 weights": lambda n, k: Float8(1, k, _eighths(n, k), _scales(n, 1), Activation.NONE),
-    "fp8 blocks": lambda n, k: Float8(128, 128, _eighths(n, k), _scales(n // 128, k // 128), Activation.GROUP),
+    "fp8": lambda n, k: Float8(1, k, _float8(n, k), _scales(n, 1), Activation.TOKEN),
+    "fp8 weights": lambda n, k: Float8(1, k, _float8(n, k), _scales(n, 1), Activation.NONE),
+    "fp8 blocks": lambda n, k: Float8(128, 128, _float8(n, k), _scales(n // 128, k // 128), Activation.GROUP),
     "nvfp4": lambda n, k: Float4("e2m1", 16, _bytes(n, k // 2), _scales(n, k // 16).to(torch.float8_e4m3fn), _scales(n, 1)),
     "mxfp4": lambda n, k: Float4("e2m1", 32, _bytes(n, k // 2), _bytes(n, k // 32) % 8 + 120),
     "q4_k": lambda n, k: PackedInts(
@@ -96,43 +96,39 @@ class Finding:
 def cases(formats: Sequence[str], models: Sequence[str]) -> Iterator[Case]:
     for model in models:
         for layer, (inputs, outputs) in SHAPES[model].items():
-            run = _gated if layer == "gate-up" else _float if layer == "router" else _plain
+            run = multiply_gated if layer == "gate-up" else linear_float if layer == "router" else multiply
             for name in formats if layer != "router" else [name for name in formats if name in FLOATS]:
-                make = partial(_made, name, outputs, inputs)
+                make = partial(make_weight, name, outputs, inputs)
                 yield Case(model, layer, name, make, run, inputs, FLOATS.get(name, torch.bfloat16), inputs * outputs)
         if model in EXPERTS and "bf16" in formats:
             count, active, hidden, wide = EXPERTS[model]
-            make, run = partial(_expert_weights, count, hidden, wide), partial(_run_experts, active=active)
+            make, run = partial(make_experts, count, hidden, wide), partial(run_experts, active=active)
             yield Case(model, "experts", "bf16", make, run, hidden, torch.bfloat16, 3 * hidden * wide * active)
 
 
-def _made(name: str, outputs: int, inputs: int) -> Any:
+def make_weight(name: str, outputs: int, inputs: int) -> Any:
     made = FORMATS[name](outputs, inputs)
     return made if isinstance(made, Tensor) else pack(made)
 
 
-def _expert_weights(count: int, hidden: int, wide: int) -> Any:
+def make_experts(count: int, hidden: int, wide: int) -> Any:
     up = torch.randn(count, 2 * wide, hidden, device="cuda", dtype=torch.bfloat16) / hidden**0.5
     down = torch.randn(count, hidden, wide, device="cuda", dtype=torch.bfloat16) / wide**0.5
     return up, down
 
 
-def _run_experts(x: Tensor, weights: Any, active: int) -> Tensor:
+def run_experts(x: Tensor, weights: Any, active: int) -> Tensor:
     up, down = weights
     ids = (torch.arange(len(x) * active, device="cuda") * 37 % len(up)).view(len(x), active)
     share = torch.full((len(x), active), 1 / active, device="cuda")
     return experts_forward(x, share, ids, up, down, "silu")
 
 
-def _plain(x: Tensor, weight: Any) -> Tensor:
+def multiply(x: Tensor, weight: Any) -> Tensor:
     return weight.multiply(x, None) if isinstance(weight, PackedMatrix) else linear(x, weight)
 
 
-def _float(x: Tensor, weight: Any) -> Tensor:
-    return linear_float(x, weight)
-
-
-def _gated(x: Tensor, weight: Any) -> Tensor:
+def multiply_gated(x: Tensor, weight: Any) -> Tensor:
     if isinstance(weight, PackedMatrix):
         return weight.multiply(x, None, "silu")
     return gated_linear(x, weight, None, "silu")
