@@ -287,7 +287,7 @@ REFUSED = {
     ),
     "no file": (
         CHAT,
-        {"messages": user({"type": "image_url", "image_url": "file://{root}/secret.png"})},
+        {"messages": user({"type": "image_url", "image_url": "file://{root}/secret/none.png"})},
         422,
         "messages[0].content[0]: it cannot be fetched: the file cannot be read",
     ),
@@ -295,7 +295,7 @@ REFUSED = {
         CHAT,
         {"messages": user({"type": "image_url", "image_url": "https://secret.example/a.png"})},
         400,
-        "messages[0].content[0]: https: URLs are not allowed here",
+        "messages[0].content[0]: its host is not allowed here",
     ),
     "options of the processor": (
         CHAT,

@@ -108,7 +108,7 @@ class EngineClient(EngineView):
         self._numbers = itertools.count()
         self._outbox: deque[OpenRequest] = deque()  # to be sent
         self._sending = False  # the rest will be sent soon
-        self._sent_now: list[OpenRequest] = []  # in the latest message
+        self._sent_now: list[OpenRequest] = []  # in a message that is being sent
         self.replayed_requests = 0  # requests that a lost engine had
         self._watched = False
         self.heir: Callable[[list[OpenRequest]], list[OpenRequest]] = lambda orphans: orphans  # see `on_dead`
@@ -389,6 +389,7 @@ class EngineClient(EngineView):
         if batch:
             self.replayed_requests += sum(1 for entry in batch if entry.reported or entry.strikes)
             self.supervisor.send(ipc.add([entry.replayed() for entry in batch]))
+            self._sent_now = []
 
     def _send_rest(self) -> None:
         """Send the next message. It runs as a callback: what cannot be sent is reported as a refusal."""

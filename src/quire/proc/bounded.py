@@ -4,6 +4,7 @@ What goes beyond them is refused with an error; what no exception can interrupt 
 """
 
 import contextlib
+import ctypes
 import resource
 import signal
 import sys
@@ -86,6 +87,12 @@ def peak_bytes() -> int:
 def held_bytes() -> int | None:
     """Return the bytes of memory that this process holds now, if the system reports it."""
     return _statm(1)
+
+
+def trim_heap() -> None:
+    """Return freed memory of the heap to the system, if the C library can."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _overdue(number: int, frame: FrameType | None) -> None:  # noqa: ARG001

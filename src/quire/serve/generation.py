@@ -93,7 +93,8 @@ def make_job(
         field_names=field_names_of(request),
         rank=rank_of(raw, llm),
     )
-    raw.scope["state"][UNREAD_BYTES] = lambda: sum(map(llm.unread_bytes, job.engine_ids))
+    ids = job.engine_ids  # without the job, whose media must not live as long as an idle connection
+    raw.scope["state"][UNREAD_BYTES] = lambda: sum(map(llm.unread_bytes, ids))
     return job
 
 

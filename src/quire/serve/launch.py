@@ -217,7 +217,7 @@ class ServerLaunch(Launch):
                 llm.add_stat_loggers(make_stat_loggers(llm.config))
             else:
                 llm = AsyncLLM.from_engine_args(self._engine_args, spare=self._spare)
-            llm.offload.start()
+            llm.offload.start(large_bodies=llm.media.media is not None)
             llm.media.readers = self._settings.api_server_count
             llm.media.start()
             return llm

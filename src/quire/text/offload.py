@@ -54,9 +54,11 @@ class TextOffload:
         other._tokenizer, other._foreign = tokenizer, True
         return other
 
-    def start(self) -> None:
-        """Start the process for chat templates before the first chat."""
+    def start(self, large_bodies: bool = False) -> None:
+        """Start the process for chat templates before the first chat, and if asked to the one that parses large bodies."""
         self._quick.start()
+        if large_bodies:
+            self._long.start()
 
     def stop(self) -> None:
         self._quick.stop()

@@ -68,6 +68,28 @@ def hostile() -> dict[str, bytes]:
     return files
 
 
+def clip(frames: int, width: int = 16, height: int = 16) -> bytes:
+    """A video of 25 frames per second."""
+    import av
+
+    out = io.BytesIO()
+    with av.open(out, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=25)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for i in range(frames):
+            frame = av.VideoFrame.from_ndarray(np.full((height, width, 3), i % 256, np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return out.getvalue()
+
+
+def many_scans() -> bytes:
+    """A JPEG that passes over its pixels again and again."""
+    data = encoded(Image.new("L", (2000, 2000), 128), "JPEG", progressive=True)
+    last = data[data.rindex(b"\xff\xda") : -2]
+    return data[:-2] + 100 * last + data[-2:]
+
+
 def truncated(form: str) -> Iterator[bytes]:
     whole = encoded(picture(), form)
     for tenth in range(10):

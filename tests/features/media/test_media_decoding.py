@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-from media_files import FORMATS, encoded, hostile, picture, truncated, unusual
+from media_files import FORMATS, clip, encoded, hostile, many_scans, picture, truncated, unusual
 from PIL import Image
 
+from quire.features.media.workers import videos
 from quire.features.media.workers.images import MAX_PIXELS, decode_image
-from quire.features.media.workers.videos import wanted_frames
+from quire.features.media.workers.videos import decode_video, wanted_frames
 from quire.types.errors import InvalidParameter, NotSupported, RequestError
 
 
@@ -69,3 +70,26 @@ def test_frames_are_taken_at_equal_distances():
     assert wanted_frames(7, 30.0, {"num_frames": 1}) == [0]
     with pytest.raises(InvalidParameter, match="frames"):
         wanted_frames(10**6, 1.0, {})
+
+
+def test_a_jpeg_of_many_scans_is_refused():
+    with pytest.raises(InvalidParameter, match="scans; at most 40 are supported"):
+        decode_image(many_scans())
+    assert decode_image(encoded(picture(), "JPEG", progressive=True)).size == (40, 30)
+
+
+def test_frames_of_a_long_clip():
+    video = decode_video(clip(10_000), {"num_frames": 8})
+    assert video.frames.shape == (8, 16, 16, 3) and video.duration == pytest.approx(10_000 / 25)
+    assert video.seconds[-1] == pytest.approx(9_999 / 25)
+    with pytest.raises(InvalidParameter, match="broken"):
+        decode_video(clip(50)[:300], {})
+
+
+def test_a_clip_that_takes_too_long_is_refused_early(monkeypatch):
+    monkeypatch.setattr(videos, "DECODE_PATIENCE_S", 0.0)
+    monkeypatch.setattr(videos, "DECODE_SECONDS", 1e-9)
+    with pytest.raises(InvalidParameter, match="would take more than"):
+        decode_video(clip(50), {})
+    monkeypatch.setattr(videos, "DECODE_SECONDS", 60.0)
+    assert len(decode_video(clip(50), {}).frames) == 32

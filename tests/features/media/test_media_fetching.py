@@ -1,17 +1,15 @@
 """URLs are fetched from allowed hosts only, at addresses that were checked, within time and size."""
 
-import http.server
 import shutil
 import socket
 import ssl
 import subprocess
 import threading
-import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from picture_host import picture_host
 from quire.features.media.workers import fetch as fetch_module
 from quire.features.media.workers import wire
 from quire.features.media.workers.fetch import fetch, is_public
@@ -20,88 +18,9 @@ from quire.types.errors import FetchFailed, InvalidParameter
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl to make a certificate with")
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        path = self.path.partition("?")[0]
-        if path == "/picture":
-            self._answer(200, b"picture")
-        elif path == "/moved":
-            self._answer(302, b"", ("Location", "/picture"))
-        elif path == "/loop":
-            self._answer(302, b"", ("Location", "/loop"))
-        elif path.startswith("/to/"):
-            self._answer(302, b"", ("Location", self.path[len("/to/") :]))
-        elif path == "/gzip":
-            self._answer(200, b"x", ("Content-Encoding", "gzip"))
-        elif path == "/slow":
-            self._slow(0.1, 50)
-        elif path == "/steady":
-            self._slow(0.1, 10)
-        elif path == "/short":
-            self._answer(200, b"picture", ("Content-Length", "9"))
-        elif path == "/host":
-            self._answer(200, self.headers["Host"].encode())
-        elif path == "/endless":
-            self._endless()
-        else:
-            self._answer(404, b"no")
-
-    def _answer(self, status, body, *headers):
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **dict(headers)}.items():
-            self.send_header(name, value)
-        self.close_connection = True
-        self.end_headers()
-        self.wfile.write(body)
-
-    def _slow(self, pause, count):
-        """Send `count` of 20 bytes."""
-        self.send_response(200)
-        self.send_header("Content-Length", str(min(20, 2 * count)))
-        self.end_headers()
-        for _ in range(count):
-            try:
-                self.wfile.write(b"xx")
-            except OSError:
-                return
-            time.sleep(pause)
-
-    def _endless(self):
-        self.send_response(200)
-        self.end_headers()
-        try:
-            while True:
-                self.wfile.write(b"x" * 65536)
-        except OSError:
-            self.close_connection = True
-
-    def log_message(self, *args):
-        pass
-
-
-class Server(http.server.ThreadingHTTPServer):
-    def handle_error(self, *args):
-        """A client that is gone."""
-
-
-@contextmanager
-def serving(context=None):
-    """Yield the port of a server. context: of TLS"""
-    server = Server(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    if context is not None:
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server.server_port
-    server.shutdown()
-    server.server_close()
-
-
 @pytest.fixture(scope="module")
 def port():
-    with serving() as port:
+    with picture_host() as port:
         yield port
 
 
@@ -208,7 +127,7 @@ def test_a_host_that_is_allowed_by_name_is_read_by_https(get, monkeypatch, tmp_p
     key, certificate = make_certificate(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
-    with serving(context) as port:
+    with picture_host(context) as port:
         url = f"https://127.0.0.1:{port}/host"
         monkeypatch.setattr(fetch_module, "is_public", lambda address: address == "127.0.0.1")
         with pytest.raises(FetchFailed, match="its certificate is not valid"):

@@ -22,6 +22,8 @@ from threading import Thread
 import numpy as np
 import torch
 
+from quire.proc.bounded import trim_heap
+
 logger = logging.getLogger(__name__)
 
 HUGE, PAGE = 2 << 20, 4096
@@ -97,8 +99,7 @@ def _trim() -> None:
     """Return freed memory, including MKL's buffers."""
     with suppress(OSError, AttributeError):  # no MKL
         ctypes.CDLL(str(TORCH)).mkl_serv_free_buffers()
-    with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
+    trim_heap()
 
 
 def release_code() -> None:

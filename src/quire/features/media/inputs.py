@@ -102,7 +102,8 @@ def take_media(
 
 
 def _is_media(part: Any) -> TypeGuard[Mapping[str, Any]]:
-    return isinstance(part, Mapping) and (part.get("type") in PARTS or part.get("type") in _OTHER_PARTS)
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return isinstance(kind, str) and (kind in PARTS or kind in _OTHER_PARTS)
 
 
 def _take(part: Mapping[str, Any], place: str, refs: list[MediaRef], local: bool) -> dict[str, str]:

@@ -32,7 +32,7 @@ from quire.text.chat import MediaMarks
 from quire.text.tokenizer import Tokenizer
 from quire.text.workers.pool import SETTINGS, ProcessPool, WorkerKind, current_tenant
 from quire.text.workers.wire import TokenizerSource
-from quire.types.errors import EngineDead, FetchFailed, InvalidParameter, NotSupported, RequestError
+from quire.types.errors import EngineDead, FetchFailed, InvalidParameter, NotSupported, PromptTooLong, RequestError
 from quire.types.media import MediaItem, Modality
 
 if TYPE_CHECKING:
@@ -62,6 +62,21 @@ class _Content:
     file: SharedFile | None = None  # has it in place of `blob`
     shape: tuple[int, ...] = ()
     fps: float = 1.0
+
+
+class _Room:
+    """The tokens that the items of one prompt may have together: no more are processed than it can have."""
+
+    def __init__(self, most: int | None) -> None:
+        self._most, self._taken = most, 0
+
+    def take(self, tokens: int) -> None:
+        self._taken += tokens
+        if self._most is not None and self._taken > self._most:
+            raise PromptTooLong(
+                f"This model's maximum context length is {self._most} tokens, and the images and videos up to here have "
+                f"{self._taken}. Send fewer or smaller ones"
+            )
 
 
 class MediaReader:
@@ -167,7 +182,7 @@ class MediaReader:
         """
         self.check(refs)
         assert self.media is not None and self.placeholders is not None
-        items = await self.process(refs, options)
+        items = await self.process(refs, options, self._config.max_model_len)
         family, special = self.media.family, add_special_tokens and self.media.family.adds_special_tokens
         if text is not None:
             woven = self.placeholders.weave(text, items, family)
@@ -176,19 +191,21 @@ class MediaReader:
         assert ids is not None
         return self.placeholders.expand(ids, items, parameter)
 
-    async def process(self, refs: Sequence[MediaRef], options: MediaOptions) -> list[Processed]:
-        """Return the items; an error names the place of its part."""
-        count = sum(ref.modality == "image" for ref in refs)
-        tasks = [asyncio.ensure_future(self._named_errors(ref, options, count)) for ref in refs]
+    async def process(self, refs: Sequence[MediaRef], options: MediaOptions, most_tokens: int | None = None) -> list[Processed]:
+        """Return the items; an error names the place of its part. most_tokens: that they may have together"""
+        count, room = sum(ref.modality == "image" for ref in refs), _Room(most_tokens)
+        tasks = [asyncio.ensure_future(self._named_errors(ref, options, count, room)) for ref in refs]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
             while tasks:  # an error refers to this frame; a reference back would keep all content until garbage is collected
                 tasks.pop().cancel()
 
-    async def _named_errors(self, ref: MediaRef, options: MediaOptions, count: int) -> Processed:
+    async def _named_errors(self, ref: MediaRef, options: MediaOptions, count: int, room: "_Room") -> Processed:
         try:
-            return await self._one(ref, options, count)
+            item = await self._one(ref, options, count)
+            room.take(len(item.tokens))
+            return item
         except EngineDead:
             raise
         except RequestError as error:
@@ -289,6 +306,7 @@ class MediaReader:
                 if entry[1] == 1:  # all are gone
                     del self._running[key]
                     task.cancel()
+            del entry, task  # an error refers to this frame, and so to the content
 
     async def _run(self, key: str, content: _Content, job: wire.Process) -> Processed:
         out = None if self._inline else self._open_files().new()

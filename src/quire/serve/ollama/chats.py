@@ -101,7 +101,7 @@ def _message(message: dict[str, Any], where: str, calls: _Calls) -> dict[str, An
 
 def _with_images(text: str, images: Any, where: str) -> str | list[dict[str, Any]]:
     """Return the content of a message: the images, which are texts in base64, and the text after them."""
-    if not images:
+    if images is None or images == []:
         return text
     if not isinstance(images, list):
         raise InvalidParameter(f"{where} must be a list of images in base64; got {_kind(images)}", field_of(where))

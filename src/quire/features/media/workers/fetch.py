@@ -28,7 +28,7 @@ from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 
 from quire.features.media.store import open_for_writing
 from quire.features.media.workers import wire
-from quire.types.errors import FetchFailed, InvalidParameter
+from quire.types.errors import FetchFailed, InvalidParameter, RequestError
 
 MAX_REDIRECTS = 5
 CHUNK_BYTES = 1 << 16
@@ -53,7 +53,9 @@ def fetch(job: wire.Fetch) -> tuple[int, str]:
                 return _copy_file(parts, job.root, copy) if parts.scheme == "file" else _copy_remote(job, parts, copy)
     except _Late:
         raise FetchFailed("it cannot be fetched: its server is too slow") from None
-    except (OSError, http.client.HTTPException, UnicodeError) as error:  # no message of these: they have addresses and paths
+    except RequestError:
+        raise
+    except (OSError, http.client.HTTPException, ValueError) as error:  # no message of these: they have addresses and paths
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise FetchFailed("it cannot be fetched: the server has no room for it in shared memory. Try again later") from None
         reason = "its certificate is not valid" if isinstance(error, ssl.SSLCertVerificationError) else "the connection failed"

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 
 MAX_PIXELS = 64_000_000
 MAX_RATIO = 200  # of the longer side to the shorter
+MAX_SCANS = 40  # of a JPEG: each passes over all of its pixels
 FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "BMP", "TIFF", "AVIF")
 _NAMES = "PNG, JPEG, GIF, WebP, BMP, TIFF and AVIF"
 _MODULES = {"WEBP": "WebP"}
+_START_OF_SCAN = b"\xff\xda"  # which pixels in a JPEG do not contain
 NO_OPTIONS: Mapping[str, Any] = {}
 
 
@@ -34,6 +36,8 @@ def decode_image(data: bytes, options: Mapping[str, Any] = NO_OPTIONS) -> "Image
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(data), formats=_formats()) as image:
                 check_size(*image.size)
+                if image.format in ("JPEG", "MPO"):
+                    _check_scans(data)
                 image.load()
                 return to_rgb(image, options)
     except (InvalidParameter, MemoryError):
@@ -65,6 +69,12 @@ def check_size(width: int, height: int) -> None:
         raise InvalidParameter(
             f"the image has {width} x {height} pixels; one side may be at most {MAX_RATIO} times the other. Crop it"
         )
+
+
+def _check_scans(data: bytes) -> None:
+    """Raise an error for a JPEG with so many scans that decoding it would take long."""
+    if (scans := data.count(_START_OF_SCAN)) > MAX_SCANS:
+        raise InvalidParameter(f"the image has {scans} scans; at most {MAX_SCANS} are supported. Save it anew")
 
 
 def image_of_pixels(data: bytes, shape: list[int]) -> "Image":
@@ -104,7 +114,9 @@ def _in_8_bits(image: "Image") -> "Image":
     import numpy as np
     from PIL import Image
 
-    values: Any = np.asarray(image).astype(np.int64)
-    if values.max(initial=0) > 255 or image.mode != "I":
+    values: Any = np.asarray(image)
+    if image.mode != "I":
+        return Image.fromarray((values >> 8).astype(np.uint8))
+    if values.max(initial=0) > 255:
         values = np.clip(values, 0, 65535) >> 8
     return Image.fromarray(np.clip(values, 0, 255).astype(np.uint8))

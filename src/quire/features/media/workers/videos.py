@@ -1,6 +1,7 @@
 """Decode frames of a video, in a media process, with PyAV."""
 
 import io
+import time
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 DEFAULT_FRAMES = 32
 MAX_SOURCE_FRAMES = 100_000
 MAX_KEPT_PIXELS = 512_000_000  # of all kept frames together
+DECODE_SECONDS = 40.0  # of processor time for the frames of a video
+DECODE_PATIENCE_S = 1.5  # of processor time, after which decoding must be on the way to end in time
 
 
 def decode_video(data: bytes, options: dict[str, Any]) -> Video:
@@ -84,8 +87,9 @@ def _keep(frames: Any, wanted: list[int], rate: float, count: int) -> Video:
 
     kept: list[Any] = []
     seconds: list[float] = []
-    last, places = None, set(wanted)
+    last, places, begun = None, set(wanted), time.process_time()
     for i, frame in enumerate(frames):
+        _check_time(time.process_time() - begun, (i + 1) / (wanted[-1] + 1))
         check_size(frame.width, frame.height)  # a stream may change its size
         last = frame
         if i in places:
@@ -98,3 +102,11 @@ def _keep(frames: Any, wanted: list[int], rate: float, count: int) -> Video:
     if not kept or len({frame.shape for frame in kept}) != 1:
         raise InvalidParameter("the frames of the video differ in size")
     return Video(np.stack(kept), seconds, rate, count / rate)
+
+
+def _check_time(spent: float, share: float) -> None:
+    """Raise an error if decoding will take too long, judged by the share that is done."""
+    if spent > DECODE_PATIENCE_S and spent > DECODE_SECONDS * share:
+        raise InvalidParameter(
+            f"decoding the video would take more than {DECODE_SECONDS:g} s of processor time. Send a shorter or smaller one"
+        )

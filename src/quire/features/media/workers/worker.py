@@ -24,13 +24,14 @@ from quire.features.media.store import open_for_writing
 from quire.features.media.workers import wire
 from quire.features.media.workers.checkpoint import open_checkpoint
 from quire.features.media.workers.fetch import fetch
-from quire.proc.bounded import MB, Bounded, Bounds, held_bytes
+from quire.proc.bounded import MB, Bounded, Bounds, held_bytes, trim_heap
 from quire.proc.channel import Frames
 from quire.proc.spawn import set_up
 from quire.text.workers.wire import LAST, FrameWriter, refusal
 from quire.types.errors import InvalidParameter, NotSupported, RequestError
 from quire.types.media import Modality
 
+TRIM_GROWTH = 16 * MB  # a process that holds this much more after a job than after its start returns what it does not use
 GROWTH = 256 * MB  # a process that holds this much more after a job than after its start ends
 MAX_ARRAY_BYTES = 1024 * MB  # of one item
 MAX_TOKENS = 1 << 20  # of one item
@@ -155,6 +156,9 @@ class MediaWorker:
             return False
         if self._start_bytes is None:  # after `Warm`
             self._start_bytes = held
+        if held > self._start_bytes + TRIM_GROWTH:
+            trim_heap()
+            held = held_bytes() or held
         return held > self._start_bytes + GROWTH
 
 
@@ -166,7 +170,8 @@ def decode_base64(text: bytes) -> bytes:
 
 
 def write_arrays(arrays: Arrays, out: str) -> tuple[list[wire.ArrayPlace], bool]:
-    """Write the arrays to a file, if it is given and has room; return where they are, and whether that is in the file."""
+    """Write the arrays to a file, if it is given, is still there and has room; return where they are, and whether that is in
+    the file."""
     import numpy as np
 
     values = {name: np.ascontiguousarray(value) for name, value in arrays.items()}
