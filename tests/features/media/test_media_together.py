@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from quantized_checkpoints import compressed, ints, packed
 from quire import LLM, SamplingParams
 from quire.engine.executor import workers
 from quire.lora.request import LoRARequest
-from quire.types.errors import ConfigError, NotSupported
+from quire.types.errors import AdapterError, ConfigError, NotSupported
 from quire.types.sampling import BeamSearchParams
 from quire.types.structured import StructuredOutputsParams
 from rounded_cache import RoundedCache
@@ -161,6 +162,25 @@ def test_adapters(case, name, tmp_path):
             plain, merged = answers(row, outputs), answers(row, outputs, model)
             assert plain != merged
             assert tokens(outputs) == [(merged if chosen[index] else plain)[index] for index in range(len(plain))]
+
+
+def test_adapters_of_the_encoder_are_refused(case, tmp_path):
+    """They are ignored where no encoder is loaded."""
+    row = case("llava")
+    path, model = adapted(row, tmp_path / "language")
+    [name] = [name for name, _ in model.named_modules() if name.endswith("layers.0.self_attn.q_proj") and "vision" in name]
+    added = load_file(Path(path) / "adapter_model.safetensors")
+    both = LoRARequest("both", 1, write_adapter(tmp_path / "both", added | halves(f"base_model.model.{name}", 16, 16)))
+    with engine(row, enable_lora=True, max_lora_rank=4) as llm:
+        with pytest.raises(
+            AdapterError, match=r"tensor .*vision_tower.* adds to the encoder of images, which is not supported"
+        ):
+            run(llm, row, lora_request=both)
+        outputs = run(llm, row)
+        assert tokens(outputs) == answers(row, outputs)
+    with engine(row, enable_lora=True, max_lora_rank=4, language_model_only=True) as llm:
+        [output] = llm.generate("no picture at all", GREEDY, use_tqdm=False, lora_request=both)
+        assert output.outputs[0].token_ids == row.generate(model, output.prompt_token_ids, ["no picture at all"])[0]
 
 
 @families("llava")

@@ -59,19 +59,23 @@ class LoRACache:
         budget: int | None = None,
         added_tokens: int = 0,
         whole: "WholeModel | None" = None,
+        fixed: str = "",
     ) -> None:
         """Make an empty cache.
 
         added_tokens: vocabulary entries that an adapter may add to the model's own
         whole: the whole model, if `model` is a pipeline stage
+        fixed: as in `AdapterModel`
         """
         self._adapters, self._room, self._budget = adapters, room, budget
         parameters = dict(model.named_parameters())
-        self._model = AdapterModel(adapters.sites, model.renames, parameters, max_rank, added_tokens)
+        self._model = AdapterModel(adapters.sites, model.renames, parameters, max_rank, added_tokens, fixed=fixed)
         if whole is not None:
             sites = {name: site for site in whole.sites for name in site.shapes}
             other_stages = frozenset(whole.parameters - {*parameters})
-            self._model = AdapterModel(sites | adapters.sites, whole.renames, parameters, max_rank, added_tokens, other_stages)
+            self._model = AdapterModel(
+                sites | adapters.sites, whole.renames, parameters, max_rank, added_tokens, other_stages, fixed
+            )
         self._upload = AdapterUpload(self._model, adapters) if adapters.tabled else None
         self._held: dict[str, PackedAdapter] = {}
         self._ready: tuple[PackedAdapter, Tensor] | None = None  # the adapter that was read last, and its weights on the device

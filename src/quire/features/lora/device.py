@@ -35,10 +35,12 @@ class LoRAPart(StepPart):
     name = "lora"
     graph_keys = (False, True)
 
-    def __init__(self, device: Device, dtype: torch.dtype, max_loras: int, max_rank: int, added_tokens: int) -> None:
-        """added_tokens: vocabulary entries that adapters may add to the model's own."""
+    def __init__(
+        self, device: Device, dtype: torch.dtype, max_loras: int, max_rank: int, added_tokens: int, fixed: str
+    ) -> None:
+        """added_tokens: vocabulary entries that adapters may add to the model's own. fixed: as in `AdapterModel`"""
         self._device, self._dtype, self._max_loras, self._max_rank = device, dtype, max_loras, max_rank
-        self._added_tokens = added_tokens
+        self._added_tokens, self._fixed = added_tokens, fixed
         self._whole: WholeModel | None = None
         self._adapters: Adapters | None = None
         self._model: Decoder | None = None
@@ -66,7 +68,7 @@ class LoRAPart(StepPart):
             budget = self._max_loras * self._adapters.bytes_of(self._max_rank)
         self._model = model
         self._cache = LoRACache(
-            self._adapters, model, self._max_loras, self._max_rank, budget, self._added_tokens, self._whole
+            self._adapters, model, self._max_loras, self._max_rank, budget, self._added_tokens, self._whole, self._fixed
         )  # fmt: skip
 
     def reserved_bytes(self, max_seqs: int, recording: bool) -> int:  # noqa: ARG002

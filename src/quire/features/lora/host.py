@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.config.fields import FLAG, FLOAT_NAMES, FLOATS, NUMBER, TEXT, setting
 from quire.features.host import NO_MEMORY, Conflict, Feature, Memory, Sizes
+from quire.features.media.host import media_names
 from quire.types.cache import DTYPE_BYTES
 from quire.types.errors import ConfigError
 from quire.types.json_text import read_json
@@ -161,6 +162,7 @@ class LoRA(Feature):
             return None
         return {
             "max_loras": config.max_loras, "max_rank": config.args.max_lora_rank, "added_tokens": config.adapter_tokens,
+            "fixed": media_names(config),
         }  # fmt: skip
 
     def memory(self, config: "Config", sizes: Sizes) -> Memory:

@@ -82,6 +82,7 @@ class AdapterModel:
     max_rank: int
     added_tokens: int = 0  # that an adapter may add to the model's own
     other_stages: frozenset[str] = frozenset()  # parameters that other pipeline stages have and check
+    fixed: str = ""  # regular expression of modules that run, and that adapters cannot change; "": there are none
 
 
 def read_adapter(path: str, model: AdapterModel) -> tuple[Mapping[str, Addition], int]:
@@ -195,6 +196,11 @@ class Reader:
             first = next(iter(halves.values()))
             ours = rename(f"{module}.weight", self._model.renames)
             if ours is None:
+                if self._model.fixed and re.match(self._model.fixed, module):
+                    raise first.wrong(
+                        "adds to the encoder of images, which is not supported. Use an adapter of the language model alone, or "
+                        "set language_model_only"
+                    )
                 logger.info("%s belongs to a part of the model that is not run: ignored", first.name)
                 continue
             path = ours.removesuffix(".weight")

@@ -137,6 +137,11 @@ def turns_by_axes(config: "Config") -> bool:
     return media is not None and media.family.rotary_axes > 1
 
 
+def media_names(config: "Config") -> str:
+    """Return a regular expression of the names of weights outside the language model; "": none of them is run."""
+    return "" if media_of(config) is None else COMPOSITES[config.facts.architecture].renames[0][0]
+
+
 def why_no_media(config: "Config", modality: Modality) -> str:
     """Return why an item is refused, to follow its name in an error: "is not supported by ..."; "": it is supported."""
     media, name = media_of(config), config.facts.architecture
