@@ -53,6 +53,7 @@ class HostTier:
         self._offered: list[tuple[int, Content]] = []  # pages that were published since the latest plan
         self._due: list[tuple[int, Content]] = []  # published before it: their rows were in earlier plans
         self.on_landed: Callable[[int, Content], None] | None = None  # called with each record that can be found from now on
+        self.on_forget: Callable[[Iterable[Key]], None] | None = None  # called with keys whose content is wrong
         self.stored = self.dropped = 0  # pages, ever: stored; not stored, since all records were in use
 
     @property
@@ -153,13 +154,17 @@ class HostTier:
                 self._settle(record)
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """Remove this content."""
+        """Remove this content, which is wrong, here and below."""
+        keys = list(keys)
         for key in keys:
             if key in self._index:
                 self._forget(self._index[key])
+        if self.on_forget is not None:
+            self.on_forget(keys)
 
     def forget_all(self) -> None:
-        self.forget(list(self._index))
+        for record in list(self._index.values()):
+            self._forget(record)
 
     def check(self) -> None:
         """Raise EngineError unless every record is in one state."""

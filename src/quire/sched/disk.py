@@ -7,7 +7,7 @@ Ranks do the work in threads, each with its share of the pages; a page is there 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from quire.cache.pool import Key
@@ -45,7 +45,8 @@ class DiskTraffic:
         self._failed: set[tuple[str, int]] = set()
         self._tried: dict[Request, int] = {}  # preemptions of a request when it last waited
         self.read = self.written = self.lost = 0  # pages, ever
-        tier.on_landed = self._write
+        self._removals: list[bytes] = []  # names, not sent to the ranks yet
+        tier.on_landed, tier.on_forget = self._write, self._remove
         roster.on_leave.append(self._forget)
 
     @property
@@ -84,15 +85,15 @@ class DiskTraffic:
             self._reads.append((record, record_name(content[0], self._secret)))
         return bool(read.left)
 
-    def commands(self) -> tuple[Pairs, Pairs]:
-        """Return what ranks shall read, and write, since the last call."""
-        found = self._reads, self._writes
-        self._reads, self._writes = [], []
+    def commands(self) -> tuple[Pairs, Pairs, Sequence[bytes]]:
+        """Return what ranks shall read, write, and then remove, since the last call."""
+        found = self._reads, self._writes, self._removals
+        self._reads, self._writes, self._removals = [], [], []
         return found
 
     @property
     def has_commands(self) -> bool:
-        return bool(self._reads or self._writes)
+        return bool(self._reads or self._writes or self._removals)
 
     def reported(self, ranks: Sequence[DiskReport], now: float) -> None:
         """Take in what the ranks report; each reports each record once."""
@@ -111,7 +112,7 @@ class DiskTraffic:
         for record, _ in self._writes:
             del self._writing[record]
             self._tier.unpin(record)
-        self._writes = []
+        self._writes, self._removals = [], []
         self._writing = dict.fromkeys(self._writing, b"")
 
     def _note(self, kind: str, record: int, worked: bool, ranks: int) -> None:
@@ -156,6 +157,14 @@ class DiskTraffic:
         self._tier.pin(record)
         self._writing[record] = name
         self._writes.append((record, name))
+
+    def _remove(self, keys: Iterable[Key]) -> None:
+        """Remove wrong content, also where it is being written."""
+        for name in [record_name(key, self._secret) for key in keys]:
+            if name in self._names or name in self._writing.values():
+                self._names.discard(name)
+                self._removals.append(name)
+                self._writing = {record: b"" if each == name else each for record, each in self._writing.items()}
 
     def _forget(self, request: Request) -> None:
         self._tried.pop(request, None)

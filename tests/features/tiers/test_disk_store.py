@@ -57,6 +57,21 @@ def test_records_come_back_and_are_found_by_the_next_process(tmp_path: Path):
     store.close()
 
 
+def test_a_removed_record_stays_away_and_those_after_it_stay(tmp_path: Path):
+    for first in (True, False):
+        store = DiskStore(tmp_path, "model", 1 << 20)
+        if first:
+            assert all(put(store, i) for i in range(5))
+            store.remove(name(0))
+            store.remove(name(2))
+            store.remove(name(77))
+        assert [get(store, i) for i in range(5)] == [None, content(1), None, content(3), content(4)]
+        store.close()
+    store = DiskStore(tmp_path, "model", 1 << 20)
+    assert put(store, 2) and get(store, 2) == content(2)
+    store.close()
+
+
 def test_bytes_are_bounded_and_the_segment_goes_that_was_used_longest_ago(tmp_path: Path):
     limit = 40 * (SIZE + disk.HEADER_BYTES)
     store = DiskStore(tmp_path, "model", limit)

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+from array import array
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from test_host_tier import CONVERSATIONS, GREEDY, SMALL, TIER, counts, plain_tur
 
 from patience import wait_for
 from quire import LLM
+from quire.cache.prefix import extend_keys
 from quire.types.errors import ConfigError
 from serving import NAME, Running
 from tiny_model import make_model
@@ -169,3 +171,21 @@ def test_a_served_prompt_is_found_after_the_engine_was_killed(model: str, tmp_pa
         assert server.llm.stats.tier.hits == 36
     finally:
         server.close()
+
+
+def test_pages_of_a_broken_row_are_removed_from_disk(model: str, tmp_path: Path):
+    llm = start(model, tmp_path)
+    llm.generate([{"prompt_token_ids": text} for text in CONVERSATIONS[:2]], GREEDY, use_tqdm=False)
+    stop(llm)
+    llm = start(model, tmp_path)
+    core, before = llm.llm_engine.core, counts(llm).on_disk
+    keys: list[bytes] = []
+    extend_keys(keys, array("i", CONVERSATIONS[0]), SMALL["block_size"], ())
+    core.scheduler.tier.forget([(0, key) for key in keys])
+    while core.has_unfinished:
+        core.step()
+    assert counts(llm).on_disk == before - len(keys)
+    stop(llm)
+    llm = start(model, tmp_path)
+    assert counts(llm).on_disk == before - len(keys)
+    stop(llm)

@@ -23,6 +23,7 @@ class FakeTier:
         self.is_lost: Callable[[bytes], bool] = lambda _: False  # whether a record on disk does not come back
         self._reads: list[tuple[int, bytes]] = []
         self._writes: list[tuple[int, bytes]] = []
+        self._removals: list[bytes] = []
         self.is_late: Callable[[int], bool] = lambda _: False  # whether a page is reported later
 
     def move(self, plan: StepPlan) -> None:
@@ -52,9 +53,12 @@ class FakeTier:
     def disk_contents(self) -> tuple[bytes, list[bytes]] | None:
         return None if self.disk is None else (b"secret", list(self.disk))
 
-    def read_and_write(self, reads: Sequence[tuple[int, bytes]], writes: Sequence[tuple[int, bytes]]) -> None:
+    def read_and_write(
+        self, reads: Sequence[tuple[int, bytes]], writes: Sequence[tuple[int, bytes]], removals: Sequence[bytes]
+    ) -> None:
         self._reads += reads
         self._writes += writes
+        self._removals += removals
 
     def take_read_and_written(self) -> tuple[list[tuple[int, bool]], list[tuple[int, bool]], list[bytes]]:
         assert self.disk is not None
@@ -69,8 +73,10 @@ class FakeTier:
         for record, name in self._writes:
             self.disk[name] = self.records[record].copy()
             writes.append((record, True))
+        for name in self._removals:
+            self.disk.pop(name, None)
         removed = [name for name in self.disk if self.is_lost(name)]
-        self._reads, self._writes = [], []
+        self._reads, self._writes, self._removals = [], [], []
         return reads, writes, removed[:1]
 
     def clear_disk(self) -> None:

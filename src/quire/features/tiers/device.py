@@ -110,10 +110,12 @@ class TiersPart(StepPart):
         """Return the secret and the names of the records on disk; None: nothing is kept on disk."""
         return None if self._disk is None else (self._disk.store.secret, self._disk.store.names)
 
-    def read_and_write(self, reads: Sequence[tuple[int, bytes]], writes: Sequence[tuple[int, bytes]]) -> None:
-        """Begin to read records from disk, and to write others."""
+    def read_and_write(
+        self, reads: Sequence[tuple[int, bytes]], writes: Sequence[tuple[int, bytes]], removals: Sequence[bytes]
+    ) -> None:
+        """Begin to read records from disk, to write others, and then to remove names."""
         assert self._disk is not None
-        self._disk.begin(reads, writes)
+        self._disk.begin(reads, writes, removals)
 
     def take_read_and_written(self) -> tuple[list[tuple[int, bool]], list[tuple[int, bool]], list[bytes]]:
         """Return what was read and written since the last call, whether it worked, and names that were removed."""

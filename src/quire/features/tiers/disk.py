@@ -7,7 +7,7 @@
 
 A record is named by a keyed digest of its page's key, so nothing about prompts can be read off names, and no file can be made
 without the secret. A store has a lane of its own, which it locks; several engines have several lanes, and the next start
-takes a free one with all that is in it. Segments are never changed, only begun and removed: a record that was cut off, by a
+takes a free one with all that is in it. Segments only grow, or are removed as a whole: a record that was cut off, by a
 kill or a full disk, is not found, and one whose bits have changed is not returned. Files of others are left alone.
 
 Errors of the disk never reach the caller: what cannot be written or read is not there.
@@ -31,6 +31,7 @@ from quire.types.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 MAGIC = b"QUIREKV1"
+REMOVED = b"QUIREKV0"  # in place of MAGIC, in a record that is not there any more
 SECRET_BYTES = NAME_BYTES = DIGEST_BYTES = 32
 TAG_BYTES = 16
 FIELDS = struct.Struct(f"<8s{NAME_BYTES}sQ{TAG_BYTES}s{DIGEST_BYTES}s")
@@ -141,6 +142,21 @@ class DiskStore:
                     segment.names.discard(name)
         return tag
 
+    def remove(self, name: bytes) -> None:
+        """Remove one record, also for the next start."""
+        with self._mutex:
+            found = self._index.pop(name, None)
+            if found is None:
+                return
+            segment, position = found
+            segment.names.discard(name)
+            try:
+                header = os.pread(segment.file, HEADER_BYTES, position)
+                fields = REMOVED + header[len(REMOVED) : FIELDS.size]
+                os.pwrite(segment.file, fields + self._header_digest(fields), position)
+            except OSError as error:
+                self._warn("removed", error)
+
     def clear(self) -> None:
         """Remove all records."""
         with self._mutex:
@@ -170,7 +186,7 @@ class DiskStore:
             try:
                 segment = Segment(path, number, create=False)
                 regular = stat.S_ISREG(os.fstat(segment.file).st_mode)
-                if not regular or not MAGIC.startswith(os.pread(segment.file, len(MAGIC), 0)):
+                if not regular or not _is_ours(os.pread(segment.file, len(MAGIC), 0)):
                     logger.warning("%s is ignored: it is no segment", path)
                     continue
                 self._scan_segment(segment)
@@ -191,10 +207,10 @@ class DiskStore:
             fields, digest = header[: FIELDS.size], header[FIELDS.size :]
             if len(header) < HEADER_BYTES or not compare_digest(digest, self._header_digest(fields)):
                 return
-            _, name, length, _, _ = FIELDS.unpack(fields)
+            magic, name, length, _, _ = FIELDS.unpack(fields)
             if position + HEADER_BYTES + length > segment.size:
                 return
-            if name not in self._index:
+            if magic == MAGIC and name not in self._index:
                 self._index[name] = segment, position
                 segment.names.add(name)
             position += HEADER_BYTES + length
@@ -275,6 +291,11 @@ class DiskStore:
         if not self._warned:
             self._warned = True
             logger.warning("pages of the KV cache cannot be %s in %s: %s; this is logged once", what, self._lane, error)
+
+
+def _is_ours(beginning: bytes) -> bool:
+    """Return whether a file begins as a segment, or was cut off there."""
+    return MAGIC.startswith(beginning) or REMOVED.startswith(beginning)
 
 
 def _make_directory(path: Path) -> None:

@@ -36,11 +36,13 @@ class DiskThreads:
         self._read: SimpleQueue[tuple[int, bool]] = SimpleQueue()
         self._written: SimpleQueue[tuple[int, bool, list[bytes]]] = SimpleQueue()
 
-    def begin(self, reads: Pairs, writes: Pairs) -> None:
+    def begin(self, reads: Pairs, writes: Pairs, removals: Sequence[bytes]) -> None:
         for record, name in reads:
             self._reader.submit(self._read_one, record, name)
         for record, name in writes:
             self._writer.submit(self._write_one, record, name)
+        for name in removals:
+            self._writer.submit(self.store.remove, name)
 
     def take(self) -> tuple[list[tuple[int, bool]], list[tuple[int, bool]], list[bytes]]:
         """Return what was read and written since the last call, whether it worked, and names that were removed."""
