@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.features.media.host import media_of
 from serving import error_of, events_of
 
 READER = Path(__file__).parents[1] / "fixtures" / "reader-llava"
@@ -375,6 +376,12 @@ def test_several_answers_share_their_picture(server, more):
     answer = say(server, CHAT, messages=user(part(0), MARK_PART), **more)
     assert len(answer.json()["choices"]) == more["n"]
     assert all(prompt.extras.media == server.prompts[0].extras.media for prompt in server.prompts)
+
+
+def test_beams_cannot_be_part_of_a_prompt_that_attends_to_all_of_itself(server, monkeypatch):
+    monkeypatch.setattr(media_of(server.llm.config).family, "bidirectional", "prompt", raising=False)
+    answer = say(server, CHAT, messages=user(part(0), MARK_PART), n=2, use_beam_search=True)
+    assert answer.status_code == 400 and "use_beam_search is not supported with images in Llava" in error_of(answer)["message"]
 
 
 def test_developers_can_reset_the_cache(server):

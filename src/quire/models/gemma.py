@@ -29,7 +29,7 @@ class Gemma(Decoder):
     def __init__(self, facts: "ModelFacts") -> None:
         if facts.architecture == "PaliGemmaForConditionalGeneration":
             logger.warning(
-                "prompts are causal, as in transformers without token_type_ids; the model also attends bidirectionally"
+                "prompts without images are causal; this model was trained with images and bidirectional attention in prompts"
             )
         # "vision": bidirectional within images only
         elif facts.hf.get("use_bidirectional_attention") not in (None, False, "vision"):

@@ -8,6 +8,7 @@ from itertools import islice, repeat
 from typing import Any
 
 from quire.features.logits_processors.host import refuse_beam_search
+from quire.features.media.host import media_of
 from quire.serve.errors import GenerationFailed
 from quire.serve.generation import GenerationJob, collect
 from quire.serve.inputs import SAME, beam_params, wanted_logprobs
@@ -16,7 +17,7 @@ from quire.serve.server import Server
 from quire.text.beam_search import Beam, BeamSearch
 from quire.text.detokenizer import new_detokenizer
 from quire.text.tokenizer import Tokenizer
-from quire.types.errors import InvalidParameter
+from quire.types.errors import InvalidParameter, NotSupported
 from quire.types.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from quire.types.sampling import SamplingParams
 
@@ -37,7 +38,7 @@ _NOT_FOR_BEAMS = {
 async def search_beams(server: Server, job: GenerationJob, request: GenerationFields) -> list[RequestOutput]:
     """Like `collect`: one output per prompt, with the n best texts as its choices, best first."""
     width = request.n or 1
-    _check(server, request, width)
+    _check(server, job, request, width)
     searches = [
         BeamSearch(prompt.ids, beam_params(request, params.max_tokens or 1), server.ends_of(prompt), server.llm.max_model_len)
         for prompt, params in zip(job.prompts, job.params, strict=True)
@@ -54,11 +55,18 @@ async def search_beams(server: Server, job: GenerationJob, request: GenerationFi
     return [_output(server, job, request, i, search, cached[i]) for i, search in enumerate(searches)]
 
 
-def _check(server: Server, request: GenerationFields, width: int) -> None:
+def _check(server: Server, job: GenerationJob, request: GenerationFields, width: int) -> None:
     for name, neutral in _NOT_FOR_BEAMS.items():
         if getattr(request, name, None) not in neutral:
             raise InvalidParameter(f"{name} cannot be used with a beam search", name)
     refuse_beam_search(server.llm.config, "use_beam_search")
+    media = media_of(server.llm.config)
+    if media is not None and media.family.bidirectional == "prompt" and any(prompt.extras.media for prompt in job.prompts):
+        raise NotSupported(
+            f"use_beam_search is not supported with images in {server.llm.config.facts.architecture}, whose prompts attend to "
+            "later tokens. Remove one of them",
+            "use_beam_search",
+        )
     most = server.llm.config.max_logprobs
     if most != -1 and 2 * width > most:
         raise InvalidParameter(
