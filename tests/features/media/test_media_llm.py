@@ -131,6 +131,24 @@ def test_a_picture_that_cannot_be_encoded_fails_its_request_only(reader, monkeyp
     assert answers(reader.generate([prompt(number) for number in numbers], GREEDY, use_tqdm=False)) == answers(outputs)
 
 
+def test_a_picture_whose_file_is_gone_is_read_from_that_of_another_request(reader):
+    """Of two API processes with the same picture, one was killed: its requests may be in the engine for a moment."""
+    reader.reset_prefix_cache()
+    prompts = []
+    for _ in range(2):
+        reader.reset_mm_cache()
+        prompts += reader.llm_engine.read_media([prompt(7)])
+    first, second = (one.extras.media[0].arrays[0].path for one in prompts)
+    assert first != second and Path(first).exists()
+    Path(first).unlink()
+    for number, one in enumerate(prompts):
+        reader.llm_engine.submit(reader.llm_engine.prepare(f"{number}", one, GREEDY))
+    found = {}
+    while reader.llm_engine.has_unfinished_requests():
+        found |= {output.request_id: output.outputs[0].token_ids for output in reader.llm_engine.step() if output.finished}
+    assert found == {"0": EXPECTED[7]["greedy"], "1": EXPECTED[7]["greedy"]}
+
+
 def test_processes_start_while_the_model_is_loaded_and_end_if_it_cannot_be(monkeypatch):
     seen = []
 

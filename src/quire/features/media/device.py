@@ -119,7 +119,11 @@ class MediaPart(StepPart):
             return
         self._encoder.forget(plan.forget)
         if plan.encode:
-            self._note_errors(plan, self._encoder.keep([self._requests[slot].items[index] for slot, index in plan.encode]))
+            errors = self._encoder.keep([self._requests[slot].items[index] for slot, index in plan.encode])
+            if errors:  # others may have the same item from an API process that lives
+                placed = self._requests.values()
+                errors = self._encoder.keep([item for each in placed for item in each.items if item.digest in errors])
+            self._note_errors(plan, errors)
 
     def _note_errors(self, rows: StepRows, errors: Mapping[str, str]) -> None:
         """Note which of the requests in a step have items that could not be encoded."""

@@ -78,24 +78,30 @@ class Encoder:
         return {digest: each for digest, each in found.items() if isinstance(each, str)}
 
     def encode(self, items: Sequence[MediaItem]) -> dict[str, Encoded]:
-        """Return the embeddings of items by digest; those of one modality are encoded together, if they are not cached."""
+        """Return the embeddings of items by digest; those of one modality are encoded together, if they are not cached.
+
+        Of items with one digest, any whose arrays can be read is encoded.
+        """
         found: dict[str, Encoded] = {item.digest: self._cached[item.digest] for item in items if item.digest in self._cached}
-        wanted = defaultdict[Modality, dict[str, MediaItem]](dict)
+        wanted = defaultdict[Modality, dict[str, list[MediaItem]]](dict)
         for item in items:
             if item.digest not in found:
-                wanted[item.modality][item.digest] = item
+                wanted[item.modality].setdefault(item.digest, []).append(item)
         for modality, some in wanted.items():
             arrays, errors = self._read(some)
             found |= errors
-            found |= self._encode(modality, {digest: some[digest] for digest in arrays}, arrays)
+            found |= self._encode(modality, {digest: some[digest][0] for digest in arrays}, arrays)
         return found
 
-    def _read(self, items: Mapping[str, MediaItem]) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
+    def _read(self, items: Mapping[str, Sequence[MediaItem]]) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
         """Return the arrays of items on the device, and errors of those that cannot be read."""
         arrays, errors = dict[str, dict[str, Tensor]](), dict[str, str]()
-        for digest, item in items.items():
+        for digest, item in ((digest, item) for digest, same in items.items() for item in same):
+            if digest in arrays:
+                continue
             try:
                 arrays[digest] = {array.name: self._upload(read_array(array)) for array in item.arrays}
+                errors.pop(digest, None)
             except (OSError, ValueError) as error:
                 logger.warning("encoder input of the modality %s cannot be read: %s", item.modality, error)
                 errors[digest] = f"the {item.modality} cannot be read: its preprocessed values are gone"
