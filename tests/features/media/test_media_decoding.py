@@ -76,6 +76,7 @@ def test_a_jpeg_of_many_scans_is_refused():
     with pytest.raises(InvalidParameter, match="scans; at most 40 are supported"):
         decode_image(many_scans())
     assert decode_image(encoded(picture(), "JPEG", progressive=True)).size == (40, 30)
+    assert decode_image(encoded(picture(), "JPEG", icc_profile=b"\xff\xda" * 100)).size == (40, 30)  # no scans
 
 
 def test_frames_of_a_long_clip():

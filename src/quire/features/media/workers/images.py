@@ -20,7 +20,7 @@ MAX_SCANS = 40  # of a JPEG: each passes over all of its pixels
 FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "BMP", "TIFF", "AVIF")
 _NAMES = "PNG, JPEG, GIF, WebP, BMP, TIFF and AVIF"
 _MODULES = {"WEBP": "WebP"}
-_START_OF_SCAN = b"\xff\xda"  # which pixels in a JPEG do not contain
+_START_OF_SCAN = b"\xff\xda"  # of a JPEG
 NO_OPTIONS: Mapping[str, Any] = {}
 
 
@@ -73,8 +73,21 @@ def check_size(width: int, height: int) -> None:
 
 def _check_scans(data: bytes) -> None:
     """Raise an error for a JPEG with so many scans that decoding it would take long."""
-    if (scans := data.count(_START_OF_SCAN)) > MAX_SCANS:
+    if data.count(_START_OF_SCAN) > MAX_SCANS and (scans := _count_scans(data)) > MAX_SCANS:
         raise InvalidParameter(f"the image has {scans} scans; at most {MAX_SCANS} are supported. Save it anew")
+
+
+def _count_scans(data: bytes) -> int:
+    """Return the scans of a JPEG. Segments are skipped as a whole: a color profile may have any bytes."""
+    count, i = 0, 0
+    while 0 <= (i := data.find(b"\xff", i)) < len(data) - 1:
+        marker = data[i + 1]
+        if marker in (0x00, 0x01, 0xFF) or 0xD0 <= marker <= 0xD9:  # without a length
+            i += 1
+        else:
+            count += marker == _START_OF_SCAN[1]
+            i += 2 + int.from_bytes(data[i + 2 : i + 4])
+    return count
 
 
 def image_of_pixels(data: bytes, shape: list[int]) -> "Image":
