@@ -165,6 +165,9 @@ class Metrics:
             board.add(Counter("kv_offload_tiering_write_bytes", "Pages written to disk, bytes of a rank")),
             board.add(Counter("kv_offload_tiering_read_bytes", "Pages read from disk, bytes of a rank")),
             board.add(Counter("kv_offload_load_failures", "Pages that were wrong or lost, and were computed again")),
+            board.add(Counter("mm_encoder_cache_queries", "Images and videos of prompts looked up in the encoder cache")),
+            board.add(Counter("mm_encoder_cache_hits", "Images and videos found in the encoder cache; others were encoded")),
+            board.add(Counter("mm_encoder_embeddings", "Embeddings of encoded images and videos")),
         )
         self.accepted_per_position = board.add(
             Counter(
@@ -373,7 +376,8 @@ def _counted(stats: Stats) -> tuple[float, ...]:
         device.misses, stats.grammar_losses, stats.drafts.rows, stats.drafts.tokens, stats.drafts.accepted,
         stats.adapter_reads, stats.adapter_puts, device.flops, device.read_bytes, device.written_bytes,
         tier.queries, tier.hits, tier.stored * tier.page_bytes, tier.fetched * tier.page_bytes, tier.skipped,
-        tier.written * tier.page_bytes, tier.read * tier.page_bytes, tier.lost,
+        tier.written * tier.page_bytes, tier.read * tier.page_bytes, tier.lost, stats.encoder.queries,
+        stats.encoder.hits, stats.encoder.embeddings,
     )  # fmt: skip
 
 

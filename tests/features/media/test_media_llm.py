@@ -33,7 +33,7 @@ def answers(outputs):
 
 @pytest.fixture(scope="module")
 def reader():
-    with LLM(str(READER), device="cpu", dtype="float32", max_num_seqs=8) as made:
+    with LLM(str(READER), device="cpu", dtype="float32", max_num_seqs=8, disable_log_stats=False) as made:
         yield made
 
 
@@ -47,6 +47,10 @@ def test_all_pictures_are_read_as_transformers_reads_them(reader, monkeypatch):
         assert [output.prompt_token_ids for output in outputs] == [each["prompt"] for each in EXPECTED]
     assert sum(output.num_cached_tokens for output in outputs) > 0
     assert len(processed) == len(EXPECTED) == reader.llm_engine.core.stats.encoder.encoded
+    counted = {metric.name: metric.value for metric in reader.get_metrics() if hasattr(metric, "value")}
+    assert counted["vllm:mm_cache_queries"] >= 2 * len(EXPECTED) and counted["vllm:mm_cache_hits"] >= len(EXPECTED)
+    assert counted["vllm:mm_encoder_cache_queries"] - counted["vllm:mm_encoder_cache_hits"] == len(EXPECTED)
+    assert counted["vllm:mm_encoder_embeddings"] == 16 * len(EXPECTED)
 
 
 def test_logits_are_those_of_transformers(reader):
