@@ -65,12 +65,8 @@ class MediaArgs:
         None, LIST, _GROUP, "hosts from which media may be fetched, by https and from public addresses; HOST:PORT: also by "
         "http and from private ones; *: any host; default: none", after="allowed_local_media_path",
     )  # fmt: skip
-    enable_mm_embeds: bool = setting(
-        False, FLAG, _GROUP, "requests may bring embeddings in place of images (image_embeds); only for trusted clients",
-        after="allowed_media_domains",
-    )  # fmt: skip
     language_model_only: bool = setting(
-        False, FLAG, _GROUP, "the encoder is not loaded, and media are refused", after="enable_mm_embeds"
+        False, FLAG, _GROUP, "the encoder is not loaded, and media are refused", after="allowed_media_domains"
     )
     skip_mm_profiling: bool = setting(
         False, FLAG, _GROUP, "reserve no memory for the encoder's activations; the cache gets it", after="language_model_only"
