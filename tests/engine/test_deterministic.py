@@ -355,3 +355,10 @@ def test_dequantized_copies_are_refused():
 def test_vllms_variable_sets_it(monkeypatch, value, expected):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
     assert EngineArgs(model="smollm2").deterministic is expected
+
+
+@pytest.mark.parametrize("value", ["true", "false", "2", " 1"])
+def test_other_values_of_vllms_variable_are_refused(monkeypatch, value):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+    with pytest.raises(ConfigError, match=f"VLLM_BATCH_INVARIANT must be 0 or 1; got '{value}'"):
+        EngineArgs(model="smollm2")

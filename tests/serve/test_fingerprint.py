@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from quire.config.args import EngineArgs
 from quire.config.resolve import resolve
 from quire.device.registry import describe
+from quire.serve import server
 from quire.serve.server import files_digest, system_fingerprint
 from tiny_model import make_model
 
@@ -33,11 +34,19 @@ def test_answers_carry_the_fingerprint_of_the_engine(server, http):
         {"tensor_parallel_size": 2},
         {"pipeline_parallel_size": 2},
         {"hf_overrides": {"rms_norm_eps": 0.1}},
+        {"block_size": 32},
+        {"override_generation_config": {"temperature": 0.3}},
     ],
     ids=str,
 )
 def test_a_changed_setup_has_another_fingerprint(serve_model, change):
     assert fingerprint(serve_model) == fingerprint(serve_model, max_num_seqs=3) != fingerprint(serve_model, **change)
+
+
+def test_another_version_of_torch_has_another_fingerprint(serve_model, monkeypatch):
+    before = fingerprint(serve_model)
+    monkeypatch.setattr(server, "version", lambda name: f"another {name}")
+    assert fingerprint(serve_model) != before
 
 
 def test_changed_weights_at_the_same_path_have_another_fingerprint(tmp_path):

@@ -12,6 +12,7 @@ def _switch(text: str) -> bool:
 _VARIABLES: dict[str, tuple[Callable[[str], Any], Any]] = {
     "VLLM_API_KEY": (str, None),
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": (_switch, False),
+    "VLLM_BATCH_INVARIANT": (_switch, False),
     "VLLM_LOGGING_CONFIG_PATH": (str, None),
     "VLLM_LOGGING_LEVEL": (str, "INFO"),
     "VLLM_LOG_STATS_INTERVAL": (float, 10.0),

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.metadata import version
 
 from fastapi import Request
 
@@ -55,10 +56,13 @@ def files_digest(files: ModelFiles) -> Mapping[str, str]:
 def system_fingerprint(config: Config) -> str:
     parts = {
         "files": files_digest(config.facts.files),
+        "torch": version("torch"),
         "arguments": [repr(getattr(config.args, name)) for name in _ARGUMENTS],
         "machine": (platform.machine(), config.device, config.device_facts.name),
         "types": (config.dtype, config.cache_dtype, config.keep_quantized),
         "ranks": (config.ranks, config.stages),
+        "pages": config.page_size,  # on a CPU, attention adds the keys page by page
+        "sampling": sorted(config.default_sampling.items()),
     }
     return f"quire-{__version__}-{hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()[:8]}"
 

@@ -26,6 +26,13 @@ class DeterminismArgs:
     )  # fmt: skip
 
 
+def _variable_is_set() -> bool:
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise ConfigError(f"the environment variable {VARIABLE} must be 0 or 1; got {value!r}")
+    return value == "1"
+
+
 def _unsupported(config: "Config") -> str:
     """Return what of the device, model or settings rules deterministic serving out; "": nothing."""
     if config.device_facts.batch_dependence:
@@ -75,7 +82,7 @@ class Determinism(Feature):
     cache_salt = None  # an engine has one order
 
     def check(self, args: Any) -> None:
-        args.deterministic = args.deterministic or os.environ.get(VARIABLE, "0") not in ("", "0")
+        args.deterministic = args.deterministic or _variable_is_set()
         if args.deterministic and args.dequantized_copies:
             raise ConfigError(f"dequantized_copies is not supported with {NAME}. Remove it")  # sums of packed weights only
         if args.deterministic:
