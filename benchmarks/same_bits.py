@@ -47,7 +47,7 @@ def random_settings(longest: int, drafts: bool, rng: random.Random) -> dict[str,
     if rng.random() < 0.4:
         settings["num_gpu_blocks_override"] = 6 * longest // settings["block_size"]
     if rng.random() < 0.4 and drafts:
-        settings["speculative_config"] = {"method": "ngram", "num_speculative_tokens": rng.randint(1, 5)}
+        settings["speculative_config"] = {"method": "ngram", "num_speculative_tokens": rng.randint(1, 5), "adaptive": False}
     return settings
 
 

@@ -88,7 +88,9 @@ VARIANTS = {
     "chunks": {"max_num_batched_tokens": 96},
     "no prefix cache": {"enable_prefix_caching": False},
     "few pages": {"num_gpu_blocks_override": 200},
-    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}},
+    "drafts": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "adaptive": False}
+    },
     "eager": {"enforce_eager": True},
 } | ({"pages of 32": {"block_size": 32}} if ON_GPU else {})
 
