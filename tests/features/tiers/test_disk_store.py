@@ -118,7 +118,7 @@ def test_faults_of_every_kind_give_no_wrong_content(tmp_path: Path, monkeypatch:
         elif kind == "zero":
             at = rng.randrange(len(data))
             data[at : at + 50] = bytes(len(data[at : at + 50]))
-        elif kind == "swap":
+        elif kind == "swap" and len(data) >= SIZE + disk.HEADER_BYTES:
             record, other = (rng.randrange(len(data) // (SIZE + disk.HEADER_BYTES)) for _ in range(2))
             a, b = (slice(i * (SIZE + disk.HEADER_BYTES), (i + 1) * (SIZE + disk.HEADER_BYTES)) for i in (record, other))
             data[a], data[b] = data[b], data[a]
