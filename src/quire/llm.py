@@ -11,7 +11,7 @@ from tqdm import tqdm
 from quire.beam import search_beams
 from quire.config.args import EngineArgs
 from quire.config.model_config import ModelConfig
-from quire.features.media.inputs import options_of, take_media, texts_of
+from quire.features.media.inputs import options_of
 from quire.features.media.requests import SPECIAL, check_tokenization, has_media
 from quire.features.pooling.io_processor import open_io_processor
 from quire.features.pooling.offline import PoolingMethods
@@ -129,10 +129,7 @@ class LLM(PoolingMethods, LLMProfiles, LLMNotBuilt):
 
     def _render_one(self, reader: PromptReader, messages: Messages, options: ChatOptions) -> PromptType:
         media = self.llm_engine.media
-        taken, refs = take_media(messages, local=True)
-        media.check(refs)
-        if media.placeholders is not None:
-            media.placeholders.refuse_typed(texts_of(taken))
+        taken, refs = media.take(messages, local=True)
         how = Tokenization.of(options.tokenization_kwargs, add_special_tokens=False)
         check_tokenization(how if refs else None)
         [prompt] = reader.read_chats([taken], replace(options, media=media.marks))

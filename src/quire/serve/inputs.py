@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from starlette.requests import Request
 
-from quire.features.media.inputs import MediaRef, options_of, take_media, texts_of
+from quire.features.media.inputs import MediaRef, options_of
 from quire.features.structured.grammar.backend import GrammarError
 from quire.features.structured.grammar.schema import Preparation, unenforced
 from quire.serve.limits import check_work, refuse_more
@@ -318,10 +318,7 @@ def _take_media(
     for name in ("mm_processor_kwargs", "media_io_kwargs") if media.media is None else ():
         if getattr(request, name):
             raise NotSupported(f"{name} cannot be used: this model reads text only", name)
-    taken, refs = take_media(messages)
-    media.check(refs)
-    if media.placeholders is not None:
-        media.placeholders.refuse_typed(texts_of(taken))
+    taken, refs = media.take(messages)
     return cast(Sequence[dict[str, Any]], taken), refs
 
 

@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from quire.config.args import local_engines
 from quire.features.media.host import media_of, read_limits, why_no_media
-from quire.features.media.inputs import MediaOptions, MediaRef, Pixels, field_of
+from quire.features.media.inputs import MediaOptions, MediaRef, Pixels, field_of, take_media, texts_of
 from quire.features.media.prompt import Placeholders
 from quire.features.media.store import Processed, ProcessorCache, SharedFile, SharedFiles, removed_on_error
 from quire.features.media.workers import preload, wire
@@ -141,6 +141,16 @@ class MediaReader:
             package for package, module in (("transformers", "transformers"), ("Pillow", "PIL")) if find_spec(module) is None
         ]
         return " and ".join(names) or None
+
+    def take(
+        self, messages: Sequence[Mapping[str, Any]], local: bool = False
+    ) -> tuple[Sequence[Mapping[str, Any]], list[MediaRef]]:
+        """Return messages as `take_media` does, and their media. Raise an error for media or texts that are refused."""
+        taken, refs = take_media(messages, local)
+        self.check(refs)
+        if self.placeholders is not None:
+            self.placeholders.refuse_typed(texts_of(taken))
+        return taken, refs
 
     def check(self, refs: Sequence[MediaRef]) -> None:
         """Raise an error for media that the model does not read, or that are too many."""
