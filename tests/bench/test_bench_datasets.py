@@ -1,14 +1,20 @@
 import asyncio
+import base64
+import io
 import json
 from pathlib import Path
+from typing import Any
 
+import av
 import numpy as np
 import pytest
+from PIL import Image
 
 from quire.bench.datasets import SOURCES, DatasetOptions
 from quire.bench.openai import request_body
 from quire.bench.samples import WORDS, RandomPrompts, Sample
 from quire.cli.bench_serve import DATASETS
+from quire.cli.main import main
 from quire.types.errors import ConfigError
 
 
@@ -186,6 +192,58 @@ def test_options_that_are_wrong() -> None:
         with pytest.raises(ConfigError):
             DatasetOptions(**wrong)
     assert DatasetOptions(random_input_len=0, random_prefix_len=5).random_input_len == 0
+
+
+def test_random_pictures() -> None:
+    sizes = "{(40, 60, 1): 0.8, (30, 31, 3): 0.2, (9, 9, 1): 0}"
+    options: dict[str, Any] = {
+        "count": 30, "random_input_len": 12, "random_mm_base_items_per_request": 4, "random_mm_num_mm_items_range_ratio": 0.5,
+        "random_mm_limit_mm_per_prompt": '{"video": 1}', "random_mm_bucket_config": sizes,
+    }  # fmt: skip
+    made = load("random-mm", None, **options)
+    assert [sample.messages for sample in made] == [sample.messages for sample in load("random-mm", None, **options)]
+    counts, pictures = set(), set()
+    for sample in made:
+        assert sample.messages is not None
+        *media, text = sample.messages[0]["content"]
+        assert text["type"] == "text" and len(text["text"].split()) == 12
+        kinds = [part["type"] for part in media]
+        counts.add(len(kinds))
+        assert kinds.count("video_url") <= 1
+        for part in media:
+            kind, _, data = part[part["type"]]["url"].partition(";base64,")
+            if kind == "data:image/jpeg":
+                assert Image.open(io.BytesIO(base64.b64decode(data))).size == (60, 40)
+                pictures.add(data)
+            else:
+                assert kind == "data:video/mp4"
+                with av.open(io.BytesIO(base64.b64decode(data))) as video:
+                    assert len(list(video.decode(video=0))) == 3
+    assert counts == {2, 3, 4, 5, 6} and len(pictures) > 80
+    none = load("random-mm", None, count=1, random_mm_base_items_per_request=0)
+    assert [part["type"] for part in none[0].messages[0]["content"]] == ["text"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"random_mm_bucket_config": "{(1, 2): 1}"}, {"random_mm_bucket_config": "{(0, 2, 1): 1}"},
+        {"random_mm_bucket_config": "[1]"}, {"random_mm_bucket_config": "{(9, 9, 1): 0}"},
+        {"random_mm_bucket_config": "{(9, 9, 1): -1}"}, {"random_mm_bucket_config": "__import__('os')"},
+        {"random_mm_bucket_config": "{(99999, 9, 1): 1}"}, {"random_mm_limit_mm_per_prompt": '{"audio": 1}'},
+        {"random_mm_num_mm_items_range_ratio": 2}, {"random_mm_base_items_per_request": -1},
+    ],
+)  # fmt: skip
+def test_random_pictures_that_are_wrong(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="--random-mm"):
+        load("random-mm", None, count=1, **wrong)
+
+
+def test_flags_belong_to_data_sets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", "--dataset-name", "random", "--random-mm-base-items-per-request", "2"]) == 2
+    assert "--random-mm-base-items-per-request does not belong to --dataset-name random" in capsys.readouterr().err
+    assert main(["bench", "serve", "--dataset-name", "random-mm", "--prefix-repetition-num-prefixes", "2"]) == 2
+    assert "does not belong to --dataset-name random-mm" in capsys.readouterr().err
 
 
 def test_bodies() -> None:

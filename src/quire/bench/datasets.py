@@ -13,7 +13,7 @@ from quire.bench.samples import Ids, RandomPrompts, Sample
 from quire.types.errors import ConfigError
 from quire.types.json_text import read_json, read_json_lines
 
-SYNTHETIC = ("random", "prefix_repetition", "timed_trace")  # of random tokens or words
+SYNTHETIC = ("random", "random-mm", "prefix_repetition", "timed_trace")  # of random tokens or words
 
 
 class TokenCounter(Protocol):
@@ -32,6 +32,10 @@ class DatasetOptions:
     random_output_len: int = 128
     random_range_ratio: float = 0.0
     random_prefix_len: int = 0
+    random_mm_base_items_per_request: int = 1
+    random_mm_num_mm_items_range_ratio: float = 0.0
+    random_mm_limit_mm_per_prompt: str | None = None
+    random_mm_bucket_config: str | None = None
     prefix_repetition_prefix_len: int = 256
     prefix_repetition_suffix_len: int = 256
     prefix_repetition_num_prefixes: int = 10
@@ -47,7 +51,11 @@ class DatasetOptions:
             raise ConfigError(f"--seed must be at least 0, got {self.seed}")
         if not 0 <= self.random_range_ratio < 1:
             raise ConfigError(f"--random-range-ratio must be from 0 to below 1, got {self.random_range_ratio}")
+        if not 0 <= self.random_mm_num_mm_items_range_ratio <= 1:
+            ratio = self.random_mm_num_mm_items_range_ratio
+            raise ConfigError(f"--random-mm-num-mm-items-range-ratio must be from 0 to 1, got {ratio}")
         for name, minimum in (
+            ("random_mm_base_items_per_request", 0),
             ("random_input_len", 0 if self.random_prefix_len > 0 else 1),
             ("random_output_len", 1),
             ("random_prefix_len", 0),
@@ -252,9 +260,16 @@ def _seconds(where: str, value: Any, unit: float) -> float:
     return value * unit
 
 
+async def _random_media_samples(options: DatasetOptions, alphabet: RandomPrompts, counter: TokenCounter) -> list[Sample]:
+    from quire.bench.media import random_media_samples
+
+    return await random_media_samples(options, alphabet, counter)
+
+
 Source = Callable[[DatasetOptions, RandomPrompts, TokenCounter], Coroutine[Any, Any, list[Sample]]]
 SOURCES: dict[str, Source] = {
     "random": random_samples,
+    "random-mm": _random_media_samples,
     "prefix_repetition": prefix_repetition_samples,
     "sharegpt": sharegpt_samples,
     "custom": custom_samples,

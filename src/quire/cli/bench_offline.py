@@ -154,6 +154,8 @@ ids with fixed seeds, the same for every engine; data sets are those of `quire b
 token ids run without a tokenizer. The prefix cache is emptied before every run, and the best run is the result."""
 WORKLOADS = ("single", "mixed", "batch", "prefill", "longctx", "shared", "cpu1", "cpu16", "cpu64")
 NUM_PROMPTS = 1000
+OFFLINE_DATASETS = [name for name in DATASETS if name != "random-mm"]
+TEXT_DATASET = [each for each in DATASET if not each[0].startswith("random-mm")]
 # --input-len and --output-len are short for the data set's own flags
 INPUT_LEN = {"random": "random_input_len"}
 OUTPUT_LEN = {
@@ -164,14 +166,14 @@ OUTPUT_LEN = {
 }
 WORK: Flags = (
     ("workload", f"named workloads, one after the other: {', '.join(WORKLOADS)}", {"nargs": "+", "choices": WORKLOADS}),
-    ("dataset-name", "instead of a workload (default random)", {"choices": DATASETS}),
+    ("dataset-name", "instead of a workload (default random)", {"choices": OFFLINE_DATASETS}),
     ("dataset-path", "of sharegpt (JSON), custom and timed_trace (JSON lines)", {"metavar": "FILE"}),
     ("num-prompts", f"requests (default {NUM_PROMPTS}; of a workload: the first of them, by default all)", N),
     ("input-len", "tokens of each random prompt, as --random-input-len", N),
     ("output-len", "tokens to generate for each request, of a workload too", N),
     ("disable-shuffle", "keep the order of the data set", YES),
     ("no-oversample", "do not repeat samples when the data set has too few", YES),
-    *DATASET,
+    *TEXT_DATASET,
     ("temperature", "(default 0: greedy)", X | {"default": 0.0}),
     ("top-p", "(default 1)", X | {"default": 1.0}),
     ("top-k", "(default 0: all)", N | {"default": 0}),
@@ -228,7 +230,7 @@ def check_workload_flags(namespace: argparse.Namespace) -> None:
     if namespace.workload is None:
         return
     others = [
-        flag for flag, _, _ in (*DATASET, ("dataset-name", "", {}), ("dataset-path", "", {}), ("input-len", "", {}))
+        flag for flag, _, _ in (*TEXT_DATASET, ("dataset-name", "", {}), ("dataset-path", "", {}), ("input-len", "", {}))
         if getattr(namespace, flag.replace("-", "_")) is not None
     ]  # fmt: skip
     if others or namespace.disable_shuffle or namespace.no_oversample:

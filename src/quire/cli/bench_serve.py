@@ -29,7 +29,7 @@ ENDPOINTS = {
     "completions": "/v1/completions", "chat": CHAT, "embeddings": "/v1/embeddings", "rerank": "/rerank"
 }  # fmt: skip
 DEFAULT_METRICS = "ttft,tpot,itl,e2el"
-DATASETS = ("random", "sharegpt", "custom", "prefix_repetition", "timed_trace")
+DATASETS = ("random", "random-mm", "sharegpt", "custom", "prefix_repetition", "timed_trace")
 YES: dict[str, Any] = {"action": "store_true"}
 N: dict[str, Any] = {"type": int, "metavar": "N"}
 X: dict[str, Any] = {"type": float, "metavar": "X"}
@@ -65,6 +65,15 @@ DATASET: Flags = (
     ("random-output-len", "output tokens of each request (default 128)", N),
     ("random-range-ratio", "lengths are spread evenly over length * (1 - X) to length * (1 + X) (default 0)", X),
     ("random-prefix-len", "tokens that all prompts begin with (default 0)", N),
+    ("random-mm-base-items-per-request", "pictures and videos of each request (default 1)", N),
+    ("random-mm-num-mm-items-range-ratio", "their number is spread as lengths are (default 0)", X),
+    ("random-mm-limit-mm-per-prompt", 'most of each kind (default {"image": 255, "video": 1})', {"metavar": "DICT"}),
+    (
+        "random-mm-bucket-config",
+        "shares of sizes, {(height, width, frames): share}; more than one frame: a video (default {(256, 256, 1): 0.5, "
+        "(720, 1280, 1): 0.5})",
+        {"metavar": "DICT"},
+    ),
     ("prefix-repetition-prefix-len", "tokens of each prefix (default 256)", N),
     ("prefix-repetition-suffix-len", "tokens after it, different in each prompt (default 256)", N),
     ("prefix-repetition-num-prefixes", "different prefixes (default 10)", N),
@@ -336,10 +345,10 @@ def dataset_of(namespace: argparse.Namespace) -> "DatasetOptions":
     own: dict[str, Any] = {}
     for flag, _, _ in DATASET:
         name = flag.replace("-", "_")
-        value = getattr(namespace, name)
+        value = getattr(namespace, name, None)
         if value is None:
             continue
-        if not name.startswith(namespace.dataset_name):
+        if not _belongs(name, namespace.dataset_name.replace("-", "_")):
             raise ConfigError(f"--{flag} does not belong to --dataset-name {namespace.dataset_name}")
         own[name] = value
     return DatasetOptions(
@@ -351,6 +360,13 @@ def dataset_of(namespace: argparse.Namespace) -> "DatasetOptions":
         not namespace.no_oversample,
         **own,
     )
+
+
+def _belongs(flag: str, dataset: str) -> bool:
+    """Return whether a flag is of a data set. Those of `random` are of `random-mm`, too."""
+    if dataset == "random_mm":
+        return flag.startswith("random")
+    return flag.startswith(dataset) and not flag.startswith("random_mm")
 
 
 def headers_of(namespace: argparse.Namespace) -> dict[str, str]:

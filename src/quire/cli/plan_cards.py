@@ -38,7 +38,7 @@ CARDS_FLAGS: Flags = (
         {"metavar": "NxNAME"},
     ),
     ("link", f"between GPUs of a node: {', '.join(LINKS)} (default: the card's)", {"metavar": "NAME"}),
-    ("network", f"between nodes of 8 GPUs: {', '.join(NETWORKS)} (default: as usual with the card)", {"metavar": "NAME"}),
+    ("network", f"between nodes: {', '.join(NETWORKS)} (default: the card's)", {"metavar": "NAME"}),
     ("input-len", "tokens of a prompt (default 1024)", N | {"default": 1024}),
     ("output-len", "tokens of an answer (default 256)", N | {"default": 256}),
     ("slo-tpot", "objective: milliseconds for each token of an answer at full load", X),

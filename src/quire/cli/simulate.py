@@ -83,7 +83,7 @@ DEVICE: Flags = (
     ("bandwidth", "of a card that is not in the list: 4.8TB/s", {"metavar": "RATE"}),
     ("flops", "of 16-bit floats, dense: 989T", {"metavar": "RATE"}),
     ("link", f"between GPUs of a node: {', '.join(LINKS)} (default: the card's)", {"metavar": "NAME"}),
-    ("network", f"between nodes of 8 GPUs: {', '.join(NETWORKS)} (default: as usual with the card)", {"metavar": "NAME"}),
+    ("network", f"between nodes: {', '.join(NETWORKS)} (default: the card's)", {"metavar": "NAME"}),
     ("timing", "a result of `quire bench steps`, instead of a card", FILE),
 )
 FLEET: Flags = (
@@ -99,11 +99,11 @@ FLEET: Flags = (
         X,
     ),
     ("api-request-ms", "of it in the API process (default: the file's, or 1)", X),
-    ("api-token-us", "of the API process per token (default: the file's, or 45)", X),
+    ("api-token-us", "of it per token (default: the file's, or 45)", X),
     ("offline", "simulate `LLM` instead of a server", YES),
 )
 REPORT: Flags = (
-    ("optimum", "also the hit rate of an optimal eviction policy, which knows the future", YES),
+    ("optimum", "also the hit rate of an optimal eviction policy", YES),
     ("json", "print JSON", YES),
     ("html", "write a report with plots", FILE),
 )
