@@ -244,6 +244,22 @@ def test_options_of_the_processor(media):
         read(media, IMAGE, options=MediaOptions({"size": "large"}))
 
 
+def test_pixels_that_are_not_rescaled_are_numbers_for_the_encoder(media):
+    pixels = [values(read(media, IMAGE, options=MediaOptions(options))[0].arrays[0]) for options in NOT_RESCALED]
+    assert pixels[0].dtype == pixels[1].dtype == np.float32 and pixels[0].max() > 200
+    np.testing.assert_array_equal(*pixels)
+
+
+NOT_RESCALED = ({"do_rescale": False, "do_normalize": False}, {"rescale_factor": 1.0, "do_normalize": False})
+
+
+@pytest.mark.parametrize("options", [{"rescale_factor": 1e300}, {"rescale_factor": -1e6}, {"rescale_factor": 1e30}])
+def test_options_that_make_pixels_too_large_are_refused(media, options):
+    with pytest.raises(InvalidParameter, match=r"messages\[0\].content\[0\]: mm_processor_kwargs make pixels") as refused:
+        read(media, IMAGE, options=MediaOptions(options))
+    assert refused.value.parameter == "mm_processor_kwargs"
+
+
 def test_placeholders_and_items_must_be_as_many(media):
     for text, count in (("?", 1), ("<image><image>", 1), ("<image>", 2)):
         with pytest.raises(InvalidParameter, match="<image>"):

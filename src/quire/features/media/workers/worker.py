@@ -42,7 +42,8 @@ BOUNDS = {
 }
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-_DTYPES = {"f": "float32", "i": "int64", "u": "int64", "b": "bool"}
+MAX_VALUE = 65504.0  # of a pixel after preprocessing: the largest float16; the model overflows with larger ones
+_DTYPES = {"f": "float32", "i": "int64", "u": "float32", "b": "bool"}  # u: pixels that were not rescaled
 
 
 class MediaWorker:
@@ -98,6 +99,8 @@ class MediaWorker:
         data = decode_base64(data) if job.kind == "base64" else data
         digest = hashlib.sha256(msgspec.json.encode((job.modality, job.options, job.count)))
         arrays = self._arrays(job, data, digest)
+        if job.options:
+            _check_values(arrays)
         expansion = self._expand(job, arrays)
         if len(expansion.tokens) > MAX_TOKENS:
             raise InvalidParameter(f"the {job.modality} has {len(expansion.tokens)} tokens; at most {MAX_TOKENS} are supported")
@@ -160,6 +163,16 @@ class MediaWorker:
             trim_heap()
             held = held_bytes() or held
         return held > self._start_bytes + GROWTH
+
+
+def _check_values(arrays: Arrays) -> None:
+    """Raise an error for pixels that options of the image processor made too large for the model."""
+    import numpy as np
+
+    for value in arrays.values():
+        if value.dtype.kind == "f" and not np.abs(value).max(initial=0.0) <= MAX_VALUE:  # also if it is NaN
+            reason = "make pixels too large for the model, or no numbers. Check image_mean, image_std and rescale_factor"
+            raise InvalidParameter(f"mm_processor_kwargs {reason}", "mm_processor_kwargs")
 
 
 def decode_base64(text: bytes) -> bytes:
