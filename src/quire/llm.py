@@ -12,7 +12,7 @@ from quire.beam import search_beams
 from quire.config.args import EngineArgs
 from quire.config.model_config import ModelConfig
 from quire.features.media.inputs import options_of
-from quire.features.media.requests import SPECIAL, check_tokenization, has_media
+from quire.features.media.requests import ADD_SPECIAL_TOKENS, check_tokenization, has_media
 from quire.features.pooling.io_processor import open_io_processor
 from quire.features.pooling.offline import PoolingMethods
 from quire.features.profiling.control import LLMProfiles
@@ -137,7 +137,7 @@ class LLM(PoolingMethods, LLMProfiles, LLMNotBuilt):
             return {"prompt": prompt.text or "", "prompt_token_ids": prompt.ids}
         data = {modality: [ref for ref in refs if ref.modality == modality] for modality in MODALITIES}
         given = {key: value for key, value in data.items() if value}
-        chat = {"prompt": prompt.text or "", "multi_modal_data": given, SPECIAL: how.add_special_tokens}
+        chat = {"prompt": prompt.text or "", "multi_modal_data": given, ADD_SPECIAL_TOKENS: how.add_special_tokens}
         return cast(PromptType, chat)
 
     def enqueue(

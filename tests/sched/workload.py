@@ -12,7 +12,7 @@ from quire.cache.policies import policy_maker
 from quire.engine.assemble import open_disk_tier
 from quire.engine.core import EngineCore
 from quire.engine.executor.fake import FakeExecutor, Faults, Guess
-from quire.engine.executor.fake_media import Undivided, media_flavours
+from quire.engine.executor.fake_media import media_flavours
 from quire.engine.executor.fake_model import FakeModel
 from quire.sched.budget import StepBudget
 from quire.sched.draft.speculation import Speculation
@@ -20,7 +20,7 @@ from quire.sched.encoding import Encoding
 from quire.sched.scheduler import Scheduler
 from quire.types.cache import EVICTION_POLICIES, CacheLayout, LayerCache
 from quire.types.errors import EngineError
-from quire.types.media import MediaItem
+from quire.types.media import Bidirectional, MediaItem
 from quire.types.outputs import TokenDelta
 from quire.types.plan import Admission
 from quire.types.pooling import Pooling, PoolingType
@@ -78,7 +78,7 @@ class Encoder:
 
     capacity: int = 0
     step: int = 0
-    undivided: Undivided = ""
+    undivided: Bidirectional = ""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Oracle:
     def finished(self, text) -> None: ...
 
 
-def whole_answer(model: FakeModel, spec: EngineRequest, undivided: Undivided) -> list[int]:
+def whole_answer(model: FakeModel, spec: EngineRequest, undivided: Bidirectional) -> list[int]:
     if not spec.samples:
         return []
     most = min(spec.params.max_tokens, MAX_MODEL_LEN - len(spec.prompt))
@@ -320,7 +320,7 @@ def host_tiers(draw) -> HostRecords:
 
 
 @st.composite
-def encoders(draw, specs: list[EngineRequest], undivided: Undivided, chunked: bool) -> Encoder:
+def encoders(draw, specs: list[EngineRequest], undivided: Bidirectional, chunked: bool) -> Encoder:
     """An encoder that can just run these requests, or has some more room."""
     least = 1
     for spec in specs:

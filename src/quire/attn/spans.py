@@ -1,8 +1,8 @@
-"""Attention of tokens that see later ones: those of an image to each other, or those of a whole prompt.
+"""Bidirectional attention within spans: tokens of an image attend to each other, or those of a whole prompt.
 
-A backend attends causally; then the outputs of such tokens are computed again, span by span. All keys are in their pages.
+The backend attends causally; then this module replaces the outputs of each span's tokens. All keys are in the KV cache.
 
-    keys of a span   [ unseen | lowest ......... start | ......... | end )      lowest: window edge of the first query
+    keys of a span   [ unused | lowest ......... start | ......... | end )      lowest: window edge of the first query
                                                         ^ queries ^
 """
 
@@ -39,7 +39,7 @@ def attend_spans(
     sinks: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Compute the rows of out [T, heads, head_dim] that belong to the batch's spans again.
+    """Replace the rows of out [T, heads, head_dim] of tokens in the batch's spans.
 
     queries_of: returns the queries [N, heads, head_dim] of a slice of tokens
     kv: [pages, 2, kv_heads, page_size, head_dim] with this batch's keys and values

@@ -21,7 +21,7 @@ from quire.device.registry import open_device
 from quire.engine.layouts import cache_sizes, draft_quantized_layouts, model_share, text_drafter_config
 from quire.engine.runners import bounded_facts
 from quire.features.host import Memory, Sizes
-from quire.features.media.host import turns_by_axes
+from quire.features.media.host import has_rotary_axes
 from quire.features.pooling.host import pooling_of
 from quire.features.quantization.host import may_copy
 from quire.files.gguf import GGUFTensor, read_gguf_shards
@@ -91,7 +91,7 @@ def reserved_graph_bytes(config: Config) -> int:
         return 0
     drafts = 0 if config.speculation is None else config.speculation.num_speculative_tokens
     vocabulary = config.facts.vocab_size + config.adapter_tokens
-    kinds = (2 if config.max_loras else 1) * (2 if turns_by_axes(config) else 1)
+    kinds = (2 if config.max_loras else 1) * (2 if has_rotary_axes(config) else 1)
     total = graph_bytes(config.max_seqs * (1 + drafts), vocabulary, kinds)
     return total + (graph_bytes(config.max_seqs, config.draft_facts.vocab_size) if config.draft_facts is not None else 0)
 

@@ -1,4 +1,4 @@
-"""Encoding of images and videos: what a step encodes, and what the encoder cache of the device holds.
+"""Encoding of images and videos: what a step encodes, and what the encoder cache holds (vLLM's `EncoderCacheManager`).
 
 The device keeps the embeddings of items by digest. `StepPlan.encode` and `StepPlan.forget` are the only changes of that cache,
 so this mirror of it decides: the least recently used item goes first, and none that a row of the step or a running request
@@ -14,20 +14,17 @@ later one begins an item in the same step.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import Literal
 
 from quire.sched.plan_builder import PlanBuilder
 from quire.types.errors import EngineError, PromptTooLong, RequestError
-from quire.types.media import MediaItem
+from quire.types.media import Bidirectional, MediaItem
 from quire.types.request import EngineRequest, Request, Spans
 from quire.types.stats import EncoderCounts
-
-Undivided = Literal["", "item", "prompt"]
 
 
 class Encoding:
     def __init__(
-        self, capacity: int = 0, step: int = 0, undivided: Undivided = "", *, max_tokens: int = 0, chunked: bool = True
+        self, capacity: int = 0, step: int = 0, undivided: Bidirectional = "", *, max_tokens: int = 0, chunked: bool = True
     ) -> None:
         """Create the mirror of an empty encoder cache.
 
@@ -98,10 +95,10 @@ class Encoding:
     def row_length(self, request: Request, count: int, left: int, most: int, first_prompt: bool) -> int:
         """Return the tokens of the request's next row; 0: no row.
 
-        count: as many as other limits allow; a range that must not be divided may have more
-        left: of the step's budget, from which an embedding takes as much as a token
-        most: tokens that the step can still have
-        first_prompt: all earlier rows of the step are decode rows, so an item that is too large goes now or never
+        count: tokens that other limits allow; a range that must not be divided may have more
+        left: budget of the step; an encoded embedding costs as much as a token
+        most: tokens that the step has space for
+        first_prompt: all earlier rows of the step are decode rows, so an item larger than the budget may be encoded now
         """
         start = request.computed
         least = request.reach(start) if self._chunked else start + count  # the end of the shortest possible row
@@ -109,16 +106,16 @@ class Encoding:
             return 0
         limit = stop = max(start + count, least)
         cost, row = 0, set[str]()
-        for _, item, first in _reached(request, start, limit):
+        for _, item, first in _reached(request, start, limit):  # add each item, or end the row before the first that cannot be
             if first >= stop:
                 break
             size = 0 if item.digest in self._cached or item.digest in row else item.embeddings
-            end = min(limit, start + left - cost - size)  # of a row that pays for the item
+            end = min(limit, start + left - cost - size)  # of a row whose budget also covers encoding the item
             affordable = end >= max(least, request.reach(first)) and self.encoded + cost + size <= self._step
             alone = first < least and first_prompt and not self.encoded
             space = self._space({*row, item.digest}) - cost >= size
-            open_to_it = not self._reserved or (self._inside.get(request) is item and _is_inside(request, item))
-            if not (open_to_it and space and (not size or affordable or alone)):
+            may_begin = not self._reserved or (self._inside.get(request) is item and _is_inside(request, item))
+            if not (may_begin and space and (not size or affordable or alone)):
                 self._reserved |= first < least and not space
                 stop = start if first < least else first
                 break

@@ -313,7 +313,7 @@ async def render_messages(
 def _take_media(
     server: Server, request: TemplateFields, messages: Sequence[dict[str, Any]]
 ) -> tuple[Sequence[dict[str, Any]], list[MediaRef]]:
-    """Return messages whose media parts say only what they are, and the media. Raise an error for media that are refused."""
+    """Return messages whose media parts have only their type, and the media. Raise an error for media that are refused."""
     media = server.llm.media
     for name in ("mm_processor_kwargs", "media_io_kwargs") if media.media is None else ():
         if getattr(request, name):

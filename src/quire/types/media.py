@@ -9,6 +9,8 @@ import numpy.typing as npt
 
 Modality = Literal["image", "video"]
 MODALITIES: tuple[Modality, ...] = ("image", "video")
+# tokens that attend to later ones: those of one image to each other, all of a prompt with media, or none
+Bidirectional = Literal["", "item", "prompt"]
 
 
 @dataclass(frozen=True)

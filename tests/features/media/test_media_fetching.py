@@ -68,13 +68,13 @@ def test_a_slow_stream_ends_in_time(get, port):
 
 def test_a_slow_stream_may_go_on_while_it_is_on_its_way(get, port, monkeypatch):
     allowed = [f"127.0.0.1:{port}"]
-    monkeypatch.setattr(fetch_module, "LOOK_S", 0.05)
+    monkeypatch.setattr(fetch_module, "CHECK_INTERVAL_S", 0.05)
     assert get(f"http://127.0.0.1:{port}/steady", allowed, patience=0.3, seconds=60) == b"x" * 20
     with pytest.raises(FetchFailed, match="too slow"):  # it would take one second
         get(f"http://127.0.0.1:{port}/steady", allowed, patience=0.3, seconds=0.6)
     with pytest.raises(FetchFailed, match="too slow"):  # it does not say when it ends
         get(f"http://127.0.0.1:{port}/endless", allowed, patience=0.3, seconds=60, most=1 << 40)
-    monkeypatch.setattr(fetch_module, "STALL_S", 0.01)
+    monkeypatch.setattr(fetch_module, "STALL_TIMEOUT_S", 0.01)
     with pytest.raises(FetchFailed, match="too slow"):  # nothing came for a while
         get(f"http://127.0.0.1:{port}/steady", allowed, patience=0.3, seconds=60)
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.features.media.positions import decode_offset, prompt_positions
-from quire.types.media import MediaItem, highest_position
+from quire.features.media.positions import prompt_positions
+from quire.types.media import MediaItem, decode_offset, highest_position
 
 MERGE, RATE = 2, 3  # patches along each side of an embedding; tokens per second
 VISION = {"patch_size": 4, "spatial_merge_size": MERGE, "num_heads": 2, "depth": 1}

@@ -19,7 +19,7 @@ from quire.cache.layout import SNAPSHOTS_PER_SLOT, Capacity, pages_for
 from quire.config.config import Config
 from quire.config.facts import ModelFacts
 from quire.engine.executor.base import Executor
-from quire.engine.executor.fake_media import FakeEncoder, Undivided
+from quire.engine.executor.fake_media import FakeEncoder
 from quire.engine.executor.fake_model import FakeModel, Words, flavour
 from quire.engine.executor.fake_tier import FakeTier
 from quire.engine.layouts import fit_or_warn
@@ -29,6 +29,7 @@ from quire.files.adapter import find_adapter, read_config
 from quire.types.adapter import AdapterFacts, AdapterRef
 from quire.types.cache import CacheLayout
 from quire.types.errors import AdapterError, ConfigError, EngineDead, EngineError
+from quire.types.media import Bidirectional
 from quire.types.plan import NOTHING, Admission, Ints, StepPlan, StepResult, TopLogprobs, spans
 from quire.types.plan import Words as Masks
 from quire.types.stats import NO_COUNTS, DeviceCounts
@@ -88,7 +89,7 @@ class FakeExecutor:
         guess: Guess | None = None,
         recurrent: bool = False,
         embeddings: int = 0,
-        undivided: Undivided = "",
+        undivided: Bidirectional = "",
     ) -> None:
         """recurrent: check the state of every slot and snapshot, known by the tokens before it.
 

@@ -6,20 +6,17 @@ an undivided prompt get a hash of the whole prompt.
 
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.engine.executor.fake_model import Words, flavour, mix
 from quire.types.errors import EngineError
-from quire.types.media import MediaItem
+from quire.types.media import Bidirectional, MediaItem
 from quire.types.plan import Admission, StepPlan
 
-Undivided = Literal["", "item", "prompt"]
 
-
-def media_flavours(items: Sequence[MediaItem], prompt: Sequence[int], undivided: Undivided) -> Words:
+def media_flavours(items: Sequence[MediaItem], prompt: Sequence[int], undivided: Bidirectional) -> Words:
     """Return [prompt + 1] what is added to the cells of a prompt, and of all tokens after it."""
     added = np.zeros(len(prompt) + 1, np.uint64)
     for item in items:
@@ -35,7 +32,7 @@ def media_flavours(items: Sequence[MediaItem], prompt: Sequence[int], undivided:
 
 
 class FakeEncoder:
-    def __init__(self, capacity: int, undivided: Undivided) -> None:
+    def __init__(self, capacity: int, undivided: Bidirectional) -> None:
         """capacity: embeddings that the cache holds. undivided: see `sched/encoding.py`"""
         self._capacity, self._undivided = capacity, undivided
         self.cached: dict[str, int] = {}  # digest -> embeddings

@@ -1,6 +1,6 @@
-"""The device half of images and videos: the encoder, and what their tokens change in a batch.
+"""The device half of images and videos: runs the encoder, and adds embeddings, rotary positions and spans to the batch.
 
-prepare   forget and encode what the plan says
+prepare   free and compute embeddings as the plan lists them
 extend    embeddings of the step's tokens from the encoder, rotary positions with three axes, spans that attend to all
 """
 
@@ -17,14 +17,14 @@ from quire.device.base import Device
 from quire.features.base import Allocation, StepPart
 from quire.features.media.encoder import Encoded, Encoder, load_tower
 from quire.features.media.host import ModelMedia
-from quire.features.media.placed import EmbeddedPart, Longs, PlacedMedia
+from quire.features.media.placed import EmbeddedPart, PlacedMedia
 from quire.layers.rope import Rope
 from quire.models.decoder import Decoder
 from quire.ops.arguments import Rotation
 from quire.prepare.stage import OtherStage
 from quire.runner.slots import Slots
 from quire.runner.transfer import upload
-from quire.types.plan import Admission, StepPlan, StepRows
+from quire.types.plan import Admission, Longs, StepPlan, StepRows
 
 if TYPE_CHECKING:
     from quire.config.facts import ModelFacts
@@ -120,13 +120,13 @@ class MediaPart(StepPart):
         self._encoder.forget(plan.forget)
         if plan.encode:
             errors = self._encoder.keep([self._requests[slot].items[index] for slot, index in plan.encode])
-            if errors:  # others may have the same item from an API process that lives
+            if errors:  # another request may have the same item, with arrays of an API process that still runs
                 placed = self._requests.values()
                 errors = self._encoder.keep([item for each in placed for item in each.items if item.digest in errors])
             self._note_errors(plan, errors)
 
     def _note_errors(self, rows: StepRows, errors: Mapping[str, str]) -> None:
-        """Note which of the requests in a step have items that could not be encoded."""
+        """Record an error for each request in a step with an item that could not be encoded."""
         for slot in rows.slot.tolist() if errors else ():
             placed = self._requests.get(slot)
             found = next((errors[item.digest] for item in placed.items if item.digest in errors), "") if placed else ""
@@ -179,8 +179,8 @@ class MediaPart(StepPart):
         encoded = encoder.encode(items)
         self._note_errors(rows, {digest: each for digest, each in encoded.items() if isinstance(each, str)})
         values = [self._values(encoded[item.digest], part) for item, (_, part) in zip(items, parts, strict=True)]
-        places = np.concatenate([row.token + part.position - row.begin + np.arange(part.tokens) for row, part in parts])
-        return MediaTokens(places, upload(places, self._device.torch_device), torch.cat(values))
+        indices = np.concatenate([row.token + part.position - row.begin + np.arange(part.tokens) for row, part in parts])
+        return MediaTokens(indices, upload(indices, self._device.torch_device), torch.cat(values))
 
     def _values(self, encoded: Encoded, part: EmbeddedPart) -> Tensor:
         """Return a part of an item's embeddings; zeros for an item that could not be encoded."""
@@ -192,12 +192,12 @@ class MediaPart(StepPart):
     # ---- rotary positions ------------------------------------------------------------------------------------------------
 
     def _rotary_tokens(self, found: list[MediaRow], batch: Batch) -> RotaryTokens | None:
-        turned = [row for row in found if row.placed.turned]
-        if not turned:
+        shifted = [row for row in found if row.placed.has_shifts]
+        if not shifted:
             return None
         device, tokens = batch.positions.device, len(batch.positions)
         shifts: Longs = np.zeros((3, tokens), np.int64)
-        for row in turned:
+        for row in shifted:
             shifts[:, row.token : row.token + row.end - row.begin] = row.placed.shifts(row.begin, row.end)
         if not shifts.any():
             return None

@@ -127,7 +127,7 @@ def modalities_of(config: "Config") -> list[Modality]:
     return [] if media is None else [each for each in media.family.modalities if media.limits[each]]
 
 
-def turns_by_axes(config: "Config") -> bool:
+def has_rotary_axes(config: "Config") -> bool:
     """Return whether rotary positions of images and videos have several axes."""
     media = media_of(config)
     return media is not None and media.family.rotary_axes > 1

@@ -25,7 +25,7 @@ _URL_FIELDS = {"url", "detail", "uuid"}
 
 
 class Where(str):
-    """The place of a part in the client's request, for errors. JSON cannot make one."""
+    """The path of a part in the client's request, for errors. A class of its own, so that a client cannot send one."""
 
 
 WHERE = "_where"  # key of a part that has a `Where`
@@ -82,7 +82,7 @@ def options_of(processor: Any, io: Any = None) -> MediaOptions:
 def take_media(
     messages: Sequence[Mapping[str, Any]], local: bool = False
 ) -> tuple[Sequence[Mapping[str, Any]], list[MediaRef]]:
-    """Return messages whose media parts say only what they are, for chat templates, and the media in their order.
+    """Return messages whose media parts have only their type, for chat templates, and the media in their order.
 
     local: parts may have objects of Python, such as PIL images.
     """

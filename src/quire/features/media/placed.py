@@ -2,16 +2,13 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from quire.features.media.positions import AXES, decode_offset, prompt_positions
-from quire.types.media import MediaItem
-
-Longs = npt.NDArray[np.int64]
-Bidirectional = Literal["", "item", "prompt"]
+from quire.features.media.positions import AXES, prompt_positions
+from quire.types.media import Bidirectional, MediaItem, decode_offset
+from quire.types.plan import Longs
 
 
 class EmbeddedPart(NamedTuple):
@@ -29,7 +26,7 @@ class PlacedMedia:
     def __init__(
         self, items: Sequence[MediaItem], prompt_length: int, axes: int = 1, bidirectional: Bidirectional = ""
     ) -> None:
-        """axes: of rotary positions. bidirectional: as in `MediaFamily`."""
+        """axes: of rotary positions. bidirectional: tokens that attend to later ones."""
         self.items = items
         self._prompt_length = prompt_length
         self._parts = list[EmbeddedPart]()
@@ -63,7 +60,7 @@ class PlacedMedia:
         return []
 
     @property
-    def turned(self) -> bool:
+    def has_shifts(self) -> bool:
         """Return whether any rotary position differs from the position."""
         return bool(self._offset) or bool(self._shifts.any())
 

@@ -4,7 +4,7 @@
     grid  1 x 2 x 3        frame [ 4 4 4 4 4 4 ]   row [ 4 4 4 5 5 5 ]   column [ 4 5 6 4 5 6 ]
     text  t t              [ 7 8 ]
 
-`PromptPart` has the rules, and `decode_offset` the positions after the prompt.
+In `types/media.py`, `PromptPart` has the rules, and `decode_offset` has the positions after the prompt.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from quire.types.media import MediaItem, decode_offset, prompt_parts
-
-__all__ = ["AXES", "decode_offset", "prompt_positions"]
+from quire.types.media import MediaItem, prompt_parts
 
 AXES = 3  # frame, row, column
 

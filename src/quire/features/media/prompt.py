@@ -62,8 +62,8 @@ class Placeholders:
             else:
                 i += 1
 
-    def weave(self, text: str, items: Sequence[Processed], family: MediaFamily) -> str:
-        """Return the text with what the family writes around placeholders."""
+    def complete_text(self, text: str, items: Sequence[Processed], family: MediaFamily) -> str:
+        """Return the text with what the family writes around placeholders and around the whole prompt."""
         rest, out, end = _by_modality(items), [], 0
         for start, modality in self.in_text(text):
             item = next(rest[modality], None)

@@ -64,8 +64,8 @@ class _Content:
     fps: float = 1.0
 
 
-class _Room:
-    """The tokens that the items of one prompt may have together: no more are processed than it can have."""
+class _TokenLimit:
+    """The most tokens of all items of one prompt, so that no more items are processed than fit the context."""
 
     def __init__(self, most: int | None) -> None:
         self._most, self._taken = most, 0
@@ -80,7 +80,7 @@ class _Room:
 
 
 class MediaReader:
-    """`config`: of a model that reads media, or not: then every image is refused."""
+    """Reads the media of requests. If the model reads text only, every image is refused."""
 
     def __init__(self, config: "Config", tokenizer: Tokenizer | None) -> None:
         self._config = config
@@ -96,7 +96,7 @@ class MediaReader:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="quire-media")
         self._pool: ProcessPool | None = None
         self._fetchers: ProcessPool | None = None
-        self._running: dict[str, tuple[asyncio.Task[Processed], int]] = {}  # by key, with the number of those who wait
+        self._running: dict[str, tuple[asyncio.Task[Processed], int]] = {}  # by key, with the number of waiting requests
         self._named: OrderedDict[tuple[str | None, Modality, str], str] = OrderedDict()  # uuid -> digest of the content
         self._inline = _has_remote_engines(config)  # arrays are sent to them
         self.readers = 1  # that share the processors, such as those of several API processes
@@ -195,26 +195,26 @@ class MediaReader:
         items = await self.process(refs, options, self._config.max_model_len)
         family, special = self.media.family, add_special_tokens and self.media.family.adds_special_tokens
         if text is not None:
-            woven = self.placeholders.weave(text, items, family)
-            if ids is None or woven != text or special != add_special_tokens:
-                ids = await encode(woven, special)
+            completed = self.placeholders.complete_text(text, items, family)
+            if ids is None or completed != text or special != add_special_tokens:
+                ids = await encode(completed, special)
         assert ids is not None
         return self.placeholders.expand(ids, items, parameter)
 
     async def process(self, refs: Sequence[MediaRef], options: MediaOptions, most_tokens: int | None = None) -> list[Processed]:
         """Return the items; an error names the place of its part. most_tokens: that they may have together"""
-        count, room = sum(ref.modality == "image" for ref in refs), _Room(most_tokens)
-        tasks = [asyncio.ensure_future(self._named_errors(ref, options, count, room)) for ref in refs]
+        count, limit = sum(ref.modality == "image" for ref in refs), _TokenLimit(most_tokens)
+        tasks = [asyncio.ensure_future(self._named_errors(ref, options, count, limit)) for ref in refs]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
             while tasks:  # an error refers to this frame; a reference back would keep all content until garbage is collected
                 tasks.pop().cancel()
 
-    async def _named_errors(self, ref: MediaRef, options: MediaOptions, count: int, room: "_Room") -> Processed:
+    async def _named_errors(self, ref: MediaRef, options: MediaOptions, count: int, limit: _TokenLimit) -> Processed:
         try:
             item = await self._one(ref, options, count)
-            room.take(len(item.tokens))
+            limit.take(len(item.tokens))
             return item
         except EngineDead:
             raise
@@ -313,7 +313,7 @@ class MediaReader:
         finally:
             if (entry := self._running.get(key)) is not None and entry[0] is task:
                 self._running[key] = task, entry[1] - 1
-                if entry[1] == 1:  # all are gone
+                if entry[1] == 1:  # no request waits
                     del self._running[key]
                     task.cancel()
             del entry, task  # an error refers to this frame, and so to the content
@@ -370,15 +370,19 @@ def _has_remote_engines(config: "Config") -> bool:
 
 
 def max_workers() -> int:
-    """Return how many processes may decode and preprocess, of all readers together: half of the processors, 2 to 16, or as the
-    environment says."""
+    """Return the most processes that decode and preprocess, of all readers together.
+
+    QUIRE_MEDIA_WORKERS sets it; default: half of the processors, 2 to 16.
+    """
     given = os.environ.get(WORKERS_VARIABLE, "")
     return int(given) if given.isdecimal() and int(given) else max(2, min(16, (os.cpu_count() or 1) // 2))
 
 
 def _seconds(modality: Modality) -> tuple[float, float]:
-    """Return how long fetching may take, and after how long it must be on the way to end in time: that is up to the
-    environment, if it sets the time."""
+    """Return the timeout of a fetch, and the time after which only a download that will end in time goes on.
+
+    Both are the value of an environment variable, if one is set.
+    """
     for name in FETCH_VARIABLES:
         given = os.environ.get(name.format(modality.upper()), "")
         if given.isdecimal() and int(given):

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from quire.text.prompts import PromptReader
 
 T = TypeVar("T")
-SPECIAL = "_add_special_tokens"  # of the prompt of a conversation
-_OWN = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "media_io_kwargs", SPECIAL)
+ADD_SPECIAL_TOKENS = "_add_special_tokens"  # key of the prompt of a conversation
+_OWN = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "media_io_kwargs", ADD_SPECIAL_TOKENS)
 CLOSE_TIMEOUT_S = 5.0
 
 
 def has_media(prompt: Any) -> bool:
-    """Return whether a user's prompt brings images or videos, or names of them."""
+    """Return whether a prompt has images or videos, or uuids of them."""
     return isinstance(prompt, Mapping) and any(prompt.get(name) for name in _OWN[:2])
 
 
 def without_media(prompt: Any) -> Any:
-    """Return a prompt without the keys for media, which have no content."""
+    """Return a prompt for which `has_media` does not hold without its keys for media, such as empty lists."""
     if not isinstance(prompt, Mapping) or not any(name in prompt for name in _OWN):
         return prompt
     return {name: value for name, value in prompt.items() if name not in _OWN}
@@ -68,7 +68,7 @@ async def read_prompt(
     text, given = plain.get("prompt"), ids is not None
     if not given and not isinstance(text, str):
         raise InvalidParameter("a prompt with multi_modal_data needs a text or prompt_token_ids", "prompt")
-    special = prompt.get(SPECIAL, True) if how is None else how.add_special_tokens
+    special = prompt.get(ADD_SPECIAL_TOKENS, True) if how is None else how.add_special_tokens
     ids, items = await media.complete(None if given else text, ids, refs, both, encode, special, "prompt")
     return Prompt(text if isinstance(text, str) else None, ids, plain.get("cache_salt"), Extras(media=items))
 

@@ -3,7 +3,7 @@
 A process has one directory of files. A file lives as long as an object of this process refers to it: the cache, or an item of
 an unfinished request. The owner makes it, empty, so that a media process whose job was abandoned cannot make it again after
 its removal. The directory goes when the process ends; the directory of a process that was killed is removed by the
-next one that starts. A locked file in it says that its owner lives, also in another container.
+next one that starts. A locked file in it shows that its owner runs, also in another container.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class SharedFile:
 
 @contextlib.contextmanager
 def removed_on_error(*files: SharedFile | None) -> Iterator[None]:
-    """Remove files at once if an error is raised, which may refer to them for long."""
+    """Remove files at once if an error is raised: its traceback may keep them alive."""
     try:
         yield
     except BaseException:
@@ -74,14 +74,14 @@ class SharedFiles:
 
 
 def open_for_writing(path: str) -> IO[bytes]:
-    """Open a file that its owner made, for a media process. FileNotFoundError: nobody wants its content any more."""
+    """Open a file that its owner made, for a media process. FileNotFoundError: its owner has removed it."""
     file = Path(path).open("r+b")  # noqa: SIM115
     file.truncate()
     return file
 
 
 def _claim(parent: Path) -> tuple[Path, int]:
-    """Make a directory and lock the file that says so; one that starts at the same time may have swept it before."""
+    """Make a directory, and lock its file "owner". Try again if another process removed the directory before the lock."""
     while True:
         directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         with contextlib.suppress(OSError):

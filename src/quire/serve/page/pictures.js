@@ -1,7 +1,7 @@
 // Pictures of a message: dropped, pasted or chosen, scaled down, and kept with their turn as data URLs.
 
 const LONGEST_SIDE = 1024; // pixels; larger pictures are scaled down, so that the browser has room to keep them
-const MOST_PICTURES = 16; // of a message
+const MAX_PICTURES = 16; // of a message
 const IS_PICTURE = /^data:image\/(png|jpeg|webp|gif);base64,/;
 
 const pictures = {
@@ -12,7 +12,7 @@ const pictures = {
     if (!images.length) return;
     if (!server.sees) return announce("This model does not read pictures");
     for (const file of images) {
-      if (this.waiting.length >= MOST_PICTURES) return announce(`A message has at most ${MOST_PICTURES} pictures`);
+      if (this.waiting.length >= MAX_PICTURES) return announce(`A message has at most ${MAX_PICTURES} pictures`);
       try {
         this.waiting.push(await scaledDown(file));
       } catch {
@@ -64,7 +64,7 @@ function contentOf(turn) {
   return turn.text ? [...parts, { type: "text", text: turn.text }] : parts;
 }
 
-/** What a file says of a message: its text and its pictures, nothing else. */
+/** Read the content of a message in an imported file: only its text and its pictures. */
 function readContent(content) {
   const parts = Array.isArray(content) ? content : [{ type: "text", text: content }];
   const text = parts.filter((part) => part?.type === "text").map((part) => textOf(part.text)).join("\n");
@@ -72,6 +72,6 @@ function readContent(content) {
 }
 
 function readPictures(given) {
-  const found = (Array.isArray(given) ? given : []).filter((url) => typeof url === "string" && IS_PICTURE.test(url)).slice(0, MOST_PICTURES);
+  const found = (Array.isArray(given) ? given : []).filter((url) => typeof url === "string" && IS_PICTURE.test(url)).slice(0, MAX_PICTURES);
   return found.length ? { pictures: found } : {};
 }

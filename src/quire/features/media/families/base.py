@@ -3,9 +3,9 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from quire.types.media import Modality
+from quire.types.media import Bidirectional, Modality
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,7 +19,7 @@ class Expansion:
     """The prompt tokens of one item. See `MediaItem` for the other fields."""
 
     tokens: list[int]
-    # text around the placeholder that is tokenized together with the prompt's, as newlines may merge with those beside them
+    # text around the placeholder, tokenized with the prompt: adjacent newlines may become one token
     before: str = ""
     after: str = ""
     embedded: tuple[tuple[int, int], ...] = ()
@@ -42,8 +42,7 @@ class MediaFamily(ABC):
 
     modalities: ClassVar[tuple[Modality, ...]] = ("image",)
     tower: ClassVar[str]  # "module:Class" below quire.features.media.towers
-    # tokens that attend to tokens after them: those of one span of `embedded` to each other, or all of a prompt with media
-    bidirectional: ClassVar[Literal["", "item", "prompt"]] = ""
+    bidirectional: ClassVar[Bidirectional] = ""  # "item": tokens of one range of `embedded` attend to each other
     rotary_axes: ClassVar[int] = 1  # 3: rotary positions have a frame, a row and a column (M-RoPE)
     levels: ClassVar[int] = 1  # embeddings per token: for the input, and for the first layers (deep stack)
     adds_special_tokens: ClassVar[bool] = True  # False: the text of a prompt with media is tokenized without them

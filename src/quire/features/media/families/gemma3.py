@@ -1,4 +1,4 @@
-"""Gemma 3: an image is scaled to one size, and becomes as many tokens as `mm_tokens_per_image` says."""
+"""Gemma 3: an image is scaled to one size, and becomes `mm_tokens_per_image` tokens."""
 
 from collections.abc import Mapping
 from math import isqrt

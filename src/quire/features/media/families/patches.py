@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from quire.features.media.families.base import Arrays
 
 MAX_ASPECT = 200  # of the longer side to the shorter one
-BICUBIC = 3  # as PIL numbers filters
+BICUBIC = 3  # PIL.Image.Resampling.BICUBIC
 # of a video processor that a checkpoint's settings leave out
 VIDEO_DEFAULTS: Mapping[str, Any] = {
     "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "resample": BICUBIC, "do_resize": True, "do_rescale": True,
@@ -23,7 +23,7 @@ VIDEO_DEFAULTS: Mapping[str, Any] = {
 
 
 def pixel_limits(settings: Mapping[str, Any], default: tuple[int, int]) -> tuple[int, int]:
-    """Return the least and the most pixels of an image, as `size` or `min_pixels` and `max_pixels` say."""
+    """Return the least and the most pixels of an image, from `size`, or from `min_pixels` and `max_pixels`."""
     size = settings.get("size") or {}
     if not isinstance(size, Mapping):
         raise InvalidParameter(f"size must be an object with shortest_edge and longest_edge; got {shown(size)}", "size")

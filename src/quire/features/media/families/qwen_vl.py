@@ -140,7 +140,7 @@ class Qwen2VL(MediaFamily):
         return fit(*size, factor, least, most)
 
     def video_times(self, video: Video, settings: Mapping[str, Any]) -> Arrays:  # noqa: ARG002
-        """Return the arrays that tell when frames are shown."""
+        """Return the arrays with the times of frames."""
         return {}
 
 

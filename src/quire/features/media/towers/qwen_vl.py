@@ -10,7 +10,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -36,11 +35,11 @@ from quire.layers.rope import rope_parameters
 from quire.ops.packed_attention import Sequences
 from quire.types.errors import ModelError
 from quire.types.media import Modality
+from quire.types.plan import Longs
 
 EPSILON = 1e-6
 PIXELS: Mapping[Modality, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
 Grid = tuple[int, int, int]  # frames, rows and columns of patches
-Longs = npt.NDArray[np.int64]
 
 
 class Run(NamedTuple):

@@ -32,8 +32,8 @@ from quire.types.errors import FetchFailed, InvalidParameter, RequestError
 
 MAX_REDIRECTS = 5
 CHUNK_BYTES = 1 << 16
-STALL_S = 1.0  # without a byte, after which a download is not on its way
-LOOK_S = 0.25  # between two looks at a download
+STALL_TIMEOUT_S = 1.0  # without a byte, after which a download is refused as too slow
+CHECK_INTERVAL_S = 0.25  # between two checks of a download
 ANY_HOST = "*"
 _PORTS = {"http": 80, "https": 443}
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
@@ -88,7 +88,7 @@ class _Copy:
         """Return whether the copy will end within `seconds` of its beginning if it goes on in the same way."""
         now = time.monotonic()
         share = self._size / self._declared if self._declared else 0.0
-        return now - self._grown < STALL_S and now - begun < seconds * share
+        return now - self._grown < STALL_TIMEOUT_S and now - begun < seconds * share
 
     def _refuse_more(self, size: int) -> None:
         if size > self._most:
@@ -100,12 +100,12 @@ def _deadline(copy: _Copy, seconds: float, patience: float) -> Iterator[None]:
     """Interrupt what is inside when it takes too long: a server that sends a byte now and then would never time out."""
     begun = time.monotonic()
 
-    def look(number: int, frame: Any) -> None:  # noqa: ARG001
+    def check(number: int, frame: Any) -> None:  # noqa: ARG001
         if time.monotonic() - begun >= seconds or not copy.on_its_way(begun, seconds):
             raise _Late
 
-    before = signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, min(seconds, patience), LOOK_S)
+    before = signal.signal(signal.SIGALRM, check)
+    signal.setitimer(signal.ITIMER_REAL, min(seconds, patience), CHECK_INTERVAL_S)
     try:
         yield
     finally:

@@ -25,7 +25,7 @@ NO_OPTIONS: Mapping[str, Any] = {}
 
 
 def decode_image(data: bytes, options: Mapping[str, Any] = NO_OPTIONS) -> "Image":
-    """Return the image in RGB, turned as its EXIF data says. An animation is its first frame. options: media_io_kwargs"""
+    """Return the image in RGB, rotated by its EXIF orientation; of an animation the first frame. options: media_io_kwargs"""
     from PIL import Image, ImageFile
 
     if is_svg(data):
@@ -105,7 +105,7 @@ def is_svg(data: bytes) -> bool:
 
 
 def to_rgb(image: "Image", options: Mapping[str, Any] = NO_OPTIONS) -> "Image":
-    """Return the image in RGB, turned as its EXIF data says, on a background where it is transparent."""
+    """Return the image in RGB, rotated by its EXIF orientation, on a background where it is transparent."""
     from PIL import Image, ImageOps
 
     with contextlib.suppress(Exception):  # of broken EXIF data, not of the image

@@ -22,7 +22,7 @@ def preload(source: str) -> None:
 
     atexit.register(sweep, Path(source).parents[1])
     for module in MODULES:
-        with contextlib.suppress(ImportError):  # a request that needs it says so
+        with contextlib.suppress(ImportError):  # a request that needs it fails with an error that names it
             import_module(module)
     try:
         open_checkpoint(source).load()

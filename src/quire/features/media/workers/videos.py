@@ -44,7 +44,7 @@ def decode_video(data: bytes, options: dict[str, Any]) -> Video:
 
 
 def wanted_frames(count: int, rate: float, options: dict[str, Any]) -> list[int]:
-    """Return the numbers of the frames to keep. count: frames of the video."""
+    """Return the indices of the frames to keep. count: frames of the video."""
     if not 1 <= count <= MAX_SOURCE_FRAMES:
         raise InvalidParameter(f"the video has {count} frames; 1 to {MAX_SOURCE_FRAMES} are supported. Send a shorter one")
     most = options.get("num_frames", DEFAULT_FRAMES)
@@ -87,12 +87,12 @@ def _keep(frames: Any, wanted: list[int], rate: float, count: int) -> Video:
 
     kept: list[Any] = []
     seconds: list[float] = []
-    last, places, begun = None, set(wanted), time.process_time()
+    last, indices, begun = None, set(wanted), time.process_time()
     for i, frame in enumerate(frames):
         _check_time(time.process_time() - begun, (i + 1) / (wanted[-1] + 1))
         check_size(frame.width, frame.height)  # a stream may change its size
         last = frame
-        if i in places:
+        if i in indices:
             kept.append(frame.to_ndarray(format="rgb24"))
             seconds.append(i / rate)
         if i >= wanted[-1]:

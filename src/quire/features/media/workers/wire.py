@@ -1,4 +1,4 @@
-"""Jobs of media processes, in JSON, and their answers. Content travels beside a job as bytes, or in a private file."""
+"""Jobs of media processes, in JSON, and their answers. Content follows a job as bytes, or is in a private file."""
 
 from typing import Any, Literal
 
@@ -7,9 +7,9 @@ import msgspec
 from quire.text.workers.wire import TokenizerSource
 from quire.types.media import Modality
 
-# what the content of a job is: base64 text, the bytes of a file, pixels of one image [height, width, 3] or of frames
-# [frames, height, width, 3], or embeddings in a file of numpy or safetensors
-ContentKind = Literal["base64", "file", "pixels", "embeds"]
+# what the content of a job is: base64 text, the bytes of a file, or pixels of one image [height, width, 3] or of frames
+# [frames, height, width, 3]
+ContentKind = Literal["base64", "file", "pixels"]
 
 
 class MediaSource(msgspec.Struct, array_like=True):
@@ -48,7 +48,7 @@ class Process(_Job):
 
     modality: Modality
     kind: ContentKind
-    path: str  # of the content; "": it is sent beside the job
+    path: str  # of the content; "": it follows the job as bytes
     shape: list[int]  # of pixels
     options: dict[str, Any]  # mm_processor_kwargs
     io: dict[str, Any]  # media_io_kwargs of the modality
