@@ -224,7 +224,7 @@ def test_what_templates_get_as_content(llm):
     def prompt(template, **options):
         return llm.chat(messages, GREEDY, use_tqdm=False, chat_template=template, **options)[0].prompt
 
-    assert prompt(PARTS) == "[s]<text:a><input_text:b>"
+    assert prompt(PARTS) == "[s]<text:a><text:b>"
     assert prompt(PARTS, chat_template_content_format="openai") == "<text:s><text:a><text:b>"
     assert prompt(PARTS, chat_template_content_format="string") == "[s][a\nb]"
     assert prompt(FLAT) == "s|a\nb|"

@@ -179,6 +179,13 @@ def test_64_pictures_at_once_are_read_as_transformers_reads_them(server, oracle)
         assert found == [oracle[protocol][i] for protocol, i in asked]
 
 
+def test_parts_have_the_names_of_responses_too(server):
+    parts = [{"type": "input_image", "image_url": url(1)}, {"type": "input_text", "text": "?"}]
+    for content in (parts, [part(1), "?"]):
+        answer = server.http.post(PROTOCOLS["chat"][0], json={"messages": user(*content), **GREEDY})
+        assert message_of(answer.json()) == EXPECTED[1]["text"]
+
+
 def test_streams_say_the_same(server, oracle):
     path, body, _ = PROTOCOLS["chat"]
     for i in range(3):

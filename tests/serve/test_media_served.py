@@ -304,6 +304,18 @@ REFUSED = {
         400,
         "messages[0].content[0]: the image cannot be processed with these mm_processor_kwargs",
     ),
+    "no option of the processor": (
+        CHAT,
+        {"messages": user(part(0)), "mm_processor_kwargs": {"do_resize": True, "max_pixels": 64}},
+        400,
+        "messages[0].content[0]: the image cannot be processed with these mm_processor_kwargs: TypeError at 'max_pixels'",
+    ),
+    "an unknown part": (
+        CHAT,
+        {"messages": user({"type": "picture", "picture": "a"})},
+        400,
+        "messages[0].content[0]: parts of type 'picture' are not known. Send parts of type text or image_url",
+    ),
     "options of reading": (
         CHAT,
         {"messages": user(part(0)), "media_io_kwargs": {"image": {"size": 1}}},

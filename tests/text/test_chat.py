@@ -138,6 +138,16 @@ def test_parts_are_passed_on_to_templates_that_read_them() -> None:
     assert render(PARTS, messages) == "[a](image);Hello;"
 
 
+def test_text_parts_of_any_name_reach_templates_that_read_parts() -> None:
+    texts = ["a", {"type": "input_text", "text": "b"}, {"type": "output_text", "text": "c"}]
+    parts = [*texts, {"type": "refusal", "refusal": "d"}, {"type": "image"}]
+    assert render(PARTS, [{"role": "user", "content": parts}]) == "[a][b][c][d](image);"
+    assert render(PARTS, [{"role": "user", "content": [{"type": "thinking", "thinking": "e"}]}]) == "(thinking);"
+    for template in (PARTS, CHATML):
+        with pytest.raises(InvalidParameter, match=r"messages\[0\].content: a part of type 'text' needs a string 'text'"):
+            render(template, [{"role": "user", "content": [{"type": "text", "content": "a"}]}])
+
+
 @pytest.mark.parametrize(
     ("template", "reads"),
     [

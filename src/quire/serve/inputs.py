@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from starlette.requests import Request
 
+from quire.features.media.host import modalities_of
 from quire.features.media.inputs import MediaRef, options_of
 from quire.features.structured.grammar.backend import GrammarError
 from quire.features.structured.grammar.schema import Preparation, unenforced
@@ -375,11 +376,13 @@ def _check_messages(server: Server, messages: Sequence[dict[str, Any]], may_be_c
         if not isinstance(content, list):
             continue
         parts += len(content)
-        for part in content:
+        for k, part in enumerate(content):
             kind = part.get("type") if isinstance(part, dict) else "text"
             if isinstance(kind, str) and kind not in (*TEXT_PARTS, *MODALITIES):
+                known = " or ".join(["text", *(f"{each}_url" for each in modalities_of(server.llm.config))])
                 raise NotSupported(
-                    f"messages[{i}].content: this model takes text only, not a part of type {kind!r:.80}", "messages"
+                    f"messages[{i}].content[{k}]: parts of type {kind!r:.80} are not known. Send parts of type {known}",
+                    "messages",
                 )
             characters += sum(len(value) for value in part.values() if isinstance(value, str)) if isinstance(part, dict) else 0
     refuse_more("messages", parts, server.limits.message_parts, "content parts together")

@@ -94,6 +94,8 @@ class ChatTemplates:
             messages = as_parts(messages)
         elif content_format == "string" or not template.reads_parts:
             messages = flatten_parts(messages, media)
+        else:
+            messages = plain_parts(messages)
         final, marker = "", ""
         if continue_final_message:
             messages, final, marker = mark_final(messages)
@@ -360,18 +362,34 @@ def _line_of(part: str | Mapping[str, Any], marks: Mapping[str, str], where: str
 def as_parts(messages: Messages) -> list[dict[str, Any]]:
     """For templates that expect parts: every content is a list of them, and all text is of type text."""
     out = []
-    for message in messages:
+    for i, message in enumerate(messages):
         content = message.get("content")
         parts = [content] if isinstance(content, str) else content or []
-        out.append({**message, "content": [_text_part(part) for part in parts]})
+        out.append({**message, "content": [_text_part(part, f"messages[{i}].content") for part in parts]})
     return out
 
 
-def _text_part(part: str | Mapping[str, Any]) -> dict[str, Any]:
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    key = _TEXT_KEYS.get(part["type"])
-    return dict(part) if key is None or not isinstance(part.get(key), str) else {"type": "text", "text": part[key]}
+def plain_parts(messages: Messages) -> list[dict[str, Any]]:
+    """For templates that read strings and parts: the text of parts is of type text, except thinking, which some know."""
+    out = []
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        if content is not None and not isinstance(content, str):
+            parts = [
+                dict(part)
+                if not isinstance(part, str) and part["type"] == "thinking"
+                else _text_part(part, f"messages[{i}].content")
+                for part in content
+            ]
+            message = {**message, "content": parts}
+        out.append(dict(message))
+    return out
+
+
+def _text_part(part: str | Mapping[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(part, str) and part["type"] not in _TEXT_KEYS:
+        return dict(part)
+    return {"type": "text", "text": _text_of(part, where)}
 
 
 def _text_of(part: str | Mapping[str, Any], where: str) -> str:

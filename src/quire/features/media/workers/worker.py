@@ -149,8 +149,11 @@ class MediaWorker:
             raise
         except Exception as error:
             if job.options:
-                reason = "cannot be processed with these mm_processor_kwargs"
-                raise InvalidParameter(f"the {job.modality} {reason}: {type(error).__name__}", "mm_processor_kwargs") from error
+                reason = f"cannot be processed with these mm_processor_kwargs: {type(error).__name__}"
+                named = next((name for name in job.options if repr(name) in str(error)), None)
+                if named is not None:
+                    reason += f" at {named!r:.80}. Change or remove it"
+                raise InvalidParameter(f"the {job.modality} {reason}", "mm_processor_kwargs") from error
             raise InvalidParameter(f"the {job.modality} cannot be processed: {type(error).__name__}") from error
 
     def _grew(self) -> bool:
