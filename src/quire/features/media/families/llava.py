@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from quire.features.media.families.base import Arrays, Expansion, MediaFamily, Tokenize
 from quire.features.media.families.fields import (
     CLIP_LARGE,
+    VisionConfig,
     check_image_size,
     choice_field,
     feature_layers,
@@ -17,7 +18,26 @@ from quire.types.media import Modality
 STRATEGIES = ("default", "full")  # default: without the first token of the encoder
 
 
-class Llava(MediaFamily):
+class FixedSizeFamily(MediaFamily):
+    """A family whose images are scaled to the size of `vision`, and have `count` tokens each."""
+
+    vision: VisionConfig
+    image_token: int
+    count: int
+
+    def expand(self, modality: Modality, arrays: Arrays, tokenize: Tokenize) -> Expansion:  # noqa: ARG002
+        return Expansion([self.image_token] * self.count)
+
+    def max_tokens(self, modality: Modality, processor: Mapping[str, Any]) -> int:  # noqa: ARG002
+        return self.count
+
+    def preprocess_image(self, image: Any, processor: Any, options: Mapping[str, Any], count: int) -> Arrays:
+        arrays = super().preprocess_image(image, processor, options, count)
+        check_image_size(arrays["pixel_values"].shape, self.vision.image_size)
+        return arrays
+
+
+class Llava(FixedSizeFamily):
     tower = "llava:LlavaTower"
     vision_defaults: ClassVar[Mapping[str, Any]] = CLIP_LARGE
     default_token: ClassVar[int] = 32000
@@ -37,17 +57,6 @@ class Llava(MediaFamily):
 
     def placeholder(self, modality: Modality) -> str:  # noqa: ARG002
         return "<image>"
-
-    def expand(self, modality: Modality, arrays: Arrays, tokenize: Tokenize) -> Expansion:  # noqa: ARG002
-        return Expansion([self.image_token] * self.count)
-
-    def max_tokens(self, modality: Modality, processor: Mapping[str, Any]) -> int:  # noqa: ARG002
-        return self.count
-
-    def preprocess_image(self, image: Any, processor: Any, options: Mapping[str, Any], count: int) -> Arrays:
-        arrays = super().preprocess_image(image, processor, options, count)
-        check_image_size(arrays["pixel_values"].shape, self.vision.image_size)
-        return arrays
 
 
 class VipLlava(Llava):

@@ -1,10 +1,10 @@
-"""PaliGemma: images come first, then <bos>, the text and a newline; all of it attends to all of it."""
+"""PaliGemma: images come first, then <bos>, the text and a newline; all tokens attend to each other."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from quire.features.media.families.base import Arrays, Expansion, MediaFamily, Tokenize
-from quire.features.media.families.fields import check_image_size, read_vision, token_field
+from quire.features.media.families.fields import read_vision, token_field
+from quire.features.media.families.llava import FixedSizeFamily
 from quire.types.media import Modality
 
 VISION: Mapping[str, Any] = {
@@ -15,7 +15,7 @@ IMAGE = "<image>"
 BEGIN = "<bos>"
 
 
-class PaliGemma(MediaFamily):
+class PaliGemma(FixedSizeFamily):
     tower = "paligemma:PaliGemmaTower"
     bidirectional = "prompt"
     adds_special_tokens = False
@@ -28,17 +28,6 @@ class PaliGemma(MediaFamily):
 
     def placeholder(self, modality: Modality) -> str:  # noqa: ARG002
         return IMAGE
-
-    def expand(self, modality: Modality, arrays: Arrays, tokenize: Tokenize) -> Expansion:  # noqa: ARG002
-        return Expansion([self.image_token] * self.count)
-
-    def max_tokens(self, modality: Modality, processor: Mapping[str, Any]) -> int:  # noqa: ARG002
-        return self.count
-
-    def preprocess_image(self, image: Any, processor: Any, options: Mapping[str, Any], count: int) -> Arrays:
-        arrays = super().preprocess_image(image, processor, options, count)
-        check_image_size(arrays["pixel_values"].shape, self.vision.image_size)
-        return arrays
 
     def complete_text(self, text: str, images: int) -> str:
         """Write the images in front if the text has no placeholders, <bos> after the last one, and a newline at the end."""

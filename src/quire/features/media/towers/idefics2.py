@@ -11,9 +11,9 @@ from quire.config.hf import explicit_config
 from quire.features.media.families.fields import read_vision, size_field, text_width
 from quire.features.media.families.idefics2 import resampler_config
 from quire.features.media.towers.base import Tower
-from quire.features.media.towers.idefics3 import fractional_positions
+from quire.features.media.towers.idefics3 import RENAMES, fractional_positions
 from quire.features.media.towers.parts import Part, by_shape, project, vision_activation
-from quire.features.media.towers.vit import UNREAD, VisionEncoder
+from quire.features.media.towers.vit import VisionEncoder
 from quire.layers.linear import Linear, MergedLinear
 from quire.layers.norm import RMSNorm
 from quire.layers.parameter import parameter
@@ -96,12 +96,7 @@ class Connector(Part):
 
 
 class Idefics2Tower(Tower):
-    renames = (
-        (r"^(?!(model\.)?(vision_model|connector)\.)", None),
-        (r"^model\.", ""),
-        (r"^vision_model\.", "vision_tower."),
-        *UNREAD,
-    )
+    renames = RENAMES
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)

@@ -14,6 +14,13 @@ from quire.features.media.towers.vit import UNREAD, VisionEncoder
 from quire.layers.linear import Linear
 from quire.types.media import Modality
 
+RENAMES = (
+    (r"^(?!(model\.)?(vision_model|connector)\.)", None),
+    (r"^model\.", ""),
+    (r"^vision_model\.", "vision_tower."),
+    *UNREAD,
+)
+
 
 def fractional_positions(rows: int, columns: int, side: int, device: torch.device) -> Tensor:
     """Return the index of each patch's position embedding [rows * columns], of side * side.
@@ -54,12 +61,7 @@ class Connector(Part):
 
 class Idefics3Tower(Tower):
     order: Tensor
-    renames = (
-        (r"^(?!(model\.)?(vision_model|connector)\.)", None),
-        (r"^model\.", ""),
-        (r"^vision_model\.", "vision_tower."),
-        *UNREAD,
-    )
+    renames = RENAMES
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
