@@ -19,7 +19,7 @@ from quire.config.families import architectures, cards
 from quire.config.families.card import Card
 from quire.config.families.composites import COMPOSITES
 from quire.config.quantization import quantization_table
-from quire.features.media.families import BY_ENCODER
+from quire.features.media.families import BY_ENCODER, family_class
 from quire.features.media.families import FAMILIES as MEDIA
 from quire.files.gguf import GGML_TYPES, READABLE_TYPES
 
@@ -68,9 +68,10 @@ def _once(name: str, card: Card) -> tuple[str, str]:
 
 
 def composites() -> str:
-    """A model that reads media in one configuration only has it in this table, too."""
-    seeing = {name for name, _ in BY_ENCODER} | set(MEDIA)
-    return "".join(f"- `{name}`{': images' if name in seeing else ''}\n" for name in sorted(COMPOSITES))
+    """Return the multimodal architectures with the media that they read in any of their configurations."""
+    found = {name: family for (name, _), family in BY_ENCODER.items()} | dict(MEDIA)
+    read = {name: " and ".join(f"{kind}s" for kind in family_class(family).modalities) for name, family in found.items()}
+    return "".join(f"- `{name}`{f': {read[name]}' if name in read else ''}\n" for name in sorted(COMPOSITES))
 
 
 def sweep() -> str:

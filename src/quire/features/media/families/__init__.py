@@ -36,10 +36,13 @@ BY_ENCODER: Mapping[tuple[str, str], str] = {("LlavaForConditionalGeneration", "
 def media_family(architecture: str, config: Mapping[str, Any]) -> MediaFamily | None:
     """Return the family of an architecture. config: the whole config.json. None: the model reads text only."""
     found = BY_ENCODER.get((architecture, _encoder(config))) or FAMILIES.get(architecture)
-    if found is None:
-        return None
+    return None if found is None else family_class(found)(config)
+
+
+def family_class(found: str) -> type[MediaFamily]:
+    """Return a class of FAMILIES or BY_ENCODER."""
     module, name = found.split(":")
-    family: MediaFamily = getattr(import_module(f"{__name__}.{module}"), name)(config)
+    family: type[MediaFamily] = getattr(import_module(f"{__name__}.{module}"), name)
     return family
 
 
