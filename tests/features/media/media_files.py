@@ -34,7 +34,7 @@ def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
 
 
 def png(width: int, height: int, rows: bytes = b"") -> bytes:
-    """A PNG whose header says anything, with these rows."""
+    """Return a PNG with these rows, whose header need not fit them."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -150,7 +150,7 @@ def test_without_room_in_shared_memory_arrays_are_sent(tmp_path, monkeypatch):
     assert in_file and [(one.dtype, one.offset) for one in places] == [("float32", 0), ("int64", 24), ("bool", 40)]
     assert (tmp_path / "file").stat().st_size == 41
     _, in_file = worker.write_arrays(arrays, str(tmp_path / "gone"))
-    assert not in_file and not (tmp_path / "gone").exists()  # nobody wants it any more
+    assert not in_file and not (tmp_path / "gone").exists()  # its owner has removed it
     monkeypatch.setattr(worker, "SHARED_SPARE_BYTES", 1 << 60)
     places, in_file = worker.write_arrays(arrays, str(tmp_path / "other"))
     assert not in_file and not (tmp_path / "other").stat().st_size

@@ -1,4 +1,4 @@
-"""Images beside the other features of an engine: transformers' tokens, or a refusal that names both."""
+"""Images with the other features of an engine: transformers' tokens, or a refusal that names both."""
 
 import copy
 import functools

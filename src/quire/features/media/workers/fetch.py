@@ -4,8 +4,8 @@ https goes to allowed hosts only, and to public addresses only. A host that was 
 http may go there. The address that was checked is the one that is connected to, so a name cannot change its address in between.
 Redirects are checked again. Files are read below one directory. No error names an address or a path.
 
-A download may take `seconds`. After `patience` it goes on only while it is on the way to end in that time, which a server that
-declares no length is not: a slow or endless stream is refused early.
+A download may take `seconds`. After `patience` it goes on only if it will end in that time at its average rate, which requires
+a declared length: a slow or endless stream is refused early.
 """
 
 import contextlib

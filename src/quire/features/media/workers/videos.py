@@ -17,7 +17,7 @@ DEFAULT_FRAMES = 32
 MAX_SOURCE_FRAMES = 100_000
 MAX_KEPT_PIXELS = 512_000_000  # of all kept frames together
 DECODE_SECONDS = 40.0  # of processor time for the frames of a video
-DECODE_PATIENCE_S = 1.5  # of processor time, after which decoding must be on the way to end in time
+DECODE_PATIENCE_S = 1.5  # of processor time, after which decoding goes on only if it will end in time
 
 
 def decode_video(data: bytes, options: dict[str, Any]) -> Video:

@@ -39,7 +39,7 @@ class Fetch(_Job):
     root: str  # below which files may be read; "": no files
     out: str
     seconds: float  # that it may take
-    patience: float  # seconds after which it must be on the way to end in time
+    patience: float  # seconds after which it goes on only if it will end in time
     most: int  # bytes
 
 
