@@ -13,6 +13,7 @@ from subprocess import PIPE, Popen
 import numpy as np
 import pytest
 from media_files import READER, encoded, hostile, picture, reading, truncated, unusual
+from media_models import MediaCase, clip
 from PIL import Image
 
 from patience import wait_for
@@ -170,6 +171,21 @@ def test_a_uuid_names_an_earlier_picture_of_the_same_tenant(media):
             read(media, None, uuid="mine")
     finally:
         current_tenant.reset(token)
+
+
+def test_a_uuid_names_earlier_frames_of_a_video(tmp_path):
+    film = clip(4, 33, 40)
+    case = MediaCase("qwen2.5-vl", tmp_path)
+    with reading(model=str(case.directory)) as made:
+
+        def shown(video):
+            given = read_multi_modal({"video": video}, {"video": "film"})
+            return made.run(made.reader.process(given, NO_OPTIONS))
+
+        [slow], [again] = shown((film, {"fps": 0.5})), shown(None)
+        assert again is slow
+        [fast], [again] = shown((film, {"fps": 2.0})), shown(None)
+        assert again is fast and fast.interval < slow.interval
 
 
 def test_hostile_pictures_are_refused_and_the_process_lives(media):

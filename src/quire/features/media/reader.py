@@ -298,9 +298,9 @@ class MediaReader:
     # ---- processing
 
     async def _cached(self, content: _Content, job: wire.Process) -> Processed:
+        key = _key(content.key, job)  # `content.key` has the frame rate, which a uuid alone does not bring
         if content.kind == "pixels" and job.modality == "video":
             job = msgspec.structs.replace(job, io={**job.io, "fps": content.fps})
-        key = _key(content.key, job)
         item = self.cache.get(key)
         if item is not None:
             return item
