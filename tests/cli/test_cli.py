@@ -152,7 +152,8 @@ def test_models_as_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     assert main(["models", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert "LlamaForCausalLM" in found["architectures"]
-    assert "LlavaForConditionalGeneration" in found["text_of"]
+    assert "LlavaForConditionalGeneration" in found["text_of"] and "Llama4ForConditionalGeneration" in found["text_of"]
+    assert "LlavaForConditionalGeneration" in found["images_of"] and "Llama4ForConditionalGeneration" not in found["images_of"]
     assert found["default"] == "smollm2"
     assert found["aliases"]["smollm2"]["cached"] is None
     assert "Q4_K" in found["gguf_types"]

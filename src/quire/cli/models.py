@@ -34,12 +34,14 @@ def gather() -> dict[str, Any]:
     from quire.config.families import architectures, class_path, gguf_rows
     from quire.config.families.composites import COMPOSITES
     from quire.config.quantization import quantization_table
+    from quire.features.media.families import FAMILIES
     from quire.files import cache, wheel
     from quire.files.gguf import READABLE_TYPES
 
     cached = {name: wheel.cached(name) for name in wheel.ALIASES}
     return {
         "architectures": {name: class_path(card) for name, card in sorted(architectures().items())},
+        "images_of": sorted(FAMILIES),
         "text_of": sorted(COMPOSITES),
         "fallback": _fallback(),
         "formats": {
@@ -80,7 +82,9 @@ def render(found: dict[str, Any]) -> str:
         families.setdefault(target.partition(":")[0].removeprefix("quire.models."), []).append(architecture)
     lines = ["Architectures"]
     lines += [f"  {family:<12} {', '.join(names)}" for family, names in sorted(families.items())]
-    lines.append(f"  {'text of':<12} {', '.join(found['text_of'])}, where the text model is one of these")
+    lines.append(f"  {'images of':<12} {', '.join(found['images_of'])}, where the text model is one of these")
+    text_only = [name for name in found["text_of"] if name not in found["images_of"]]
+    lines.append(f"  {'text of':<12} {', '.join(text_only)}, likewise; their images are refused")
     version = found["fallback"]
     lines.append(
         f"  {'others':<12} " + (f"through transformers {version}" if version else "need `pip install quire[transformers]`")

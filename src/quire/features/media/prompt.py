@@ -36,7 +36,8 @@ class Placeholders:
         if any(mark in ids for mark in self._marks):
             names = " or ".join(self.texts.values())
             raise InvalidParameter(
-                f"the prompt has tokens of {names}, and no image or video comes with it. Remove them, or send it too",
+                f"the prompt has tokens of {names}, and no image or video comes with it. Remove them, or send it too: "
+                "in messages of a chat, or in Python as multi_modal_data",
                 "prompt",
             )
 

@@ -119,7 +119,7 @@ def check_url(url: str, domains: Collection[str], root: str) -> SplitResult:
     if parts.scheme != "file":
         _check_host(parts, domains)
     elif not root:
-        raise InvalidParameter("file: URLs are not allowed here. Start the server with --allowed-local-media-path DIR")
+        raise InvalidParameter("file: URLs are not allowed here. Start Quire with --allowed-local-media-path DIR")
     elif parts.netloc not in ("", "localhost"):
         raise InvalidParameter("a file: URL must not name a host")
     return parts
@@ -218,7 +218,7 @@ def _check_host(parts: SplitResult, domains: Collection[str]) -> bool:
     host, port = _host(parts)
     if not domains:
         raise InvalidParameter(
-            f"{parts.scheme}: URLs are not allowed here. Send data: URLs, or start the server with --allowed-media-domains HOST"
+            f"{parts.scheme}: URLs are not allowed here. Send data: URLs, or start Quire with --allowed-media-domains HOST"
         )
     allowed = {domain.rstrip(".").lower() for domain in domains}
     if (f"[{host}]:{port}" if ":" in host else f"{host}:{port}") in allowed:
