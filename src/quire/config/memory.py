@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from quire.files.gguf import FLOAT4_TYPES, GGML_TYPES, INTEGER_TYPES, SIX_BIT_TYPES, GGUFTensor
 from quire.types.cache import DTYPE_BYTES
-from quire.types.plan import MAX_GRAPH_ROWS
 
 if TYPE_CHECKING:
     from quire.config.config import Config
 
 FLOAT32_BYTES = 4
 CUDA_CONTEXT_BYTES = 512 * 2**20  # of the driver and its libraries: a typical value, not measured
+MAX_GRAPH_ROWS = 512  # requests in a step with a CUDA graph
 GRAPH_ACTIVATION_BYTES = 512 * 2**20
 MAX_HOST_CACHE_BYTES = 4 * 2**30
 HOST_CACHE_SHARE = 0.4

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from quire.attn.backend import Room
 from quire.attn.work_split import MIN_SHARING_ROWS
-from quire.types.plan import MAX_GRAPH_ROWS as MAX_GRAPH_ROWS
+from quire.config.memory import MAX_GRAPH_ROWS as MAX_GRAPH_ROWS
 from quire.types.plan import MAX_GRAPH_TOKENS as MAX_GRAPH_TOKENS
 from quire.types.plan import TOKEN_BUCKETS
 

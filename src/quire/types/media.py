@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 Modality = Literal["image", "video"]
 MODALITIES: tuple[Modality, ...] = ("image", "video")
@@ -81,8 +82,10 @@ class PromptPart(NamedTuple):
     item: MediaItem | None = None  # with a grid; None: text
 
     @property
-    def frames(self) -> npt.NDArray[np.int64]:
+    def frames(self) -> "npt.NDArray[np.int64]":
         """Return the rotary positions of the frames of a grid, counted from `first`."""
+        import numpy as np  # commands that only read arguments do not need it
+
         assert self.item is not None and self.item.grid is not None
         _, rows, columns = self.item.grid
         count = self.tokens // (rows * columns)

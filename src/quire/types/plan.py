@@ -245,7 +245,6 @@ class StepResult(msgspec.Struct, frozen=True, eq=False):
     failed: dict[int, str] = {}  # row -> error after its tokens; the other rows are valid
 
 
-MAX_GRAPH_ROWS = 512  # requests in a step with a CUDA graph
 MAX_GRAPH_TOKENS = 2048  # larger steps hide the launch of kernels one by one
 TOKEN_BUCKETS = (16, 32, *range(64, 1024, 64), *range(1024, MAX_GRAPH_TOKENS + 1, 256))
 
