@@ -122,7 +122,7 @@ class ScriptedLLM:
         self.config = SimpleNamespace(
             served_names=("scripted",), policy="fcfs", max_logprobs=20, facts=facts, args=EngineArgs(model="scripted"),
             device="cpu", dtype="float32", cache_dtype="float32", device_facts=DeviceFacts("cpu"), keep_quantized=False,
-            ranks=1, stages=1, features={},
+            ranks=1, stages=1, features={}, page_size=16, default_sampling={}, speculation=None,
         )  # fmt: skip
         self.media = MediaReader(self.config, tokenizer)  # type: ignore[arg-type]
         self.script = ""
