@@ -272,7 +272,7 @@ COMPOSITES: dict[str, Family] = {
         Family("Mistral3Config", "Mistral3ForConditionalGeneration", {"sliding_window": None, "head_dim": 16}, "mistral",
                PIXTRAL | {"tie_word_embeddings": False}),
         Family("PaliGemmaConfig", "PaliGemmaForConditionalGeneration", {"head_dim": 16, "num_key_value_heads": 1}, "gemma",
-               SIGLIP),
+               {**SIGLIP, "projection_dim": 48}),
         Family("Qwen2AudioConfig", "Qwen2AudioForConditionalGeneration", {}, "qwen2", {"audio_config": EAR}),
         Family("Qwen2VLConfig", "Qwen2VLForConditionalGeneration", {"rope_parameters": MROPE}, "qwen2_vl_text",
                {"vision_config": QWEN_EYE}),

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from quire.bench.datasets import SOURCES, DatasetOptions
+from quire.bench.datasets import DatasetOptions
 from quire.bench.openai import request_body
 from quire.bench.samples import WORDS, RandomPrompts, Sample
+from quire.bench.sources import SOURCES
 from quire.cli.bench_serve import DATASETS
 from quire.cli.main import main
 from quire.types.errors import ConfigError

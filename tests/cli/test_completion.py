@@ -95,7 +95,7 @@ def test_every_command_and_visible_flag_is_in_the_script(shell: str, scripts: di
 
 def test_flags_that_help_hides_are_not_completed(scripts: dict[str, Path]) -> None:
     for path in scripts.values():
-        assert "swap-space" not in path.read_text()
+        assert "fully-sharded-loras" not in path.read_text()
 
 
 def test_bash_completes_commands_flags_and_values(scripts: dict[str, Path]) -> None:

@@ -1,7 +1,7 @@
-"""The data sets of the benchmarks: options, and for each a coroutine that returns its samples."""
+"""The data sets of texts: options, and for each a coroutine that returns its samples. `sources.py` has all by name."""
 
 import math
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -258,20 +258,3 @@ def _seconds(where: str, value: Any, unit: float) -> float:
         most = f"{MAX_SECONDS / unit:g}, in units of {unit:g} seconds"
         raise ConfigError(f"{where}: timestamp must be a number from 0 to {most}; got {str(value)[:60]}")
     return value * unit
-
-
-async def _random_media_samples(options: DatasetOptions, alphabet: RandomPrompts, counter: TokenCounter) -> list[Sample]:
-    from quire.bench.media import random_media_samples
-
-    return await random_media_samples(options, alphabet, counter)
-
-
-Source = Callable[[DatasetOptions, RandomPrompts, TokenCounter], Coroutine[Any, Any, list[Sample]]]
-SOURCES: dict[str, Source] = {
-    "random": random_samples,
-    "random-mm": _random_media_samples,
-    "prefix_repetition": prefix_repetition_samples,
-    "sharegpt": sharegpt_samples,
-    "custom": custom_samples,
-    "timed_trace": timed_trace_samples,
-}

@@ -10,12 +10,13 @@ import numpy as np
 
 from quire.bench.arrivals import LoadShape, arrival_times
 from quire.bench.client import Client, Origin, allow_open_files
-from quire.bench.datasets import SOURCES, SYNTHETIC, DatasetOptions
+from quire.bench.datasets import SYNTHETIC, DatasetOptions
 from quire.bench.load import Load, Outgoing, progress, sender
 from quire.bench.metrics import MAX_REQUESTS, Record, check_count
 from quire.bench.openai import Kind, MeasuredServer, request_body
 from quire.bench.report import error_lines
 from quire.bench.samples import RandomPrompts, Sample
+from quire.bench.sources import SOURCES
 from quire.step_loop import little_garbage_collection
 from quire.types.errors import ConfigError, EngineError
 

@@ -261,8 +261,8 @@ def _throughput_dataset(namespace: argparse.Namespace) -> "DatasetOptions":
 
 
 def works(namespace: argparse.Namespace, options: "DatasetOptions | None", llm: "LLM") -> "list[OfflineWork]":
-    from quire.bench.datasets import SOURCES
     from quire.bench.samples import RandomPrompts, workload
+    from quire.bench.sources import SOURCES
 
     vocab_size = llm.llm_engine.config.facts.vocab_size
     if options is not None:

@@ -109,7 +109,7 @@ def test_a_host_that_is_allowed_by_name_must_have_public_addresses(get, port, mo
         get(url, ["pictures.example"])
     with pytest.raises(InvalidParameter, match="host is not allowed"):
         get(url, ["example", "other.pictures.example", "pictures.example.org", f"pictures.example:{port + 1}"])
-    with pytest.raises(InvalidParameter, match="start the server with --allowed-media-domains"):
+    with pytest.raises(InvalidParameter, match="start Quire with --allowed-media-domains"):
         get(url)
 
 
