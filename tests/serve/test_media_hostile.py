@@ -1,4 +1,4 @@
-"""Hostile pictures in requests: each is refused with an error that names its part, and nobody else notices."""
+"""Hostile pictures in requests: each is refused with an error that names its part, and other requests go on."""
 
 import base64
 import json
@@ -213,6 +213,12 @@ FIELDS = {
     "type": (CHAT, body(GOOD_URL), ("messages", 0, "content", 0, "type")),
     "image_url": (CHAT, body(GOOD_URL), ("messages", 0, "content", 0, "image_url")),
     "url": (CHAT, body(GOOD_URL), ("messages", 0, "content", 0, "image_url", "url")),
+    "detail": (CHAT, body(GOOD_URL), ("messages", 0, "content", 0, "image_url", "detail")),
+    "detail of responses": (
+        "/v1/responses",
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": GOOD_URL}]}], "max_output_tokens": 16},
+        ("input", 0, "content", 0, "detail"),
+    ),
     "uuid": (CHAT, body(GOOD_URL), ("messages", 0, "content", 0, "uuid")),
     "mm_processor_kwargs": (CHAT, body(GOOD_URL), ("mm_processor_kwargs",)),
     "an option of the processor": (CHAT, body(GOOD_URL, mm_processor_kwargs={}), ("mm_processor_kwargs", "size")),
@@ -257,6 +263,8 @@ FIELDS = {
 # what may be left out, or changes nothing
 ALLOWED = {
     "part": ("", "x", "\x00"),  # texts; a long one exceeds the context
+    "detail": (None,),
+    "detail of responses": (None,),
     "uuid": (None, "x", "\x00"),
     "mm_processor_kwargs": (None, {}),
     "media_io_kwargs": (None, {}),

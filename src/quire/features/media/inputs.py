@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from quire.features.media.io_options import check_io
+from quire.files.reading import shown
 from quire.types.errors import InvalidParameter, NotSupported
 from quire.types.media import MODALITIES, Modality
 
@@ -22,6 +23,7 @@ PARTS: Mapping[str, Modality] = {
 _OTHER_PARTS = ("audio_url", "input_audio", "audio", "audio_embeds", "prompt_embeds", "input_file", "file")
 MAX_UUID_CHARS = 256
 _URL_FIELDS = {"url", "detail", "uuid"}
+DETAILS = ("auto", "low", "high", "original")  # of OpenAI's API; the model's image processor chooses the size
 
 
 class Where(str):
@@ -128,12 +130,15 @@ def read_part(part: Mapping[str, Any], where: str, local: bool = False) -> Media
         raise NotSupported(f"{where}: image_embeds are not supported. Send the image itself", field_of(where))
     value: Any = part.get(key)
     uuid: Any = part.get("uuid")
+    detail: Any = part.get("detail")
     if isinstance(value, Mapping):
         if unknown := set(value) - _URL_FIELDS:
             raise InvalidParameter(
                 f"{where}.{key} has no {sorted(map(str, unknown))[0]!r:.80}; it has url and uuid", field_of(where)
             )
-        value, uuid = value.get("url"), value.get("uuid", uuid)
+        value, uuid, detail = value.get("url"), value.get("uuid", uuid), value.get("detail", detail)
+    if detail is not None and not (isinstance(detail, str) and detail in DETAILS):
+        raise InvalidParameter(f"{where}: detail must be one of {', '.join(DETAILS)}; got {shown(detail)}", field_of(where))
     uuid = check_uuid(uuid, where)
     if isinstance(value, str) or (value is None and uuid is not None):
         return MediaRef(modality, where, value, uuid)
