@@ -86,10 +86,10 @@ class HostRecords:
     """The host tier of a workload. 0: every record is right, or every page arrives at once."""
 
     count: int = 0
-    broken: int = 0  # every so manyth record does not come back
-    late: int = 0  # every so manyth question finds no page that has arrived
+    broken: int = 0  # every n-th record does not come back
+    late: int = 0  # every n-th question finds no page that has arrived
     policy: str = "lru"
-    disk: int = 0  # every so manyth page on disk does not come back; 0: there is no disk
+    disk: int = 0  # every n-th page on disk does not come back; 0: there is no disk
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Workload:
     encoder: Encoder = field(default=Encoder(), kw_only=True)
     host_records: HostRecords = field(default=HostRecords(), kw_only=True)
     drafts: int
-    wrong: int  # every so manyth draft is; 1 = all
+    wrong: int  # every n-th draft is; 1 = all
     host: bool  # who drafts
 
     def answer(self, spec: EngineRequest) -> list[int]:

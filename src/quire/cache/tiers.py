@@ -27,7 +27,7 @@ NAME_BYTES = 32
 
 
 def record_name(key: Key, secret: bytes) -> bytes:
-    """Return the name of a page outside of this process: nobody can make it, or find tokens by it, without the secret."""
+    """Return the name of a page outside of this process: without the secret it can neither be made nor tell the tokens."""
     return blake2b(bytes([key[0]]) + key[1], key=secret, digest_size=NAME_BYTES).digest()
 
 

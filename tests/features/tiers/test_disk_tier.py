@@ -7,7 +7,7 @@ from array import array
 from pathlib import Path
 
 import pytest
-from test_host_tier import CONVERSATIONS, GREEDY, SMALL, TIER, counts, plain_turns, turns
+from test_host_tier import CONVERSATIONS, GREEDY, SMALL, TIER, counts, turns
 
 from patience import wait_for
 from quire import LLM
@@ -15,16 +15,6 @@ from quire.cache.prefix import extend_keys
 from quire.types.errors import ConfigError
 from serving import NAME, Running
 from tiny_model import make_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return str(make_model(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
-def expected(model: str) -> list:
-    return plain_turns(model)
 
 
 def start(model: str, path: Path, **args) -> LLM:

@@ -6,7 +6,6 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.types.errors import ConfigError
-from tiny_model import make_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 CONVERSATIONS = [[(i * 7 + j * 3) % 50 + 3 for j in range(40 + i)] for i in range(6)]
@@ -30,16 +29,6 @@ def turns(llm, count: int = 3) -> list[list[list[int]]]:
 
 def counts(llm: LLM):
     return llm.llm_engine.core.stats.tier
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return str(make_model(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
-def expected(model: str) -> list:
-    return plain_turns(model)
 
 
 def plain_turns(directory: str, **args) -> list:

@@ -72,7 +72,7 @@ def check_size(width: int, height: int) -> None:
 
 
 def _check_scans(data: bytes) -> None:
-    """Raise an error for a JPEG with so many scans that decoding it would take long."""
+    """Raise an error for a JPEG whose number of scans would make decoding slow."""
     if data.count(_START_OF_SCAN) > MAX_SCANS and (scans := _count_scans(data)) > MAX_SCANS:
         raise InvalidParameter(f"the image has {scans} scans; at most {MAX_SCANS} are supported. Save it anew")
 

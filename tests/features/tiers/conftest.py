@@ -1,0 +1,16 @@
+import pytest
+
+from tiny_model import make_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(make_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def expected(model: str) -> list:
+    """The answers of an engine without tiers."""
+    from test_host_tier import plain_turns
+
+    return plain_turns(model)
