@@ -3,7 +3,7 @@
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sim_support import PAGE, simulate, trace
 
@@ -34,6 +34,7 @@ def _best(arrivals: list[Arrival], pages: int) -> int:
 
 
 @settings(max_examples=25, deadline=None)
+@example(prompts=[[1], [2], [1], [2, 1]], pages=1)  # the only page of a prompt is always computed
 @given(prompts=PROMPTS, pages=st.integers(1, 3))
 def test_no_choice_of_pages_finds_more_than_the_optimum(prompts, pages: int):
     arrivals = [Arrival(float(i), tuple((content, PAGE) for content in blocks), 1) for i, blocks in enumerate(prompts)]

@@ -25,15 +25,15 @@ def optimal_hit_rate(trace: Trace, run: Run, page_size: int, pages: int) -> floa
 def optimal_hits(arrivals: Sequence[Arrival], page_size: int, pages: int) -> int:
     """Return the prompt tokens of these requests, in their order, that a cache of `pages` pages can have."""
     ids: dict[object, int] = {}
-    prompts = [_pages(arrival.blocks, page_size, ids) for arrival in arrivals]
+    # the last token is always computed, and with it its page
+    prompts = [_pages(arrival.blocks, page_size, ids)[: (arrival.length - 1) // page_size] for arrival in arrivals]
     texts = [_pages((*arrival.blocks, (arrival.echo, arrival.output)), page_size, ids) for arrival in arrivals]
     following = _lookups(prompts)
     cached: dict[int, int] = {}  # page -> the request that looks it up next
     order: list[tuple[int, int]] = []  # a heap of (-next, -page); later pages of a sequence have higher numbers
     hits = 0
-    for number, (arrival, prompt, text) in enumerate(zip(arrivals, prompts, texts, strict=True)):
-        reusable = (arrival.length - 1) // page_size  # the last token is always computed
-        hits += next((i for i, page in enumerate(prompt[:reusable]) if page not in cached), reusable)
+    for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        hits += next((i for i, page in enumerate(prompt) if page not in cached), len(prompt))
         for page in text:
             times = following.get(page)
             while times and times[-1] <= number:
