@@ -1,6 +1,7 @@
 """LLM: the offline API. Give it prompts, get answers, in order."""
 
 import itertools
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -40,7 +41,7 @@ Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 
 class LLM(PoolingMethods, LLMProfiles, LLMNotBuilt):
     """A model in this process, or data_parallel_size of them in processes of their own. Keyword arguments are those of
-    EngineArgs (`quire plan --help=all` lists them)."""
+    EngineArgs (`quire plan --help=all` lists them). Calls from several threads run one after another."""
 
     def __init__(self, model: str = "smollm2", **engine_args: Any) -> None:
         self._start(EngineArgs.from_kwargs(**{"model": model, "disable_log_stats": True, **engine_args}))
@@ -57,6 +58,7 @@ class LLM(PoolingMethods, LLMProfiles, LLMNotBuilt):
         config, prompts = self.llm_engine.config, self.llm_engine.inputs.prompts
         self._io_processor = open_io_processor(config, prompts.max_model_len, prompts.tokenizer)
         self._ids = itertools.count()
+        self._turn = threading.RLock()
         self._waiting: list[PreparedRequest] = []  # enqueued, and not waited for yet
         self._metrics = None if args.disable_log_stats else OfflineMetrics(self.llm_engine)
 
@@ -184,8 +186,9 @@ class LLM(PoolingMethods, LLMProfiles, LLMNotBuilt):
             raise InvalidParameter(f"concurrency_limit must be at least 1, got {concurrency_limit!r}", "concurrency_limit")
         size = concurrency_limit or max(1, len(batch))
         found: list[BeamSearchOutput] = []
-        for i in range(0, len(batch), size):
-            found += search_beams(self.llm_engine, batch[i : i + size], params, use_tqdm, extras[i : i + size])
+        with self._turn:
+            for i in range(0, len(batch), size):
+                found += search_beams(self.llm_engine, batch[i : i + size], params, use_tqdm, extras[i : i + size])
         return found
 
     def close(self) -> None:
@@ -233,7 +236,8 @@ class LLM(PoolingMethods, LLMProfiles, LLMNotBuilt):
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """See `LLMEngine.reset_prefix_cache`."""
-        return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
+        with self._turn:
+            return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def reset_mm_cache(self) -> None:
         """Forget processed images and videos."""
@@ -254,7 +258,7 @@ class LLM(PoolingMethods, LLMProfiles, LLMNotBuilt):
         priorities = list(priority) if priority is not None else [0] * len(batch)
         if len(priorities) != len(batch):
             raise InvalidParameter(f"priority has {len(priorities)} entries for {len(batch)} prompts", "priority")
-        extras = [NO_EXTRAS] * len(batch) if lora_request is None else self._extras_for(lora_request, len(batch))
+        extras = self._extras_for(lora_request, len(batch))
         if mm_processor_kwargs and not any(map(has_media, batch)):
             raise InvalidParameter("mm_processor_kwargs requires prompts with images or videos", "mm_processor_kwargs")
         read = self.llm_engine.read_media(batch, how, options_of(mm_processor_kwargs), extras)
@@ -266,11 +270,14 @@ class LLM(PoolingMethods, LLMProfiles, LLMNotBuilt):
         return prepared
 
     def _extras_for(self, lora_request: Adapters, count: int) -> list[Extras]:
-        if isinstance(lora_request, list | tuple):
-            if len(lora_request) != count:
-                raise InvalidParameter(f"lora_request has {len(lora_request)} entries for {count} prompts", "lora_request")
-            return [self.llm_engine.extras_of(one) for one in lora_request]
-        return [self.llm_engine.extras_of(cast(LoRARequest | None, lora_request))] * count
+        if lora_request is None:
+            return [NO_EXTRAS] * count
+        each = isinstance(lora_request, list | tuple)
+        if each and len(lora_request) != count:
+            raise InvalidParameter(f"lora_request has {len(lora_request)} entries for {count} prompts", "lora_request")
+        with self._turn:  # an adapter may be loaded
+            found = [self.llm_engine.extras_of(one) for one in (lora_request if each else [lora_request])]
+        return found if each else found * count
 
     def _params_for(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None:
@@ -282,6 +289,10 @@ class LLM(PoolingMethods, LLMProfiles, LLMNotBuilt):
         return list(params)
 
     def _run(self, prepared: Sequence[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
+        with self._turn:
+            return self._run_in_turn(prepared, use_tqdm)
+
+    def _run_in_turn(self, prepared: Sequence[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
         """Run to the end; after an interruption (also Ctrl-C) no request of this call is left in the engine."""
         engine = self.llm_engine
         done: dict[str, RequestOutput] = {}

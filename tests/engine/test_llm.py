@@ -5,6 +5,8 @@ import math
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -276,6 +278,23 @@ def test_ctrl_c_leaves_a_clean_engine(llm):
     timer.join()
     assert not llm.llm_engine.has_unfinished_requests()
     assert generate(llm, TEXT[0], GREEDY)[0].finished
+
+
+def test_calls_of_several_threads_get_their_own_answers(llm):
+    plain = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+    def texts(prompt):
+        return [output.outputs[0].token_ids for output in generate(llm, prompt, plain)]
+
+    def beams(prompt):
+        [found] = llm.beam_search(prompt, BeamSearchParams(beam_width=2, max_tokens=6))
+        return [beam.tokens for beam in found.sequences]
+
+    calls = [partial(texts, text) for text in TEXT] + [partial(beams, TEXT[0])]
+    with ThreadPoolExecutor(8) as threads:
+        answers = [future.result(timeout=120) for future in [threads.submit(call) for call in calls * 8]]
+    assert answers == [call() for call in calls] * 8
+    assert not llm.llm_engine.has_unfinished_requests()
 
 
 def test_ctrl_c_after_the_last_step_is_not_lost():
