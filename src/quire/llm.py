@@ -272,12 +272,12 @@ class LLM(PoolingMethods, LLMProfiles, LLMNotBuilt):
     def _extras_for(self, lora_request: Adapters, count: int) -> list[Extras]:
         if lora_request is None:
             return [NO_EXTRAS] * count
-        each = isinstance(lora_request, list | tuple)
-        if each and len(lora_request) != count:
-            raise InvalidParameter(f"lora_request has {len(lora_request)} entries for {count} prompts", "lora_request")
+        adapters = list(lora_request) if isinstance(lora_request, list | tuple) else [cast(LoRARequest, lora_request)]
+        if isinstance(lora_request, list | tuple) and len(adapters) != count:
+            raise InvalidParameter(f"lora_request has {len(adapters)} entries for {count} prompts", "lora_request")
         with self._turn:  # an adapter may be loaded
-            found = [self.llm_engine.extras_of(one) for one in (lora_request if each else [lora_request])]
-        return found if each else found * count
+            found = [self.llm_engine.extras_of(one) for one in adapters]
+        return found if len(found) == count else found * count
 
     def _params_for(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None:
