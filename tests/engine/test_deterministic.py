@@ -357,6 +357,8 @@ def test_dequantized_copies_are_refused():
 def test_vllms_variable_sets_it(monkeypatch, value, expected):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
     assert EngineArgs(model="smollm2").deterministic is expected
+    assert EngineArgs(model="smollm2", deterministic=False).deterministic is False
+    assert EngineArgs(model="smollm2", deterministic=True).deterministic is True
 
 
 @pytest.mark.parametrize("value", ["true", "false", "2", " 1"])

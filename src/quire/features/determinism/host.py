@@ -18,10 +18,10 @@ CPU_HEAD_UNIT = 16  # the attention kernels for CPUs require head sizes that are
 
 @dataclass
 class DeterminismArgs:
-    deterministic: bool = setting(
-        False, FLAG, "lengths and sampling",
-        "tokens and logprobs of a request do not depend on the other requests, chunks, prefix hits or preemption "
-        f"({VARIABLE}=1 does the same)",
+    deterministic: bool | None = setting(
+        None, FLAG, "lengths and sampling",
+        "tokens and logprobs of a request do not depend on the other requests, chunks, prefix hits or preemption; "
+        f"default: whether {VARIABLE} is 1",
         after="seed",
     )  # fmt: skip
 
@@ -82,7 +82,8 @@ class Determinism(Feature):
     cache_salt = None  # an engine has one order
 
     def check(self, args: Any) -> None:
-        args.deterministic = args.deterministic or _variable_is_set()
+        if args.deterministic is None:
+            args.deterministic = _variable_is_set()
         if args.deterministic and args.dequantized_copies:
             raise ConfigError(f"dequantized_copies is not supported with {NAME}. Remove it")  # sums of packed weights only
         if args.deterministic:
