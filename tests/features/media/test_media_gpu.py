@@ -1,15 +1,12 @@
 """Images and videos on a GPU: decode steps in CUDA graphs and outside of them give transformers' tokens, also where rotary
 positions differ from positions."""
 
-import gc
-
 import pytest
-import torch
 from media_models import MediaCase
 
 from quire import LLM, SamplingParams
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("processed_here")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("processed_here", "exact_products")]
 
 TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
@@ -19,17 +16,6 @@ CLOSE = {"float32": 1e-3, "bfloat16": 0.3}  # log-probabilities of which either 
 @pytest.fixture(scope="module", params=["llava", "qwen2.5-vl"])
 def case(request, tmp_path_factory):
     return MediaCase(request.param, tmp_path_factory.mktemp(request.param))
-
-
-@pytest.fixture(autouse=True)
-def exact_products():
-    """transformers' results are those of float32, not of TF32."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def check(case, outputs, asked, close):

@@ -13,23 +13,12 @@ from test_encoders_pool import write_sentence_files
 from encoder_families import ENCODERS, logits_of, random_texts, save_encoder, states_of
 from quire import LLM, PoolingParams
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_products")]
 
 TEXTS = random_texts([7, 40, 1, 40, 12, 64, 3, 90, 17])
 KNOWN = {name: family for name, family in ENCODERS.items() if hasattr(transformers, family.config)}  # to this transformers
 BASES = [name for name in KNOWN if "," not in name]
 CLASSIFIERS = [name for name, family in KNOWN.items() if family.model.endswith("ForSequenceClassification")]
-
-
-@pytest.fixture(autouse=True)
-def exact_products():
-    """transformers' results are those of float32, not of TF32."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def opened(directory: Path, **args: object) -> LLM:

@@ -33,28 +33,28 @@ class WeightArgs:
 
 CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
-        "few bits of what transformers runs",
+        "quantized weights of a model that transformers runs",
         lambda c: c.quantization is not None and c.quantization.method != "mxfp4" and c.facts.by_transformers,
         lambda c: (
-            f"{c.facts.files.name}: {c.facts.architecture} is run by transformers here, which takes floats only, and the "
-            f"quantization is {c.quantization and c.quantization.method}; use a checkpoint of floats as it is"
+            f"{c.facts.files.name}: {c.facts.architecture} is run by transformers, without quantized weights, and the "
+            f"quantization is {c.quantization and c.quantization.method}. Use a checkpoint that is not quantized"
         ),
         "by transformers",
         "quantization",
     ),
     Conflict(
-        "copies for nobody",
+        "dequantized copies without a use",
         lambda c: bool(c.args.dequantized_copies) and (c.device != "cuda" or c.dtype == "float32"),
         lambda c: (
             f"dequantized_copies requires CUDA and a 16-bit dtype; got {c.dtype} on {c.device}. Remove it"
         ),
     ),
     Conflict(
-        "copies on a GPU of several",
+        "dequantized copies on a shared GPU",
         lambda c: bool(c.args.dequantized_copies) and c.device == "cuda" and c.share_gpus,
         lambda _: (
-            "dequantized_copies is not supported where several engines or ranks share one GPU: none sees what the others take; "
-            "leave it out"
+            "dequantized_copies is not supported where several engines or ranks share a GPU: none knows the memory of the "
+            "others. Remove it"
         ),
     ),
 )  # fmt: skip

@@ -92,11 +92,12 @@ def _value_table(settings: Mapping[str, Any]) -> "np.ndarray[Any, Any]":
     import numpy as np
 
     values = np.broadcast_to(np.arange(256, dtype=np.float32), (3, 256))
-    if settings["do_rescale"]:
-        values = values * np.float32(settings["rescale_factor"])
-    if settings["do_normalize"]:
-        mean, deviation = (np.array(settings[name], np.float32)[:, None] for name in ("image_mean", "image_std"))
-        values = (values - mean) / deviation
+    with np.errstate(all="ignore"):  # pixels that are too large are refused with a message of their own
+        if settings["do_rescale"]:
+            values = values * np.float32(settings["rescale_factor"])
+        if settings["do_normalize"]:
+            mean, deviation = (np.array(settings[name], np.float32)[:, None] for name in ("image_mean", "image_std"))
+            values = (values - mean) / deviation
     return values.astype(np.float32)
 
 
