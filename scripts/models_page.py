@@ -97,7 +97,6 @@ def sweep() -> str:
 def columns() -> str:
     """The columns of the family matrix, and which models are refused which of them."""
     kinds = {
-        "without attention": "recurrent families without attention (Mamba)",
         "shared blocks": "`Zamba2ForCausalLM`",
         "by transformers": "models that `transformers` runs",
     }

@@ -61,7 +61,6 @@ class Case:
         """As `config/conflicts.py` calls them."""
         facts = self.facts
         said = {
-            "without attention": bool(facts.states) and not facts.layers,
             "shared blocks": facts.hf["model_type"] == "zamba2",
             "by transformers": facts.by_transformers,
         }

@@ -154,9 +154,10 @@ def test_what_is_refused_with_recurrent_layers(model: Path) -> None:
     mamba = {"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "num_heads": 4, "head_dim": 32, "n_groups": 1}
     named = {**CONFIG, "num_attention_heads": None, "num_key_value_heads": None}
     (model / "config.json").write_text(json.dumps({**named, **mamba}))
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2: the recurrent layers") as told:
-        config_of(model, tensor_parallel_size=2)
-    assert "heads" not in str(told.value)
+    assert config_of(model, tensor_parallel_size=4).ranks == 4
+    with pytest.raises(ConfigError, match=r"the 4 heads of the recurrent layers of Mamba2ForCausalLM .* use at most 4") as told:
+        config_of(model, tensor_parallel_size=5)
+    assert "attention" not in str(told.value)
     bamba = {"architectures": ["BambaForCausalLM"], "model_type": "bamba", "attn_layer_indices": [3]}
     sizes = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1}
     (model / "config.json").write_text(json.dumps({**CONFIG, **bamba, **sizes}))

@@ -10,9 +10,14 @@ import pytest
 import torch
 
 from adapters import write_with_peft
+from forked import nursery
 from oracle import TINY, open_reference
 from quire import LLM, SamplingParams
 from quire.cache.layout import make_layout, pages_for
+from quire.cli.memory_plan import make_plan
+from quire.config.args import EngineArgs
+from quire.dist.mesh import Position, share_state
+from quire.engine.executor import workers
 from quire.lora.request import LoRARequest
 from quire.types.errors import ConfigError
 from recurrent_families import RECURRENT
@@ -26,12 +31,16 @@ NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "ada
 THOROUGH = ("bamba", "mamba2", "qwen3-next")  # one hybrid, one without attention, one of another recurrence
 
 
-def engine(case, **args) -> LLM:
+def settings(**args):
     defaults = {
         "skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "block_size": PAGE, "max_num_seqs": 4,
         "max_model_len": 96, "max_num_batched_tokens": BUDGET, "kv_cache_memory_bytes": 32 << 20,
     }  # fmt: skip
-    return LLM(str(case.directory), **(defaults | args))
+    return defaults | args
+
+
+def engine(case, **args) -> LLM:
+    return LLM(str(case.directory), **settings(**args))
 
 
 def check(case, prompt: list[int], output) -> list[int]:
@@ -161,30 +170,61 @@ def test_drafts(checkpoint, name, monkeypatch):
     check(case, onward, llm.generate(onward, GREEDY, use_tqdm=False)[0])
 
 
-def test_ranks(checkpoint):
-    """Recurrent layers are every rank's, and the rest is divided; with drafts, too."""
-    case = checkpoint("qwen3-next")
-    llm = engine(case, tensor_parallel_size=2, speculative_config={**NGRAM, "num_speculative_tokens": 2})
-    outputs = llm.generate([*PROMPTS, PROMPTS[0]], GREEDY, use_tqdm=False)
-    for prompt, output in zip([*PROMPTS, PROMPTS[0]], outputs, strict=True):
-        check(case, prompt, output)
+@pytest.fixture(scope="module")
+def forked_ranks(tmp_path_factory):
+    with nursery(tmp_path_factory.mktemp("rank"), "rank") as command:
+        yield command
+
+
+@pytest.fixture
+def ranks(forked_ranks, monkeypatch):
+    monkeypatch.setattr(workers, "COMMAND", forked_ranks)
+
+
+@pytest.mark.parametrize(("name", "size", "drafts"), [("qwen3-next", 2, True), ("mamba2", 4, False), ("jamba", 2, False)])
+def test_ranks(checkpoint, ranks, name, size, drafts):
+    """Each rank has a part of the states, of snapshots, too: prompts in chunks, preempted, and from prefixes."""
+    case = checkpoint(name)
+    more = {"speculative_config": {**NGRAM, "num_speculative_tokens": 2}} if drafts else {}
+    longest = max(LENGTHS) + 2 * NEW_TOKENS + 2
+    pages = pages_for(make_layout(case.facts.layers, PAGE, 4, without_pages=True), longest, BUDGET) + 1
+    options = {"tensor_parallel_size": size, "max_model_len": longest, "num_gpu_blocks_override": pages, **more}
+    llm = engine(case, **options)
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    answers = [check(case, prompt, output) for prompt, output in zip(PROMPTS, outputs, strict=True)]
+    assert not case.facts.layers or sum(output.metrics.num_preemptions for output in outputs) > 0
+    for _ in range(2):
+        [again] = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+        assert list(again.outputs[0].token_ids) == answers[0]
+    assert again.num_cached_tokens == 32
+    held = [rank["state_bytes"] for rank in llm.collective_rpc("describe_rank")]
+    plan = make_plan(EngineArgs.from_kwargs(model=str(case.directory), **settings(**options)), 1 << 32)
+    assert max(held) == plan.bytes_per_state
+    for rank, count in enumerate(held):
+        assert count == sum(share_state(state, Position(rank, size)).bytes(4) for state in case.facts.states)
+    assert size > 2 or held == [sum(state.bytes(4) for state in case.facts.states) // 2] * 2
     llm.llm_engine.shutdown()
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2: the recurrent layers of Mamba2"):
-        engine(checkpoint("mamba2"), tensor_parallel_size=2)
 
 
-def test_adapters(checkpoint, tmp_path):
+def test_more_ranks_than_heads(checkpoint):
+    with pytest.raises(ConfigError, match=r"the 6 heads of the recurrent layers of Mamba2ForCausalLM .* use at most 6"):
+        engine(checkpoint("mamba2"), tensor_parallel_size=7)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_adapters(checkpoint, ranks, tmp_path, size):
     """Of what is before the recurrence and behind it; a prefix with one is not a prefix without."""
     case = checkpoint("bamba")
     adapted = write_with_peft(
         open_reference(case.directory), tmp_path, 3, r=2, lora_alpha=4, target_modules=["in_proj", "out_proj", "q_proj"]
     )
-    llm = engine(case, enable_lora=True)
+    llm = engine(case, enable_lora=True, tensor_parallel_size=size)
     plain, other, again = llm.generate(
         [PROMPTS[0]] * 3, GREEDY, use_tqdm=False, lora_request=[None, *[LoRARequest("a", 1, str(tmp_path))] * 2]
     )
     assert check(case, PROMPTS[0], plain) != check(replace(case, reference=adapted), PROMPTS[0], other)
     assert other.outputs[0].token_ids == again.outputs[0].token_ids
+    llm.llm_engine.shutdown()
     with pytest.raises(ConfigError, match="enable_lora"):
         engine(checkpoint("zamba2"), enable_lora=True)
 

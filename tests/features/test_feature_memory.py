@@ -11,7 +11,7 @@ from quire.config.resolve import resolve
 from quire.device.cpu.device import CPUDevice
 from quire.device.registry import open_device
 from quire.dist.mesh import Position
-from quire.engine.layouts import whole_layout
+from quire.engine.layouts import state_bytes, whole_layout
 from quire.engine.memory import _NoGroup, feature_memory, rank_sizes
 from quire.features.experts.device import ExpertBalancer
 from quire.features.experts.host import EplbConfig
@@ -85,9 +85,9 @@ def test_recurrent_states(checkpoints, monkeypatch, speculation):
     per_slot = feature_memory(config, rank_sizes(config)[0])["recurrent"].per_slot
     llm, stats, taken = started(config, monkeypatch)
     pages = (stats.pages + 1) * whole_layout(config).bytes_per_page
-    snapshots, rest = divmod(taken - pages - SEQS * per_slot, config.state_bytes)
+    snapshots, rest = divmod(taken - pages - SEQS * per_slot, state_bytes(config))
     assert snapshots == 1 + 4 * SEQS and not rest  # one for idle slots; prefixes have four for each request
-    assert per_slot == (1 if speculation is None else 2) * config.state_bytes
+    assert per_slot == (1 if speculation is None else 2) * state_bytes(config)
     llm.llm_engine.shutdown()
 
 

@@ -16,7 +16,7 @@ from more_families import MORE
 from oracle import FAMILIES, Sequences, in_pieces, make_checkpoint, open_checkpoint
 from quire.config.facts import read_facts
 from quire.device.cpu.prepare import CompiledBody, compile_body
-from quire.dist.mesh import HeadDivision, Position, evenly
+from quire.dist.mesh import HeadDivision, Position, evenly, largest_state, share_state
 from quire.files.resolve import resolve_model
 from quire.layers.embedding import Head
 from quire.layers.linear import Linear
@@ -27,6 +27,7 @@ from quire.models.registry import build_model
 from quire.ops.blocks import dequantize
 from quire.prepare.shard import shard
 from quire.types.errors import ConfigError
+from recurrent_families import RECURRENT
 
 FEW = [3, 17, 42, 8, 30, 11, 25]
 IDS = torch.randint(3, 199, (2, 40), generator=torch.Generator().manual_seed(0)).tolist()
@@ -53,14 +54,40 @@ def test_two_halves_are_the_whole(checkpoint, family):
     assert max(held[:2]) < 0.75 * held[2]
 
 
-@pytest.mark.parametrize("family", ["bamba", "falcon-h1", "qwen3.5-moe", "olmo-hybrid", "kimi-linear", "zamba2"])
-def test_recurrent_layers_are_every_ranks(checkpoint, family):
+RECURRENT_KINDS = ("bamba", "falcon-h1", "falcon-h1-no-norm", "falcon-mamba", "jamba", "kimi-linear", "lfm2", "mamba", "mamba2",
+                   "minimax", "nemotron-h", "olmo-hybrid", "qwen3-next", "qwen3.5", "zamba2")  # fmt: skip
+
+
+@pytest.mark.parametrize("family", RECURRENT_KINDS)
+def test_two_halves_of_recurrent_layers(checkpoint, family):
+    """All their matrices and states are divided: all ranks together hold little more than one process."""
     case = checkpoint(family)
     models, _ = divided(case.facts, 2)
     for logits, ids in zip(together(models, lambda model: in_pieces(model, *IDS)), IDS, strict=True):
         torch.testing.assert_close(logits, case.expected(ids), atol=3e-4, rtol=1e-3)
-    held = [sum(weight.numel() for weight in model.parameters()) for model in (models[0], case.model)]
-    assert held[0] < held[1]
+    held = [sum(weight.numel() for weight in model.parameters()) for model in (*models, case.model)]
+    assert max(held[:2]) < 0.57 * held[2]
+    states = [sum(layer.cache.bytes(4) for layer in model.recurrents) for model in (*models, case.model)]
+    assert states[0] == states[1] == states[2] / 2 == sum(largest_state(state, 2, 4) for state in case.facts.states)
+
+
+# groups of B and C, or key heads, on several ranks; heads and channels that are not divided evenly
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [("mamba2", 3), ("falcon-h1", 4), ("qwen3-next", 4), ("olmo-hybrid", 3), ("kimi-linear", 3), ("jamba", 5), ("lfm2", 5),
+     ("minimax", 4), ("zamba2", 4)],
+)  # fmt: skip
+def test_uneven_shares_of_recurrent_layers(checkpoint, family, size):
+    case = checkpoint(family)
+    models, _ = divided(case.facts, size)
+    for logits, ids in zip(together(models, lambda model: in_pieces(model, *IDS)), IDS, strict=True):
+        torch.testing.assert_close(logits, case.expected(ids), atol=3e-4, rtol=1e-3)
+    for rank, model in enumerate(models):
+        assert [layer.cache for layer in model.recurrents] == [
+            share_state(state, Position(rank, size)) for state in case.facts.states
+        ]
+    largest = max(sum(layer.cache.bytes(2) for layer in model.recurrents) for model in models)
+    assert largest == sum(largest_state(state, size, 2) for state in case.facts.states)
 
 
 MANY_HEADS = {"num_attention_heads": 8, "head_dim": 8, "intermediate_size": 72, "attention_bias": True, "mlp_bias": True}
@@ -91,6 +118,37 @@ def test_eight_ranks(tmp_path, family):
     for logits, ids in zip(together(models, lambda model: in_pieces(model, *IDS)), IDS, strict=True):
         close(logits, case.expected(ids))
     assert group.sums
+
+
+EIGHT_RECURRENT_HEADS = {
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 12},
+    "falcon-h1": {"mamba_n_heads": 8, "mamba_d_head": 12},
+    "mamba2": {"num_heads": 8, "head_dim": 12},
+    "mamba": {},
+    "nemotron-h": {"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 8},
+    "jamba": {},
+    "qwen3-next": {"linear_num_value_heads": 16},
+    "qwen3.5": {"linear_num_key_heads": 8, "linear_num_value_heads": 8},
+    "olmo-hybrid": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    "kimi-linear": {"linear_num_heads": 8},
+    "lfm2": {},
+    "minimax": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8},
+}
+ATTENTION_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8, "intermediate_size": 72}
+
+
+@pytest.mark.parametrize("family", EIGHT_RECURRENT_HEADS)
+def test_eight_ranks_of_recurrent_layers(tmp_path, family):
+    """All make the same calls in the same order, those in recurrent layers included."""
+    known = RECURRENT[family]
+    attention = {} if known.settings.get("num_attention_heads", 0) is None else ATTENTION_HEADS
+    make_checkpoint(replace(known, settings=known.settings | attention | EIGHT_RECURRENT_HEADS[family]), tmp_path)
+    case = open_checkpoint(tmp_path)
+    models, group = divided(case.facts, 8)
+    [logits] = together(models, lambda model: Sequences(model, 1, 40).step([(0, IDS[0])]))
+    torch.testing.assert_close(logits, case.expected(IDS[0]), atol=3e-4, rtol=1e-3)
+    ours = [module for module in models[0].modules() if isinstance(getattr(module, "group", None), Member)]
+    assert group.sums == len([module for module in ours if not isinstance(module, Head)])
 
 
 @pytest.mark.parametrize(("family", "size"), [("mixtral", 2), ("mixtral", 5), ("qwen3-moe", 4), ("gpt-oss", 3)])

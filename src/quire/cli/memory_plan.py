@@ -18,7 +18,7 @@ from quire.config.host import available_host_bytes
 from quire.config.memory import largest_step
 from quire.config.resolve import find_files, resolve
 from quire.device.registry import open_device
-from quire.engine.layouts import fit_cache, model_share, share_memory, whole_layout
+from quire.engine.layouts import fit_cache, model_share, share_memory, state_bytes, whole_layout
 from quire.engine.memory import (
     draft_name,
     feature_memory,
@@ -70,7 +70,7 @@ class MemoryPlan:
     page_size: int
     bytes_per_page: int
     states: int  # recurrent layers
-    bytes_per_state: int  # of all of them, for one request
+    bytes_per_state: int  # of all of them, for one request, on the rank that holds most
     snapshots: int  # states of prefixes, in addition to one per request
     drafter: str  # the draft model or head; "" = none
     drafts_by_text: bool
@@ -219,7 +219,7 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
         page_size=config.page_size,
         bytes_per_page=layout.bytes_per_page,
         states=len(facts.states),
-        bytes_per_state=config.state_bytes,
+        bytes_per_state=state_bytes(config),
         snapshots=snapshots,
         drafter=draft_name(config),
         drafts_by_text=config.text_drafter is not None,

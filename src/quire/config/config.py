@@ -164,11 +164,6 @@ class Config:
         return EIGHT_BITS.get(self.args.kv_cache_dtype, self.dtype)
 
     @property
-    def state_bytes(self) -> int:
-        """Return the bytes of the recurrent states of one sequence."""
-        return sum(state.bytes(DTYPE_BYTES[self.dtype]) for state in self.facts.states)
-
-    @property
     def cache_bytes(self) -> int:
         """Return the bytes of one value in the cache."""
         return CACHE_BYTES[self.cache_dtype]

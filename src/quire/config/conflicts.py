@@ -198,7 +198,7 @@ CORE: tuple[Conflict, ...] = (
     ),
     Conflict(
         "more ranks than heads",
-        lambda c: c.ranks > count_heads(c.facts) and not _never_divided(c),
+        lambda c: c.ranks > count_heads(c.facts) and not _never_divided(c) and bool(c.facts.layers or not c.facts.states),
         lambda c: (
             f"tensor_parallel_size={c.ranks}: the model's {count_heads(c.facts)} attention heads cannot be divided among "
             f"that many ranks; use at most {count_heads(c.facts)}"
@@ -243,7 +243,7 @@ def _why_no_nodes(config: Config) -> str:
 def _never_divided(config: Config) -> bool:
     """Return whether the model cannot be divided at all; other rows report the reason."""
     facts = config.facts
-    return config.world > 1 and (facts.by_transformers or bool(facts.states and not facts.layers))
+    return config.world > 1 and facts.by_transformers
 
 
 def _why_no_stages(config: Config) -> str:

@@ -56,7 +56,7 @@ def mamba2_sizes(config: Config) -> tuple[int, int, int, int, int]:
 
 def mamba2_state(config: Config) -> StateCache:
     heads, head_dim, groups, state, width = mamba2_sizes(config)
-    return StateCache((heads * head_dim + 2 * groups * state, width - 1), (heads, head_dim, state))
+    return StateCache((heads * head_dim + 2 * groups * state, width - 1), (heads, head_dim, state), groups, 2 * state)
 
 
 def mamba_sizes(config: Config) -> tuple[int, int, int, int]:
@@ -109,7 +109,7 @@ def nemotron_types(config: Config) -> list[Any]:
 
 def gated_delta_layers(config: Config) -> Layers:
     key_heads, heads, key, value, width = delta_sizes(config)
-    state = StateCache((2 * key_heads * key + heads * value, width - 1), (heads, key, value))
+    state = StateCache((2 * key_heads * key + heads * value, width - 1), (heads, key, value), key_heads, 2 * key)
     if config.get("layer_types") is not None:
         names: dict[str, Kind] = {"full_attention": "attention", "linear_attention": "recurrent"}
         return Layers(kinds_by_types(config, names), state)

@@ -66,7 +66,8 @@ def resolve(
     length, explicit = choose_length(args, facts)
     device = describe(choose_device(args, find_device))
     facts = facts if complete is None else complete(facts)
-    max_batched_tokens, max_seqs = choose_batch(args, default_batch(device, serving, facts), length)
+    owners = 1 if device.one_memory else args.tensor_parallel_size
+    max_batched_tokens, max_seqs = choose_batch(args, default_batch(device, serving, facts, owners), length)
     quantization = choose_quantization(args.quantization, facts.quantization, facts.files.format == "gguf")
     keep_quantized = choose_keep_quantized(args, facts, device, quantization)
     drafting = find_drafting(args, facts, fetch, wants_weights(args))
@@ -213,13 +214,13 @@ def choose_keep_quantized(
     return quantized and bool(device.keeps) and (device.always_keeps or args.dtype == "auto")
 
 
-def default_batch(device: DeviceFacts, serving: bool, facts: ModelFacts | None = None) -> tuple[int, int]:
+def default_batch(device: DeviceFacts, serving: bool, facts: ModelFacts | None = None, ranks: int = 1) -> tuple[int, int]:
     """Return the default tokens and requests per step. Recurrent states of all slots take at most a quarter of the memory,
-    since they are allocated for all slots."""
+    since they are allocated for all slots. ranks: that divide each state and have memory of their own"""
     tokens, seqs = device.batch
     if facts is not None and facts.states and device.total_bytes:
         each = sum(state.bytes(DTYPE_BYTES[facts.dtype]) for state in facts.states)
-        seqs = max(1, min(seqs, int(STATES_SHARE * device.total_bytes) // each))
+        seqs = max(1, min(seqs, ranks * int(STATES_SHARE * device.total_bytes) // each))
     return min(tokens, device.served_tokens or tokens) if serving else tokens, seqs
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 
-from quire.types.cache import LayerCache
+from quire.types.cache import LayerCache, StateCache
 from quire.types.errors import ConfigError
 
 GRAINS = (256, 32, 8)  # preferred units of a share: blocks of quantized matrices, and vector widths
@@ -51,6 +51,13 @@ def evenly(count: int) -> Cut:
     return cut
 
 
+def channels_of(count: int) -> Cut:
+    """Return a cut of the channels of a recurrent layer: as `evenly`, but whatever the grain, since the size of a state does not
+    depend on how weights are stored.
+    """
+    return lambda position: evenly(count)(replace(position, grain=1))
+
+
 @dataclass(frozen=True)
 class HeadDivision:
     """How attention heads are divided: on every rank each KV head serves the same number of query heads.
@@ -62,11 +69,12 @@ class HeadDivision:
     queries: int
     keys: int
     size: int  # head_dim
+    kind: str = "attention"
 
     def share(self, position: Position) -> tuple[range, range]:
         """Return the query heads and KV heads of a rank."""
         if self.queries < position.size:
-            raise ConfigError(f"{self.queries} attention heads cannot be divided among {position.size} ranks")
+            raise ConfigError(f"{self.queries} {self.kind} heads cannot be divided among {position.size} ranks")
         group = self.queries // self.keys
         if position.size <= self.keys:
             keys = share_keys(self.keys, position)
@@ -109,6 +117,33 @@ def largest_share(layers: Sequence[LayerCache], size: int) -> tuple[LayerCache, 
     if size == 1:
         return tuple(layers)
     return tuple(replace(layer, kv_heads=-(-layer.kv_heads // size)) for layer in layers)
+
+
+def recurrent_heads(heads: int, keys: int, size: int) -> HeadDivision:
+    """Return the division of a recurrent layer's heads."""
+    return HeadDivision(heads, keys, size, "recurrent")
+
+
+def share_state(state: StateCache, position: Position) -> StateCache:
+    """Return what a rank holds of a recurrent layer's state."""
+    if position.size == 1:
+        return state
+    if not state.keys:
+        own = len(channels_of(state.units)(position))
+        return replace(state, conv=_first(state.conv, own), state=_first(state.state, own))
+    heads, keys = recurrent_heads(state.units, state.keys, 1).share(position)
+    each = (state.conv[0] - state.keys * state.key_channels) // state.units
+    channels = len(heads) * each + len(keys) * state.key_channels
+    return replace(state, conv=_first(state.conv, channels), state=_first(state.state, len(heads)), keys=len(keys))
+
+
+def largest_state(state: StateCache, size: int, element_bytes: int) -> int:
+    """Return the bytes of a recurrent layer's state on the rank that holds most of it."""
+    return max(share_state(state, Position(rank, size)).bytes(element_bytes) for rank in range(size))
+
+
+def _first(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
+    return (size, *shape[1:]) if shape[0] else shape
 
 
 def _times(some: range, factor: int) -> range:

@@ -17,7 +17,7 @@ from quire.config.facts import ModelFacts
 from quire.config.features import FEATURES
 from quire.config.quantization import choose_quantization
 from quire.config.resolve import choose_keep_quantized, resolve
-from quire.dist.mesh import largest_share
+from quire.dist.mesh import largest_share, largest_state
 from quire.engine.executor.nodes import share_ranks
 from quire.features.host import Sizes
 from quire.features.media.host import encoder_cache_size, media_of
@@ -82,7 +82,12 @@ def draft_quantized_layouts(config: Config, facts: ModelFacts) -> frozenset[str]
 def cache_sizes(config: Config) -> Sizes:
     """Return the sizes that decide how the cache's memory is divided; they need no file and no model."""
     own = draft_layout(config)
-    return Sizes(draft_page=0 if own is None else own.bytes_per_page)
+    return Sizes(draft_page=0 if own is None else own.bytes_per_page, state=state_bytes(config))
+
+
+def state_bytes(config: Config) -> int:
+    """Return the bytes of the recurrent states of one sequence, on the rank that holds most of them."""
+    return sum(largest_state(state, config.ranks, DTYPE_BYTES[config.dtype]) for state in config.facts.states)
 
 
 def model_share(config: Config, layout: CacheLayout) -> float:
@@ -97,10 +102,8 @@ def fit_cache(config: Config, layout: CacheLayout, budget: int, override: int | 
     snapshots, sizes = None, cache_sizes(config)
     per_slot = sum(feature.memory(config, sizes).per_slot for feature in FEATURES)
     if per_slot:
-        each = per_slot // config.state_bytes
-        snapshots, budget = fit_states(
-            config.state_bytes, budget, config.max_seqs, config.prefix_caching, bool(layout.groups), each
-        )
+        each = per_slot // sizes.state
+        snapshots, budget = fit_states(sizes.state, budget, config.max_seqs, config.prefix_caching, bool(layout.groups), each)
     length, explicit = config.max_model_len, config.max_model_len_explicit
     capacity = fit(layout, budget, length, explicit=explicit, chunk=config.max_batched_tokens, override=override)
     return replace(capacity, snapshots=snapshots)
@@ -122,7 +125,7 @@ def text_drafter_config(
     layout = whole_layout(own)
     alone = pages_for(layout, own.max_model_len, own.max_batched_tokens)
     pages = max(alone, min(alone * config.max_seqs, TEXT_DRAFTER_BYTES // max(1, layout.bytes_per_page)))
-    states = (SNAPSHOTS_PER_SLOT + 2) * config.max_seqs * own.state_bytes
+    states = (SNAPSHOTS_PER_SLOT + 2) * config.max_seqs * state_bytes(own)
     return replace(own, args=replace(own_args, kv_cache_memory_bytes=(pages + 1) * max(1, layout.bytes_per_page) + states))
 
 

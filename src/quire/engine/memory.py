@@ -18,7 +18,7 @@ from quire.config.memory import activation_bytes, cpu_weight_bytes, graph_bytes,
 from quire.config.quantization import Quantization, choose_quantization, quantized_bytes, stays_quantized
 from quire.config.speculative import MTP
 from quire.device.registry import open_device
-from quire.engine.layouts import cache_sizes, draft_quantized_layouts, model_share, text_drafter_config
+from quire.engine.layouts import cache_sizes, draft_quantized_layouts, model_share, state_bytes, text_drafter_config
 from quire.engine.runners import bounded_facts
 from quire.features.host import Memory, Sizes
 from quire.features.media.host import has_rotary_axes
@@ -56,7 +56,7 @@ def rank_sizes(config: Config, build: bool = True) -> Sequence[Sizes]:
         # a draft model is whole on every rank of the first stage; a text drafter is an engine on the first rank
         drafts = _draft_sizes(config) if rank < (config.ranks if config.text_drafter is None else 1) else {}
         expert = weights * parts.expert // max(1, parts.total)
-        found.append(Sizes(largest_part(config, weights), adapter, values, copied, expert, **drafts))
+        found.append(Sizes(largest_part(config, weights), adapter, values, copied, expert, state=state_bytes(config), **drafts))
     return found
 
 
@@ -103,7 +103,7 @@ def least_cache(config: Config, layout: CacheLayout) -> int:
         return args.kv_cache_memory_bytes
     pages = args.num_gpu_blocks_override or pages_for(layout, config.max_model_len, config.max_batched_tokens)
     per_slot = sum(memory.per_slot for memory in feature_memory(config, cache_sizes(config)).values())
-    states = config.max_seqs * per_slot + (SNAPSHOTS_PER_SLOT * config.max_seqs + 1) * config.state_bytes
+    states = config.max_seqs * per_slot + (SNAPSHOTS_PER_SLOT * config.max_seqs + 1) * state_bytes(config)
     return int((pages + 1) * layout.bytes_per_page / model_share(config, layout)) + states
 
 

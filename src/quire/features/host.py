@@ -23,7 +23,7 @@ class Conflict:
     applies: "Callable[[Config], bool]"
     message: "Callable[[Config], str]"
     # which kind of model is refused, and what users call the setting (docs/models.md lists both); "": any model
-    of: Literal["", "without attention", "shared blocks", "by transformers"] = ""
+    of: Literal["", "shared blocks", "by transformers"] = ""
     what: str = ""
 
 
@@ -41,6 +41,7 @@ class Sizes:
     draft_step: int = 0  # activations of the draft model's largest step
     draft_page: int = 0  # of the draft model's cache, for each page of the model's
     draft_cache: int = 0  # of a draft model with another vocabulary, which has a cache of its own
+    state: int = 0  # recurrent states of one sequence
 
 
 @dataclass(frozen=True)

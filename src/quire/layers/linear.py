@@ -4,8 +4,9 @@ A *method* stores the weight and runs the GEMM: it names the parameters, maps ch
 loading, and multiplies.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -87,6 +88,24 @@ class MatrixPart:
     outputs: int  # of the checkpoint matrix
     local: tuple[tuple[int, range], ...]  # first output in the layer, and the outputs of the checkpoint matrix stored there
 
+    @classmethod
+    def of(cls, outputs: int, rows: Iterable[range], at: int = 0) -> "MatrixPart":
+        """Return the part with these rows, one after the other in the layer, from its output `at`."""
+        local = list[tuple[int, range]]()
+        for some in rows:
+            start = at
+            at += len(some)
+            if local and local[-1][1].stop == some.start:  # contiguous in the checkpoint
+                start, before = local.pop()
+                some = range(before.start, some.stop)
+            if some:
+                local.append((start, some))
+        return cls(outputs, tuple(local))
+
+    @property
+    def rows(self) -> int:
+        return sum(len(some) for _, some in self.local)
+
 
 class Linear(MethodLayer):
     """y = x @ weight.T + bias, plus the LoRA addition of each token's adapter.
@@ -141,15 +160,10 @@ class Linear(MethodLayer):
         """Return what the layer holds of each checkpoint tensor, by its path, in row order."""
         found, at = {}, 0
         for name, which in self.tensors(path).items():
-            first, ranges = 0, list[tuple[int, range]]()
-            for size, some in zip(self.sections[which], self.local_outputs[which], strict=True):
-                start, rows = at, range(first + some.start, first + some.stop)
-                if ranges and ranges[-1][1].stop == rows.start:  # contiguous in the checkpoint
-                    start, before = ranges.pop()
-                    rows = range(before.start, rows.stop)
-                ranges.append((start, rows))
-                first, at = first + size, at + len(some)
-            found[name] = MatrixPart(first, tuple(ranges))
+            firsts = accumulate(self.sections[which], initial=0)
+            rows = [range(first + some.start, first + some.stop) for first, some in zip(firsts, self.local_outputs[which])]  # noqa: B905
+            found[name] = MatrixPart.of(sum(self.sections[which]), rows, at)
+            at += found[name].rows
         return found
 
     def weight_slices(self, path: str) -> WeightSlices:
@@ -222,17 +236,12 @@ class HeadsLinear(Linear):
 
     def parts(self, path: str) -> Mapping[str, MatrixPart]:
         size, group = self.division.size, self.division.queries // self.division.keys
-        ranges, at = list[tuple[int, range]](), 0
-        for some, each, first in zip(self.local_outputs, (group, 1, 1), (0, group, group + 1), strict=True):
-            for head in range(some.start // size, some.stop // size):
-                row = (head // each * (group + 2) + first + head % each) * size
-                start, rows = at, range(row, row + size)
-                if ranges and ranges[-1][1].stop == row:
-                    start, before = ranges.pop()
-                    rows = range(before.start, rows.stop)
-                ranges.append((start, rows))
-                at += size
-        return {path: MatrixPart(sum(self.sections), tuple(ranges))}
+        firsts = [
+            (head // each * (group + 2) + first + head % each) * size
+            for some, each, first in zip(self.local_outputs, (group, 1, 1), (0, group, group + 1), strict=True)
+            for head in range(some.start // size, some.stop // size)
+        ]
+        return {path: MatrixPart.of(sum(self.sections), [range(row, row + size) for row in firsts])}
 
 
 class BlockedLinear(Linear):
@@ -244,35 +253,68 @@ class BlockedLinear(Linear):
         self.division, self.each = division, division.queries // blocks
 
     def parts(self, path: str) -> Mapping[str, MatrixPart]:
-        size, ranges, at = self.division.size, list[tuple[int, range]](), 0
-        for some, position in zip(self.local_outputs, (0, 2, 1), strict=True):
-            for head in range(some.start // size, some.stop // size):
-                row = ((head // self.each * 3 + position) * self.each + head % self.each) * size
-                ranges.append((at, range(row, row + size)))
-                at += size
-        return {path: MatrixPart(sum(self.sections), tuple(ranges))}
+        size = self.division.size
+        firsts = [
+            ((head // self.each * 3 + position) * self.each + head % self.each) * size
+            for some, position in zip(self.local_outputs, (0, 2, 1), strict=True)
+            for head in range(some.start // size, some.stop // size)
+        ]
+        return {path: MatrixPart.of(sum(self.sections), [range(row, row + size) for row in firsts])}
+
+
+class KeyHeadLinear(Linear):
+    """Projections of a recurrent layer in one checkpoint matrix, grouped by key head: its outputs of `per_key`, then those of
+    `per_head` for its heads. The layer has the same order.
+
+    per_key, per_head: outputs of each projection for one key head, and for one head
+    """
+
+    def __init__(self, inputs: int, division: HeadDivision, per_key: Sequence[int], per_head: Sequence[int]) -> None:
+        keyed, headed = ([replace(division, size=size) for size in sizes] for sizes in (per_key, per_head))
+        sections = [each.keys * each.size for each in keyed] + [each.queries * each.size for each in headed]
+        cuts = [each.cut_keys for each in keyed] + [each.cut_queries for each in headed]
+        super().__init__(inputs, sum(sections), role=Role.COLUMN, sections=sections, cuts=cuts)
+        self.division, self.per_key, self.per_head = division, sum(per_key), tuple(per_head)
+
+    def parts(self, path: str) -> Mapping[str, MatrixPart]:
+        each, last, rows = self.division.queries // self.division.keys, self.local_outputs[-1], list[range]()
+        held = range(last.start // self.per_head[-1], last.stop // self.per_head[-1])
+        for key in range(held.start // each, -(-held.stop // each)):
+            heads = range(max(held.start - key * each, 0), min(held.stop - key * each, each))  # among those of the key head
+            first = key * (self.per_key + each * sum(self.per_head))
+            rows.append(range(first, first + self.per_key))
+            first += self.per_key
+            for size in self.per_head:
+                rows.append(range(first + heads.start * size, first + heads.stop * size))
+                first += each * size
+        return {path: MatrixPart.of(sum(self.sections), rows)}
 
 
 class MergedLinear(Linear):
-    """Sibling tensors of the checkpoint in one matrix: `a.qkv` with parts q_proj, ... loads `a.q_proj.weight`, ..."""
+    """Sibling tensors of the checkpoint in one matrix: `a.qkv` with parts q_proj, ... loads `a.q_proj.weight`, ...
+
+    parts: outputs of each tensor, or of its sections
+    """
 
     def __init__(
         self,
         inputs: int,
-        parts: Mapping[str, int],
+        parts: Mapping[str, int | Sequence[int]],
         *,
         bias: bool = False,
         role: Role = Role.REPLICATED,
         cuts: Sequence[Cut] | None = None,
         method: LinearMethod | None = None,
     ) -> None:
-        sizes = tuple(parts.values())
+        sections = [(size,) if isinstance(size, int) else tuple(size) for size in parts.values()]
+        sizes = [size for section in sections for size in section]
         super().__init__(inputs, sum(sizes), bias=bias, role=role, sections=sizes, cuts=cuts, method=method)
-        self.names = tuple(parts)
+        ends = [*accumulate(map(len, sections))]
+        self.names = {name: slice(end - len(own), end) for name, own, end in zip(parts, sections, ends, strict=True)}
 
     def tensors(self, path: str) -> Mapping[str, slice]:
         above = path.rpartition(".")[0]
-        return {f"{above}.{name}" if above else name: slice(i, i + 1) for i, name in enumerate(self.names)}
+        return {f"{above}.{name}" if above else name: which for name, which in self.names.items()}
 
 
 class FusedLinear(MergedLinear):

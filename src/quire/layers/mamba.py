@@ -1,18 +1,19 @@
 """Mamba and Mamba-2 mixers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from quire.attn.batch import Batch
+from quire.dist.mesh import HeadDivision, Position, channels_of, recurrent_heads
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
-from quire.layers.parameter import parameter
-from quire.layers.recurrent import GatedNorm, Recurrence, ShortConvolution, rows_of
+from quire.layers.parameter import Role, parameter
+from quire.layers.recurrent import GatedNorm, Mixer, ShortConvolution, state_rows
 from quire.ops.arguments import TimeSteps
 from quire.ops.norm import rms_norm
 from quire.ops.recurrent import convolve, selective_scan, ssd
@@ -31,10 +32,14 @@ class MambaShape:
         return StateCache((self.inner, self.width - 1), (self.inner, self.state))
 
 
-class Mamba(nn.Module):
-    """Mamba 1 mixer. `norms`: RMSNorm of time steps, B and C, with or without weights; eps: its epsilon."""
+class Mamba(Mixer):
+    """Mamba 1 mixer. `norms`: RMSNorm of time steps, B and C, with or without weights; eps: its epsilon.
 
-    fixed = frozenset({"A_log", "D"})
+    Ranks divide the channels. Time steps, B and C come from all of them: their projection is all-reduced.
+    """
+
+    by_head = ("A_log", "D")
+    fixed = frozenset(by_head)
 
     def __init__(
         self,
@@ -46,28 +51,28 @@ class Mamba(nn.Module):
         norms: Literal["weighted", "plain"] | None = None,
         eps: float = 1e-6,
     ) -> None:
-        super().__init__()
+        super().__init__(shape.cache)
         self.shape, self.eps, self.plain = shape, eps, norms == "plain"
-        self.in_proj = Linear(hidden_size, 2 * shape.inner, bias=bias)
-        self.conv1d = ShortConvolution(shape.inner, shape.width, bias=conv_bias)
-        self.x_proj = Linear(shape.inner, shape.rank + 2 * shape.state)
-        self.dt_proj = Linear(shape.rank, shape.inner, bias=True)
+        cut, two = channels_of(shape.inner), (shape.inner,) * 2
+        self.in_proj = Linear(hidden_size, sum(two), bias=bias, role=Role.COLUMN, sections=two, cuts=(cut,) * 2)
+        self.conv1d = ShortConvolution((shape.inner,), (cut,), shape.width, bias=conv_bias)
+        self.x_proj = Linear(shape.inner, shape.rank + 2 * shape.state, role=Role.ROW, cuts=(cut,))
+        self.dt_proj = Linear(shape.rank, shape.inner, bias=True, role=Role.COLUMN, cuts=(cut,))
         self.A_log = parameter(shape.inner, shape.state, dtype=torch.float32)
         self.D = parameter(shape.inner, dtype=torch.float32)
-        self.out_proj = Linear(shape.inner, hidden_size, bias=bias)
+        self.out_proj = Linear(shape.inner, hidden_size, bias=bias, role=Role.ROW, cuts=(cut,))
         weighted = norms == "weighted"
         self.dt_layernorm = RMSNorm(shape.rank, eps) if weighted else None
         self.b_layernorm = RMSNorm(shape.state, eps) if weighted else None
         self.c_layernorm = RMSNorm(shape.state, eps) if weighted else None
         self.ones = torch.empty(0)
-        self.core = Recurrence(shape.cache)
 
     def finish(self, device: torch.device) -> None:
         self.ones = torch.ones(max(self.shape.rank, self.shape.state), device=device)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, H] -> [T, H]."""
-        shape, rows = self.shape, rows_of(batch)
+        shape, rows = self.shape, state_rows(batch)
         conv, state = self.core.bound()
         mixed, gate = self.in_proj(x, batch.tokens).chunk(2, -1)
         mixed = convolve(mixed, self.conv1d.weight, self.conv1d.bias, conv, rows, silu=True)
@@ -105,18 +110,24 @@ class Mamba2Shape:
 
     @property
     def cache(self) -> StateCache:
-        return StateCache((self.channels, self.width - 1), (self.heads, self.head_dim, self.state))
+        state = self.heads, self.head_dim, self.state
+        return StateCache((self.channels, self.width - 1), state, self.groups, 2 * self.state)
+
+    @property
+    def division(self) -> HeadDivision:
+        return recurrent_heads(self.heads, self.groups, self.head_dim)
 
 
-class Mamba2(nn.Module):
-    """Mamba 2 mixer.
+class Mamba2(Mixer):
+    """Mamba 2 mixer. Ranks divide the heads; with more ranks than groups, several have the B and C of a group.
 
     norm: gated norm of the output; None: the gate alone
     limits: bounds of the time steps
     multipliers: factors of the projection's parts z, x, B, C and dt
     """
 
-    fixed = frozenset({"A_log", "dt_bias", "D"})
+    by_head = ("A_log", "dt_bias", "D")
+    fixed = frozenset(by_head)
 
     def __init__(
         self,
@@ -130,20 +141,32 @@ class Mamba2(nn.Module):
         limits: Sequence[float] = (0.0, float("inf")),
         multipliers: Sequence[float] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(shape.cache)
         self.shape, self.limits, self.multipliers = shape, (float(limits[0]), float(limits[1])), multipliers
-        self.in_proj = Linear(hidden_size, shape.inner + shape.channels + shape.heads, bias=bias)
-        self.conv1d = ShortConvolution(shape.channels, shape.width, bias=conv_bias)
+        values, groups = shape.division.cut_queries, replace(shape.division, size=shape.state).cut_keys
+        sections, cuts = self._sections(), (values, values, groups, groups, replace(shape.division, size=1).cut_queries)
+        self.in_proj = Linear(hidden_size, sum(sections), bias=bias, role=Role.COLUMN, sections=sections, cuts=cuts)
+        self.conv1d = ShortConvolution(sections[1:4], cuts[1:4], shape.width, bias=conv_bias)
         self.A_log = parameter(shape.heads, dtype=torch.float32)
         self.dt_bias = parameter(shape.heads, dtype=torch.float32)
         self.D = parameter(shape.heads, dtype=torch.float32)
         self.norm = norm
-        self.out_proj = Linear(shape.inner, hidden_size, bias=bias if out_bias is None else out_bias)
-        self.core = Recurrence(shape.cache)
+        out_bias = bias if out_bias is None else out_bias
+        self.out_proj = Linear(shape.inner, hidden_size, bias=out_bias, role=Role.ROW, cuts=(values,))
+
+    def shard_heads(self, position: Position) -> None:
+        super().shard_heads(position)
+        heads, groups = self.shape.division.share(position)
+        self.shape = replace(self.shape, heads=len(heads), groups=len(groups))
+
+    def _sections(self) -> tuple[int, ...]:
+        """Return the sizes of z, x, B, C and dt."""
+        each = self.shape.groups * self.shape.state
+        return self.shape.inner, self.shape.inner, each, each, self.shape.heads
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """x [T, H] -> [T, H]."""
-        shape, rows = self.shape, rows_of(batch)
+        shape, rows = self.shape, state_rows(batch)
         conv, state = self.core.bound()
         parts = self.in_proj(x, batch.tokens)
         sizes = [shape.inner, shape.channels, shape.heads]
@@ -167,7 +190,6 @@ class Mamba2(nn.Module):
         return final
 
     def _scales(self, parts: Tensor) -> Tensor:
-        shape, each = self.shape, self.shape.groups * self.shape.state
         assert self.multipliers is not None
-        sizes = (shape.inner, shape.inner, each, each, shape.heads)
-        return torch.cat([parts.new_full((size,), factor) for size, factor in zip(sizes, self.multipliers, strict=True)])
+        both = zip(self._sections(), self.multipliers, strict=True)
+        return torch.cat([parts.new_full((size,), factor) for size, factor in both])

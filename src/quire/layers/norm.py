@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.dist.collectives import Group
-from quire.dist.mesh import HeadDivision
+from quire.dist.mesh import HeadDivision, Position
 from quire.files.reading import shown
 from quire.layers.parameter import WeightSlices, parameter, rows_of
 from quire.ops.norm import add_rms_norm, rms_norm, rounded_norm
@@ -81,6 +81,31 @@ class NoNorm(nn.Module):
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         total = x if residual is None else x + residual
         return total, total
+
+
+class WidthNorm(RMSNorm):
+    """RMSNorm over all heads of a token. Ranks that each hold some heads all-reduce their sums of squares."""
+
+    group: Group | None = None  # ranks that hold the other heads
+
+    def __init__(self, division: HeadDivision, eps: float) -> None:
+        super().__init__(division.queries * division.size, eps)
+        self.division, self.local = division, range(division.queries * division.size)
+
+    def shard_heads(self, position: Position, group: Group) -> None:
+        """Hold only a rank's heads. Before loading."""
+        self.local, self.group = self.division.cut_queries(position), group
+        self.weight = parameter(len(self.local))
+
+    def weight_slices(self, path: str) -> WeightSlices:
+        return {f"{path}.weight": rows_of((self.division.queries * self.division.size,), [(self.weight.data, self.local)])}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.group is None:
+            return super().forward(x)
+        wide = x.float()
+        mean = self.group.add(wide.square().sum(-1, keepdim=True)) / (self.division.queries * self.division.size)
+        return (wide * (mean + self.eps).rsqrt() * self.weight.float()).to(x.dtype)
 
 
 class WidthNorms(nn.Module):

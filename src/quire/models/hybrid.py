@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def make_mamba2(facts: "ModelFacts", eps: float, **options: Any) -> Mamba2:
     """Return a Mamba 2 mixer with a grouped norm after its gate."""
     shape = Mamba2Shape(*mamba2_sizes(facts.hf))
-    return Mamba2(facts.hidden_size, shape, GatedNorm(shape.inner, eps, groups=shape.groups), **options)
+    return Mamba2(facts.hidden_size, shape, GatedNorm(shape.division, eps), **options)
 
 
 class MixerBlock(nn.Module):

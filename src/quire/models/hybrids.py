@@ -160,7 +160,7 @@ class FalconH1(HybridDecoder):
         mamba = Mamba2(
             facts.hidden_size,
             shape,
-            GatedNorm(shape.inner, eps, groups=shape.groups, norm_first=first) if hf.get("mamba_rms_norm") else None,
+            GatedNorm(shape.division, eps, norm_first=first) if hf.get("mamba_rms_norm") else None,
             bias=bool(hf.get("mamba_proj_bias")),
             out_bias=bool(hf.get("projectors_bias")),
             conv_bias=bool(hf.get("mamba_conv_bias", True)),

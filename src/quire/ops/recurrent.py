@@ -1,5 +1,7 @@
 """Operations of recurrent layers: causal convolution, delta rule, gated norm, selective scan and SSD."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -121,13 +123,25 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int,
     return reference_gated_norm(x, gate, weight, eps, groups, norm_first, act)
 
 
+def _mean_square(parts: Tensor) -> Tensor:
+    return parts.square().mean(-1, keepdim=True)
+
+
 def reference_gated_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int, norm_first: bool, act: str = "silu"
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    groups: int,
+    norm_first: bool,
+    act: str = "silu",
+    mean_square: Callable[[Tensor], Tensor] = _mean_square,
 ) -> Tensor:
+    """As `gated_norm`. mean_square: of [T, groups, n], each group a part of one that ranks divide -> [T, groups, 1]"""
     opened = gate.float().sigmoid() if act == "sigmoid" else F.silu(gate.float())
     values = x.float() if norm_first else x.float() * opened
     parts = values.view(len(x), groups, -1)
-    parts = parts * (parts.square().mean(-1, keepdim=True) + eps).rsqrt()
+    parts = parts * (mean_square(parts) + eps).rsqrt()
     values = (parts * weight.float().view(-1, parts.shape[-1])).view_as(values)
     return (values * opened if norm_first else values).to(gate.dtype)
 

@@ -13,9 +13,10 @@ from quire.layers.latent import LatentAttention
 from quire.layers.linear import Linear
 from quire.layers.mlp import Cutoff
 from quire.layers.moe import Experts
-from quire.layers.norm import WidthNorms
+from quire.layers.norm import WidthNorm, WidthNorms
 from quire.layers.packed_attention import PackedSelfAttention
 from quire.layers.parameter import Role
+from quire.layers.recurrent import GatedNorm, Mixer, ShortConvolution
 from quire.types.errors import ConfigError
 
 
@@ -29,7 +30,7 @@ def shard(model: nn.Module, position: Position, group: Group, grain: int = 1, *,
     """
     if position.size == 1:
         return
-    if not any(isinstance(layer, SelfAttention | LatentAttention | PackedSelfAttention) for layer in model.modules()):
+    if not any(isinstance(layer, SelfAttention | LatentAttention | PackedSelfAttention | Mixer) for layer in model.modules()):
         raise ConfigError("tensor parallelism requires a model family of Quire's own")
     with torch.device("meta"):
         for layer in model.modules():
@@ -85,6 +86,12 @@ def _shard_by_role(layer: nn.Module, position: Position, group: Group) -> None:
             layer.shard_heads(layer.division.share(position)[0])
         case LatentAttention():
             layer.shard_heads(position)
+        case Mixer():
+            layer.shard_heads(position)
+        case ShortConvolution():
+            layer.shard([cut(position) for cut in layer.cuts])
+        case GatedNorm() | WidthNorm():
+            layer.shard_heads(position, group)
         case Cutoff():
             layer.group = group
         case WidthNorms():

@@ -45,10 +45,20 @@ class LayerCache:
 @dataclass(frozen=True)
 class StateCache:
     """The state of a recurrent layer for a sequence of any length: the last inputs of its convolution, in the model's dtype,
-    and its recurrent state, in float32. Either may be empty."""
+    and its recurrent state, in float32. Either may be empty.
+
+    keys: key heads (groups of B and C), each of which serves an equal number of heads; 0: the layer has channels, no heads
+    """
 
     conv: tuple[int, ...] = (0,)  # channels, inputs
-    state: tuple[int, ...] = (0,)
+    state: tuple[int, ...] = (0,)  # heads or channels, ...
+    keys: int = 0
+    key_channels: int = 0  # channels of the convolution for each key head; the others belong to the heads
+
+    @property
+    def units(self) -> int:
+        """Return the heads or channels that ranks divide."""
+        return self.state[0] or self.conv[0]
 
     def bytes(self, element_bytes: int) -> int:
         return prod(self.conv) * element_bytes + 4 * prod(self.state)

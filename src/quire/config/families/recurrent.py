@@ -147,13 +147,15 @@ def _olmo_hybrid_layers(config: Config) -> Layers:
 
 def _kimi_linear_layers(config: Config) -> Layers:
     heads, _, size, _, width = kimi_sizes(config)
-    return Layers(kinds_by_types(config, _LINEAR), StateCache((3 * heads * size, width - 1), (heads, size, size)))
+    return Layers(
+        kinds_by_types(config, _LINEAR), StateCache((3 * heads * size, width - 1), (heads, size, size), heads, 2 * size)
+    )
 
 
 def _minimax_layers(config: Config) -> Layers:
     heads = read_size(config, "num_attention_heads")
     size = read_size(config, "head_dim", default=max(1, read_size(config, "hidden_size") // heads))
-    state = StateCache(state=(heads, size, size))
+    state = StateCache(state=(heads, size, size), keys=heads)
     if config.get("layer_types") is not None:
         return Layers(kinds_by_types(config, _LINEAR), state)
     return Layers(kinds_of(config, lambda index: index % 2 == 0), state)

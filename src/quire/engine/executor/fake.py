@@ -22,7 +22,7 @@ from quire.engine.executor.base import Executor
 from quire.engine.executor.fake_media import FakeEncoder
 from quire.engine.executor.fake_model import FakeModel, Words, flavour
 from quire.engine.executor.fake_tier import FakeTier
-from quire.engine.layouts import fit_or_warn
+from quire.engine.layouts import fit_or_warn, state_bytes
 from quire.engine.timeline import Stopwatch
 from quire.features.media.host import encoder_cache_size, media_of
 from quire.files.adapter import find_adapter, read_config
@@ -440,7 +440,7 @@ def start_fake(config: Config, facts: ModelFacts, layout: CacheLayout, watch: St
     if override is None and args.kv_cache_memory_bytes is None:
         alone = pages_for(layout, config.max_model_len, config.max_batched_tokens)
         override = max(alone, min(alone * config.max_seqs, MAX_FAKE_PAGES))
-    states = (SNAPSHOTS_PER_SLOT + 2) * config.max_seqs * config.state_bytes
+    states = (SNAPSHOTS_PER_SLOT + 2) * config.max_seqs * state_bytes(config)
     capacity = fit_or_warn(config, layout, args.kv_cache_memory_bytes or states, override)
     embeddings, media = encoder_cache_size(config), media_of(config)
     executor = FakeExecutor(

@@ -104,7 +104,7 @@ class LinearSite:
     def __init__(self, path: str, layer: Linear) -> None:
         self.path, self._layer, self._parts = path, layer, layer.parts(path)
         self.shapes = {name: (part.outputs, layer.all_inputs) for name, part in self._parts.items()}
-        self.parts = [(part.local[0][0], sum(len(rows) for _, rows in part.local)) for part in self._parts.values()]
+        self.parts = [(part.local[0][0], part.rows) for part in self._parts.values()]
         self._bank = layer.bank = LinearBank()
         # of the ranks whose outputs are added, one adds what is not a product
         self._adds = layer.role is not Role.ROW or layer.local_inputs.start == 0
@@ -179,7 +179,7 @@ class LinearSite:
         """Return the values added after the product: the adapter's `added`, and the difference of its bias to the layer's."""
         total: Tensor | None = None
         for name, part in self._parts.items():
-            start, count = part.local[0][0], sum(len(rows) for _, rows in part.local)
+            start, count = part.local[0][0], part.rows
             added, bias = weights.get(f"{name}.added"), weights.get(f"{name}.bias")
             for values in (added, None if bias is None or own is None else bias - own[start : start + count]):
                 if values is not None:

@@ -73,6 +73,9 @@ class RecurrentPart(StepPart):
         assert self._states is not None
         self._states.copy(step.plan.save_slot, step.plan.save_entry)
 
+    def describe(self) -> dict[str, int]:
+        return {"state_bytes": 0 if self._states is None else self._states.bytes_per_entry}
+
     def close(self) -> None:
         self._model = self._states = self._rollback = None
 
@@ -107,6 +110,10 @@ class StateBuffers:
             )
             layer.bind(conv, state)
             self._arrays += [array for array in (conv, state) if array.numel()]
+
+    @property
+    def bytes_per_entry(self) -> int:
+        return sum(array[0].nbytes for array in self._arrays)
 
     def entries(self, slots: Ints) -> Ints:
         return np.zeros_like(slots) if self._shared else slots

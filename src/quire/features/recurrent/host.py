@@ -10,16 +10,22 @@ if TYPE_CHECKING:
 
 CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
-        "ranks of recurrent layers",
-        lambda c: bool(c.facts.states) and (c.stages > 1 or (c.world > 1 and (not c.facts.layers or c.device != "cpu"))),
+        "stages of recurrent layers",
+        lambda c: bool(c.facts.states) and c.stages > 1,
         lambda c: (
-            f"{c.parallelism}: the recurrent layers of {c.facts.architecture} cannot be divided; leave it at 1 (on a CPU, and "
-            "with attention layers as well, tensor_parallel_size divides all other layers)"
+            f"pipeline_parallel_size={c.stages} is not supported with the recurrent layers of {c.facts.architecture}. Use "
+            "tensor_parallel_size"
         ),
-        "without attention",
-        "tensor_parallel_size",
     ),
-)  # fmt: skip
+    Conflict(
+        "more ranks than recurrent heads",
+        lambda c: c.ranks > min((state.units for state in c.facts.states), default=c.ranks),
+        lambda c: (
+            f"tensor_parallel_size={c.ranks}: the {c.facts.states[0].units} heads of the recurrent layers of "
+            f"{c.facts.architecture} cannot be divided among that many ranks; use at most {c.facts.states[0].units}"
+        ),
+    ),
+)
 
 
 class Recurrent(Feature):
@@ -31,6 +37,6 @@ class Recurrent(Feature):
     def part_options(self, config: "Config") -> dict[str, Any] | None:
         return {"drafts": config.speculation is not None} if config.facts.states else None
 
-    def memory(self, config: "Config", sizes: Sizes) -> Memory:  # noqa: ARG002
+    def memory(self, config: "Config", sizes: Sizes) -> Memory:
         """With drafts, each request has a second state to return to when drafts are rejected."""
-        return Memory(per_slot=(1 if config.speculation is None else 2) * config.state_bytes)
+        return Memory(per_slot=(1 if config.speculation is None else 2) * sizes.state)
