@@ -36,6 +36,21 @@ def test_two_ranks_on_one_card(tiny_model, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("family", ["bamba", "mamba2", "jamba", "qwen3-next", "kimi-linear", "lfm2", "minimax"])
+def test_two_ranks_of_recurrent_layers_on_one_card(checkpoint, family, monkeypatch):
+    monkeypatch.setenv("QUIRE_CUDA_RANKS", "1")
+    settings = {"device": "cuda", "dtype": "float32", "kv_cache_memory_bytes": 256 << 20, "skip_tokenizer_init": True}
+    prompts = [list(range(3, 3 + n)) for n in (33, 5, 18)]
+    said = []
+    for size in (1, 2):
+        llm = LLM(str(checkpoint(family).directory), tensor_parallel_size=size, max_num_seqs=4, block_size=16, **settings)
+        for _ in range(2):  # the second time from saved states
+            said.append([list(output.outputs[0].token_ids) for output in llm.generate(prompts, GREEDY, use_tqdm=False)])
+        llm.llm_engine.shutdown()
+    assert said == [said[0]] * 4
+
+
+@pytest.mark.gpu
 def test_each_has_a_gpu_unless_they_are_to_share(tiny_model, monkeypatch):
     monkeypatch.delenv("QUIRE_CUDA_RANKS", raising=False)
     count = torch.cuda.device_count()
