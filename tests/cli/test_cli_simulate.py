@@ -348,3 +348,33 @@ def test_no_torch_is_imported(model: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0 False"
+
+
+def test_host_memory_and_disk(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--card", "l4", "--num-prompts", "90", "--request-rate", "4", "--input-len", "40", "--prefix-len", "96"]
+    flags += ["--num-prefixes", "12", "--output-len", "4", "--num-gpu-blocks-override", "40", "--max-model-len", "256"]
+    host = ["--kv-offloading-size", "0.0002"]
+    disk = [*host, "--kv-disk-path", "anything", "--kv-disk-size", "0.01", "--disk-rate", "9GB/s"]
+    rates = []
+    for tiers in ([], host, disk):
+        assert simulate(model, *flags, *tiers, "--json") == 0
+        result = json.loads(capsys.readouterr().out)
+        rates.append(result["prefix_cache_hit_rate"])
+        if tiers:
+            hits = [result[f"kv_tiers_{name}_hits"] for name in ("device", "host", "disk")]
+            assert sum(hits) == result["total_cached_tokens"] and (hits[2] > 0) == (tiers is disk)
+            assert result["kv_tiers_stored"] >= result["kv_tiers_fetched"] > 0
+            assert (result["kv_tiers_written"] > 0) == (result["kv_tiers_read"] > 0) == (tiers is disk)
+    assert rates[0] < rates[1] < rates[2]
+    assert not Path("anything").exists()
+    assert simulate(model, *flags, *disk, "--optimum") == 0
+    table = capsys.readouterr().out
+    assert "in host memory" in table and "% on disk" in table and "GiB written" in table and "optimal policy" in table
+    for wrong, told in (
+        (["--host-link", "9GB/s"], "--host-link requires --kv-offloading-size"),
+        ([*host, "--disk-rate", "9GB/s"], "--disk-rate requires --kv-disk-path"),
+        ([*host, "--host-link", "fast"], "--host-link 'fast' is not a rate"),
+        ([*disk[:-1], "0"], "--disk-rate must be above 0"),
+    ):
+        assert simulate(model, *flags, *wrong) == 2
+        assert told in capsys.readouterr().err

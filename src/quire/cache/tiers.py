@@ -74,8 +74,7 @@ class HostTier:
         """Store a page that loses its content with the plan that is being built."""
         key = content[0]
         if (record := self._index.get(key)) is not None:
-            if record in self._policy:
-                self._use(record)
+            self.touch(record)
             return
         self._store(page, content)
 
@@ -85,6 +84,12 @@ class HostTier:
         if record is None or record in self._storing:
             return None
         return record if self._content[record][1] == tokens else None
+
+    def touch(self, record: int) -> None:
+        """Count a use of a record, which is evicted later for it."""
+        if record in self._policy:
+            self._policy.use(record)
+            self._policy.add(record, 1)
 
     def pin(self, record: int) -> None:
         """Keep a record until `unpin`."""
@@ -196,10 +201,6 @@ class HostTier:
         record = self._policy.pop()
         self._remove_content(record)
         return record
-
-    def _use(self, record: int) -> None:
-        self._policy.use(record)
-        self._policy.add(record, 1)
 
     def _settle(self, record: int) -> None:
         """Make a record that nothing moves any more findable or free."""

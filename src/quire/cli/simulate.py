@@ -27,7 +27,8 @@ from quire.cli.plan import read_size
 from quire.config.args import EngineArgs, add_cli_arguments, nearest
 from quire.config.config import Config
 from quire.config.facts import sizes_of
-from quire.engine.layouts import make_scheduler, whole_layout
+from quire.engine.layouts import host_records, make_scheduler, whole_layout
+from quire.features.tiers.host import host_bytes
 from quire.progress import doing, shown
 from quire.sched.scheduler import GROWTH_PAGES, Scheduler
 from quire.sim.analytic import CARDS, GPUModel, find_card, read_rate, windows_of
@@ -46,12 +47,13 @@ from quire.sim.fleet import (
     fewest_replicas,
     router_maker,
 )
-from quire.sim.links import LINKS, NETWORKS, make_fabric
+from quire.sim.links import DISK_BANDWIDTH, HOST_LINKS, LINKS, MEMORY_BANDWIDTH, NETWORKS, make_fabric
 from quire.sim.measured import read_measured
 from quire.sim.optimum import optimal_hit_rate
 from quire.sim.page import latency_cells, lines, load_cells, page, rows_of, trial_cells
 from quire.sim.parallel import Layout, ModelSizes, ParallelTiming
 from quire.sim.replica import Replica, SimulatedDevice, SimulatedTiming
+from quire.sim.tiers import SimulatedTiers, TierSizes
 from quire.sim.trace import FORMATS, Characters, Generated, Trace, format_of, read_trace, sharegpt_trace, workload_trace
 from quire.step_loop import little_garbage_collection
 from quire.text.tokenizer import Tokenizer
@@ -84,20 +86,18 @@ DEVICE: Flags = (
     ("flops", "of 16-bit floats, dense: 989T", {"metavar": "RATE"}),
     ("link", f"between GPUs of a node: {', '.join(LINKS)} (default: the card's)", {"metavar": "NAME"}),
     ("network", f"between nodes: {', '.join(NETWORKS)} (default: the card's)", {"metavar": "NAME"}),
+    ("host-link", "to host memory: 52GB/s (default: the card's PCIe)", {"metavar": "RATE"}),
+    ("disk-rate", "of kv_disk_path, both ways (default 3GB/s)", {"metavar": "RATE"}),
     ("timing", "a result of `quire bench steps`, instead of a card", FILE),
 )
 FLEET: Flags = (
-    ("replicas", "engines (default: the fewest that meet the objective, or 1)", N),
+    ("replicas", "engines (default: the fewest that suffice, or 1)", N),
     ("router", "policy that places requests (default balancer)", {"choices": ROUTERS, "default": "balancer"}),
     ("slo-ttft", "objective: milliseconds to the first token", X),
     ("slo-tpot", "objective: milliseconds for each token after it", X),
     ("slo-percentile", "of the requests that must meet both (default 99)", X | {"default": 99.0}),
     ("max-replicas", "maximum for the search (default 256)", N | {"default": 256}),
-    (
-        "api-ms",
-        "of a request before the engine: HTTP, text (default: the file's, or 2.5)",
-        X,
-    ),
+    ("api-ms", "of HTTP and text (default: the file's, or 2.5)", X),
     ("api-request-ms", "of it in the API process (default: the file's, or 1)", X),
     ("api-token-us", "of it per token (default: the file's, or 45)", X),
     ("offline", "simulate `LLM` instead of a server", YES),
@@ -113,7 +113,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     traffic = parser.add_argument_group("traffic")
     traffic.add_argument(
         "--num-prompts", "--limit", dest="limit", type=int, metavar="N", default=None,
-        help="requests: a trace's first ones (default all), or generated (1000)",
+        help="the first of a trace (default all), or generated (1000)",
     )  # fmt: skip
     groups = {"generated traffic": GENERATED_FLAGS, "device": DEVICE, "fleet": FLEET, "report": REPORT}
     for group, flags in [(traffic, TRAFFIC), *((parser.add_argument_group(title), flags) for title, flags in groups.items())]:
@@ -129,9 +129,6 @@ NOT_SIMULATED = {
     **dict.fromkeys(
         ("speculative_config", "spec_method", "spec_model", "spec_tokens"), "acceptance rates are unknown; drop it"
     ),
-    **dict.fromkeys(
-        ("kv_offloading_size", "swap_space", "kv_disk_path"), "pages that left the device are not simulated; drop it"
-    ),
     "enable_lora": "simulated requests have no adapter; drop it",
 }
 
@@ -145,6 +142,7 @@ class Setting:
     timing: SimulatedTiming
     description: str  # of the device
     front: FrontTime = NO_FRONT  # of the API process
+    tiers: TierSizes | None = None  # host memory and disk; None: none
 
     def scheduler(self, pages: int) -> Scheduler:
         """Return an engine's scheduler with at most `pages` pages."""
@@ -162,14 +160,24 @@ class Setting:
     def replica(self, pages: int) -> Replica:
         """Return a replica whose scheduler has at most `pages` pages."""
         device = SimulatedDevice(self.config.max_seqs, self.timing, windows_of(self.config.facts.layers))
+        scheduler = self.scheduler(pages)
+        if self.tiers is not None and self.tiers.disk_bytes and scheduler.arrivals is not None:
+            scheduler.arrivals.open_disk([(b"", [])])  # it is empty
         return Replica(
-            self.scheduler(pages),
+            scheduler,
             self.plan.page_size,
             device,
             self.timing.host,
             self.config.depth,
             self.plan.pages,
+            None if self.tiers is None else SimulatedTiers(self.tiers),
         )
+
+    @property
+    def cached_pages(self) -> int:
+        """Return how many pages device, host memory and disk hold together."""
+        tiers, records = self.tiers, host_records(self.config, whole_layout(self.config))
+        return self.plan.pages + records + (tiers.disk_bytes // tiers.page if tiers is not None else 0)
 
     def pages_for(self, trace: Trace) -> int:
         """Return a number of pages above which a scheduler decides the same: twice what all requests can use together,
@@ -204,7 +212,8 @@ def make_setting(args: EngineArgs, namespace: argparse.Namespace) -> Setting:
         f"{card.name}: {gib(card.memory)}, {card.bandwidth / 1e12:g} TB/s, {card.flops / 1e12:g} TFLOP/s{several}; step times "
         "computed"
     )
-    return Setting(config, plan, timing, description, front_time(namespace, USUAL_FRONT))
+    front = front_time(namespace, USUAL_FRONT)
+    return Setting(config, plan, timing, description, front, tier_sizes(config, namespace, HOST_LINKS[card.host]))
 
 
 def _card(namespace: argparse.Namespace) -> GPUModel:
@@ -247,7 +256,9 @@ def _measured(args: EngineArgs, namespace: argparse.Namespace) -> Setting:
         )
     description = f"{found.device}, {found.machine}; step times measured with {found.model}"
     front = front_time(namespace, found.front or USUAL_FRONT)
-    return Setting(config, _fitting(plan_for(config, total)), found.timing, description, front)
+    link = MEMORY_BANDWIDTH if config.device_facts.one_memory else HOST_LINKS["pcie4"]
+    tiers = tier_sizes(config, namespace, link)
+    return Setting(config, _fitting(plan_for(config, total)), found.timing, description, front, tiers)
 
 
 def front_time(namespace: argparse.Namespace, usual: FrontTime) -> FrontTime:
@@ -260,6 +271,26 @@ def front_time(namespace: argparse.Namespace, usual: FrontTime) -> FrontTime:
         if (value := getattr(namespace, flag)) is not None
     }
     return dataclasses.replace(usual, **given)
+
+
+def tier_sizes(config: Config, namespace: argparse.Namespace, link: float) -> TierSizes | None:
+    """Return the speeds and sizes of host memory and disk; None: the engine has none. link: bytes per second, unless given."""
+    page, disk = whole_layout(config).bytes_per_page, config.args.kv_disk_path is not None
+    on = {"host_link": bool(host_bytes(config) and page), "disk_rate": disk}
+    missing = {"host_link": "kv-offloading-size", "disk_rate": "kv-disk-path"}
+    for name, is_on in on.items():
+        if getattr(namespace, name) is not None and not is_on:
+            raise ConfigError(f"--{name.replace('_', '-')} requires --{missing[name]}. Add it, or drop both")
+    if not on["host_link"]:
+        return None
+    rates = {"host_link": link, "disk_rate": DISK_BANDWIDTH}
+    for name in rates:
+        if (text := getattr(namespace, name)) is not None:
+            rates[name] = read_rate(name.replace("_", "-"), text)
+            if not rates[name]:
+                raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {text}")
+    size = int(config.args.kv_disk_size * 2**30) // config.world if disk else 0
+    return TierSizes(page, rates["host_link"], config.world, rates["disk_rate"], size, config.device_facts.one_memory)
 
 
 def _fitting(plan: MemoryPlan) -> MemoryPlan:
@@ -386,7 +417,7 @@ def run(namespace: argparse.Namespace) -> int:
     seconds = time.perf_counter() - began
     optimum = None
     if namespace.optimum and setting.config.prefix_caching:
-        optimum = optimal_hit_rate(trace, outcome, setting.plan.page_size, setting.plan.pages)
+        optimum = optimal_hit_rate(trace, outcome, setting.plan.page_size, setting.cached_pages)
     report(namespace, Outcome(setting, trace, namespace.router, outcome, objectives, search, seconds, optimum))
     return 0 if any(not visit.refused for visit in outcome.visits) and (search is None or search.kept) else 1
 

@@ -26,7 +26,6 @@ from quire.features.structured.constraints import GrammarLanes
 from quire.features.structured.host import structured_backend
 from quire.models.registry import complete_facts
 from quire.progress import doing
-from quire.sched.disk import DiskTraffic
 from quire.types.errors import ModelError
 
 
@@ -115,13 +114,12 @@ def start_core(config: Config, watch: Stopwatch | None = None, ends: PeerLinks |
 
 def open_disk_tier(core: EngineCore) -> None:
     """Find out what the ranks have on disk, if there is a disk tier."""
-    arrivals, tier = core.scheduler.arrivals, core.scheduler.tier
-    if arrivals is None or tier is None:
+    arrivals = core.scheduler.arrivals
+    if arrivals is None:
         return
     contents = core.executor.call_all("call_part", "tiers", "disk_contents")
     if all(each is not None for each in contents):
-        arrivals.disk = DiskTraffic(tier, core.scheduler.roster, contents)
-        core.scheduler.pool.on_publish = tier.offer
+        arrivals.open_disk(contents)
 
 
 def make_grammars(config: Config, drafts: int) -> GrammarLanes:

@@ -16,7 +16,6 @@ from quire.engine.watch import Watch
 from quire.features.logits_processors.loading import refuse_extra_args
 from quire.features.lora.manager import LoRAManager
 from quire.features.structured.constraints import Constraints, GrammarLanes
-from quire.sched.arrivals import Arrivals
 from quire.sched.draft.speculation import Speculation
 from quire.sched.plan_builder import Scheduled
 from quire.sched.scheduler import Scheduler
@@ -141,7 +140,7 @@ class EngineCore:
         if self.adapters.slots:
             self.adapters.turn()
         if self.scheduler.arrivals is not None:
-            self._move_pages(self.scheduler.arrivals)
+            self.scheduler.arrivals.exchange(self._call_tiers, self._clock)
         scheduled = self.scheduler.schedule(self._clock())
         self.tokens, self.rows = (0, 0) if scheduled is None else (scheduled.plan.tokens, len(scheduled.plan.slot))
         self.waited = 0.0
@@ -180,16 +179,6 @@ class EngineCore:
         if self.scheduler.speculation is not None:
             self.scheduler.speculation.close()
         self.executor.stop()
-
-    def _move_pages(self, arrivals: Arrivals) -> None:
-        """Take in pages that ranks have fetched, read or written, and let them read and write others."""
-        disk = arrivals.disk
-        if arrivals.pending:
-            arrivals.reported(self._call_tiers("take_fetched"), self._clock())
-        if disk is not None and disk.pending:
-            disk.reported(self._call_tiers("take_read_and_written"), self._clock())
-        if disk is not None and disk.has_commands:
-            self._call_tiers("read_and_write", *disk.commands())
 
     def _call_tiers(self, method: str, *args: Any) -> list[Any]:
         return self.executor.call_all("call_part", "tiers", method, *args)

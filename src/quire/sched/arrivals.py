@@ -8,8 +8,11 @@ estimated to be faster. The arrived pages are published like computed ones, and 
 search. It waits once per admission; what did not arrive, or was evicted again, is computed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
 
 from quire.cache.pool import NULL
 from quire.cache.tables import Tables
@@ -17,11 +20,12 @@ from quire.cache.tiers import Content, HostTier
 from quire.sched.disk import ON_DISK, DiskTraffic
 from quire.sched.plan_builder import PlanBuilder
 from quire.sched.roster import Roster
+from quire.sched.speeds import Speeds
 from quire.types.request import Request
 from quire.types.stats import NO_TIERS, TierCounts
 
-DECAY = 0.95  # of what was measured, per measurement
 Report = Sequence[tuple[int, bool]]  # of a rank: pages whose fetch ended, and whether their content is right
+Call = Callable[..., list[Any]]  # calls a method of the tiers on every rank: its name, arguments
 
 
 @dataclass(eq=False)
@@ -37,29 +41,6 @@ class Fetch:
     wrong: set[int] = field(default_factory=set)  # pages
 
 
-class Speeds:
-    """Estimates of how long it takes to fetch pages and to compute tokens."""
-
-    def __init__(self) -> None:
-        self._least, self._pages, self._tokens = 0.0, 0.0, 0.0  # seconds of a fetch; pages and tokens per second
-
-    def fetched(self, pages: int, seconds: float) -> None:
-        seconds = max(seconds, 1e-6)
-        self._least = min(self._least / DECAY, seconds) if self._least else seconds
-        self._pages = max(self._pages * DECAY, pages / seconds)
-
-    def computed(self, tokens: int, seconds: float) -> None:
-        self._tokens = max(self._tokens * DECAY, tokens / max(seconds, 1e-6))
-
-    def pays(self, pages: int, tokens: int) -> bool:
-        """Return whether fetching these pages is faster than computing their tokens; True while it is unknown."""
-        if not self._pages or not self._tokens or max(self._least, pages / self._pages) <= tokens / self._tokens:
-            return True
-        self._least *= DECAY  # so that it is tried again
-        self._pages /= DECAY
-        return False
-
-
 class Arrivals:
     def __init__(self, tables: Tables, tier: HostTier, roster: Roster, page_bytes: int, mode: str = "auto") -> None:
         """mode: how preempted requests get their pages back: swap, recompute, or auto, as `Speeds` estimates."""
@@ -68,10 +49,17 @@ class Arrivals:
         self._fetches: dict[int, Fetch] = {}  # by each of their pages
         self._coming: dict[Content, Fetch] = {}
         self._tried: dict[Request, int] = {}  # preemptions of a request when it last waited
+        self._on_host: dict[Request, int] = {}  # tokens that device and host memory had when a read from disk began
+        self._prefixes: dict[Request, tuple[int, int]] = {}  # tokens of a fetch: on the device, and with host memory
         self._speeds = Speeds()
         self.disk: DiskTraffic | None = None
         self._counts = NO_TIERS
         roster.on_leave.append(self._forget)
+
+    def open_disk(self, ranks: Sequence[tuple[bytes, Sequence[bytes]]]) -> None:
+        """Also keep pages on disk. ranks: see `DiskTraffic`."""
+        self.disk = DiskTraffic(self._tier, self._roster, ranks)
+        self._tables.pool.on_publish = self._tier.offer
 
     @property
     def pending(self) -> bool:
@@ -96,8 +84,18 @@ class Arrivals:
         lost += 0 if self.disk is None else self.disk.lost
         return TierCounts(
             self._tier.records, self._tier.used, stored, skipped, queries, hits, fetched, lost, self._page_bytes,
-            on_disk, written, read,
+            on_disk, written, read, self._counts.disk_hits,
         )  # fmt: skip
+
+    def exchange(self, call: Call, clock: Callable[[], float]) -> None:
+        """Take in pages that ranks have fetched, read or written, and let them read and write others."""
+        disk = self.disk
+        if self.pending:
+            self.reported(call("take_fetched"), clock())
+        if disk is not None and disk.pending:
+            disk.reported(call("take_read_and_written"), clock())
+        if disk is not None and disk.has_commands:
+            call("read_and_write", *disk.commands())
 
     def hold(self, request: Request, plan: PlanBuilder, now: float) -> bool:
         """Let a request wait for pages that the host tier has. It has adopted what the device has, and all of it fits.
@@ -111,9 +109,14 @@ class Arrivals:
         if self.disk is not None and self.disk.may_wait(request) and self._read(request, self.disk, now):
             return True
         hit, reach = request.computed, self._tables.reach(request, self._tier)
-        self._count(queries=len(request.tokens) - hit)
+        if request.admitted < 0:
+            self._count(queries=len(request.tokens) - hit)
         missing = self._tables.missing(request, reach, self._tier) if reach > hit else []
-        if not missing or len(missing) > self._tables.pool.free or not self._pays(request, len(missing), reach - hit):
+        if (
+            not missing
+            or len(missing) > self._tables.pool.free
+            or not self._pays(request, self._speeds.pays, len(missing), reach - hit)
+        ):
             return False
         contents = [self._tables.groups[group].content(request, i) for group, i, _ in missing]
         other = next((self._coming[content] for content in contents if content in self._coming), None)
@@ -122,16 +125,25 @@ class Arrivals:
         else:
             self._tried[request] = request.preemptions
             self._begin(request, [record for _, _, record in missing], contents, plan.step, now)
-            self._count(hits=reach - hit)
+            self._prefixes[request] = hit, self._on_host.get(request, reach)
         self._roster.wait_for_pages(request)
         return True
 
-    def _forget(self, request: Request) -> None:
-        self._tried.pop(request, None)
+    def admitted(self, request: Request) -> None:
+        """Count what was fetched for a request, whose prefix of `request.cached` tokens is on the device. Called when it first
+        gets a slot; what others waited for, and what was evicted again, is not counted."""
+        on_host, (device, host) = self._on_host.pop(request, None), self._prefixes.pop(request, (request.cached, 0))
+        if request.cached > device:
+            from_disk = 0 if on_host is None else max(0, request.cached - max(device, host))
+            self._count(hits=request.cached - device, disk_hits=from_disk)
 
-    def _pays(self, request: Request, pages: int, tokens: int) -> bool:
+    def _forget(self, request: Request) -> None:
+        for found in (self._tried, self._on_host, self._prefixes):
+            found.pop(request, None)
+
+    def _pays(self, request: Request, estimate: Callable[[int, int], bool], pages: int, tokens: int) -> bool:
         swaps = bool(request.preemptions) and self._mode == "swap"
-        return swaps or self._speeds.pays(pages, tokens)
+        return swaps or estimate(pages, tokens)
 
     def _read(self, request: Request, disk: DiskTraffic, now: float) -> bool:
         """Let a request wait for pages on disk, which are read into host memory. Return False if there are none."""
@@ -139,11 +151,15 @@ class Arrivals:
         missing = self._tables.missing(request, reach, disk) if reach > request.computed else []
         if all(record != ON_DISK for _, _, record in missing):
             return False
-        if not self._pays(request, len(missing), reach - request.computed):
+        if not self._pays(request, disk.pays, len(missing), reach - request.computed):
             return False
         contents = [self._tables.groups[group].content(request, i) for group, i, record in missing if record == ON_DISK]
+        for _, _, record in missing:
+            if record != ON_DISK:
+                self._tier.touch(record)  # what is read must not evict what comes before it
         if not disk.hold(request, contents, now):
             return False
+        self._on_host[request] = self._tables.reach(request, self._tier)
         self._roster.wait_for_pages(request)
         return True
 
@@ -190,6 +206,8 @@ class Arrivals:
     def computed(self, tokens: int, seconds: float) -> None:
         """Record the duration of a step of prompts."""
         self._speeds.computed(tokens, seconds)
+        if self.disk is not None:
+            self.disk.speeds.computed(tokens, seconds)
 
     def _end(self, fetch: Fetch) -> None:
         """Publish what arrived and let the requests go on."""
@@ -208,8 +226,6 @@ class Arrivals:
         for request in fetch.waiting:
             self._roster.mark_ready(request.spec.id, "pages")
 
-    def _count(self, queries: int = 0, hits: int = 0, fetched: int = 0, lost: int = 0) -> None:
-        before = self._counts
-        self._counts = TierCounts(
-            queries=before.queries + queries, hits=before.hits + hits, fetched=before.fetched + fetched, lost=before.lost + lost
-        )
+    def _count(self, **more: int) -> None:
+        replaced = {name: getattr(self._counts, name) + count for name, count in more.items()}
+        self._counts = msgspec.structs.replace(self._counts, **replaced)

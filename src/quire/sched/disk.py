@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from quire.cache.pool import Key
 from quire.cache.tiers import Content, HostTier, record_name
 from quire.sched.roster import Roster
+from quire.sched.speeds import Speeds
 from quire.types.request import Request
 
 ON_DISK = -1  # in place of a record
@@ -30,6 +31,7 @@ class Read:
     began: float
     left: set[int]  # records
     waiting: list[Request] = field(default_factory=list)
+    pages: int = 0  # that are read until its end, with those before it
 
 
 class DiskTraffic:
@@ -45,6 +47,7 @@ class DiskTraffic:
         self._failed: set[tuple[str, int]] = set()
         self._tried: dict[Request, int] = {}  # preemptions of a request when it last waited
         self.read = self.written = self.lost = 0  # pages, ever
+        self.speeds = Speeds()
         self._removals: list[bytes] = []  # names, not sent to the ranks yet
         tier.on_landed, tier.on_forget = self._write, self._remove
         roster.on_leave.append(self._forget)
@@ -83,7 +86,12 @@ class DiskTraffic:
             read.left.add(record)
             self._reading[record] = content, read
             self._reads.append((record, record_name(content[0], self._secret)))
+        read.pages = len(self._reading)
         return bool(read.left)
+
+    def pays(self, pages: int, tokens: int) -> bool:
+        """Return whether reading these pages, after those that are being read, is faster than computing their tokens."""
+        return self.speeds.pays(len(self._reading) + pages, tokens)
 
     def commands(self) -> tuple[Pairs, Pairs, Sequence[bytes]]:
         """Return what ranks shall read, write, and then remove, since the last call."""
@@ -101,7 +109,7 @@ class DiskTraffic:
             self._names.difference_update(removed)
             for kind, done in (("read", reads), ("write", writes)):
                 for record, worked in done:
-                    self._note(kind, record, worked, len(ranks))
+                    self._note(kind, record, worked, len(ranks), now)
         for _, read in self._reading.values():
             if now - read.began > READ_TIMEOUT_S:
                 self._go_on(read)
@@ -115,7 +123,7 @@ class DiskTraffic:
         self._writes, self._removals = [], []
         self._writing = dict.fromkeys(self._writing, b"")
 
-    def _note(self, kind: str, record: int, worked: bool, ranks: int) -> None:
+    def _note(self, kind: str, record: int, worked: bool, ranks: int, now: float) -> None:
         self._reports[kind, record] += 1
         if not worked:
             self._failed.add((kind, record))
@@ -125,7 +133,7 @@ class DiskTraffic:
         worked = (kind, record) not in self._failed
         self._failed.discard((kind, record))
         if kind == "read":
-            self._end_read(record, worked)
+            self._end_read(record, worked, now)
             return
         name = self._writing.pop(record)
         self._tier.unpin(record)
@@ -133,7 +141,7 @@ class DiskTraffic:
             self._names.add(name)
             self.written += 1
 
-    def _end_read(self, record: int, worked: bool) -> None:
+    def _end_read(self, record: int, worked: bool, now: float) -> None:
         content, read = self._reading.pop(record)
         self._tier.arrived(record, worked)
         if worked:
@@ -143,6 +151,7 @@ class DiskTraffic:
             self._names.discard(record_name(content[0], self._secret))
         read.left.discard(record)
         if not read.left:
+            self.speeds.fetched(read.pages, now - read.began)
             self._go_on(read)
 
     def _go_on(self, read: Read) -> None:

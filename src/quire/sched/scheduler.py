@@ -401,6 +401,8 @@ class Scheduler:
             if request.spec.params.reads_prefix_cache and self._tables.prefix_caching:
                 self._queries += len(request.spec.prompt)
                 self._hits += request.cached
+                if self.arrivals is not None:
+                    self.arrivals.admitted(request)
         request.admitted = plan.step
 
     def _row_length(self, request: Request, left: int, plan: PlanBuilder) -> int:

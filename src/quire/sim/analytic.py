@@ -37,6 +37,7 @@ class GPUModel:
     flops: float  # per second, of 16-bit floats
     link: str | None = None  # between GPUs of a node (`links.py`); None: unknown
     network: str | None = None  # between nodes, as usual with this GPU
+    host: str = "pcie5"  # to host memory
 
     def __post_init__(self) -> None:
         for flag, value in (("memory", self.memory), ("bandwidth", self.bandwidth), ("flops", self.flops)):
@@ -47,20 +48,20 @@ class GPUModel:
 CARDS = {
     card.name: card
     for card in (
-        GPUModel("a10", 24 * GIB, 600e9, 125e12, "pcie4"),
-        GPUModel("a100-40g", 40 * GIB, 1555e9, 312e12, "nvlink3", "hdr"),
-        GPUModel("a100-80g", 80 * GIB, 2039e9, 312e12, "nvlink3", "hdr"),
+        GPUModel("a10", 24 * GIB, 600e9, 125e12, "pcie4", host="pcie4"),
+        GPUModel("a100-40g", 40 * GIB, 1555e9, 312e12, "nvlink3", "hdr", "pcie4"),
+        GPUModel("a100-80g", 80 * GIB, 2039e9, 312e12, "nvlink3", "hdr", "pcie4"),
         GPUModel("b200", 180 * GIB, 8e12, 2250e12, "nvlink5", "ndr"),
         GPUModel("h100", 80 * GIB, 3350e9, 989e12, "nvlink4", "ndr"),
         GPUModel("h100-pcie", 80 * GIB, 2000e9, 756e12, "pcie5", "ndr"),
         GPUModel("h20", 96 * GIB, 4000e9, 148e12, "nvlink4", "ndr"),
         GPUModel("h200", 141 * 10**9, 4800e9, 989e12, "nvlink4", "ndr"),
-        GPUModel("l4", 24 * GIB, 300e9, 121e12, "pcie4"),
-        GPUModel("l40s", 48 * GIB, 864e9, 362e12, "pcie4"),
+        GPUModel("l4", 24 * GIB, 300e9, 121e12, "pcie4", host="pcie4"),
+        GPUModel("l40s", 48 * GIB, 864e9, 362e12, "pcie4", host="pcie4"),
         GPUModel("mi300x", 192 * GIB, 5300e9, 1307e12),
-        GPUModel("rtx-4090", 24 * GIB, 1008e9, 165e12, "pcie4"),
+        GPUModel("rtx-4090", 24 * GIB, 1008e9, 165e12, "pcie4", host="pcie4"),
         GPUModel("rtx-5090", 32 * GIB, 1792e9, 209e12, "pcie5"),
-        GPUModel("t4", 16 * GIB, 320e9, 65e12),
+        GPUModel("t4", 16 * GIB, 320e9, 65e12, host="pcie3"),
     )
 }
 
@@ -79,7 +80,7 @@ def read_rate(flag: str, text: str) -> float:
     """Return the rate of a text such as `4.8TB/s`, `989T`, `989TFLOPS` or `3.35e12`."""
     match = _RATE.match(text.strip())
     if match is None or match["rest"].lower() not in ("", "b", "b/s", "flops", "flop", "flop/s", "flops/s"):
-        raise ConfigError(f"--{flag} {text!r} is not a rate such as {'4.8TB/s' if flag == 'bandwidth' else '989T'}")
+        raise ConfigError(f"--{flag} {text!r} is not a rate such as {'989T' if flag == 'flops' else '4.8TB/s'}")
     return float(match["number"]) * 1000.0 ** _POWERS[match["unit"].upper()]
 
 

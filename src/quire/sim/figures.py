@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,21 @@ class Load:
 
 
 @dataclass(frozen=True)
+class TierFigures:
+    """Where prompt tokens were found, and bytes that moved, of all replicas and ranks."""
+
+    device_hits: int  # tokens; the three add up to all that was found
+    host_hits: int
+    disk_hits: int
+    stored: int  # bytes: from the device to host memory
+    fetched: int  # and back
+    written: int  # from host memory to disk
+    read: int  # and back
+    host_usage: float  # share of the records in use at the end
+    has_disk: bool
+
+
+@dataclass(frozen=True)
 class Figures:
     requests: int
     completed: int
@@ -46,6 +61,7 @@ class Figures:
     spreads: dict[str, Spread | None]  # milliseconds
     fleet: Load
     replicas: list[Load]
+    tiers: TierFigures | None = None  # None: there are none
 
     @property
     def hit_rate(self) -> float:
@@ -75,6 +91,9 @@ class Figures:
             "steps": self.fleet.steps,
             "preemptions": self.preemptions,
         }
+        if self.tiers is not None:
+            for field in fields(self.tiers):
+                flat[f"kv_tiers_{field.name}"] = getattr(self.tiers, field.name)
         for name, spread in self.spreads.items():
             flat[f"mean_{name}_ms"] = spread and spread.mean
             for percentile in PERCENTILES:
@@ -105,6 +124,27 @@ def figures_of(run: Run) -> Figures:
         },
         fleet=_together(loads),
         replicas=loads,
+        tiers=_tiers(run.replicas, sum(visit.cached for visit in done)),
+    )
+
+
+def _tiers(replicas: Sequence[Replica], found: int) -> TierFigures | None:
+    """found: prompt tokens, in any tier."""
+    counts = [(replica.scheduler.stats.tier, replica.tiers) for replica in replicas if replica.tiers is not None]
+    if not counts:
+        return None
+    moved = [(tier, tier.page_bytes * tiers.sizes.ranks) for tier, tiers in counts]
+    hits, disk = (sum(getattr(tier, name) for tier, _ in counts) for name in ("hits", "disk_hits"))
+    return TierFigures(
+        device_hits=found - hits,
+        host_hits=hits - disk,
+        disk_hits=disk,
+        stored=sum(tier.stored * page for tier, page in moved),
+        fetched=sum(tier.fetched * page for tier, page in moved),
+        written=sum(tier.written * page for tier, page in moved),
+        read=sum(tier.read * page for tier, page in moved),
+        host_usage=sum(tier.used for tier, _ in counts) / sum(tier.records for tier, _ in counts),
+        has_disk=any(tiers.sizes.disk_bytes for _, tiers in counts),
     )
 
 

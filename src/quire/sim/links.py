@@ -65,6 +65,9 @@ LINKS = {
         Link("pcie5", 32 * GB, 0.0, 6 * MICROSECOND),  # [8]
     )
 }
+HOST_LINKS = {"pcie3": 12 * GB, "pcie4": 25 * GB, "pcie5": 52 * GB}  # to host memory, in one direction; about 80 % of the peak
+MEMORY_BANDWIDTH = 10 * GB  # of copies within host memory on a CPU
+DISK_BANDWIDTH = 3 * GB
 NO_LINK = Link("no link", inf, 0.0, 0.0)  # of a GPU alone
 NETWORKS = {
     network.name: network

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from quire.sim.figures import LATENCIES, PERCENTILES, Figures, Load, SimulatedTimeline, quantiles, timeline_of
+from quire.sim.analytic import GIB
+from quire.sim.figures import LATENCIES, PERCENTILES, Figures, Load, SimulatedTimeline, TierFigures, quantiles, timeline_of
 from quire.sim.fleet import Objectives, Run, Search, Trial
 
 WIDTH, HEIGHT = 460, 240
@@ -85,10 +86,25 @@ def rows_of(figures: Figures) -> list[tuple[str, str]]:
         ("Throughput", f"{figures.per_second(figures.completed):,.2f} requests/s, "
          f"{figures.per_second(figures.output_tokens):,.0f} output tokens/s, "
          f"{figures.per_second(figures.input_tokens + figures.output_tokens):,.0f} tokens/s in and out"),
-        ("Prefix cache", f"{figures.hit_rate:.1%} of {figures.input_tokens:,} prompt tokens found"),
+        ("Prefix cache", f"{figures.hit_rate:.1%} of {figures.input_tokens:,} prompt tokens found{_by_tier(figures)}"),
         ("KV cache", f"{usage}; {figures.preemptions:,} preemptions"),
+        *([] if figures.tiers is None else _tier_rows(figures.tiers)),
         ("Steps", f"{fleet.steps:,}, of {fleet.rows:.1f} rows in the mean; devices busy {fleet.busy:.1%} of the time"),
     ]  # fmt: skip
+
+
+def _by_tier(figures: Figures) -> str:
+    tiers = figures.tiers
+    if tiers is None or not figures.input_tokens:
+        return ""
+    device, host, disk = (hits / figures.input_tokens for hits in (tiers.device_hits, tiers.host_hits, tiers.disk_hits))
+    return f": {device:.1%} on the device, {host:.1%} in host memory" + (f", {disk:.1%} on disk" if tiers.has_disk else "")
+
+
+def _tier_rows(tiers: TierFigures) -> list[tuple[str, str]]:
+    host = f"{tiers.stored / GIB:,.2f} GiB stored, {tiers.fetched / GIB:,.2f} fetched, {tiers.host_usage:.1%} in use at the end"
+    disk = f"{tiers.written / GIB:,.2f} GiB written, {tiers.read / GIB:,.2f} read"
+    return [("Host memory", host), *([("Disk", disk)] if tiers.has_disk else [])]
 
 
 def latency_cells(figures: Figures) -> Cells:

@@ -9,6 +9,7 @@ It has no clock: the caller passes the time.
 
 from collections import deque
 from collections.abc import Sequence
+from math import ceil
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,12 +18,15 @@ from quire.engine.plan_deadline import PlanDeadline
 from quire.sched.plan_builder import Scheduled
 from quire.sched.scheduler import Scheduler
 from quire.sim.analytic import HostTime, StepShape, Window, shape_of
+from quire.sim.tiers import SimulatedTiers
 from quire.types.errors import EngineError, RequestError
 from quire.types.outputs import TokenDelta
 from quire.types.plan import Ints, StepPlan, StepResult
 from quire.types.request import EngineRequest
 
 ADMISSION_S = 0.0015  # as in `engine/process.py`: a step with new requests is planned earlier by this time
+ARRIVAL_WAIT_S = 0.0005  # as in `engine/core.py`: between looks for pages that a request waits for
+MAX_WAIT_S = 0.1  # between turns while requests wait for pages
 
 
 class SimulatedTiming(Protocol):
@@ -67,7 +71,7 @@ class SimulatedDevice:
 
 class Replica:
     """An engine. `due`: when `advance` must be called next; None if idle. `pages`: of its cache; the scheduler may have fewer,
-    since pages that no request will use do not change its decisions."""
+    since pages that no request will use do not change its decisions. `tiers`: copies to host memory and disk."""
 
     def __init__(
         self,
@@ -77,9 +81,11 @@ class Replica:
         host: HostTime,
         depth: int,
         pages: int | None = None,
+        tiers: SimulatedTiers | None = None,
     ) -> None:
         self.pages = scheduler.pool.pages if pages is None else pages
         self.scheduler, self._page_size, self._device, self._host, self._depth = scheduler, page_size, device, host, depth
+        self.tiers = tiers
         self.due: float | None = None
         self.steps: list[StepRecord] = []
         self.refused: list[tuple[str, str]] = []  # id, why
@@ -131,10 +137,11 @@ class Replica:
         self._inbox.clear()
         self.turns += 1
         self._began = now
+        self._exchange(now)
         scheduled = self._planned = self.scheduler.schedule(now + 1.0)  # at 0 would mean never
         if scheduled is None:
             self._host_until = now
-            if not self._flights and self.scheduler.has_unfinished:
+            if not self._flights and self.scheduler.has_unfinished and not self._waits:
                 raise EngineError("requests wait, but none of them can be planned")
             return
         self._host_until = now + self._host.seconds(len(scheduled.requests), len(scheduled.plan.admitted))
@@ -143,6 +150,10 @@ class Replica:
         pool = self.scheduler.pool
         result, seconds, latency = self._device.run(scheduled.plan, (pool.pages - pool.free) * self._page_size)
         begins = max(self._free_at, self._host_until)
+        if not scheduled.requests:
+            seconds = latency = 0.0  # it moves pages only
+        if self.tiers is not None:
+            begins = self.tiers.move(scheduled.plan, begins)
         self._free_at = begins + seconds
         self._flights.append((scheduled, result, begins + latency))
         self.scheduler.publish()
@@ -157,6 +168,8 @@ class Replica:
             finished = (request for request in scheduled.requests if request.finished is not None)
             self.ended += [(request.spec.id, len(request.tokens) - len(request.spec.prompt)) for request in finished]
         pool, live, running = self.scheduler.pool, self.scheduler.roster.live, self.scheduler.roster.running
+        if not scheduled.requests:
+            return deltas
         self.steps.append(
             StepRecord(
                 now, busy, len(scheduled.requests), scheduled.plan.tokens, len(live) - len(running), pool.pages - pool.free
@@ -169,10 +182,33 @@ class Replica:
         plan, waited = self._planned, now - self._host_until
         rows, tokens = (len(plan.requests), plan.plan.tokens) if plan is not None and self._flights else (0, 0)
         self._deadline.turned(self._began, now, waited, rows, tokens)
-        if self.scheduler.has_unfinished or self._inbox:
+        arrivals = self.scheduler.arrivals
+        if plan is None and self.scheduler.has_unfinished and not self._inbox and self._waits:
+            self.due = self._next_arrival(now)
+        elif self.scheduler.has_unfinished or self._inbox or (arrivals is not None and arrivals.busy):
             self.due = _whole_milliseconds(now, self._deadline.due - (ADMISSION_S if self._inbox else 0.0))
         else:
             self.due = None
+
+    @property
+    def _waits(self) -> bool:
+        """Return whether requests may wait for pages that are copied, read or written, now or from the next turn on."""
+        arrivals = self.scheduler.arrivals
+        if arrivals is None or self.tiers is None:
+            return False
+        return arrivals.waits and (arrivals.busy or self.tiers.due is not None)
+
+    def _exchange(self, now: float) -> None:
+        if self.tiers is not None and self.scheduler.arrivals is not None:
+            self.tiers.now = now
+            self.scheduler.arrivals.exchange(self.tiers.call, lambda: now)
+
+    def _next_arrival(self, now: float) -> float:
+        """Return when the engine, which looks regularly, notices the next copy that ends."""
+        arrivals, due = self.scheduler.arrivals, None if self.tiers is None else self.tiers.due
+        soon = due is None or arrivals is None or arrivals.busy
+        wait = 0.0 if soon or due is None else min(MAX_WAIT_S, due - now)
+        return now + ARRIVAL_WAIT_S * max(1, ceil(wait / ARRIVAL_WAIT_S))
 
 
 def _whole_milliseconds(now: float, due: float) -> float:

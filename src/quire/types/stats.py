@@ -113,13 +113,14 @@ class TierCounts(msgspec.Struct, frozen=True, array_like=True):
     stored: int = 0  # pages stored
     skipped: int = 0  # pages not stored, since all records were in use
     queries: int = 0  # prompt tokens that the device did not have
-    hits: int = 0  # ... and that were fetched
+    hits: int = 0  # ... and that were found when they had been fetched
     fetched: int = 0  # pages that arrived
     lost: int = 0  # pages that did not, and were computed again
     page_bytes: int = 0  # of a page on the rank with the largest
     on_disk: int = 0  # pages on disk
     written: int = 0  # pages written to disk
     read: int = 0  # pages read from disk
+    disk_hits: int = 0  # hits that were on disk only
 
 
 NO_TIERS = TierCounts()
