@@ -21,6 +21,8 @@ from quire.cache.pool import Key
 from quire.types.errors import EngineError
 
 Content = tuple[Key, bytes]  # and the page's tokens
+Store = tuple[int, int, int]  # page, record, tag of its key
+Fetch = tuple[int, int, int]  # record, page, tag of its key
 UNPLANNED = -1  # stored by the plan that is being built
 READING = -2  # its content is read from disk
 NAME_BYTES = 32
@@ -29,6 +31,11 @@ NAME_BYTES = 32
 def record_name(key: Key, secret: bytes) -> bytes:
     """Return the name of a page outside of this process: without the secret it can neither be made nor tell the tokens."""
     return blake2b(bytes([key[0]]) + key[1], key=secret, digest_size=NAME_BYTES).digest()
+
+
+def key_tag(key: Key) -> int:
+    """Return 64 bits of a key. They enter a record's checksum, so that a record with the content of another key is wrong."""
+    return int.from_bytes(key[1][:8], "little", signed=True) ^ key[0]
 
 
 class Below(Protocol):
@@ -48,8 +55,8 @@ class HostTier:
         self._content: dict[int, Content] = {}
         self._pins: Counter[int] = Counter()
         self._storing: dict[int, int] = {}  # record -> step of the plan that stores it
-        self._stores: list[tuple[int, int]] = []  # (page, record) of the plan that is being built
-        self._fetches: list[tuple[int, int]] = []  # (record, page) of the same
+        self._stores: list[Store] = []  # of the plan that is being built
+        self._fetches: list[Fetch] = []  # of the same
         self._offered: list[tuple[int, Content]] = []  # pages that were published since the latest plan
         self._due: list[tuple[int, Content]] = []  # published before it: their rows were in earlier plans
         self.on_landed: Callable[[int, Content], None] | None = None  # called with each record that can be found from now on
@@ -98,7 +105,7 @@ class HostTier:
 
     def fetch(self, record: int, page: int) -> None:
         """Fetch a pinned record with the plan that is being built."""
-        self._fetches.append((record, page))
+        self._fetches.append((record, page, key_tag(self._content[record][0])))
 
     def holds(self, record: int, key: Key) -> bool:
         """Return whether the record still has this content."""
@@ -124,10 +131,8 @@ class HostTier:
             self._remove_content(record)
         self._settle(record)
 
-    def take_moves(
-        self, step: int, holds: Callable[[int, Content], bool]
-    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Return stores (page, record) and fetches (record, page) for the plan of this step. Stores come first.
+    def take_moves(self, step: int, holds: Callable[[int, Content], bool]) -> tuple[list[Store], list[Fetch]]:
+        """Return stores and fetches for the plan of this step. Stores come first.
 
         holds: whether a page still has this content
         """
@@ -135,7 +140,7 @@ class HostTier:
         for page, content in due:
             if content[0] not in self._index and holds(page, content):
                 self._store(page, content)
-        for _, record in self._stores:
+        for _, record, _ in self._stores:
             if record in self._storing:
                 self._storing[record] = step
         moves = self._stores, self._fetches
@@ -187,7 +192,7 @@ class HostTier:
             return
         self._index[content[0]], self._content[taken] = taken, content
         self._storing[taken] = UNPLANNED
-        self._stores.append((page, taken))
+        self._stores.append((page, taken, key_tag(content[0])))
         self.stored += 1
 
     def _take(self) -> int | None:

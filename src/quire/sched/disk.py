@@ -73,6 +73,8 @@ class DiskTraffic:
 
     def hold(self, request: Request, contents: Sequence[Content], now: float) -> bool:
         """Read these pages, which are on disk, as far as host memory has room. Return whether the request waits for them."""
+        if any(now - read.began > READ_TIMEOUT_S for _, read in self._reading.values()):
+            return False  # the disk is too slow: others have stopped waiting for it
         other = next((read for content, read in self._reading.values() if content in contents), None)
         if other is not None:
             other.waiting.append(request)

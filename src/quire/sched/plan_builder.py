@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from quire.cache.tables import Entries
-from quire.types.plan import NOTHING, Admission, Ints, Outputs, RowShapes, StepPlan, spans
+from quire.cache.tiers import Fetch, Store
+from quire.types.plan import NOTHING, Admission, Ints, Longs, Outputs, RowShapes, StepPlan, spans
 from quire.types.request import Request
 
 
@@ -26,7 +27,7 @@ class Scheduled:
     embeddings: int = 0  # that the step encodes
 
 
-Moves = tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]  # stores (page, record) and fetches (record, page)
+Moves = tuple[Sequence[Store], Sequence[Fetch]]
 
 
 class Odd(NamedTuple):
@@ -203,9 +204,9 @@ class PlanBuilder:
             changes |= {"forget": tuple(self._forgotten), "encode": tuple(self._encoded)}
         stores, fetches = self._moves
         if stores:
-            changes |= zip(("store_page", "store_record"), _table(stores), strict=True)
+            changes |= zip(("store_page", "store_record", "store_tag"), _moves(stores), strict=True)
         if fetches:
-            changes |= zip(("fetch_record", "fetch_page"), _table(fetches), strict=True)
+            changes |= zip(("fetch_record", "fetch_page", "fetch_tag"), _moves(fetches), strict=True)
         if self._saves:
             changes |= zip(("save_slot", "save_entry"), _table(self._saves), strict=True)
         return changes
@@ -254,6 +255,12 @@ def _equal_guesses(rows: int, next_drafts: int) -> Ints:
 def _table(rows: Sequence[tuple[int, ...]]) -> list[Ints]:
     """Return the columns of a table."""
     return list(np.array(rows, np.int32).T)
+
+
+def _moves(rows: Sequence[tuple[int, int, int]]) -> tuple[Ints, Ints, Longs]:
+    """Return the columns of stores or fetches; the last one has tags."""
+    first, second, tags = zip(*rows, strict=True)
+    return np.array(first, np.int32), np.array(second, np.int32), np.array(tags, np.int64)
 
 
 def _ints(values: list[int]) -> Ints:

@@ -21,6 +21,7 @@ Words = npt.NDArray[np.uint32]
 
 
 NOTHING: Ints = np.empty(0, np.int32)
+NO_LONGS: Longs = np.empty(0, np.int64)
 MAX_LIST_ROWS = 8  # up to which lists are faster than arrays
 
 
@@ -214,8 +215,10 @@ class StepPlan(StepRows, frozen=True, eq=False, dict=True):
     # moves of pages between the device and records of the host tier; nothing reads a page before its fetch is reported
     store_page: Ints = NOTHING  # [stores] record[store_record] = page[store_page], before anything is written in this step
     store_record: Ints = NOTHING  # [stores]
+    store_tag: Longs = NO_LONGS  # [stores] of the page's key
     fetch_record: Ints = NOTHING  # [fetches] page[fetch_page] = record[fetch_record], after the stores
     fetch_page: Ints = NOTHING  # [fetches]
+    fetch_tag: Longs = NO_LONGS  # [fetches] of the key that the record must have
 
     @cached_property
     def next_drafts(self) -> int:

@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from quire.features.tiers.disk import DiskStore, name_of
 from quire.types.errors import ConfigError
 
 SIZE = 300
-FAULTS = int(os.environ.get("QUIRE_FAULTS", "2000"))
+FAULTS = 500
 
 
 def content(number: int) -> bytes:
@@ -229,6 +230,36 @@ def test_a_full_disk_stops_writing_for_a_while_and_reading_goes_on(
     assert put(store, 2) and get(store, 2) == content(2)
     assert caplog.text.count("No space left") == 1 and store.failures == 1
     store.close()
+
+
+def test_records_of_another_model_or_rank_under_the_same_secret_are_not_read(tmp_path: Path):
+    for fingerprint in ("model", "other"):
+        store = DiskStore(tmp_path, fingerprint, 1 << 20)
+        assert all(put(store, i) for i in range(3))
+        store.close()
+    [own, other] = [next((tmp_path / fingerprint).glob("lane-0/*.kv")) for fingerprint in ("model", "other")]
+    store = DiskStore(tmp_path, "model", 1 << 20)
+    own.write_bytes(other.read_bytes())  # the names and lengths of their records are equal
+    assert [get(store, i) for i in range(3)] == [None] * 3
+    store.close()
+    own.write_bytes(other.read_bytes())
+    store = DiskStore(tmp_path, "model", 1 << 20)
+    assert not store.names
+    store.close()
+
+
+def test_a_deleted_directory_that_another_engine_made_again_is_left_alone(tmp_path: Path):
+    path, length = tmp_path / "kv", SIZE + disk.HEADER_BYTES
+    store = DiskStore(path, "model", 16 * length)
+    assert put(store, 1)
+    shutil.rmtree(path)
+    other = DiskStore(path, "model", 16 * length)
+    assert put(other, 1)
+    assert not any(put(store, i) for i in range(2, 40))
+    store.clear()
+    store.close()
+    assert get(other, 1) == content(1) and len(segments(path)) == 1
+    other.close()
 
 
 def test_a_directory_that_is_deleted_costs_only_what_comes_after(tmp_path: Path):

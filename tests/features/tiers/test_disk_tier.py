@@ -81,32 +81,6 @@ def test_another_model_dtype_or_page_size_finds_nothing(model: str, tmp_path: Pa
     stop(llm)
 
 
-@pytest.mark.parametrize("fault", ["flip", "truncate", "delete", "zero"])
-def test_what_happens_to_the_files_changes_no_token(model: str, expected: list, tmp_path: Path, fault: str):
-    llm = start(model, tmp_path)
-    turns(llm, 2)
-    stop(llm)
-    llm = start(model, tmp_path)
-    for file in files(tmp_path):  # while the engine has them open
-        data = bytearray(file.read_bytes())
-        if fault == "flip":
-            for at in range(0, len(data), 700):
-                data[at] ^= 4
-        elif fault == "zero":
-            data = bytearray(len(data))
-        elif fault == "truncate":
-            del data[len(data) // 2 :]
-        if fault == "delete":
-            file.unlink()
-        else:
-            with file.open("r+b") as out:
-                out.write(data)
-                out.truncate(len(data))
-    assert turns(llm) == expected
-    assert fault == "delete" or counts(llm).lost > 0
-    stop(llm)
-
-
 def test_an_engine_beside_another_has_a_lane_of_its_own(model: str, expected: list, tmp_path: Path):
     first, second = start(model, tmp_path), start(model, tmp_path)
     assert turns(first, 1) == turns(second, 1) == expected[:1]

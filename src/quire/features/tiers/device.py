@@ -4,11 +4,12 @@
     CUDA   stored pages are gathered on the step's stream, so that its rows may overwrite them, and travel to pinned memory on a
            stream of their own; fetched pages travel there, too, beside the rows of this and later steps
 
-Every record has a checksum, which is computed where the page comes from, and again where it arrives.
+Every record has a checksum of its content and its page's key, computed where the page comes from, and again where it arrives.
 """
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from hashlib import shake_256
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from quire.features.tiers.host import STAGED_PAGES, DiskSetting
 from quire.features.tiers.threads import DiskThreads
 from quire.models.decoder import Decoder
 from quire.types.errors import ConfigError
-from quire.types.plan import Ints, StepPlan, StepRows
+from quire.types.plan import Ints, Longs, StepPlan, StepRows
 
 if TYPE_CHECKING:
     from torch.cuda import Event
@@ -84,9 +85,9 @@ class TiersPart(StepPart):
 
     def prepare(self, plan: StepPlan) -> None:
         if len(plan.store_page):
-            self._own_arena.store(plan.store_page, plan.store_record)
+            self._own_arena.store(plan.store_page, plan.store_record, plan.store_tag)
         if len(plan.fetch_page):
-            self._moved += self._own_arena.fetch(plan.fetch_record, plan.fetch_page)
+            self._moved += self._own_arena.fetch(plan.fetch_record, plan.fetch_page, plan.fetch_tag)
 
     def graph_key(self, rows: StepRows) -> Hashable:  # noqa: ARG002
         """Pages move before the rows run."""
@@ -153,7 +154,7 @@ class Arena:
         self._width = -(-pages.page_bytes // WORD_BYTES) * WORD_BYTES
         self.memory = torch.empty(records, self._width, dtype=torch.uint8, pin_memory=self._on_gpu)
         self.sums = torch.zeros(records, 2, dtype=torch.int64, pin_memory=self._on_gpu)
-        self._weights = 2 * torch.arange(self._width // WORD_BYTES, dtype=torch.int64, device=device) + 1
+        self._weights = checksum_weights(self._width).to(device)
         self.stored: Any = None  # the event of the latest store
         self._stream: Any = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
 
@@ -174,12 +175,13 @@ class Arena:
         if event is not None:
             event.synchronize()
 
-    def store(self, pages: Ints, records: Ints) -> None:
+    def store(self, pages: Ints, records: Ints, tags: Longs) -> None:
+        """Copy pages to records. tags: of their keys"""
         before: Any = None
         for first in range(0, len(pages), STAGED_PAGES):
             part = slice(first, first + STAGED_PAGES)
             content = self._padded(self._pages.gather(pages[part]))
-            sums = checksums(content, self._weights)
+            sums = checksums(content, self._weights, self._on_device(tags[part]))
             if not self._on_gpu:
                 index = torch.from_numpy(records[part].astype(np.int64))
                 self.memory[index], self.sums[index] = content, sums
@@ -195,25 +197,26 @@ class Arena:
             content.record_stream(self._stream)
             sums.record_stream(self._stream)
 
-    def fetch(self, records: Ints, pages: Ints) -> list[Moved]:
+    def fetch(self, records: Ints, pages: Ints, tags: Longs) -> list[Moved]:
+        """Copy records to pages. tags: of the keys that the records must have"""
         if not self._on_gpu:
-            return [self._copy_back(records, pages)]
+            return [self._copy_back(records, pages, tags)]
         self._stream.wait_stream(torch.cuda.current_stream())  # launched steps may still read what the pages had
         moved = []
         with torch.cuda.stream(self._stream):
             for first in range(0, len(pages), STAGED_PAGES):
                 part = slice(first, first + STAGED_PAGES)
-                moved.append(self._bring(records[part].tolist(), pages[part]))
+                moved.append(self._bring(records[part].tolist(), pages[part], tags[part]))
         return moved
 
-    def _copy_back(self, records: Ints, pages: Ints) -> Moved:
+    def _copy_back(self, records: Ints, pages: Ints, tags: Longs) -> Moved:
         index = torch.from_numpy(records.astype(np.int64))
         content = self.memory[index]
-        right = (checksums(content, self._weights) == self.sums[index]).all(1)
+        right = (checksums(content, self._weights, self._on_device(tags)) == self.sums[index]).all(1)
         self._pages.scatter(pages, content[:, : self._pages.page_bytes])
         return Moved(pages.tolist(), right, None)
 
-    def _bring(self, records: list[int], pages: Ints) -> Moved:
+    def _bring(self, records: list[int], pages: Ints, tags: Longs) -> Moved:
         """Copy records to pages, on the current stream."""
         device = self._weights.device
         content = torch.empty(len(records), self._width, dtype=torch.uint8, device=device)
@@ -221,21 +224,32 @@ class Arena:
         for i, record in enumerate(records):
             content[i].copy_(self.memory[record], non_blocking=True)
             sums[i].copy_(self.sums[record], non_blocking=True)
-        right = (checksums(content, self._weights) == sums).all(1)
+        right = (checksums(content, self._weights, self._on_device(tags)) == sums).all(1)
         self._pages.scatter(pages, content[:, : self._pages.page_bytes])
         host = torch.empty(len(records), dtype=torch.bool, pin_memory=True)
         host.copy_(right, non_blocking=True)
         return Moved(pages.tolist(), host, self._stream.record_event())
+
+    def _on_device(self, tags: Longs) -> Tensor:
+        return torch.from_numpy(tags.copy()).to(self._weights.device)
 
     def _padded(self, content: Tensor) -> Tensor:
         missing = self._width - content.shape[1]
         return torch.nn.functional.pad(content, (0, missing)) if missing else content
 
 
-def checksums(content: Tensor, weights: Tensor) -> Tensor:
-    """Return [pages, 2] int64: the sum of the words of each page, and the sum weighted by odd numbers, both modulo 2**64.
+def checksum_weights(width: int) -> Tensor:
+    """Return [width / 4] odd weights, the same in every process: checksums are kept on disk."""
+    weights = np.frombuffer(shake_256(b"checksums of KV cache pages").digest(2 * width), np.int64) | 1
+    return torch.from_numpy(weights)
 
-    content: [pages, bytes] uint8, contiguous. weights: [words] int64
+
+def checksums(content: Tensor, weights: Tensor, tags: Tensor) -> Tensor:
+    """Return [pages, 2] int64, modulo 2**64: of each page the sum of its 64-bit words, and a weighted sum of 32-bit words.
+
+    An error changes the second sum, unless the random weights cancel it: with a probability of at most 2**-33. Tags enter both.
+
+    content: [pages, bytes] uint8, contiguous. weights: [bytes / 4] int64. tags: [pages] int64
     """
-    words = content.view(torch.int64)
-    return torch.stack((words.sum(1), (words * weights).sum(1)), 1)
+    halves = content.view(torch.int32)
+    return torch.stack((content.view(torch.int64).sum(1) + tags, (halves * weights).sum(1) ^ tags), 1)

@@ -6,9 +6,10 @@
     record   [ magic | name | length | tag | digest of the content | digest of these fields ] [ content ]
 
 A record is named by a keyed digest of its page's key, so nothing about prompts can be read off names, and no file can be made
-without the secret. A store has a lane of its own, which it locks; several engines have several lanes, and the next start
-takes a free one with all that is in it. Segments only grow, or are removed as a whole: a record that was cut off, by a
-kill or a full disk, is not found, and one whose bits have changed is not returned. Files of others are left alone.
+without the secret. The fingerprint is part of the digests, so a file of another model or rank is not read. A store has a
+lane of its own, which it locks; several engines have several lanes, and the next start takes a free one with all that is
+in it. Segments only grow, or are removed as a whole: a record that was cut off, by a kill or a full disk, is not found, and
+one whose bits have changed is not returned. Files of others are left alone.
 
 Errors of the disk never reach the caller: what cannot be written or read is not there.
 """
@@ -40,6 +41,7 @@ SEGMENTS = 16  # that the size is divided into
 MAX_SEGMENT_BYTES = 1 << 30
 MAX_LANES = 256
 RETRY_S = 30.0  # after a write that failed
+SHARE_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
 SEGMENT_NAME = re.compile(r"(\d{8})\.kv")
 
 
@@ -51,11 +53,12 @@ def name_of(key: bytes, secret: bytes) -> bytes:
 class Segment:
     """An open file, closed when nothing refers to it any more."""
 
-    def __init__(self, path: Path, number: int, create: bool) -> None:
+    def __init__(self, directory: int, number: int, create: bool) -> None:
+        """directory: its descriptor. If it was deleted, files are not made in another one of that name."""
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if create else 0)
         self.file = -1
-        self.path, self.number = path, number
-        self.file = os.open(path, flags, 0o600)
+        self.name, self.number = f"{number:08d}.kv", number
+        self.file = os.open(self.name, flags, 0o600, dir_fd=directory)
         self.size = os.fstat(self.file).st_size
         self.names: set[bytes] = set()
 
@@ -75,10 +78,13 @@ class DiskStore:
             base = path / fingerprint
             _make_directory(base)
             self._lane, self._lock = _claim_lane(base)
+            self._directory = os.open(self._lane, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise ConfigError(
-                f"kv_disk_path {path} cannot be used: {error.strerror or error}. Give a directory that this user can write to"
+                f"kv_disk_path {path} cannot be used: {error.strerror or error}. Give a directory that this user can write to, "
+                "on a disk with space"
             ) from None
+        self._key = blake2b(fingerprint.encode(), key=self.secret).digest()  # of digests
         self._index: dict[bytes, tuple[Segment, int]] = {}  # name -> segment, position of the record
         self._segments: OrderedDict[int, Segment] = OrderedDict()  # by number; used longest ago first
         self._open: Segment | None = None  # what is written to
@@ -106,7 +112,7 @@ class DiskStore:
                 return True, []
             if self._clock() < self._pause_until:
                 return False, []
-        digest = blake2b(content, key=self.secret, digest_size=DIGEST_BYTES).digest()
+        digest = blake2b(content, key=self._key, digest_size=DIGEST_BYTES).digest()
         fields = FIELDS.pack(MAGIC, name, len(content), tag, digest)
         header = fields + self._header_digest(fields)
         with self._mutex:
@@ -169,6 +175,7 @@ class DiskStore:
             self._segments.clear()
             self._open = None
             if self._lock >= 0:
+                os.close(self._directory)
                 os.close(self._lock)
                 self._lock = -1
 
@@ -184,7 +191,7 @@ class DiskStore:
             number = int(match[1])
             last = max(last, number)
             try:
-                segment = Segment(path, number, create=False)
+                segment = Segment(self._directory, number, create=False)
                 regular = stat.S_ISREG(os.fstat(segment.file).st_mode)
                 if not regular or not _is_ours(os.pread(segment.file, len(MAGIC), 0)):
                     logger.warning("%s is ignored: it is no segment", path)
@@ -219,7 +226,7 @@ class DiskStore:
         """Return the segment to append to; begin another one if the last is full."""
         if self._open is None or self._open.size + length > max(self._limit, length):
             number = self._numbers
-            self._open = self._segments[number] = Segment(self._lane / f"{number:08d}.kv", number, create=True)
+            self._open = self._segments[number] = Segment(self._directory, number, create=True)
             self._numbers += 1
         return self._open
 
@@ -252,7 +259,9 @@ class DiskStore:
         if self._open is segment:
             self._open = None
         try:
-            segment.path.unlink(missing_ok=True)
+            os.unlink(segment.name, dir_fd=self._directory)
+        except FileNotFoundError:
+            pass
         except OSError as error:
             self._warn("removed", error)
         return names
@@ -275,11 +284,11 @@ class DiskStore:
             self._warn("read", error)
             return None
         right = compare_digest(header[FIELDS.size :], self._header_digest(header[: FIELDS.size]))
-        right = right and compare_digest(digest, blake2b(content, key=self.secret, digest_size=DIGEST_BYTES).digest())
+        right = right and compare_digest(digest, blake2b(content, key=self._key, digest_size=DIGEST_BYTES).digest())
         return bytes(tag) if right else None
 
     def _header_digest(self, fields: bytes) -> bytes:
-        return blake2b(fields, key=self.secret, digest_size=DIGEST_BYTES, person=b"header").digest()
+        return blake2b(fields, key=self._key, digest_size=DIGEST_BYTES, person=b"header").digest()
 
     def _fail_write(self, error: OSError) -> None:
         self.failures += 1
@@ -290,7 +299,19 @@ class DiskStore:
     def _warn(self, what: str, error: OSError) -> None:
         if not self._warned:
             self._warned = True
-            logger.warning("pages of the KV cache cannot be %s in %s: %s; this is logged once", what, self._lane, error)
+            logger.warning("pages of the KV cache cannot be %s in %s: %s; this is logged once", what, self._lane, str(error))
+
+
+def log_others(path: Path, fingerprint: str) -> None:
+    """Log that the directory also has pages of other models, versions or arguments."""
+    own = fingerprint.partition("-")[0]
+    others = [found for found in path.iterdir() if SHARE_NAME.fullmatch(found.name) and not found.name.startswith(own)]
+    if others:
+        size = sum(file.stat().st_size for other in others for file in other.glob("lane-*/*.kv"))
+        logger.info(
+            "%s also has %.2f GiB of pages of other models, versions or arguments, which are ignored. Remove what is not used: "
+            "%s", path, size / 2**30, ", ".join(sorted(found.name for found in others)),
+        )  # fmt: skip
 
 
 def _is_ours(beginning: bytes) -> bool:

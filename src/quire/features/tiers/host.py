@@ -136,8 +136,8 @@ class DiskSetting:
     model: str  # what the content of pages depends on, besides their keys and the rank
 
     def fingerprint(self, share: str) -> str:
-        """Return the name of the directory of a rank's share."""
-        return sha256(f"{self.model}\n{share}".encode()).hexdigest()[:32]
+        """Return the name of the directory of a rank's share. The names of all shares of a model begin alike."""
+        return "-".join(sha256(part.encode()).hexdigest()[:16] for part in (self.model, share))
 
 
 def disk_setting(config: "Config") -> DiskSetting | None:

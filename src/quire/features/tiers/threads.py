@@ -6,7 +6,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
 
-from quire.features.tiers.disk import DiskStore
+from quire.features.tiers.disk import DiskStore, log_others
 from quire.features.tiers.host import DiskSetting
 
 Pairs = Sequence[tuple[int, bytes]]  # records, and names
@@ -29,7 +29,10 @@ class DiskThreads:
     """One thread reads, another writes. A record that is read or written is not used for anything else meanwhile."""
 
     def __init__(self, setting: DiskSetting, share: str, records: Records) -> None:
-        self.store = DiskStore(Path(setting.path), setting.fingerprint(share), setting.bytes)
+        path, fingerprint = Path(setting.path), setting.fingerprint(share)
+        self.store = DiskStore(path, fingerprint, setting.bytes)
+        if share.startswith("0 of "):  # one rank logs
+            log_others(path, fingerprint)
         self._records = records
         self._reader = ThreadPoolExecutor(1, "quire-disk-reads")
         self._writer = ThreadPoolExecutor(1, "quire-disk-writes")
