@@ -7,13 +7,14 @@ import sys
 import tracemalloc
 import zipfile
 from collections import OrderedDict
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 import torch
 
 from quire.files.adapter import AdapterBounds, check_header
-from quire.files.pickled import MAX_TABLE_BYTES, read_shapes
+from quire.files.pickled import MAX_TABLE_BYTES, read_shapes, read_tensor
 from quire.types.errors import AdapterError
 
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
@@ -35,6 +36,37 @@ def test_shapes(tmp_path: Path, protocol: int) -> None:
     for table in (found, OrderedDict(found)):
         torch.save(table, path, pickle_protocol=protocol)
         assert read_shapes(path) == expected
+
+
+def saved(tensor: torch.Tensor) -> bytes:
+    file = BytesIO()
+    torch.save(tensor, file)
+    return file.getvalue()
+
+
+VALUES = torch.arange(30, dtype=torch.float32).reshape(5, 6) / 7
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        VALUES, VALUES.bfloat16(), VALUES.half(), VALUES.double(), VALUES[1:, ::2], VALUES.t(), VALUES[None], VALUES[0, 0],
+        torch.arange(4), torch.arange(4, dtype=torch.int32), torch.nn.Parameter(VALUES), VALUES[:1].expand(3, 6),
+    ],
+)  # fmt: skip
+def test_a_tensor(tensor: torch.Tensor) -> None:
+    found = read_tensor(saved(tensor), 1 << 20)
+    expected = tensor.detach().float() if tensor.dtype == torch.bfloat16 else tensor.detach()
+    assert found is not None and torch.equal(torch.from_numpy(found.copy()), expected)
+
+
+def test_what_is_no_tensor() -> None:
+    for data in (b"", b"x" * 100, saved(VALUES.to_sparse()), saved(VALUES > 1), saved(torch.zeros(0, 4)), saved(VALUES)[:-50]):
+        assert read_tensor(data, 1 << 20) is None
+    assert read_tensor(saved(VALUES), 30 * 4) is not None and read_tensor(saved(VALUES), 29 * 4) is None
+    table = BytesIO()
+    torch.save({"a": VALUES}, table)
+    assert read_tensor(table.getvalue(), 1 << 20) is None
 
 
 def test_a_table_of_many(tmp_path: Path) -> None:

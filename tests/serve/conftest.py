@@ -48,6 +48,7 @@ def reader_server(tmp_path_factory, pictures_port):
     (root / "secret.png").symlink_to("/etc/passwd")
     running = Running(
         READER, max_num_batched_tokens=128, allowed_local_media_path=str(root), limit_mm_per_prompt={"image": 4},
+        enable_mm_embeds=True,
         kv_cache_memory_bytes=16 << 20, allowed_media_domains=[f"127.0.0.1:{pictures_port}", "localhost"],
         hf_overrides={"text_config": {"max_position_embeddings": 512}},  # the text of a tool call has many tokens
     )  # fmt: skip

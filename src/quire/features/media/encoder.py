@@ -2,6 +2,8 @@
 
     MediaArray (bytes, or a file in shared memory) ─► device ─► Tower.encode ─► embeddings [n, levels * hidden size]
 
+Embeddings that a request brings are kept as they are.
+
 What the cache holds is decided by the scheduler (`StepPlan.encode`, `StepPlan.forget`). An item that cannot be encoded has an
 error in place of embeddings: its request fails, and others go on.
 """
@@ -18,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.features.media.embeds import EMBEDS
 from quire.features.media.host import ModelMedia
 from quire.features.media.towers.base import Tower
 from quire.load.load import load_weights
@@ -89,7 +92,8 @@ class Encoder:
                 wanted[item.modality].setdefault(item.digest, []).append(item)
         for modality, some in wanted.items():
             arrays, errors = self._read(some)
-            found |= errors
+            embeds = {digest: arrays.pop(digest)[EMBEDS] for digest in list(arrays) if EMBEDS in arrays[digest]}
+            found |= errors | {digest: self._check(some[digest][0], each) for digest, each in embeds.items()}
             found |= self._encode(modality, {digest: some[digest][0] for digest in arrays}, arrays)
         return found
 

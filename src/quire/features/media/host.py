@@ -75,9 +75,12 @@ class MediaArgs:
         False, FLAG, _GROUP, "with chat templates that take plain text, media stay where the user put them between texts; "
         "default: they come first", after="skip_mm_profiling",
     )  # fmt: skip
+    enable_mm_embeds: bool = setting(
+        False, FLAG, _GROUP, "requests may have embeddings in place of images (image_embeds)", after="interleave_mm_strings"
+    )
     mm_encoder_cache_size: int | None = setting(
         None, NUMBER, _GROUP, "embeddings of encoded media that the device keeps; default: those of the largest item or of "
-        f"{CACHED_STEPS} largest steps", low=1, after="interleave_mm_strings",
+        f"{CACHED_STEPS} largest steps", low=1, after="enable_mm_embeds",
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
+from quire.features.media.embeds import EMBEDS, Embeddings, embeds_of_data, embeds_of_part, has_embeds, holds_texts
 from quire.features.media.io_options import check_io
 from quire.files.reading import shown
 from quire.types.errors import InvalidParameter, NotSupported
@@ -55,7 +56,7 @@ class MediaRef:
 
     modality: Modality
     where: str  # of the part, for errors
-    content: str | bytes | Pixels | None  # a URL, a file's bytes, pixels; None: what `uuid` named before
+    content: str | bytes | Pixels | Embeddings | None  # a URL, a file's bytes ...; None: what `uuid` named before
     uuid: str | None = None
 
 
@@ -126,10 +127,14 @@ def read_part(part: Mapping[str, Any], where: str, local: bool = False) -> Media
             f"{where}: file_id is not supported: no files are stored. Send the {modality} as {modality}_url", field_of(where)
         )
     key = {"input_image": "image_url", "input_video": "video_url"}.get(kind, kind)
-    if kind == "image_embeds":
-        raise NotSupported(f"{where}: image_embeds are not supported. Send the image itself", field_of(where))
     value: Any = part.get(key)
     uuid: Any = part.get("uuid")
+    if kind == EMBEDS and value is not None:
+        name = check_uuid(uuid, where)
+        if local and not holds_texts(value):
+            [ref] = read_data(modality, value, where, (name,))
+            return ref
+        return MediaRef(modality, where, embeds_of_part(value, where, field_of(where)), name)
     detail: Any = part.get("detail")
     if isinstance(value, Mapping):
         if unknown := set(value) - _URL_FIELDS:
@@ -145,7 +150,8 @@ def read_part(part: Mapping[str, Any], where: str, local: bool = False) -> Media
     if local and value is not None:
         [ref] = read_data(modality, value, where, (uuid,))
         return ref
-    raise InvalidParameter(f"{where}: a part of type {kind} needs {key}: a URL; got {type(value).__name__}", field_of(where))
+    needed = "tensors" if kind == EMBEDS else "a URL"
+    raise InvalidParameter(f"{where}: a part of type {kind} needs {key}: {needed}; got {type(value).__name__}", field_of(where))
 
 
 def check_uuid(uuid: Any, where: str) -> str | None:
@@ -189,7 +195,7 @@ def read_multi_modal(data: Any, uuids: Any = None) -> list[MediaRef]:
 
 def read_data(modality: Modality, data: Any, where: str, uuids: Sequence[Any] = (None,)) -> list[MediaRef]:
     """Return one item, or a list of them. uuids: one for each item; a single None: none has one"""
-    items = _as_items(modality, data)
+    items = _as_items(modality, data, where)
     if len(uuids) != len(items):
         if list(uuids) != [None]:
             raise InvalidParameter(f"multi_modal_uuids has {len(uuids)} entries for {len(items)} items", "multi_modal_uuids")
@@ -207,7 +213,9 @@ def read_data(modality: Modality, data: Any, where: str, uuids: Sequence[Any] = 
     return refs
 
 
-def _as_items(modality: Modality, data: Any) -> list[Any]:
+def _as_items(modality: Modality, data: Any, where: str) -> list[Any]:
+    if modality == "image" and has_embeds(data):
+        return list(embeds_of_data(data, where, field_of(where)))
     if isinstance(data, list):
         single = modality == "video" and data and not isinstance(data[0], MediaRef) and _dimensions(data[0]) <= 3
         return [data] if single else data
@@ -221,9 +229,14 @@ def _dimensions(item: Any) -> int:
     return len(getattr(item, "shape", (0, 0, 0)))
 
 
-def _content(modality: Modality, item: Any, where: str) -> str | bytes | Pixels | None:
-    if item is None or isinstance(item, str | bytes | Pixels):
+def _content(modality: Modality, item: Any, where: str) -> str | bytes | Pixels | Embeddings | None:
+    if item is None or isinstance(item, str | bytes | Pixels | Embeddings):
         return item
+    if modality == "image" and has_embeds(item):
+        found = embeds_of_data(item, where, field_of(where))
+        if len(found) != 1:
+            raise InvalidParameter(f"{where}: an item of a list must be one image; got {len(found)}", field_of(where))
+        return found[0]
     if modality == "video":
         return _video_pixels(item, where)
     if isinstance(item, os.PathLike):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire.config.args import local_engines
+from quire.features.media.embeds import EMBEDS, Embeddings, encoded
 from quire.features.media.host import media_of, read_limits, why_no_media
 from quire.features.media.inputs import MediaOptions, MediaRef, Pixels, field_of, take_media, texts_of
 from quire.features.media.prompt import Placeholders
@@ -167,6 +168,8 @@ class MediaReader:
 
     def _check(self, ref: MediaRef) -> None:
         field = field_of(ref.where)
+        if isinstance(ref.content, Embeddings) and not self._config.args.enable_mm_embeds:
+            raise NotSupported(f"{ref.where}: {EMBEDS} require enable_mm_embeds of the server. Send the image itself", field)
         if why := why_no_media(self._config, ref.modality):
             raise NotSupported(f"{ref.where}: {ref.modality} input {why}", field)
         if self.placeholders is None:
@@ -255,6 +258,9 @@ class MediaReader:
 
     async def _content(self, ref: MediaRef) -> _Content:
         match ref.content:
+            case Embeddings() as embeds:
+                blob = encoded(embeds)
+                return _Content(await self._digest(b"embeds", blob), "embeds", blob)
             case Pixels(shape, data, fps):
                 key = await self._digest(b"pixels", msgspec.json.encode((shape, fps)), data)
                 return _Content(key, "pixels", data, shape=shape, fps=fps)

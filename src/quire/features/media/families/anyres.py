@@ -66,6 +66,7 @@ def unpadded(size: Size, rows: int, columns: int) -> tuple[slice, slice]:
 
 class LlavaNext(Llava):
     tower = "anyres:LlavaNextTower"
+    embeds_fields: ClassVar[Mapping[str, tuple[int, ...]]] = {"image_sizes": (2,)}
     grid: Sequence[Size] = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
 
     def __init__(self, config: Mapping[str, Any]) -> None:

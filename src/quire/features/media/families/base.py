@@ -48,6 +48,8 @@ class MediaFamily(ABC):
     adds_special_tokens: ClassVar[bool] = True  # False: the text of a prompt with media is tokenized without them
     together: ClassVar[int | None] = None  # most embeddings that the encoder computes at a time, unless one image has more
     depends_on_count: ClassVar[bool] = False  # preprocessing depends on the number of images in the prompt
+    # shapes of the tensors that an image's embeddings come with, if a request brings them; None: it may not
+    embeds_fields: ClassVar[Mapping[str, tuple[int, ...]] | None] = None
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """config: the whole config.json of the checkpoint."""
@@ -73,6 +75,10 @@ class MediaFamily(ABC):
         """
         found: Arrays = dict(processor(images=[image], return_tensors="np", **options))
         return found
+
+    def arrays_of_embeds(self, count: int, fields: Arrays) -> Arrays:  # noqa: ARG002
+        """Return arrays for `expand` of an image that is given as `count` embeddings. fields: those of `embeds_fields`."""
+        return fields
 
     def preprocess_video(self, video: Video, processor: Any, options: Mapping[str, Any]) -> Arrays:
         """Return the arrays of one video.

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from math import isqrt
-from typing import Any
+from typing import Any, ClassVar
+
+import numpy as np
 
 from quire.features.media.families.base import Arrays, Expansion, MediaFamily, Tokenize
 from quire.features.media.families.fields import check_image_size, image_settings, read_vision, size_field, token_field
@@ -33,6 +35,7 @@ def pooled_side(config: Mapping[str, Any]) -> tuple[int, int]:
 class Gemma3(MediaFamily):
     tower = "gemma3:Gemma3Tower"
     bidirectional = "item"
+    embeds_fields: ClassVar[Mapping[str, tuple[int, ...]]] = {}
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -61,6 +64,9 @@ class Gemma3(MediaFamily):
         settings = {**CROP_SETTINGS, **{name: value for name, value in image_settings(processor).items() if value is not None}}
         crops = size_field(settings, "pan_and_scan_max_num_crops", where="preprocessor_config.json")
         return self.count * (1 + crops if settings.get("do_pan_and_scan") else 1)
+
+    def arrays_of_embeds(self, count: int, fields: Arrays) -> Arrays:  # noqa: ARG002
+        return {"pixel_values": np.empty(max(1, count // self.count))}  # the image, and its crops
 
     def preprocess_image(self, image: Any, processor: Any, options: Mapping[str, Any], count: int) -> Arrays:
         arrays = super().preprocess_image(image, processor, {**CROP_SETTINGS, **options}, count)

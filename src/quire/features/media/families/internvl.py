@@ -1,7 +1,9 @@
 """InternVL 3: an image becomes equal tiles and, if there are several, a small copy of all of it; a frame is one tile."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
+
+import numpy as np
 
 from quire.features.media.families.base import Arrays, Expansion, MediaFamily, Tokenize, Video
 from quire.features.media.families.fields import check_image_size, choice_field, image_settings, size_field
@@ -23,6 +25,7 @@ FRAME_OPTIONS = ("do_rescale", "do_normalize", "image_mean", "image_std", "size"
 class InternVL(MediaFamily):
     modalities = ("image", "video")
     tower = "internvl:InternVLTower"
+    embeds_fields: ClassVar[Mapping[str, tuple[int, ...]]] = {}
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -60,6 +63,9 @@ class InternVL(MediaFamily):
             return (settings.get("num_frames") or DEFAULT_FRAMES) * self.count
         tiles = settings.get("max_patches") or DEFAULT_TILES
         return (tiles + 1 if tiles > 1 else 1) * self.count
+
+    def arrays_of_embeds(self, count: int, fields: Arrays) -> Arrays:  # noqa: ARG002
+        return {"pixel_values": np.empty(max(1, count // self.count))}  # tiles
 
     def preprocess_image(self, image: Any, processor: Any, options: Mapping[str, Any], count: int) -> Arrays:
         arrays = super().preprocess_image(image, processor, {"crop_to_patches": True, **options}, count)

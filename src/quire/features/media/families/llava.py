@@ -24,6 +24,7 @@ class FixedSizeFamily(MediaFamily):
     vision: VisionConfig
     image_token: int
     count: int
+    embeds_fields: ClassVar[Mapping[str, tuple[int, ...]]] = {}
 
     def expand(self, modality: Modality, arrays: Arrays, tokenize: Tokenize) -> Expansion:  # noqa: ARG002
         return Expansion([self.image_token] * self.count)

@@ -24,6 +24,7 @@ class Pixtral(MediaFamily):
     """Pixtral as a LLaVA: patches are not merged."""
 
     tower = "pixtral:PixtralTower"
+    embeds_fields: ClassVar[Mapping[str, tuple[int, ...]]] = {"image_sizes": (1, 2)}
     defaults: ClassVar[Mapping[str, Any]] = PIXTRAL
 
     def __init__(self, config: Mapping[str, Any]) -> None:

@@ -44,6 +44,7 @@ class Qwen2VL(MediaFamily):
     tower = "qwen_vl:Qwen2VLTower"
     rotary_axes = 3
     together = MAX_PATCHES // 4
+    embeds_fields: ClassVar[Mapping[str, tuple[int, ...]]] = {"image_grid_thw": (1, 3)}
     defaults: ClassVar[Mapping[str, Any]] = {
         "depth": 32, "embed_dim": 1280, "hidden_size": 3584, "hidden_act": "quick_gelu", "mlp_ratio": 4, "num_heads": 16,
         "in_channels": 3, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2,

@@ -8,8 +8,8 @@ from quire.text.workers.wire import TokenizerSource
 from quire.types.media import Modality
 
 # what the content of a job is: base64 text, the bytes of a file, or pixels of one image [height, width, 3] or of frames
-# [frames, height, width, 3]
-ContentKind = Literal["base64", "file", "pixels"]
+# [frames, height, width, 3], or tensors (`quire.features.media.embeds`)
+ContentKind = Literal["base64", "file", "pixels", "embeds"]
 
 
 class MediaSource(msgspec.Struct, array_like=True):

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from quire.features.media.embeds import EMBEDS
 from quire.features.media.families.base import Arrays, Expansion, Video
 from quire.features.media.store import open_for_writing
 from quire.features.media.workers import wire
@@ -98,10 +99,7 @@ class MediaWorker:
         data = Path(job.path).read_bytes() if job.path else blob
         data = decode_base64(data) if job.kind == "base64" else data
         digest = hashlib.sha256(msgspec.json.encode((job.modality, job.options, job.count)))
-        arrays = self._arrays(job, data, digest)
-        if job.options:
-            _check_values(arrays)
-        expansion = self._expand(job, arrays)
+        arrays, expansion = (self._embeds if job.kind == "embeds" else self._encoder_input)(job, data, digest)
         if len(expansion.tokens) > MAX_TOKENS:
             raise InvalidParameter(f"the {job.modality} has {len(expansion.tokens)} tokens; at most {MAX_TOKENS} are supported")
         places, in_file = write_arrays(arrays, job.out)
@@ -109,6 +107,27 @@ class MediaWorker:
             digest.hexdigest(), in_file, places, [int(token) for token in expansion.tokens], expansion.before, expansion.after,
             [(int(start), int(count)) for start, count in expansion.embedded], expansion.grid, float(expansion.interval),
         )  # fmt: skip
+
+    def _embeds(self, job: wire.Process, data: bytes, digest: Any) -> tuple[Arrays, Expansion]:
+        from quire.features.media.workers.embeds import expand_embeds, read_embeds
+
+        arrays = read_embeds(data, self._checkpoint.family, MAX_ARRAY_BYTES)
+        for name, array in arrays.items():
+            digest.update(msgspec.json.encode(("embeds", name, array.shape)))
+            digest.update(array.data)
+        expansion = self._refusing(lambda: expand_embeds(arrays, self._checkpoint.family, self._tokenize), job)
+        return {EMBEDS: arrays[EMBEDS]}, expansion
+
+    def _encoder_input(self, job: wire.Process, data: bytes, digest: Any) -> tuple[Arrays, Expansion]:
+        arrays = self._arrays(job, data, digest)
+        if job.options:
+            _check_values(arrays)
+        family = self._checkpoint.family
+        return arrays, self._refusing(lambda: family.expand(job.modality, arrays, self._tokenize), job)
+
+    def _tokenize(self, text: str) -> list[int]:
+        found: list[int] = self._checkpoint.tokenizer.encode(text, add_special_tokens=False)
+        return found
 
     def _arrays(self, job: wire.Process, data: bytes, digest: Any) -> Arrays:
         family, processor = self._checkpoint.family, self._checkpoint.processor
@@ -134,12 +153,6 @@ class MediaWorker:
         if job.kind != "pixels":
             return decode_video(data, job.io)
         return video_of_pixels(np.frombuffer(data, np.uint8).reshape(job.shape), float(job.io.get("fps") or 1.0))
-
-    def _expand(self, job: wire.Process, arrays: Arrays) -> Expansion:
-        family, tokenizer = self._checkpoint.family, self._checkpoint.tokenizer
-        return self._refusing(
-            lambda: family.expand(job.modality, arrays, lambda text: tokenizer.encode(text, add_special_tokens=False)), job
-        )
 
     def _refusing(self, work: Callable[[], T], job: wire.Process) -> T:
         """Do work of the image processor, which refuses images and options with errors of any kind."""
