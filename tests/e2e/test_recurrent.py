@@ -126,14 +126,15 @@ def test_on_cuda(checkpoint, name, how):
 @pytest.mark.parametrize(
     ("args", "named"),
     [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"pipeline_parallel_size": 2, "speculative_config": NGRAM}, "pipeline_parallel_size=2 .* with speculative_config"),
+        ({"pipeline_parallel_size": 4}, "the model's 3 layers cannot be divided among that many stages; use at most 3"),
         ({"speculative_config": {"method": "draft_model", "model": "BAMBA", "num_speculative_tokens": 2}}, "draft model"),
         ({"kv_cache_memory_bytes": 4096, "max_num_seqs": 64}, "max_num_seqs 64 requires"),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(checkpoint, args, named):
     case = checkpoint("bamba")
-    if "speculative_config" in args:
+    if "model" in args.get("speculative_config", {}):
         args = {"speculative_config": args["speculative_config"] | {"model": str(case.directory)}}
     with pytest.raises(ConfigError, match=named):
         engine(case, **args)
@@ -203,6 +204,25 @@ def test_ranks(checkpoint, ranks, name, size, drafts):
     for rank, count in enumerate(held):
         assert count == sum(share_state(state, Position(rank, size)).bytes(4) for state in case.facts.states)
     assert size > 2 or held == [sum(state.bytes(4) for state in case.facts.states) // 2] * 2
+    llm.llm_engine.shutdown()
+
+
+@pytest.mark.parametrize(("name", "size", "partition"), [("bamba", 2, "1,2"), ("mamba2", 1, None), ("nemotron-h", 1, "2,1,1")])
+def test_stages(checkpoint, ranks, name, size, partition):
+    """Each stage has the states of its layers; it may have no attention layer, or no recurrent one. Steps overlap."""
+    case = checkpoint(name)
+    stages = partition.count(",") + 1 if partition else 2
+    options = {"tensor_parallel_size": size, "pipeline_parallel_size": stages, "pipeline_layer_partition": partition}
+    llm = engine(case, **options)
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    answers = [check(case, prompt, output) for prompt, output in zip(PROMPTS, outputs, strict=True)]
+    again = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [list(output.outputs[0].token_ids) for output in again] == answers
+    assert again[0].num_cached_tokens == 32
+    held = [rank["state_bytes"] for rank in llm.collective_rpc("describe_rank")]
+    plan = make_plan(EngineArgs.from_kwargs(model=str(case.directory), **settings(**options)), 1 << 32)
+    assert len(held) == size * stages and max(held) == plan.bytes_per_state
+    assert sum(held) == sum(state.bytes(4) for state in case.facts.states)
     llm.llm_engine.shutdown()
 
 

@@ -41,17 +41,22 @@ def behind_each_other(models):
 
     first.body = run
     first.attentions = [attention for model in models for attention in model.attentions]
+    first.recurrents = [recurrence for model in models for recurrence in model.recurrents]
     return first
 
 
-@pytest.mark.parametrize("family", [*sorted({*FAMILIES} - {*MORE}), *selection.select(sorted(MORE), MORE, 12, 8)])
+RECURRENT_KINDS = ("bamba", "falcon-h1", "jamba", "kimi-linear", "lfm2", "mamba2", "minimax", "nemotron-h", "olmo-hybrid",
+                   "qwen3.5")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "family", [*sorted({*FAMILIES} - {*MORE}), *selection.select(sorted(MORE), MORE, 12, 8), *RECURRENT_KINDS]
+)
 def test_stages_are_the_whole(checkpoint, family):
     case = checkpoint(family)
-    if case.facts.states:
-        pytest.skip("recurrent layers are not divided")
     if reason := staging_problem(case.facts.hf):
         pytest.skip(reason)
-    models = staged(case.facts, split_layers(len(case.facts.layers), min(2, len(case.facts.layers))))
+    models = staged(case.facts, split_layers(case.facts.depth, min(2, case.facts.depth)))
     held = [sum(weight.numel() for weight in model.parameters()) for model in (*models, case.model)]
     assert sum(held[:-1]) == held[-1]  # a head that is the embedding is there once
     for ours, theirs in zip(in_pieces(behind_each_other(models), *IDS), in_pieces(case.model, *IDS), strict=True):

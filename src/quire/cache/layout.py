@@ -124,11 +124,13 @@ def _size(count: int) -> str:
 def stage_layout(layers: Sequence[LayerCache], stage: range, page_size: int, element_bytes: int) -> CacheLayout:
     """Return the layout of one stage, with layers counted from its first. Groups and their order are those of all stages,
     though a stage may have no layer of some groups."""
+    if not layers:
+        return CacheLayout(page_size, 0, 0, ())
     groups = _groups(layers, page_size, element_bytes)
     own = tuple(
         replace(group, layers=tuple(layer - stage.start for layer in group.layers if layer in stage)) for group in groups
     )
-    page_bytes = max(layers[index].page_bytes(page_size, element_bytes) for index in stage)
+    page_bytes = max((layers[index].page_bytes(page_size, element_bytes) for index in stage), default=0)
     return CacheLayout(page_size, page_bytes, max(len(group.layers) for group in own), own)
 
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal
 
 from quire.config.args import EngineArgs, local_engines, shares_experts, split_layers
 from quire.config.draft_heads import DraftHead
 from quire.config.facts import DeviceFacts, ModelFacts, count_experts
+from quire.config.layer_patterns import Kind
 from quire.config.quantization import Quantization
 from quire.config.speculative import SpeculativeConfig
 from quire.files.adapter import AdapterBounds
@@ -156,7 +158,21 @@ class Config:
     @property
     def stage_layers(self) -> tuple[range, ...]:
         """Return the layers of each stage."""
-        return split_layers(len(self.facts.layers), self.stages, self.args.pipeline_layer_partition)
+        return split_layers(self.facts.depth, self.stages, self.args.pipeline_layer_partition)
+
+    @property
+    def stage_attentions(self) -> tuple[range, ...]:
+        """Return the attention layers of each stage, by their indices among all attention layers."""
+        return self._stages_among("attention") if self.facts.kinds else self.stage_layers
+
+    @property
+    def stage_recurrents(self) -> tuple[range, ...]:
+        """Return the recurrent layers of each stage, by their indices among all recurrent layers."""
+        return self._stages_among("recurrent")
+
+    def _stages_among(self, wanted: Kind) -> tuple[range, ...]:
+        before = [0, *accumulate(kind in (wanted, "both") for kind in self.facts.kinds)]
+        return tuple(range(before[stage.start], before[stage.stop]) for stage in self.stage_layers)
 
     @property
     def cache_dtype(self) -> str:

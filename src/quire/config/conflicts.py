@@ -247,7 +247,7 @@ def _never_divided(config: Config) -> bool:
 
 
 def _why_no_stages(config: Config) -> str:
-    if _never_divided(config) or (config.stages > 1 and config.facts.states):
+    if _never_divided(config):
         return ""
     try:
         config.stage_layers  # noqa: B018

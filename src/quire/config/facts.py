@@ -83,6 +83,11 @@ class ModelFacts:
     recomputed: str = ""  # why its cache has tokens only, and every step computes whole sequences
 
     @property
+    def depth(self) -> int:
+        """Return the number of layers that pipeline stages divide."""
+        return len(self.kinds) or len(self.layers)
+
+    @property
     def without_pages(self) -> bool:
         """Whether the model may have no layer with a KV cache."""
         return bool(self.states) or self.encoder

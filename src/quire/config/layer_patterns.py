@@ -167,6 +167,8 @@ def staging_problem(config: Config) -> str:
         return "some of its layers do not attend (block_configs)"
     if config.get("model_type") == "longcat_flash":
         return "its layers work in pairs"
+    if config.get("model_type") == "zamba2":
+        return "its layers share weights and read the embedded tokens"
     if config.get("bskcn_tv"):
         return "its layers read inputs of other layers (bskcn_1 to bskcn_4)"
     return ""

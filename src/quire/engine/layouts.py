@@ -37,19 +37,20 @@ MAX_TOKEN_RATIO = 2  # its tokens for each of the model's, at most
 def whole_layout(config: Config) -> CacheLayout:
     """Return the layout by which pages are counted: that of the rank with the most bytes per page."""
     layers = largest_share(config.facts.layers, config.ranks)
-    if config.stages == 1:
+    if config.stages == 1 or not layers:
         return make_layout(layers, config.page_size, config.cache_bytes, config.facts.without_pages)
-    return pool_layout(layers, config.stage_layers, config.page_size, config.cache_bytes)
+    return pool_layout(layers, config.stage_attentions, config.page_size, config.cache_bytes)
 
 
 def share_memory(config: Config, layout: CacheLayout, memory: int) -> int:
     """Return one rank's part of memory that all ranks of a node share: that of the rank with the most bytes per page, so that
-    all have the same number of pages. Engines on one machine share its memory in equal parts."""
+    all have the same number of pages. Engines on one machine share its memory in equal parts, and so do ranks with recurrent
+    states."""
     memory //= local_engines(config.args) if config.device_facts.one_memory else 1
-    if config.stages == 1:
+    if config.stages == 1 or config.facts.states:
         return memory // config.node_ranks
     layers = largest_share(config.facts.layers, config.ranks)
-    stages = [stage_layout(layers, stage, config.page_size, config.cache_bytes) for stage in config.stage_layers]
+    stages = [stage_layout(layers, stage, config.page_size, config.cache_bytes) for stage in config.stage_attentions]
     each = [stage.bytes_per_page for stage in stages for _ in range(config.ranks)]  # rank
     most = max(sum(each[rank] for rank in node) for node in share_ranks(config.world, config.args.nnodes))
     return memory * layout.bytes_per_page // most
@@ -58,10 +59,10 @@ def share_memory(config: Config, layout: CacheLayout, memory: int) -> int:
 def even_out(config: Config, layout: CacheLayout, budgets: Sequence[int]) -> int:
     """Return the budget of the rank with the most bytes per page, such that all ranks have as many pages as the one with the
     fewest. budgets: bytes that each rank has for itself."""
-    if config.stages == 1:
+    if config.stages == 1 or config.facts.states:
         return min(budgets)
     layers = largest_share(config.facts.layers, config.ranks)
-    stages = [stage_layout(layers, stage, config.page_size, config.cache_bytes) for stage in config.stage_layers]
+    stages = [stage_layout(layers, stage, config.page_size, config.cache_bytes) for stage in config.stage_attentions]
     each = [stages[rank // config.ranks].bytes_per_page for rank in range(len(budgets))]
     return min(budget * layout.bytes_per_page // own for budget, own in zip(budgets, each, strict=True))
 
@@ -87,7 +88,8 @@ def cache_sizes(config: Config) -> Sizes:
 
 def state_bytes(config: Config) -> int:
     """Return the bytes of the recurrent states of one sequence, on the rank that holds most of them."""
-    return sum(largest_state(state, config.ranks, DTYPE_BYTES[config.dtype]) for state in config.facts.states)
+    each = [largest_state(state, config.ranks, DTYPE_BYTES[config.dtype]) for state in config.facts.states]
+    return max((sum(each[stage.start : stage.stop]) for stage in config.stage_recurrents), default=0) if each else 0
 
 
 def model_share(config: Config, layout: CacheLayout) -> float:

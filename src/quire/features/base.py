@@ -1,7 +1,7 @@
 """The device half of a feature: a `StepPart`, which the runner calls at fixed moments of a step.
 
     start      transform (model without weights) → load (weights are there) → check_prepared → warm_up → allocate (cache, slots)
-    each step  retire, admit → prepare → arrange → extend or graph_key → finish
+    each step  retire, admit → prepare → arrange → extend or graph_key → after_layers → finish
     end        close
 
 The runner names no feature: it loops over its parts in the order of `config/features.py`. A feature that is off has no part and
@@ -164,6 +164,10 @@ class StepPart(ABC):
     def failed(self, plan: StepPlan) -> Mapping[int, str]:
         """Return the rows of a launched plan whose requests fail, and why. The other rows are valid."""
         return {}
+
+    def after_layers(self, plan: StepPlan) -> None:
+        """Keep what the plan's rows left in this rank's layers, before the next step runs. In a pipeline, every stage calls it
+        when its layers have run; `finish` is for the stage that samples."""
 
     def finish(self, step: FinishedStep) -> StepFollower | None:
         """Read what the step left. Return a Follower if work goes on when its tokens have reached the host."""

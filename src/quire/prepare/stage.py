@@ -7,6 +7,7 @@ from torch import nn
 from quire.dist.stages import Stage
 from quire.layers.attention import Attention
 from quire.layers.norm import NoNorm
+from quire.layers.recurrent import Recurrence
 from quire.types.errors import ConfigError
 
 LAYERS, NORM = "layers", "norm"
@@ -39,3 +40,4 @@ def take_stage(model: nn.Module, stage: Stage) -> None:
         renames.append((rf"^(?!({LAYERS}|{NORM})\.)", None))
     model.renames = (*getattr(model, "renames", ()), *renames)  # type: ignore[assignment]
     model.attentions = [layer for layer in model.modules() if isinstance(layer, Attention)]  # type: ignore[assignment]
+    model.recurrents = [layer for layer in model.modules() if isinstance(layer, Recurrence)]  # type: ignore[assignment]

@@ -113,7 +113,7 @@ class StageRunner(Runner):
             x = model.embed(batch) if self._stage.first else self._await(plan, run)
             self._ends.outlet.send(model.body(x, batch))
             begun = BegunStep(plan, run, owner, built)
-        slots.advance(plan)
+        self._advance(plan, slots)
         return begun
 
     def _await(self, plan: StepPlan, run: StepRows) -> Tensor:

@@ -69,7 +69,7 @@ class Runner(RunnerCore):
         if outputs is None:
             built = build_batch(rows, slots, self._parts, whole=any(part.reads_all_tokens for part in self._parts))
             outputs = self._outputs(rows, built, self._loaded()(built.batch))
-        slots.advance(plan)
+        self._advance(plan, slots)
         if self.samples_itself(plan):
             self._pending = None
         return self._fly(plan, rows, owner, outputs)
@@ -121,6 +121,12 @@ class Runner(RunnerCore):
     def _run_before(self, rows: StepRows) -> None:
         assert self._state is not None
         self._loaded()(build_batch(rows, self._state.slots, self._parts).batch)
+
+    def _advance(self, plan: StepPlan, slots: Slots) -> None:
+        """Note that the plan's rows have run through the layers of this rank."""
+        slots.advance(plan)
+        for part in self._parts:
+            part.after_layers(plan)
 
     def _graph_keys(self, rows: StepRows) -> tuple[Hashable, ...] | None:
         """Return the key of each part; None: no graph can run these rows."""

@@ -122,7 +122,7 @@ def make_stage_runner(config: Config, device: Device, ring: Ring) -> StageRunner
     drafts = config.drafts_on_device and ring.own.stage.first
     drafter = make_device_drafter(config) if drafts else None
     whole = config.draft_head is not None and bool(config.draft_head.facts.layers)
-    facts, own, position = bounded_facts(config), ring.own.stage.own, ring.own.position
+    facts, own, position = bounded_facts(config), config.stage_attentions[ring.own.stage.index], ring.own.position
     layers, parts = share_layers(facts.layers, position), make_parts(config, device, position, ring.group, drafter=drafter)
     return StageRunner(
         facts,

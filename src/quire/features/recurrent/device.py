@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.attn.batch import Batch
 from quire.device.base import Device
-from quire.features.base import Allocation, FinishedStep, StepPart
+from quire.features.base import Allocation, StepPart
 from quire.layers.recurrent import Recurrence
 from quire.models.decoder import Decoder
 from quire.runner.transfer import upload_together
@@ -69,9 +69,9 @@ class RecurrentPart(StepPart):
         """Graphs read the state of a row by its slot, which is among their inputs anyway."""
         return False
 
-    def finish(self, step: FinishedStep) -> None:
+    def after_layers(self, plan: StepPlan) -> None:
         assert self._states is not None
-        self._states.copy(step.plan.save_slot, step.plan.save_entry)
+        self._states.copy(plan.save_slot, plan.save_entry)
 
     def describe(self) -> dict[str, int]:
         return {"state_bytes": 0 if self._states is None else self._states.bytes_per_entry}
@@ -123,7 +123,7 @@ class StateBuffers:
 
     def copy(self, source: Ints, target: Ints) -> None:
         """Copy state[source] to state[target]; no target is a source."""
-        if not len(source) or self._shared:
+        if not len(source) or self._shared or not self._arrays:
             return
         read, write = upload_together([source, target], self._arrays[0].device)
         for array in self._arrays:
