@@ -175,6 +175,7 @@ def make_scheduler(
         evictable=cache_policy(config),
         records=host_records(config, layout),
         preemption_mode=config.args.preemption_mode,
+        eager_stores=config.args.kv_offloading_eager,
         **more,
     )
 

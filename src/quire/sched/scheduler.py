@@ -71,6 +71,7 @@ class Scheduler:
         evictable: Callable[[], Evictable] = Recency,
         records: int = 0,
         preemption_mode: str = "auto",
+        eager_stores: bool = False,
     ) -> None:
         """Create a scheduler.
 
@@ -85,6 +86,7 @@ class Scheduler:
         evictable: makes the eviction policy of cached pages
         records: pages that the host tier holds; 0: there is none
         preemption_mode: how preempted requests get pages back that are in the host tier
+        eager_stores: full pages go to the host tier at once, not only those that are evicted
         """
         if max_seqs < 1:
             raise ConfigError(f"max_seqs must be at least 1, got {max_seqs}")
@@ -102,6 +104,8 @@ class Scheduler:
         self._running, self._queue, self._forks, self._live = roster.running, roster.queue, roster.forks, roster.live
         tier = self.tier = self._tables.tier
         self.arrivals = None if tier is None else Arrivals(self._tables, tier, roster, layout.bytes_per_page, preemption_mode)
+        if tier is not None and eager_stores:
+            self.pool.on_publish = tier.offer
         self.results = Results(self._tables, roster, encoding)
         self._paused: set[Request] = set()  # without a row in the next step
         self._to_publish: list[Request] = []  # latest rows may fill pages that are not published yet

@@ -92,18 +92,40 @@ def test_other_policies_evict_other_records_and_give_the_same_tokens(model: str,
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"kv_offloading_size": 1e6}, "kv_offloading_size needs 1000000.00 GiB of host memory on this rank, but .* Lower it"),
+        ({"kv_offloading_size": 1e6}, "kv_offloading_size needs 1000000.00 GiB of host memory on this machine.* Lower it"),
         ({"kv_offloading_size": 1e-9}, "kv_offloading_size gives each rank 1 bytes, less than one page of 1024. Raise it"),
         ({"kv_offloading_size": -1}, "kv_offloading_size must be at least 0"),
         ({"kv_offloading_size": 0.1, "enable_prefix_caching": False}, "requires enable_prefix_caching, by which pages"),
         ({"kv_offloading_size": 0.1, "swap_space": 1}, "swap_space 1 and kv_offloading_size 0.1 are two ways to write"),
         ({"preemption_mode": "swap"}, "preemption_mode swap requires kv_offloading_size"),
+        ({"kv_offloading_eager": True}, "kv_offloading_eager requires kv_offloading_size"),
         ({"kv_offloading_size": 0.1, "kv_offloading_backend": "lmcache"}, "kv_offloading_backend must be one of native"),
     ],
 )  # fmt: skip
 def test_bad_sizes_are_named_at_the_start(model: str, args: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         LLM(model, **SMALL, **args)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_eager_stores_are_in_host_memory_before_anything_is_evicted(
+    model: str, expected: list, monkeypatch: pytest.MonkeyPatch, eager: bool
+):
+    llm = LLM(model, **SMALL, **TIER, kv_offloading_eager=eager)
+    core, prompts = llm.llm_engine.core, [{"prompt_token_ids": CONVERSATIONS[0]}]
+    [output] = llm.generate(prompts, GREEDY, use_tqdm=False)
+    while core.has_unfinished:
+        core.step()
+    assert counts(llm).used == (11 if eager else 0), "45 of the 46 tokens are in the cache: 11 full pages"
+    launch = core.executor._runner.launch
+    monkeypatch.setattr(core.executor._runner, "launch", lambda plan: 1 / 0)
+    llm.generate([{"prompt_token_ids": [7, 8, 9]}], GREEDY, use_tqdm=False)  # fails, and empties the cache of the device
+    monkeypatch.setattr(core.executor._runner, "launch", launch)
+    [output] = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert output.num_cached_tokens == (36 if eager else 0)
+    assert list(output.outputs[0].token_ids) == expected[0][0]
+    core.scheduler.roster.check()
+    llm.llm_engine.shutdown()
 
 
 @pytest.mark.parametrize("args", [{"kv_offloading_size": 0}, {"swap_space": 0}, {}])

@@ -52,11 +52,14 @@ class TiersPart(StepPart):
         device: Device,
         dtype: torch.dtype,  # noqa: ARG002
         host_bytes: int,
+        machine_bytes: int,
         reserved: int,
         disk: DiskSetting | None = None,
     ) -> None:
-        """host_bytes: of this rank's records. reserved: bytes of device memory. disk: None: nothing is kept on disk."""
-        self._device, self._bytes, self._reserved = device, host_bytes, reserved
+        """host_bytes: of this rank's records. machine_bytes: the same, of all ranks on this machine. reserved: bytes of device
+        memory. disk: None: nothing is kept on disk.
+        """
+        self._device, self._bytes, self._machine_bytes, self._reserved = device, host_bytes, machine_bytes, reserved
         self._disk_setting = disk
         self._disk: DiskThreads | None = None
         self._arena: Arena | None = None
@@ -64,10 +67,10 @@ class TiersPart(StepPart):
 
     def load(self, model: Decoder, reserved_bytes: Callable[[], int]) -> None:  # noqa: ARG002
         available = available_host_bytes()
-        if self._bytes > available:
+        if self._machine_bytes > available:
             raise ConfigError(
-                f"kv_offloading_size needs {self._bytes / GIB:.2f} GiB of host memory on this rank, but {available / GIB:.2f} "
-                "GiB are available. Lower it"
+                f"kv_offloading_size needs {self._machine_bytes / GIB:.2f} GiB of host memory on this machine, but "
+                f"{available / GIB:.2f} GiB are available. Lower it"
             )
 
     def reserved_bytes(self, max_seqs: int, recording: bool) -> int:  # noqa: ARG002

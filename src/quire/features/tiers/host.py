@@ -5,7 +5,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from quire import __version__
-from quire.config.fields import REAL, TEXT, setting
+from quire.config.fields import FLAG, REAL, TEXT, setting
 from quire.config.memory import parameter_parts
 from quire.features.host import NO_MEMORY, Conflict, Feature, Memory, Sizes
 from quire.files.identity import identity
@@ -38,9 +38,13 @@ class TierArgs:
     kv_offloading_backend: str = setting(
         "native", TEXT, _GROUP, "what keeps them", choices=("native",), after="kv_offloading_size"
     )
+    kv_offloading_eager: bool = setting(
+        False, FLAG, _GROUP, "store pages in host memory as soon as they are full, not only when they are evicted; requires "
+        "kv_offloading_size", after="kv_offloading_backend",
+    )  # fmt: skip
     kv_disk_path: str | None = setting(
         None, TEXT, _GROUP, "directory in which cached pages are kept, also for the next start; requires kv_offloading_size; "
-        "default: none", after="kv_offloading_backend",
+        "default: none", after="kv_offloading_eager",
     )  # fmt: skip
     kv_disk_size: float = setting(
         16, REAL, _GROUP, "GiB of pages in kv_disk_path, of all ranks of an engine together", above=0.0, after="kv_disk_path"
@@ -109,6 +113,8 @@ class Tiers(Feature):
             raise ConfigError(
                 "kv_disk_path requires kv_offloading_size, the memory through which pages go to disk and back. Add it"
             )
+        if args.kv_offloading_eager and not (args.swap_space or args.kv_offloading_size):
+            raise ConfigError("kv_offloading_eager requires kv_offloading_size, the memory that pages are stored in. Add it")
         if args.preemption_mode == "swap" and not (args.swap_space or args.kv_offloading_size):
             raise ConfigError("preemption_mode swap requires kv_offloading_size, the memory that pages are swapped to. Add it")
 
@@ -116,7 +122,9 @@ class Tiers(Feature):
         size = host_bytes(config)
         if not size:
             return None
-        return {"host_bytes": size, "reserved": self.memory(config, Sizes()).reserved, "disk": disk_setting(config)}
+        machine_bytes = size * (config.world // config.args.nnodes)
+        reserved, disk = self.memory(config, Sizes()).reserved, disk_setting(config)
+        return {"host_bytes": size, "machine_bytes": machine_bytes, "reserved": reserved, "disk": disk}
 
     def memory(self, config: "Config", sizes: Sizes) -> Memory:  # noqa: ARG002
         """On a CPU host memory is the device's memory; on a GPU pages are staged on their way."""
