@@ -2,9 +2,11 @@
 
 import logging
 import os
+import shutil
 import signal
 from array import array
 from pathlib import Path
+from threading import Event
 
 import pytest
 from test_host_tier import CONVERSATIONS, GREEDY, SMALL, TIER, counts, turns
@@ -67,17 +69,77 @@ def test_every_rank_has_its_share_in_memory_and_on_disk(model: str, expected: li
     assert len({file.parent.parent for file in files(tmp_path)}) == 2
 
 
-def test_another_model_dtype_or_page_size_finds_nothing(model: str, tmp_path: Path, tmp_path_factory):
+def test_another_model_version_dtype_or_page_size_finds_nothing(
+    model: str, tmp_path: Path, tmp_path_factory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO)
     llm = start(model, tmp_path)
     turns(llm, 1)
     stop(llm)
+    assert "which are ignored" not in caplog.text
     other = str(make_model(tmp_path_factory.mktemp("other"), hidden_size=64))
     for directory, args in ((other, {}), (model, {"block_size": 8}), (model, {"kv_cache_dtype": "fp8"})):
         llm = start(directory, tmp_path, **args)
         assert counts(llm).on_disk == 0
         stop(llm)
+    with monkeypatch.context() as version:
+        version.setattr("quire.features.tiers.host.__version__", "0")
+        caplog.clear()
+        llm = start(model, tmp_path)
+        assert counts(llm).on_disk == 0 and caplog.text.count("which are ignored") == 1
+        stop(llm)
     llm = start(model, tmp_path)
     assert counts(llm).on_disk > 0
+    stop(llm)
+
+
+def test_a_tenant_finds_nothing_of_another_in_memory_or_on_disk(model: str, tmp_path: Path):
+    def ask(llm: LLM, tenant: str) -> int:
+        prompt = {"prompt_token_ids": CONVERSATIONS[0], "cache_salt": tenant}
+        [output] = llm.generate([prompt], GREEDY, use_tqdm=False)
+        while llm.llm_engine.core.has_unfinished:
+            llm.llm_engine.core.step()
+        return output.num_cached_tokens
+
+    llm = start(model, tmp_path)
+    assert [ask(llm, tenant) for tenant in ("first", "second", "first")] == [0, 0, 36]
+    stop(llm)
+    llm = start(model, tmp_path)
+    assert counts(llm).on_disk == 2 * 11, "11 full pages of each tenant, under different names"
+    assert [ask(llm, tenant) for tenant in ("third", "second", "first")] == [0, 36, 36]
+    stop(llm)
+
+
+def test_a_path_on_a_full_disk_or_of_another_user_is_refused_at_the_start(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr("quire.features.tiers.disk.os.write", full)
+        with pytest.raises(ConfigError, match=r"cannot be used: No space left on device. Give a directory .* with space"):
+            start(model, tmp_path / "full")
+    with monkeypatch.context() as user:
+        user.setattr("quire.features.tiers.disk.os.geteuid", lambda: 12345)
+        with pytest.raises(ConfigError, match=r"kv_disk_path: .* belongs to user \d+, who could read or replace pages"):
+            start(model, tmp_path / "theirs")
+
+
+def test_no_request_waits_for_a_disk_that_hangs(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The first one stops waiting after a while; the same prompt does not wait again."""
+    monkeypatch.setattr("quire.sched.disk.READ_TIMEOUT_S", 0.05)
+    llm = start(model, tmp_path)
+    prompts = [{"prompt_token_ids": CONVERSATIONS[0]}] * 2
+    expected = llm.generate(prompts, GREEDY, use_tqdm=False)
+    stop(llm)
+    llm = start(model, tmp_path)
+    part, hung = next(part for part in llm.llm_engine.core.executor._runner._parts if part.name == "tiers"), Event()
+    get = part._disk.store.get
+    monkeypatch.setattr(part._disk.store, "get", lambda *args: hung.wait() and get(*args))
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [output.outputs[0].token_ids for output in expected]
+    hung.set()
     stop(llm)
 
 
@@ -118,7 +180,8 @@ def test_bad_input_is_named_at_the_start(model: str, tmp_path: Path, args: dict,
 
 
 def test_a_served_prompt_is_found_after_the_engine_was_killed(model: str, tmp_path: Path):
-    """Requests go on, and the engine that replaces the killed one has the disk of the first."""
+    """Requests go on, and the engine that replaces the killed one has the disk of the first. If the directory was deleted,
+    engines serve without it, and the next one makes it again."""
     server = Running(Path(model), **{**SMALL, **TIER, "kv_disk_path": str(tmp_path), "kv_cache_memory_bytes": None})
     try:
         body = {"model": NAME, "prompt": list(range(3, 43)), "max_tokens": 4, "temperature": 0}
@@ -132,6 +195,12 @@ def test_a_served_prompt_is_found_after_the_engine_was_killed(model: str, tmp_pa
         assert second["choices"][0]["text"] == first["choices"][0]["text"]
         assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 36
         assert server.llm.stats.tier.hits == 36
+        shutil.rmtree(tmp_path)
+        tenant = server.http.post("/v1/completions", json={**body, "cache_salt": "another"}).json()
+        assert tenant["choices"] == first["choices"] and tenant["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        os.kill(engine.pid, signal.SIGKILL)
+        wait_for(lambda: engine.restarts == 2 and engine.state == "ready")
+        assert server.http.post("/v1/completions", json=body).json()["choices"] == first["choices"]
     finally:
         server.close()
 
