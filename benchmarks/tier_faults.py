@@ -39,6 +39,7 @@ from quire.sched.arrivals import Speeds
 ANSWER_TOKENS, CONVERSATIONS, TOGETHER, MAX_ROUND_S = 4, 14, 8, 60.0
 RESTART_ROUNDS = 60  # in which engines are killed twice and started again, and the directory is deleted once
 FETCH_RATE, STORE_RATE, READ_RATE, WRITE_RATE = 0.75, 0.1, 0.7, 0.2  # of the pages that move
+HOST_FAULTS = ("bit", "two bits", "bits", "zeros", "words swapped", "tag", "swapped", "other", "stale")
 READ_TIMEOUT_S = 0.01  # in place of 10 s, so that a slow disk is given up often
 SIZES = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -113,7 +114,7 @@ class Faults:
         self.rng, self.counts = rng, counts
         self.foreign: list[Path] = []  # segments of another rank or model whose records are as long
         self.on = False
-        self.killed = False
+        self.writes_left: int | None = None  # until the process is killed in the middle of one; None: it is not
         self._mutex = threading.Lock()
 
     def attach(self, llm: LLM) -> None:
@@ -132,9 +133,10 @@ class Faults:
                 self.counts["host: store lost"] += 1
 
         def faulty_fetch(records: Any, pages: Any, tags: Any) -> Any:
+            kind = self.rng.choice(HOST_FAULTS)  # of one kind: a fault that is found would hide others further on in the prompt
             for record in records.tolist():
                 if self._happens(FETCH_RATE):
-                    self._damage_record(record)
+                    self._damage_record(record, kind)
             return fetch(records, pages, tags)
 
         self._arena.store, self._arena.fetch = faulty_store, faulty_fetch  # type: ignore[method-assign]
@@ -156,9 +158,8 @@ class Faults:
     def _copy(self, record: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._arena.memory[record].clone(), self._arena.sums[record].clone()
 
-    def _damage_record(self, record: int) -> None:
+    def _damage_record(self, record: int, kind: str) -> None:
         memory, sums, rng = self._arena.memory, self._arena.sums, self.rng
-        kind = rng.choice(("bit", "two bits", "bits", "zeros", "words swapped", "tag", "swapped", "other", "stale"))
         width, page = memory.shape[1], self._arena._pages.page_bytes
         if kind in ("bit", "two bits", "bits"):
             for _ in range({"bit": 1, "two bits": 2, "bits": rng.randrange(3, 40)}[kind]):
@@ -209,12 +210,16 @@ class Faults:
 
     @contextmanager
     def writes(self) -> Iterator[None]:
-        """Let writes fail: a full disk at any byte, errors, slow ones, and once killed is set, none happens at all."""
+        """Let writes fail: a full disk at any byte, errors, slow ones, and none after a kill."""
         write = os.pwritev
 
         def faulty(file: int, parts: list[Any], position: int) -> int:
-            if self.killed or not self._happens(WRITE_RATE):
-                return self._kill(write, file, parts, position) if self.killed else write(file, parts, position)
+            if self.writes_left is not None:
+                self.writes_left -= 1
+                if self.writes_left <= 0:
+                    self._kill(write, file, parts, position)
+            if not self._happens(WRITE_RATE):
+                return write(file, parts, position)
             kind = self.rng.choice(("full", "full at a byte", "error", "short", "slow"))
             self.counts[f"disk: write {kind}"] += 1
             data = b"".join(parts)
@@ -230,10 +235,9 @@ class Faults:
         with mock.patch("os.pwritev", faulty):
             yield
 
-    def _kill(self, write: Callable[..., int], file: int, parts: list[Any], position: int) -> int:
+    def _kill(self, write: Callable[..., int], file: int, parts: list[Any], position: int) -> None:
         """The process ends while this is written."""
-        if self.on:
-            self.on = False
+        if not self.writes_left:
             data = b"".join(parts)
             write(file, [data[: self.rng.randrange(1, len(data))]], position)
             self.counts["disk: killed in a write"] += 1
@@ -397,11 +401,12 @@ class Trial:
 
     def _restart(self, llm: LLM, injector: Faults, kill: bool) -> LLM:
         if kill:
-            injector.on = injector.killed = True
-            self.round(llm, None)
+            llm.reset_prefix_cache()  # so that there is something to write
+            injector.writes_left = self.rng.randrange(1, 30)
+            self.round(llm, injector)
         injector.on = False
         llm.close()
-        injector.killed = False
+        injector.writes_left = None
         self.restarts += 1
         llm = self.start()
         injector.attach(llm)
@@ -428,16 +433,17 @@ class Trial:
 
     def _disturb(self, llm: LLM, asked: dict[str, int]) -> None:
         roster, event = llm.llm_engine.core.scheduler.roster, self.rng.random()  # type: ignore[attr-defined]
-        if event < 0.001 and asked:
+        event *= 8 if self.kind.alone else 1  # it has more steps
+        if event < 0.01 and asked:
             name = self.rng.choice(sorted(asked))
             del asked[name]
             llm.llm_engine.abort_request(name)
             self.counts["abort"] += 1
-        elif event < 0.008:
+        elif event < 0.06:
             for request in list(roster.running)[:: self.rng.choice((1, 2))]:
                 roster.preempt(request)
                 self.counts["preemption"] += 1
-        elif event < 0.0081:
+        elif event < 0.061:
             llm.reset_prefix_cache(reset_running_requests=True)
             self.counts["reset_prefix_cache"] += 1
 

@@ -3,6 +3,7 @@
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.cache.tiers import HostTier
 from quire.types.errors import ConfigError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -62,6 +63,14 @@ def test_windows_and_latents_come_back(checkpoint, family: str, pages: int):
     directory = str(checkpoint(family).directory)
     args = {"skip_tokenizer_init": True, "num_gpu_blocks_override": pages}
     check(directory, plain_turns(directory, **args), **args)
+
+
+def test_records_of_the_same_tokens_in_two_cache_groups_have_different_tags():
+    tier, key = HostTier(4), b"k" * 32
+    tier.evicted(1, ((0, key), b"tokens"))
+    tier.evicted(2, ((1, key), b"tokens"))
+    [(_, _, first), (_, _, second)] = tier.take_moves(0, lambda *_: True)[0]
+    assert first != second
 
 
 def test_two_stages_move_their_layers(model: str, expected: list):
