@@ -378,3 +378,13 @@ def test_host_memory_and_disk(model: str, capsys: pytest.CaptureFixture[str]) ->
     ):
         assert simulate(model, *flags, *wrong) == 2
         assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["chat", "agent", "mooncake"])
+def test_generated_shapes(name: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--card", "l4", "--num-prompts", "12", "--workload", name]
+    assert simulate(model, *flags, "--speedup", "2", "--json") in (0, 1)
+    result = json.loads(capsys.readouterr().out)
+    assert result["num_prompts"] == 12 and result["traffic"].startswith(f"{name}, 2 times as fast")
+    assert simulate(model, *flags, "--request-rate", "3") == 2
+    assert "has arrival times" in capsys.readouterr().err

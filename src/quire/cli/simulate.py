@@ -53,6 +53,7 @@ from quire.sim.optimum import optimal_hit_rate
 from quire.sim.page import latency_cells, lines, load_cells, page, rows_of, trial_cells
 from quire.sim.parallel import Layout, ModelSizes, ParallelTiming
 from quire.sim.replica import Replica, SimulatedDevice, SimulatedTiming
+from quire.sim.shapes import SHAPES, shaped_trace
 from quire.sim.tiers import SimulatedTiers, TierSizes
 from quire.sim.trace import FORMATS, Characters, Generated, Trace, format_of, read_trace, sharegpt_trace, workload_trace
 from quire.step_loop import little_garbage_collection
@@ -65,7 +66,7 @@ TRAFFIC: Flags = (
     ("trace", "Azure's CSV, Mooncake's JSON lines, ShareGPT's JSON", FILE),
     ("trace-format", "(default: by the file's name)", {"choices": ("auto", *FORMATS), "default": "auto"}),
     ("speedup", "replay a trace X times as fast", X),
-    ("workload", "one of `quire bench throughput`, all at once", {"metavar": "NAME"}),
+    ("workload", "chat, agent, mooncake, or of `quire bench throughput`", {"metavar": "NAME"}),
     ("request-rate", "requests per second, unless a trace has times", X | {"default": math.inf}),
     ("max-concurrency", "maximum of requests at once on all replicas", N),
 )
@@ -453,13 +454,22 @@ def _check_writable(path: Path) -> None:
 def make_trace(namespace: argparse.Namespace, config: Config) -> Trace:
     path: Path | None = namespace.trace
     load = LoadShape(namespace.request_rate, namespace.burstiness, namespace.max_concurrency)
+    if namespace.workload in SHAPES:
+        if path is not None or load.timed:
+            raise ConfigError(
+                f"--workload {namespace.workload} has arrival times; drop --trace and --request-rate, or --workload"
+            )
+        _refuse_others(namespace, ("speedup",), f"--workload {namespace.workload}")
+        trace = shaped_trace(namespace.workload, namespace.limit, config.seed)
+        return trace if namespace.speedup is None else trace.faster(namespace.speedup)
     if namespace.workload is not None:
         if path is not None or load.timed:
             raise ConfigError(
                 f"--workload {namespace.workload} comes all at once; drop --trace and --request-rate, or --workload"
             )
         if namespace.workload not in WORKLOADS:
-            known = nearest(namespace.workload, list(WORKLOADS)) or f"; there are {', '.join(WORKLOADS)}"
+            names = [*SHAPES, *WORKLOADS]
+            known = nearest(namespace.workload, names) or f"; there are {', '.join(names)}"
             raise ConfigError(f"--workload {namespace.workload!r} is unknown{known}")
         _refuse_others(namespace, (), "--workload")
         return workload_trace(namespace.workload, config.facts.vocab_size, namespace.limit)

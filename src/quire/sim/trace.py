@@ -185,6 +185,11 @@ def _mooncake(name: str, lines: Iterable[str]) -> Iterator[tuple[str, Arrival]]:
         yield where, Arrival(stamp / 1000, tuple(blocks), max(1, output))
 
 
+def mooncake_arrivals(name: str, lines: Iterable[str]) -> list[Arrival]:
+    """Return the requests of lines of Mooncake's format."""
+    return list(_from_zero(_mooncake(name, lines)))
+
+
 def _integer(text: str) -> Any:
     try:
         return int(text)
