@@ -165,7 +165,7 @@ def screen(known: EngineRow, problem: str | None, url: str, width: int, height: 
     state = problem if problem is not None else "; ".join(_engine(known, engine) for _, engine in sorted(known.engines.items()))
     does = "" if _generates(known) else f", {', '.join(hello['tasks'])}"
     lines = [f"{hello['model']} on {hello['device']} ({hello['dtype']}{does}), Quire {hello['server']} at {url}: {state}"]
-    lines += [numbers(known), *_steps(known)]
+    lines += [numbers(known), *tiers(known), *_steps(known)]
     if stats and not _generates(known):
         lines.append(f"result      {_histogram(stats['ttft'], hello['ttft_bounds'])}")
     elif stats:
@@ -195,6 +195,27 @@ def numbers(known: EngineRow) -> str:
         f"preemptions {stats.get('preemptions', 0)}  compiling {stats.get('compiling', 0)}  "
         f"restarts {restarts}"
     )
+
+
+def tiers(known: EngineRow) -> list[str]:
+    """Return a line about pages in host memory and on disk, if there are any."""
+    found = known.stats.get("tiers")
+    if found is None:
+        return []
+    rates, share = found["rates"], found["hits"] / found["queries"] if found["queries"] else 0.0
+    line = f"host memory {found['used']}/{found['pages']}  hits {share:.0%}  stored {_bytes(rates['stored'])}/s  "
+    line += f"fetched {_bytes(rates['fetched'])}/s"
+    if found["on_disk"] or found["bytes"]["written"]:
+        line += f"  disk {found['on_disk']}  written {_bytes(rates['written'])}/s  read {_bytes(rates['read'])}/s"
+    return [f"{line}  failures {found['failures']}"]
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
 
 
 def finished(request: dict[str, Any], generates: bool = True) -> str:

@@ -23,7 +23,7 @@ from quire.serve.generation import answer_of
 from quire.text.outputs import RequestAnswer
 from quire.types import engine_snapshot as snapshots
 from quire.types.engine_snapshot import PARTS, EngineSnapshot, RequestSnapshot
-from quire.types.stats import Finished
+from quire.types.stats import NO_TIERS, Finished, TierCounts
 
 # ---- traces of requests
 
@@ -390,11 +390,41 @@ class PoolView:
         }  # fmt: skip
 
 
+class TiersView:
+    """Pages in host memory and on disk, as the engines count them; None without such tiers."""
+
+    def __init__(self) -> None:
+        self._before: tuple[float, dict[str, int]] | None = None
+        self._rates: dict[str, float] = {}
+
+    def as_event(self, tier: TierCounts, now: float, measure: bool) -> Event | None:
+        if not tier.records:
+            return None
+        size = tier.page_bytes
+        moved = {
+            "stored": tier.stored * size,
+            "fetched": tier.fetched * size,
+            "written": tier.written * size,
+            "read": tier.read * size,
+        }
+        if measure:
+            if self._before is not None and now > self._before[0]:
+                then, old = self._before
+                self._rates = {name: round(max(0, moved[name] - old[name]) / (now - then), 1) for name in moved}
+            self._before = now, moved
+        return {
+            "pages": tier.records, "used": tier.used, "on_disk": tier.on_disk, "queries": tier.queries, "hits": tier.hits,
+            "disk_hits": tier.disk_hits, "failures": tier.lost, "bytes": moved,
+            "rates": self._rates or dict.fromkeys(moved, 0.0),
+        }  # fmt: skip
+
+
 class StatsView:
     """Values of /metrics and their rates."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
+        self._tiers = TiersView()
         self._before: tuple[float, tuple[float, ...]] | None = None
         self._rates = (0.0, 0.0, 0.0)
 
@@ -429,6 +459,7 @@ class StatsView:
             "itl_sum": moment(itl.sum),
             "rates": dict(zip(("prompt", "generated", "finished"), self._rates, strict=True)),
             "viewers": viewers,
+            "tiers": self._tiers.as_event(NO_TIERS if stats is None else stats.tier, now, measure),
         }
 
 

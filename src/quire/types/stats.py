@@ -1,6 +1,6 @@
 """Statistics that an engine reports after every step, and the events that observers of requests receive."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -126,6 +126,13 @@ class TierCounts(msgspec.Struct, frozen=True, array_like=True):
 NO_TIERS = TierCounts()
 
 
+def tiers_together(engines: Iterable[TierCounts]) -> TierCounts:
+    """Return the sums over several engines, whose pages have one size."""
+    found = list(engines)
+    sums = {name: sum(getattr(each, name) for each in found) for name in TierCounts.__struct_fields__}
+    return TierCounts(**{**sums, "page_bytes": max((each.page_bytes for each in found), default=0)})
+
+
 class Stats(msgspec.Struct, frozen=True, array_like=True):
     running: int
     waiting: int  # parked children included
@@ -150,7 +157,8 @@ NOTHING = Stats(0, 0, 0, 0, 0, 0, 0)
 def together(engines: Sequence[Stats]) -> Stats:
     """Return the sums over several engines. Device counts are reported per engine."""
     counted = ("running", "waiting", "pages", "free_pages", "queries", "hits", "preemptions", "grammar_losses")
-    return Stats(**{name: sum(getattr(each, name) for each in engines) for name in counted})
+    tier = tiers_together(each.tier for each in engines)
+    return Stats(**{name: sum(getattr(each, name) for each in engines) for name in counted}, tier=tier)
 
 
 class Observer(OutputObserver, Protocol):

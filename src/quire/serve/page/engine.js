@@ -23,6 +23,10 @@ const TILES = {
   generated: "tokens/s generated", prompt: "prompt tokens/s", running: "running", waiting: "waiting", pages: "of the KV cache in use",
   hits: "of prompt tokens cached", preemptions: "preemptions", restarts: "restarts",
 };
+const TIERS = {
+  host: "of host memory in use", fetched: "of prompt tokens not on the device fetched", moved: "stored and fetched",
+  disk: "pages on disk", lost: "pages lost in tiers",
+};
 const MOST_ROWS = 40;
 const BETWEEN = 60; // milliseconds between two pictures
 
@@ -86,6 +90,18 @@ function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
+/** What the tiles of host memory and disk show; they appear when there are such tiers. */
+function toldTiers(tiers, percent) {
+  if (!view.tiles.host)
+    for (const [name, label] of Object.entries(TIERS))
+      ui.tiles.append(el("div", {}, (view.tiles[name] = el("b", {}, "–")), el("span", {}, label)));
+  const bytes = tiers.rates.stored + tiers.rates.fetched + tiers.rates.written + tiers.rates.read;
+  return {
+    host: percent(tiers.used, tiers.pages), fetched: percent(tiers.hits, tiers.queries), moved: `${rate(bytes / 1e6)} MB/s`,
+    disk: count(tiers.on_disk), lost: count(tiers.failures),
+  };
+}
+
 function drawTiles() {
   const { hello, stats, queue, engine, pool, rates } = feed;
   const [, prompt, generated] = latestRates();
@@ -95,6 +111,7 @@ function drawTiles() {
     pages: hello.pages > hello.engines ? percent(pool.used, hello.pages) : "none", hits: percent(stats.cached_tokens, stats.prompt_tokens),
     preemptions: count(stats.preemptions), restarts: count(engine.restarts),
   };
+  if (stats.tiers) Object.assign(told, toldTiers(stats.tiers, percent));
   for (const [name, text] of Object.entries(told)) setText(view.tiles[name], text);
   ui.engineIdle.hidden = queue.running + queue.waiting > 0;
   setText(ui.engineAbout, `${hello.model} · ${hello.device}, ${hello.dtype} · context ${count(hello.max_model_len)} · Quire ${hello.server}`);
