@@ -127,16 +127,19 @@ def test_a_path_on_a_full_disk_or_of_another_user_is_refused_at_the_start(
 
 
 def test_no_request_waits_for_a_disk_that_hangs(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The first one stops waiting after a while; the same prompt does not wait again."""
+    """The first one is aborted while it waits. Another with the same prompt does not wait for its read again and again."""
     monkeypatch.setattr("quire.sched.disk.READ_TIMEOUT_S", 0.05)
     llm = start(model, tmp_path)
-    prompts = [{"prompt_token_ids": CONVERSATIONS[0]}] * 2
+    prompts = [{"prompt_token_ids": CONVERSATIONS[0]}]
     expected = llm.generate(prompts, GREEDY, use_tqdm=False)
     stop(llm)
     llm = start(model, tmp_path)
     part, hung = next(part for part in llm.llm_engine.core.executor._runner._parts if part.name == "tiers"), Event()
     get = part._disk.store.get
     monkeypatch.setattr(part._disk.store, "get", lambda *args: hung.wait() and get(*args))
+    llm.llm_engine.add_request("first", prompts[0], GREEDY)
+    llm.llm_engine.step()
+    llm.llm_engine.abort_request("first")
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == [output.outputs[0].token_ids for output in expected]
     hung.set()
