@@ -160,7 +160,7 @@ class Faults:
 
     def _damage_record(self, record: int, kind: str) -> None:
         memory, sums, rng = self._arena.memory, self._arena.sums, self.rng
-        width, page = memory.shape[1], self._arena._pages.page_bytes
+        width, page = memory.shape[1], self._arena._content.bytes
         if kind in ("bit", "two bits", "bits"):
             for _ in range({"bit": 1, "two bits": 2, "bits": rng.randrange(3, 40)}[kind]):
                 at = rng.randrange(page // 8) * 8 + 7 if kind == "two bits" else rng.randrange(page)

@@ -90,6 +90,7 @@ class HostRecords:
     late: int = 0  # every n-th question finds no page that has arrived
     policy: str = "lru"
     disk: int = 0  # every n-th page on disk does not come back; 0: there is no disk
+    per_snapshot: int = 1  # records
 
 
 @dataclass(frozen=True)
@@ -316,6 +317,7 @@ def host_tiers(draw) -> HostRecords:
     return HostRecords(
         draw(st.sampled_from((0, 1, 2, 5, 12, 60))), draw(st.sampled_from((0, 0, 1, 2, 5))),
         draw(st.sampled_from((0, 0, 2, 3))), draw(st.sampled_from(EVICTION_POLICIES)), draw(st.sampled_from((0, 2, 5, 300))),
+        draw(st.sampled_from((1, 2, 3))),
     )  # fmt: skip
 
 
@@ -341,6 +343,7 @@ def run(work: Workload) -> dict[str, Heard]:
         snapshots=work.snapshots, turns=work.depth + 1 if work.turns else 1,
         speculation=Speculation(Oracle(work), work.drafts, adaptive=False) if work.host and work.drafts else None,
         encoding=encoding, records=work.host_records.count, evictable=policy_maker(work.host_records.policy, 2.0),
+        snapshot_records=work.host_records.per_snapshot,
     )  # fmt: skip
     executor = StrictExecutor(
         work.layout, work.model, pages=work.pages, max_seqs=work.max_seqs, max_model_len=MAX_MODEL_LEN, faults=work.faults,

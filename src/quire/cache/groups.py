@@ -31,14 +31,14 @@ class Group(Protocol):
     def best(self, request: Request, pages: int, below: Below | None = None) -> int:
         """Return the longest prefix hit, in full pages, up to `pages`. below: a tier whose pages count, too."""
 
-    def missing(self, request: Request, pages: int, below: Below) -> list[tuple[int, int]]:
-        """Return (table index, record) of the pages that a hit of `pages` pages needs and the device does not have."""
+    def missing(self, request: Request, pages: int, below: Below) -> list[tuple[Content, int]]:
+        """Return (content, record) of the pages that a hit of `pages` pages needs and the device does not have."""
+
+    def found(self, request: Request, pages: int) -> list[int]:
+        """Return the pages that a hit of `pages` pages needs and the device has."""
 
     def adopt(self, request: Request, pages: int) -> None:
         """Make a prefix hit of `pages` full pages the request's table."""
-
-    def content(self, request: Request, i: int) -> Content:
-        """Return what identifies the content of page i."""
 
     def can_fork(self, parent: Request, tokens: int) -> bool:
         """Return whether the parent still has all pages that a query at position `tokens` needs."""
@@ -83,13 +83,17 @@ class Full:
     def best(self, request: Request, pages: int, below: Below | None = None) -> int:
         return next((i for i in range(pages) if not self._has(request, i, below)), pages)
 
-    def missing(self, request: Request, pages: int, below: Below) -> list[tuple[int, int]]:
+    def missing(self, request: Request, pages: int, below: Below) -> list[tuple[Content, int]]:
         found = []
         for i in range(self._first(pages * self.page_size), pages):
-            key, tokens = self.content(request, i)
-            if self.pool.find(key, tokens) == NULL and (record := below.find(key, tokens)) is not None:
-                found.append((i, record))
+            content = self.content(request, i)
+            if self.pool.find(*content) == NULL and (record := below.find(*content)) is not None:
+                found.append((content, record))
         return found
+
+    def found(self, request: Request, pages: int) -> list[int]:
+        each = (self._find(request, i) for i in range(self._first(pages * self.page_size), pages))
+        return [page for page in each if page != NULL]
 
     def adopt(self, request: Request, pages: int) -> None:
         first = self._first(pages * self.page_size)

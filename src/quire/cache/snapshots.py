@@ -10,12 +10,14 @@ tokens after the last matching snapshot are computed again. Snapshots are taken 
     entries  [ slot 0 | slot 1 | ... | snapshot | snapshot | ... ]      see `StepPlan`: loaded before rows, saved after them
 
 What a step saves can be found from the next step on, once its tokens are known. The least recently used is evicted first.
+With a host tier (`tiers.py`) an evicted snapshot is stored there, and fetched into an entry again.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable
 
 from quire.cache.prefix import extend_keys
+from quire.cache.tiers import STATES, Below, Content
 from quire.types.errors import EngineError
 from quire.types.request import Request
 
@@ -31,16 +33,50 @@ class Snapshots:
         self._free = list(reversed(self._entries))
         self._index: OrderedDict[bytes, int] = OrderedDict()  # content key -> entry, oldest first
         self._fresh: list[tuple[Request, int, int]] = []  # (request, position, entry): saved, but not findable yet
+        self._arriving: set[int] = set()  # entries that are being fetched
         self._seen: OrderedDict[bytes, None] | None = OrderedDict() if remember else None
+        self.on_publish: Callable[[int, Content], None] | None = None  # ~entry, content: it can be found, and stays
+        self.on_evict: Callable[[int, Content], None] | None = None  # ~entry, content: called before it is lost
 
     @property
     def count(self) -> int:
         return len(self._entries)
 
-    def best(self, request: Request, pages: int) -> int:
-        """Return the longest prefix with a snapshot, in full pages, up to `pages`."""
+    @property
+    def fresh(self) -> bool:
+        """Return whether there are snapshots that `publish` may make findable."""
+        return bool(self._fresh)
+
+    def best(self, request: Request, pages: int, below: Below | None = None) -> int:
+        """Return the longest prefix with a snapshot, in full pages, up to `pages`. below: a tier whose snapshots count, too."""
         keys = request.keys
-        return next((n for n in range(min(pages, len(keys)), 0, -1) if keys[n - 1] in self._index), 0)
+        return next((n for n in range(min(pages, len(keys)), 0, -1) if self._has(keys[n - 1], below)), 0)
+
+    def missing(self, request: Request, pages: int, below: Below) -> list[tuple[Content, int]]:
+        """Return (content, record) of the snapshot after `pages` pages if the device does not have it."""
+        if not pages or request.keys[pages - 1] in self._index:
+            return []
+        content = content_of(request.keys[pages - 1])
+        record = below.find(*content)
+        return [] if record is None else [(content, record)]
+
+    def holds(self, entry: int, content: Content) -> bool:
+        return self._index.get(content[0][1]) == entry
+
+    def reserve(self) -> int | None:
+        """Return an entry that a snapshot is fetched into, until `arrived`; None: all are in use."""
+        entry = self._take()
+        if entry is not None:
+            self._arriving.add(entry)
+        return entry
+
+    def arrived(self, entry: int, content: Content | None) -> None:
+        """A fetch into a reserved entry has ended. None: its content is not valid."""
+        self._arriving.discard(entry)
+        if content is None or content[0][1] in self._index:
+            self._free.append(entry)
+        else:
+            self._index[content[0][1]] = entry
 
     def seen(self, request: Request, pages: int) -> int:
         """Return how many full pages other requests had; `pages` if the page pool knows that."""
@@ -115,9 +151,14 @@ class Snapshots:
             self._index[key] = entry
             if request.rolling == b"" and at % (STRIDE_PAGES * self._page_size) == 0:
                 request.rolling = key
+            elif self.on_publish is not None:
+                self.on_publish(~entry, content_of(key))
 
     def withdraw(self, request: Request) -> None:
-        """Drop snapshots of tokens that are not known yet, since the request leaves its slot."""
+        """Drop snapshots of tokens that are not known yet, since the request leaves its slot. Offer the latest other one."""
+        key = request.rolling
+        if key and key in self._index and self.on_publish is not None:
+            self.on_publish(~self._index[key], content_of(key))
         request.save_at, request.restored, request.branch, request.rolling = [], -1, 0, None
         self._drop_fresh(lambda other, at: other is request and at > len(request.tokens))
 
@@ -135,14 +176,22 @@ class Snapshots:
             self._seen.clear()
 
     def check(self) -> None:
-        entries = [*self._free, *self._index.values(), *(entry for _, _, entry in self._fresh)]
+        entries = [*self._free, *self._index.values(), *self._arriving, *(entry for _, _, entry in self._fresh)]
         if sorted(entries) != list(self._entries):
             raise EngineError(f"snapshots are lost or doubled: {sorted(entries)} of {self._entries}")
 
     def _take(self) -> int | None:
         if self._free:
             return self._free.pop()
-        return self._index.popitem(last=False)[1] if self._index else None
+        if not self._index:
+            return None
+        key, entry = self._index.popitem(last=False)
+        if self.on_evict is not None:
+            self.on_evict(~entry, content_of(key))
+        return entry
+
+    def _has(self, key: bytes, below: Below | None) -> bool:
+        return key in self._index or (below is not None and below.find(*content_of(key)) is not None)
 
     def _let_go(self, key: bytes | None) -> None:
         if key and (entry := self._index.pop(key, None)) is not None:
@@ -151,3 +200,8 @@ class Snapshots:
     def _drop_fresh(self, which: Callable[[Request, int], bool]) -> None:
         self._free += [entry for request, at, entry in self._fresh if which(request, at)]
         self._fresh = [fresh for fresh in self._fresh if not which(fresh[0], fresh[1])]
+
+
+def content_of(key: bytes) -> Content:
+    """Return what identifies a snapshot in the tiers below. The key of the page before it depends on all tokens."""
+    return (STATES, key), b""

@@ -5,14 +5,14 @@ It maintains `request.pages`, `covered`, `keys` and `published`; the scheduler t
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from quire.cache.groups import make_groups
 from quire.cache.policies import Evictable, Recency
 from quire.cache.pool import NULL, Pool
 from quire.cache.prefix import extend_keys
 from quire.cache.snapshots import Snapshots
-from quire.cache.tiers import Below, HostTier
+from quire.cache.tiers import STATES, Below, Content, HostTier
 from quire.types.cache import CacheLayout
 from quire.types.request import Request
 
@@ -31,15 +31,16 @@ class Tables:
         states: tuple[int, int] | None = None,
         policy: Callable[[], Evictable] = Recency,
         records: int = 0,
+        snapshot_records: int = 1,
     ) -> None:
         """`states`: the first entry for snapshots of recurrent states, and their number. policy: of eviction.
-        records: pages that the host tier holds; 0: there is none.
+        records: pages that the host tier holds; 0: there is none. snapshot_records: that a snapshot takes there.
         """
         self.page_size = layout.page_size
         self.prefix_caching = prefix_caching
         self.pool = Pool(pages, contiguous, policy)
         self.moving: Counter[int] = Counter()  # references to pages that are being fetched
-        self.tier = HostTier(records, policy) if records and prefix_caching else None
+        self.tier = HostTier(records, policy, snapshot_records) if records and prefix_caching else None
         if self.tier is not None:
             self.pool.on_evict = self.tier.evicted
         self.groups = make_groups(layout, self.pool, chunk)
@@ -47,6 +48,7 @@ class Tables:
         if states is not None:
             first, count = states
             self.snapshots = Snapshots(first, count if prefix_caching else 0, layout.page_size, remember=not self.groups)
+            self.snapshots.on_evict = None if self.tier is None else self.tier.evicted
         self._windowed = [group for group, spec in zip(self.groups, layout.groups, strict=True) if spec.window is not None]
 
     @property
@@ -61,25 +63,80 @@ class Tables:
         extend_keys(request.keys, request.tokens, self.page_size, request.spec.salt, request.marks)
         pages = self._agree(request, (len(request.tokens) - 1) // self.page_size)
         if self.snapshots is not None:
+            request.branch = self.snapshots.seen(request, pages) * self.page_size
             pages = self._agree_with(self.snapshots, request, pages)
         return pages * self.page_size
 
-    def _agree_with(self, snapshots: Snapshots, request: Request, pages: int) -> int:
-        request.branch = snapshots.seen(request, pages) * self.page_size
-        while pages != (found := snapshots.best(request, pages)):
-            pages = self._agree(request, found)
+    def _agree_with(self, snapshots: Snapshots, request: Request, pages: int, below: Below | None = None) -> int:
+        while pages != (found := snapshots.best(request, pages, below)):
+            pages = self._agree(request, found, below)
         return pages
 
     def reach(self, request: Request, below: Below) -> int:
         """Return how many leading tokens are cached on the device and below it together. After `find`."""
         if not request.shares:
             return 0
-        return self._agree(request, (len(request.tokens) - 1) // self.page_size, below) * self.page_size
+        pages = self._agree(request, (len(request.tokens) - 1) // self.page_size, below)
+        if self.snapshots is not None:
+            pages = self._agree_with(self.snapshots, request, pages, below)
+        return pages * self.page_size
 
-    def missing(self, request: Request, tokens: int, below: Below) -> list[tuple[int, int, int]]:
-        """Return (group, table index, record) of the pages that a hit of `tokens` tokens lacks on the device."""
-        each = [(group, group.missing(request, tokens // self.page_size, below)) for group in self.groups]
-        return [(number, i, record) for number, (_, found) in enumerate(each) for i, record in found]
+    def missing(self, request: Request, tokens: int, below: Below) -> list[tuple[Content, int]]:
+        """Return (content, record) of the pages, and then of the snapshot, that a hit of `tokens` lacks on the device."""
+        pages = tokens // self.page_size
+        found = [pair for group in self.groups for pair in group.missing(request, pages, below)]
+        return found if self.snapshots is None else found + self.snapshots.missing(request, pages, below)
+
+    def reserve(self, request: Request, tokens: int, contents: Sequence[Content]) -> tuple[list[int], list[int]] | None:
+        """Allocate the pages, and the entry of a snapshot, that these contents of a hit of `tokens` tokens are fetched into.
+
+        Return them, an entry as ~entry, and all pages that are kept until `arrived`: these and what the device has of the hit.
+        None: there are not enough.
+        """
+        found = [page for group in self.groups for page in group.found(request, tokens // self.page_size)]
+        count = sum(content[0][0] != STATES for content in contents)
+        if count + sum(not self.pool.refs[page] for page in found) > self.pool.free:
+            return None
+        entries = list[int]()
+        if count < len(contents) and self.snapshots is not None:
+            entry = self.snapshots.reserve()
+            if entry is None:
+                return None
+            entries = [~entry]
+        kept = [self.pool.share(page) for page in found]
+        pages = self.pool.take(count)
+        self.moving.update(kept + pages)
+        return pages + entries, kept + pages
+
+    def arrived(self, page: int, content: Content | None) -> None:
+        """A fetch into a reserved page or ~entry has ended. None: its content is not valid."""
+        if page < 0 and self.snapshots is not None:
+            self.snapshots.arrived(~page, content)
+        elif content is not None:
+            self.pool.publish(page, *content)
+
+    def release(self, kept: Sequence[int]) -> None:
+        """Release the pages that `reserve` kept."""
+        self.moving.subtract(kept)
+        self.pool.drop(kept)
+
+    def holds(self, page: int, content: Content) -> bool:
+        """Return whether a page, or the entry of a snapshot written ~entry, still has this content."""
+        if page < 0:
+            return self.snapshots is not None and self.snapshots.holds(~page, content)
+        return self.pool.holds(page, content)
+
+    def offer_published(self) -> None:
+        """Offer pages and snapshots to the host tier as soon as they can be found."""
+        if self.tier is not None:
+            self.pool.on_publish = self.tier.offer
+            if self.snapshots is not None:
+                self.snapshots.on_publish = self.tier.offer
+
+    @property
+    def will_offer(self) -> bool:
+        """Return whether there are snapshots that will be offered when they can be found."""
+        return self.snapshots is not None and self.snapshots.on_publish is not None and self.snapshots.fresh
 
     def _agree(self, request: Request, pages: int, below: Below | None = None) -> int:
         """Return the longest hit, in full pages up to `pages`, that all groups have and that divides no span.
@@ -167,7 +224,7 @@ class Tables:
 
     def forget(self, request: Request) -> None:
         """Remove all content of this request from the index, since it is invalid."""
-        for number in range(len(self.groups)):
+        for number in [*range(len(self.groups)), *([] if self.snapshots is None else [STATES])]:
             keys = [(number, key) for key in request.keys]
             self.pool.forget_content(keys)
             if self.tier is not None:

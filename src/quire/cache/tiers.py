@@ -3,6 +3,9 @@
 A record holds the content of one page. A page that is evicted from the pool is stored in a record by the plan that takes
 the page; pages that a request needs are fetched from records by a later plan. The device does what plans say, in their order.
 
+A snapshot of recurrent states takes several records, which are known by their first one, and move and leave together. As
+pages have numbers from 1 on, the entry of a snapshot on the device is written ~entry, which is below 0.
+
     free ──► stored by a plan ──► landed: can be found, evicted, fetched ──► evicted, or forgotten ──► free
                                    ▲        │
                                    └────────┴── pinned while it is fetched
@@ -21,8 +24,9 @@ from quire.cache.pool import Key
 from quire.types.errors import EngineError
 
 Content = tuple[Key, bytes]  # and the page's tokens
-Store = tuple[int, int, int]  # page, record, tag of its key
-Fetch = tuple[int, int, int]  # record, page, tag of its key
+Store = tuple[int, int, int]  # page or ~entry, record, tag of its key
+Fetch = tuple[int, int, int]  # record, page or ~entry, tag of its key
+STATES = 255  # in place of the cache group, in the keys of snapshots
 UNPLANNED = -1  # stored by the plan that is being built
 READING = -2  # its content is read from disk
 NAME_BYTES = 32
@@ -46,13 +50,16 @@ class Below(Protocol):
 
 
 class HostTier:
-    def __init__(self, records: int, policy: Callable[[], Evictable] = Recency) -> None:
+    def __init__(self, records: int, policy: Callable[[], Evictable] = Recency, snapshot_records: int = 1) -> None:
+        """snapshot_records: that a snapshot takes"""
         self.records = records
+        self._snapshot_records = snapshot_records
         self._untouched = 0  # the first record that was never used
         self._free: list[int] = []  # records below it
         self._policy = policy()  # records that can be evicted
         self._index: dict[Key, int] = {}
         self._content: dict[int, Content] = {}
+        self._others: dict[int, tuple[int, ...]] = {}  # the first record of a snapshot -> its other records
         self._pins: Counter[int] = Counter()
         self._storing: dict[int, int] = {}  # record -> step of the plan that stores it
         self._stores: list[Store] = []  # of the plan that is being built
@@ -61,7 +68,7 @@ class HostTier:
         self._due: list[tuple[int, Content]] = []  # published before it: their rows were in earlier plans
         self.on_landed: Callable[[int, Content], None] | None = None  # called with each record that can be found from now on
         self.on_forget: Callable[[Iterable[Key]], None] | None = None  # called with keys whose content is wrong
-        self.stored = self.dropped = 0  # pages, ever: stored; not stored, since all records were in use
+        self.stored = self.dropped = 0  # ever: records that were stored; pages and snapshots that found all in use
 
     @property
     def used(self) -> int:
@@ -71,6 +78,18 @@ class HostTier:
     def has_offers(self) -> bool:
         """Return whether pages wait to be stored although nothing evicts them."""
         return bool(self._offered or self._due)
+
+    def all_records(self, record: int) -> tuple[int, ...]:
+        """Return all records of the page or snapshot whose first record this is, in order."""
+        return record, *self._others.get(record, ())
+
+    def _tagged(self, record: int, tag: int) -> list[tuple[int, int]]:
+        """Return all records of a page or snapshot with their tags, which differ, so that they cannot be exchanged."""
+        return [(each, tag ^ i << 8) for i, each in enumerate(self.all_records(record))]
+
+    def records_of(self, contents: Iterable[Content]) -> int:
+        """Return how many records these contents take together."""
+        return sum(self._snapshot_records if content[0][0] == STATES else 1 for content in contents)
 
     def offer(self, page: int, content: Content) -> None:
         """Store a published page with a later plan: the row that fills it may be in the plan that is being built."""
@@ -117,8 +136,8 @@ class HostTier:
         self._settle(record)
 
     def reserve(self, content: Content) -> int | None:
-        """Return a record that this content is read into, until `arrived`; None: all are in use, or one has it."""
-        record = None if content[0] in self._index else self._take()
+        """Return the record that this content is read into, until `arrived`; None: all are in use, or one has it."""
+        record = None if content[0] in self._index else self._take(content)
         if record is not None:
             self._index[content[0]], self._content[record] = record, content
             self._storing[record] = READING
@@ -132,7 +151,7 @@ class HostTier:
         self._settle(record)
 
     def take_moves(self, step: int, holds: Callable[[int, Content], bool]) -> tuple[list[Store], list[Fetch]]:
-        """Return stores and fetches for the plan of this step. Stores come first.
+        """Return stores and fetches for the plan of this step. Stores come first. A snapshot is repeated for each record.
 
         holds: whether a page still has this content
         """
@@ -143,9 +162,10 @@ class HostTier:
         for _, record, _ in self._stores:
             if record in self._storing:
                 self._storing[record] = step
-        moves = self._stores, self._fetches
+        stores = [(page, each, tag) for page, record, key in self._stores for each, tag in self._tagged(record, key)]
+        fetches = [(each, page, tag) for record, page, key in self._fetches for each, tag in self._tagged(record, key)]
         self._stores, self._fetches = [], []
-        return moves
+        return stores, fetches
 
     def landed(self, step: int) -> None:
         """The step was run: what it stored can be found."""
@@ -179,33 +199,53 @@ class HostTier:
     def check(self) -> None:
         """Raise EngineError unless every record is in one state."""
         busy = {*self._pins, *self._storing}
-        if sorted([*self._free, *self._policy, *busy]) != list(range(self._untouched)) or self._untouched > self.records:
+        used = [each for record in [*self._policy, *busy] for each in self.all_records(record)]
+        if sorted([*self._free, *used]) != list(range(self._untouched)) or self._untouched > self.records:
             raise EngineError(f"host records are lost or doubled: {self._free}, {list(self._policy)}, {busy}")
         named = {content[0]: record for record, content in self._content.items()}
         if named != self._index or not self._content.keys().isdisjoint(self._free):
             raise EngineError("the index of host records and their content disagree")
 
     def _store(self, page: int, content: Content) -> None:
-        taken = self._take()
+        taken = self._take(content)
         if taken is None:
             self.dropped += 1
             return
         self._index[content[0]], self._content[taken] = taken, content
         self._storing[taken] = UNPLANNED
         self._stores.append((page, taken, key_tag(content[0])))
-        self.stored += 1
+        self.stored += len(self.all_records(taken))
 
-    def _take(self) -> int | None:
+    def _take(self, content: Content) -> int | None:
+        """Return a record for a page, or the first one for a snapshot; None: too many are in use."""
+        count = self.records_of([content])
+        if count > 1 and count > self.records - self._busy:
+            return None
+        while len(self._free) + self.records - self._untouched < count:
+            if not len(self._policy):
+                return None
+            evicted = self._policy.pop()
+            self._remove_content(evicted)
+            self._release(evicted)
+        record, *others = (self._take_one() for _ in range(count))
+        if others:
+            self._others[record] = tuple(others)
+        return record
+
+    def _take_one(self) -> int:
         if self._free:
             return self._free.pop()
-        if self._untouched < self.records:
-            self._untouched += 1
-            return self._untouched - 1
-        if not len(self._policy):
-            return None
-        record = self._policy.pop()
-        self._remove_content(record)
-        return record
+        self._untouched += 1
+        return self._untouched - 1
+
+    @property
+    def _busy(self) -> int:
+        """Return how many records cannot be evicted."""
+        return sum(len(self.all_records(record)) for record in {*self._pins, *self._storing})
+
+    def _release(self, record: int) -> None:
+        self._free.append(record)
+        self._free += self._others.pop(record, ())
 
     def _settle(self, record: int) -> None:
         """Make a record that nothing moves any more findable or free."""
@@ -213,7 +253,7 @@ class HostTier:
             return
         del self._pins[record]
         if record not in self._content:
-            self._free.append(record)
+            self._release(record)
         else:
             self._policy.add(record, 1)
 
@@ -221,7 +261,7 @@ class HostTier:
         self._remove_content(record)
         if record in self._policy:
             self._policy.forget(record)
-            self._free.append(record)
+            self._release(record)
 
     def _remove_content(self, record: int) -> None:
         content = self._content.pop(record, None)

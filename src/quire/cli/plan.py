@@ -36,7 +36,7 @@ def render(plan: MemoryPlan) -> str:
         staged = f", and {size(plan.staged)} of the device on the way" if plan.device != "cpu" else ""
         if plan.disk_tier:
             staged += f"; {size(plan.disk_tier)} on disk"
-        lines.append(("Host memory", f"{size(plan.host_tier)} for evicted pages{staged}"))
+        lines.append(("Host memory", f"{size(plan.host_tier)} {_host_pages(plan)}{staged}"))
     if plan.graphs:
         lines.append(("CUDA graphs", f"{size(plan.graphs)} reserved (--enforce-eager: none)"))
     lines += _optional_lines(plan)
@@ -93,6 +93,17 @@ def _optional_lines(plan: MemoryPlan) -> list[tuple[str, str]]:
     if plan.weights_twice:
         lines.append(("", f"{size(plan.weights_twice)} of the weights are stored in a second layout for them"))
     return lines
+
+
+def _host_pages(plan: MemoryPlan) -> str:
+    """Return what host memory is for."""
+    if not plan.states:
+        return "for evicted pages"
+    record = plan.bytes_per_page or plan.bytes_per_state
+    records = plan.host_tier // plan.ranks // record
+    if not plan.bytes_per_page:
+        return f"for {records:,} evicted snapshots"
+    return f"for {records:,} evicted pages, or snapshots of the memory of {-(-plan.bytes_per_state // record):,} pages each"
 
 
 def _device(plan: MemoryPlan) -> str:

@@ -27,7 +27,7 @@ from quire.cli.plan import read_size
 from quire.config.args import EngineArgs, add_cli_arguments, nearest
 from quire.config.config import Config
 from quire.config.facts import sizes_of
-from quire.engine.layouts import host_records, make_scheduler, whole_layout
+from quire.engine.layouts import host_records, make_scheduler, record_bytes, whole_layout
 from quire.features.tiers.host import host_bytes
 from quire.progress import doing, shown
 from quire.sched.scheduler import GROWTH_PAGES, Scheduler
@@ -276,7 +276,7 @@ def front_time(namespace: argparse.Namespace, usual: FrontTime) -> FrontTime:
 
 def tier_sizes(config: Config, namespace: argparse.Namespace, link: float) -> TierSizes | None:
     """Return the speeds and sizes of host memory and disk; None: the engine has none. link: bytes per second, unless given."""
-    page, disk = whole_layout(config).bytes_per_page, config.args.kv_disk_path is not None
+    page, disk = record_bytes(config, whole_layout(config)), config.args.kv_disk_path is not None
     on = {"host_link": bool(host_bytes(config) and page), "disk_rate": disk}
     missing = {"host_link": "kv-offloading-size", "disk_rate": "kv-disk-path"}
     for name, is_on in on.items():

@@ -174,6 +174,8 @@ def make_scheduler(
         encoding=make_encoding(config),
         evictable=cache_policy(config),
         records=host_records(config, layout),
+        snapshot_records=snapshot_records(config, layout),
+        record_bytes=record_bytes(config, layout),
         preemption_mode=config.args.preemption_mode,
         eager_stores=config.args.kv_offloading_eager,
         **more,
@@ -186,15 +188,28 @@ def cache_policy(config: Config) -> Callable[[], Evictable]:
     return policy_maker(name, even_pages(config)) if name == "cost" else policy_maker(name)
 
 
+def record_bytes(config: Config, layout: CacheLayout) -> int:
+    """Return the bytes of a record of the host tier: of a page, or of a snapshot if the model has no pages."""
+    return layout.bytes_per_page or state_bytes(config)
+
+
+def snapshot_records(config: Config, layout: CacheLayout) -> int:
+    """Return how many records of the host tier a snapshot of recurrent states takes."""
+    return -(-state_bytes(config) // record_bytes(config, layout)) if config.facts.states else 1
+
+
 def host_records(config: Config, layout: CacheLayout) -> int:
     """Return how many pages the host tier holds; 0: there is none."""
-    size = host_bytes(config)
-    if size and size < layout.bytes_per_page:
-        raise ConfigError(
-            f"kv_offloading_size gives each rank {size} bytes, less than one page of {layout.bytes_per_page}. Raise it, or "
-            "leave it out"
-        )
-    return size // layout.bytes_per_page if size else 0
+    size, record = host_bytes(config), record_bytes(config, layout)
+    if not size:
+        return 0
+    least, what = layout.bytes_per_page, f"one page of {layout.bytes_per_page}"
+    if config.facts.states:
+        least += snapshot_records(config, layout) * record
+        what += f" and one snapshot of recurrent states of {state_bytes(config)}"
+    if size < least:
+        raise ConfigError(f"kv_offloading_size gives each rank {size} bytes, less than {what}. Raise it, or leave it out")
+    return size // record
 
 
 def make_encoding(config: Config) -> Encoding | None:

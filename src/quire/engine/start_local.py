@@ -19,7 +19,7 @@ from quire.device.base import Device
 from quire.device.registry import named_gpus
 from quire.dist.mesh import Position
 from quire.engine.executor.base import Executor
-from quire.engine.layouts import even_out, fit_or_warn, model_share, share_memory
+from quire.engine.layouts import even_out, fit_or_warn, model_share, share_memory, snapshot_records
 from quire.engine.memory import least_cache
 from quire.engine.runners import import_torch, join_expert_peers, make_runner, start_device
 from quire.engine.timeline import Stopwatch
@@ -122,7 +122,8 @@ def allocate_cache(config: Config, executor: Executor, layout: CacheLayout, devi
     watch.lap("profile")
     capacity = fit_or_warn(config, layout, int(budget * model_share(config, layout)), args.num_gpu_blocks_override)
     with doing("allocating the cache"):
-        executor.call("allocate", capacity.pages, capacity.max_model_len, capacity.snapshots or 0)
+        each = snapshot_records(config, layout)
+        executor.call("allocate", capacity.pages, capacity.max_model_len, capacity.snapshots or 0, each)
     watch.lap("allocate cache")
     return capacity
 

@@ -50,6 +50,7 @@ class Allocation:
     recorder: "Callable[[], Recorder] | None"  # None: no CUDA graphs are recorded
     memory: PageMemory | None = None  # the pages
     share: str = ""  # names this rank's share of the model, among all shares
+    snapshot_records: int = 1  # records of the host tier that a snapshot takes
 
 
 @dataclass(frozen=True)

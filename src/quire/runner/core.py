@@ -246,11 +246,11 @@ class RunnerCore(ABC):
         graphs = allowance(rows, self._vocabulary, self._parts) if self._recording else 0
         return graphs + sum(part.reserved_bytes(self._settings.max_seqs, self._recording) for part in self._parts)
 
-    def allocate(self, pages: int, max_model_len: int, snapshots: int = 0) -> None:
+    def allocate(self, pages: int, max_model_len: int, snapshots: int = 0, snapshot_records: int = 1) -> None:
         """Allocate `pages` usable pages (the null page comes on top), and slots for contexts of max_model_len.
 
         pages: 0: a profile or warm-up run, whose results do not matter.
-        snapshots: entries for saved recurrent states.
+        snapshots: entries for saved recurrent states. snapshot_records: that each takes in the host tier.
         """
         model, settings, device = self._loaded(), self._settings, self._device.torch_device
         kv = KVBuffers(self._layout, self._layers, pages, self._cache_dtype, self._device.allocate, self._kv_layout)
@@ -264,7 +264,7 @@ class RunnerCore(ABC):
         self._state = SlotState(slots, kv, sampler)
         recorder = self._device.recorder if self._recording else None
         for part in self._parts:
-            part.allocate(Allocation(pages, snapshots, slots, sampler, recorder, kv, self.share))
+            part.allocate(Allocation(pages, snapshots, slots, sampler, recorder, kv, self.share, snapshot_records))
         planners = fixed_plans(model, len(self._layout.groups)) if self._recording else None
         self.graphs = None
         if planners is not None:

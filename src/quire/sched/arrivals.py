@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from quire.cache.pool import NULL
 from quire.cache.tables import Tables
 from quire.cache.tiers import Content, HostTier
 from quire.sched.disk import ON_DISK, DiskTraffic
@@ -26,6 +25,7 @@ from quire.types.stats import NO_TIERS, TierCounts
 
 Report = Sequence[tuple[int, bool]]  # of a rank: pages whose fetch ended, and whether their content is right
 Call = Callable[..., list[Any]]  # calls a method of the tiers on every rank: its name, arguments
+Missing = Sequence[tuple[Content, int]]  # what the device lacks, and its record
 
 
 @dataclass(eq=False)
@@ -34,7 +34,7 @@ class Fetch:
 
     step: int
     began: float
-    pages: dict[int, tuple[int, Content]]  # page -> its record, and its content
+    pages: dict[int, tuple[int, Content]]  # page, or ~entry of a snapshot -> its record, and its content
     held: list[int]  # pages with a reference until the end, in the order of positions
     waiting: list[Request]
     missing: dict[int, int] = field(default_factory=dict)  # page -> ranks that have not reported it
@@ -59,7 +59,7 @@ class Arrivals:
     def open_disk(self, ranks: Sequence[tuple[bytes, Sequence[bytes]]]) -> None:
         """Also keep pages on disk. ranks: see `DiskTraffic`."""
         self.disk = DiskTraffic(self._tier, self._roster, ranks)
-        self._tables.pool.on_publish = self._tier.offer
+        self._tables.offer_published()
 
     @property
     def pending(self) -> bool:
@@ -74,7 +74,7 @@ class Arrivals:
     @property
     def busy(self) -> bool:
         """Return whether there is work, even without requests."""
-        return self._tier.has_offers or (self.disk is not None and self.disk.has_commands)
+        return self._tier.has_offers or self._tables.will_offer or (self.disk is not None and self.disk.has_commands)
 
     @property
     def counts(self) -> TierCounts:
@@ -112,20 +112,16 @@ class Arrivals:
         if request.admitted < 0:
             self._count(queries=len(request.tokens) - hit)
         missing = self._tables.missing(request, reach, self._tier) if reach > hit else []
-        if (
-            not missing
-            or len(missing) > self._tables.pool.free
-            or not self._pays(request, self._speeds.pays, len(missing), reach - hit)
-        ):
+        if not missing or not self._pays(request, self._speeds.pays, missing, reach - hit):
             return False
-        contents = [self._tables.groups[group].content(request, i) for group, i, _ in missing]
-        other = next((self._coming[content] for content in contents if content in self._coming), None)
+        other = next((self._coming[content] for content, _ in missing if content in self._coming), None)
         if other is not None:
             other.waiting.append(request)
-        else:
+        elif self._begin(request, reach, missing, plan.step, now):
             self._tried[request] = request.preemptions
-            self._begin(request, [record for _, _, record in missing], contents, plan.step, now)
             self._prefixes[request] = hit, self._on_host.get(request, reach)
+        else:
+            return False
         self._roster.wait_for_pages(request)
         return True
 
@@ -141,20 +137,18 @@ class Arrivals:
         for found in (self._tried, self._on_host, self._prefixes):
             found.pop(request, None)
 
-    def _pays(self, request: Request, estimate: Callable[[int, int], bool], pages: int, tokens: int) -> bool:
+    def _pays(self, request: Request, estimate: Callable[[int, int], bool], missing: Missing, tokens: int) -> bool:
         swaps = bool(request.preemptions) and self._mode == "swap"
-        return swaps or estimate(pages, tokens)
+        return swaps or estimate(self._tier.records_of(content for content, _ in missing), tokens)
 
     def _read(self, request: Request, disk: DiskTraffic, now: float) -> bool:
         """Let a request wait for pages on disk, which are read into host memory. Return False if there are none."""
         reach = self._tables.reach(request, disk)
         missing = self._tables.missing(request, reach, disk) if reach > request.computed else []
-        if all(record != ON_DISK for _, _, record in missing):
+        contents = [content for content, record in missing if record == ON_DISK]
+        if not contents or not self._pays(request, disk.pays, missing, reach - request.computed):
             return False
-        if not self._pays(request, disk.pays, len(missing), reach - request.computed):
-            return False
-        contents = [self._tables.groups[group].content(request, i) for group, i, record in missing if record == ON_DISK]
-        for _, _, record in missing:
+        for _, record in missing:
             if record != ON_DISK:
                 self._tier.touch(record)  # what is read must not evict what comes before it
         if not disk.hold(request, contents, now):
@@ -163,19 +157,24 @@ class Arrivals:
         self._roster.wait_for_pages(request)
         return True
 
-    def _begin(self, request: Request, records: list[int], contents: list[Content], step: int, now: float) -> None:
-        pool, tier = self._tables.pool, self._tier
-        for record in records:
+    def _begin(self, request: Request, reach: int, missing: Missing, step: int, now: float) -> bool:
+        """Fetch what a hit of `reach` tokens lacks on the device. Return False if there is no memory for it."""
+        tier, contents = self._tier, [content for content, _ in missing]
+        for _, record in missing:  # an evicted snapshot may need a record
             tier.pin(record)
-        found = [pool.share(page) for table in request.pages for page in table if page != NULL]
-        pages = pool.take(len(records))
-        for record, page in zip(records, pages, strict=True):
+        reserved = self._tables.reserve(request, reach, contents)
+        if reserved is None:
+            for _, record in missing:
+                tier.unpin(record)
+            return False
+        pages, kept = reserved
+        for page, (_, record) in zip(pages, missing, strict=True):
             tier.fetch(record, page)
-        moves = dict(zip(pages, zip(records, contents, strict=True), strict=True))
-        fetch = Fetch(step, now, moves, found + pages, [request])
-        self._tables.moving.update(fetch.held)
+        moves = {page: (record, content) for page, (content, record) in zip(pages, missing, strict=True)}
+        fetch = Fetch(step, now, moves, kept, [request])
         self._fetches.update(dict.fromkeys(pages, fetch))
         self._coming.update(dict.fromkeys(contents, fetch))
+        return True
 
     def reported(self, ranks: Sequence[Report], now: float) -> None:
         """Take in what the ranks report; every rank reports every page once."""
@@ -190,7 +189,7 @@ class Arrivals:
                 if len(fetch.missing) == len(fetch.pages) and not any(fetch.missing.values()):
                     ended[fetch] = None
         for fetch in ended:
-            self._speeds.fetched(len(fetch.pages), now - fetch.began)
+            self._speeds.fetched(self._tier.records_of(content for _, content in fetch.pages.values()), now - fetch.began)
             self._end(fetch)
 
     def of_step(self, step: int) -> list[int]:
@@ -211,18 +210,17 @@ class Arrivals:
 
     def _end(self, fetch: Fetch) -> None:
         """Publish what arrived and let the requests go on."""
-        pool, tier = self._tables.pool, self._tier
+        tier, right = self._tier, [content for page, (_, content) in fetch.pages.items() if page not in fetch.wrong]
         for page, (record, content) in fetch.pages.items():
             del self._fetches[page], self._coming[content]
             if page in fetch.wrong:
                 tier.forget([content[0]])
-            elif tier.holds(record, content[0]):  # otherwise it was forgotten meanwhile
-                pool.publish(page, *content)
+            valid = tier.holds(record, content[0])  # otherwise it is wrong, or was forgotten meanwhile
+            self._tables.arrived(page, content if valid else None)
         for record, _ in reversed(fetch.pages.values()):
             tier.unpin(record)
-        self._tables.moving.subtract(fetch.held)
-        pool.drop(fetch.held)
-        self._count(fetched=len(fetch.pages) - len(fetch.wrong), lost=len(fetch.wrong))
+        self._tables.release(fetch.held)
+        self._count(fetched=tier.records_of(right), lost=len(fetch.wrong))
         for request in fetch.waiting:
             self._roster.mark_ready(request.spec.id, "pages")
 

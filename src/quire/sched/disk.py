@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from quire.cache.pool import Key
-from quire.cache.tiers import Content, HostTier, record_name
+from quire.cache.tiers import STATES, Content, HostTier, record_name
 from quire.sched.roster import Roster
 from quire.sched.speeds import Speeds
 from quire.types.request import Request
@@ -19,8 +19,8 @@ from quire.types.request import Request
 ON_DISK = -1  # in place of a record
 MAX_WRITES = 256  # records that wait to be written; others are not written
 READ_TIMEOUT_S = 10.0  # after which a request goes on without its pages
-Pairs = Sequence[tuple[int, bytes]]  # records, and names on disk
-Done = Sequence[tuple[int, bool]]  # records, and whether it worked
+Pairs = Sequence[tuple[tuple[int, ...], bytes]]  # records of a page or snapshot, and its name on disk
+Done = Sequence[tuple[int, bool]]  # first records, and whether it worked
 DiskReport = tuple[Done, Done, Sequence[bytes]]  # of a rank: what was read and written, and names that were removed
 
 
@@ -41,12 +41,12 @@ class DiskTraffic:
         self._names = set.intersection(*(set(names) if secret == self._secret else set[bytes]() for secret, names in ranks))
         self._reading: dict[int, tuple[Content, Read]] = {}  # by record
         self._writing: dict[int, bytes] = {}  # record -> name
-        self._reads: list[tuple[int, bytes]] = []  # not sent to the ranks yet
-        self._writes: list[tuple[int, bytes]] = []
+        self._reads: list[tuple[tuple[int, ...], bytes]] = []  # not sent to the ranks yet
+        self._writes: list[tuple[tuple[int, ...], bytes]] = []
         self._reports: Counter[tuple[str, int]] = Counter()  # of a record, by ranks
         self._failed: set[tuple[str, int]] = set()
         self._tried: dict[Request, int] = {}  # preemptions of a request when it last waited
-        self.read = self.written = self.lost = 0  # pages, ever
+        self.read = self.written = self.lost = 0  # ever: records read and written; pages and snapshots that did not come
         self.speeds = Speeds()
         self._removals: list[bytes] = []  # names, not sent to the ranks yet
         tier.on_landed, tier.on_forget = self._write, self._remove
@@ -72,7 +72,10 @@ class DiskTraffic:
         return bool(self._names) and self._tried.get(request) != request.preemptions
 
     def hold(self, request: Request, contents: Sequence[Content], now: float) -> bool:
-        """Read these pages, which are on disk, as far as host memory has room. Return whether the request waits for them."""
+        """Read these pages, which are on disk, as far as host memory has room; with a snapshot all of them, or nothing.
+
+        Return whether the request waits for them.
+        """
         if any(now - read.began > READ_TIMEOUT_S for _, read in self._reading.values()):
             return False  # the disk is too slow: others have stopped waiting for it
         other = next((read for content, read in self._reading.values() if content in contents), None)
@@ -80,20 +83,26 @@ class DiskTraffic:
             other.waiting.append(request)
             return True
         self._tried[request] = request.preemptions
-        read = Read(now, set(), [request])
-        for content in contents[: max(1, self._tier.records // 2)]:
+        read, most = Read(now, set(), [request]), max(1, self._tier.records // 2)
+        if contents[-1][0][0] == STATES and len(contents) > 1 and self._tier.records_of(contents) > most:
+            return False
+        for content in contents[:most]:
             record = self._tier.reserve(content)
             if record is None:
                 break
             read.left.add(record)
             self._reading[record] = content, read
-            self._reads.append((record, record_name(content[0], self._secret)))
-        read.pages = len(self._reading)
+            self._reads.append((self._tier.all_records(record), record_name(content[0], self._secret)))
+        read.pages = self._pages_being_read
         return bool(read.left)
 
     def pays(self, pages: int, tokens: int) -> bool:
         """Return whether reading these pages, after those that are being read, is faster than computing their tokens."""
-        return self.speeds.pays(len(self._reading) + pages, tokens)
+        return self.speeds.pays(self._pages_being_read + pages, tokens)
+
+    @property
+    def _pages_being_read(self) -> int:
+        return self._tier.records_of(content for content, _ in self._reading.values())
 
     def commands(self) -> tuple[Pairs, Pairs, Sequence[bytes]]:
         """Return what ranks shall read, write, and then remove, since the last call."""
@@ -119,7 +128,7 @@ class DiskTraffic:
     def clear(self) -> None:
         """Nothing on disk counts any more; what is being read has been forgotten by the host tier."""
         self._names.clear()
-        for record, _ in self._writes:
+        for (record, *_), _ in self._writes:
             del self._writing[record]
             self._tier.unpin(record)
         self._writes, self._removals = [], []
@@ -137,17 +146,17 @@ class DiskTraffic:
         if kind == "read":
             self._end_read(record, worked, now)
             return
-        name = self._writing.pop(record)
+        name, size = self._writing.pop(record), len(self._tier.all_records(record))
         self._tier.unpin(record)
         if worked and name:
             self._names.add(name)
-            self.written += 1
+            self.written += size
 
     def _end_read(self, record: int, worked: bool, now: float) -> None:
         content, read = self._reading.pop(record)
         self._tier.arrived(record, worked)
         if worked:
-            self.read += 1
+            self.read += self._tier.records_of([content])
         else:
             self.lost += 1
             self._names.discard(record_name(content[0], self._secret))
@@ -167,7 +176,7 @@ class DiskTraffic:
             return
         self._tier.pin(record)
         self._writing[record] = name
-        self._writes.append((record, name))
+        self._writes.append((self._tier.all_records(record), name))
 
     def _remove(self, keys: Iterable[Key]) -> None:
         """Remove wrong content, also where it is being written."""

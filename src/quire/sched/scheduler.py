@@ -70,6 +70,8 @@ class Scheduler:
         encoding: Encoding | None = None,
         evictable: Callable[[], Evictable] = Recency,
         records: int = 0,
+        snapshot_records: int = 1,
+        record_bytes: int | None = None,
         preemption_mode: str = "auto",
         eager_stores: bool = False,
     ) -> None:
@@ -85,6 +87,7 @@ class Scheduler:
         encoding: of the images and videos of prompts; None: requests have none
         evictable: makes the eviction policy of cached pages
         records: pages that the host tier holds; 0: there is none
+        snapshot_records: that a snapshot takes there. record_bytes: of a record; default: of a page
         preemption_mode: how preempted requests get pages back that are in the host tier
         eager_stores: full pages go to the host tier at once, not only those that are evicted
         """
@@ -94,7 +97,9 @@ class Scheduler:
         undivided = bool(encoding.undivided)
         self._limits = RequestLimits(layout, pages, max_model_len, max_batched_tokens, chunk_cap, chunked, undivided)
         states = None if snapshots is None else (max_seqs, snapshots)
-        self._tables = Tables(layout, pages, self._limits.longest_row, prefix_caching, contiguous, states, evictable, records)
+        self._tables = Tables(
+            layout, pages, self._limits.longest_row, prefix_caching, contiguous, states, evictable, records, snapshot_records
+        )
         self.pool = self._tables.pool
         self._snapshots = self._tables.snapshots
         self._cuts = chunked and self._snapshots is not None
@@ -103,9 +108,10 @@ class Scheduler:
         self.roster = roster = Roster(self._tables, self.order_class(policy), max_seqs)
         self._running, self._queue, self._forks, self._live = roster.running, roster.queue, roster.forks, roster.live
         tier = self.tier = self._tables.tier
-        self.arrivals = None if tier is None else Arrivals(self._tables, tier, roster, layout.bytes_per_page, preemption_mode)
-        if tier is not None and eager_stores:
-            self.pool.on_publish = tier.offer
+        size = layout.bytes_per_page if record_bytes is None else record_bytes
+        self.arrivals = None if tier is None else Arrivals(self._tables, tier, roster, size, preemption_mode)
+        if eager_stores:
+            self._tables.offer_published()
         self.results = Results(self._tables, roster, encoding)
         self._paused: set[Request] = set()  # without a row in the next step
         self._to_publish: list[Request] = []  # latest rows may fill pages that are not published yet
@@ -261,7 +267,7 @@ class Scheduler:
         self.pool.drop(plan.sources)
         self._paused.clear()
         if self.tier is not None:
-            plan.move(self.tier.take_moves(plan.step, self.pool.holds))
+            plan.move(self.tier.take_moves(plan.step, self._tables.holds))
         for request, start in self.roster.forced.items():
             plan.give(request, start)
         guessed = () if self.speculation is None else (self.speculation.next_drafts, self.speculation.guesses)

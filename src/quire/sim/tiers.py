@@ -19,7 +19,7 @@ from quire.types.plan import StepPlan
 COPY_S = 10e-6  # the host's work for a copy between device and host memory
 DISK_S = 100e-6  # from a command to the first byte
 DIGEST_BANDWIDTH = 1e9  # bytes per second of BLAKE2b on a core
-Pairs = Sequence[tuple[int, bytes]]  # records, and names on disk
+Pairs = Sequence[tuple[tuple[int, ...], bytes]]  # records of a page or snapshot, and its name on disk
 
 
 @dataclass(frozen=True)
@@ -49,20 +49,22 @@ class SimulatedStore:
     def names(self) -> list[bytes]:
         return list(self._segment_of)
 
-    def put(self, name: bytes) -> tuple[bool, list[bytes]]:
-        """Add a record. Return whether it is there now, and the names that were removed for it."""
+    def put(self, name: bytes, count: int = 1) -> tuple[bool, list[bytes]]:
+        """Add a page, or a snapshot of the size of `count` pages. Return whether it is there now, and the names that were
+        removed for it."""
         if name in self._segment_of:
             return True, []
-        if self._record > self._max:
+        if count * self._record > self._max:
             return False, []
         removed = list[bytes]()
-        while (sum(map(len, self._segments.values())) + 1) * self._record > self._max:
+        while (sum(map(len, self._segments.values())) + count) * self._record > self._max:
             removed += self._remove_oldest()
-        if self._open not in self._segments or (len(self._segments[self._open]) + 1) * self._record > self._limit:
+        limit = max(self._limit, count * self._record)
+        if self._open not in self._segments or (len(self._segments[self._open]) + count) * self._record > limit:
             self._last += 1
             self._open = self._last
             self._segments[self._open] = []
-        self._segments[self._open].append(name)
+        self._segments[self._open] += [name] * count
         self._segment_of[name] = self._open
         return True, removed
 
@@ -135,27 +137,27 @@ class SimulatedTiers:
             self._stored = self._copies.run(now, count * self._copy_s)
         pages = plan.fetch_page.tolist()
         for count in _parts(len(pages)):
-            self._copies.run(now, count * self._copy_s, pages[:count])
-            del pages[:count]
+            part, pages = pages[:count], pages[count:]
+            self._copies.run(now, count * self._copy_s, [page for page in dict.fromkeys(part) if page not in pages[:1]])
         return self._copies.free if self.sizes.waits and (len(plan.store_page) or len(plan.fetch_page)) else begin
 
     def take_fetched(self) -> list[tuple[int, bool]]:
         return [(page, True) for pages in self._copies.take(self.now) for page in pages]
 
     def read_and_write(self, reads: Pairs, writes: Pairs, removals: Sequence[bytes]) -> None:
-        for record, name in reads:
-            self._reader.run(self.now, self._disk_s, (record, name))
-        for record, name in writes:
-            self._writer.run(max(self.now, self._stored), self._disk_s, (record, name))
+        for records, name in reads:
+            self._reader.run(self.now, len(records) * self._disk_s, (records, name))
+        for records, name in writes:
+            self._writer.run(max(self.now, self._stored), len(records) * self._disk_s, (records, name))
         for name in removals:
             self.store.remove(name)
 
     def take_read_and_written(self) -> tuple[list[tuple[int, bool]], list[tuple[int, bool]], list[bytes]]:
-        read = [(record, self.store.get(name)) for record, name in self._reader.take(self.now)]
+        read = [(records[0], self.store.get(name)) for records, name in self._reader.take(self.now)]
         written, removed = list[tuple[int, bool]](), list[bytes]()
-        for record, name in self._writer.take(self.now):
-            done, names = self.store.put(name)
-            written.append((record, done))
+        for records, name in self._writer.take(self.now):
+            done, names = self.store.put(name, len(records))
+            written.append((records[0], done))
             removed += names
         return read, written, removed
 

@@ -212,7 +212,8 @@ class StepPlan(StepRows, frozen=True, eq=False, dict=True):
     guesses: Ints = NOTHING  # [rows] tokens that a drafter with weights drafts after each row
     forget: tuple[str, ...] = ()  # digests whose embeddings leave the encoder cache, if they are in it
     encode: tuple[tuple[int, int], ...] = ()  # (slot, index in `Extras.media` of its request), in the order of rows
-    # moves of pages between the device and records of the host tier; nothing reads a page before its fetch is reported
+    # moves of pages between the device and records of the host tier; nothing reads a page before its fetch is reported.
+    # A snapshot of recurrent states is written ~entry (below 0), once for each of its records, in order
     store_page: Ints = NOTHING  # [stores] record[store_record] = page[store_page], before anything is written in this step
     store_record: Ints = NOTHING  # [stores]
     store_tag: Longs = NO_LONGS  # [stores] of the page's key

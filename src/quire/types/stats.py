@@ -106,7 +106,10 @@ NO_ENCODINGS = EncoderCounts()
 
 
 class TierCounts(msgspec.Struct, frozen=True, array_like=True):
-    """Counts of pages outside the device; all but records, used and on_disk since the start of the engine process."""
+    """Counts of pages outside the device; all but records, used and on_disk since the start of the engine process.
+
+    A snapshot of recurrent states counts as the pages whose memory it takes; as one in skipped, lost and on_disk.
+    """
 
     records: int = 0  # pages that it holds
     used: int = 0

@@ -109,7 +109,7 @@ class FakeExecutor:
         self.seeds: Words = np.zeros(max_seqs, np.uint64)  # [slots]
         self.flavours: Words = np.zeros(max_seqs, np.uint64)  # [slots] of their adapters
         self.adapters: dict[int, str] = {}  # adapter slot -> version
-        self.tier = FakeTier(self.cells, self.sums)
+        self.tier = FakeTier(self.cells, self.sums, self._states)
         self._read: dict[str, AdapterFacts] = {}  # version -> its facts
         self.admissions: dict[int, Admission] = {}
         self._special: set[int] = set()  # slots whose params require more than a token

@@ -74,14 +74,6 @@ CONFLICTS: tuple[Conflict, ...] = (
         lambda c: f"kv_offloading_size is not supported with {c.facts.architecture}, which has no KV cache. Leave it out",
     ),
     Conflict(
-        "evicted pages of recurrent layers",
-        lambda c: host_bytes(c) > 0 and bool(c.facts.states),
-        lambda c: (
-            f"kv_offloading_size is not supported with the recurrent layers of {c.facts.architecture}: their states are not "
-            "kept in host memory yet. Leave it out"
-        ),
-    ),
-    Conflict(
         "pages on the disks of several machines",
         lambda c: c.args.kv_disk_path is not None and c.args.nnodes > 1,
         lambda c: f"kv_disk_path is not supported with nnodes={c.args.nnodes}: each machine has its own disk. Leave it out",
@@ -126,7 +118,7 @@ class Tiers(Feature):
         reserved, disk = self.memory(config, Sizes()).reserved, disk_setting(config)
         return {"host_bytes": size, "machine_bytes": machine_bytes, "reserved": reserved, "disk": disk}
 
-    def memory(self, config: "Config", sizes: Sizes) -> Memory:  # noqa: ARG002
+    def memory(self, config: "Config", sizes: Sizes) -> Memory:
         """On a CPU host memory is the device's memory; on a GPU pages are staged on their way."""
         size = host_bytes(config)
         if not size:
@@ -134,7 +126,7 @@ class Tiers(Feature):
         if config.device_facts.one_memory:
             return Memory(reserved=size)
         page = sum(layer.page_bytes(config.page_size, config.cache_bytes) for layer in config.facts.layers)
-        return Memory(reserved=2 * STAGED_PAGES * page // config.world)
+        return Memory(reserved=2 * max(STAGED_PAGES * page // config.world, sizes.state))
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,21 @@ from typing import Protocol, TypeVar
 from quire.features.tiers.disk import DiskStore, log_others
 from quire.features.tiers.host import DiskSetting
 
-Pairs = Sequence[tuple[int, bytes]]  # records, and names
+Group = tuple[int, ...]  # the records of one page or snapshot, in order
+Pairs = Sequence[tuple[Group, bytes]]  # records, and names
 
 
 class Records(Protocol):
     """The records in host memory."""
 
-    def content(self, record: int) -> memoryview: ...
+    def read(self, records: Group) -> tuple[bytes, memoryview]:
+        """Return the tag and the content of a page or snapshot."""
 
-    def tag(self, record: int) -> bytes: ...
+    def room(self, records: Group) -> memoryview:
+        """Return memory that the content of a page or snapshot is read into, before `write`."""
 
-    def set_tag(self, record: int, tag: bytes) -> None: ...
+    def write(self, records: Group, tag: bytes, content: memoryview) -> None:
+        """Take in what was read into `room`."""
 
     def wait(self) -> None:
         """Wait until what has been stored so far is in host memory."""
@@ -40,10 +44,10 @@ class DiskThreads:
         self._written: SimpleQueue[tuple[int, bool, list[bytes]]] = SimpleQueue()
 
     def begin(self, reads: Pairs, writes: Pairs, removals: Sequence[bytes]) -> None:
-        for record, name in reads:
-            self._reader.submit(self._read_one, record, name)
-        for record, name in writes:
-            self._writer.submit(self._write_one, record, name)
+        for records, name in reads:
+            self._reader.submit(self._read_one, records, name)
+        for records, name in writes:
+            self._writer.submit(self._write_one, records, name)
         for name in removals:
             self._writer.submit(self.store.remove, name)
 
@@ -63,23 +67,24 @@ class DiskThreads:
         self._writer.shutdown()
         self.store.close()
 
-    def _read_one(self, record: int, name: bytes) -> None:
+    def _read_one(self, records: Group, name: bytes) -> None:
         right = False
         try:
-            tag = self.store.get(name, self._records.content(record))
+            content = self._records.room(records)
+            tag = self.store.get(name, content)
             if tag is not None:
-                self._records.set_tag(record, tag)
+                self._records.write(records, tag, content)
                 right = True
         finally:
-            self._read.put((record, right))
+            self._read.put((records[0], right))
 
-    def _write_one(self, record: int, name: bytes) -> None:
+    def _write_one(self, records: Group, name: bytes) -> None:
         done, removed = False, list[bytes]()
         try:
             self._records.wait()
-            done, removed = self.store.put(name, self._records.tag(record), self._records.content(record))
+            done, removed = self.store.put(name, *self._records.read(records))
         finally:
-            self._written.put((record, done, removed))
+            self._written.put((records[0], done, removed))
 
 
 T = TypeVar("T")
