@@ -22,14 +22,14 @@ from quire.device.cuda.device import CUDADevice
 from quire.features.determinism.device import FixedOrder
 from quire.layers.attention import Attention
 from quire.ops import order
-from quire.ops.native import run_decoders
+from quire.ops.native import multiplies_floats, run_decoders
 from quire.types.adapter import LoRARequest
 from quire.types.errors import ConfigError
 from tiny_model import make_tokenizer
 
 ON_GPU = torch.cuda.is_available()
-CPU = pytest.mark.skipif(ON_GPU or not run_decoders(), reason="for a CPU whose GEMMs run in C kernels")
-SUPPORTED_CPU = pytest.mark.skipif(not run_decoders(), reason="every model is refused on other CPUs")
+CPU = pytest.mark.skipif(ON_GPU or not multiplies_floats(), reason="for a CPU with C kernels for float32 weights")
+SUPPORTED_CPU = pytest.mark.skipif(not multiplies_floats(), reason="every model is refused on other CPUs")
 GPU = pytest.mark.gpu
 SIZES = {"vocab_size": 320, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
          "intermediate_size": 512, "head_dim": 64, "max_position_embeddings": 2048, "bos_token_id": 0, "eos_token_id": 1,
@@ -212,8 +212,16 @@ def test_a_model_on_a_cpu(tmp_path):
 
 
 @CPU
+@pytest.mark.skipif(not run_decoders(), reason="for a CPU with C kernels for quantized weights")
 def test_quantized_models_on_a_cpu(tmp_path):
     check(str(write("awq", tmp_path)), hf_overrides={"max_position_embeddings": 1024})
+
+
+@CPU
+@pytest.mark.skipif(run_decoders(), reason="for a CPU where libraries multiply by quantized weights")
+def test_quantized_models_are_refused_where_libraries_multiply(tmp_path):
+    with pytest.raises(ConfigError, match="deterministic is not supported with quantized weights on this CPU"):
+        LLM(str(write("awq", tmp_path)), deterministic=True, skip_tokenizer_init=True, max_model_len=256)
 
 
 @GPU

@@ -23,6 +23,7 @@ from quire.attn.spans import attend_spans
 from quire.ops import paged_attention
 from quire.ops.kv import attend, kv_gather, kv_lines
 from quire.ops.native import run_decoders
+from quire.ops.order import order_is_fixed
 from quire.ops.qkv import Lanes
 
 QUERIES_PER_CHUNK = 256  # with a mask
@@ -63,9 +64,10 @@ def batch_rows(batch: Batch, group: int) -> paged_attention.AttentionRows:
 def all_by_kernel(spec: AttentionSpec, kv: Tensor) -> bool:
     """Return whether every token goes to the C kernel, which makes attention independent of chunking and of other requests.
 
-    This only pays off where GEMMs have that property, too.
+    This only pays off where GEMMs have that property, too, or if it is required.
     """
-    return not spec.sinks and spec.slopes is None and paged_attention.suits(kv) and run_decoders()
+    supported = not spec.sinks and spec.slopes is None and paged_attention.suits(kv)
+    return supported and (run_decoders() or order_is_fixed())
 
 
 def attend_by_kernel(

@@ -13,7 +13,7 @@ from quire.config.facts import DeviceFacts
 from quire.config.host import available_host_bytes, count_threads, take_cores
 from quire.config.memory import host_cache_bytes
 from quire.device.base import GIB, Device, PlannedBudget, Prepared, Setting, no_memory
-from quire.ops.native import multiplies, multiplies_floats, run_decoders
+from quire.ops.native import multiplies, multiplies_floats
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ ADVICE = (
     "no kernels for quantized weights are installed, so weights are dequantized to float32, which takes more memory and "
     "time. On x86 Linux run pip install 'quire[cpu]'; on ARM install Quire with a C compiler."
 )
-BATCH_DEPENDENCE = "this CPU. It requires Quire's C kernels and ARM dot-product instructions or AVX-512 VNNI"
+BATCH_DEPENDENCE = "this CPU. It requires Quire's C kernels and, on x86, AVX2"
 PAGE, NETWORK_PAGE = 16, 32  # tokens; OpenVINO attention requires the second
 
 
@@ -67,7 +67,7 @@ class CPUDevice(Device):
             advice="" if able else ADVICE,
             reads_in_place=True,
             one_memory=True,
-            batch_dependence="" if run_decoders() else BATCH_DEPENDENCE,
+            batch_dependence="" if multiplies_floats() else BATCH_DEPENDENCE,
             packs_floats=multiplies_floats(),
         )
 

@@ -84,8 +84,19 @@ def prepare(model: Decoder, setting: Setting) -> Prepared:
             hold_once(model, setting)
         give_back_memory()
     gather_in_background(setting.facts.weight_bytes)
-    by_torch = f"{setting.facts.architecture} on a CPU, where PyTorch runs its layers one by one"
-    return Prepared(body, layout, batch_dependence="" if isinstance(compiled, Segments) else by_torch)
+    quantized = bool(layers) or (isinstance(head, Head) and isinstance(head.method, GGUFHead))
+    return Prepared(body, layout, batch_dependence=find_batch_dependence(setting, compiled, quantized))
+
+
+def find_batch_dependence(setting: Setting, compiled: Compiled | None, quantized: bool) -> str:
+    """Return why a token's bits depend on the other rows of a step; "": they do not."""
+    if quantized and runtime_for_blocks() is not Runtime.OWN:
+        return "quantized weights on this CPU. They require Quire's C kernels and ARM dot-product instructions or AVX-512 VNNI"
+    if setting.tapped:
+        return "a drafter that reads hidden states between layers on a CPU. Use another method in speculative_config"
+    if not isinstance(compiled, Segments):
+        return f"{setting.facts.architecture} on a CPU, where PyTorch runs its layers one by one"
+    return ""
 
 
 def prepare_encoder(model: Decoder, columns: int) -> Body | None:

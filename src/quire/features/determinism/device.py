@@ -1,4 +1,4 @@
-"""The device half of deterministic serving: the fixed order on a GPU, and what a device cannot run in it."""
+"""The device half of deterministic serving: the fixed order, and what a device cannot run in it."""
 
 from collections.abc import Hashable
 
@@ -30,8 +30,7 @@ class FixedOrder(StepPart):
                 self._check_on_gpu(spec)
             elif spec.sinks or spec.slopes is not None:
                 raise ConfigError(f"{NAME} is not supported with attention sinks or ALiBi on a CPU")
-        if on_gpu:
-            fix_order()  # before anything is compiled or recorded
+        fix_order()  # before anything is compiled or recorded
 
     def _check_on_gpu(self, spec: AttentionSpec) -> None:
         """Raise a ConfigError if PyTorch would run this attention: its bits depend on the other rows of a step."""
