@@ -107,7 +107,7 @@ def test_what_is_printed(model, capsys):
     assert main(["plan", path, "--load-format", "dummy", "--cards", "2xh200"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"{path} on 2 x h200, nvlink4; prompts of 1,024 tokens, answers of 256\n")
-    assert f"Fastest       quire serve {path} -tp 2\n" in out and "This version sums through the hosts" in out
+    assert f"Fastest       quire serve {path} -tp 2\n" in out and "Where sums go through the hosts" in out
 
 
 @pytest.mark.parametrize(

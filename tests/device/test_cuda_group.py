@@ -1,16 +1,53 @@
-"""Ranks on GPUs add, where no GPU is needed to see it."""
+"""Collectives of ranks on GPUs, where no GPU is needed to see them."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from quire.device.cuda.group import Choice, choose
 from quire.proc.spawn import environment
+from quire.types.errors import ConfigError
 
-RANKS = Path(__file__).with_name("gathering_ranks.py")
+RANKS = Path(__file__).with_name("played_ranks.py")
 
 
-def test_cards_that_cannot_read_each_other_gather_by_nccl():
+@pytest.mark.parametrize(
+    ("ranks", "what"), [(2, "shared"), (4, "shared"), (3, "peers"), (3, "no-peers"), (2, "silent"), (3, "nodes")]
+)
+def test_all_ranks_make_the_same_calls_and_get_the_sums_in_rank_order(ranks, what):
+    """Every choice of collectives, with the kernel in Triton's interpreter and gloo in place of NCCL."""
     settings = {**(environment() or os.environ), "GLOO_SOCKET_IFNAME": "lo"}
-    ran = subprocess.run([sys.executable, str(RANKS)], env=settings, capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, str(RANKS), str(ranks), what]
+    ran = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_ranks_that_share_a_gpu_go_through_the_host_unless_asked():
+    assert choose("auto", shared=True, nodes=False) == choose("host", shared=False, nodes=False) == Choice(host=True)
+    assert choose("symmetric", shared=True, nodes=False) == Choice(one_shot=True, records=True)
+
+
+def test_ranks_with_a_gpu_each_use_device_collectives():
+    both = Choice(one_shot=True, nccl=True, records=True)
+    assert choose("auto", shared=False, nodes=False) == choose("symmetric", shared=False, nodes=False) == both
+    assert (
+        choose("nccl", shared=False, nodes=False) == choose("auto", shared=False, nodes=True) == Choice(nccl=True, records=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (("ring", False, False), "must be one of auto, symmetric, nccl, host; got ring"),
+        (("nccl", True, False), "NCCL requires a GPU for each rank"),
+        (("auto", True, True), "NCCL requires a GPU for each rank"),
+        (("symmetric", False, True), "is not supported with ranks on several nodes"),
+        (("auto", False, False, False), "require NCCL, which this torch does not have"),
+    ],
+)
+def test_choices_that_cannot_work(given, error):
+    with pytest.raises(ConfigError, match=error):
+        choose(*given)

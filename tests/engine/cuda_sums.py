@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from quire.device.cuda.group import CUDAGroup
+from quire.device.cuda.group import open_cuda_group
 from quire.dist.mesh import Position
 from quire.proc.spawn import anonymous_memory
 
@@ -31,7 +31,7 @@ def part_of(rank: int, turn: int, size: int, dtype: torch.dtype) -> torch.Tensor
 
 
 def run(rank: int, memory: int, end: socket.socket, timed: bool) -> None:
-    group = CUDAGroup(Position(rank, 2), memory, {1 - rank: end}, Watch(), torch.device("cuda"))
+    group = open_cuda_group(Position(rank, 2), memory, {1 - rank: end}, Watch(), torch.device("cuda"))
     for turn in range(40):
         for size in SIZES:
             for dtype in (torch.float32, torch.bfloat16):

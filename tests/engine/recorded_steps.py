@@ -74,6 +74,10 @@ class Plans:
 
 @pytest.fixture
 def recording(monkeypatch):
+    play_recording(monkeypatch)
+
+
+def play_recording(monkeypatch):
     """Fused draws are kernels: here the sampler goes on from the logits, as it does for rows that ask for more than a draw."""
     monkeypatch.setattr(graphs, "EAGER_STEPS", 1)
     monkeypatch.setattr(CPUDevice, "records", True)

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +11,8 @@ from torch import distributed as dist
 from quantized_checkpoints import write
 from quire import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
 from quire.device.cuda import shared_bytes
-from quire.device.cuda.group import CUDAGroup
+from quire.device.cuda.nccl import LOOPBACK, NCCL
 from quire.dist.mesh import Position
-from quire.proc.spawn import anonymous_memory
 from quire.types.errors import EngineDead
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -175,7 +173,7 @@ def test_ranks_unmap_the_memory_that_they_share(tiny_model, monkeypatch):
 
     def spy(name):
         release = getattr(shared_bytes, name)
-        monkeypatch.setattr(f"quire.device.cuda.group.{name}", lambda memory: released.append((name, release(memory))))
+        monkeypatch.setattr(f"quire.device.cuda.host_group.{name}", lambda memory: released.append((name, release(memory))))
 
     spy("free_bytes")
     spy("close_bytes")
@@ -191,9 +189,9 @@ def test_two_groups_and_the_programs_own_live_in_one_process(tmp_path):
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
         for _ in range(2):
-            group = CUDAGroup(Position(0, 1), anonymous_memory("alone"), {}, SimpleNamespace(), torch.device("cuda"))
+            ranks = NCCL(Position(0, 1), lambda message: [message], LOOPBACK, torch.device("cuda"))
             part = torch.randn(1 << 20, device="cuda")
-            assert torch.equal(group._all_gather(part)[0], part)
-            group.close()
+            assert torch.equal(ranks.gather(part)[0], part) and torch.equal(ranks.add(part), part)
+            ranks.close()
     finally:
         dist.destroy_process_group()

@@ -1,16 +1,22 @@
 """Ranks on GPUs: two of them on one card add the same, and give the tokens of one process."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tiny import TEXT
 
+from mps import mps
 from quire import LLM, SamplingParams
+from quire.device.cuda.group import COLLECTIVES
 from quire.types.errors import ConfigError
 
+RANKS = Path(__file__).with_name("cuda_ranks.py")
 SUMS = Path(__file__).with_name("cuda_sums.py")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
@@ -56,3 +62,100 @@ def test_each_has_a_gpu_unless_they_are_to_share(tiny_model, monkeypatch):
     count = torch.cuda.device_count()
     with pytest.raises(ConfigError, match=rf"and {count} are visible; .* QUIRE_CUDA_RANKS=1 lets ranks share a GPU"):
         LLM(str(tiny_model), device="cuda", tensor_parallel_size=count + 1)
+
+
+@pytest.fixture
+def symmetric(tmp_path):
+    """Environment of processes whose ranks share the GPU and use collectives on it. MPS may not outlive a killed process."""
+    with mps(tmp_path) as settings:
+        yield settings | {"QUIRE_CUDA_RANKS": "1", COLLECTIVES: "symmetric"}
+
+
+def run_ranks(symmetric, model, *what):
+    settings = os.environ | symmetric | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, str(RANKS), str(model), *what]
+    ran = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=420, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.mark.gpu
+def test_sums_of_the_symmetric_kernel(symmetric):
+    settings = os.environ | symmetric
+    ran = subprocess.run([sys.executable, str(SUMS)], env=settings, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "the same bits" in ran.stdout
+
+
+@pytest.mark.gpu
+def test_ranks_and_stages_replay_graphs_with_the_tokens_of_one(tiny_model, symmetric):
+    sizes = [
+        {},
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 3},
+        {"tensor_parallel_size": 2, "enforce_eager": True},
+        {"pipeline_parallel_size": 2},
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    ]
+    one, *others = run_ranks(symmetric, tiny_model, json.dumps(sizes))
+    for size, found in zip(sizes[1:], others, strict=True):
+        assert found["tokens"] == one["tokens"], size
+        assert (found["replays"] > 0) != ("enforce_eager" in size), size
+        assert found["exchanges"] == 0, size
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("family", "size"), [("qwen3", 4), ("qwen3-moe", 2)])
+def test_four_ranks_and_whole_experts(checkpoint, symmetric, family, size):
+    wide = {"tensor_parallel_size": size} | ({"enable_expert_parallel": True} if "moe" in family else {})
+    one, ranks = run_ranks(symmetric, checkpoint(family).directory, json.dumps([{}, wide]))
+    assert ranks["tokens"] == one["tokens"] and ranks["replays"] > 0 and ranks["exchanges"] == 0
+
+
+@pytest.mark.gpu
+def test_two_engines_of_one_process(tiny_model, symmetric):
+    one, *others = run_ranks(symmetric, tiny_model, "beside")
+    assert others == [one] * 5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("way", ["SIGKILL", "SIGSTOP"])
+def test_a_lost_rank_leaves_nothing_behind(tiny_model, symmetric, rank, way):
+    """Kernels of the others wait for it; they end, and the GPU can be used again by the same process."""
+    found = run_ranks(symmetric, tiny_model, str(rank), way)
+    said = "ended with signal SIGKILL" if way == "SIGKILL" else "is stopped (SIGSTOP)"
+    assert found["error"].startswith(f"rank {rank} (process {found['lost']}) {said}")
+    assert not any(Path(f"/proc/{pid}").exists() for pid in found["pids"])
+    assert found["tokens"] == run_ranks(symmetric, tiny_model, json.dumps([{}]))[0]["tokens"][0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("whose", ["engine", "rank"])
+def test_streams_outlive_any_lost_rank(tiny_model, symmetric, monkeypatch, whose, way):
+    pytest.importorskip("httpx")
+    from test_lost_ranks import ranks_of
+
+    from serving import NAME, Running
+
+    for name, value in symmetric.items():
+        monkeypatch.setenv(name, value)
+    settings = {"device": "cuda", "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "block_size": 16}
+    running = Running(tiny_model, quick=False, tensor_parallel_size=2, **settings)
+    try:
+        body = {"model": NAME, "prompt": TEXT, "temperature": 0, "ignore_eos": True, "max_tokens": 160}
+        alone = running.http.post("/v1/completions", json=body).json()["choices"]
+        engine, came, lost = running.llm.engine_pid, [""] * len(TEXT), 0
+        with running.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    [choice] = json.loads(line.removeprefix("data: "))["choices"]
+                    came[choice["index"]] += choice["text"]
+                if min(map(len, came)) > 40 and not lost:
+                    lost = engine if whose == "engine" else ranks_of(engine)[0]
+                    os.kill(lost, way)
+        assert came == [choice["text"] for choice in alone] and lost
+        assert not Path(f"/proc/{lost}").exists()
+    finally:
+        running.close()

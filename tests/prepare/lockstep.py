@@ -1,11 +1,16 @@
 """All ranks of a divided model in one process."""
 
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import torch
 
 from patience import PATIENCE
+from quire.device.cuda.group import DeviceGroup
+from quire.device.cuda.nccl import NCCL
+from quire.device.cuda.one_shot import MAX_BYTES, OneShot
 from quire.dist.mesh import Position
 from quire.load.load import load_weights
 from quire.models.registry import build_model
@@ -59,9 +64,59 @@ class Member:
         return out
 
 
-def divided(facts, size, expert_parallel=False, **options):
+class PlayedNCCL(NCCL):
+    """NCCL, as far as ranks call it: parts of all ranks must have one size."""
+
+    def __init__(self, member):
+        self._member, self._rank, self._size, self._ranks = member, member.rank, member.all.size, self
+
+    def alltoall_base(self, out, part, out_splits, splits):
+        parts = self._member.exchange(("all-to-all", part.shape, part.dtype, *out_splits, *splits), part)
+        return self._note("all-to-all", out, [each.view(self._size, -1)[self._rank] for each in parts])
+
+    def _allgather_base(self, out, part):
+        return self._note("all-gather", out, self._member.exchange(("all-gather", part.shape, part.dtype), part))
+
+    def _note(self, call, out, parts):
+        assert out.is_contiguous()
+        out.copy_(torch.cat([part.view(-1) for part in parts]))
+        self._member.all.calls[call] += 1
+        return SimpleNamespace(wait=lambda: None)
+
+
+class PlayedOneShot(OneShot):
+    """One-shot collectives, without memory that ranks have mapped."""
+
+    def __init__(self, member):
+        self._member, self._rank, self._size = member, member.rank, member.all.size
+
+    def _run(self, source, target):
+        assert source.is_contiguous() and target.is_contiguous() and source.numel() * source.element_size() <= MAX_BYTES
+        parts = self._member.exchange(("one-shot", source.shape, source.dtype, target.shape), source)
+        if target.dim() == 1:
+            target.copy_(parts[0])
+            for part in parts[1:]:
+                target += part
+        else:
+            target.copy_(torch.stack(parts))
+        self._member.all.calls["one-shot"] += 1
+
+
+class GPULockstep(Lockstep):
+    """Ranks with a GPU each, whose collectives are checked."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.calls = Counter()
+
+    def of(self, rank):
+        member = super().of(rank)
+        return DeviceGroup(Position(rank, self.size), None, PlayedOneShot(member), PlayedNCCL(member), True)
+
+
+def divided(facts, size, expert_parallel=False, kind=Lockstep, **options):
     """The models of all ranks, and the group they are in."""
-    group, models = Lockstep(size), []
+    group, models = kind(size), []
     for rank in range(size):
         model = build_model(facts)
         shard(model, Position(rank, size, expert_parallel), group.of(rank))

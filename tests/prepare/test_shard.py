@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from lockstep import Lockstep, Member, divided, together
+from lockstep import GPULockstep, Lockstep, Member, divided, together
 from safetensors.torch import load_file, save_file
 
 import selection
@@ -16,6 +16,7 @@ from more_families import MORE
 from oracle import FAMILIES, Sequences, in_pieces, make_checkpoint, open_checkpoint
 from quire.config.facts import read_facts
 from quire.device.cpu.prepare import CompiledBody, compile_body
+from quire.device.cuda import group as group_of_gpus
 from quire.dist.mesh import HeadDivision, Position, evenly, largest_state, share_state
 from quire.files.resolve import resolve_model
 from quire.layers.embedding import Head
@@ -126,6 +127,24 @@ def test_eight_ranks(tmp_path, family):
     for logits, ids in zip(together(models, lambda model: in_pieces(model, *IDS)), IDS, strict=True):
         close(logits, case.expected(ids))
     assert group.sums
+
+
+@pytest.mark.parametrize(("size", "family"), [(2, "qwen3"), (3, "gpt-oss"), (5, "mixtral"), (8, "qwen3"), (8, "deepseek-v3")])
+def test_collectives_of_gpus(tmp_path, monkeypatch, size, family):
+    """One-shot collectives and NCCL, by size: every rank makes the same calls with the same sizes, and the bits are those of
+    sums in rank order."""
+    monkeypatch.setattr(group_of_gpus, "one_shot_limit", lambda ranks: 2048)
+    known = FAMILIES[family]
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8 if "deepseek" in family else 2, "intermediate_size": 72}
+    make_checkpoint(replace(known, settings=known.settings | heads), tmp_path)
+    case = open_checkpoint(tmp_path)
+    models, group = divided(case.facts, size, kind=GPULockstep)
+    in_order, _ = divided(case.facts, size)
+    for played, expected in zip(
+        *(together(each, lambda model: in_pieces(model, *IDS)) for each in (models, in_order)), strict=True
+    ):
+        assert torch.equal(played, expected)
+    assert all(group.calls[call] > size for call in ("one-shot", "all-to-all", "all-gather")), group.calls
 
 
 EIGHT_RECURRENT_HEADS = {

@@ -266,8 +266,8 @@ def decode_shape(rows: int, context: int, windows: Sequence[Window]) -> StepShap
 
 COLUMNS = ("", "TTFT ms", "ms/token", "of it GPU to GPU", "requests", "ms/token", "tokens/s", "KV cache tokens")
 HOST_NOTE = (
-    "the times are those of collectives in CUDA graphs. This version sums through the hosts: with -tp, a step takes up to "
-    "{:.0f} ms more"
+    "the times are those of collectives in CUDA graphs, which have not run on several GPUs. Where sums go through the hosts, a "
+    "step with -tp takes up to {:.0f} ms more"
 )
 
 

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from quire.config.facts import DeviceFacts, ModelFacts
     from quire.device.updates import DeviceUpdates
     from quire.dist.channel import Ends, Neighbours, Shape
+    from quire.dist.collectives import RankGroup
     from quire.dist.mesh import Position
-    from quire.dist.shared_memory import PeerWatch, SharedMemoryGroup
+    from quire.dist.shared_memory import PeerWatch
     from quire.models.decoder import Decoder
 
 GIB = 2**30
@@ -157,12 +158,24 @@ class Device:
         return ()
 
     def group(
-        self, position: "Position", memory: int, peers: "Mapping[int, socket.socket]", watch: "PeerWatch", offset: int = 0
-    ) -> "SharedMemoryGroup":
-        """Return the group by which ranks of one machine communicate."""
-        from quire.dist.shared_memory import SharedMemoryGroup
+        self,
+        position: "Position",
+        memory: int,
+        peers: "Mapping[int, socket.socket]",
+        watch: "PeerWatch",
+        offset: int = 0,
+        remote: "Mapping[int, socket.socket] | None" = None,
+        first: int = 0,
+    ) -> "RankGroup":
+        """Return the group by which ranks communicate. All its ranks call this at the same time.
 
-        return SharedMemoryGroup(position, memory, peers, watch, offset)
+        memory, offset: a file that the ranks of this node share, and where the group's part of it begins.
+        peers, remote: connections to the group's other ranks, on this node and on others.
+        first: the number that `watch`, `peers` and `remote` have for position 0.
+        """
+        from quire.dist.shared_memory import open_group
+
+        return open_group(position, memory, peers, watch, offset, remote, first)
 
     def channel(self, shape: "Shape", neighbours: "Neighbours", watch: "PeerWatch") -> "Ends":
         """Return the channel by which pipeline stages send hidden states."""

@@ -26,6 +26,27 @@ class Group(Protocol):
         ...
 
 
+class RankGroup(Group, Protocol):
+    """A group whose ranks run the same steps."""
+
+    @property
+    def records(self) -> bool:
+        """Whether CUDA graphs may contain its collectives. Ranks then record the same graphs in the same order."""
+        ...
+
+    def largest(self, value: int) -> int:
+        """Return the largest of all ranks' values, through the hosts."""
+        ...
+
+    def late(self) -> list[int]:
+        """Return the ranks that the device of this one waits for, as far as that is known."""
+        ...
+
+    def abandon(self) -> bool:
+        """End launched collectives, because ranks are lost. Return whether all launched work has ended."""
+        ...
+
+
 class Exchange(Protocol):
     """The ranks of several engines that share experts (`features/experts/exchange.py`)."""
 

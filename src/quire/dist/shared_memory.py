@@ -49,6 +49,7 @@ class SharedMemoryGroup:
     """Collectives of ranks on one machine."""
 
     chunk_bytes = CHUNK_BYTES
+    records = False
 
     def __init__(
         self, position: Position, memory: int, peers: Mapping[int, socket.socket], watch: PeerWatch, offset: int = 0
@@ -102,14 +103,30 @@ class SharedMemoryGroup:
             raise ValueError(f"{len(message)} bytes exceed the limit of {MAX_MESSAGE_BYTES} bytes for a message between ranks")
         framed = len(message).to_bytes(4, "little") + message
         chunk = torch.frombuffer(bytearray(framed.ljust(4 + MAX_MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
-        frames = [part.numpy().tobytes() for part in SharedMemoryGroup._exchange(self, chunk, [len(chunk)] * self._size)]
+        frames = [part.numpy().tobytes() for part in self._publish(chunk, [len(chunk)] * self._size)]
         return [frame[4 : 4 + int.from_bytes(frame[:4], "little")] for frame in frames]
+
+    def largest(self, value: int) -> int:
+        """Return the largest of all ranks' values."""
+        return max(int.from_bytes(each, "little") for each in self.all_gather_bytes(value.to_bytes(8, "little")))
+
+    def late(self) -> list[int]:
+        """Return no rank: the host waits for late ranks, and `watch` knows them."""
+        return []
+
+    def abandon(self) -> bool:
+        """Return True: no launched work waits for a rank."""
+        return True
 
     def close(self) -> None:
         """Do nothing: the memory is unmapped with this object."""
 
     def _exchange(self, chunk: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-        """Return all ranks' chunks of these lengths in place, valid until the next turn but one."""
+        """Return all ranks' chunks of these lengths, valid until the next turn but one."""
+        return self._publish(chunk, lengths)
+
+    def _publish(self, chunk: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        """Return all ranks' chunks of these lengths, in host memory and in place."""
         slots = self._turns[self._turn]
         self._turn = 1 - self._turn
         size = chunk.element_size()
@@ -172,10 +189,10 @@ class NodesGroup(SharedMemoryGroup):
             other.setblocking(False)
             other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def _exchange(self, chunk: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    def _publish(self, chunk: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         received = {rank: chunk.new_empty(lengths[rank - self._first]) for rank in self._remote}
         self._send_and_receive(chunk.contiguous(), received)
-        parts = super()._exchange(chunk, lengths)
+        parts = super()._publish(chunk, lengths)
         for rank, part in received.items():
             parts[rank - self._first] = part
         return parts
@@ -215,6 +232,21 @@ class NodesGroup(SharedMemoryGroup):
         left[rank] = left[rank][count:]
         if not len(left[rank]):
             del left[rank]
+
+
+def open_group(
+    position: Position,
+    memory: int,
+    peers: Mapping[int, socket.socket],
+    watch: PeerWatch,
+    offset: int = 0,
+    remote: Mapping[int, socket.socket] | None = None,
+    first: int = 0,
+) -> SharedMemoryGroup:
+    """Return the group of ranks on one node, or on several. The arguments are those of `NodesGroup`."""
+    if remote:
+        return NodesGroup(position, memory, peers, watch, remote, offset, first)
+    return SharedMemoryGroup(position, memory, peers, watch, offset)
 
 
 def _bytes(tensor: Tensor) -> memoryview:

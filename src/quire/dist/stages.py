@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quire.dist.channel import Ends, Neighbours, Shape
-from quire.dist.collectives import Group
+from quire.dist.collectives import RankGroup
 from quire.dist.mesh import Position
-from quire.dist.shared_memory import NodesGroup, SharedMemoryGroup, PeerWatch, group_bytes
+from quire.dist.shared_memory import PeerWatch, group_bytes
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Ring:
     """The connections of one rank."""
 
     own: PipelineRank
-    group: Group | None  # None: its stage has one rank
+    group: RankGroup | None  # None: its stage has one rank
     ends: Ends
     others: Sequence[int]  # ranks of other stages
 
@@ -99,8 +99,15 @@ class Joints(Protocol):
     """What a device provides to connect ranks of one node."""
 
     def group(
-        self, position: Position, memory: int, peers: Mapping[int, socket.socket], watch: PeerWatch, offset: int = 0
-    ) -> SharedMemoryGroup: ...
+        self,
+        position: Position,
+        memory: int,
+        peers: Mapping[int, socket.socket],
+        watch: PeerWatch,
+        offset: int = 0,
+        remote: Mapping[int, socket.socket] | None = None,
+        first: int = 0,
+    ) -> RankGroup: ...
 
     def channel(self, shape: Shape, neighbours: Neighbours, watch: PeerWatch) -> Ends: ...
 
@@ -122,15 +129,11 @@ def join_ring(
     size, stages = own.position.size, len(own.stage.layers)
     exchange = group_bytes(size) if size > 1 else 0
     os.ftruncate(memory, stages * exchange + own.world * shape.size)  # by the first rank
-    group: Group | None = None
+    group: RankGroup | None = None
     if size > 1:
         mates = {rank: peers[rank] for rank in own.stage_ranks if rank in peers}
         far = {rank: remote[rank] for rank in own.stage_ranks if rank in remote}
-        offset = own.stage.index * exchange
-        if far:
-            group = NodesGroup(own.position, memory, mates, watch, far, offset, own.stage_ranks.start)
-        else:
-            group = device.group(own.position, memory, mates, watch, offset)
+        group = device.group(own.position, memory, mates, watch, own.stage.index * exchange, far, own.stage_ranks.start)
 
     def offset_of(sender: int) -> int:
         return stages * exchange + sender * shape.size

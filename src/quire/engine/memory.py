@@ -86,8 +86,8 @@ def largest_part(config: Config, weights: int) -> int:
 
 
 def reserved_graph_bytes(config: Config) -> int:
-    """Return the bytes that the memory profile leaves to CUDA graphs; none are recorded while ranks wait for each other."""
-    if not open_device(config.device).records or config.args.enforce_eager or config.ranks > 1:
+    """Return the bytes that the memory profile leaves to CUDA graphs."""
+    if not open_device(config.device).records or config.args.enforce_eager:
         return 0
     drafts = 0 if config.speculation is None else config.speculation.num_speculative_tokens
     vocabulary = config.facts.vocab_size + config.adapter_tokens

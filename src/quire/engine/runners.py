@@ -18,7 +18,7 @@ from quire.features.experts.host import read_eplb
 from quire.progress import doing
 
 if TYPE_CHECKING:
-    from quire.dist.collectives import Group
+    from quire.dist.collectives import Group, RankGroup
     from quire.dist.shared_memory import PeerWatch
     from quire.features.experts.exchange import SharedExperts
     from quire.features.experts.peers import PeerLinks
@@ -56,7 +56,7 @@ def make_runner(
     config: Config,
     device: Device,
     position: Position = ALONE,
-    group: "Group | None" = None,
+    group: "RankGroup | None" = None,
     exchange: "SharedExperts | None" = None,
 ) -> "Runner":
     """Return the runner of the whole model, or of a rank's share of it."""

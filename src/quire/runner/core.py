@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.attn.batch import Batch
 from quire.device.base import Device, Setting
-from quire.dist.collectives import Group
+from quire.dist.collectives import RankGroup
 from quire.dist.measure import Measured, measure
 from quire.dist.mesh import ALONE, Position, share_layers
 from quire.features.base import Allocation, StepPart
@@ -130,7 +130,7 @@ class RunnerCore(ABC):
         device: Device,
         parts: Sequence[StepPart] = (),
         position: Position = ALONE,
-        group: Group | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         """layout: of this rank's share of the cache.
         parts: in the order of FEATURES.
@@ -141,7 +141,7 @@ class RunnerCore(ABC):
         self._layers = facts.layers if group is None else share_layers(facts.layers, position)
         self._dtype, self._cache_dtype = DTYPES[settings.dtype], DTYPES[settings.cache_dtype or settings.dtype]
         self._vocabulary = facts.vocab_size + settings.added_tokens
-        self._recording = device.records and not settings.enforce_eager and group is None  # graphs cannot wait for ranks
+        self._recording = device.records and not settings.enforce_eager and (group is None or group.records)
         self._parameters = 0  # of this rank, quantized ones included
         self._kv_layout = KVLayout.PAGES
         self._model: Decoder | None = None
@@ -270,7 +270,7 @@ class RunnerCore(ABC):
         if planners is not None:
             self.graphs = Graphs(
                 model, slots, sampler, planners, self._device.recorder(), self._vocabulary, settings.max_batched_tokens, drafts,
-                self._parts, self._stage_buffers(),
+                self._parts, self._stage_buffers(), None if self._group is None else self._group.largest,
             )  # fmt: skip
             if pages and drafts:
                 with torch.inference_mode():
@@ -295,9 +295,9 @@ class RunnerCore(ABC):
         """Free all memory on the device. The other ranks must have ended."""
         for part in self._parts:
             part.close()
+        self._free_slots()  # graphs first: NCCL waits for those that contain its collectives
         if self._group is not None:
             self._group.close()
-        self._free_slots()
         self._model = self._group = None
         self._parts = ()
         gc.collect()
@@ -328,6 +328,21 @@ class RunnerCore(ABC):
         if self._group is None:
             return []
         return measure(self._group, self._position, self._device.torch_device, self.synchronize, sizes)
+
+    @property
+    def records_with_ranks(self) -> bool:
+        """Whether CUDA graphs contain collectives, so that all ranks must record the same ones at the same time."""
+        return self._recording and self._group is not None
+
+    def late_ranks(self) -> list[int]:
+        """Return the ranks of its group that this rank's device waits for, as far as that is known."""
+        return [] if self._group is None else self._group.late()
+
+    def abandon(self) -> bool:
+        """End launched work that waits for lost ranks. Return whether all of it has ended."""
+        if self._device.torch_device.type == "cpu":
+            return True
+        return self._group is not None and self._group.abandon()
 
     def check(self) -> None:
         """Raise EngineDead if other engines that this one needs are lost."""

@@ -61,6 +61,7 @@ from quire.types.plan import Ints, RowShapes, StepRows
 logger = logging.getLogger(__name__)
 EAGER_STEPS = 3  # eager steps of a bucket before it is recorded
 BORROWED_REPLAYS = 200  # borrowed replays of a bucket before it is recorded
+NOT_RECORDED = 1 << 62  # bytes that a rank reports if its recording failed
 MAX_START_DRAFTS = 15  # drafts of one request, whose steps are recorded at the start
 
 
@@ -240,9 +241,11 @@ class Graphs:
         drafts: int = 0,
         parts: Sequence[StepPart] = (),
         buffers: StageBuffers | None = None,
+        largest: Callable[[int], int] | None = None,
     ) -> None:
         """max_tokens: of a step, at most.
         drafts: rows that a slot may have in addition, one per draft token.
+        largest: returns the largest of all ranks' values. Ranks whose graphs contain collectives must choose the same graphs.
         buffers: the hidden states of a pipeline stage or of a model that pools; None: steps draw.
         """
         self._keys: list[tuple[Hashable, ...]] = list(product(*(part.graph_keys for part in parts)))
@@ -255,7 +258,7 @@ class Graphs:
         self._uses: Counter[Bucket] = Counter()
         self._recorded: dict[Bucket, Recording] = {}
         self._inputs = Inputs(slots, planners, self._max_rows, parts)
-        self._device = recorder
+        self._device, self._largest = recorder, largest
         recorded = model, slots, sampler, self._inputs, recorder, parts
         self._recorder = StepRecorder(*recorded) if buffers is None else StageRecorder(buffers, *recorded)
         self.states = buffers.exit if buffers is not None and buffers.pooled else None  # [T, H] of the latest step, to pool
@@ -309,6 +312,7 @@ class Graphs:
         latest, tokens, unused = self._latest, plan.tokens, not any(keys)
         alike = latest is not None and unused and latest.like(plan, plain, self._slots.prefixes.changes)
         if alike and latest is not None and self._stays(latest) and self._inputs.write_again(plan, plain, latest.work):
+            self._uses[latest.own] += latest.bucket != latest.own
             return latest.bucket
         self._latest = None
         if len(plan.slot) > self._max_rows or tokens > max(self._max_rows, self._max_tokens):
@@ -325,10 +329,7 @@ class Graphs:
 
     def _stays(self, latest: ReplayedStep) -> bool:
         """Return whether the borrowed graph is used again; False: the bucket's own graph is due."""
-        if latest.bucket == latest.own:
-            return True
-        self._uses[latest.own] += 1
-        return self._uses[latest.own] < BORROWED_REPLAYS
+        return latest.bucket == latest.own or self._uses[latest.own] + 1 < BORROWED_REPLAYS
 
     def record_drafts(self) -> None:
         """Record before the first step: the time of the first steps decides whether drafts pay off."""
@@ -412,10 +413,13 @@ class Graphs:
         """Record the bucket. Return the logits [rows, V] of the step whose inputs are written."""
         before = self._device.taken_bytes()
         recorded, logits = self._recorder.record(bucket)
-        if recorded is None:
+        taken = NOT_RECORDED if recorded is None else self._taken + self._device.taken_bytes() - before
+        if self._largest is not None:
+            taken = self._largest(taken)
+        if recorded is None or taken == NOT_RECORDED:
             self._taken = self._allowance
             return logits
         self._recorded[bucket] = recorded
         self.captures += 1
-        self._taken += self._device.taken_bytes() - before
+        self._taken = taken
         return logits

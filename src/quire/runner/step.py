@@ -64,7 +64,7 @@ class Runner(RunnerCore):
         if not len(plan.slot):
             return StepFlight(plan, [], None)
         rows, owner = self._arrange(plan)
-        plain = not len(plan.masked) and sampler.plain(plan.slot)
+        plain = not len(plan.masked) and sampler.plain(plan.slot) and (self._group is None or self._samples_alike)
         outputs = None if self.graphs is None else self._replay(self.graphs, rows, plain)
         if outputs is None:
             built = build_batch(rows, slots, self._parts, whole=any(part.reads_all_tokens for part in self._parts))
@@ -143,7 +143,8 @@ class Runner(RunnerCore):
         if replayed is None:
             return None
         if isinstance(replayed, PendingSample):
-            return StepOutputs(partial(self._sample, replayed.logits, replayed.rows) if len(replayed.rows.slots) else None)
+            self._pending = None
+            return StepOutputs(self._sample_from(replayed.logits, replayed.rows) if len(replayed.rows.slots) else None)
         return StepOutputs(Sampled(replayed, sample_index=None if rows.shapes.all_sample else rows.sample_row))
 
     def _replay_states(self, graphs: Graphs, states: Tensor, rows: StepRows, keys: tuple[Hashable, ...]) -> StepOutputs | None:
@@ -175,6 +176,10 @@ class Runner(RunnerCore):
         if not len(hidden):
             return None
         logits = self._loaded().logits(hidden, batch.tokens if tokens is None else batch.tokens.take(tokens))
+        return self._sample_from(logits, rows)
+
+    def _sample_from(self, logits: Tensor, rows: Rows) -> Samples:
+        """logits [N, V] of the samples. Where only the first rank samples, the others note whose tokens it will send."""
         first = self._position.rank == 0
         self._pending = None if first else rows
         return partial(self._sample, logits, rows) if first or self._samples_alike else None
@@ -225,11 +230,6 @@ class Runner(RunnerCore):
         """Run the drafter after the latest step, as the first rank does. lengths [R]: accepted tokens of its rows."""
         if self._follower is not None and self._launched is not None:
             self._follower.follow(self._launched, lengths)
-
-    @property
-    def ends_without_ranks(self) -> bool:
-        """Whether launched work ends by itself when other ranks are lost."""
-        return self._device.torch_device.type == "cpu"
 
 
 def final_states(tokens: Ints, plan: StepRows, built: Built) -> Longs:

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
     from quire.device.updates import DeviceUpdates
     from quire.dist.channel import Ends, Neighbours, Shape
+    from quire.dist.collectives import RankGroup
     from quire.dist.mesh import Position
-    from quire.dist.shared_memory import PeerWatch, SharedMemoryGroup
+    from quire.dist.shared_memory import PeerWatch
     from quire.ops.kernels.launcher import Variants
 
 BATCH, LARGE_BATCH = (8192, 256), (16384, 1024)  # tokens and requests per step
@@ -96,11 +97,18 @@ class CUDADevice(Device):
         return check_links(ranks)
 
     def group(
-        self, position: "Position", memory: int, peers: "Mapping[int, socket.socket]", watch: "PeerWatch", offset: int = 0
-    ) -> "SharedMemoryGroup":
-        from quire.device.cuda.group import CUDAGroup
+        self,
+        position: "Position",
+        memory: int,
+        peers: "Mapping[int, socket.socket]",
+        watch: "PeerWatch",
+        offset: int = 0,
+        remote: "Mapping[int, socket.socket] | None" = None,
+        first: int = 0,
+    ) -> "RankGroup":
+        from quire.device.cuda.group import open_cuda_group
 
-        return CUDAGroup(position, memory, peers, watch, self.torch_device, offset)
+        return open_cuda_group(position, memory, peers, watch, self.torch_device, offset, remote, first)
 
     def channel(self, shape: "Shape", neighbours: "Neighbours", watch: "PeerWatch") -> "Ends":
         from quire.device.cuda.channel import CUDAEnds

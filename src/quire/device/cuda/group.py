@@ -1,156 +1,192 @@
-"""Collectives of ranks on GPUs of one machine, through GPU memory.
+"""How ranks on GPUs communicate. `open_cuda_group` chooses; QUIRE_CUDA_COLLECTIVES can choose otherwise.
 
-    one turn    copy our part to our own memory ─► record an event ─► a byte to every other rank, and one from each
-                ─► the stream waits for their events ─► read all parts in place, and add them in the order of ranks
+    ranks                                 collectives                                                           CUDA graphs
+    a GPU each, on one node               `one_shot.py` for small messages, `nccl.py` for large ones            yes
+    the same, without peer access         `nccl.py`                                                             no
+    a GPU each, on several nodes          `nccl.py`                                                             yes
+    sharing a GPU                         `host_group.py`: a byte to every rank through the host                no
+    sharing a GPU, symmetric              `one_shot.py` for all messages                                        yes
 
-The host never waits for its GPU: a byte means that an event was recorded, an event that a part was written. A part may be
-overwritten two turns later: by then our stream has waited for events that the others recorded after they read it. If every
-rank has its own GPU, large sums go through NCCL: all parts are gathered and then added in the same order. All sums do so if
-GPUs cannot access each other's memory.
-
-The NCCL process group belongs to this object. torch.distributed's default group is never used: a program may hold two
-engines, or use it itself.
+In every case sums are added in rank order, so the choice changes no bits.
 """
 
 import hashlib
+import logging
+import os
 import socket
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
-from quire.device.cuda.shared_bytes import HANDLE, close_bytes, free_bytes, open_bytes, share_bytes
-from quire.dist.mesh import Position
-from quire.dist.shared_memory import CHUNK_BYTES, MAX_MESSAGE_BYTES, PeerWatch, SharedMemoryGroup
-from quire.types.errors import EngineError
+from quire.device.cuda.host_group import HostGroup
+from quire.device.cuda.nccl import LOOPBACK, NCCL
+from quire.device.cuda.one_shot import Everyone, OneShot
+from quire.device.cuda.shared_bytes import CUDALinks
+from quire.dist.collectives import RankGroup
+from quire.dist.mesh import Position, evenly
+from quire.dist.shared_memory import PeerWatch, SharedMemoryGroup, open_group
+from quire.ops.kernels.one_shot import MAX_BYTES
+from quire.types.errors import ConfigError, EngineError
 
-Event: Any = torch.cuda.Event  # torch has no types for it
-GPU_ID_BYTES = 16  # of a GPU's id
-PROBE_BYTES = 64  # written by each rank, checked by the others
-ONE_SHOT_BYTES = 1 << 19  # beyond that, NCCL uses links between GPUs better
+logger = logging.getLogger(__name__)
+
+COLLECTIVES = "QUIRE_CUDA_COLLECTIVES"  # environment
+CHOICES = ("auto", "symmetric", "nccl", "host")
+GPU_ID_BYTES = 16
+ABANDON_TIMEOUT_S = 5.0  # for kernels to end that wait for a lost rank
 
 
-class CUDAGroup(SharedMemoryGroup):
-    """Collectives of ranks on GPUs. Ranks find each other as on a CPU."""
+@dataclass(frozen=True)
+class Choice:
+    """What ranks use."""
+
+    host: bool = False  # exchange through the host
+    one_shot: bool = False
+    nccl: bool = False
+    records: bool = False  # collectives are recorded in CUDA graphs
+
+
+def choose(asked: str, shared: bool, nodes: bool, has_nccl: bool = True) -> Choice:
+    """Return what ranks use.
+
+    asked: the value of QUIRE_CUDA_COLLECTIVES. shared: ranks share a GPU. nodes: ranks are on several nodes.
+    """
+    if asked not in CHOICES:
+        raise ConfigError(f"{COLLECTIVES} must be one of {', '.join(CHOICES)}; got {asked}")
+    if nodes and asked in ("symmetric", "host"):
+        raise ConfigError(f"{COLLECTIVES}={asked} is not supported with ranks on several nodes. Unset it")
+    if shared and (asked == "nccl" or nodes):
+        raise ConfigError("NCCL requires a GPU for each rank, and two ranks of this engine share one. Use fewer ranks")
+    if asked == "host" or (shared and asked == "auto"):
+        return Choice(host=True)
+    if not shared and not has_nccl:
+        raise ConfigError("ranks on several GPUs require NCCL, which this torch does not have. Install torch for CUDA")
+    if nodes or asked == "nccl":
+        return Choice(nccl=True, records=True)
+    return Choice(one_shot=True, nccl=not shared, records=True)
+
+
+class DeviceGroup:
+    """Collectives that run on GPUs alone: no host waits for another one. All ranks make the same choices."""
 
     def __init__(
-        self,
-        position: Position,
-        memory: int,
-        peers: Mapping[int, socket.socket],
-        watch: PeerWatch,
-        device: torch.device,
-        offset: int = 0,
+        self, position: Position, control: SharedMemoryGroup, one_shot: OneShot | None, nccl: NCCL | None, records: bool
     ) -> None:
-        super().__init__(position, memory, peers, watch, offset)
-        device = torch.device(device.type, torch.cuda.current_device())
-        self._nccl: Any = None  # ProcessGroupNCCL, which has no types
-        own, handle = share_bytes(2 * CHUNK_BYTES, device)
-        self._own: Tensor | None = own
-        self._opened: list[Tensor] = []  # memory of other ranks
-        own[:PROBE_BYTES].fill_(1 + position.rank)
-        events = [Event(interprocess=True) for _ in range(2)]
-        for event in events:
-            event.record()
-        messages = self.all_gather_bytes(b"".join([_gpu_id(device), handle, *(event.ipc_handle() for event in events)]))
-        self._own_events = events
-        self._buffers: list[Tensor] = []  # of every rank, [2, CHUNK_BYTES]
-        self._their_events: list[list[Any]] = []  # of every other rank, for both turns
-        separate_gpus = len({message[:GPU_ID_BYTES] for message in messages}) == position.size
-        self._gathers = separate_gpus and dist.is_nccl_available()
-        failure = ""
-        try:
-            for rank, message in enumerate(messages):
-                self._open(rank, message[GPU_ID_BYTES:], own, device)
-        except RuntimeError as error:
-            failure = str(error)
-        wrong = [
-            words.decode(errors="replace") for words in self.all_gather_bytes(failure.encode()[:MAX_MESSAGE_BYTES]) if words
-        ]
-        self._reads = not wrong
-        if wrong and not self._gathers:
-            raise EngineError(f"ranks cannot read the memory of each other's GPUs, and there is no NCCL to use: {wrong[0]}")
-        if self._gathers:
-            self._start_nccl(position)
-
-    def _open(self, rank: int, message: bytes, own: Tensor, device: torch.device) -> None:
-        """Map a rank's memory. Raises RuntimeError if it cannot be read."""
-        if rank == self._rank:
-            self._buffers.append(own.view(2, CHUNK_BYTES))
-            return
-        handle, *events = (message[at : at + HANDLE] for at in range(0, 3 * HANDLE, HANDLE))
-        buffer, theirs = open_bytes(handle, 2 * CHUNK_BYTES, device), [Event.from_ipc_handle(device, each) for each in events]
-        self._opened.append(buffer)
-        torch.cuda.current_stream().wait_event(theirs[0])
-        if buffer[:PROBE_BYTES].tolist() != [1 + rank] * PROBE_BYTES:
-            raise RuntimeError(f"the memory of rank {rank} does not have the values that it wrote")
-        self._buffers.append(buffer.view(2, CHUNK_BYTES))
-        self._their_events.append(theirs)
+        """control: exchanges messages of hosts. records: collectives are recorded in CUDA graphs."""
+        self._position, self._control, self._one_shot, self._nccl = position, control, one_shot, nccl
+        self.records = records
 
     def add(self, part: Tensor) -> Tensor:
-        if not self._gathers or part.numel() * part.element_size() <= ONE_SHOT_BYTES:
-            return super().add(part)
-        parts = self._all_gather(part.contiguous())
-        total = parts[0].add_(parts[1])
-        for other in parts[2:]:
-            total += other
-        return total
+        return self._way(part.numel() * part.element_size()).add(part) if part.numel() else part.clone()
 
-    def _exchange(self, chunk: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-        if not self._reads:
-            return self._gather(chunk, lengths)
-        turn, self._turn = self._turn, 1 - self._turn
-        size = chunk.element_size()
-        parts = [buffer[turn, : length * size].view(chunk.dtype) for buffer, length in zip(self._buffers, lengths, strict=True)]
-        parts[self._rank].copy_(chunk)
-        self._own_events[turn].record()
-        self._barrier()
-        for events in self._their_events:
-            torch.cuda.current_stream().wait_event(events[turn])
-        return parts
+    def join(self, part: Tensor, total: int) -> Tensor:
+        size, rows = self._position.size, part.numel() // max(1, part.shape[-1])
+        if not rows:
+            return part.new_empty(*part.shape[:-1], total)
+        widths = [len(evenly(total)(Position(rank, size))) for rank in range(size)]
+        flat, longest = part.reshape(-1), rows * max(widths)
+        if len(flat) < longest:
+            flat = torch.cat([flat, flat.new_zeros(longest - len(flat))])
+        gathered = self._way(longest * flat.element_size()).gather(flat)
+        parts = zip(gathered, widths, strict=True)
+        return torch.cat([each[: rows * width].view(*part.shape[:-1], width) for each, width in parts], -1)
 
-    def _gather(self, chunk: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-        """Return all ranks' chunks. NCCL requires equal lengths."""
-        padded = chunk.new_zeros(max(lengths))
-        padded[: len(chunk)] = chunk
-        return [part[:length] for part, length in zip(self._all_gather(padded), lengths, strict=True)]
+    def largest(self, value: int) -> int:
+        return self._control.largest(value)
 
-    def _all_gather(self, part: Tensor) -> list[Tensor]:
-        """Return all ranks' parts, which have one shape."""
-        parts = [torch.empty_like(part) for _ in range(self._size)]
-        self._nccl.allgather([parts], [part]).wait()
-        return parts
+    def late(self) -> list[int]:
+        return [] if self._one_shot is None else self._one_shot.late()
+
+    def abandon(self) -> bool:
+        deadline = time.monotonic() + ABANDON_TIMEOUT_S
+        try:
+            if self._one_shot is not None:
+                self._one_shot.release()
+            if self._nccl is not None:
+                self._nccl.close()
+            while not torch.cuda.current_stream().query():
+                if time.monotonic() > deadline:
+                    return False
+                if self._one_shot is not None:
+                    self._one_shot.release()  # again: a rank that still runs sets its flag
+                time.sleep(0.01)
+        except RuntimeError:  # the GPU itself failed
+            return False
+        return True
 
     def close(self) -> None:
         if self._nccl is not None:
-            self._nccl.abort()
-            self._nccl = None
-        self._buffers.clear()
-        while self._opened:
-            close_bytes(self._opened.pop())
-        if self._own is not None:
-            free_bytes(self._own)
-            self._own = None
+            self._nccl.close()
+        if self._one_shot is not None:
+            self._one_shot.close()
+        self._nccl = self._one_shot = None
 
-    def _start_nccl(self, position: Position) -> None:
-        """Start NCCL. Rank 0 has the store through which its peers connect, on loopback only."""
-        if position.rank == 0:
-            listener = socket.create_server(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
-            store = dist.TCPStore(  # type: ignore[attr-defined]
-                "127.0.0.1", port, position.size, True, wait_for_workers=False, master_listen_fd=listener.detach()
-            )
-            self.all_gather_bytes(str(port).encode())
-        else:
-            port = int(self.all_gather_bytes(b"")[0])
-            store = dist.TCPStore("127.0.0.1", port, position.size, False)  # type: ignore[attr-defined]
-        self._nccl = make_nccl(store, position)
+    def _way(self, size: int) -> OneShot | NCCL:
+        """Return what runs a collective with `size` bytes per rank."""
+        if self._one_shot is None or (self._nccl is not None and size > one_shot_limit(self._position.size)):
+            assert self._nccl is not None
+            return self._nccl
+        return self._one_shot
 
 
-def make_nccl(store: Any, position: Position) -> Any:
-    return cast(Any, dist).ProcessGroupNCCL(store, position.rank, position.size)
+def one_shot_limit(ranks: int) -> int:
+    """Return the bytes from which on NCCL is faster, because a one-shot collective reads all parts on every rank.
+
+    The limits are those of vLLM's one-shot kernel; they have not been measured here.
+    """
+    return MAX_BYTES if ranks <= 4 else MAX_BYTES // 2
+
+
+def open_cuda_group(
+    position: Position,
+    memory: int,
+    peers: Mapping[int, socket.socket],
+    watch: PeerWatch,
+    device: torch.device,
+    offset: int = 0,
+    remote: Mapping[int, socket.socket] | None = None,
+    first: int = 0,
+) -> RankGroup:
+    """Connect ranks on GPUs. The arguments are those of `Device.group`."""
+    device = torch.device(device.type, torch.cuda.current_device())
+    if remote:
+        control = open_group(position, memory, peers, watch, offset, remote, first)
+    else:
+        control = HostGroup(position, memory, peers, watch, offset)
+    everyone = control.all_gather_bytes
+    choice = agree(everyone, position, device, bool(remote))
+    if choice.host:
+        assert isinstance(control, HostGroup)
+        control.open(device)
+        return control
+    one_shot, records = OneShot(position, CUDALinks(device)) if choice.one_shot else None, choice.records
+    if one_shot is not None and (problem := one_shot.open(everyone)):
+        one_shot.close()
+        one_shot, records = None, False
+        if not choice.nccl:
+            raise EngineError(f"ranks cannot use each other's GPU memory: {problem}. Unset {COLLECTIVES}")
+        logger.warning("GPUs cannot use each other's memory: sums go through NCCL, without CUDA graphs (%s)", problem)
+    nccl = None
+    if choice.nccl:
+        host = next(iter(remote.values())).getsockname()[0] if remote else LOOPBACK
+        nccl = NCCL(position, everyone, host, device)
+    return DeviceGroup(position, control, one_shot, nccl, records)
+
+
+def agree(everyone: Everyone, position: Position, device: torch.device, nodes: bool) -> Choice:
+    """Return the same choice on all ranks."""
+    asked = os.environ.get(COLLECTIVES) or "auto"
+    nccl = torch.distributed.is_nccl_available()
+    messages = everyone(_gpu_id(device) + bytes([nccl]) + asked.encode()[:64])
+    gpus = {message[:GPU_ID_BYTES] for message in messages}
+    others = {message[GPU_ID_BYTES + 1 :].decode(errors="replace"): rank for rank, message in enumerate(messages)}
+    if len(others) > 1:
+        values = ", ".join(f"{value} on rank {rank}" for value, rank in others.items())
+        raise ConfigError(f"{COLLECTIVES} must be the same on all ranks; got {values}")
+    return choose(asked, len(gpus) < position.size, nodes, all(message[GPU_ID_BYTES] for message in messages))
 
 
 def _gpu_id(device: torch.device) -> bytes:

@@ -13,8 +13,8 @@ import numpy as np
 from torch import AcceleratorError
 
 from quire.device.base import Device
+from quire.dist.collectives import RankGroup
 from quire.dist.mesh import Position
-from quire.dist.shared_memory import NodesGroup, SharedMemoryGroup
 from quire.engine.executor import wire
 from quire.engine.executor.base import Flight
 from quire.engine.executor.workers import Workers
@@ -92,11 +92,12 @@ class LocalExecutor:
         self._runner.close()
 
 
-def join_group(device: Device, workers: Workers, position: Position) -> SharedMemoryGroup:
+def join_group(device: Device, workers: Workers, position: Position) -> RankGroup:
     """Connect the first rank to the others."""
-    if workers.remote:
-        return NodesGroup(position, workers.memory, workers.peers, workers, workers.remote)
-    return device.group(position, workers.memory, workers.peers, workers)
+    return device.group(position, workers.memory, workers.peers, workers, remote=workers.remote)
+
+
+ASK_DEVICE_AFTER_S = 1.0  # of waiting for a result, to find the rank that is late
 
 
 class DividedExecutor(LocalExecutor):
@@ -123,6 +124,12 @@ class DividedExecutor(LocalExecutor):
         with doing(f"starting {others}, and loading the weights there" if method == "load" else f"waiting for {others}"):
             return [own, *self._workers.answers()]
 
+    def idle(self) -> bool:
+        """As in LocalExecutor; if graphs contain collectives, all ranks record at the same time."""
+        if self._runner.records_with_ranks:
+            self._workers.send(wire.Idle())
+        return super().idle()
+
     def send(self, command: wire.Command) -> None:
         """Send a command to all other ranks."""
         self._workers.send(command)
@@ -131,16 +138,20 @@ class DividedExecutor(LocalExecutor):
         with contextlib.suppress(EngineDead):
             self.check()
         lost = self._workers.gone
-        if not lost:
+        if lost:
+            ended = self._runner.abandon()  # before the other ranks are killed: it ends their kernels too
+        else:
             self._runner.synchronize()  # steps in flight need the other ranks
+            ended = True
         self._workers.finish()
-        if not lost or self._runner.ends_without_ranks:
-            super().stop()  # a GPU may wait for a lost rank, and freeing its memory would wait too
+        if ended:
+            super().stop()  # if a GPU waits for a lost rank, freeing its memory would wait too
 
     def _meanwhile(self, seconds: float) -> None:
         """Check the other ranks while a result is awaited: it may need their data."""
         self.check()
-        self._workers.late(range(1, 1 + self._workers.count), seconds)
+        late = self._runner.late_ranks() if seconds > ASK_DEVICE_AFTER_S else []
+        self._workers.late(late or range(1, 1 + self._workers.count), seconds)
 
     @contextmanager
     def _in_step(self, plan: StepPlan) -> Iterator[None]:

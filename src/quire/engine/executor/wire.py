@@ -58,6 +58,10 @@ class CallRank(WireMessage):
     args: list[Any]
 
 
+class Idle(WireMessage):
+    """Prepare for later steps, as the first rank does at the same time: record a CUDA graph that contains collectives."""
+
+
 class ReadAdapter(WireMessage):
     """Read an adapter into host memory while steps run. There is no reply: `hold_adapter` returns the outcome
     (`features/lora/cache.py`). needed=False: the first rank could not read it.
@@ -93,7 +97,7 @@ class RankFailed(WireMessage):
     step: int | None  # in which it failed; None: before the first
 
 
-Command = StartRank | RunStep | Follow | BeginStep | FinishStep | CallRank | ReadAdapter | Did
+Command = StartRank | RunStep | Follow | BeginStep | FinishStep | CallRank | Idle | ReadAdapter | Did
 Report = Answer | RankFailed
 
 

@@ -30,7 +30,6 @@ from quire.proc.spawn import set_up
 from quire.types.errors import QuireError
 
 if TYPE_CHECKING:
-    from quire.dist.shared_memory import SharedMemoryGroup
     from quire.features.lora.cache import RankAdapters
     from quire.runner.stage import BegunStep, StageRunner
     from quire.runner.step import Runner
@@ -93,6 +92,8 @@ class Rank:
             case wire.Follow(sampled, lengths):
                 self._started.take_sampled(sampled)
                 self._started.follow(lengths)
+            case wire.Idle():
+                self._started.idle()
             case wire.ReadAdapter(ref, needed):
                 if needed:
                     self._own_adapters.ask(ref)
@@ -114,9 +115,11 @@ class Rank:
         return None
 
     def use_idle_time(self, quiet: Callable[[int], bool]) -> None:
-        """Record CUDA graphs if there is no command for a while, as the first rank does."""
+        """Record CUDA graphs if there is no command for a while. Graphs with collectives are recorded at `wire.Idle`."""
         runner, patience = self._runner, IDLE_MS
-        while runner is not None and runner.graphs is not None and quiet(patience) and runner.idle():
+        if runner is None or runner.graphs is None or runner.records_with_ranks:
+            return
+        while quiet(patience) and runner.idle():
             patience = 0
 
     @property
@@ -147,7 +150,6 @@ class Rank:
     def _start(self, command: wire.StartRank) -> "Runner":
         from quire.device.registry import open_device
         from quire.dist.mesh import Position
-        from quire.dist.shared_memory import NodesGroup
         from quire.engine.assemble import resolve_here
         from quire.engine.runners import join_expert_peers, make_runner, start_device
         from quire.engine.timeline import Stopwatch
@@ -169,10 +171,7 @@ class Rank:
             return make_stage_runner(config, device, ring)
         position = Position(rank, config.ranks, args.enable_expert_parallel)
         device = start_device(config, rank)
-        if self._remote:
-            group: SharedMemoryGroup = NodesGroup(position, self._memory, self._peers, OtherRanks(), self._remote)
-        else:
-            group = device.group(position, self._memory, self._peers, OtherRanks())
+        group = device.group(position, self._memory, self._peers, OtherRanks(), remote=self._remote)
         exchange = None
         if self._expert_peers is not None:
             exchange = join_expert_peers(config, self._expert_peers, OtherRanks())

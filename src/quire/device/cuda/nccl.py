@@ -1,0 +1,89 @@
+"""Collectives of ranks that have a GPU each, on this node or on several: NCCL moves the parts, each rank adds in rank order.
+
+    all-reduce    all-to-all: rank r receives share r of all parts ─► r adds them in rank order ─► all-gather of the shares
+    all-gather    parts of one length, padded
+
+Both move as many bytes as a ring. NCCL's own all-reduce would add in an order that depends on the message and the topology.
+
+The process group belongs to this object. torch.distributed's default group is never used: a program may hold two engines, or
+use torch.distributed itself. All connections are made here, before a CUDA graph records a collective.
+"""
+
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from quire.dist.mesh import Position
+
+TIMEOUT = timedelta(minutes=30)  # of NCCL's own watchdog, which ends the process; the engine notices lost ranks much earlier
+STORE_TIMEOUT = timedelta(minutes=5)
+LOOPBACK = "127.0.0.1"
+Everyone = Callable[[bytes], Sequence[bytes]]  # a short message of this rank -> those of all ranks
+
+
+class NCCL:
+    def __init__(self, position: Position, everyone: Everyone, host: str, device: torch.device) -> None:
+        """Connect all ranks, which call this at the same time. host: the address of rank 0 that all ranks reach."""
+        self._rank, self._size = position.rank, position.size
+        self._store = open_store(position, everyone, host)
+        self._ranks: Any = make_nccl(self._store, position)
+        for elements in (self._size, 1 << 20):  # NCCL connects ranks, and allocates buffers, when an algorithm is first used
+            part = torch.zeros(elements, dtype=torch.bfloat16, device=device)
+            self.add(part)
+            self.gather(part)
+
+    def add(self, part: Tensor) -> Tensor:
+        """Return the sum of all ranks' parts, which is a new tensor."""
+        flat, size = part.reshape(-1), self._size
+        share = -(-len(flat) // size)
+        if share * size != len(flat):
+            padded = flat.new_zeros(share * size)
+            padded[: len(flat)] = flat
+            flat = padded
+        received = torch.empty_like(flat).view(size, share)
+        self._ranks.alltoall_base(received.view(-1), flat, [], []).wait()
+        total = received[0]
+        for other in received[1:]:
+            total += other
+        return self.gather(total).view(-1)[: part.numel()].view(part.shape)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Return all ranks' parts [ranks, length]; part: contiguous, [length]."""
+        gathered = part.new_empty(self._size, len(part))
+        self._ranks._allgather_base(gathered.view(-1), part).wait()
+        return gathered
+
+    def close(self) -> None:
+        """End collectives in progress, also those that wait for a lost rank, and free NCCL's memory."""
+        if self._ranks is not None:
+            self._ranks.abort()
+        self._ranks = self._store = None
+
+
+def open_store(position: Position, everyone: Everyone, host: str) -> Any:
+    """Return the store through which NCCL connects ranks. Rank 0 has it, on any free port."""
+    make = cast(Any, dist).TCPStore
+    if position.rank == 0:
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        port = listener.getsockname()[1]
+        store = make(
+            host, port, position.size, True, timeout=STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        everyone(f"{host} {port}".encode())
+        return store
+    address, port = everyone(b"")[0].decode().rsplit(" ", 1)
+    return make(address, int(port), position.size, False, timeout=STORE_TIMEOUT)
+
+
+def make_nccl(store: Any, position: Position) -> Any:
+    kind = cast(Any, dist).ProcessGroupNCCL
+    options = kind.Options()
+    options._timeout = TIMEOUT
+    options.global_ranks_in_group = list(range(position.size))
+    options.group_name = "quire"
+    return kind(store, position.rank, position.size, options)

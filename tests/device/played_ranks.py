@@ -1,0 +1,214 @@
+"""Ranks with GPUs, played by processes on CPUs: `python played_ranks.py RANKS WHAT`.
+
+GPU memory is shared host memory, kernels run in Triton's interpreter, and gloo is NCCL.
+
+WHAT    shared     ranks share a GPU and use one-shot collectives alone
+        peers      a GPU each
+        no-peers   GPUs cannot read each other's memory
+        silent     GPUs can, but flags do not arrive
+        nodes      every rank is on a node of its own
+"""
+
+import hashlib
+import itertools
+import mmap
+import os
+import signal
+import socket
+import sys
+import traceback
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+os.environ["TRITON_INTERPRET"] = "1"  # before kernels are defined
+
+import torch
+from torch import distributed as dist
+
+from quire.device.cuda import group, nccl, one_shot
+from quire.dist.mesh import Position, evenly
+from quire.proc.spawn import anonymous_memory
+
+SIZE, WHAT = int(sys.argv[1]), sys.argv[2]
+REGION = 4 << 20  # of a rank's GPU memory
+MEMORY = mmap.mmap(-1, SIZE * REGION)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
+calls = []  # of NCCL
+
+
+class Watch:
+    def lost(self, rank):
+        raise SystemExit(f"rank {rank} is gone")
+
+    def late(self, ranks, seconds):
+        if seconds > 60:
+            raise SystemExit(f"{ranks} are late")
+
+
+class Links:
+    device = torch.device("cpu")
+
+    def __init__(self, rank):
+        self._rank, self.mapped = rank, 0
+
+    def share(self, size):
+        self.mapped += 1
+        return self._view(self._rank, size), bytes([self._rank]) * 64
+
+    def open(self, handle, size):
+        if WHAT == "no-peers":
+            raise RuntimeError("cuIpcOpenMemHandle_v2 failed with CUDA error 217")
+        self.mapped += 1
+        view = self._view(handle[0], size)
+        return view.clone() if WHAT == "silent" else view  # reads arrive, writes do not
+
+    def _view(self, rank, size):
+        assert size <= REGION
+        return torch.frombuffer(MEMORY, dtype=torch.uint8, count=size, offset=rank * REGION)
+
+    def free(self, memory):
+        self.mapped -= 1
+
+    close = free
+
+    def event(self, shared=False):
+        return SimpleNamespace(record=lambda stream: None, query=lambda: True)
+
+    def stream(self):
+        return None
+
+    def current(self):
+        return SimpleNamespace(synchronize=lambda: None)
+
+    def on(self, stream):
+        return nullcontext()
+
+
+class Gloo:
+    """NCCL requires parts of equal size, and all ranks to make the same calls."""
+
+    def __init__(self, store, position):
+        self._ranks = dist.ProcessGroupGloo(store, position.rank, position.size)
+
+    def alltoall_base(self, out, part, out_splits, splits):
+        assert out_splits == splits == [] and out.is_contiguous() and part.is_contiguous()
+        calls.append(("all-to-all", part.dtype, len(part)))
+        return self._ranks.alltoall_base(out, part, [], [])
+
+    def _allgather_base(self, out, part):
+        assert out.is_contiguous() and part.is_contiguous() and len(out) == SIZE * len(part)
+        calls.append(("all-gather", part.dtype, len(part)))
+        return self._ranks._allgather_base(out, part)
+
+    def abort(self):
+        calls.append("abort")
+
+
+def part_of(rank, shape, dtype):
+    """Integers where the interpreter rounds otherwise than a GPU."""
+    numbers = torch.Generator().manual_seed(100 * rank + shape[-1])
+    return (
+        torch.randn(shape, generator=numbers, dtype=dtype)
+        if dtype in (torch.float32, torch.float64)
+        else torch.randint(-20, 20, shape, generator=numbers).to(dtype)
+    )
+
+
+def check_sums(ranks, rank):
+    for shape in ((1, 1), (3, 7), (2, 4096), (1, 150_000)):  # the last is more than one shot of NCCL's neighbours
+        for dtype in DTYPES if shape[1] < 5000 else DTYPES[:1]:
+            first, *others = (part_of(each, shape, dtype) for each in range(SIZE))
+            for other in others:
+                first = first + other
+            own = part_of(rank, shape, dtype)
+            assert torch.equal(ranks.add(own), first), (shape, dtype)
+            assert torch.equal(own, part_of(rank, shape, dtype))  # it is not written to
+    assert ranks.add(torch.empty(0, 4)).shape == (0, 4)
+
+
+def check_rows(ranks, rank):
+    """A row has the same bits next to any others, on both sides of the limit for one shot."""
+    rows = part_of(rank, (300, 1024), torch.float32)
+    whole = ranks.add(rows)
+    for few in (slice(0, 1), slice(5, 9), slice(0, 100)):
+        assert torch.equal(ranks.add(rows[few]), whole[few])
+
+
+def check_gathering(ranks, rank):
+    for total, rows in ((100, 2), (SIZE, 1), (5000, 40)):
+        whole = torch.arange(float(rows * total)).view(rows, total)
+        cut = evenly(total)(Position(rank, SIZE))
+        assert torch.equal(ranks.join(whole[:, cut.start : cut.stop].contiguous(), total), whole)
+
+
+def run(rank, memory, peers):
+    links = Links(rank)
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_properties = lambda _: SimpleNamespace(uuid="GPU" if WHAT == "shared" else f"GPU-{rank}")
+    dist.is_nccl_available = lambda: True
+    group.CUDALinks, nccl.make_nccl = lambda device: links, Gloo
+    if WHAT == "shared":
+        os.environ[group.COLLECTIVES] = "symmetric"
+    if WHAT == "silent":
+        one_shot.OneShot._probe = refuse_flags
+    ends = ({}, peers) if WHAT == "nodes" else (peers, None)
+    ranks = group.open_cuda_group(Position(rank, SIZE), memory, ends[0], Watch(), torch.device("cpu"), 1 << 12, ends[1])
+    assert ranks.records == (WHAT in ("shared", "peers", "nodes"))
+    connecting = len(calls)
+    for check in (check_sums, check_rows, check_gathering):
+        check(ranks, rank)
+    used = calls[connecting:]
+    if WHAT == "peers":  # large ones only
+        sizes = [size * dtype.itemsize for kind, dtype, size in used if kind == "all-to-all"]
+        assert sizes and min(sizes) > group.one_shot_limit(SIZE)
+    else:
+        assert bool(used) == (WHAT != "shared")
+    assert ranks.largest(10 + rank) == 9 + SIZE
+    assert not dist.is_initialized()  # the default group is the program's
+    assert len(set(ranks._control.all_gather_bytes(hashlib.sha256(str(calls).encode()).digest()))) == 1
+    ranks.close()
+    assert links.mapped == 0 and calls[-1:] == (["abort"] if WHAT != "shared" else [])
+
+
+def refuse_flags(self):
+    raise RuntimeError("a first all-reduce did not end within 60 s")
+
+
+def main() -> int:
+    memory, ends = anonymous_memory("played"), [{} for _ in range(SIZE)]
+    for first, second in itertools.combinations(range(SIZE), 2):
+        ends[first][second], ends[second][first] = pair() if WHAT == "nodes" else socket.socketpair()
+    memories = [anonymous_memory("node") if WHAT == "nodes" else memory for _ in range(SIZE)]
+    children = []
+    for rank in range(SIZE):
+        if not (child := os.fork()):
+            for other in range(SIZE):
+                for end in ends[other].values() if other != rank else ():
+                    end.close()
+            code = 1
+            try:
+                run(rank, memories[rank], ends[rank])
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            os._exit(code)
+        children.append(child)
+    while children:
+        ended, status = os.wait()
+        children.remove(ended)
+        if status:  # the others would wait for it
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+            return 1
+    return 0
+
+
+def pair():
+    """Return both ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        first = socket.create_connection(server.getsockname())
+        return first, server.accept()[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""Ranks whose steps are recorded make the same collectives in the same order, whatever each of them records or replays."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("recorded_ranks.py")
+
+
+@pytest.fixture(scope="module")
+def said(tiny_model):
+    settings = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, str(SCRIPT), str(tiny_model)]
+    ran = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=600, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("sizes", ["tp 2", "tp 2 x pp 2"])
+def test_ranks_record_the_same_and_give_the_tokens_of_one(said, sizes):
+    assert said[sizes]["tokens"] == said["one"]["tokens"]
+    ranks = said[sizes]["ranks"]
+    for first, second in zip(ranks[::2], ranks[1::2], strict=True):  # of one stage
+        assert first == second
+        captures, replays = first["counts"]
+        assert captures > 2 and replays > 20 and first["calls"] > 100
+
+
+def test_if_one_rank_cannot_record_no_rank_does(said):
+    assert said["tp 2, one fails"]["tokens"] == said["one"]["tokens"]
+    first, second = said["tp 2, one fails"]["ranks"]
+    assert first == second and first["counts"][0] < said["tp 2"]["ranks"][0]["counts"][0]
