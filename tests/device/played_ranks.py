@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import traceback
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -141,6 +142,20 @@ def check_gathering(ranks, rank):
         assert torch.equal(ranks.join(whole[:, cut.start : cut.stop].contiguous(), total), whole)
 
 
+def check_loss(ranks, rank):
+    """The last rank does not come: the first finds out, and ends the kernels of all."""
+    if rank < SIZE - 1:
+        waiting = threading.Thread(target=ranks.add, args=(torch.ones(5000),))
+        waiting.start()
+        while rank == 0 and ranks.late() != [SIZE - 1]:
+            waiting.join(0.05)
+        if rank == 0:
+            ranks._one_shot.release()
+        waiting.join(60)
+        assert not waiting.is_alive()
+    ranks.largest(0)
+
+
 def run(rank, memory, peers):
     links = Links(rank)
     torch.cuda.current_device = lambda: 0
@@ -164,6 +179,8 @@ def run(rank, memory, peers):
     else:
         assert bool(used) == (WHAT != "shared")
     assert ranks.largest(10 + rank) == 9 + SIZE
+    if WHAT == "shared":
+        check_loss(ranks, rank)
     assert not dist.is_initialized()  # the default group is the program's
     assert len(set(ranks._control.all_gather_bytes(hashlib.sha256(str(calls).encode()).digest()))) == 1
     ranks.close()

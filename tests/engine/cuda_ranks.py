@@ -53,9 +53,10 @@ def compare(model, sizes):
         captures, replays, exchanged = counts(llm)
         tokens += [texts(llm) for _ in range(3)]
         now = counts(llm)
+        sums = llm.llm_engine.core.executor.call_all("measure_collectives", [4096, 65536, 1 << 21])  # in a graph
         llm.llm_engine.shutdown()
         hosts = now[2] - exchanged - (now[0] - captures)  # a recording takes one exchange
-        found.append({"tokens": tokens, "replays": now[1] - replays, "exchanges": hosts})
+        found.append({"tokens": tokens, "replays": now[1] - replays, "exchanges": hosts, "sums": sums})
     return found
 
 

@@ -102,6 +102,7 @@ def test_ranks_and_stages_replay_graphs_with_the_tokens_of_one(tiny_model, symme
         assert found["tokens"] == one["tokens"], size
         assert (found["replays"] > 0) != ("enforce_eager" in size), size
         assert found["exchanges"] == 0, size
+        assert all(each["right"] for rank in found["sums"] for each in rank), found["sums"]
 
 
 @pytest.mark.gpu

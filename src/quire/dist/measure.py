@@ -13,15 +13,23 @@ from quire.dist.mesh import Position, evenly
 
 DTYPE = torch.bfloat16
 WARM_UP = 3
+RECORDED = 16  # collectives in one recording
 MEASURED_BYTES = 1 << 26  # per message size, within the limits below
 MIN_REPEATS, MAX_REPEATS = 8, 200
 Measured = dict[str, str | float | bool]  # travels between ranks
 
 
 def measure(
-    group: Group, position: Position, device: torch.device, synchronize: Callable[[], None], sizes: Sequence[int]
+    group: Group,
+    position: Position,
+    device: torch.device,
+    synchronize: Callable[[], None],
+    sizes: Sequence[int],
+    record: Callable[[Callable[[], None]], Callable[[], object]] | None = None,
 ) -> list[Measured]:
     """Run all collectives with messages of these sizes in bytes. All ranks call this at the same time.
+
+    record: records what a function launches and returns what replays it, if steps are recorded with their collectives.
 
     A result is right if it has the bits of the same calculation in this process, and `digest` must be the same on all ranks.
     """
@@ -41,7 +49,12 @@ def measure(
         ]
         for name, run, expected in runs:
             result = run().cpu()
-            seconds = _seconds(run, synchronize, min(MAX_REPEATS, max(MIN_REPEATS, MEASURED_BYTES // size)))
+            repeats = min(MAX_REPEATS, max(MIN_REPEATS, MEASURED_BYTES // size))
+            if record is None:
+                seconds = _seconds(run, synchronize, repeats)
+            else:
+                replay = record(partial(_repeat, run))
+                seconds = _seconds(replay, synchronize, max(2, repeats // RECORDED)) / RECORDED
             found.append(
                 {"collective": name, "bytes": size, "microseconds": 1e6 * seconds, "right": torch.equal(result, expected),
                  "digest": _digest(result)}
@@ -53,7 +66,12 @@ def _values(length: int, rank: int) -> Tensor:
     return torch.randn(length, generator=torch.Generator().manual_seed(rank)).to(DTYPE)
 
 
-def _seconds(run: Callable[[], Tensor], synchronize: Callable[[], None], repeats: int) -> float:
+def _repeat(run: Callable[[], Tensor]) -> None:
+    for _ in range(RECORDED):
+        run()
+
+
+def _seconds(run: Callable[[], object], synchronize: Callable[[], None], repeats: int) -> float:
     for _ in range(WARM_UP):
         run()
     synchronize()

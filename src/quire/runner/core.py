@@ -5,6 +5,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -13,7 +14,7 @@ from msgspec import structs
 from torch import Tensor
 
 from quire.attn.batch import Batch
-from quire.device.base import Device, Setting
+from quire.device.base import Device, Recorder, Setting
 from quire.dist.collectives import RankGroup
 from quire.dist.measure import Measured, measure
 from quire.dist.mesh import ALONE, Position, share_layers
@@ -327,7 +328,19 @@ class RunnerCore(ABC):
         """Measure the collectives of this rank's group, while all ranks do; nothing without a group. sizes: in bytes."""
         if self._group is None:
             return []
-        return measure(self._group, self._position, self._device.torch_device, self.synchronize, sizes)
+        records = self._device.records and self._group.records
+        record = partial(self._record, self._device.recorder()) if records else None
+        return measure(self._group, self._position, self._device.torch_device, self.synchronize, sizes, record)
+
+    def _record(self, recorder: Recorder, launch: Callable[[], None]) -> Callable[[], Tensor]:
+        """Record what `launch` launches. Return what replays it."""
+        nothing = torch.zeros(1, device=self._device.torch_device)
+
+        def run() -> Tensor:
+            launch()
+            return nothing
+
+        return recorder.capture(run).replay
 
     @property
     def records_with_ranks(self) -> bool:

@@ -19,6 +19,7 @@ from quire.dist.mesh import Position
 from quire.ops.kernels.one_shot import MAX_BYTES, PROGRAMS, one_shot
 
 FLAG_BYTES = 8
+PAGE_BYTES = 1 << 21  # of the driver: memory that shares a page with other allocations would be mapped with them
 NEVER = (1 << 63) - 1  # a turn beyond all others
 PROBE_BYTES = 64  # written by each rank, checked by the others
 PROBE_TIMEOUT_S = 60.0  # for the first all-reduce; other ranks compile the kernel
@@ -55,7 +56,7 @@ class OneShot:
     def __init__(self, position: Position, links: Links) -> None:
         self._rank, self._size, self._links = position.rank, position.size, links
         self._flag_bytes = PROGRAMS * position.size * FLAG_BYTES
-        self._bytes = self._flag_bytes + 2 * MAX_BYTES
+        self._bytes = -(-(self._flag_bytes + 2 * MAX_BYTES) // PAGE_BYTES) * PAGE_BYTES
         self._own: Tensor | None = None
         self._opened: list[Tensor] = []  # memory of other ranks
         self._flags: list[Tensor] = []  # of every rank, [PROGRAMS, ranks]

@@ -10,6 +10,7 @@ A rank ends with this process in any case: by a signal of the system, and by the
 
 import contextlib
 import itertools
+import logging
 import os
 import select
 import signal
@@ -34,6 +35,7 @@ from quire.proc.spawn import ChildProcess, anonymous_memory, command_of, exit_re
 from quire.types.adapter import AdapterRef
 from quire.types.errors import EngineDead, ExpertPeerLost, QuireError
 
+logger = logging.getLogger(__name__)
 COMMAND = command_of("quire.engine.executor.worker")
 LOST = 3  # the exit code of a rank that ends because another one is gone
 POLL_S = 0.5  # between checks of late ranks
@@ -41,6 +43,7 @@ STOPPED_TIMEOUT_S = 0.5  # that a stopped process (SIGSTOP) may delay the others
 FAILURE_TIMEOUT_S = 1.0  # for the cause of a loss to be reported
 SHARED_FAILURE_TIMEOUT_S = 0.2  # the same, if a rank may end because another engine did
 MAX_REMOTE_ANSWER_BYTES = 1 << 26  # of a rank on another node
+END_TIMEOUT_S = 10.0  # for a killed process to end
 SEND_TIMEOUT_S = 30.0  # for a message to be accepted: a rank reads whenever it waits
 
 
@@ -330,8 +333,10 @@ def _end(owner: int, workers: Sequence[Worker], peers: dict[int, socket.socket],
     for worker in workers:
         worker.process.kill()
     for worker in workers:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            worker.process.wait(10.0)
+        try:
+            worker.process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("%s still exists %.0f s after SIGKILL, and may hold its GPU", worker.name, END_TIMEOUT_S)
         worker.socket.close()
     for end in peers.values():
         end.close()
