@@ -35,6 +35,7 @@ def _best(arrivals: list[Arrival], pages: int) -> int:
 
 @settings(max_examples=25, deadline=None)
 @example(prompts=[[1], [2], [1], [2, 1]], pages=1)  # the only page of a prompt is always computed
+@example(prompts=[[1], [2, 2], [1, 1], [2], [2, 2, 1]], pages=2)  # a page that is computed again before it is looked up
 @given(prompts=PROMPTS, pages=st.integers(1, 3))
 def test_no_choice_of_pages_finds_more_than_the_optimum(prompts, pages: int):
     arrivals = [Arrival(float(i), tuple((content, PAGE) for content in blocks), 1) for i, blocks in enumerate(prompts)]

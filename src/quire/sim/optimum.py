@@ -1,7 +1,8 @@
 """What an optimal eviction policy would find in the prefix cache: Belady's, which knows the future.
 
 The requests of a replica come one after the other, and each finds the leading pages of its prompt that are cached. When
-memory is needed, the page goes that is looked up again farthest in the future, or never. The pages of running requests do
+memory is needed, the page goes that is looked up again farthest in the future, or never. A page that is computed again before
+its next lookup, as the last one of a prompt always is, need not be kept until then. The pages of running requests do
 not take memory from the cache here, so no policy of the engine reaches more than this, and under load none reaches this.
 """
 
@@ -28,19 +29,19 @@ def optimal_hits(arrivals: Sequence[Arrival], page_size: int, pages: int) -> int
     # the last token is always computed, and with it its page
     prompts = [_pages(arrival.blocks, page_size, ids)[: (arrival.length - 1) // page_size] for arrival in arrivals]
     texts = [_pages((*arrival.blocks, (arrival.echo, arrival.output)), page_size, ids) for arrival in arrivals]
-    following = _lookups(prompts)
+    following = _uses(prompts, texts)
     cached: dict[int, int] = {}  # page -> the request that looks it up next
     order: list[tuple[int, int]] = []  # a heap of (-next, -page); later pages of a sequence have higher numbers
     hits = 0
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         hits += next((i for i, page in enumerate(prompt) if page not in cached), len(prompt))
         for page in text:
-            times = following.get(page)
-            while times and times[-1] <= number:
-                times.pop()
-            if times:
-                cached[page] = times[-1]
-                heapq.heappush(order, (-times[-1], -page))
+            uses = following[page]
+            while uses and uses[-1][0] <= number:
+                uses.pop()
+            if uses and uses[-1][1]:
+                cached[page] = uses[-1][0]
+                heapq.heappush(order, (-cached[page], -page))
             else:
                 cached.pop(page, None)
         while len(cached) > pages:
@@ -50,14 +51,17 @@ def optimal_hits(arrivals: Sequence[Arrival], page_size: int, pages: int) -> int
     return hits * page_size
 
 
-def _lookups(prompts: Iterable[Sequence[int]]) -> dict[int, list[int]]:
-    """Return the requests that look up each page, the last first."""
-    found: dict[int, list[int]] = {}
-    for number, prompt in enumerate(prompts):
-        for page in prompt:
-            found.setdefault(page, []).append(number)
-    for times in found.values():
-        times.reverse()
+def _uses(prompts: Iterable[Sequence[int]], texts: Iterable[Sequence[int]]) -> dict[int, list[tuple[int, bool]]]:
+    """Return the requests that have each page, the last first, and whether they look it up; otherwise they compute it.
+
+    texts: the pages of each prompt that are looked up, and those after them
+    """
+    found: dict[int, list[tuple[int, bool]]] = {}
+    for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        for i, page in enumerate(text):
+            found.setdefault(page, []).append((number, i < len(prompt)))
+    for uses in found.values():
+        uses.reverse()
     return found
 
 
