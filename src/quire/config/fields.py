@@ -125,6 +125,8 @@ class Spec:
             value = read_list(name, value[0])
         if not self.kind.accepts(value):
             raise ConfigError(f"{name} must be {self.kind.name}, got {value!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{name} must be a finite number, got {value}")
         if self.choices and value not in self.choices:
             raise ConfigError(f"{name} must be one of {', '.join(self.choices)}; got {value!r}")
         if self.low is not None and value < self.low:
