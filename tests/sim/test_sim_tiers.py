@@ -6,6 +6,7 @@ from array import array
 import pytest
 from sim_support import LAYOUT, PAGE, PerToken, alone, trace
 
+import quire.sim.tiers as simulated
 from quire import LLM, SamplingParams
 from quire.features.tiers.disk import DiskStore
 from quire.sched.scheduler import Scheduler
@@ -49,16 +50,16 @@ def test_a_page_comes_back_after_the_time_of_its_copy():
     assert fetched.scheduler.stats.tier.hits == 36
 
 
-def test_more_than_a_part_of_stored_pages_delays_the_rows_that_overwrite_them():
-    """A part of 32 pages is on its way while rows run; what is before it has arrived."""
-    arrivals = ((0.0, 160, 1), (1000.0, 160, 2))
-    free, slow = (run(replica(42, 99, host=host), arrivals).visits[1].ttft for host in (1e12, BYTES))
-    assert slow == pytest.approx(free), "no step of 64 tokens stores more than a part"
+@pytest.mark.parametrize(("buffers", "copied"), [(1, 32), (2, 16), (3, 0)])
+def test_rows_wait_while_all_buffers_are_full_of_stored_pages(monkeypatch: pytest.MonkeyPatch, buffers: int, copied: int):
+    """The second prompt evicts 38 pages: two buffers of 16 pages, and a part of a third one."""
+    monkeypatch.setattr(simulated, "STAGED_BYTES", 16 * BYTES)
     whole = Scheduler(LAYOUT, pages=42, max_model_len=200, max_batched_tokens=200, max_seqs=4, records=99)
     device = SimulatedDevice(4, PerToken(HostTime(0.0, 0.0)), ((None, 1.0),))
-    one = Replica(whole, PAGE, device, HostTime(0.0, 0.0), 0, tiers=SimulatedTiers(TierSizes(BYTES, BYTES)))
-    ttft = run(one, arrivals).visits[1].ttft
-    assert ttft == pytest.approx(32 * (COPY_S + 1.0) + 1.0 + 16.0, abs=0.001)
+    tiers = SimulatedTiers(TierSizes(BYTES, BYTES, buffers=buffers))
+    one = Replica(whole, PAGE, device, HostTime(0.0, 0.0), 0, tiers=tiers)
+    ttft = run(one, ((0.0, 160, 1), (1000.0, 160, 2))).visits[1].ttft
+    assert ttft == pytest.approx(copied * (COPY_S + 1.0) + 1.0 + 16.0, abs=0.001)
 
 
 def test_pages_that_only_the_disk_has_are_read_and_then_fetched():

@@ -28,7 +28,7 @@ from quire.config.args import EngineArgs, add_cli_arguments, nearest
 from quire.config.config import Config
 from quire.config.facts import sizes_of
 from quire.engine.layouts import host_records, make_scheduler, record_bytes, whole_layout
-from quire.features.tiers.host import host_bytes
+from quire.features.tiers.host import host_bytes, store_buffers
 from quire.progress import doing, shown
 from quire.sched.scheduler import GROWTH_PAGES, Scheduler
 from quire.sim.analytic import CARDS, GPUModel, find_card, read_rate, windows_of
@@ -291,7 +291,8 @@ def tier_sizes(config: Config, namespace: argparse.Namespace, link: float) -> Ti
             if not rates[name]:
                 raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {text}")
     size = int(config.args.kv_disk_size * 2**30) // config.world if disk else 0
-    return TierSizes(page, rates["host_link"], config.world, rates["disk_rate"], size, config.device_facts.one_memory)
+    one_memory, buffers = config.device_facts.one_memory, store_buffers(config)
+    return TierSizes(page, rates["host_link"], config.world, rates["disk_rate"], size, buffers, one_memory)
 
 
 def _fitting(plan: MemoryPlan) -> MemoryPlan:

@@ -32,8 +32,8 @@ class PageMemory(Protocol):
     def page_bytes(self) -> int:
         """Return the bytes of a page, in all buffers together."""
 
-    def gather(self, pages: Ints) -> "Tensor":
-        """Return copies of these pages, [pages, page_bytes] uint8."""
+    def gather(self, pages: Ints, out: "Tensor") -> None:
+        """Copy these pages to out [pages, page_bytes] uint8."""
 
     def scatter(self, pages: Ints, content: "Tensor") -> None:
         """Overwrite these pages. content: [pages, page_bytes] uint8"""
@@ -93,6 +93,7 @@ class StepPart(ABC):
     graph_keys: Sequence[Hashable] = (False,)  # every key that `graph_key` can return, False first
     replays_states = False  # graphs end with the hidden states of all tokens, which the part pools: no step draws
     samples_on_one_rank = False  # ranks with the same logits may sample other tokens, so only the first one samples
+    moves_pages = False  # it copies whole pages, so these should be contiguous memory over all layers
     single_tokens = False  # only steps whose rows have one token each can be recorded
 
     def before_cut(self, model: "Decoder") -> None:

@@ -42,7 +42,8 @@ PartType = TypeVar("PartType", bound=StepPart)
 class KVBuffers:
     """The memory of the KV cache: raw pages, and a typed view for each attention layer. `KVLayout` shows the layouts.
 
-    Each buffer has page 0, the null page that no live token uses, and then `pages` usable pages.
+    Each buffer has page 0, the null page that no live token uses, and then `pages` usable pages. With `records` the buffers are
+    parts of one memory, in which a page is contiguous:  [ page 0: buffer 0, buffer 1 ... | page 1: buffer 0, buffer 1 ... ]
     """
 
     def __init__(
@@ -53,16 +54,25 @@ class KVBuffers:
         dtype: torch.dtype,
         allocate: Callable[[int, int], Tensor],
         kv_layout: KVLayout = KVLayout.PAGES,
+        records: bool = False,
     ) -> None:
-        """allocate: pages, and bytes of each -> raw memory [pages, bytes] uint8, all zero."""
+        """allocate: pages, and bytes of each -> raw memory [pages, bytes] uint8, all zero. records: a page is contiguous if the
+        layout has whole pages.
+        """
         self._layout = layout
         self._layers = layers
         self._dtype = dtype
         self._lines = 1  # equal parts of a buffer, each divided into pages
-        if kv_layout is not KVLayout.PAGES and can_divide(layout, layers, dtype.itemsize):
+        divided = kv_layout is not KVLayout.PAGES and can_divide(layout, layers, dtype.itemsize)
+        if divided:
             sides = layers[0].sides
             self._lines = sides if kv_layout is KVLayout.SPLIT else sides * layers[0].kv_heads
-        self.raw = [allocate(pages + 1, layout.page_bytes) for _ in range(layout.buffers)]  # each [pages + 1, page_bytes]
+        self._records: Tensor | None = None  # [pages + 1, bytes of a page in all buffers]
+        if records and not divided and layout.buffers:
+            self._records = allocate(pages + 1, layout.page_bytes * layout.buffers)
+            self.raw = list(torch.split(self._records, layout.page_bytes, 1))  # each [pages + 1, page_bytes]
+        else:
+            self.raw = [allocate(pages + 1, layout.page_bytes) for _ in range(layout.buffers)]
 
     def views(self) -> list[tuple[int, Tensor, int]]:
         """Return (layer, its cache [pages + 1, sides, kv_heads, page_size, head_dim], its group) per layer of the layout."""
@@ -85,16 +95,23 @@ class KVBuffers:
     def page_bytes(self) -> int:
         return self._layout.page_bytes * len(self.raw)
 
-    def gather(self, pages: Ints) -> Tensor:
-        """Return copies of these pages, [pages, page_bytes] uint8."""
+    def gather(self, pages: Ints, out: Tensor) -> None:
+        """Copy these pages to out [pages, page_bytes] uint8."""
         (index,) = upload_together([pages], self.raw[0].device)
-        return torch.cat([self._parts(buffer)[:, index].transpose(0, 1).reshape(len(pages), -1) for buffer in self.raw], 1)
+        if self._records is not None:
+            torch.index_select(_in_words(self._records), 0, index, out=_in_words(out))
+            return
+        for buffer, part in zip(self.raw, torch.split(out, self._layout.page_bytes, 1), strict=True):
+            part.unflatten(1, (self._lines, -1)).copy_(self._parts(buffer)[:, index].transpose(0, 1))
 
     def scatter(self, pages: Ints, content: Tensor) -> None:
         """Overwrite these pages. content: [pages, page_bytes] uint8"""
         (index,) = upload_together([pages], self.raw[0].device)
+        if self._records is not None:
+            _in_words(self._records)[index] = _in_words(content)
+            return
         for buffer, part in zip(self.raw, torch.split(content, self._layout.page_bytes, 1), strict=True):
-            self._parts(buffer)[:, index] = part.reshape(len(pages), self._lines, -1).transpose(0, 1)
+            self._parts(buffer)[:, index] = part.unflatten(1, (self._lines, -1)).transpose(0, 1)
 
     def _parts(self, buffer: Tensor) -> Tensor:
         """Return the buffer as [parts, pages, bytes]."""
@@ -109,6 +126,11 @@ class KVBuffers:
             return parts.permute(2, 0, 1, 3, 4, 5).view(len(raw), sides, layer.kv_heads, size, layer.head_dim)
         elements = sides * layer.kv_heads * size * layer.head_dim
         return typed[:, :elements].view(len(raw), sides, layer.kv_heads, size, layer.head_dim)
+
+
+def _in_words(rows: Tensor) -> Tensor:
+    """Return rows of bytes as rows of 64-bit words, of which there are fewer to copy, if their length allows."""
+    return rows if rows.shape[1] % 8 else rows.view(torch.int64)
 
 
 class SlotState(NamedTuple):
@@ -254,7 +276,8 @@ class RunnerCore(ABC):
         snapshots: entries for saved recurrent states. snapshot_records: that each takes in the host tier.
         """
         model, settings, device = self._loaded(), self._settings, self._device.torch_device
-        kv = KVBuffers(self._layout, self._layers, pages, self._cache_dtype, self._device.allocate, self._kv_layout)
+        records = any(part.moves_pages for part in self._parts)
+        kv = KVBuffers(self._layout, self._layers, pages, self._cache_dtype, self._device.allocate, self._kv_layout, records)
         for layer, view, group in kv.views():
             model.attentions[layer].bind(view, group, dtype=self._dtype)
         groups, page_size, drafts = max(1, len(self._layout.groups)), self._layout.page_size, settings.num_draft_tokens

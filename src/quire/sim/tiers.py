@@ -1,7 +1,7 @@
 """Copies of pages between device, host memory and disk that only take time; which pages move is the engine's own decision.
 
-    stores, fetches   one after the other on one stream, as in `features/tiers/device.py`: rows that overwrite stored pages
-                      wait for all but the last part; on a CPU, rows wait for all copies
+    stores, fetches   one after the other on one stream, as in `features/tiers/records.py`: rows that overwrite stored pages
+                      wait until these are in buffers; on a CPU, rows wait for all copies
     disk              one thread reads, another writes; a record is read or written, then its digest is computed
 
 `SimulatedStore` removes records as `features/tiers/disk.py` does.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.features.tiers.disk import HEADER_BYTES, MAX_SEGMENT_BYTES, SEGMENTS
-from quire.features.tiers.host import STAGED_PAGES
+from quire.features.tiers.host import STAGED_BYTES
 from quire.types.plan import StepPlan
 
 COPY_S = 10e-6  # the host's work for a copy between device and host memory
@@ -25,13 +25,15 @@ Pairs = Sequence[tuple[tuple[int, ...], bytes]]  # records of a page or snapshot
 @dataclass(frozen=True)
 class TierSizes:
     """page: bytes of a rank's page. host, disk: bytes per second, of a rank's link and of the disk, which `ranks` share.
-    disk_bytes: of one rank; 0: no disk. waits: rows wait for all copies, since there is one memory."""
+    disk_bytes: of one rank; 0: no disk. buffers: for stored pages. waits: rows wait for all copies, since there is one memory.
+    """
 
     page: int
     host: float
     ranks: int = 1
     disk: float = 0.0
     disk_bytes: int = 0
+    buffers: int = 2
     waits: bool = False
 
 
@@ -117,6 +119,7 @@ class SimulatedTiers:
         self._disk_s += sizes.ranks * sizes.page / sizes.disk if sizes.disk_bytes else 0.0
         self._copies, self._reader, self._writer = Worker(), Worker(), Worker()
         self._stored = 0.0  # when the latest store is in host memory
+        self._emptied = deque([0.0] * sizes.buffers, sizes.buffers)  # when each buffer is copied, the next one to use first
         self.store = SimulatedStore(sizes.disk_bytes, sizes.page)
         self.now = 0.0
 
@@ -132,11 +135,12 @@ class SimulatedTiers:
     def move(self, plan: StepPlan, now: float) -> float:
         """Begin the copies of a plan; return when its rows can run."""
         begin = now
-        for number, count in enumerate(_parts(len(plan.store_page))):
-            begin = self._stored if number else now  # at most two parts take memory
-            self._stored = self._copies.run(now, count * self._copy_s)
+        for count in self._parts(len(plan.store_page)):
+            begin = max(begin, self._emptied[0])
+            self._stored = self._copies.run(begin, count * self._copy_s)
+            self._emptied.append(self._stored)
         pages = plan.fetch_page.tolist()
-        for count in _parts(len(pages)):
+        for count in self._parts(len(pages)):
             part, pages = pages[:count], pages[count:]
             self._copies.run(now, count * self._copy_s, [page for page in dict.fromkeys(part) if page not in pages[:1]])
         return self._copies.free if self.sizes.waits and (len(plan.store_page) or len(plan.fetch_page)) else begin
@@ -161,7 +165,7 @@ class SimulatedTiers:
             removed += names
         return read, written, removed
 
-
-def _parts(pages: int) -> list[int]:
-    """Return the sizes of the parts that pages are copied in."""
-    return [min(STAGED_PAGES, pages - first) for first in range(0, pages, STAGED_PAGES)]
+    def _parts(self, pages: int) -> list[int]:
+        """Return the sizes of the parts that pages are copied in."""
+        most = max(1, STAGED_BYTES // self.sizes.page)
+        return [min(most, pages - first) for first in range(0, pages, most)]

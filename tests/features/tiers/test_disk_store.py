@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from quire.features.tiers import disk
-from quire.features.tiers.disk import DiskStore, name_of
+from quire.features.tiers.disk import DiskStore
 from quire.types.errors import ConfigError
 
 SIZE = 300
@@ -25,7 +25,7 @@ def content(number: int) -> bytes:
 
 
 def name(number: int) -> bytes:
-    return name_of(number.to_bytes(8, "little"), b"s")
+    return number.to_bytes(32, "little")
 
 
 def put(store: DiskStore, number: int) -> bool:

@@ -174,6 +174,8 @@ def test_a_full_disk_is_logged_once_and_serving_goes_on(
         ({"kv_offloading_size": 0}, "kv_disk_path requires kv_offloading_size"),
         ({"kv_disk_path": "/proc/nothing"}, "kv_disk_path /proc/nothing cannot be used: .*Give a directory that"),
         ({"kv_disk_size": 0}, "kv_disk_size must be above 0"),
+        ({"kv_disk_size": 1e-9}, "kv_disk_size gives each rank 1 bytes, less than one record of .*Raise it"),
+        ({"kv_disk_size": 1e30}, "kv_disk_size gives each rank .* more than the .* GiB of the file system of .*Lower it"),
         ({"enable_prefix_caching": False}, "requires enable_prefix_caching"),
     ],
 )

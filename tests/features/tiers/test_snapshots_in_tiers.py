@@ -16,7 +16,6 @@ from quire.cli.memory_plan import make_plan
 from quire.cli.plan import render
 from quire.config.args import EngineArgs
 from quire.features.tiers.disk import FIELDS, HEADER_BYTES
-from quire.sched.speeds import Speeds
 from quire.types.errors import ConfigError
 from recurrent_families import RECURRENT
 from serving import NAME, Running
@@ -48,12 +47,6 @@ def hybrid(checkpoint, tmp_path_factory):
         return made[name]
 
     return get
-
-
-@pytest.fixture(autouse=True)
-def _always_fetch(monkeypatch: pytest.MonkeyPatch):
-    """So small a model computes 41 tokens faster than it fetches them."""
-    monkeypatch.setattr(Speeds, "pays", lambda *_: True)
 
 
 def settings(case: Checkpoint, **args) -> dict:

@@ -18,6 +18,7 @@ import fcntl
 import logging
 import os
 import re
+import shutil
 import stat
 import struct
 import threading
@@ -45,11 +46,6 @@ SHARE_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
 SEGMENT_NAME = re.compile(r"(\d{8})\.kv")
 
 
-def name_of(key: bytes, secret: bytes) -> bytes:
-    """Return the name of the record of a page with this key."""
-    return blake2b(key, key=secret, digest_size=NAME_BYTES).digest()
-
-
 class Segment:
     """An open file, closed when nothing refers to it any more."""
 
@@ -68,12 +64,22 @@ class Segment:
 
 
 class DiskStore:
-    def __init__(self, path: Path, fingerprint: str, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """max_bytes: of the segments of this store. Raises ConfigError if the path cannot be used."""
+    def __init__(
+        self,
+        path: Path,
+        fingerprint: str,
+        max_bytes: int,
+        least_bytes: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """max_bytes: of the segments of this store. least_bytes: of the content of the largest record. Raises
+        ConfigError if the path or the size cannot be used.
+        """
         self._clock, self._max, self._limit = clock, max_bytes, min(MAX_SEGMENT_BYTES, max(1, max_bytes // SEGMENTS))
         self._mutex = threading.Lock()
         try:
             _make_directory(path)
+            self._check_size(path, least_bytes + HEADER_BYTES)
             self.secret = _read_secret(path / "secret")
             base = path / fingerprint
             _make_directory(base)
@@ -178,6 +184,16 @@ class DiskStore:
                 os.close(self._directory)
                 os.close(self._lock)
                 self._lock = -1
+
+    def _check_size(self, path: Path, least: int) -> None:
+        if self._max < least:
+            raise ConfigError(f"kv_disk_size gives each rank {self._max} bytes, less than one record of {least}. Raise it")
+        disk = shutil.disk_usage(path).total
+        if self._max > disk:
+            raise ConfigError(
+                f"kv_disk_size gives each rank {self._max / 2**30:.2f} GiB, more than the {disk / 2**30:.2f} GiB of the file "
+                f"system of {path}. Lower it"
+            )
 
     # ---- segments --------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 _GROUP = "cache and memory"
 GIB = 2**30
-STAGED_PAGES = 32  # moved with one gather on a GPU
+STAGED_BYTES = 32 << 20  # of records that are moved together
+OTHER_BUFFERS = 1 + 2  # for fetches, and the products of checksums, which are twice as large
+MAX_STAGING_SHARE = 0.01  # of the device's memory
 
 
 @dataclass
@@ -105,6 +107,8 @@ class Tiers(Feature):
             raise ConfigError(
                 "kv_disk_path requires kv_offloading_size, the memory through which pages go to disk and back. Add it"
             )
+        if args.kv_disk_path is not None and (not args.kv_disk_path or "\0" in args.kv_disk_path):
+            raise ConfigError(f"kv_disk_path must be a directory; got {args.kv_disk_path!r}. Give its path")
         if args.kv_offloading_eager and not (args.swap_space or args.kv_offloading_size):
             raise ConfigError("kv_offloading_eager requires kv_offloading_size, the memory that pages are stored in. Add it")
         if args.preemption_mode == "swap" and not (args.swap_space or args.kv_offloading_size):
@@ -116,17 +120,19 @@ class Tiers(Feature):
             return None
         machine_bytes = size * (config.world // config.args.nnodes)
         reserved, disk = self.memory(config, Sizes()).reserved, disk_setting(config)
-        return {"host_bytes": size, "machine_bytes": machine_bytes, "reserved": reserved, "disk": disk}
+        return {
+            "host_bytes": size, "machine_bytes": machine_bytes, "reserved": reserved, "buffers": store_buffers(config),
+            "disk": disk,
+        }  # fmt: skip
 
     def memory(self, config: "Config", sizes: Sizes) -> Memory:
-        """On a CPU host memory is the device's memory; on a GPU pages are staged on their way."""
+        """Pages are staged on their way. On a CPU host memory is the device's memory."""
         size = host_bytes(config)
         if not size:
             return NO_MEMORY
-        if config.device_facts.one_memory:
-            return Memory(reserved=size)
-        page = sum(layer.page_bytes(config.page_size, config.cache_bytes) for layer in config.facts.layers)
-        return Memory(reserved=2 * max(STAGED_PAGES * page // config.world, sizes.state))
+        staged = min(size, max(STAGED_BYTES, _page_bytes(config), sizes.state))
+        buffers = (store_buffers(config) + OTHER_BUFFERS) * staged
+        return Memory(reserved=buffers + size * config.device_facts.one_memory)
 
 
 @dataclass(frozen=True)
@@ -152,6 +158,22 @@ def disk_setting(config: "Config") -> DiskSetting | None:
         config.page_size, config.max_model_len, sorted(config.native_layouts), config.quantization, config.world,
     )  # fmt: skip
     return DiskSetting(path, int(args.kv_disk_size * GIB) // config.world, repr(parts))
+
+
+def store_buffers(config: "Config") -> int:
+    """Return how many buffers of STAGED_BYTES stored pages are copied to. A step that evicts more than they hold waits for
+    the copies to host memory.
+    """
+    if config.device_facts.one_memory:
+        return 1
+    evicted = _page_bytes(config) * config.max_batched_tokens // config.page_size  # by the largest step
+    most = int(MAX_STAGING_SHARE * config.device_facts.total_bytes) // STAGED_BYTES
+    return max(2, min(evicted // STAGED_BYTES + 2, most))
+
+
+def _page_bytes(config: "Config") -> int:
+    """Return the bytes of a rank's page, about."""
+    return sum(layer.page_bytes(config.page_size, config.cache_bytes) for layer in config.facts.layers) // config.world
 
 
 def host_bytes(config: "Config") -> int:

@@ -16,6 +16,10 @@ Pairs = Sequence[tuple[Group, bytes]]  # records, and names
 class Records(Protocol):
     """The records in host memory."""
 
+    @property
+    def disk_bytes(self) -> int:
+        """Return the bytes on disk of the largest page or snapshot, without its header."""
+
     def read(self, records: Group) -> tuple[bytes, memoryview]:
         """Return the tag and the content of a page or snapshot."""
 
@@ -33,8 +37,8 @@ class DiskThreads:
     """One thread reads, another writes. A record that is read or written is not used for anything else meanwhile."""
 
     def __init__(self, setting: DiskSetting, share: str, records: Records) -> None:
-        path, fingerprint = Path(setting.path), setting.fingerprint(share)
-        self.store = DiskStore(path, fingerprint, setting.bytes)
+        path, fingerprint = Path(setting.path).expanduser(), setting.fingerprint(share)
+        self.store = DiskStore(path, fingerprint, setting.bytes, records.disk_bytes)
         if share.startswith("0 of "):  # one rank logs
             log_others(path, fingerprint)
         self._records = records
@@ -70,6 +74,7 @@ class DiskThreads:
     def _read_one(self, records: Group, name: bytes) -> None:
         right = False
         try:
+            self._records.wait()  # a copy of earlier content may still write to them
             content = self._records.room(records)
             tag = self.store.get(name, content)
             if tag is not None:
