@@ -16,6 +16,7 @@ from torch import nn
 
 from quire import SamplingParams
 from quire.features.speculation.device.part import SpeculationPart
+from quire.sched.speeds import Speeds
 from quire.types.errors import ConfigError, ModelError
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -295,3 +296,26 @@ def test_what_does_not_fit_is_named(model, trained, tmp_path):
     (path / "config.json").write_text(json.dumps(config))
     refused(r"does not fit the model", ModelError, method="eagle", model=str(path))
     refused(r"no tensor 'fc.weight'", method="eagle3", model=str(model))
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "draft model"])
+def test_pages_in_host_memory_come_back_with_what_the_drafter_has_of_them(model, eagle, monkeypatch, drafter):
+    """A head's keys and values come back; a draft model computes its own again. Drafts are those of pages that never left."""
+    monkeypatch.setattr(Speeds, "pays", lambda *_: True)
+    method = {"model": str(eagle[0]), "method": "eagle"} if drafter == "eagle" else {"model": str(model)}
+    tier, found = {"num_gpu_blocks_override": 20, "kv_offloading_size": 0.01}, []
+    for args in ({}, tier):
+        llm = open_model(
+            model, dtype="float32", block_size=4, max_model_len=64, max_num_seqs=1, **args,
+            speculative_config={**method, "num_speculative_tokens": 2, "adaptive": False},
+        )  # fmt: skip
+        params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+        for ids in (PROMPTS[2], [9, *PROMPTS[2]], [8, *PROMPTS[2]]):
+            llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+        heard = listen(llm)
+        [output] = llm.generate([{"prompt_token_ids": PROMPTS[2]}], params, use_tqdm=False)
+        found.append((list(output.outputs[0].token_ids), output.num_cached_tokens, heard))
+        counts = llm.llm_engine.core.stats.tier
+        assert bool(counts.fetched) == bool(args) and not counts.lost
+        llm.llm_engine.shutdown()
+    assert found[0] == found[1] and found[0][1] == 32 and len(found[0][2]) > 2

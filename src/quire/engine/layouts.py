@@ -189,8 +189,10 @@ def cache_policy(config: Config) -> Callable[[], Evictable]:
 
 
 def record_bytes(config: Config, layout: CacheLayout) -> int:
-    """Return the bytes of a record of the host tier: of a page, or of a snapshot if the model has no pages."""
-    return layout.bytes_per_page or state_bytes(config)
+    """Return the bytes of a record of the host tier: of a page, with that of a draft head, or of a snapshot if the model has no
+    pages."""
+    head = None if config.draft_head is None else draft_layout(config)
+    return layout.bytes_per_page + (0 if head is None else head.bytes_per_page) or state_bytes(config)
 
 
 def snapshot_records(config: Config, layout: CacheLayout) -> int:
@@ -203,7 +205,7 @@ def host_records(config: Config, layout: CacheLayout) -> int:
     size, record = host_bytes(config), record_bytes(config, layout)
     if not size:
         return 0
-    least, what = layout.bytes_per_page, f"one page of {layout.bytes_per_page}"
+    least, what = record if layout.bytes_per_page else 0, f"one page of {record}"
     if config.facts.states:
         least += snapshot_records(config, layout) * record
         what += f" and one snapshot of recurrent states of {state_bytes(config)}"

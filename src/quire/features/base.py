@@ -10,7 +10,7 @@ costs nothing. This module does not import torch.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from quire.types.plan import Admission, Ints, Longs, StepPlan, StepRows
@@ -49,6 +49,7 @@ class Allocation:
     sampler: "Sampler"
     recorder: "Callable[[], Recorder] | None"  # None: no CUDA graphs are recorded
     memory: PageMemory | None = None  # the pages
+    others: "list[PageMemory]" = field(default_factory=list)  # of parts: their pages have the same numbers and move with them
     share: str = ""  # names this rank's share of the model, among all shares
     snapshot_records: int = 1  # records of the host tier that a snapshot takes
 

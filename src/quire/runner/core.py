@@ -99,19 +99,21 @@ class KVBuffers:
         """Copy these pages to out [pages, page_bytes] uint8."""
         (index,) = upload_together([pages], self.raw[0].device)
         if self._records is not None:
-            torch.index_select(_in_words(self._records), 0, index, out=_in_words(out))
+            records, out = _in_words(self._records, out)
+            torch.index_select(records, 0, index, out=out)
             return
         for buffer, part in zip(self.raw, torch.split(out, self._layout.page_bytes, 1), strict=True):
-            part.unflatten(1, (self._lines, -1)).copy_(self._parts(buffer)[:, index].transpose(0, 1))
+            part.view(len(part), self._lines, -1).copy_(self._parts(buffer)[:, index].transpose(0, 1))
 
     def scatter(self, pages: Ints, content: Tensor) -> None:
         """Overwrite these pages. content: [pages, page_bytes] uint8"""
         (index,) = upload_together([pages], self.raw[0].device)
         if self._records is not None:
-            _in_words(self._records)[index] = _in_words(content)
+            records, content = _in_words(self._records, content)
+            records[index] = content
             return
         for buffer, part in zip(self.raw, torch.split(content, self._layout.page_bytes, 1), strict=True):
-            self._parts(buffer)[:, index] = part.unflatten(1, (self._lines, -1)).transpose(0, 1)
+            self._parts(buffer)[:, index] = part.reshape(len(part), self._lines, -1).transpose(0, 1)
 
     def _parts(self, buffer: Tensor) -> Tensor:
         """Return the buffer as [parts, pages, bytes]."""
@@ -128,9 +130,10 @@ class KVBuffers:
         return typed[:, :elements].view(len(raw), sides, layer.kv_heads, size, layer.head_dim)
 
 
-def _in_words(rows: Tensor) -> Tensor:
-    """Return rows of bytes as rows of 64-bit words, of which there are fewer to copy, if their length allows."""
-    return rows if rows.shape[1] % 8 else rows.view(torch.int64)
+def _in_words(*arrays: Tensor) -> Sequence[Tensor]:
+    """Return rows of bytes as rows of 64-bit words, of which there are fewer to copy, if all of them allow it."""
+    sizes = [size for array in arrays for size in (array.shape[1], array.stride(0), array.storage_offset())]
+    return arrays if any(size % 8 for size in sizes) else [array.view(torch.int64) for array in arrays]
 
 
 class SlotState(NamedTuple):
@@ -287,8 +290,11 @@ class RunnerCore(ABC):
         )
         self._state = SlotState(slots, kv, sampler)
         recorder = self._device.recorder if self._recording else None
-        for part in self._parts:
-            part.allocate(Allocation(pages, snapshots, slots, sampler, recorder, kv, self.share, snapshot_records))
+        allocation = Allocation(
+            pages, snapshots, slots, sampler, recorder, kv, share=self.share, snapshot_records=snapshot_records
+        )
+        for part in sorted(self._parts, key=lambda part: part.moves_pages):  # what moves pages has to know all of them
+            part.allocate(allocation)
         planners = fixed_plans(model, len(self._layout.groups)) if self._recording else None
         self.graphs = None
         if planners is not None:

@@ -32,7 +32,7 @@ def make(
         return torch.randint(0, 256, (pages, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(size)).to(device)
 
     kv = KVBuffers(make_layout(LAYERS, 4, 4), LAYERS, PAGES, torch.float32, allocate, layout, whole)
-    return Arena(RecordContent(kv, StateMemory([]), 1), count, 2, device), kv
+    return Arena(RecordContent([kv], StateMemory([]), 1), count, 2, device), kv
 
 
 def content(kv: KVBuffers, pages: np.ndarray) -> torch.Tensor:

@@ -63,10 +63,10 @@ class TiersPart(StepPart):
         self._close_arena()
         if allocation.pages and allocation.memory is not None:
             states = StateMemory(self._recurrents)
-            content = RecordContent(allocation.memory, states, allocation.snapshot_records)
+            content = RecordContent([allocation.memory, *allocation.others], states, allocation.snapshot_records)
             self._arena = Arena(content, self._bytes // content.bytes, self._buffers, self._device.torch_device)
             if self._disk_setting is not None:
-                share = f"{allocation.share}, pages of {allocation.memory.page_bytes} bytes, states of {states.bytes}"
+                share = f"{allocation.share}, pages of {content.page_bytes} bytes, states of {states.bytes}"
                 self._disk = DiskThreads(self._disk_setting, share, self._arena)
 
     def prepare(self, plan: StepPlan) -> None:

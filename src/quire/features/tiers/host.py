@@ -80,14 +80,6 @@ CONFLICTS: tuple[Conflict, ...] = (
         lambda c: c.args.kv_disk_path is not None and c.args.nnodes > 1,
         lambda c: f"kv_disk_path is not supported with nnodes={c.args.nnodes}: each machine has its own disk. Leave it out",
     ),
-    Conflict(
-        "evicted pages of a drafter",
-        lambda c: host_bytes(c) > 0 and c.drafts_on_device,
-        lambda c: (
-            f"kv_offloading_size is not supported with the speculation method {c.draft_method}, whose own cache is not kept in "
-            "host memory yet. Use ngram or suffix, or leave it out"
-        ),
-    ),
 )  # fmt: skip
 
 
@@ -151,9 +143,11 @@ def disk_setting(config: "Config") -> DiskSetting | None:
     path, facts, args = config.args.kv_disk_path, config.facts, config.args
     if path is None:
         return None
-    weights = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in facts.files.weights]
+    heads = [] if config.draft_head is None else [config.draft_head.facts.files]
+    found = [file for files in (facts.files, *heads) for file in files.weights]
+    weights = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in found]
     parts = (
-        __version__, identity(facts.files), weights, facts.hf, args.load_format,
+        __version__, [identity(files) for files in (facts.files, *heads)], weights, facts.hf, args.load_format,
         config.seed if args.load_format == "dummy" else None, args.model_impl, config.device, config.dtype, config.cache_dtype,
         config.page_size, config.max_model_len, sorted(config.native_layouts), config.quantization, config.world,
     )  # fmt: skip

@@ -11,7 +11,7 @@ Buffers have a fixed size, so that many pages take no more device memory than a 
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import shake_256
 from typing import TYPE_CHECKING
@@ -35,7 +35,7 @@ WORD_BYTES = 8
 SUMS_BYTES = 2 * WORD_BYTES  # of a record
 
 
-class Mark:
+class StreamMark:
     """A point in a stream. Without a stream it has been reached."""
 
     def __init__(self, event: "Event | None" = None) -> None:
@@ -48,7 +48,7 @@ class Mark:
     def wait(self) -> None:
         """Let the host wait."""
         if self._event is not None:
-            self._event.synchronize()  # type: ignore[no-untyped-call]
+            self._event.synchronize()
 
     def hold(self) -> None:
         """Let what is launched from now on wait, and not the host."""
@@ -72,9 +72,9 @@ class SideStream:
         with torch.cuda.stream(self._stream):
             yield
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamMark:
         """Mark the end of what has been launched here."""
-        return Mark() if self._stream is None else Mark(self._stream.record_event())
+        return StreamMark() if self._stream is None else StreamMark(self._stream.record_event())
 
 
 @dataclass
@@ -83,16 +83,17 @@ class Moved:
 
     pages: list[int]  # or [~entry]
     right: Tensor  # [pages] bool, in host memory when `end` is reached
-    end: Mark
+    end: StreamMark
 
 
 class RecordContent:
     """What records hold: a page each, or the parts of a snapshot. A page is named by its number, a snapshot by ~entry."""
 
-    def __init__(self, pages: PageMemory, states: StateMemory, snapshot_records: int) -> None:
-        """snapshot_records: that a snapshot takes"""
+    def __init__(self, pages: Sequence[PageMemory], states: StateMemory, snapshot_records: int) -> None:
+        """pages: memories with the same page numbers. snapshot_records: that a snapshot takes"""
         self._pages, self._states, self.count = pages, states, snapshot_records
-        self.bytes = max(pages.page_bytes, -(-states.bytes // snapshot_records), WORD_BYTES)
+        self.page_bytes = sum(memory.page_bytes for memory in pages)
+        self.bytes = max(self.page_bytes, -(-states.bytes // snapshot_records), WORD_BYTES)
         self.staged = max(snapshot_records, STAGED_BYTES // self.bytes, 1)  # records that are moved together, at most
 
     def batches(self, targets: Ints) -> Iterator[Longs]:
@@ -106,9 +107,9 @@ class RecordContent:
     def gather(self, targets: Ints, out: Tensor) -> None:
         """Copy what a batch names to out [records, width] uint8. What it does not fill is zero."""
         if targets[0] > 0:
-            if size := self._pages.page_bytes:  # a pipeline stage may have none
-                self._pages.gather(targets, out[:, :size])
-            out[:, size:].zero_()
+            for memory, part in self._parts(out):
+                memory.gather(targets, part)
+            out[:, self.page_bytes :].zero_()
             return
         content = out.new_zeros(out.numel())
         if size := self._states.bytes:
@@ -118,10 +119,17 @@ class RecordContent:
     def scatter(self, targets: Ints, content: Tensor) -> None:
         """Overwrite what a batch names. content: [records, width] uint8"""
         if targets[0] > 0:
-            if size := self._pages.page_bytes:
-                self._pages.scatter(targets, content[:, :size])
+            for memory, part in self._parts(content):
+                memory.scatter(targets, part)
         elif size := self._states.bytes:
             self._states.scatter(~targets[:1], content.reshape(1, -1)[:, :size])
+
+    def _parts(self, content: Tensor) -> Iterator[tuple[PageMemory, Tensor]]:
+        """Yield each memory with its columns. A pipeline stage may have none."""
+        sizes = [memory.page_bytes for memory in self._pages]
+        for memory, part in zip(self._pages, torch.split(content[:, : self.page_bytes], sizes, 1), strict=True):
+            if memory.page_bytes:
+                yield memory, part
 
     def together(self, targets: Ints, right: Tensor) -> tuple[list[int], Tensor]:
         """Return the pages or the snapshot of a batch, and whether each is right. right: [records] bool"""
@@ -135,7 +143,7 @@ class Buffer:
         """rows: [records, width + SUMS_BYTES] uint8"""
         self.rows, self.content = rows, rows[:, :-SUMS_BYTES]
         self.sums = rows[:, -SUMS_BYTES:].view(torch.int64)
-        self.copied = Mark()  # the end of the latest copy to host memory
+        self.copied = StreamMark()  # the end of the latest copy to host memory
 
 
 class Arena:
@@ -152,7 +160,7 @@ class Arena:
         self._weights = checksum_weights(self._width).to(device)
         self._side = SideStream(device)
         self._incoming, *self._outgoing = (self._buffer(min(content.staged, records)) for _ in range(1 + buffers))
-        self._stored = Mark()  # the end of the latest store
+        self._stored = StreamMark()  # the end of the latest store
 
     def _buffer(self, records: int) -> Buffer:
         return Buffer(torch.empty(records, self._width + SUMS_BYTES, dtype=torch.uint8, device=self._device))

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.device.base import Device, Recorder
+from quire.features.base import PageMemory
 from quire.models.decoder import Decoder
 from quire.runner.batch import Built, build_batch
 from quire.runner.sampler.pipeline import Sampler
@@ -55,6 +56,7 @@ class DeviceDrafter:
     taps: tuple[int, ...] = ()  # layers of the target model whose inputs it reads
     whole = False  # it reads the final hidden states of all tokens
     reads = False  # it reads hidden states at all
+    moved: PageMemory | None = None  # pages that must come along when those of the target model move: it cannot compute them
 
     def load(self, device: Device, dtype: torch.dtype, model: Decoder) -> None:
         """model: the target model, with its weights."""

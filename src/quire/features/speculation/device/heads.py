@@ -108,7 +108,7 @@ class HeadDrafter(DeviceDrafter):
         assert self._layers is not None
         super().allocate(pages, slots, sampler, room, recorder)
         self._passes = Passes(slots, self._group)
-        self._kv = KVBuffers(self._layout, self._head.facts.layers, pages, self._dtype, self._device.allocate)
+        self._kv = self.moved = KVBuffers(self._layout, self._head.facts.layers, pages, self._dtype, self._device.allocate)
         attentions = self._layers.attentions
         for layer, view, group in self._kv.views():
             attentions[layer].bind(view, group, dtype=self._dtype)
@@ -118,7 +118,7 @@ class HeadDrafter(DeviceDrafter):
             self._kv.copy(plan.copy_from, plan.copy_to)
 
     def close(self) -> None:
-        self._layers = self._kv = self._passes = None
+        self._layers = self._kv = self.moved = self._passes = None
 
     def follow(self, ran: RanStep) -> None:
         plan, sampled, next_drafts = ran.plan, ran.sampled, min(ran.plan.next_drafts, self.most)

@@ -178,6 +178,7 @@ class FilledPages:
         fresh = own & (plan.entry_index * self._page_size >= start[plan.entry_slot])
         self._filled[plan.entry_page[fresh]] = 0
         np.minimum.at(self._noted, plan.entry_slot[fresh], plan.entry_index[fresh] * self._page_size)
+        self._filled[plan.fetch_page[plan.fetch_page > 0]] = 0  # its own part does not come back from host memory
         self._filled[plan.copy_to] = self._filled[plan.copy_from]
         for admission in plan.admitted:
             self._noted[admission.slot] = self._find(admission.slot, admission.start)

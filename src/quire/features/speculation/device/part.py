@@ -48,6 +48,8 @@ class SpeculationPart(StepPart):
         if self.drafter is not None:
             recorder = allocation.recorder() if allocation.recorder is not None and allocation.pages else None
             self.drafter.allocate(allocation.pages, allocation.slots, allocation.sampler, self._max_tokens, recorder)
+            if self.drafter.moved is not None:
+                allocation.others.append(self.drafter.moved)
 
     def prepare(self, plan: StepPlan) -> None:
         if self.drafter is not None:
