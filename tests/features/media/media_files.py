@@ -65,7 +65,22 @@ def hostile() -> dict[str, bytes]:
     bmp = bytearray(encoded(picture(), "BMP"))
     bmp[18:26] = struct.pack("<ii", 30_000, 30_000)
     files["a large bmp"] = bytes(bmp)
-    return files
+    return files | many_segments()
+
+
+def many_segments() -> dict[str, bytes]:
+    """Files whose segments take a decoder long to read, and have nothing in them."""
+    small = Image.new("L", (2, 2))
+    jpeg, png_file, gif = (encoded(small, form) for form in ("JPEG", "PNG", "GIF"))
+    after_table = len(gif) - len(gif.partition(b"\x2c")[2]) - 1
+    chunk = struct.pack(">I", 0) + b"abCd" + struct.pack(">I", zlib.crc32(b"abCd"))
+    return {
+        "a jpeg of fill bytes": jpeg[:2] + b"\xff" * (1 << 18) + jpeg[2:],
+        "a jpeg of empty segments": jpeg[:2] + b"\xff\xe5\x00\x02" * (1 << 16) + jpeg[2:],
+        "a jpeg of segments after its scan": jpeg[:-2] + b"\xff\xe5\x00\x02" * (1 << 16) + b"\xff\xda\x00\x02" * 60,
+        "a png of empty chunks": png_file[:33] + chunk * (1 << 16) + png_file[33:],
+        "a gif of comments": gif[:after_table] + b"\x21\xfe\x01a\x00" * (1 << 16) + gif[after_table:],
+    }
 
 
 def clip(frames: int, width: int = 16, height: int = 16) -> bytes:

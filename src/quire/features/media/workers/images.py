@@ -2,8 +2,9 @@
 
 import contextlib
 import io
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,13 @@ if TYPE_CHECKING:
 MAX_PIXELS = 64_000_000
 MAX_RATIO = 200  # of the longer side to the shorter
 MAX_SCANS = 40  # of a JPEG: each passes over all of its pixels
+MAX_SEGMENTS = 1 << 15  # of a file, which are parsed in Python
+MAX_READS = 4 * MAX_SEGMENTS  # by which Pillow reads the segments
 FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "BMP", "TIFF", "AVIF")
 _NAMES = "PNG, JPEG, GIF, WebP, BMP, TIFF and AVIF"
 _MODULES = {"WEBP": "WebP"}
 _START_OF_SCAN = b"\xff\xda"  # of a JPEG
+_SEGMENT = re.compile(rb"\xff+([^\x00\x01\xd0-\xd9\xff])", re.DOTALL)  # the begin of one that has a length
 NO_OPTIONS: Mapping[str, Any] = {}
 
 
@@ -34,7 +38,7 @@ def decode_image(data: bytes, options: Mapping[str, Any] = NO_OPTIONS) -> "Image
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(data), formats=_formats()) as image:
+            with Image.open(_File(data), formats=_formats()) as image:
                 check_size(*image.size)
                 if image.format in ("JPEG", "MPO"):
                     _check_scans(data)
@@ -45,6 +49,18 @@ def decode_image(data: bytes, options: Mapping[str, Any] = NO_OPTIONS) -> "Image
     except Exception as error:  # decoders fail in any way with broken files
         kind = "of no known format" if type(error).__name__ == "UnidentifiedImageError" else "broken or truncated"
         raise InvalidParameter(f"the image is {kind}; {_NAMES} are supported") from None
+
+
+class _File(io.BytesIO):
+    """A file that may be read in at most MAX_READS steps: millions of empty segments would take minutes."""
+
+    _reads = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._reads += 1
+        if self._reads > MAX_READS:
+            raise _too_many_segments()
+        return super().read(size)
 
 
 @cache
@@ -73,21 +89,23 @@ def check_size(width: int, height: int) -> None:
 
 def _check_scans(data: bytes) -> None:
     """Raise an error for a JPEG whose number of scans would make decoding slow."""
-    if data.count(_START_OF_SCAN) > MAX_SCANS and (scans := _count_scans(data)) > MAX_SCANS:
+    if data.count(_START_OF_SCAN) > MAX_SCANS and (scans := list(_markers(data)).count(_START_OF_SCAN[1])) > MAX_SCANS:
         raise InvalidParameter(f"the image has {scans} scans; at most {MAX_SCANS} are supported. Save it anew")
 
 
-def _count_scans(data: bytes) -> int:
-    """Return the scans of a JPEG. Segments are skipped as a whole: a color profile may have any bytes."""
-    count, i = 0, 0
-    while 0 <= (i := data.find(b"\xff", i)) < len(data) - 1:
-        marker = data[i + 1]
-        if marker in (0x00, 0x01, 0xFF) or 0xD0 <= marker <= 0xD9:  # without a length
-            i += 1
-        else:
-            count += marker == _START_OF_SCAN[1]
-            i += 2 + int.from_bytes(data[i + 2 : i + 4])
-    return count
+def _markers(data: bytes) -> Iterator[int]:
+    """Yield the marker of each segment of a JPEG. Segments are skipped as a whole: a color profile may have any bytes."""
+    end = 0
+    for _ in range(MAX_SEGMENTS):
+        if (found := _SEGMENT.search(data, end)) is None:
+            return
+        yield found[1][0]
+        end = found.end() + int.from_bytes(data[found.end() : found.end() + 2])
+    raise _too_many_segments()
+
+
+def _too_many_segments() -> InvalidParameter:
+    return InvalidParameter("the image has too many segments. Save it anew")
 
 
 def image_of_pixels(data: bytes, shape: list[int]) -> "Image":
