@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, pre_tokenizers
 
-from patience import PATIENCE
+from patience import PATIENCE, wait_for
 from quire.proc.spawn import processor_time
 from quire.text import offload as offload_module
 from quire.text.offload import TextOffload
@@ -350,6 +350,22 @@ def test_what_the_server_holds_is_not_counted_as_its_processes(model):
 
     with_aside(model, within_reason)
     assert held
+
+
+def test_a_process_does_not_hold_the_last_body(model):
+    def held(pid: int) -> int:
+        [line] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS")]
+        return int(line.split()[1]) << 10
+
+    async def work(offload: TextOffload) -> None:
+        assert await offload.parse(b"[1]", PLENTY) == [1]
+        [pid] = offload.pids
+        before, size = held(pid), 32 << 20
+        assert await offload.parse(b'["' + b"a" * size + b'"]', PLENTY) == ["a" * size]
+        assert offload.pids == [pid]
+        await asyncio.to_thread(wait_for, lambda: held(pid) < before + size // 4)
+
+    with_aside(model, work)
 
 
 def test_a_start_that_fails_or_is_given_up_makes_room_for_those_who_wait(model, monkeypatch):

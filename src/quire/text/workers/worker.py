@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from quire.proc.bounded import MB, Bounded, Bounds, peak_bytes
+from quire.proc.bounded import MB, Bounded, Bounds, peak_bytes, trim_heap
 from quire.proc.channel import Frames
 from quire.proc.spawn import set_up
 from quire.text.chat import ChatTemplates
@@ -25,7 +25,7 @@ from quire.text.workers import wire
 from quire.types.errors import InvalidParameter, PromptTooLong, RequestError
 
 HEAVY = 512 * MB  # a process that has grown beyond this ends after its job
-
+LARGE = 4 * MB  # after a job with more bytes, freed memory is returned to the system
 
 MIN_ENCODE_SECONDS = 5.0
 SLOWEST_CHARS_PER_SECOND = 50_000  # of tokenizing; a twentieth of what is usual
@@ -56,13 +56,17 @@ class TextWorker:
                 frames = [wire.refusal(InvalidParameter(f"the request cannot be read: {error}"))]
             except RequestError as error:
                 frames = [wire.refusal(error)]
+            large = len(blob) > LARGE
+            del head, blob  # not to be held until the next job
             heavy = peak_bytes() > HEAVY
             if heavy:
                 frames[-1] = wire.LAST[frames[-1][:1]] + frames[-1][1:]
-            for frame in frames:
-                self._frames.send(frame)
+            while frames:
+                self._frames.send(frames.pop(0))
             if heavy:
                 return
+            if large:
+                trim_heap()
 
     def _answer(self, job: wire.Job, blob: bytes) -> list[bytes]:
         match job:

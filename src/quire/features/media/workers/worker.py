@@ -55,11 +55,12 @@ class MediaWorker:
     def run(self) -> None:
         while (head := self._frames.wait()) is not None and (blob := self._frames.wait()) is not None:
             frames = self._answer(head, blob)
+            del head, blob  # not to be held until the next job
             last = self._grew()
             if last:
                 frames[-1] = LAST[frames[-1][:1]] + frames[-1][1:]
-            for frame in frames:
-                self._frames.send(frame)
+            while frames:
+                self._frames.send(frames.pop(0))
             if last:
                 return
 
