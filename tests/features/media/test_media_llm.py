@@ -10,8 +10,11 @@ from PIL import Image
 from random_conversations import ASK, Conversation, Oracle
 
 from quire import LLM, SamplingParams, llm_engine
+from quire.features.determinism import host as determinism_host
+from quire.features.determinism.device import FixedOrder
 from quire.features.media import encoder
 from quire.features.media import reader as reader_module
+from quire.features.media.towers.llava import LlavaTower
 from quire.types.errors import ModelError, NotSupported
 from quire.types.sampling import BeamSearchParams
 
@@ -73,6 +76,25 @@ def test_conversations(reader):
     data = [{"prompt_token_ids": [12, 13], "multi_modal_data": {"image": picture(number)}} for number in range(3)]
     assert answers(found) == answers(reader.generate(data, GREEDY, use_tqdm=False))
     assert [output.outputs[0].text for output in found] == [each["text"] for each in EXPECTED[:3]]
+
+
+def test_deterministic_engines_encode_images_one_by_one(monkeypatch):
+    """So that the bits of one do not depend on the others."""
+    counts, encode = [], LlavaTower.encode
+
+    def noted(self, modality, items):
+        counts.append(len(items))
+        return encode(self, modality, items)
+
+    monkeypatch.setattr(LlavaTower, "encode", noted)
+    monkeypatch.setattr(determinism_host, "_unsupported", lambda config: "")  # this model's layer sizes, and perhaps this CPU
+    monkeypatch.setattr(FixedOrder, "check_prepared", lambda self, prepared: None)
+    for deterministic, expected in ((False, [4]), (True, [1] * 4)):
+        del counts[:]
+        with LLM(str(READER), device="cpu", dtype="float32", deterministic=deterministic) as llm:
+            outputs = llm.generate([prompt(number) for number in range(4)], GREEDY, use_tqdm=False)
+        assert answers(outputs) == [each["greedy"] for each in EXPECTED[:4]]
+        assert counts == expected
 
 
 def test_several_answers_to_one_picture(reader):

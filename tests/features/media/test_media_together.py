@@ -3,14 +3,17 @@
 import copy
 import functools
 import itertools
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+import test_qwen_vl
 import torch
 from media_models import NEW_TOKENS, MediaCase, pictures
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+import media_towers
 import selection
 from adapters import halves, write_adapter
 from forked import nursery
@@ -19,6 +22,7 @@ from quantized_checkpoints import compressed, ints, packed
 from quire import LLM, SamplingParams
 from quire.engine.executor import workers
 from quire.lora.request import LoRARequest
+from quire.ops.native import multiplies_floats
 from quire.types.errors import AdapterError, ConfigError, NotSupported
 from quire.types.sampling import BeamSearchParams
 from quire.types.structured import StructuredOutputsParams
@@ -134,6 +138,35 @@ def test_beam_search(case, name):
         assert [beam.tokens[len(prompt) :] for beam in output.sequences] == beams(row, prompt, parts, 2, 4)
 
 
+WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}  # sizes that the kernels for CPUs support
+
+
+@pytest.mark.skipif(not multiplies_floats(), reason="deterministic is refused on other CPUs")
+@families("qwen2.5-vl", "gemma3")
+def test_deterministic(name, tmp_path, monkeypatch):
+    """Tokens and bits of logprobs are those of each prompt alone: beside others, with prefix hits, chunks and drafts."""
+    for key, value in WIDE.items():
+        monkeypatch.setitem(media_towers.TEXT, key, value)
+    monkeypatch.setitem(test_qwen_vl.MROPE, "mrope_section", [16, 8, 8])
+    row = MediaCase(name, tmp_path)
+    prompts = [*map(row.prompt, row.prompts), "only text " * 6]
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=1)
+
+    def bits(llm, some):
+        found = [output.outputs[0] for output in llm.generate(some, params, use_tqdm=False)]
+        return [
+            (one.token_ids, [step[token].logprob for token, step in zip(one.token_ids, one.logprobs, strict=True)])
+            for one in found
+        ]
+
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "adaptive": False}
+    with engine(row, deterministic=True, max_num_batched_tokens=512) as llm:
+        alone = [bits(llm, [prompt])[0] for prompt in prompts if llm.reset_prefix_cache()]
+        assert bits(llm, prompts) == alone
+    with engine(row, deterministic=True, max_num_batched_tokens=48, speculative_config=drafts) as llm:
+        assert bits(llm, prompts) == bits(llm, prompts[::-1])[::-1] == alone
+
+
 # ---- the language model -----------------------------------------------------------------------------------------------------
 
 
@@ -225,15 +258,47 @@ def test_8_bit_cache(case, name):
 
 
 DRAFTERS = [("llava", "suffix"), ("qwen2.5-vl", "itself"), ("qwen3-vl", "ngram"), ("gemma3", "itself")]
+DRAFTERS += [("qwen2.5-vl", "eagle"), ("llava", "medusa")]
 if selection.ALL:
-    DRAFTERS = [*itertools.product((*NAMES, "qwen3-vl", "paligemma"), ("ngram", "suffix", "itself"))]
+    DRAFTERS = [*itertools.product((*NAMES, "qwen3-vl", "paligemma"), ("ngram", "suffix", "itself", "eagle", "medusa"))]
+
+
+def write_head(case, directory, method):
+    """Write a draft head with random weights."""
+    text = case.model.config.get_text_config()
+    size, generator = text.hidden_size, torch.Generator().manual_seed(5)
+
+    def linear(rows, columns=size):
+        return torch.randn(rows, columns, generator=generator) * 0.3
+
+    if method == "medusa":
+        config = {"model_type": "medusa", "medusa_num_heads": 3, "medusa_num_layers": 1, "hidden_size": size}
+        tensors = {}
+        for at in range(3):
+            own = {"0.linear.weight": linear(size), "0.linear.bias": linear(1)[0], "1.weight": linear(text.vocab_size)}
+            tensors |= {f"{at}.{name}": value for name, value in own.items()}
+    else:
+        from transformers import LlamaConfig
+        from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+        made = LlamaConfig(
+            hidden_size=size, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1,
+            vocab_size=text.vocab_size, max_position_embeddings=1024,
+        )  # fmt: skip
+        layer = {name: value.detach().clone() for name, value in LlamaDecoderLayer(made, 0).state_dict().items()}
+        tensors = {f"layers.0.{name}": value for name, value in layer.items() if not name.startswith("input_layernorm")}
+        config, tensors["fc.weight"] = made.to_dict(), linear(size, 2 * size)
+    save_file(tensors, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
 
 
 @pytest.mark.parametrize(("name", "drafter"), DRAFTERS)
-def test_speculation(case, name, drafter):
+def test_speculation(case, name, drafter, tmp_path):
     row = case(name)
     asked = {"num_speculative_tokens": 3, "adaptive": False}
     asked |= {"model": str(row.directory)} if drafter == "itself" else {"method": drafter}
+    asked |= {"model": write_head(row, tmp_path, drafter)} if drafter in ("eagle", "medusa") else {}
     asked |= {"prompt_lookup_max": 3, "prompt_lookup_min": 1} if drafter == "ngram" else {}
     if (name, drafter) == ("gemma3", "itself"):
         with pytest.raises(ConfigError, match=r"speculative_config\.model"):
@@ -267,7 +332,7 @@ if selection.ALL:
 @pytest.mark.parametrize(("name", "argument"), DIVIDED)
 def test_divided_models(case, name, argument):
     row = case(name)
-    if argument == "pipeline_parallel_size" and name not in NAMES:  # deep stack, recurrent layers, undivided prompts
+    if argument == "pipeline_parallel_size" and name in ("qwen3-vl", "paligemma"):  # deep stack, undivided prompts
         with pytest.raises(ConfigError, match=f"pipeline_parallel_size=2.* {row.config['architectures'][0]}"):
             engine(row, pipeline_parallel_size=2)
         return

@@ -55,13 +55,17 @@ class MediaPart(StepPart):
         load_format: str,
         seed: int,
         quantization: "Quantization | None",
+        one_by_one: bool,
         reserved: int,
     ) -> None:
-        """reserved: bytes of the encoder cache, and of the encoder's activations beyond those of the largest step."""
+        """one_by_one: items are not encoded together, so that the bits of one do not depend on the others.
+        reserved: bytes of the encoder cache, and of the encoder's activations beyond those of the largest step.
+        """
         self._device, self._dtype, self._media, self._facts = device, dtype, media, facts
         self._load_format, self._seed, self._quantization, self._reserved = load_format, seed, quantization, reserved
+        self._one_by_one = one_by_one
         self._encoder: Encoder | None = None  # None: on another pipeline stage
-        self._rope: Rope | None = None
+        self._rope: Rope | None = None  # None: rotary positions have one axis, or the attention layers are on other stages
         self._axes: Longs = np.empty(0, np.int64)  # [rotary_dim / 2] of each rotary frequency
         self._requests: dict[int, PlacedMedia] = {}  # by slot
         self._errors: dict[int, str] = {}  # by slot
@@ -75,8 +79,9 @@ class MediaPart(StepPart):
 
     def load(self, model: Decoder, reserved_bytes: Callable[[], int]) -> None:  # noqa: ARG002
         if self._media.family.rotary_axes > 1:
-            [self._rope] = model.ropes.values()
-            scheme = self._rope.scheme
+            [rope] = model.ropes.values()
+            self._rope = rope if rope in model.modules() else None
+            scheme = rope.scheme
             axes = self._media.family.rotary_axes_of(scheme.parameters.get("mrope_section"), scheme.dim // 2)
             self._axes = np.asarray(axes, np.int64)
         if isinstance(model.embed_tokens, OtherStage):
@@ -86,7 +91,8 @@ class MediaPart(StepPart):
             self._media, self._facts, device=device, dtype=self._dtype, load_format=self._load_format, seed=self._seed,
             quantization=self._quantization,
         )  # fmt: skip
-        self._encoder = Encoder(tower, device, self._dtype, self._media.levels * self._media.hidden_size)
+        columns = self._media.levels * self._media.hidden_size
+        self._encoder = Encoder(tower, device, self._dtype, columns, self._one_by_one)
 
     def reserved_bytes(self, max_seqs: int, recording: bool) -> int:  # noqa: ARG002
         return 0 if self._encoder is None else self._reserved
@@ -193,7 +199,7 @@ class MediaPart(StepPart):
 
     def _rotary_tokens(self, found: list[MediaRow], batch: Batch) -> RotaryTokens | None:
         shifted = [row for row in found if row.placed.has_shifts]
-        if not shifted:
+        if self._rope is None or not shifted:
             return None
         device, tokens = batch.positions.device, len(batch.positions)
         shifts: Longs = np.zeros((3, tokens), np.int64)
@@ -203,7 +209,6 @@ class MediaPart(StepPart):
             return None
         if (shifts == shifts[0]).all():
             return RotaryTokens(batch.positions + upload(shifts[0], device))
-        assert self._rope is not None
         axes, table = upload(self._axes, device), self._rope.table
         rows = (batch.positions + upload(shifts, device))[axes]  # [rotary_dim / 2, T]
         cos, sin = (each.T.gather(1, rows).T.contiguous() for each in (table.cos, table.sin))

@@ -58,9 +58,10 @@ def load_tower(
 
 
 class Encoder:
-    def __init__(self, tower: Tower, device: torch.device, dtype: torch.dtype, columns: int) -> None:
-        """columns: of an embedding: levels * hidden size."""
+    def __init__(self, tower: Tower, device: torch.device, dtype: torch.dtype, columns: int, one_by_one: bool) -> None:
+        """columns: of an embedding: levels * hidden size. one_by_one: items are not encoded together."""
         self._tower, self._device, self._dtype, self._columns = tower, device, dtype, columns
+        self._one_by_one = one_by_one
         self._cached: dict[str, Tensor] = {}
 
     @property
@@ -81,7 +82,7 @@ class Encoder:
         return {digest: each for digest, each in found.items() if isinstance(each, str)}
 
     def encode(self, items: Sequence[MediaItem]) -> dict[str, Encoded]:
-        """Return the embeddings of items by digest; those of one modality are encoded together, if they are not cached.
+        """Return the embeddings of items by digest; those of one modality that are not cached are encoded together.
 
         Of items with one digest, any whose arrays can be read is encoded.
         """
@@ -123,7 +124,9 @@ class Encoder:
     def _encode(
         self, modality: Modality, items: Mapping[str, MediaItem], arrays: Mapping[str, Mapping[str, Tensor]]
     ) -> dict[str, Encoded]:
-        """Encode items of one modality together; if that fails, one by one."""
+        """Encode items of one modality together; one by one if that fails or is asked for."""
+        if len(items) > 1 and self._one_by_one:
+            return self._encode_each(modality, items, arrays)
         if not items:
             return {}
         try:
@@ -132,14 +135,18 @@ class Encoder:
             raise
         except Exception as error:
             if len(items) > 1:
-                return {
-                    key: each
-                    for digest, item in items.items()
-                    for key, each in self._encode(modality, {digest: item}, arrays).items()
-                }
+                return self._encode_each(modality, items, arrays)
             logger.warning("encoding failed for one input of the modality %s", modality, exc_info=error)
             return dict.fromkeys(items, f"the {modality} cannot be encoded: {_summary(error)}")
         return {digest: self._check(item, each) for (digest, item), each in zip(items.items(), found, strict=True)}
+
+    def _encode_each(
+        self, modality: Modality, items: Mapping[str, MediaItem], arrays: Mapping[str, Mapping[str, Tensor]]
+    ) -> dict[str, Encoded]:
+        found = dict[str, Encoded]()
+        for digest, item in items.items():
+            found |= self._encode(modality, {digest: item}, arrays)
+        return found
 
     def _check(self, item: MediaItem, embeddings: Tensor) -> Encoded:
         if embeddings.shape == (item.embeddings, self._columns):

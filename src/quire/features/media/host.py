@@ -246,7 +246,7 @@ class Media(Feature):
             return None
         needs = self.memory(config, Sizes())
         return {"media": media, "facts": config.facts, "load_format": config.args.load_format, "seed": config.seed,
-                "quantization": config.quantization,
+                "quantization": config.quantization, "one_by_one": bool(config.args.deterministic),
                 "reserved": needs.reserved + max(0, needs.step - largest_step(config))}  # fmt: skip
 
     def memory(self, config: "Config", sizes: Sizes) -> Memory:  # noqa: ARG002
