@@ -7,10 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from quire.device.cuda import nccl
 from quire.device.cuda.group import Choice, choose
+from quire.dist.mesh import Position
 from quire.proc.spawn import environment
-from quire.types.errors import ConfigError
+from quire.types.errors import ConfigError, EngineDead, EngineError
 
 RANKS = Path(__file__).with_name("played_ranks.py")
 
@@ -52,6 +55,23 @@ def test_ranks_with_a_gpu_each_use_device_collectives():
     assert (
         choose("nccl", shared=False, nodes=False) == choose("auto", shared=False, nodes=True) == Choice(nccl=True, records=True)
     )
+
+
+def test_nccl_that_cannot_connect_is_named_with_its_rank(monkeypatch):
+    def fail(store, position):
+        raise RuntimeError("NCCL error in: NCCLUtils.cpp:77, remote process exited\nncclRemoteError: ...")
+
+    monkeypatch.setattr(nccl, "make_nccl", fail)
+    with pytest.raises(EngineError, match=r"cannot connect rank 0 to the others: NCCL error in: .* exited\. Check NCCL_SOCKET"):
+        nccl.NCCL(Position(0, 1), lambda message: [message], nccl.LOOPBACK, torch.device("cpu"))
+
+
+def test_a_lost_rank_is_not_taken_for_an_error_of_nccl():
+    def lost(message):
+        raise EngineDead("rank 1 (process 4711) ended with signal SIGKILL")
+
+    with pytest.raises(EngineDead, match="rank 1"):
+        nccl.NCCL(Position(0, 2), lost, nccl.LOOPBACK, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

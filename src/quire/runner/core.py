@@ -325,8 +325,9 @@ class RunnerCore(ABC):
         """Free all memory on the device. The other ranks must have ended."""
         for part in self._parts:
             part.close()
-        self._free_slots()  # graphs first: NCCL waits for those that contain its collectives
+        self._free_slots()
         if self._group is not None:
+            gc.collect()  # NCCL waits for CUDA graphs that contain its collectives
             self._group.close()
         self._model = self._group = None
         self._parts = ()

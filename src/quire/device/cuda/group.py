@@ -106,7 +106,7 @@ class DeviceGroup:
             if self._one_shot is not None:
                 self._one_shot.release()
             if self._nccl is not None:
-                self._nccl.close()
+                self._nccl.abort()
             while not torch.cuda.current_stream().query():
                 if time.monotonic() > deadline:
                     return False

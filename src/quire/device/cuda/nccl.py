@@ -9,7 +9,9 @@ The process group belongs to this object. torch.distributed's default group is n
 use torch.distributed itself. All connections are made here, before a CUDA graph records a collective.
 """
 
+import logging
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -19,9 +21,13 @@ from torch import Tensor
 from torch import distributed as dist
 
 from quire.dist.mesh import Position
+from quire.types.errors import EngineError, QuireError
+
+logger = logging.getLogger(__name__)
 
 TIMEOUT = timedelta(minutes=30)  # of NCCL's own watchdog, which ends the process; the engine notices lost ranks much earlier
 STORE_TIMEOUT = timedelta(minutes=5)
+ABORT_TIMEOUT_S = 10.0
 LOOPBACK = "127.0.0.1"
 Everyone = Callable[[bytes], Sequence[bytes]]  # a short message of this rank -> those of all ranks
 
@@ -30,12 +36,25 @@ class NCCL:
     def __init__(self, position: Position, everyone: Everyone, host: str, device: torch.device) -> None:
         """Connect all ranks, which call this at the same time. host: the address of rank 0 that all ranks reach."""
         self._rank, self._size = position.rank, position.size
-        self._store = open_store(position, everyone, host)
-        self._ranks: Any = make_nccl(self._store, position)
-        for elements in (self._size, 1 << 20):  # NCCL connects ranks, and allocates buffers, when an algorithm is first used
-            part = torch.zeros(elements, dtype=torch.bfloat16, device=device)
-            self.add(part)
-            self.gather(part)
+        self._aborting: threading.Thread | None = None
+        try:
+            self._store = open_store(position, everyone, host)
+            self._ranks: Any = make_nccl(self._store, position)
+            for elements in (
+                self._size,
+                1 << 20,
+            ):  # NCCL connects ranks, and allocates buffers, when an algorithm is first used
+                part = torch.zeros(elements, dtype=torch.bfloat16, device=device)
+                self.add(part)
+                self.gather(part)
+        except QuireError:  # a rank was lost
+            raise
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise EngineError(
+                f"NCCL cannot connect rank {position.rank} to the others: {reason}. Check NCCL_SOCKET_IFNAME, or set "
+                "NCCL_DEBUG=INFO to see what failed"
+            ) from error
 
     def add(self, part: Tensor) -> Tensor:
         """Return the sum of all ranks' parts, which is a new tensor."""
@@ -58,10 +77,21 @@ class NCCL:
         self._ranks._allgather_base(gathered.view(-1), part).wait()
         return gathered
 
+    def abort(self) -> None:
+        """Begin to end collectives in progress, also those that wait for a lost rank. Kernels end at once; the call of NCCL
+        returns when no CUDA graph with its collectives exists any more.
+        """
+        if self._aborting is None:
+            self._aborting = threading.Thread(target=self._ranks.abort, name="quire-nccl-abort", daemon=True)
+            self._aborting.start()
+
     def close(self) -> None:
-        """End collectives in progress, also those that wait for a lost rank, and free NCCL's memory."""
-        if self._ranks is not None:
-            self._ranks.abort()
+        """Free NCCL's memory. No CUDA graph with its collectives may exist."""
+        self.abort()
+        assert self._aborting is not None
+        self._aborting.join(ABORT_TIMEOUT_S)
+        if self._aborting.is_alive():
+            logger.warning("NCCL was not closed within %.0f s; it keeps GPU memory until this process ends", ABORT_TIMEOUT_S)
         self._ranks = self._store = None
 
 
