@@ -24,7 +24,6 @@ SETTINGS = {"device": "cpu", "dtype": "float32", "kv_cache_memory_bytes": 32 << 
 PROMPTS = [list(range(3, 3 + n)) for n in (33, 5, 18, 9)]
 SIZES = {
     "one": {},
-    "tp 2": {"tensor_parallel_size": 2},
     "tp 2 x pp 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     "tp 2, one fails": {"tensor_parallel_size": 2},
 }

@@ -377,6 +377,11 @@ class RunnerCore(ABC):
         """Whether CUDA graphs contain collectives, so that all ranks must record the same ones at the same time."""
         return self._recording and self._group is not None
 
+    @property
+    def waits_on_device(self) -> bool:
+        """Whether the device, not the host, waits for other ranks."""
+        return self._group is not None and self._device.torch_device.type != "cpu"
+
     def late_ranks(self) -> list[int]:
         """Return the ranks of its group that this rank's device waits for, as far as that is known."""
         return [] if self._group is None else self._group.late()

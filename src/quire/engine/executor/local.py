@@ -5,6 +5,7 @@ Ranks run the same steps or are lost together. All ranks read LoRA adapters at t
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -97,6 +98,7 @@ def join_group(device: Device, workers: Workers, position: Position) -> RankGrou
     return device.group(position, workers.memory, workers.peers, workers, remote=workers.remote)
 
 
+GUARD_POLL_S = 0.5  # between checks whether a rank has ended
 ASK_DEVICE_AFTER_S = 1.0  # of waiting for a result, to find the rank that is late
 
 
@@ -119,10 +121,41 @@ class DividedExecutor(LocalExecutor):
         self.check()
         target = self.find(method)
         self._workers.send(wire.CallRank(method, list(args)))
-        own = target(*args)
+        with self._freed_by_losses():
+            own = target(*args)
         others = "another rank" if self._workers.count == 1 else f"{self._workers.count} other ranks"
         with doing(f"starting {others}, and loading the weights there" if method == "load" else f"waiting for {others}"):
             return [own, *self._workers.answers()]
+
+    @contextmanager
+    def _freed_by_losses(self) -> Iterator[None]:
+        """Guard a call in which this host may wait for its device, which may wait for a rank that ends meanwhile.
+
+        The device's results are of no use then, and the caller must ask whether ranks are lost.
+        """
+        if not self._runner.waits_on_device:
+            yield
+            return
+        done, freed = threading.Event(), threading.Event()
+
+        def watch() -> None:
+            while not done.wait(GUARD_POLL_S):
+                if self._workers.any_ended():
+                    freed.set()
+                    self._runner.abandon()
+                    return
+
+        watching = threading.Thread(target=watch, name="quire-rank-guard", daemon=True)
+        watching.start()
+        try:
+            yield
+        except Exception:
+            if freed.is_set():
+                self._workers.check()  # raises the cause
+            raise
+        finally:
+            done.set()
+            watching.join()
 
     def idle(self) -> bool:
         """As in LocalExecutor; if graphs contain collectives, all ranks record at the same time."""
@@ -141,7 +174,8 @@ class DividedExecutor(LocalExecutor):
         if lost:
             ended = self._runner.abandon()  # before the other ranks are killed: it ends their kernels too
         else:
-            self._runner.synchronize()  # steps in flight need the other ranks
+            with self._freed_by_losses():
+                self._runner.synchronize()  # steps in flight need the other ranks
             ended = True
         self._workers.finish()
         if ended:

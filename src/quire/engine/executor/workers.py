@@ -192,6 +192,10 @@ class Workers:
             if worker.process.poll() is not None:
                 self.lost(worker.rank)
 
+    def any_ended(self) -> bool:
+        """Return whether the process of a rank has ended. Called in any thread."""
+        return any(worker.process.poll() is not None for worker in self._workers)
+
     def give_up(self, reason: str, kind: type[EngineDead] = EngineDead) -> EngineDead:
         """Return the error that `check` raises from now on: the ranks are out of step."""
         self._dead = self._dead or kind(reason)

@@ -1,0 +1,67 @@
+"""A host that waits for its device is freed when the device waits for a rank that has ended, and gets the reason."""
+
+import threading
+
+import pytest
+
+from patience import PATIENCE
+from quire.engine.executor.local import DividedExecutor
+from quire.types.errors import EngineDead
+
+
+class Runner:
+    """Its device waits until collectives are abandoned."""
+
+    def __init__(self, on_device=True, error=None):
+        self.waits_on_device, self._error, self.abandoned = on_device, error, threading.Event()
+
+    def check(self):
+        pass
+
+    def abandon(self):
+        self.abandoned.set()
+        return True
+
+    def warm_up(self):
+        if self.waits_on_device and not self.abandoned.wait(PATIENCE):
+            raise AssertionError("it waits for ever")
+        if self._error is not None:
+            raise self._error
+
+
+class Workers:
+    """One other rank, which ends after the call began."""
+
+    count = 1
+
+    def __init__(self):
+        self.began = False
+
+    def send(self, command):
+        self.began = True
+
+    def any_ended(self):
+        return self.began
+
+    def check(self):
+        if self.began:
+            raise EngineDead("rank 1 (process 4711) ended with signal SIGKILL")
+
+    def answers(self):
+        self.check()
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("NCCL communicator was aborted")])
+def test_a_call_ends_when_a_rank_has_ended(error):
+    runner = Runner(error=error)
+    with pytest.raises(EngineDead, match=r"rank 1 \(process 4711\) ended with signal SIGKILL"):
+        DividedExecutor(runner, Workers()).call_all("warm_up")
+    assert runner.abandoned.is_set()
+    assert not any(thread.name == "quire-rank-guard" for thread in threading.enumerate())
+
+
+def test_hosts_that_wait_for_ranks_themselves_need_no_guard():
+    runner = Runner(on_device=False)
+    with pytest.raises(EngineDead):
+        DividedExecutor(runner, Workers()).call_all("warm_up")
+    assert not runner.abandoned.is_set()
