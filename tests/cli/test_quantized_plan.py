@@ -120,7 +120,7 @@ def test_copies_are_counted(tmp_path):
     assert (planned(rounding, 8 << 30).copies, planned(rounding, 8 << 30).no_copies) == (0, "")
     asked = planned(rounding, 8 << 30, dequantized_copies=True)
     assert asked.fits and asked.copies == 0 and "no quantized matrix that can have one" in asked.no_copies
-    with pytest.raises(ConfigError, match="is not supported where several engines or ranks share one GPU"):
+    with pytest.raises(ConfigError, match="is not supported where several engines or ranks share a GPU"):
         planned(directory, 8 << 30, data_parallel_size=2, kv_cache_memory_bytes=1 << 20, dequantized_copies=True)
 
 

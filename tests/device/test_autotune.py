@@ -161,8 +161,10 @@ def test_dequantizing_pays_from_the_rows_on_where_it_is_faster(monkeypatch):
 
 @with_openvino
 def test_openvino_is_used_where_it_agrees(monkeypatch):
-    """And keeps 4-bit numbers, which it does on every CPU that this test has met."""
-    assert choice.agrees()
+    """And keeps 4-bit numbers, which it does on every CPU with AVX-512 that this test has met. On others it may be wrong."""
+    if not choice.agrees():
+        assert "avx512f" not in choice.CPU_INFO.read_text()
+        pytest.skip("OpenVINO's products of quantized weights are wrong on this CPU")
     monkeypatch.setattr(openvino.Network, "keeps_quantized", lambda self: False)
     assert not choice.agrees()
 

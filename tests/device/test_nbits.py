@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from quantized_models import skip_if_wrong
 
 from quire.device.cpu.device import has_openvino
 from quire.device.cpu.graph import Runtime
@@ -25,6 +26,12 @@ RUNTIMES = [*OTHERS, *([Runtime.OWN] if multiplies() else [])]
 ROUNDING = 0.012
 EXACT = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K")
 NUMBER = {name: number for number, (name, _, _) in GGML_TYPES.items()}
+
+
+@pytest.fixture(autouse=True)
+def right(request):
+    if "runtime" in request.fixturenames:
+        skip_if_wrong(request.getfixturevalue("runtime"))
 
 
 @pytest.fixture(autouse=True)
@@ -154,6 +161,7 @@ def test_a_row_does_not_see_the_others(kind, runtime):
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
 def test_openvino_reads_what_it_was_given_once(kind):
     """Whatever it was given is zeros by now, and numbers of rows that are new to it make no difference."""
+    skip_if_wrong(Runtime.OPENVINO)
     product, x = packed_product(pack([stored(kind, rows=2048)], None), Runtime.OPENVINO), torch.randn(40, 512)
     expected = x @ dequantized(stored(kind, rows=2048)).t()
     for count in (40, 3, 17):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from quantized_models import layered, loaded
+from quantized_models import layered, loaded, skip_if_wrong
 
 from gguf_files import LLAMA, llama_tensors, tiny_llama
 from oracle import Sequences
@@ -33,9 +33,6 @@ from quire.device.cpu.trace import trace_body
 from quire.ops.linear import linear
 from quire.ops.norm import add_rms_norm, rms_norm
 
-if not network.agrees(AttentionShape(4, 2, 16, 0.25, 16, None)):
-    pytest.skip("OpenVINO cannot attend over pages here", allow_module_level=True)
-
 IDS = [3, 17, 42, 8, 30, 11, 25]
 STEPS = [
     [(0, IDS), (1, IDS[:3]), (2, IDS * 5)],
@@ -46,6 +43,13 @@ STEPS = [
     [(2, IDS)],
     [(1, [1]), (2, [12]), (0, [13])],
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def openvino_can():
+    if not network.agrees(AttentionShape(4, 2, 16, 0.25, 16, None)):
+        pytest.skip("OpenVINO cannot attend over pages here")
+    skip_if_wrong(Runtime.OPENVINO)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from quantized_models import layered, loaded
+from quantized_models import layered, loaded, skip_if_wrong
 
 from gguf_files import LLAMA, llama_tensors, tiny_llama
 from oracle import Sequences
@@ -32,6 +32,7 @@ RUNTIMES = [*([Runtime.OPENVINO] if has_openvino() else []), *([Runtime.OWN] if 
 @pytest.fixture(params=RUNTIMES)
 def runtime(request, monkeypatch):
     """Who runs the pieces, and what they are compared with."""
+    skip_if_wrong(request.param)
     monkeypatch.setattr("quire.device.cpu.prepare.runtime_for_blocks", lambda: request.param)
     return request.param
 

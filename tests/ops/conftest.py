@@ -4,6 +4,7 @@ import dataclasses
 import os
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,21 @@ if not torch.cuda.is_available():
 @pytest.fixture
 def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def dots_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter, `tl.dot` adds the products of each value in the same order whatever the shapes, as a GPU does.
+    The BLAS that numpy calls for it chooses kernels by shape on some processors."""
+
+    def matmul(a: np.ndarray, b: np.ndarray, dtype: np.dtype | None = None) -> np.ndarray:
+        rows, columns = (
+            np.ascontiguousarray(a),
+            np.ascontiguousarray(b),
+        )  # the layout sets the order
+        return np.multiply(rows[..., :, :, None], columns[..., None, :, :], dtype=dtype).sum(axis=-2)
+
+    monkeypatch.setattr(np, "matmul", matmul)
 
 
 @pytest.fixture(scope="session", autouse=True)

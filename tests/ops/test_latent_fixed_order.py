@@ -35,7 +35,7 @@ SPARE = 3  # work items that a recorded plan has room for and no row needs
 
 
 @pytest.fixture(autouse=True)
-def fixed_order(monkeypatch):
+def fixed_order(monkeypatch, dots_in_order):
     monkeypatch.setattr(order, "_fixed", True)
 
 

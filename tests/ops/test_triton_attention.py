@@ -257,18 +257,18 @@ def compare_ways(
 
 
 INVARIANT = {
-    "plain": AttentionSpec(2, 2, 16, 0.25),
+    "plain": AttentionSpec(1, 1, 16, 0.25),
     "shared heads, odd head": SPECS["shared heads, odd head"],
-    "window": AttentionSpec(4, 2, 16, 0.3, window=45),
+    "window": AttentionSpec(2, 1, 16, 0.3, window=45),
     "sinks": SPECS["sinks"],
-    "sinks and window": AttentionSpec(4, 2, 16, 0.3, window=70, sinks=True),
-    "soft cap": SPECS["soft cap"],
-    "slopes": SPECS["slopes"],
+    "sinks and window": AttentionSpec(2, 1, 16, 0.3, window=70, sinks=True),
+    "soft cap": AttentionSpec(2, 1, 16, 0.9, soft_cap=2.0),
+    "slopes": AttentionSpec(3, 1, 16, 0.3, slopes=(0.5, 0.0625, 0.7)),
 }
 
 
 @pytest.fixture
-def fixed_order(monkeypatch):
+def fixed_order(monkeypatch, dots_in_order):
     monkeypatch.setattr(order, "_fixed", True)
 
 
