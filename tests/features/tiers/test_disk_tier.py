@@ -12,7 +12,7 @@ import pytest
 from test_host_tier import CONVERSATIONS, GREEDY, SMALL, TIER, counts, turns
 
 from patience import wait_for
-from quire import LLM
+from quire import LLM, SamplingParams
 from quire.cache.prefix import extend_keys
 from quire.types.errors import ConfigError
 from serving import NAME, Running
@@ -225,4 +225,28 @@ def test_pages_of_a_broken_row_are_removed_from_disk(model: str, tmp_path: Path)
     stop(llm)
     llm = start(model, tmp_path)
     assert counts(llm).on_disk == before - len(keys)
+    stop(llm)
+
+
+def test_one_hit_has_pages_of_the_device_of_host_memory_and_of_the_disk(model: str, tmp_path: Path):
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    text, other = [(j * 3) % 50 + 3 for j in range(61)], [(j * 5) % 40 + 60 for j in range(95)]
+
+    def ask(llm: LLM, tokens: list[int]) -> tuple[int, list[int]]:
+        [output] = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+        while llm.llm_engine.core.has_unfinished:
+            llm.llm_engine.core.step()
+        return output.num_cached_tokens, list(output.outputs[0].token_ids)
+
+    first = start(model, tmp_path)
+    answer = ask(first, text)[1]
+    stop(first)
+    llm = start(model, tmp_path)
+    assert ask(llm, text[:41])[0] == 40, "from disk, through host memory"
+    assert ask(llm, other)[0] == 0, "it evicts some of them from the device"
+    before = counts(llm)
+    assert ask(llm, text) == (60, answer)
+    found = counts(llm)
+    hits, from_disk = found.hits - before.hits, found.disk_hits - before.disk_hits
+    assert from_disk == 20 and 0 < hits - from_disk < 40, (hits, from_disk)
     stop(llm)
