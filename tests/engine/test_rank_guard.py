@@ -1,11 +1,13 @@
 """A host that waits for its device is freed when the device waits for a rank that has ended, and gets the reason."""
 
 import threading
+import weakref
+from types import SimpleNamespace
 
 import pytest
 
 from patience import PATIENCE
-from quire.engine.executor.local import DividedExecutor
+from quire.engine.executor.local import DividedExecutor, RanksExecutor, RanksFlight
 from quire.types.errors import EngineDead
 
 
@@ -54,10 +56,31 @@ class Workers:
 @pytest.mark.parametrize("error", [None, RuntimeError("NCCL communicator was aborted")])
 def test_a_call_ends_when_a_rank_has_ended(error):
     runner = Runner(error=error)
+    executor = DividedExecutor(runner, Workers())
     with pytest.raises(EngineDead, match=r"rank 1 \(process 4711\) ended with signal SIGKILL"):
-        DividedExecutor(runner, Workers()).call_all("warm_up")
+        executor.call_all("warm_up")
     assert runner.abandoned.is_set()
+    executor._guard.stop()
     assert not any(thread.name == "quire-rank-guard" for thread in threading.enumerate())
+
+
+def test_a_result_that_comes_after_collectives_were_ended_is_refused():
+    executor = RanksExecutor(Runner(), workers := Workers())
+    flight = RanksFlight(SimpleNamespace(result=lambda: "tokens"), executor)
+    assert flight.result() == "tokens"
+    workers.began = True
+    assert executor._guard.freed.wait(PATIENCE)
+    with pytest.raises(EngineDead, match="rank 1"):
+        flight.result()
+
+
+def test_the_guard_keeps_nothing_alive():
+    executor = DividedExecutor(runner := Runner(), workers := Workers())
+    thread, kept = executor._guard._thread, weakref.ref(workers)
+    del executor, runner, workers
+    assert kept() is None
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
 
 
 def test_hosts_that_wait_for_ranks_themselves_need_no_guard():

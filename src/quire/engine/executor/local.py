@@ -6,6 +6,7 @@ Ranks run the same steps or are lost together. All ranks read LoRA adapters at t
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +26,7 @@ from quire.runner.flight import StepFlight, device_lost
 from quire.runner.step import Runner
 from quire.types.adapter import AdapterFacts, AdapterRef
 from quire.types.errors import AdapterChanged, AdapterError, EngineDead, EngineError
-from quire.types.plan import Ints, StepPlan, Words
+from quire.types.plan import Ints, StepPlan, StepResult, Words
 from quire.types.stats import DeviceCounts
 
 
@@ -102,12 +103,42 @@ GUARD_POLL_S = 0.5  # between checks whether a rank has ended
 ASK_DEVICE_AFTER_S = 1.0  # of waiting for a result, to find the rank that is late
 
 
+class RankGuard:
+    """A thread that ends the collectives of this process when a rank has ended: this host may be waiting for its device.
+
+    It does not keep the ranks or the runner alive.
+    """
+
+    def __init__(self, workers: Workers, runner: Runner) -> None:
+        self.freed, self._done = threading.Event(), threading.Event()
+        arguments = weakref.ref(workers), weakref.ref(runner), self.freed, self._done
+        self._thread = threading.Thread(target=_guard, args=arguments, name="quire-rank-guard", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._done.set()
+        self._thread.join()
+
+
+def _guard(workers: weakref.ref[Workers], runner: weakref.ref[Runner], freed: threading.Event, done: threading.Event) -> None:
+    while not done.wait(GUARD_POLL_S):
+        ranks, own = workers(), runner()
+        if ranks is None or own is None:
+            return
+        if ranks.any_ended():
+            freed.set()  # first: results that come from now on are of no use
+            own.abandon()
+            return
+        del ranks, own
+
+
 class DividedExecutor(LocalExecutor):
     """An executor with several ranks, the first in this process."""
 
     def __init__(self, runner: Runner, workers: Workers) -> None:
         super().__init__(runner)
         self._workers = workers
+        self._guard = RankGuard(workers, runner) if runner.waits_on_device else None
 
     def check(self) -> None:
         self._workers.check()
@@ -121,41 +152,28 @@ class DividedExecutor(LocalExecutor):
         self.check()
         target = self.find(method)
         self._workers.send(wire.CallRank(method, list(args)))
-        with self._freed_by_losses():
+        with self._named_cause():
             own = target(*args)
         others = "another rank" if self._workers.count == 1 else f"{self._workers.count} other ranks"
         with doing(f"starting {others}, and loading the weights there" if method == "load" else f"waiting for {others}"):
             return [own, *self._workers.answers()]
 
     @contextmanager
-    def _freed_by_losses(self) -> Iterator[None]:
-        """Guard a call in which this host may wait for its device, which may wait for a rank that ends meanwhile.
-
-        The device's results are of no use then, and the caller must ask whether ranks are lost.
-        """
-        if not self._runner.waits_on_device:
-            yield
-            return
-        done, freed = threading.Event(), threading.Event()
-
-        def watch() -> None:
-            while not done.wait(GUARD_POLL_S):
-                if self._workers.any_ended():
-                    freed.set()
-                    self._runner.abandon()
-                    return
-
-        watching = threading.Thread(target=watch, name="quire-rank-guard", daemon=True)
-        watching.start()
+    def _named_cause(self) -> Iterator[None]:
+        """If ranks ended and the device's collectives were ended for that, raise the cause, whatever the block did."""
         try:
             yield
-        except Exception:
-            if freed.is_set():
-                self._workers.check()  # raises the cause
+        except EngineDead:
             raise
-        finally:
-            done.set()
-            watching.join()
+        except Exception:
+            self.refuse_freed()
+            raise
+        self.refuse_freed()
+
+    def refuse_freed(self) -> None:
+        """Raise EngineDead if the device's results are of no use, because its collectives were ended."""
+        if self._guard is not None and self._guard.freed.is_set():
+            self._workers.check()
 
     def idle(self) -> bool:
         """As in LocalExecutor; if graphs contain collectives, all ranks record at the same time."""
@@ -171,12 +189,11 @@ class DividedExecutor(LocalExecutor):
         with contextlib.suppress(EngineDead):
             self.check()
         lost = self._workers.gone
-        if lost:
-            ended = self._runner.abandon()  # before the other ranks are killed: it ends their kernels too
-        else:
-            with self._freed_by_losses():
-                self._runner.synchronize()  # steps in flight need the other ranks
-            ended = True
+        if not lost:
+            self._runner.synchronize()  # steps in flight need the other ranks
+        if self._guard is not None:
+            self._guard.stop()
+        ended = not lost or self._runner.abandon()  # before the other ranks are killed: it ends their kernels too
         self._workers.finish()
         if ended:
             super().stop()  # if a GPU waits for a lost rank, freeing its memory would wait too
@@ -264,7 +281,11 @@ class RanksFlight:
 
     def __init__(self, flight: StepFlight, executor: "RanksExecutor") -> None:
         self._flight, self._executor = flight, executor
-        self.result = flight.result
+
+    def result(self) -> StepResult:
+        found = self._flight.result()
+        self._executor.refuse_freed()
+        return found
 
     def sample(self, masks: Words) -> None:
         self._flight.sample(masks)

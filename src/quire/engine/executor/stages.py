@@ -50,7 +50,9 @@ class StageFlight:
         self._executor.note_sampled(self)
 
     def result(self) -> StepResult:
-        return self._executor.finish(self).result()
+        found = self._executor.finish(self).result()
+        self._executor.refuse_freed()
+        return found
 
 
 class StagesExecutor(DividedExecutor):

@@ -67,6 +67,7 @@ class Worker:
     ) -> None:
         """stage: its pipeline stage, if there are several."""
         self.rank, self.process, self._stage = rank, process, stage
+        self._polling = Lock()
         self._sending = Lock()  # another thread sends `ReadAdapter`
         self.failure: wire.RankFailed | None = None
         self.answers: list[Any] = []
@@ -81,6 +82,11 @@ class Worker:
         if isinstance(self.process, RemoteProcess):
             return f"rank {self.rank} ({stage}on node {self.process.connection.node})"
         return f"rank {self.rank} ({stage}process {self.process.pid})"
+
+    def poll(self) -> int | None:
+        """Return the exit code of its process; None: it runs. Called in any thread."""
+        with self._polling:
+            return self.process.poll()
 
     def send(self, frame: bytes) -> None:
         """Send a frame. Raises OSError if the rank does not read or is gone."""
@@ -189,12 +195,12 @@ class Workers:
         if not self.end.alive:
             raise EngineDead("the ranks have been stopped")
         for worker in self._workers:
-            if worker.process.poll() is not None:
+            if worker.poll() is not None:
                 self.lost(worker.rank)
 
     def any_ended(self) -> bool:
         """Return whether the process of a rank has ended. Called in any thread."""
-        return any(worker.process.poll() is not None for worker in self._workers)
+        return any(worker.poll() is not None for worker in self._workers)
 
     def give_up(self, reason: str, kind: type[EngineDead] = EngineDead) -> EngineDead:
         """Return the error that `check` raises from now on: the ranks are out of step."""
@@ -245,7 +251,7 @@ class Workers:
         """Raise with the rank that failed, and how. Ranks that end only because another one did are not the cause."""
         deadline = time.monotonic() + (SHARED_FAILURE_TIMEOUT_S if self._shares else FAILURE_TIMEOUT_S)
         while True:
-            codes = {worker: worker.process.poll() for worker in self._workers}
+            codes = {worker: worker.poll() for worker in self._workers}
             for worker in self._workers:
                 worker.receive()
             failed = [worker for worker in self._workers if worker.failure is not None]
@@ -276,7 +282,7 @@ class Workers:
 
     def _refuse_stopped(self, late: Iterable[Worker], seconds: float) -> None:
         for worker in late:
-            if not worker.process.pid and worker.process.poll() is not None:  # its node has reported it
+            if not worker.process.pid and worker.poll() is not None:  # its node has reported it
                 self.lost(worker.rank)
             if seconds >= STOPPED_TIMEOUT_S and worker.process.pid and is_stopped(worker.process.pid):
                 raise self.give_up(f"{worker.name} is stopped (SIGSTOP) and delayed the other ranks for {seconds:.1f} s")
