@@ -241,8 +241,9 @@ def test_random_pictures_that_are_wrong(wrong: dict[str, object]) -> None:
 
 
 def test_flags_belong_to_data_sets(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "serve", "--dataset-name", "random", "--random-mm-base-items-per-request", "2"]) == 2
-    assert "--random-mm-base-items-per-request does not belong to --dataset-name random" in capsys.readouterr().err
+    for flag in ("--dataset-name", "--dataset"):
+        assert main(["bench", "serve", flag, "random", "--random-mm-base-items-per-request", "2"]) == 2
+        assert "--random-mm-base-items-per-request does not belong to --dataset-name random" in capsys.readouterr().err
     assert main(["bench", "serve", "--dataset-name", "random-mm", "--prefix-repetition-num-prefixes", "2"]) == 2
     assert "does not belong to --dataset-name random-mm" in capsys.readouterr().err
 

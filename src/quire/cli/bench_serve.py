@@ -59,6 +59,7 @@ SERVER: Flags = (
     ("ready-check-timeout-sec", "wait this long for the server to be ready (default 0)", X | {"default": 0.0}),
     ("request-id-prefix", "of the X-Request-Id header (default: a random one)", {"metavar": "TEXT"}),
 )
+OTHER_SPELLINGS = {"dataset-name": ("--dataset",)}
 # Each flag belongs to the data set whose name it begins with; DatasetOptions has the defaults.
 DATASET: Flags = (
     ("random-input-len", "tokens of each prompt, after the prefix (default 1024)", N),
@@ -160,7 +161,7 @@ def add_groups(parser: argparse.ArgumentParser, groups: Iterable[tuple[str, Flag
     for title, flags in groups:
         group = parser.add_argument_group(title)
         for name, text, options in flags:
-            group.add_argument(f"--{name}", help=text, **options)
+            group.add_argument(f"--{name}", *OTHER_SPELLINGS.get(name, ()), help=text, **options)
 
 
 NOTHING_SUCCEEDED, INTERRUPTED = 1, 130
