@@ -87,6 +87,18 @@ def test_frames_of_a_long_clip():
         decode_video(clip(50)[:300], {})
 
 
+@pytest.mark.parametrize(("atom", "offset"), [(b"stts", 12), (b"mdhd", 20), (b"mvhd", 20)])
+def test_a_header_that_counts_frames_that_are_not_there(atom, offset):
+    """Frames are taken from those that there are."""
+    whole = clip(50)
+    lying = bytearray(whole)
+    at = lying.index(atom) + offset
+    lying[at : at + 4] = (90_000).to_bytes(4, "big")
+    expected, found = decode_video(whole, {"num_frames": 8}), decode_video(bytes(lying), {"num_frames": 8})
+    assert (found.frames == expected.frames).all()
+    assert (found.seconds, found.duration) == (expected.seconds, expected.duration)
+
+
 def test_a_clip_that_takes_too_long_is_refused_early(monkeypatch):
     monkeypatch.setattr(videos, "DECODE_PATIENCE_S", 0.0)
     monkeypatch.setattr(videos, "DECODE_SECONDS", 1e-9)

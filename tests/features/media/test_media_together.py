@@ -1,5 +1,6 @@
 """Images with the other features of an engine: transformers' tokens, or a refusal that names both."""
 
+import base64
 import copy
 import functools
 import itertools
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import test_qwen_vl
 import torch
+from media_files import clip
 from media_models import NEW_TOKENS, MediaCase, pictures
 from safetensors.torch import load_file, save_file
 
@@ -21,6 +23,7 @@ from matrix_case import write_checkpoint
 from quantized_checkpoints import compressed, ints, packed
 from quire import LLM, SamplingParams
 from quire.engine.executor import workers
+from quire.features.media.workers.videos import decode_video
 from quire.lora.request import LoRARequest
 from quire.ops.native import multiplies_floats
 from quire.types.errors import AdapterError, ConfigError, NotSupported
@@ -136,6 +139,31 @@ def test_beam_search(case, name):
         outputs = llm.beam_search([row.prompt(parts) for parts in row.prompts], params)
     for prompt, parts, output in zip(ids, row.prompts, outputs, strict=True):
         assert [beam.tokens[len(prompt) :] for beam in output.sequences] == beams(row, prompt, parts, 2, 4)
+
+
+VIDEO_TEMPLATE = (
+    "{% for part in messages[0].content %}{% if part.type == 'video' %}MARK{% else %}{{ part.text }}{% endif %}{% endfor %}"
+)
+
+
+def test_video_files(case):
+    """A file in a message is answered as its frames; media_io_kwargs choose them."""
+    row, file = case("qwen2.5-vl"), clip(20, 32, 24)
+    mark = row.family.placeholder("video")
+    template = VIDEO_TEMPLATE.replace("MARK", mark)
+    url = "data:video/mp4;base64," + base64.b64encode(file).decode()
+    chat = [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": " well"}]}]
+    frames = decode_video(file, {}).frames
+    assert len(frames) == 20
+    with engine(row) as llm:
+        [asked] = llm.chat(chat, GREEDY, use_tqdm=False, chat_template=template)
+        prompt = {"prompt": f"{mark} well", "multi_modal_data": {"video": (frames, {"fps": 25.0})}}
+        [given] = llm.generate(prompt, GREEDY, use_tqdm=False)
+        assert asked.prompt_token_ids == given.prompt_token_ids and tokens([asked]) == tokens([given])
+        prompt = {**prompt, "multi_modal_data": {"video": file}, "media_io_kwargs": {"video": {"num_frames": 4}}}
+        [fewer] = llm.generate(prompt, GREEDY, use_tqdm=False)
+    [whole, part] = (output.prompt_token_ids.count(row.entry.marks["<|video_pad|>"]) for output in (given, fewer))
+    assert whole == 5 * part > 0
 
 
 WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}  # sizes that the kernels for CPUs support

@@ -74,16 +74,16 @@ def _formats() -> tuple[str, ...]:
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
-def check_size(width: int, height: int) -> None:
+def check_size(width: int, height: int, what: str = "image") -> None:
     if width < 1 or height < 1:
-        raise InvalidParameter("the image has no pixels")
+        raise InvalidParameter(f"the {what} has no pixels")
     if width * height > MAX_PIXELS:
         raise InvalidParameter(
-            f"the image has {width} x {height} pixels; at most {MAX_PIXELS // 10**6} million are supported. Send a smaller one"
+            f"the {what} has {width} x {height} pixels; at most {MAX_PIXELS // 10**6} million are supported. Send a smaller one"
         )
     if max(width, height) > MAX_RATIO * min(width, height):
         raise InvalidParameter(
-            f"the image has {width} x {height} pixels; one side may be at most {MAX_RATIO} times the other. Crop it"
+            f"the {what} has {width} x {height} pixels; one side may be at most {MAX_RATIO} times the other. Crop it"
         )
 
 

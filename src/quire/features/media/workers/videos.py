@@ -20,27 +20,42 @@ DECODE_SECONDS = 40.0  # of processor time for the frames of a video
 DECODE_PATIENCE_S = 1.5  # of processor time, after which decoding goes on only if it will end in time
 
 
+class _FewerFrames(Exception):
+    """The file has fewer frames than its header counts."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+
 def decode_video(data: bytes, options: dict[str, Any]) -> Video:
     """Return frames at equal distances. options: num_frames (32; -1: as many as possible) and fps (-1: any)."""
     if find_spec("av") is None:
         raise NotSupported("videos require PyAV: pip install 'quire[vision]' on the server")
-    import av
-
     try:
-        with av.open(io.BytesIO(data), mode="r", metadata_errors="ignore") as container:
-            if not container.streams.video:
-                raise InvalidParameter("the video has no frames")
-            stream = container.streams.video[0]
-            check_size(stream.codec_context.width, stream.codec_context.height)
-            rate = float(stream.average_rate or stream.guessed_rate or 1)
-            count = stream.frames or _count(data)
-            wanted = wanted_frames(count, rate, options)
-            check_kept(len(wanted), stream.codec_context.height, stream.codec_context.width)
-            return _keep(container.decode(stream), wanted, rate, count)
+        try:
+            return _decode(data, options)
+        except _FewerFrames as found:
+            return _decode(data, options, found.count)
     except (InvalidParameter, NotSupported, MemoryError):
         raise
     except Exception:  # decoders fail in any way with broken files
         raise InvalidParameter("the video is broken or of no known format") from None
+
+
+def _decode(data: bytes, options: dict[str, Any], counted: int = 0) -> Video:
+    """counted: frames of the file; 0: those of its header"""
+    import av
+
+    with av.open(io.BytesIO(data), mode="r", metadata_errors="ignore") as container:
+        if not container.streams.video:
+            raise InvalidParameter("the video has no frames")
+        stream = container.streams.video[0]
+        check_size(stream.codec_context.width, stream.codec_context.height, "video")
+        rate = float(stream.average_rate or stream.guessed_rate or 1)
+        count = counted or stream.frames or _count(data)
+        wanted = wanted_frames(count, rate, options)
+        check_kept(len(wanted), stream.codec_context.height, stream.codec_context.width)
+        return _keep(container.decode(stream), wanted, rate, count)
 
 
 def wanted_frames(count: int, rate: float, options: dict[str, Any]) -> list[int]:
@@ -55,7 +70,7 @@ def wanted_frames(count: int, rate: float, options: dict[str, Any]) -> list[int]
 
 
 def check_kept(frames: int, height: int, width: int) -> None:
-    check_size(width, height)
+    check_size(width, height, "video")
     if frames > MAX_FRAMES or frames * height * width > MAX_KEPT_PIXELS:
         raise InvalidParameter(
             f"the video has {frames} frames of {width} x {height} pixels; at most {MAX_FRAMES} frames and "
@@ -87,18 +102,20 @@ def _keep(frames: Any, wanted: list[int], rate: float, count: int) -> Video:
 
     kept: list[Any] = []
     seconds: list[float] = []
-    last, indices, begun = None, set(wanted), time.process_time()
+    decoded, indices, begun = 0, set(wanted), time.process_time()
     for i, frame in enumerate(frames):
         _check_time(time.process_time() - begun, (i + 1) / (wanted[-1] + 1))
-        check_size(frame.width, frame.height)  # a stream may change its size
-        last = frame
+        check_size(frame.width, frame.height, "video")  # a stream may change its size
+        decoded = i + 1
         if i in indices:
             kept.append(frame.to_ndarray(format="rgb24"))
             seconds.append(i / rate)
         if i >= wanted[-1]:
             break
-    if last is None:
+    if not decoded:
         raise InvalidParameter("the video has no frames")
+    if len(kept) < len(wanted) - 1:  # headers often count one too many
+        raise _FewerFrames(decoded)
     if not kept or len({frame.shape for frame in kept}) != 1:
         raise InvalidParameter("the frames of the video differ in size")
     return Video(np.stack(kept), seconds, rate, count / rate)
