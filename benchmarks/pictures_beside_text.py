@@ -1,7 +1,7 @@
 """Load a server with pictures and, beside them, streams of text; print one table of TTFT, ITL, throughput and GPU idle time.
 
-    python benchmarks/pictures_beside_text.py            # Qwen2.5-VL-7B's shape, random weights, 1,024 x 1,024 pictures
-    python benchmarks/pictures_beside_text.py --tiny     # the same with a model of two layers, for machines without a GPU
+    python benchmarks/pictures_beside_text.py         # Qwen2.5-VL-7B's shape, random weights, 1,024 x 1,024 pictures
+    python benchmarks/pictures_beside_text.py tiny    # two layers and small pictures, for machines without a GPU
     python benchmarks/pictures_beside_text.py --model MODEL --serve-args "--load-format dummy" | --url URL
 
 Nothing is downloaded: the model's configuration, image processor, tokenizer and chat template are written to a temporary
@@ -51,6 +51,11 @@ COLUMNS = (
     "gpu_idle_percent",
 )  # fmt: skip
 Rows = dict[str, dict[str, Any]]
+PRESETS: dict[str, dict[str, Any]] = {
+    "7b": {"side": 1024, "concurrency": [16, 64], "seconds": 30.0, "pictures": 2000, "serve_args": ""},
+    "tiny": {"side": 448, "concurrency": [2], "seconds": 4.0, "pictures": 40,
+             "serve_args": "--device cpu --kv-cache-memory-bytes 256M"},
+}  # fmt: skip
 
 # ---- the model
 
@@ -115,7 +120,7 @@ def server_of(options: argparse.Namespace) -> Iterator[str]:
         return
     with tempfile.TemporaryDirectory() as directory, socket.socket() as held:
         if options.model is None:
-            write_model(Path(directory), options.tiny)
+            write_model(Path(directory), options.shape == "tiny")
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
         held.close()
@@ -311,17 +316,20 @@ def show(rows: Rows, concurrency: list[int]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", nargs="?", choices=PRESETS, default="7b")
     parser.add_argument("--url", help="of a running server whose model reads images; default: one is started")
     parser.add_argument("--model", help="its checkpoint; default: Qwen2.5-VL-7B's shape with random weights")
-    parser.add_argument("--tiny", action="store_true", help="a model of two layers")
-    parser.add_argument("--serve-args", default="", help="further arguments of quire serve")
-    parser.add_argument("--side", type=int, default=1024, help="pixels of a picture's side")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[16, 64])
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each row with several clients")
-    parser.add_argument("--pictures", type=int, default=2000, help="different ones; a row ends when they are used up")
+    parser.add_argument("--serve-args", help="further arguments of quire serve")
+    parser.add_argument("--side", type=int, help="pixels of a picture's side")
+    parser.add_argument("--concurrency", type=int, nargs="+", help="pictures at a time")
+    parser.add_argument("--seconds", type=float, help="of each row with several clients")
+    parser.add_argument("--pictures", type=int, help="different ones; a row ends when they are used up")
     parser.add_argument("--limit", type=float, default=350.0, help="seconds after which it is given up")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    for name, value in PRESETS[options.shape].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
     signal.signal(signal.SIGALRM, give_up)
     signal.setitimer(signal.ITIMER_REAL, options.limit)
     with ProcessPoolExecutor() as pool:
