@@ -246,13 +246,14 @@ def choose_following(args: EngineArgs, facts: ModelFacts, device: DeviceFacts) -
 def choose_depth(args: EngineArgs, device: DeviceFacts, speculation: SpeculativeConfig | None) -> int:
     """Return the steps that are planned ahead. Heads read the states of every step, so there are none.
 
-    In a pipeline every stage has a step in flight, unless a draft model or head waits for each.
+    In a pipeline every stage has a step in flight, unless a draft model or head waits for each. Ranks that draft do so after
+    each step, all at the same time.
     """
     stages, method = args.pipeline_parallel_size, "" if speculation is None else speculation.method
     if stages > 1:
         usual = method not in ON_DEVICE
         return stages - 1 if (usual if args.async_scheduling is None else args.async_scheduling) else 0
-    usual = device.overlaps and method not in HEADS
+    usual = device.overlaps and method not in (ON_DEVICE if args.tensor_parallel_size > 1 else HEADS)
     return int(usual if args.async_scheduling is None else args.async_scheduling)
 
 

@@ -50,7 +50,7 @@ class SpeculationArgs:
 CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         "steps planned ahead of drafts",
-        lambda c: c.depth > 0 and (c.draft_head is not None or (c.stages > 1 and _drafts_by_weights(c))),
+        lambda c: c.depth > 0 and (c.draft_head is not None or _waits_for_drafts(c)),
         lambda c: (
             f"async_scheduling plans steps before the last one's states are read, but {c.draft_method} "
             "drafts from them; drop async_scheduling, or speculative_config"
@@ -78,14 +78,6 @@ CONFLICTS: tuple[Conflict, ...] = (
         lambda c: (
             f"num_speculative_tokens {c.speculation and c.speculation.num_speculative_tokens} and a token before them do not "
             f"fit a step of {c.step_limit_name} {c.scheduled_tokens}. Lower the first or raise the second"
-        ),
-    ),
-    Conflict(
-        "models that draft on several GPUs",
-        lambda c: (c.drafts_on_device or c.text_drafter is not None) and c.world > 1 and c.device != "cpu",
-        lambda c: (
-            f"speculative_config.method {c.draft_method} is not supported with {c.parallelism} on {c.device} "
-            "yet; use ngram or suffix, or leave one of them out"
         ),
     ),
     Conflict(
@@ -133,5 +125,6 @@ class SpeculativeDecoding(Feature):
         )
 
 
-def _drafts_by_weights(config: "Config") -> bool:
-    return config.drafts_on_device or config.text_drafter is not None
+def _waits_for_drafts(config: "Config") -> bool:
+    """Return whether several ranks wait for a draft model after each step."""
+    return (config.world > 1 and config.drafts_on_device) or (config.stages > 1 and config.text_drafter is not None)

@@ -21,6 +21,7 @@ from quire.runner.transfer import Download, upload_together
 from quire.types.plan import Bools, Ints, Outputs, RowShapes, StepPlan, StepRows, spans
 
 NO_DRAFT = -1
+MAX_COMING = 4  # downloads of draft tokens that nobody has asked for: they hold pinned memory
 
 
 @dataclass(frozen=True)
@@ -109,15 +110,20 @@ class Guessed:
     def note(self, slot: Ints, guesses: Tensor) -> None:
         """guesses [R, n] on the device."""
         self._coming.append((slot, Download([guesses])))
+        if len(self._coming) > MAX_COMING:  # only the first rank asks for draft tokens
+            self._take(*self._coming.pop(0))
 
     def of(self, slot: Ints, position: Ints) -> Ints:
         for slots, download in self._coming:
-            [guesses] = download.wait()
-            self._known[slots] = NO_DRAFT
-            self._known[slots, : guesses.shape[1]] = guesses
+            self._take(slots, download)
         self._coming.clear()
         found: Ints = self._known[slot, position]
         return found
+
+    def _take(self, slots: Ints, download: Download) -> None:
+        [guesses] = download.wait()
+        self._known[slots] = NO_DRAFT
+        self._known[slots, : guesses.shape[1]] = guesses
 
 
 class DraftSampler:
