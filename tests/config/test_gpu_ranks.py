@@ -9,6 +9,7 @@ from quire.config.args import EngineArgs
 from quire.config.config import Config
 from quire.config.resolve import resolve
 from quire.device.registry import open_device
+from quire.engine.agreement import refuse_other_values, resolved_values
 from quire.engine.start_local import warn_uneven
 from quire.types.errors import ConfigError
 
@@ -25,6 +26,9 @@ def config_of(path, gpus: int, **values) -> Config:
         (4, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
         (0, {"pipeline_parallel_size": 4}),  # nobody looked: `quire plan` supposes that they are there
         (2, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "nnodes": 2}),
+        (2, {"tensor_parallel_size": 4, "nnodes": 2}),
+        (1, {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}),  # each rank gets its GPU from Ray
+        (1, {"pipeline_parallel_size": 2, "distributed_executor_backend": "external_launcher"}),  # ... or from torchrun
         (2, {"pipeline_parallel_size": 2, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
     ],
 )
@@ -42,13 +46,7 @@ def test_enough_gpus(model, gpus, values):  # noqa: F811
             "needs 2 GPUs on this machine, one per rank, and 1 are visible",
         ),
         (3, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, r"needs 4 GPUs .* QUIRE_CUDA_RANKS=1 lets ranks share"),
-        (2, {"tensor_parallel_size": 4, "nnodes": 2}, r"With nnodes=2, pipeline_parallel_size must be a multiple of 2"),
-        (
-            2,
-            {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
-            "='ray' is supported on CPUs only; leave it out",
-        ),
-        (2, {"pipeline_parallel_size": 2, "distributed_executor_backend": "external_launcher"}, "is supported on CPUs only"),
+        (1, {"tensor_parallel_size": 4, "nnodes": 2}, r"needs 2 GPUs on this machine, one per rank, and 1 are visible"),
     ],
 )
 def test_what_is_refused(model, gpus, values, message, monkeypatch):  # noqa: F811
@@ -69,3 +67,26 @@ def test_the_rank_whose_gpu_limits_the_cache_of_all_is_named(model, caplog):  # 
     assert not caplog.records
     warn_uneven(config, [40 << 30, 20 << 30])
     assert "rank 1 has 20.0 GiB for the KV cache and rank 0 has 40.0 GiB" in caplog.text
+    warn_uneven(config_of(model, 2, tensor_parallel_size=4, nnodes=2), [40 << 30, 40 << 30, 20 << 30, 40 << 30])
+    assert "rank 2 on node 1 has 20.0 GiB for the KV cache and rank 0 on node 0 has 40.0 GiB" in caplog.text
+
+
+def test_a_rank_with_another_gpu_is_refused(model):  # noqa: F811
+    def on(gpu, **sizes):
+        config = config_of(model, 2, **sizes)
+        return replace(config, device_facts=replace(config.device_facts, name=gpu))
+
+    first, other = (on(gpu, tensor_parallel_size=2) for gpu in ("NVIDIA H200", "NVIDIA L4"))
+    refuse_other_values(first, resolved_values(first))
+    with pytest.raises(ConfigError, match="its GPU is 'NVIDIA L4', rank 0's is 'NVIDIA H200'"):
+        refuse_other_values(other, resolved_values(first))
+    stages = {"pipeline_parallel_size": 2}
+    refuse_other_values(on("NVIDIA L4", **stages), resolved_values(on("NVIDIA H200", **stages)))
+
+
+def test_ranks_that_draft_wait_for_each_step(model):  # noqa: F811
+    drafts = {"model": str(model), "num_speculative_tokens": 2}
+    config = config_of(model, 2, tensor_parallel_size=2, speculative_config=drafts)
+    assert config.drafts_on_device and config.depth == 0
+    with pytest.raises(ConfigError, match="async_scheduling plans steps before the last one's states are read"):
+        config_of(model, 2, tensor_parallel_size=2, speculative_config=drafts, async_scheduling=True)

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from patience import PATIENCE
+from quire.device.cuda.nodes_group import HostNodesGroup
 from quire.dist import shared_memory
 from quire.dist.mesh import Position, evenly
 from quire.dist.shared_memory import NodesGroup
 from quire.engine.executor import nodes
-from quire.engine.handshake import listen, receive_json, send_json
+from quire.engine.handshake import address_towards, listen, receive_json, send_json
 from quire.proc.spawn import anonymous_memory
 from quire.types.errors import EngineError
 
@@ -32,7 +33,7 @@ class Patient:
 
 
 @contextlib.contextmanager
-def groups(places):
+def groups(places, kind=NodesGroup):
     """places: of every rank, its node."""
     size = len(places)
     local, remote = [{} for _ in places], [{} for _ in places]
@@ -46,8 +47,7 @@ def groups(places):
     memories = {node: anonymous_memory("test") for node in set(places)}
     try:
         yield [
-            NodesGroup(Position(rank, size), memories[node], local[rank], Patient(), remote[rank])
-            for rank, node in enumerate(places)
+            kind(Position(rank, size), memories[node], local[rank], Patient(), remote[rank]) for rank, node in enumerate(places)
         ]
     finally:
         for end in itertools.chain.from_iterable(ends.values() for ends in (*local, *remote)):
@@ -70,12 +70,14 @@ def together(made, work):
     return results
 
 
-@pytest.mark.parametrize("places", [(0, 1), (0, 0, 1), (0, 1, 1, 2)])
-def test_sums_and_joins(monkeypatch, places):
+@pytest.mark.parametrize(
+    ("places", "kind"), [((0, 1), NodesGroup), ((0, 0, 1), NodesGroup), ((0, 1, 1, 2), NodesGroup), ((0, 0, 1), HostNodesGroup)]
+)
+def test_sums_and_joins(monkeypatch, places, kind):
     monkeypatch.setattr(shared_memory, "CHUNK_BYTES", 1 << 16)  # several pieces, and more than the connections hold at once
     size = len(places)
     shares = [evenly(65)(Position(rank, size)) for rank in range(size)]
-    with groups(places) as made:
+    with groups(places, kind) as made:
         for rows, kind in ((1, torch.float32), (700, torch.float32), (700, torch.bfloat16), (0, torch.float32)):
             parts = [torch.randn(rows, 65, generator=torch.Generator().manual_seed(rank)).to(kind) for rank in range(size)]
             expected = parts[0]
@@ -219,3 +221,12 @@ def test_a_place_is_free_again_when_no_ranks_come(monkeypatch):
         assert links.meeting == joined.meeting != told["meeting"] and sorted(links.controls) == [1]
         for one in (links, joined, stranger):
             one.close()
+
+
+def test_an_address_of_machine_0_that_does_not_resolve(monkeypatch):
+    def fail(*_, **__):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    with pytest.raises(EngineError, match="machine 0's address 'head' cannot be used from this machine: Name or .* Give an address"):
+        address_towards(("head", 29501))

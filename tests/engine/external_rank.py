@@ -13,11 +13,11 @@ PROMPTS = [list(range(3, 3 + n)) for n in (33, 5, 18)]
 TEXT = ["the quick brown fox", "a quire is"]
 
 
-def script(model: str, **sizes) -> list:
+def script(model: str, device: str = "cpu", **sizes) -> list:
     """What a user writes; every rank gets the same."""
     llm = LLM(
-        model, device="cpu", block_size=4, max_num_seqs=8, max_num_batched_tokens=64, kv_cache_memory_bytes=4 << 20,
-        distributed_executor_backend="external_launcher", **sizes,
+        model, device=device, dtype="float32", block_size=4 if device == "cpu" else 16, max_num_seqs=8,
+        max_num_batched_tokens=64, kv_cache_memory_bytes=4 << 20, distributed_executor_backend="external_launcher", **sizes,
     )  # fmt: skip
     said = []
     for prompts, params in ((PROMPTS, GREEDY), (PROMPTS, DRAWN), (TEXT, FOX)):
@@ -36,6 +36,8 @@ def script(model: str, **sizes) -> list:
 if __name__ == "__main__":
     model, *sizes = sys.argv[1:]
     print(json.dumps([script(model, **json.loads(one)) for one in sizes]), flush=True)
+    if any("cuda" in one for one in sizes):
+        sys.exit()
     llm = LLM(model, device="cpu", kv_cache_memory_bytes=4 << 20, distributed_executor_backend="external_launcher",
               tensor_parallel_size=2)  # fmt: skip
     try:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,58 @@ def test_two_ranks_of_recurrent_layers_on_one_card(checkpoint, family, monkeypat
             said.append([list(output.outputs[0].token_ids) for output in llm.generate(prompts, GREEDY, use_tqdm=False)])
         llm.llm_engine.shutdown()
     assert said == [said[0]] * 4
+
+
+def tokens_of(directory, **sizes):
+    """Twice: the second time from cached prefixes, or from saved states."""
+    settings = {"device": "cuda", "dtype": "float32", "kv_cache_memory_bytes": 256 << 20, "skip_tokenizer_init": True}
+    llm = LLM(str(directory), max_num_seqs=4, block_size=16, **settings, **sizes)
+    prompts = [list(range(3, 3 + n)) for n in (33, 5, 18)]
+    said = [[list(output.outputs[0].token_ids) for output in llm.generate(prompts, GREEDY, use_tqdm=False)] for _ in range(2)]
+    llm.llm_engine.shutdown()
+    return said
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["bamba", "mamba2", "jamba", "qwen3-next", "lfm2"])
+def test_two_stages_of_recurrent_layers_on_one_card(checkpoint, family, monkeypatch):
+    monkeypatch.setenv("QUIRE_CUDA_RANKS", "1")
+    directory = checkpoint(family).directory
+    assert tokens_of(directory, pipeline_parallel_size=2) == tokens_of(directory)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_a_draft_model_on_two_ranks_of_one_card(tiny_model, sizes, monkeypatch):
+    """It is whole on both ranks of the first stage. Its own drafts are all accepted."""
+    monkeypatch.setenv("QUIRE_CUDA_RANKS", "1")
+    drafts = {"method": "draft_model", "model": str(tiny_model), "num_speculative_tokens": 3}
+    assert tokens_of(tiny_model, speculative_config=drafts, **sizes) == tokens_of(tiny_model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_engines_that_share_experts_on_one_card(checkpoint, ranks, monkeypatch):
+    monkeypatch.setenv("QUIRE_CUDA_RANKS", "1")
+    directory = checkpoint("mixtral").directory
+    shared = tokens_of(directory, data_parallel_size=2, enable_expert_parallel=True, tensor_parallel_size=ranks)
+    assert shared == tokens_of(directory)
+
+
+@pytest.mark.gpu
+def test_two_nodes_on_one_card(tiny_model, monkeypatch):
+    """Their sums go through host memory: NCCL refuses two ranks on one GPU."""
+    monkeypatch.setenv("QUIRE_CUDA_RANKS", "1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    where = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    command = [sys.executable, "-m", "quire", "serve", str(tiny_model), "--headless", "-tp", "2", *where]
+    with subprocess.Popen(command) as other:
+        try:
+            assert tokens_of(tiny_model, tensor_parallel_size=2, nnodes=2, master_port=port) == tokens_of(tiny_model)
+            assert other.wait(60) == 0
+        finally:
+            other.kill()
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ import external_rank
 import pytest
 
 from quire import LLM
+from quire.engine.executor.launch import choose_gpu
 from quire.types.errors import ConfigError, EngineDead
 
 SIZES = [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}]
@@ -46,6 +47,43 @@ def test_all_ranks_have_the_same_answers(tiny_model, launched, shared_llm):
         assert "rank 1 called 'add' and rank 0 'add' with other arguments" in other.stdout.readline()
         llm.llm_engine.shutdown()
     assert other.returncode == 0
+
+
+@pytest.mark.gpu
+def test_two_ranks_on_one_card(tiny_model, launched, monkeypatch):
+    """Their sums go through host memory: NCCL refuses two ranks on one GPU."""
+    monkeypatch.setenv("QUIRE_CUDA_RANKS", "1")
+    sizes = [{"device": "cuda", **size} for size in SIZES]
+    command = [sys.executable, external_rank.__file__, str(tiny_model), *map(json.dumps, sizes)]
+    environ = launched | {"QUIRE_CUDA_RANKS": "1", "LOCAL_RANK": "1"}
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as other:
+        ours = [external_rank.script(str(tiny_model), **size) for size in sizes]
+        assert json.loads(other.stdout.readline()) == json.loads(json.dumps(ours))
+    assert other.returncode == 0
+    alone = LLM(str(tiny_model), device="cuda", dtype="float32", block_size=16, kv_cache_memory_bytes=4 << 20)
+    expected = alone.generate(external_rank.PROMPTS, external_rank.GREEDY, use_tqdm=False)
+    for said in ours:
+        assert [one[0][0] for one in said[0]] == [list(output.outputs[0].token_ids) for output in expected]
+
+
+@pytest.mark.parametrize(
+    ("environ", "count", "expected"),
+    [
+        ({"LOCAL_RANK": "3"}, 8, 3),
+        ({"LOCAL_RANK": "3"}, 1, 0),  # the launcher shows each rank its own
+        ({}, 1, 0),
+        ({"LOCAL_RANK": "3", "QUIRE_CUDA_RANKS": "1"}, 2, 1),
+        ({"RANK": "5"}, 2, "rank 5: LOCAL_RANK must be the index of its GPU among the 2 of this machine.*; got ''. Set it"),
+        ({"RANK": "5", "LOCAL_RANK": "-1"}, 2, "rank 5: LOCAL_RANK must be .*; got '-1'"),
+        ({"RANK": "7", "LOCAL_RANK": "3"}, 2, "rank 7: LOCAL_RANK=3 requires 4 GPUs on this machine, and 2 are visible. Start"),
+    ],
+)
+def test_the_gpu_of_a_launched_rank(environ, count, expected):
+    if isinstance(expected, int):
+        assert choose_gpu(environ, count) == expected
+        return
+    with pytest.raises(ConfigError, match=expected):
+        choose_gpu(environ, count)
 
 
 def test_what_a_launcher_has_to_tell(tiny_model, monkeypatch):

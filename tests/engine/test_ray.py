@@ -13,14 +13,14 @@ from test_ranks import GREEDY, PROMPTS, SEEDED, family_engine, ids
 from tiny import TEXT
 
 from patience import PATIENCE, wait_for
-from quire import SamplingParams
-from quire.engine.executor import ray_nodes
+from quire import LLM, EngineArgs, SamplingParams
+from quire.engine.executor import ray_gpus, ray_nodes
 from quire.types.errors import ConfigError, EngineDead, EngineError
 from serving import NAME, Running
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'quire[ray]'")
 
-SMALL = {"num_cpus": 1, "object_store_memory": 80 << 20}
+SMALL = {"num_cpus": 1, "num_gpus": 1, "object_store_memory": 80 << 20}  # Ray does not look for the GPU
 ON_RAY = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
 
 
@@ -151,3 +151,115 @@ def test_a_stream_outlives_a_lost_node_that_is_replaced_late(tiny_model, shared_
         assert served.llm.last_loss.startswith("rank 1 (on node 1) is gone")
     finally:
         served.close()
+
+
+# ---- on GPUs
+
+VISIBLE, SHARE = "CUDA_VISIBLE_DEVICES", "QUIRE_CUDA_RANKS"
+
+
+def on_gpus(ranks, **more):
+    return EngineArgs("model", device="cuda", tensor_parallel_size=ranks, distributed_executor_backend="ray", **more)
+
+
+@pytest.fixture
+def _own_environment(monkeypatch):
+    for name in (VISIBLE, SHARE, ray_gpus.PART):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("_own_environment")
+def test_every_rank_gets_a_gpu_of_the_cluster(cluster, monkeypatch):
+    ray_gpus.reserve_gpus(on_gpus(2))
+    found = ray_gpus.take_reservation()
+    assert (found.shares, found.variables) == ([range(1), range(1, 2)], [{VISIBLE: "0"}, {VISIBLE: "0"}])
+    assert os.environ[VISIBLE] == "0" and found.nodes[0]["NodeManagerAddress"] == "127.0.0.2"
+    with pytest.raises(EngineError, match=r"within engine_start_timeout: ranks need a free GPU each .*; 0 GPUs of .* are free"):
+        ray_gpus.reserve_gpus(on_gpus(2, engine_start_timeout=1.0))
+    found.release()
+    with pytest.raises(ConfigError, match=r"3 ranks require a GPU each, the first .* the nodes of the Ray cluster have 1, 1"):
+        ray_gpus.reserve_gpus(on_gpus(3))
+    with pytest.raises(ConfigError, match="ranks on GPUs require GPUs of the Ray cluster"):
+        ray_gpus.take_reservation()
+
+    monkeypatch.setenv(ray_gpus.PART, "0.5")
+    ray_gpus.reserve_gpus(on_gpus(3, engine_start_timeout=PATIENCE))
+    found = ray_gpus.take_reservation()
+    assert found.shares == [range(2), range(2, 3)]
+    assert found.variables == [{VISIBLE: "0", SHARE: "1"}] * 2
+    found.release()
+    monkeypatch.setenv(ray_gpus.PART, "2")
+    with pytest.raises(ConfigError, match="VLLM_RAY_PER_WORKER_GPUS must be a number above 0 and at most 1; got '2'"):
+        ray_gpus.reserve_gpus(on_gpus(2))
+
+
+def call_on_half_a_gpu(call, *args):
+    """Call in a Ray task on half a GPU, whose placement group has another half."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    group = placement_group([{"GPU": 0.5, "CPU": 0.5, "node:127.0.0.2": 0.001}] * 2)
+    assert group.wait(PATIENCE), "no earlier test keeps GPUs"
+    first = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+    options = {"num_cpus": 0, "num_gpus": 0.5, "scheduling_strategy": first}
+    paths = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}
+    try:
+        return ray.get(ray.remote(call).options(**options, runtime_env=paths).remote(*args), timeout=PATIENCE)
+    finally:
+        remove_placement_group(group)
+
+
+def reserve_both_halves():
+    from dataclasses import replace
+
+    from test_ray import VISIBLE, on_gpus
+
+    from quire.engine.executor import ray_gpus
+
+    ray_gpus.reserve_gpus(replace(on_gpus(2), device="auto"))  # a GPU of the actor decides
+    found = ray_gpus.take_reservation()
+    try:
+        ray_gpus.reserve_gpus(on_gpus(3, engine_start_timeout=0.5))
+    except EngineError as error:
+        return list(found.shares), found.variables, os.environ[VISIBLE], str(error)
+    finally:
+        found.release()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_two_ranks_have_half_a_gpu_each():
+    shares, variables, visible, error = call_on_half_a_gpu(reserve_both_halves)
+    assert (shares, variables, visible) == ([range(2)], [{VISIBLE: "0", SHARE: "1"}], "0")
+    assert "ranks need 0.5 GPUs each; 0 of 2 are reserved, and the placement group has no more that are free" in error
+
+
+def test_an_agent_shows_its_ranks_the_gpus_of_its_node(monkeypatch):
+    seen = []
+    monkeypatch.setenv(VISIBLE, "3")
+    monkeypatch.setattr(ray_nodes.nodes, "run_node", lambda *args: seen.append((os.environ[VISIBLE], args[:3])) or True)
+    monkeypatch.setattr(ray_nodes, "own_terms", lambda args: {})
+    assert ray_nodes._Agent().run(("127.0.0.2", 1), 1, "127.0.0.3", "key", on_gpus(2), {VISIBLE: "1,2"})
+    assert seen == [("1,2", (("127.0.0.2", 1), 1, "127.0.0.3"))]
+
+
+CUDA = {"device": "cuda", "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, "skip_tokenizer_init": True}
+
+
+def generate_on_gpu(directory, **more):
+    llm = LLM(directory, **CUDA, **more)
+    found = [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    llm.llm_engine.shutdown()
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cluster")
+def test_two_ranks_on_one_card(tiny_model):
+    assert call_on_half_a_gpu(generate_on_two, str(tiny_model)) == generate_on_gpu(str(tiny_model))
+
+
+def generate_on_two(directory):
+    from test_ray import ON_RAY, generate_on_gpu
+
+    return generate_on_gpu(directory, **ON_RAY)

@@ -209,6 +209,10 @@ class _Planner:
         )
 
     def _resolve(self, layout: Layout) -> Config:
+        if layout.expert and layout.data > 1:
+            raise ConfigError(
+                f"the {layout.data} engines share the experts, whose tokens then go through host memory: its time is not known"
+            )
         args = dataclasses.replace(
             self._args, tensor_parallel_size=layout.tensor, pipeline_parallel_size=layout.pipeline,
             data_parallel_size=layout.data, enable_expert_parallel=layout.expert,

@@ -338,6 +338,13 @@ def local_engines(args: EngineArgs) -> int:
     return args.data_parallel_size if args.data_parallel_size_local is None else args.data_parallel_size_local
 
 
+def node_ranks(args: EngineArgs) -> int:
+    """Return the ranks of one engine on the node that has most. torchrun sets LOCAL_WORLD_SIZE to its own."""
+    ranks = args.tensor_parallel_size * args.pipeline_parallel_size
+    local = os.environ.get("LOCAL_WORLD_SIZE", "") if args.distributed_executor_backend == "external_launcher" else ""
+    return int(local) if local.isdecimal() and 0 < int(local) <= ranks else -(-ranks // args.nnodes)
+
+
 def wants_mistral(args: EngineArgs) -> bool | None:
     """Return whether params.json and consolidated*.safetensors are read; None: if there is no config.json."""
     if "mistral" in (args.config_format, args.load_format):

@@ -1,11 +1,13 @@
 """The resolved configuration of an engine, made by `resolve.py` and checked by `conflicts.py`."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal
 
-from quire.config.args import EngineArgs, local_engines, shares_experts, split_layers
+from quire.config.args import EngineArgs, local_engines, node_ranks, shares_experts, split_layers
+from quire.config.devices import SHARE
 from quire.config.draft_heads import DraftHead
 from quire.config.facts import DeviceFacts, ModelFacts, count_experts
 from quire.config.layer_patterns import Kind
@@ -107,13 +109,13 @@ class Config:
     @property
     def node_ranks(self) -> int:
         """Return the ranks of the node that has most."""
-        return -(-self.world // self.args.nnodes)
+        return node_ranks(self.args)
 
     @property
     def share_gpus(self) -> bool:
         """Return whether several engines or ranks of this machine share a GPU."""
         several = local_engines(self.args) > 1 and self.args.kv_cache_memory_bytes is not None
-        return several or 0 < self.device_facts.count < self.node_ranks
+        return several or (os.environ.get(SHARE) == "1" and 0 < self.device_facts.count < self.node_ranks)
 
     @property
     def ranks(self) -> int:

@@ -3,15 +3,13 @@
 import os
 
 from quire.config.config import Config
+from quire.config.devices import SHARE
 from quire.config.facts import count_heads
 from quire.config.families import has_chunked_attention, overflows_in_float16
 from quire.config.features import FEATURES
 from quire.config.layer_patterns import staging_problem
 from quire.features.host import Conflict
 from quire.types.errors import ConfigError
-
-SHARE = "QUIRE_CUDA_RANKS"  # environment
-
 
 CORE: tuple[Conflict, ...] = (
     Conflict(
@@ -172,16 +170,11 @@ CORE: tuple[Conflict, ...] = (
     ),
     Conflict(
         "more ranks than GPUs",
-        lambda c: c.world > 1 and 0 < c.device_facts.count < c.node_ranks and os.environ.get(SHARE) != "1",
+        lambda c: _count_missing_gpus(c) > 0 and os.environ.get(SHARE) != "1",
         lambda c: (
             f"{c.parallelism} needs {c.node_ranks} GPUs on this machine, one per rank, and {c.device_facts.count} are visible; "
             f"lower it, or make more visible (CUDA_VISIBLE_DEVICES). {SHARE}=1 lets ranks share a GPU, for tests"
         ),
-    ),
-    Conflict(
-        "GPUs of several machines",
-        lambda c: c.world > 1 and c.device == "cuda" and bool(_why_no_nodes(c)),
-        lambda c: f"{c.parallelism} on GPUs: {_why_no_nodes(c)}",
     ),
     Conflict(
         "ranks in one process",
@@ -226,18 +219,12 @@ CORE: tuple[Conflict, ...] = (
 CONFLICTS = (*CORE, *(row for feature in FEATURES for row in feature.conflicts))
 
 
-def _why_no_nodes(config: Config) -> str:
-    """Return why ranks on GPUs cannot be placed; empty: they can. Each machine starts its own ranks, and all ranks of
-    a stage are on one machine."""
-    backend, nodes = config.args.distributed_executor_backend, config.args.nnodes
-    if backend in ("ray", "external_launcher"):
-        return f"distributed_executor_backend={backend!r} is supported on CPUs only; leave it out"
-    if nodes > 1 and config.stages % nodes:
-        return (
-            f"tensor_parallel_size is limited to GPUs of one machine. With nnodes={nodes}, pipeline_parallel_size must be a "
-            f"multiple of {nodes}, so that every machine has whole stages"
-        )
-    return ""
+def _count_missing_gpus(config: Config) -> int:
+    """Return how many GPUs this machine lacks for its ranks. Ray and external launchers give each rank its GPU themselves."""
+    count = config.device_facts.count
+    if config.world == 1 or not count or config.args.distributed_executor_backend in ("ray", "external_launcher"):
+        return 0
+    return config.node_ranks - count
 
 
 def _never_divided(config: Config) -> bool:

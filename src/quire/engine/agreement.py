@@ -7,14 +7,20 @@ differently, or run different collectives.
 
 import importlib.metadata
 import json
+import os
 from collections.abc import Mapping
 from hashlib import sha256
 
 from quire.config.config import Config
+from quire.config.devices import SHARE
 from quire.engine.handshake import different_file
 from quire.files.identity import identity
 from quire.files.reading import shown
 from quire.types.errors import ConfigError, ModelError
+
+GPU = "GPU"
+REMEDY = "Install the same packages on all nodes, and start all with the same arguments and environment variables"
+REMEDIES = {GPU: "Give all ranks GPUs of one model (CUDA_VISIBLE_DEVICES), or use pipeline_parallel_size"}  # by name
 
 
 def resolved_values(config: Config) -> dict[str, str]:
@@ -37,6 +43,10 @@ def resolved_values(config: Config) -> dict[str, str]:
         "speculation": config.draft_method or "none",
         "features": ", ".join(sorted(config.features)) or "none",
     }
+    if config.device == "cuda" and config.stages == 1:  # ranks of a stage sample alike, and divide their work evenly
+        values[GPU] = config.device_facts.name
+    if config.device == "cuda":
+        values[SHARE] = os.environ.get(SHARE, "0")  # decides how ranks of several nodes communicate
     return {name: str(value) for name, value in values.items()}
 
 
@@ -46,8 +56,7 @@ def refuse_other_values(config: Config, expected: Mapping[str, str]) -> None:
     for name in expected:
         if own.get(name) != expected[name]:
             raise ConfigError(
-                f"its {name} is {shown(own.get(name))}, rank 0's is {shown(expected[name])}. Install the same packages on all "
-                "nodes, and start all with the same arguments and environment variables"
+                f"its {name} is {shown(own.get(name))}, rank 0's is {shown(expected[name])}. {REMEDIES.get(name, REMEDY)}"
             )
 
 

@@ -50,10 +50,21 @@ def resolve_here(args: EngineArgs, watch: Stopwatch, serving: bool = False, engi
     if args.numa_bind:
         args = bind_process(args, engine, rank)
 
+    def take_gpu() -> None:
+        if rank is None and args.distributed_executor_backend == "external_launcher":
+            from quire.engine.executor.launch import take_launched_gpu
+
+            take_launched_gpu(args)
+        if rank is None and args.distributed_executor_backend == "ray":
+            from quire.engine.executor.ray_gpus import reserve_gpus
+
+            reserve_gpus(args)
+
     def find() -> str:
         watch.lap("configuration")
         import_torch()
         watch.lap("imports")
+        take_gpu()
         found = find_device(engine, engines, sharing, ranks)
         watch.lap("device")
         return found
@@ -62,13 +73,22 @@ def resolve_here(args: EngineArgs, watch: Stopwatch, serving: bool = False, engi
         taken = name == "cuda" and (args.device != name or rank is not None)  # when it was found, or by the first rank
         if engines > 1 and not taken:
             open_device(name).take_part(engine, engines, sharing, ranks)
+        if name == args.device == "cuda":
+            take_gpu()
         facts = describe(name)
         watch.lap("device")
         return facts
 
     with doing(f"reading the configuration of {args.model}"):
         complete = None if args.distributed_executor_backend == "fake" else partial(complete_facts, impl=args.model_impl)
-        config = resolve(args, find, ask, serving=serving, complete=complete)
+        try:
+            config = resolve(args, find, ask, serving=serving, complete=complete)
+        except BaseException:
+            if args.distributed_executor_backend == "ray":
+                from quire.engine.executor.ray_gpus import release_reservation
+
+                release_reservation()
+            raise
     watch.lap("configuration")
     return config
 

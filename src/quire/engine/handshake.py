@@ -137,7 +137,10 @@ def address_towards(first: Address) -> str:
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise EngineError(f"{first[0]}: {error.strerror or error}") from None
+        raise EngineError(
+            f"machine 0's address {first[0]!r} cannot be used from this machine: {error.strerror or error}. Give an address or "
+            "name of machine 0 that this machine can reach"
+        ) from None
 
 
 def connect(address: Address, deadline: float, check: Callable[[], None] = lambda: None, change: str = "") -> socket.socket:

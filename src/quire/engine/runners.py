@@ -66,7 +66,8 @@ def make_runner(
     layout = make_layout(share_layers(facts.layers, position), config.page_size, config.cache_bytes, facts.without_pages)
     drafter = make_device_drafter(config) if config.drafts_on_device else None
     parts = make_parts(config, device, position, group, exchange, drafter)
-    return Runner(facts, runner_settings(config), layout, device=device, parts=parts, position=position, group=group)
+    settings = runner_settings(config, enforce_eager=exchange is not None)  # a CUDA graph cannot wait for another engine
+    return Runner(facts, settings, layout, device=device, parts=parts, position=position, group=group)
 
 
 def make_parts(
@@ -100,14 +101,14 @@ def make_parts(
     return parts
 
 
-def join_expert_peers(config: Config, ends: "PeerLinks", watch: "PeerWatch") -> "SharedExperts":
+def join_expert_peers(config: Config, device: Device, ends: "PeerLinks", watch: "PeerWatch") -> "SharedExperts":
     """Connect a rank to the engines that share its experts. ends: connections of this rank."""
     from quire.features.experts.exchange import ExpertsGroup, SharedExperts
     from quire.runner.settings import DTYPES
 
     position = Position(ends.first, config.ranks * config.args.data_parallel_size)
     group = ExpertsGroup(position, ends.memory, ends.sockets(), watch)
-    return SharedExperts(group, position, config.ranks, DTYPES[config.dtype])
+    return SharedExperts(group, position, config.ranks, DTYPES[config.dtype], device.torch_device)
 
 
 def runner_settings(config: Config, enforce_eager: bool = False) -> "RunnerSettings":

@@ -19,6 +19,7 @@ from quire.device.base import Device
 from quire.device.registry import named_gpus
 from quire.dist.mesh import Position
 from quire.engine.executor.base import Executor
+from quire.engine.executor.nodes import share_ranks
 from quire.engine.layouts import even_out, fit_or_warn, model_share, share_memory, snapshot_records
 from quire.engine.memory import least_cache
 from quire.engine.runners import import_torch, join_expert_peers, make_runner, start_device
@@ -55,7 +56,7 @@ def start_local(
         device = start_device(config)
         if config.device_facts.advice and facts.files.format == "gguf" and config.args.dtype == "auto":
             logger.warning("%s, or set dtype='float32' to keep it", config.device_facts.advice)
-        experts = None if ends is None else connect_expert_peers(config, ends, workers)
+        experts = None if ends is None else connect_expert_peers(config, device, ends, workers)
         executor = make_executor(config, device, workers, None if experts is None else experts[1])
         load_model(config, executor, layout, watch)
         if experts is not None:
@@ -136,19 +137,27 @@ def warn_uneven(config: Config, budgets: Sequence[int]) -> None:
     least, most = min(budgets), max(budgets)
     if config.stages > 1 or config.device_facts.one_memory or most <= UNEVEN_RATIO * least:
         return
+    nodes = share_ranks(config.world, config.args.nnodes)
+
+    def name(rank: int) -> str:
+        node = next(number for number, own in enumerate(nodes) if rank in own)
+        return f"rank {rank} on node {node}" if len(nodes) > 1 else f"rank {rank}"
+
     logger.warning(
-        "rank %d has %.1f GiB for the KV cache and rank %d has %.1f GiB: all ranks use what the first one has. Give the ranks "
-        "GPUs of one size (CUDA_VISIBLE_DEVICES), and end other programs on them",
-        budgets.index(least), least / 2**30, budgets.index(most), most / 2**30,
+        "%s has %.1f GiB for the KV cache and %s has %.1f GiB: all ranks use what the first one has. Give the ranks GPUs of "
+        "one size (CUDA_VISIBLE_DEVICES), and end other programs on them",
+        name(budgets.index(least)), least / 2**30, name(budgets.index(most)), most / 2**30,
     )  # fmt: skip
 
 
-def connect_expert_peers(config: Config, ends: PeerLinks, workers: "Workers | None") -> "tuple[ExpertPeerWatch, SharedExperts]":
+def connect_expert_peers(
+    config: Config, device: Device, ends: PeerLinks, workers: "Workers | None"
+) -> "tuple[ExpertPeerWatch, SharedExperts]":
     """Connect to the engines that share experts with this one."""
     args = config.args
     patience = connect_timeout(args), RANK_TIMEOUT_SHARE * step_timeout(args)
     watch = ExpertPeerWatch(workers, ends.first // config.ranks, config.ranks, *patience)
-    return watch, join_expert_peers(config, ends.of(ends.first), watch)
+    return watch, join_expert_peers(config, device, ends.of(ends.first), watch)
 
 
 def start_workers(config: Config, ends: PeerLinks | None = None) -> "Workers":

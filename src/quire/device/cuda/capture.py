@@ -94,7 +94,8 @@ def device_budget(device: torch.device, utilization: float, profile_run: Callabl
             f"gpu_memory_utilization {utilization:g} of {total / GIB:.2f} GiB is "
             f"{utilization * total / GIB:.2f} GiB, but {outside / GIB:.2f} GiB are in use outside this engine, the weights "
             f"take {weights / GIB:.2f} GiB, the largest step {(peak - weights) / GIB:.2f} GiB and CUDA graphs "
-            f"{reserve / GIB:.2f} GiB; raise gpu_memory_utilization, or lower max_num_batched_tokens or max_num_seqs"
+            f"{reserve / GIB:.2f} GiB; end other programs on this GPU (nvidia-smi lists them), raise "
+            "gpu_memory_utilization, or lower max_num_batched_tokens or max_num_seqs"
         )
     return budget
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from quire.config.devices import KEEPS
+from quire.config.devices import KEEPS, SHARE
 from quire.config.facts import DeviceFacts
 from quire.config.memory import CUDA_CONTEXT_BYTES
 from quire.device.base import Device, LinkRemark, PlannedBudget, Recorder
@@ -89,7 +89,7 @@ class CUDADevice(Device):
     def sharers(self, ranks: int) -> int:
         import torch
 
-        return -(-ranks // torch.cuda.device_count())
+        return -(-ranks // torch.cuda.device_count()) if os.environ.get(SHARE) == "1" else 1
 
     def check_links(self, ranks: int) -> Sequence[LinkRemark]:
         from quire.device.cuda.links import check_links
@@ -108,6 +108,10 @@ class CUDADevice(Device):
     ) -> "RankGroup":
         from quire.device.cuda.group import open_cuda_group
 
+        if remote and os.environ.get(SHARE) == "1":  # NCCL refuses two ranks on one GPU
+            from quire.device.cuda.nodes_group import HostNodesGroup
+
+            return HostNodesGroup(position, memory, peers, watch, remote, offset, first)
         return open_cuda_group(position, memory, peers, watch, self.torch_device, offset, remote, first)
 
     def channel(self, shape: "Shape", neighbours: "Neighbours", watch: "PeerWatch") -> "Ends":

@@ -1,5 +1,6 @@
 """Start ranks on other machines by their launcher: none, `--headless` commands, Ray, or the launcher of this rank."""
 
+import functools
 import itertools
 import os
 from collections.abc import Iterator, Mapping
@@ -8,6 +9,8 @@ from datetime import timedelta
 from typing import Any
 
 from quire.config.args import EngineArgs, connect_timeout
+from quire.config.devices import SHARE
+from quire.device.registry import open_device
 from quire.engine import handshake
 from quire.engine.executor import nodes
 from quire.engine.handshake import Terms, own_terms, terms_of
@@ -21,9 +24,12 @@ _turns: Iterator[int] = itertools.count()  # engines of this process that used t
 def find_nodes(args: EngineArgs, ranks: int) -> tuple[EngineArgs, nodes.Links | None]:
     """Return the arguments of ranks, and the links to other nodes, if there are any."""
     if args.distributed_executor_backend == "ray":
+        from quire.engine.executor.ray_gpus import release_reservation, take_reservation
         from quire.engine.executor.ray_nodes import start_nodes
 
-        links = start_nodes(args, ranks)
+        reserved = take_reservation() if args.device == "cuda" else None
+        release_reservation()
+        links = start_nodes(args, ranks, reserved)
         return replace(args, nnodes=len(links.ranks)), links
     if args.distributed_executor_backend == "external_launcher":
         return args, read_launched_rank(os.environ, ranks).gather(connect_timeout(args), terms_of(args))
@@ -36,6 +42,50 @@ def find_nodes(args: EngineArgs, ranks: int) -> tuple[EngineArgs, nodes.Links | 
         doing(f"waiting for {args.nnodes - 1} other nodes at {address[0]}:{address[1]}"),
     ):
         return args, nodes.gather(listener, nodes.share_ranks(ranks, args.nnodes), key, connect_timeout(args), terms)
+
+
+def take_launched_gpu(args: EngineArgs) -> None:
+    """Select the GPU of a rank that an external launcher started. Called before the device is queried; imports torch."""
+    if args.distributed_executor_backend != "external_launcher" or args.device not in ("auto", "cuda"):
+        return
+    import torch
+
+    count = torch.cuda.device_count()  # does not initialize CUDA
+    if count:
+        _select_gpu(choose_gpu(os.environ, count))
+
+
+def choose_gpu(environ: Mapping[str, str], count: int) -> int:
+    """Return the index of a launched rank's GPU among `count` visible ones: LOCAL_RANK, or the only one.
+
+    If ranks share the only one by mistake, they notice it when they connect (`device/cuda/group.py`).
+    """
+    if count == 1:
+        return 0
+    rank, local = environ.get("RANK", "?"), environ.get("LOCAL_RANK", "")
+    if not local.isdecimal():
+        raise ConfigError(
+            f"rank {rank}: LOCAL_RANK must be the index of its GPU among the {count} of this machine, as torchrun sets it; got "
+            f"{local!r}. Set it, or start each rank with one GPU in CUDA_VISIBLE_DEVICES"
+        )
+    if int(local) >= count and environ.get(SHARE) != "1":
+        raise ConfigError(
+            f"rank {rank}: LOCAL_RANK={local} requires {int(local) + 1} GPUs on this machine, and {count} are visible. Start "
+            f"fewer ranks here, or make more visible (CUDA_VISIBLE_DEVICES). {SHARE}=1 lets ranks share a GPU, for tests"
+        )
+    return int(local) % count
+
+
+@functools.cache  # a process has one GPU, however many engines it starts
+def _select_gpu(index: int) -> None:
+    import torch
+
+    if index and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise ConfigError(
+            f"the GPU of LOCAL_RANK {index} can no longer be selected: this process used CUDA before LLM(...). Create the LLM "
+            "first, or start each rank with one GPU in CUDA_VISIBLE_DEVICES"
+        )
+    open_device("cuda").take_rank(index)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@
     other nodes   an actor each, which starts the node's ranks and watches them (`nodes.run_node`)
 
 A placement group reserves a CPU for every rank. Inside a Ray actor or task that has a placement group, ranks use its bundles.
-A cluster that has lost a node gets time to replace it: a start waits for nodes until `engine_start_timeout`.
+A cluster that has lost a node gets time to replace it: a start waits for nodes until `engine_start_timeout`. Ranks on GPUs
+reserve them before the device is queried (`ray_gpus.py`).
 
 Data goes over our own connections; Ray only starts and ends actors, and ends them with the engine. `ray` is an extra:
 pip install 'quire[ray]'.
@@ -34,6 +35,7 @@ from quire.progress import doing
 from quire.types.errors import ConfigError, EngineError
 
 GROUP = "QUIRE_RAY_PLACEMENT_GROUP"  # the id, in hexadecimal, of the group of the Ray actor that started this process
+GPUS = "QUIRE_RAY_GPUS"  # the GPUs that Ray gave to that actor, with commas
 PAUSE_S = 0.5  # between two checks of the cluster
 RESERVE_S = 3  # for the cluster to reserve CPUs that are free
 LOG_EVERY_S = 10.0
@@ -43,10 +45,30 @@ LOCAL_CPUS = "QUIRE_RAY_CPUS"  # of a cluster that is started here; default: the
 
 
 @dataclass(frozen=True)
+class Unit:
+    """What a rank needs."""
+
+    resource: str = "CPU"
+    amount: float = 1.0
+
+    def __str__(self) -> str:
+        return f"a {self.resource} each" if self.amount == 1 else f"{self.amount:g} {self.resource}s each"
+
+    def room(self, amount: float) -> int:
+        """Return how many ranks an amount of the resource is enough for."""
+        return int(amount / self.amount + 1e-6)
+
+
+CPU = Unit()
+
+
+@dataclass(frozen=True)
 class Placement:
     nodes: Sequence[RayNode]  # the node of this process first
     shares: Sequence[range]  # ranks of every node
-    release: Callable[[], None] = lambda: None  # give the reserved CPUs back
+    release: Callable[[], None] = lambda: None  # give what was reserved back
+    group: Any = None  # the placement group that was made for it
+    variables: Sequence[dict[str, str]] = ()  # of the environment of every node's ranks; (): as it is
 
 
 class Wait:
@@ -77,22 +99,24 @@ def export_group() -> None:
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return
-    group = ray.util.get_current_placement_group()
+    group, own = ray.util.get_current_placement_group(), ray.get_gpu_ids()
+    if own:
+        os.environ[GPUS] = ",".join(map(str, own))
     if group is not None:
         os.environ[GROUP] = group.id.hex()
         os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
 
 
-def find_placement(ray: Any, ranks: int, count: int, wait: Wait) -> Placement:
-    """Reserve a CPU for every rank, once the cluster has them.
+def find_placement(ray: Any, ranks: int, count: int, wait: Wait, unit: Unit = CPU) -> Placement:
+    """Reserve a CPU, or a GPU, for every rank, once the cluster has them.
 
-    count: nodes to use; 1 = as few as have the CPUs.
+    count: nodes to use; 1 = as few as have room.
     """
-    here, group = ray.get_runtime_context().get_node_id(), _current_group(ray)
+    here, group = ray.get_runtime_context().get_node_id(), current_group(ray) if unit is CPU else None
     while True:
         known = ray.nodes()
         alive = sorted((node for node in known if node["Alive"]), key=lambda node: node["NodeID"] != here)
-        room = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in alive}
+        room = {node["NodeID"]: unit.room(node["Resources"].get(unit.resource, 0)) for node in alive}
         may_grow = len(alive) < len(known)  # a lost node may come back
         if group is not None:
             state, room = _bundles(group)
@@ -103,7 +127,7 @@ def find_placement(ray: Any, ranks: int, count: int, wait: Wait) -> Placement:
                 raise ConfigError(f"the Ray placement group {group} has no bundle on the node of this process; add one")
             alive, may_grow = [node for node in alive if node["NodeID"] in room], False
         try:
-            shares = _share(ranks, count, [room[node["NodeID"]] for node in alive])
+            shares = _share(ranks, count, [room[node["NodeID"]] for node in alive], unit)
         except ConfigError as error:
             if not may_grow:
                 raise
@@ -112,11 +136,11 @@ def find_placement(ray: Any, ranks: int, count: int, wait: Wait) -> Placement:
         used = alive[: len(shares)]
         if group is not None:
             return Placement(used, shares)
-        if (release := _reserve(ray, used, shares, wait)) is not None:
-            return Placement(used, shares, release)
+        if (placement := _reserve(ray, used, shares, wait, unit)) is not None:
+            return placement
 
 
-def _current_group(ray: Any) -> str | None:
+def current_group(ray: Any) -> str | None:
     """Return the placement group of this actor or task, or of the one that started this process."""
     group = ray.util.get_current_placement_group()
     return os.environ.get(GROUP) or None if group is None else str(group.id.hex())
@@ -127,9 +151,7 @@ def _bundles(group: str) -> tuple[str, dict[str, int]]:
 
     A rank needs a GPU, or a CPU if no bundle has a GPU.
     """
-    entry = _groups().placement_group_table().get(group)
-    if entry is None or entry["state"] == "REMOVED":
-        raise ConfigError(f"the Ray placement group {group} of this process does not exist any more")
+    entry = group_entry(group)
     kind = "GPU" if any(bundle.get("GPU") for bundle in entry["bundles"].values()) else "CPU"
     room: Counter[str] = Counter()
     for index, bundle in entry["bundles"].items():
@@ -137,7 +159,15 @@ def _bundles(group: str) -> tuple[str, dict[str, int]]:
     return entry["state"], {node: size for node, size in room.items() if size}
 
 
-def _share(ranks: int, count: int, room: Sequence[int]) -> list[range]:
+def group_entry(group: str) -> dict[str, Any]:
+    """Return what Ray knows of a placement group."""
+    entry: dict[str, Any] | None = placement_groups().placement_group_table().get(group)
+    if entry is None or entry["state"] == "REMOVED":
+        raise ConfigError(f"the Ray placement group {group} of this process does not exist any more")
+    return entry
+
+
+def _share(ranks: int, count: int, room: Sequence[int], unit: Unit) -> list[range]:
     """Return the ranks of every node that is used. room: how many every node can have."""
     if count > len(room):
         raise ConfigError(f"nnodes={count}, and the Ray cluster has {len(room)}; lower it, or start more nodes")
@@ -154,20 +184,27 @@ def _share(ranks: int, count: int, room: Sequence[int]) -> list[range]:
     if short or shares[-1].stop < ranks or not shares[0]:
         there = ", ".join(map(str, room))
         raise ConfigError(
-            f"{ranks} ranks require a CPU each, the first of them on this node; the nodes of the Ray cluster have {there}"
+            f"{ranks} ranks require {unit}, the first of them on this node; the nodes of the Ray cluster have {there}"
         )
     return [share for share in shares if share]
 
 
-def _reserve(ray: Any, used: Sequence[RayNode], shares: Sequence[range], wait: Wait) -> Callable[[], None] | None:
-    """Reserve a CPU for every rank until the returned function is called or this process ends. None: a node was lost."""
+def _reserve(ray: Any, used: Sequence[RayNode], shares: Sequence[range], wait: Wait, unit: Unit) -> Placement | None:
+    """Reserve what every rank needs until the placement is released or this process ends. None: a node was lost.
+
+    The placement group has a bundle for every rank.
+    """
     addresses = [node["NodeManagerAddress"] for node in used]
-    bundles = [{"CPU": float(len(share)), f"node:{address}": 0.001} for address, share in zip(addresses, shares, strict=True)]
-    group = _groups().placement_group(bundles, strategy="PACK")
+    bundles = [
+        {unit.resource: unit.amount, f"node:{address}": 0.0001}
+        for address, share in zip(addresses, shares, strict=True)
+        for _ in share
+    ]
+    group = placement_groups().placement_group(bundles, strategy="PACK")
 
     def release() -> None:
         with contextlib.suppress(Exception):  # the cluster may be gone
-            _groups().remove_placement_group(group)
+            placement_groups().remove_placement_group(group)
 
     try:
         while not group.wait(timeout_seconds=min(RESERVE_S, wait.left)):
@@ -175,16 +212,17 @@ def _reserve(ray: Any, used: Sequence[RayNode], shares: Sequence[range], wait: W
             if not all(node["NodeID"] in alive for node in used):
                 release()
                 return None
-            free = int(ray.available_resources().get("CPU", 0))
+            free, name = ray.available_resources().get(unit.resource, 0), unit.resource
             sizes = ", ".join(f"{len(share)} on {address}" for address, share in zip(addresses, shares, strict=True))
-            wait.pause(f"ranks need a free CPU each ({sizes}); {free} CPUs of the cluster are free, others hold the rest")
+            each = f"a free {name} each" if unit.amount == 1 else str(unit)
+            wait.pause(f"ranks need {each} ({sizes}); {free:g} {name}s of the cluster are free, others hold the rest")
     except BaseException:
         release()
         raise
-    return release
+    return Placement(used, shares, release, group)
 
 
-def _groups() -> Any:
+def placement_groups() -> Any:
     return importlib.import_module("ray.util.placement_group")  # `ray.util` has a function of this name
 
 
@@ -195,23 +233,30 @@ class _NodeLost(Exception):
 class _Agent:
     """The actor of a node."""
 
-    def run(self, first: tuple[str, int], node: int, host: str, key: str, args: EngineArgs) -> bool:
+    def run(self, first: tuple[str, int], node: int, host: str, key: str, args: EngineArgs, variables: dict[str, str]) -> bool:
+        """variables: of the environment of its ranks."""
+        os.environ.update(variables)
         return nodes.run_node(tuple(first), node, host, key, connect_timeout(args), own_terms(args))  # type: ignore[arg-type]
 
 
-def start_nodes(args: EngineArgs, ranks: int) -> nodes.Links:
-    """Start ranks on other nodes. args.nnodes: nodes to use; 1: as few as have the CPUs."""
-    ray = _import()
-    _connect(ray, ranks)
+def start_nodes(args: EngineArgs, ranks: int, reserved: Placement | None = None) -> nodes.Links:
+    """Start ranks on other nodes.
+
+    args.nnodes: nodes to use; 1: as few as have the CPUs.
+    reserved: where ranks on GPUs run. If a node of it is lost, the start fails: this process may have used its GPU.
+    """
+    ray = connect_cluster(ranks)
     wait = Wait(args.engine_start_timeout)
     while True:
         with doing(f"waiting for the CPUs of {ranks} ranks in the Ray cluster"):
-            placement = find_placement(ray, ranks, args.nnodes, wait)
+            placement = reserved or find_placement(ray, ranks, args.nnodes, wait)
         agents: list[Any] = []
         try:
             links = _start_others(ray, placement, args, wait, agents)
         except _NodeLost as error:
             _end(ray, agents, placement)
+            if reserved is not None:
+                raise EngineError(str(error)) from None
             wait.pause(str(error))
         except BaseException:
             _end(ray, agents, placement)
@@ -232,7 +277,8 @@ def _start_others(ray: Any, placement: Placement, args: EngineArgs, wait: Wait, 
         runs = []
         for number, node in enumerate(others, 1):
             agents.append(_make_agent(ray, node))
-            runs.append(agents[-1].run.remote(first, number, node["NodeManagerAddress"], key, args))
+            own = placement.variables[number] if placement.variables else {}
+            runs.append(agents[-1].run.remote(first, number, node["NodeManagerAddress"], key, args, own))
         seconds = min(wait.left, connect_timeout(args))
         remedy = "Look for the reason in Ray's logs of that node"
         return nodes.gather(listener, shares, key, seconds, terms_of(args), lambda: _check(ray, others, runs), remedy)
@@ -260,6 +306,13 @@ def _end(ray: Any, agents: list[Any], placement: Placement) -> None:
         with contextlib.suppress(Exception):  # the cluster may be gone
             ray.kill(agents.pop())
     placement.release()
+
+
+def connect_cluster(ranks: int) -> Any:
+    """Connect to the Ray cluster, or start one. Return the module ray."""
+    ray = _import()
+    _connect(ray, ranks)
+    return ray
 
 
 def _import() -> Any:
@@ -299,11 +352,12 @@ def _shut_down(ray: Any) -> None:
 def _make_agent(ray: Any, node: RayNode) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    return make_actor(ray, _Agent, num_cpus=0, scheduling_strategy=strategy)
+
+
+def make_actor(ray: Any, kind: type, **options: Any) -> Any:
+    """Start an actor that can import what this process can."""
     ours = environment() or {}
     variables = {"PYTHONPATH": ours["PYTHONPATH"]} if "PYTHONPATH" in ours else {}
-    actor = ray.remote(_Agent).options(
-        num_cpus=0,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-        runtime_env={"env_vars": variables} if variables else None,
-    )
-    return actor.remote()
+    return ray.remote(kind).options(**options, runtime_env={"env_vars": variables} if variables else None).remote()

@@ -20,6 +20,7 @@ class StartRank(WireMessage):
     resolved: dict[str, str] = field(default_factory=dict)  # rank 0's (`agreement.resolved_values`)
     draft_files: dict[str, str] = field(default_factory=dict)  # digests of node 0's (`agreement.draft_files`), on other nodes
     gpus: str = ""  # of its engine, by name, if the first rank has GPUs; "": all of the machine
+    local_rank: int = 0  # number of the rank among those of its node, which use its GPUs in this order
 
 
 class RunStep(WireMessage):

@@ -157,7 +157,7 @@ class Rank:
         args, rank = command.args, command.rank
         if command.gpus:
             os.environ[VISIBLE] = command.gpus
-        open_device(args.device).take_rank(rank % -(-args.tensor_parallel_size * args.pipeline_parallel_size // args.nnodes))
+        open_device(args.device).take_rank(command.local_rank)
         config = resolve_here(args, Stopwatch(), rank=rank)
         refuse_other_values(config, command.resolved)
         refuse_other_draft(config, command.draft_files)
@@ -174,7 +174,7 @@ class Rank:
         group = device.group(position, self._memory, self._peers, OtherRanks(), remote=self._remote)
         exchange = None
         if self._expert_peers is not None:
-            exchange = join_expert_peers(config, self._expert_peers, OtherRanks())
+            exchange = join_expert_peers(config, device, self._expert_peers, OtherRanks())
             exchange.on_dead = self._on_lost
         return make_runner(config, device, position, group, exchange)
 

@@ -158,12 +158,13 @@ class Workers:
                     if rank in links.own:
                         own = None if expert_peers is None else expert_peers.of(expert_peers.first + rank)
                         workers.append(_start(rank, self.memory, ends[rank], links.ends.get(rank, {}), stage, own))
-                        message = msgspec.structs.replace(start, rank=rank, draft_files={})
+                        message = msgspec.structs.replace(start, rank=rank, local_rank=rank, draft_files={})
                     else:
                         node = links.node_of(rank)
                         workers.append(Worker(rank, RemoteProcess(rank, self._connections[node]), links.controls[rank], stage))
                         own_args = replace(args, model=links.models[node])
-                        message = msgspec.structs.replace(start, args=own_args, rank=rank, gpus="")
+                        local_rank = rank - links.ranks[node].start
+                        message = msgspec.structs.replace(start, args=own_args, rank=rank, local_rank=local_rank, gpus="")
                     workers[-1].send(wire.encode(message))
             except BaseException:
                 self.end()

@@ -5,6 +5,9 @@
 
 Engines need not be in the same step: a rank at another layer, or without work, takes part without tokens, in a thread that
 sleeps until a turn begins. Outputs are summed in rank order.
+
+Tokens and outputs of ranks on GPUs go through the same shared memory of the host. The thread has a CUDA stream of its own: the
+stream of steps may wait for another rank, which may wait for this turn. A turn's work on the GPU ends before the turn does.
 """
 
 import contextlib
@@ -13,6 +16,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +25,7 @@ from quire.dist.mesh import Position
 from quire.dist.shared_memory import SharedMemoryGroup
 from quire.types.errors import EngineDead
 
+HOST = torch.device("cpu")
 NOTHING = -1  # layer number of a rank without tokens
 HEADER = 4  # int64 values: layer, tokens, experts per token, padding
 RunExperts = Callable[[Tensor, Tensor, Tensor], Tensor]  # x [T, H], weights and experts [T, top_k] -> [T, H]
@@ -110,12 +115,20 @@ def _views(slot: Tensor, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class SharedExperts:
-    def __init__(self, group: ExpertsGroup, position: Position, ranks: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        group: ExpertsGroup,
+        position: Position,
+        ranks: int,
+        dtype: torch.dtype,
+        device: torch.device = HOST,
+    ) -> None:
         """ranks: number of ranks per engine; the first has the engine's tokens
         dtype: of the hidden states
+        device: of the experts
         """
         self.position, self.leads = position, position.rank % ranks == 0
-        self.group, self._engines, self._dtype = group, position.size // ranks, dtype
+        self.group, self._engines, self._dtype, self._device = group, position.size // ranks, dtype, device
         self._layers: Sequence[tuple[int, RunExperts]] = ()
         self._lock = threading.Lock()  # held during a turn, by the engine or by the thread
         self._thread: threading.Thread | None = None
@@ -144,12 +157,12 @@ class SharedExperts:
         out = torch.empty_like(x)
         if not len(x):
             return out
-        all_rows = ExpertWork(layer, x, weights.float(), experts.to(torch.int64))
+        all_rows = ExpertWork(layer, x.to(HOST), weights.float().to(HOST), experts.to(HOST, torch.int64))
         most = max(1, (self.group.chunk_bytes - 16 * HEADER) // (self._engines * -(-all_rows.size // len(x))))
         with self._lock:
             for first in range(0, len(x), most):
                 few = slice(first, first + most)
-                rows = ExpertWork(layer, x[few], all_rows.weights[few], all_rows.experts[few])
+                rows = ExpertWork(layer, all_rows.x[few], all_rows.weights[few], all_rows.experts[few])
                 while (done := self._turn(rows)) is None:
                     pass
                 out[few] = done
@@ -167,7 +180,7 @@ class SharedExperts:
 
     def _answer(self) -> None:
         """Take part in turns of other engines while this engine has none."""
-        with torch.inference_mode():
+        with torch.inference_mode(), _own_stream(self._device):
             while not self._over:
                 self.group.called(None, self._woken)
                 with self._lock:
@@ -200,8 +213,15 @@ class SharedExperts:
         width, run = self._layers[layer]
         like = torch.empty(0, width, dtype=self._dtype)
         wanted = [(rank, _views(slot, like)) for rank, slot in enumerate(slots) if headers[rank][0] == layer]
-        experts, weights, x = (torch.cat(parts) for parts in zip(*(views for _, views in wanted), strict=True))
+        parts = (torch.cat(each) for each in zip(*(views for _, views in wanted), strict=True))
+        experts, weights, x = (each.to(self._device) for each in parts)
         before = sum(headers[rank][1] for rank, _ in wanted if rank < self.position.rank)
         ours = rows is not None and rows.layer == layer
         total = self.group.add_up(run(x, weights, experts), slice(before, before + (len(rows.x) if rows and ours else 0)))
         return total if ours else None
+
+
+def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]

@@ -170,7 +170,7 @@ def _why_not_shared(config: "Config") -> str:
     return " or ".join(
         what
         for what, applies in (
-            (f"the device {config.device} (CPUs can)", config.device != "cpu"),
+            (f"the device {config.device} (CPUs and CUDA GPUs can)", config.device not in ("cpu", "cuda")),
             (f"pipeline_parallel_size={config.stages}", config.stages > 1),
             ("engines on other machines (data_parallel_size_local)", config.local_engines < args.data_parallel_size),
             ("enable_lora", config.max_loras > 0),

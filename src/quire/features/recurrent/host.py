@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         "stages of recurrent layers",
-        lambda c: bool(c.facts.states) and c.stages > 1 and (c.device != "cpu" or c.speculation is not None),
+        lambda c: bool(c.facts.states) and c.stages > 1 and c.speculation is not None,
         lambda c: (
-            f"pipeline_parallel_size={c.stages} is not supported with the recurrent layers of {c.facts.architecture} "
-            f"{'with speculative_config' if c.device == 'cpu' else f'on {c.device}'}. Use tensor_parallel_size"
+            f"pipeline_parallel_size={c.stages} is not supported with the recurrent layers of {c.facts.architecture} with "
+            "speculative_config. Use tensor_parallel_size"
         ),
     ),
     Conflict(
