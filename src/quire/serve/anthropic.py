@@ -8,7 +8,7 @@ from typing import Any
 import pydantic_core
 from fastapi import APIRouter, Request, Response
 
-from quire.features.media.inputs import WHERE, Where
+from quire.features.media.inputs import PART_PATH, PartPath
 from quire.serve.body import JSONRoute
 from quire.serve.chat_stream import Turn, TurnDelta, prepare_turn, render_turn, run_turn, stream_turn
 from quire.serve.errors import AnthropicErrorBody, Terms, json_response
@@ -186,14 +186,14 @@ def _part(block: Any, where: str) -> dict[str, Any]:
     source = block.get("source")
     kind = source.get("type") if isinstance(source, dict) else None
     if isinstance(source, dict) and kind == "url" and isinstance(source.get("url"), str):
-        return {"type": "image_url", "image_url": source["url"], WHERE: Where(where)}
+        return {"type": "image_url", "image_url": source["url"], PART_PATH: PartPath(where)}
     if (
         isinstance(source, dict)
         and kind == "base64"
         and all(isinstance(source.get(key), str) for key in ("media_type", "data"))
     ):
         url = f"data:{source['media_type']};base64,{source['data']}"
-        return {"type": "image_url", "image_url": url, WHERE: Where(where)}
+        return {"type": "image_url", "image_url": url, PART_PATH: PartPath(where)}
     raise InvalidParameter(
         f"{where}: the source of an image must have type base64 with media_type and data, or type url with url", "messages"
     )

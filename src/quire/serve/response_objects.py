@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from quire.features.media.inputs import WHERE, Where
+from quire.features.media.inputs import PART_PATH, PartPath
 from quire.serve.body import stop
 from quire.serve.errors import Terms
 from quire.serve.events import Item
@@ -218,7 +218,7 @@ def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
     if not isinstance(content, list) or not any(isinstance(part, dict) and part.get("type") in _MEDIA for part in content):
         return _text(content, where)
     return [
-        {**part, WHERE: Where(f"{where}[{k}]")}
+        {**part, PART_PATH: PartPath(f"{where}[{k}]")}
         if isinstance(part, dict) and part.get("type") in _MEDIA
         else {"type": "text", "text": _text([part], where)}
         for k, part in enumerate(content)

@@ -1,4 +1,4 @@
-"""Images that a request brings as embeddings: what an encoder made of them elsewhere.
+"""Images that a request brings as embeddings, which the client computed with the encoder and its projector.
 
 They come alone or with tensors that say how they are laid out, such as `image_grid_thw` of Qwen-VL: served as base64 texts of
 what torch.save writes, in Python as tensors or arrays. The media process reads and checks them (`workers/embeds.py`).

@@ -27,11 +27,11 @@ _URL_FIELDS = {"url", "detail", "uuid"}
 DETAILS = ("auto", "low", "high", "original")  # of OpenAI's API; the model's image processor chooses the size
 
 
-class Where(str):
+class PartPath(str):
     """The path of a part in the client's request, for errors. A class of its own, so that a client cannot send one."""
 
 
-WHERE = "_where"  # key of a part that has a `Where`
+PART_PATH = "_where"  # key of a part that has a `PartPath`
 _ROOT = re.compile(r"\w+")
 
 
@@ -109,9 +109,9 @@ def _is_media(part: Any) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(kind, str) and (kind in PARTS or kind in _OTHER_PARTS)
 
 
-def _take(part: Mapping[str, Any], place: str, refs: list[MediaRef], local: bool) -> dict[str, str]:
-    given = part.get(WHERE)
-    where = given if isinstance(given, Where) else place
+def _take(part: Mapping[str, Any], path: str, refs: list[MediaRef], local: bool) -> dict[str, str]:
+    given = part.get(PART_PATH)
+    where = given if isinstance(given, PartPath) else path
     kind = part["type"]
     if kind not in PARTS:
         raise NotSupported(f"{where}: parts of type {kind} are not supported. Send text, images or videos", field_of(where))
@@ -120,7 +120,7 @@ def _take(part: Mapping[str, Any], place: str, refs: list[MediaRef], local: bool
 
 
 def read_part(part: Mapping[str, Any], where: str, local: bool = False) -> MediaRef:
-    """Read one part. where: its place, for errors"""
+    """Read one part. where: its path in the request, for errors"""
     kind, modality = part["type"], PARTS[part["type"]]
     if part.get("file_id") is not None:
         raise NotSupported(
@@ -161,14 +161,14 @@ def check_uuid(uuid: Any, where: str) -> str | None:
 
 
 def texts_of(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield each text of the messages with its place."""
+    """Yield each text of the messages with its path in the request."""
     for i, message in enumerate(messages):
         content = message.get("content")
         if isinstance(content, str):
             yield f"messages[{i}].content", content
         for k, part in enumerate(content if isinstance(content, list | tuple) else ()):
             for value in part.values() if isinstance(part, Mapping) else (part,):
-                if isinstance(value, str) and not isinstance(value, Where):
+                if isinstance(value, str) and not isinstance(value, PartPath):
                     yield f"messages[{i}].content[{k}]", value
 
 
@@ -202,14 +202,14 @@ def read_data(modality: Modality, data: Any, where: str, uuids: Sequence[Any] = 
         uuids = [None] * len(items)
     refs = []
     for k, (item, uuid) in enumerate(zip(items, uuids, strict=True)):
-        place = where if len(items) == 1 else f"{where}[{k}]"
+        path = where if len(items) == 1 else f"{where}[{k}]"
         if isinstance(item, MediaRef):
             refs.append(item)
             continue
-        name = check_uuid(uuid, place)
+        name = check_uuid(uuid, path)
         if item is None and name is None:
-            raise InvalidParameter(f"{place} is None. Give the {modality}, or the uuid of an earlier one", field_of(where))
-        refs.append(MediaRef(modality, place, _content(modality, item, place), name))
+            raise InvalidParameter(f"{path} is None. Give the {modality}, or the uuid of an earlier one", field_of(where))
+        refs.append(MediaRef(modality, path, _content(modality, item, path), name))
     return refs
 
 

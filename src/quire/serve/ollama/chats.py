@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from quire.features.media.inputs import WHERE, Where, field_of
+from quire.features.media.inputs import PART_PATH, PartPath, field_of
 from quire.serve.ollama.protocol import OllamaChatRequest, OllamaGenerateRequest, OllamaGenerationFields, Options
 from quire.serve.ollama.requests import answer_fields, sampling_fields
 from quire.serve.protocol import ChatRequest, chat_request
@@ -107,10 +107,10 @@ def _with_images(text: str, images: Any, where: str) -> str | list[dict[str, Any
         raise InvalidParameter(f"{where} must be a list of images in base64; got {_kind(images)}", field_of(where))
     parts: list[dict[str, Any]] = []
     for i, image in enumerate(images):
-        place = Where(f"{where}[{i}]")
+        place = PartPath(f"{where}[{i}]")
         if not isinstance(image, str):
             raise InvalidParameter(f"{place} must be an image in base64; got {_kind(image)}", field_of(place))
-        parts.append({"type": "image_url", "image_url": f"data:image/*;base64,{image}", WHERE: place})
+        parts.append({"type": "image_url", "image_url": f"data:image/*;base64,{image}", PART_PATH: place})
     return [*parts, {"type": "text", "text": text}]
 
 

@@ -33,9 +33,7 @@ SETTINGS = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "RUS
 COMMAND = command_of("quire.text.workers.worker")
 MAX_JOB_S = 600.0  # wall time of one job; the process limits its own CPU time, and may be starved of it
 GROW_AFTER_S = 0.05  # a job waits this long for a free process before another one is started
-HANG_TIMEOUT_S = (  # a process with a job that uses no CPU time for this long is stopped or hangs
-    15.0  # seconds in which a process that has a job runs at least for a moment: one that does not was stopped, or hangs
-)
+HANG_TIMEOUT_S = 15.0  # a process with a job that uses no CPU time for this long was stopped, or hangs
 FORK_SERVER_START_S = 60.0  # until its imports are done
 ABANDONED_JOB_S = 1.0  # a job whose caller is gone may finish within this time
 _LENGTH = struct.Struct("<I")

@@ -56,7 +56,7 @@ class Process(_Job):
     out: str  # a file for the arrays; "": they are sent in the answer
 
 
-class ArrayPlace(msgspec.Struct, array_like=True):
+class ArrayLayout(msgspec.Struct, array_like=True):
     name: str
     dtype: str
     shape: list[int]
@@ -69,7 +69,7 @@ class ProcessedItem(msgspec.Struct, array_like=True):
 
     digest: str
     in_file: bool
-    arrays: list[ArrayPlace]
+    arrays: list[ArrayLayout]
     tokens: list[int]
     before: str
     after: str

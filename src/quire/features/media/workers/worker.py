@@ -199,7 +199,7 @@ def decode_base64(text: bytes) -> bytes:
         raise InvalidParameter("its base64 is not valid") from None
 
 
-def write_arrays(arrays: Arrays, out: str) -> tuple[list[wire.ArrayPlace], bool]:
+def write_arrays(arrays: Arrays, out: str) -> tuple[list[wire.ArrayLayout], bool]:
     """Write the arrays to a file, if it is given, is still there and has room; return where they are, and whether that is in
     the file."""
     import numpy as np
@@ -213,7 +213,7 @@ def write_arrays(arrays: Arrays, out: str) -> tuple[list[wire.ArrayPlace], bool]
     places, offset = [], 0
     for name, value in values.items():
         data = b"" if in_file else value.tobytes()
-        places.append(wire.ArrayPlace(name, str(value.dtype), list(value.shape), offset if in_file else 0, data))
+        places.append(wire.ArrayLayout(name, str(value.dtype), list(value.shape), offset if in_file else 0, data))
         offset += value.nbytes
     return places, in_file
 
