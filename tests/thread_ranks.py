@@ -75,7 +75,7 @@ class ThreadWorkers:
 
     def lost(self, rank):
         with contextlib.suppress(queue.Empty):
-            raise self._told[rank].get(timeout=5)
+            raise self._told[rank].get(timeout=60)
         raise EngineDead(f"rank {rank} is lost")
 
     def give_up(self, reason, kind=EngineDead):

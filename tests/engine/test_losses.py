@@ -7,13 +7,15 @@ import signal
 from pathlib import Path
 
 import pytest
+from tiny import shared_files
 
 import selection
+from patience import wait_for
 from quire.async_llm import AsyncLLM
 from quire.config.args import EngineArgs
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "losses.py"
-TIMES, SEED = (20 if selection.ALL else 8), 0  # with it come engines and ranks, killed and stopped
+TIMES, SEED = (20 if selection.ALL else 5), 11  # with it come engines and ranks, killed and stopped
 RARELY = (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP)  # a stop takes a second to be noticed
 
 
@@ -47,6 +49,6 @@ def test_streams_go_on_whoever_is_lost(tiny_model, losses):
         assert llm.restarts == sum(map(len, waits.values())) == TIMES
         assert await losses.none_left() == {}
 
-    shared = set(Path("/dev/shm").iterdir())
+    before = shared_files()
     asyncio.run(run())
-    assert set(Path("/dev/shm").iterdir()) <= shared
+    wait_for(lambda: shared_files() <= before)  # other programs use the folder too

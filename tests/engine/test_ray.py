@@ -30,7 +30,10 @@ def cluster():
     from ray.cluster_utils import Cluster
 
     with tempfile.TemporaryDirectory(prefix="r") as folder, pytest.MonkeyPatch.context() as patch:
-        for name, value in (("RAY_TMPDIR", folder), ("HOME", folder), ("RAY_USAGE_STATS_ENABLED", "0")):
+        for name, value in (
+            ("RAY_TMPDIR", folder), ("HOME", folder), ("RAY_USAGE_STATS_ENABLED", "0"),
+            ("RAY_worker_niceness", "0"),  # 15 by default: on a busy machine its ranks would get hardly any of a core
+        ):  # fmt: skip
             patch.setenv(name, value)
         head = {**SMALL, "node_ip_address": "127.0.0.2", "include_dashboard": False}
         made = Cluster(initialize_head=True, head_node_args=head)

@@ -12,6 +12,8 @@ import pytest
 from patience import PATIENCE
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
+# root in a container has no sandbox, and there shared memory may be small
+ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage"]
 MISSING = "NO BROWSER: the page is not tested. Install one (apt-get install chromium) and Playwright (pip install '.[test]')"
 
 
@@ -32,7 +34,7 @@ def open_browser() -> Iterator[Any]:
 
     path = next(filter(None, map(shutil.which, NAMES)))
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])  # root in a container has no other
+        browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
         yield browser
         browser.close()
 

@@ -20,7 +20,7 @@ from patience import PATIENCE
 from tiny_model import make_model
 
 pytestmark = needs_browser
-WAITING = 120_000  # milliseconds; a page that works needs a second or two, one that looks for marks again and again, minutes
+WAITING = 1000 * PATIENCE  # milliseconds; a page that works needs a second or two, one that looks again and again, more
 ENDLESS = '{"ignore_eos": true, "temperature": 0}'
 LIVE = "feed.state === 'live'"
 

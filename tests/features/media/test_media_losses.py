@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import gc
 import os
 import signal
@@ -9,12 +10,17 @@ import signal
 import pytest
 from media_files import READER, encoded, picture, reading
 
+from patience import PATIENCE
 from quire.features.media.inputs import NO_OPTIONS, MediaRef
 from quire.features.media.reader import WORKERS_VARIABLE, _Content
 from quire.text.workers import pool
 from quire.types.errors import InvalidParameter
 
-SLOW = encoded(picture(2500, 2500))  # takes a media process about a second
+
+@functools.cache
+def slow():
+    """A picture that takes a media process about a second."""
+    return encoded(picture(2500, 2500))
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +34,7 @@ def nothing_left(media):
     yield
     media.reader.reset()
     gc.collect()  # errors refer to frames of the tests
-    media.run(asyncio.wait_for(until(lambda: not files_of(media) and not media.reader._running), 20))
+    media.run(asyncio.wait_for(until(lambda: not files_of(media) and not media.reader._running), PATIENCE))
 
 
 def files_of(media):
@@ -66,7 +72,7 @@ def test_a_caller_who_goes_leaves_no_file(media):
     async def scene():
         await process(media, *small(1))
         media.reader.reset()
-        tasks = [process(media, SLOW)]
+        tasks = [process(media, slow())]
         await at_work(media.reader._processes())
         await leave(tasks)
         await until(lambda: not any(worker.asked for worker in media.reader._pool._workers))
@@ -96,7 +102,7 @@ def test_refused_pictures_are_forgotten_at_once(media):
 
     async def scene():
         with contextlib.suppress(InvalidParameter):
-            await process(media, b"nothing", SLOW)
+            await process(media, b"nothing", slow())
         media.reader.reset()
         await until(lambda: not any(worker.asked for worker in media.reader._pool._workers))
 
@@ -122,7 +128,7 @@ def test_a_process_that_is_killed_while_it_fetches(media):
 
 def test_a_job_that_loses_two_processes_is_refused_and_others_go_on(media):
     async def scene():
-        task = process(media, SLOW)
+        task = process(media, slow())
         for _ in range(2):
             [worker] = await at_work(media.reader._processes())
             worker.kill()
@@ -149,7 +155,7 @@ def test_a_process_that_stands_still_is_replaced(media, monkeypatch):
     async def scene():
         await process(media, *small(30))
         monkeypatch.setattr(pool, "HANG_TIMEOUT_S", 0.2)
-        task = process(media, SLOW)
+        task = process(media, slow())
         [worker] = await at_work(media.reader._processes())
         os.kill(worker.pid, signal.SIGSTOP)
         [item] = await task
@@ -160,7 +166,7 @@ def test_a_process_that_stands_still_is_replaced(media, monkeypatch):
 
 def test_all_processes_and_their_server_are_killed_at_work(media):
     async def scene():
-        tasks = [process(media, SLOW), *(process(media, data) for data in small(*range(10, 16)))]
+        tasks = [process(media, slow()), *(process(media, data) for data in small(*range(10, 16)))]
         workers = await at_work(media.reader._processes())
         os.kill(media.reader._server._process._process.pid, signal.SIGKILL)
         for worker in workers:
