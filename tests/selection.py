@@ -1,7 +1,8 @@
 """Which part of a large table of tests runs: a fixed core and what the latest changes concern; all of it with QUIRE_MATRIX=all.
 
 Changes are those since the branch left main or, on main, those of the last commits. In a clone without history the core runs
-alone. The same files select the same tests on every machine.
+alone, and also where more than MAX_CHANGED_FILES have changed: then everything is concerned, which is for QUIRE_MATRIX=all. The
+same files select the same tests on every machine.
 """
 
 import functools
@@ -18,6 +19,7 @@ Item = TypeVar("Item")
 ALL = os.environ.get("QUIRE_MATRIX") == "all"
 ROOT = Path(__file__).parent.parent
 RECENT_COMMITS = 10  # on main
+MAX_CHANGED_FILES = 120  # of about 650
 # files of src/quire -> the columns of the matrix (matrix_cells.py) that run them
 COLUMNS_OF: Mapping[str, tuple[str, ...]] = {
     r"lora|adapt": ("LoRA",),
@@ -56,7 +58,8 @@ def changed_files() -> frozenset[str]:
     bases = [git("merge-base", "HEAD", branch) for branch in ("main", "origin/main")]
     base = next((base for base in bases if base and base != head), None) or git("rev-parse", f"HEAD~{RECENT_COMMITS}")
     changed = git("diff", "--name-only", base, "--", "src/quire") if base else None
-    return frozenset(path.removeprefix("src/quire/") for path in (changed or "").splitlines())
+    paths = (changed or "").splitlines()
+    return frozenset(path.removeprefix("src/quire/") for path in paths if len(paths) <= MAX_CHANGED_FILES)
 
 
 def changed_columns(paths: Iterable[str]) -> set[str]:
