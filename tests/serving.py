@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Awaitable, Iterator, Sequence
@@ -24,6 +25,7 @@ from quire.engine.child import COMMAND
 from quire.serve.app import RequestIds, build_app
 
 NAME = "tiny"
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # for clients of plain HTTP, which would each read all certificates
 
 
 class Running:
@@ -66,7 +68,8 @@ class Running:
         while not server.started:
             time.sleep(0.01)
         try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=PATIENCE) as client:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            with httpx.Client(base_url=url, timeout=PATIENCE, verify=NO_TLS) as client:
                 yield client
         finally:
             server.should_exit = True

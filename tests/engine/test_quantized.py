@@ -58,7 +58,7 @@ def test_perplexity_within_one_percent_of_the_dequantized_weights(engines, engin
 
 
 PROMPTS = ["The river was", "Once upon a time there was a king who", "2 + 2 =", "A list of colours: red,"]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
 def answers(llm: LLM, prompts: list[str]) -> list[list[int]]:
@@ -102,18 +102,19 @@ def test_a_chunk_of_a_prompt_beside_tokens(engines):
         if not engine.has_unfinished_requests():
             break
     assert {name: output.finish_reason for name, output in found.items()} == {"a": "length", "b": "length"}
-    assert list(found["a"].token_ids)[:3] == expected[:3] and len(found["a"].token_ids) == 24
+    assert list(found["a"].token_ids)[:3] == expected[:3] and len(found["a"].token_ids) == GREEDY.max_tokens
 
 
 def test_prefix_hits_and_preemption_leave_good_tokens(engines):
     """A cache of a few pages, where rows are preempted and adopt pages that lie elsewhere. What was computed in a prompt
     differs in its last bits, so of two tokens that are nearly as likely the other one may be chosen."""
     small = LLM("smollm2", device="cpu", max_model_len=128, num_gpu_blocks_override=7)
-    outputs = small.generate([TEXT[:200] + prompt for prompt in PROMPTS * 2], GREEDY, use_tqdm=False)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    outputs = small.generate([TEXT[:200] + prompt for prompt in PROMPTS * 2], params, use_tqdm=False)
     assert any(output.num_cached_tokens for output in outputs)
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
     whole = [{"prompt_token_ids": [*output.prompt_token_ids, *output.outputs[0].token_ids]} for output in outputs]
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     for judged in engines["auto"].generate(whole, params, use_tqdm=False):
-        for token, entry in list(zip(judged.prompt_token_ids, judged.prompt_logprobs, strict=True))[-GREEDY.max_tokens :]:
+        for token, entry in list(zip(judged.prompt_token_ids, judged.prompt_logprobs, strict=True))[-24:]:
             assert entry[token].logprob > max(choice.logprob for choice in entry.values()) - 0.5

@@ -38,7 +38,7 @@ def close(ours, theirs):
     torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", [*sorted({*FAMILIES} - {*MORE}), *selection.select(sorted(MORE), MORE, 16, 8)])
+@pytest.mark.parametrize("family", [*sorted({*FAMILIES} - {*MORE}), *selection.select(sorted(MORE), MORE, 8, 4)])
 def test_two_halves_are_the_whole(checkpoint, family):
     case = checkpoint(family)
     models, group = divided(case.facts, 2)

@@ -49,7 +49,7 @@ RECURRENT_KINDS = ("bamba", "falcon-h1", "minimax", "nemotron-h", "olmo-hybrid")
 
 
 @pytest.mark.parametrize(
-    "family", [*sorted({*FAMILIES} - {*MORE}), *selection.select(sorted(MORE), MORE, 12, 8), *RECURRENT_KINDS]
+    "family", [*sorted({*FAMILIES} - {*MORE}), *selection.select(sorted(MORE), MORE, 6, 4), *RECURRENT_KINDS]
 )
 def test_stages_are_the_whole(checkpoint, family):
     case = checkpoint(family)

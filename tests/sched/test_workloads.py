@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from workload import EOS, Workload, run, workloads
 
 examples = settings(
-    max_examples=int(os.environ.get("QUIRE_EXAMPLES", "200")),
+    max_examples=int(os.environ.get("QUIRE_EXAMPLES", "100")),
     derandomize="QUIRE_EXAMPLES" not in os.environ,
     deadline=None,
     database=None,

@@ -111,7 +111,6 @@ def tokens(count: int, **fields: Any) -> dict[str, Any]:
 CHAT, TEXT, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 GROW = "{% set n = namespace(s='xxxxxxxx') %}{% for i in range(50) %}{% set n.s = n.s ~ n.s %}{% endfor %}"
-NAMES = b",".join(b'"%d":1' % i for i in range(M))
 
 CASES: dict[str, tuple[str, Callable[[], Any], int]] = {
     # texts longer than the context
@@ -132,7 +131,7 @@ CASES: dict[str, tuple[str, Callable[[], Any], int]] = {
     "brackets_in_strings": (TEXT, lambda: b'{"prompt": [' + b'"[",' * (4 * M - 16) + b'"["]}', 400),
     "brackets": (TEXT, lambda: b'{"prompt": ' + b"[" * (15 * M) + b"]" * (M // 2) + b"}", 400),
     "numbers": (TEXT, lambda: b'{"x": [' + b"1," * (8 * M - 16) + b"1]}", 400),
-    "many_names": (TEXT, lambda: b"{" + NAMES + b"}", 400),
+    "many_names": (TEXT, lambda: b"{" + b",".join(b'"%d":1' % i for i in range(M)) + b"}", 400),
     "escapes": (TEXT, lambda: b'{"prompt": "' + b"\\n" * (8 * M - 16) + b'"}', 400),
     "not_json": (CHAT, lambda: b'{"messages": "' + b"a" * (15 * M), 400),
     "too_many_ids": (TEXT, lambda: tokens(M), 400),

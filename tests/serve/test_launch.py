@@ -1,5 +1,6 @@
 import gzip
 import json
+import os
 import signal
 import socket
 import ssl
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,12 +20,22 @@ from server_process import body, read_stream, serving, wait_for
 
 from patience import PATIENCE
 from quire.device.registry import describe
+from quire.proc.fork_server import ForkServerProcess
 from quire.types.errors import ConfigError
 
 
 def run_line(*flags: str, module: str = "quire.cli.main") -> subprocess.CompletedProcess[str]:
     command = [*(["serve"] if module == "quire.cli.main" else []), *flags]
     return subprocess.run([sys.executable, "-m", module, *command], capture_output=True, text=True, timeout=PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def commands() -> Iterator[ForkServerProcess]:
+    """Forks `quire` with its imports done."""
+    server = ForkServerProcess(("quire.cli.main", "quire.cli.serve", "quire.serve.launch"), {"HF_HUB_OFFLINE": "1"})
+    wait_for(lambda: server.usable or server.closed)
+    yield server
+    server.close()
 
 
 # ---- starting ------------------------------------------------------------------------------------------------------------
@@ -53,13 +65,17 @@ def test_a_port_in_use_is_told_at_once(serve_model: Path) -> None:
     ],
 )
 def test_start_up_errors_are_one_line(
-    serve_model: Path, flags: list[str], code: int, message: str, monkeypatch: pytest.MonkeyPatch
+    serve_model: Path, commands: ForkServerProcess, flags: list[str], code: int, message: str
 ) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     model = [str(serve_model)] if flags[0].startswith("-") else []
-    done = run_line(*model, "--port", "0", "--device", "cpu", "--distributed-executor-backend", "fake", *flags)
-    *before, last = done.stderr.splitlines()
-    assert (done.returncode, message in last) == (code, True), done.stderr
+    line = [*model, "--port", "0", "--device", "cpu", "--distributed-executor-backend", "fake", *flags]
+    inner, outer = os.pipe()
+    process = commands.fork("quire.cli.main", ["serve", *line], [], outer)
+    os.close(outer)
+    with os.fdopen(inner) as output:
+        log = output.read()
+    *before, last = log.splitlines()
+    assert (process.wait(PATIENCE), message in last) == (code, True), log
     assert all("INFO [quire.serve.launch] listening on" in line for line in before)
     assert model or not before, "a model that is not there is told before anybody listens"
 
