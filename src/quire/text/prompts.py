@@ -126,6 +126,12 @@ class ChatOptions:
     media: MediaMarks | None = None  # how images and videos are written for templates that take strings
 
 
+def check_keys(prompt: Mapping[str, Any]) -> None:
+    """Raise an error for keys of a prompt that are not known. Those of images and videos are taken out before."""
+    if unknown := sorted(map(str, set(prompt) - _KEYS)):
+        raise InvalidParameter(f"a prompt dict takes prompt, prompt_token_ids and cache_salt, not {unknown}", "prompt")
+
+
 class PromptReader:
     """Turn prompts of any form into token ids. `max_model_len` may change when an engine has measured its cache."""
 
@@ -168,10 +174,7 @@ class PromptReader:
     def _read_parts(self, prompt: Any, how: Tokenization | None, extras: Extras) -> Prompt:
         """Of a dict or of token ids."""
         given: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
-        if unknown := set(given) - _KEYS:
-            raise InvalidParameter(
-                f"a prompt dict takes prompt, prompt_token_ids and cache_salt, not {sorted(unknown)}", "prompt"
-            )
+        check_keys(given)
         salt = given.get("cache_salt")
         if "prompt_token_ids" in given:
             return Prompt(given.get("prompt"), self._cut_ids(_checked_ids(given["prompt_token_ids"]), how), salt, extras)

@@ -15,7 +15,7 @@ from quire.features.determinism.device import FixedOrder
 from quire.features.media import encoder
 from quire.features.media import reader as reader_module
 from quire.features.media.towers.llava import LlavaTower
-from quire.types.errors import ModelError, NotSupported
+from quire.types.errors import InvalidParameter, ModelError, NotSupported
 from quire.types.sampling import BeamSearchParams
 
 EXPECTED = json.loads((READER / "expected_png.json").read_text())
@@ -116,6 +116,12 @@ def test_beams_of_pictures_are_the_likeliest(reader):
         [found] = reader.beam_search([one.prompt], BeamSearchParams(beam_width=3, max_tokens=3, ignore_eos=True))
         assert [tuple(each.tokens[-3:]) for each in found.sequences] == [ids for ids, _ in beams]
         assert [each.cum_logprob for each in found.sequences] == pytest.approx([score for _, score in beams], abs=1e-4)
+
+
+@pytest.mark.parametrize("key", ["prompt_embeds", "mutli_modal_uuids", "max_tokens"])
+def test_unknown_keys_of_a_prompt_are_refused(reader, key):
+    with pytest.raises(InvalidParameter, match=rf"not \['{key}'\]"):
+        reader.generate({**prompt(0), key: []}, GREEDY, use_tqdm=False)
 
 
 def test_a_uuid_names_content_and_is_no_key(reader):

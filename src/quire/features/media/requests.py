@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.features.media.inputs import NO_OPTIONS, MediaOptions, MediaRef, options_of, read_multi_modal
 from quire.features.media.reader import Encode, MediaReader
-from quire.text.prompts import Tokenization
+from quire.text.prompts import Tokenization, check_keys
 from quire.types.errors import EngineDead, InvalidParameter, NotSupported
 from quire.types.prompts import Extras, Prompt
 
@@ -62,6 +62,7 @@ async def read_prompt(
     own = options_of(prompt.get("mm_processor_kwargs"), prompt.get("media_io_kwargs"))
     both = MediaOptions({**options.processor, **own.processor}, {**options.io, **own.io})
     plain = without_media(prompt)
+    check_keys(plain)
     ids = None
     if "prompt_token_ids" in plain:
         ids = prompts.read(plain).ids
