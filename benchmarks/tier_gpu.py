@@ -30,14 +30,9 @@ import numpy as np
 import torch
 from tier_faults import KINDS, Kind, make_model
 
+from adapters import CONFIG as LLAMA_8B
 from quire import LLM, SamplingParams
 
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
-    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
-    "torch_dtype": "bfloat16", "tie_word_embeddings": False, "bos_token_id": 128000, "eos_token_id": 128001,
-}  # fmt: skip
 TINY = LLAMA_8B | {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "vocab_size": 2000, "torch_dtype": "float32", "bos_token_id": 0, "eos_token_id": 1,

@@ -96,7 +96,6 @@ class DiskStore:
         self._open: Segment | None = None  # what is written to
         self._pause_until = 0.0
         self._warned = False
-        self.failures = 0  # writes that failed, and records that were wrong
         self._numbers = self._scan()
 
     @property
@@ -148,7 +147,6 @@ class DiskStore:
         tag = self._read(segment, position, name, content)
         if tag is None:
             with self._mutex:
-                self.failures += 1
                 if self._index.get(name) == found:
                     del self._index[name]
                     segment.names.discard(name)
@@ -307,7 +305,6 @@ class DiskStore:
         return blake2b(fields, key=self._key, digest_size=DIGEST_BYTES, person=b"header").digest()
 
     def _fail_write(self, error: OSError) -> None:
-        self.failures += 1
         self._pause_until = self._clock() + RETRY_S
         self._open = None  # its directory may be gone
         self._warn("written", error)
