@@ -54,7 +54,7 @@ _reserved: list[Placement] = []  # by `reserve_gpus`, until `take_reservation`
 def reserve_gpus(args: EngineArgs) -> None:
     """Reserve the GPUs of all ranks, and make those of this node visible to this process.
 
-    With device "auto" and no GPU in the cluster or in the placement group, ranks run on CPUs, and nothing is reserved.
+    With device "auto" and no GPU on this Ray node or in the placement group, ranks run on CPUs, and nothing is reserved.
     """
     ranks = args.tensor_parallel_size * args.pipeline_parallel_size
     if ranks == 1 or args.device not in ("auto", "cuda"):
@@ -99,7 +99,8 @@ def _offers_gpus(ray: Any) -> bool:
     group = current_group(ray)
     if group is not None:
         return any(bundle.get("GPU") for bundle in group_entry(group)["bundles"].values())
-    return any(node["Alive"] and node["Resources"].get("GPU") for node in ray.nodes())
+    here = ray.get_runtime_context().get_node_id()
+    return any(node["NodeID"] == here and node["Resources"].get("GPU") for node in ray.nodes())
 
 
 def _own_gpus(ray: Any) -> list[str]:
