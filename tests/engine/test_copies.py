@@ -1,4 +1,4 @@
-"""Dequantized copies of quantized matrices on a GPU: close to the dequantized model, and users choose."""
+"""Dequantized copies of quantized matrices on a GPU: the bits of the dequantized matrices, and users choose."""
 
 import logging
 
@@ -8,6 +8,8 @@ import torch
 from quantized_checkpoints import write
 from quire import LLM, SamplingParams
 from quire.config import dequantized_copies
+from quire.ops import quantized
+from quire.ops.packed import PackedMatrix, multiply_floats
 from quire.types.errors import ConfigError
 
 # so long that each alone is dequantized without copies: the products are the same ones then
@@ -46,6 +48,28 @@ def test_answers_are_close_to_the_dequantized_models(tmp_path, scheme, told):
     floats, expected = answers(engine(directory.parent / "floats", dtype="bfloat16"))
     assert [row[0] for row in found] == [row[0] for row in floats]  # decode steps read the packed matrices
     assert (scores - expected).norm() < 0.02 * expected.norm()
+
+
+def multiply_dequantized(matrix, x, bias, activation, after):
+    """Multiply by the dequantized matrix, for any number of tokens and without a copy."""
+    return multiply_floats(x, matrix.dequantize(x), bias, activation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_copies_change_no_bit_where_matrices_are_dequantized(tmp_path, scheme, told, monkeypatch):
+    """Kernels of packed matrices add in another order than a copy's GEMM, so copies are compared with dequantizing each time.
+
+    Steps run eagerly: which bucket of CUDA graphs a step borrows, and so its number of rows, depends on time.
+    """
+    directory = write(scheme, tmp_path)
+    for kind in quantized.COPIED:
+        monkeypatch.setitem(quantized.COPIED, kind, (1, 1, 1))  # copies for any number of tokens
+    found, scores = answers(engine(directory, enforce_eager=True))
+    assert told(MADE)
+    monkeypatch.setattr(PackedMatrix, "_multiply", multiply_dequantized)
+    tokens, expected = answers(engine(directory, enforce_eager=True, dequantized_copies=False))
+    assert tokens == found and torch.equal(scores, expected)
 
 
 @pytest.mark.gpu

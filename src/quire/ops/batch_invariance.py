@@ -56,6 +56,7 @@ FORMATS: dict[str, Make] = {
     "int4 zeros": lambda n, k: PackedInts(
         4, 128, _bytes(n, k // 2), _scales(n, k // 128).half(), _bytes(n, k // 128) & 15, None
     ),
+    "int4 channel": lambda n, k: PackedInts(4, k, _bytes(n, k // 2), _scales(n, 1).half(), None, None),
     "int8": lambda n, k: PackedInts(8, 128, _bytes(n, k), _scales(n, k // 128).bfloat16(), None, None),
     "w8a8": lambda n, k: Int8(_bytes(n, k).view(torch.int8), _scales(n, 1)),
     "fp8": lambda n, k: Float8(1, k, _float8(n, k), _scales(n, 1), Activation.TOKEN),
@@ -65,6 +66,9 @@ FORMATS: dict[str, Make] = {
     "mxfp4": lambda n, k: Float4("e2m1", 32, _bytes(n, k // 2), _bytes(n, k // 32) % 8 + 120),
     "q4_k": lambda n, k: PackedInts(
         4, 32, _bytes(n, k // 2), _scales(n, k // 32).half(), torch.rand(n, k // 32, device="cuda") * 15, None
+    ),
+    "q5_k": lambda n, k: PackedInts(
+        8, 32, _bytes(n, k) % 32 + 112, _scales(n, k // 32).half(), 128 - torch.rand(n, k // 32, device="cuda") * 15, None
     ),
     "q6_k": lambda n, k: PackedInts(8, 16, _bytes(n, k) % 64 + 96, _scales(n, k // 16).half(), None, None),
 }

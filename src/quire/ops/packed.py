@@ -203,23 +203,30 @@ class PackedMatrix:
         """Multiply 16-bit activations in the fixed order: without split-K, and with scales multiplied into the weights."""
         from quire.ops.kernels import packed, packed_6bit
 
-        if len(x) > MAX_STREAMED_ROWS and self._multiplied_as_dequantized:
+        if len(x) > MAX_STREAMED_ROWS and self.multiplies_dequantized(x.dtype):
             return multiply_floats(x, self.dequantize(x), bias, activation)
         run = packed_6bit.product if self.packed.form == "int6" else packed.product
         return run(x, self.packed, bias, activation, choose_config(self.packed, len(x))._replace(shares=1, fold=True))
 
-    @property
-    def _multiplied_as_dequantized(self) -> bool:
-        """Return whether the kernel multiplies by the values of `dequantize`, so that both have the same bits."""
+    def multiplies_dequantized(self, dtype: torch.dtype) -> bool:
+        """Return whether the kernel in the fixed order multiplies by the values of `dequantize`: then both have the same bits.
+
+        The kernel rounds an integer times its scale once, as `dequantize` does, if the scale is exactly the sum of two values
+        of `dtype` and the integer times the second one is exact. It applies a single scale per output to the sum.
+        """
         from quire.ops.kernels.bit_packing import ANY_ZEROS
 
-        match self.packed.form:
+        packed = self.packed
+        if packed.groups == 1:
+            return False
+        match packed.form:
             case "int4":
-                return bool(self.packed.offset != ANY_ZEROS)
+                exact = packed.scaled == "fp16" or (packed.scaled == "bf16" and dtype == torch.bfloat16)
+                return exact and bool(packed.offset != ANY_ZEROS)
             case "float4":
-                return bool(self.packed.scaled == "e8m0")
+                return bool(packed.scaled == "e8m0") and dtype == torch.bfloat16  # float16 lacks small powers of two
             case form:
-                return bool(form == "int6")
+                return bool(form == "int6") and packed.zeros is None and dtype == torch.bfloat16
 
     def dequantize(self, like: Tensor) -> Tensor:
         """Return the matrix [outputs, inputs] in the dtype of `like` [..., inputs], with the inputs in packed order."""
