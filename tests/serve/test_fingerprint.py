@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from quire.config.args import EngineArgs
 from quire.config.resolve import resolve
+from quire.device.cpu import device
 from quire.device.registry import describe
 from quire.serve import server
 from quire.serve.server import files_digest, system_fingerprint
@@ -46,6 +47,20 @@ def test_a_changed_setup_has_another_fingerprint(serve_model, change):
 def test_another_version_of_torch_has_another_fingerprint(serve_model, monkeypatch):
     before = fingerprint(serve_model)
     monkeypatch.setattr(server, "version", lambda name: f"another {name}")
+    assert fingerprint(serve_model) != before
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("multiplies", lambda: "another answer"), ("cpu_features", lambda: "another CPU"), ("has_openvino", None)],
+)
+def test_other_kernels_have_another_fingerprint(serve_model, monkeypatch, name, other):
+    """x86 CPUs with AVX-512 VNNI run C kernels where others use OpenVINO."""
+    monkeypatch.setattr(device, "multiplies", lambda: False)
+    monkeypatch.setattr(device, "version", lambda name: "2026.1")
+    monkeypatch.setattr(device, "has_openvino", lambda: True)
+    before = fingerprint(serve_model)
+    monkeypatch.setattr(device, name, other or (lambda: False))
     assert fingerprint(serve_model) != before
 
 

@@ -58,7 +58,7 @@ def system_fingerprint(config: Config) -> str:
         "files": files_digest(config.facts.files),
         "torch": version("torch"),
         "arguments": [repr(getattr(config.args, name)) for name in _ARGUMENTS],
-        "machine": (platform.machine(), config.device, config.device_facts.name),
+        "machine": (platform.machine(), config.device, config.device_facts.name, config.device_facts.kernels),
         "types": (config.dtype, config.cache_dtype, config.keep_quantized),
         "ranks": (config.ranks, config.stages),
         "pages": config.page_size,  # on a CPU, attention adds the keys page by page

@@ -12,16 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cache
-from hashlib import sha256
 from importlib.metadata import version
 from operator import gt
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.device.cpu.device import has_openvino
+from quire.device.cpu.device import cpu_features, has_openvino
 from quire.device.cpu.graph import Runtime
 from quire.device.cpu.repack import repack
 from quire.device.cpu.session import packed_product
@@ -36,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 MAX_ENTRIES = 64  # cached choices; the oldest are dropped
 METHOD_VERSION = 3  # increase it when the measurement changes
-CPU_INFO = Path("/proc/cpuinfo")
-CPU_INFO_FIELDS = ("model name", "flags", "Features", "CPU")  # x86 writes the first two, ARM the others
 OUTPUTS, INPUTS = 1536, 576
 TOKEN_COUNTS = (32, 48, 64, 96, 128, 192, 256, 512)  # tokens at which dequantizing is measured
 NEVER = 1 << 30
@@ -137,11 +133,7 @@ def _one_thread() -> Iterator[None]:
 
 def _key() -> str:
     """Return the CPU's name and features, and all else that the speed depends on."""
-    abilities = ""
-    with suppress(OSError):
-        lines = {line for line in CPU_INFO.read_text().splitlines() if line.startswith(CPU_INFO_FIELDS)}
-        abilities = sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
-    parts = platform.machine(), abilities, f"{torch.get_num_threads()} threads"
+    parts = platform.machine(), cpu_features(), f"{torch.get_num_threads()} threads"
     there = {"torch": True, "openvino": has_openvino()}
     libraries = [f"{name} {version(name)}" for name in there if there[name]]
     libraries.append(f"own kernels: {multiplies()}, for floats: {multiplies_floats()}")

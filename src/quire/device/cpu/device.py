@@ -4,8 +4,11 @@ import mmap
 import platform
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.config.devices import KEEPS
@@ -27,6 +30,8 @@ ADVICE = (
     "time. On x86 Linux run pip install 'quire[cpu]'; on ARM install Quire with a C compiler."
 )
 BATCH_DEPENDENCE = "this CPU. It requires Quire's C kernels and, on x86, AVX2"
+CPU_INFO = Path("/proc/cpuinfo")
+CPU_INFO_FIELDS = ("model name", "flags", "Features", "CPU")  # x86 writes the first two, ARM the others
 PAGE, NETWORK_PAGE = 16, 32  # tokens; OpenVINO attention requires the second
 
 
@@ -40,6 +45,21 @@ def has_openvino() -> bool:
     except PackageNotFoundError:
         return False
     return True
+
+
+def cpu_features() -> str:
+    """Return a digest of the CPU's name and instructions; "": the system does not tell them."""
+    with suppress(OSError):
+        lines = {line for line in CPU_INFO.read_text().splitlines() if line.startswith(CPU_INFO_FIELDS)}
+        return sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
+    return ""
+
+
+def kernel_set() -> str:
+    """Return what the bits of a step depend on besides the model: instructions, C kernels and OpenVINO where it is used."""
+    own = f"C kernels: {multiplies()}, for floats: {multiplies_floats()}"
+    library = f"openvino {version('openvino')}" if has_openvino() and not multiplies() else "no openvino"
+    return f"{cpu_features()}, {own}, {library}"
 
 
 def multiply_quantized() -> bool:
@@ -69,6 +89,7 @@ class CPUDevice(Device):
             one_memory=True,
             batch_dependence="" if multiplies_floats() else BATCH_DEPENDENCE,
             packs_floats=multiplies_floats(),
+            kernels=kernel_set(),
         )
 
     def take_part(self, engine: int, engines: int, sharing: bool = False, ranks: int = 1) -> None:  # noqa: ARG002

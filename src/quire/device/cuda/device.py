@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from quire.config.devices import KEEPS, SHARE
@@ -37,7 +38,7 @@ class CUDADevice(Device):
         self._kernels: Variants | None = None
 
     def facts(self, memory: int | None = None) -> DeviceFacts:
-        name, free, total, count = self.name, memory or 0, memory or 0, 0
+        name, free, total, count, kernels = self.name, memory or 0, memory or 0, 0, ""
         if memory is None:
             import torch
 
@@ -48,6 +49,7 @@ class CUDADevice(Device):
                 )
             (free, total), name = torch.cuda.mem_get_info(self.name), torch.cuda.get_device_name(self.name)
             count = torch.cuda.device_count()
+            kernels = f"{torch.cuda.get_device_capability(self.name)}, CUDA {torch.version.cuda}, {_triton_version()}"
         return DeviceFacts(
             self.name,
             name,
@@ -63,6 +65,7 @@ class CUDADevice(Device):
             always_keeps=True,
             count=count,
             batch_dependence="",
+            kernels=kernels,
         )
 
     def take_part(self, engine: int, engines: int, sharing: bool = False, ranks: int = 1) -> None:
@@ -163,6 +166,13 @@ class CUDADevice(Device):
         import torch
 
         torch.cuda.empty_cache()
+
+
+def _triton_version() -> str:
+    try:
+        return f"triton {version('triton')}"
+    except PackageNotFoundError:
+        return "no triton"
 
 
 def _visible() -> list[str]:
