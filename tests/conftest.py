@@ -122,6 +122,21 @@ def quick():
 
 
 @pytest.fixture
+def usual_order_afterwards(monkeypatch):
+    """Engines of the test may be deterministic, which fixes the order of sums in this process."""
+    import torch
+
+    from quire.ops import order
+
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+    monkeypatch.setattr(order, "_fixed", False)
+    yield
+    torch.backends.cuda.preferred_blas_library("default")
+    matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before
+
+
+@pytest.fixture
 def packages(tmp_path_factory, monkeypatch):
     """packages.add(name, entry points, code): install packages with plug-ins (plugin_packages.py)."""
     from plugin_packages import Packages

@@ -31,6 +31,7 @@ ON_GPU = torch.cuda.is_available()
 CPU = pytest.mark.skipif(ON_GPU or not multiplies_floats(), reason="for a CPU with C kernels for float32 weights")
 SUPPORTED_CPU = pytest.mark.skipif(not multiplies_floats(), reason="every model is refused on other CPUs")
 GPU = pytest.mark.gpu
+pytestmark = pytest.mark.usefixtures("usual_order_afterwards")
 SIZES = {"vocab_size": 320, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
          "intermediate_size": 512, "head_dim": 64, "max_position_embeddings": 2048, "bos_token_id": 0, "eos_token_id": 1,
          "pad_token_id": 0}  # fmt: skip
@@ -131,16 +132,6 @@ def answers(llm, together, adapters=(None,)):
 
 def differing(found, expected):
     return [i for i in range(REQUESTS) if found[i] != expected[i]]
-
-
-@pytest.fixture(autouse=True)
-def usual_order_afterwards(monkeypatch):
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
-    monkeypatch.setattr(order, "_fixed", False)
-    yield
-    torch.backends.cuda.preferred_blas_library("default")
-    matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before
 
 
 def make(directory, kind):

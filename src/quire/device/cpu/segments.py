@@ -53,10 +53,11 @@ class BoundAttention:
 
     def run(self, batch: Batch) -> None:
         tokens = len(batch.ids)
+        if not self._calls or not batch.regular:
+            self._out[:tokens] = attend_heads(self._attention, self._qkv[:tokens], batch)
+            return
         for call in self._calls[:1] if tokens == len(batch.rows) else self._calls[1:]:
             call.run(batch_rows(batch, self._group))
-        if not self._calls:
-            self._out[:tokens] = attend_heads(self._attention, self._qkv[:tokens], batch)
 
 
 class BoundSum:
