@@ -4,12 +4,14 @@
 
 Every engine gets the same requests in another order, in groups of other sizes, with another number of requests and tokens per
 step, page size, prefix cache, number of pages (few pages: preemption), CUDA graphs or eager execution, and n-gram drafts. The
-last engine gets `--alone` of them one by one on an empty cache. Exit code 1: a request differed.
+last engine gets `--alone` of them one by one on an empty cache. With `--seconds`, an engine gets no further group after that
+time, and the other engines get only requests that the first one answered. Exit code 1: a request differed.
 """
 
 import argparse
 import gc
 import json
+import math
 import random
 import time
 from typing import Any
@@ -52,10 +54,18 @@ def random_settings(longest: int, drafts: bool, rng: random.Random) -> dict[str,
 
 
 def run(
-    llm: LLM, requests: list[tuple[list[int], dict[str, Any]]], order: list[int], group: int, reset: bool
+    llm: LLM,
+    requests: list[tuple[list[int], dict[str, Any]]],
+    order: list[int],
+    group: int,
+    reset: bool,
+    seconds: float = math.inf,
 ) -> dict[int, Answer]:
     answers: dict[int, Answer] = {}
+    began = time.monotonic()
     for first in range(0, len(order), group):
+        if time.monotonic() - began > seconds:
+            break
         ids = order[first : first + group]
         if reset:
             llm.reset_prefix_cache()
@@ -76,6 +86,7 @@ def main() -> None:
     parser.add_argument("--alone", type=int, default=50)
     parser.add_argument("--longest", type=int, default=512, help="prompt tokens, about half of the maximum")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of each engine")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--no-drafts", action="store_true", help="for models that speculation is not supported with")
     parser.add_argument("--load-format", default="auto")
@@ -95,9 +106,10 @@ def main() -> None:
         if not requests:
             vocab = llm.llm_engine.model_config.get_vocab_size()
             requests = make_requests(args.requests, vocab, args.longest, rng)
-        order = rng.sample(range(len(requests)), args.alone if alone else len(requests))
+        known = sorted(expected) or range(len(requests))
+        order = rng.sample(known, min(args.alone, len(known)) if alone else len(known))
         began = time.monotonic()
-        answers = run(llm, requests, order, 1 if alone else rng.randint(200, 2000), reset=alone)
+        answers = run(llm, requests, order, 1 if alone else rng.randint(200, 2000), reset=alone, seconds=args.seconds)
         expected = expected or answers
         tokens = sum(answers[k][0] != expected[k][0] for k in answers)
         bits = sum(answers[k] != expected[k] for k in answers)
