@@ -19,7 +19,8 @@ MAX_TOKENS = 400 if COUNT > 12 else 150
 
 def test_complete_answers_are_valid():
     room = 1400 << 20 if COUNT > 12 else 256 << 20  # with less, many would be preempted again and again
-    llm = LLM("smollm2", device="cpu", max_model_len=1024, max_num_seqs=64, kv_cache_memory_bytes=room)
+    settings = {"max_model_len": 1024, "max_num_seqs": 64, "kv_cache_memory_bytes": room}
+    llm = LLM("smollm2", device="cpu", dtype="float32", **settings)  # packed weights: every step might dequantize them
     schemas = make_schemas(COUNT)
     params = [
         SamplingParams(temperature=1.0, seed=i, max_tokens=MAX_TOKENS, structured_outputs=StructuredOutputsParams(json=schema))

@@ -13,6 +13,8 @@ LOCAL = (
     "uni",
     "--device",
     "cpu",
+    "--dtype",
+    "float32",  # without kernels for packed weights, every step would dequantize them
     "--max-model-len",
     "1024",
     "--kv-cache-memory-bytes",
