@@ -115,7 +115,7 @@ class Bench:
             [sys.executable, HERE / "same_bits.py", self.model(shape), "--requests", str(count), "--engines", "2",
              "--alone", "5" if self.tiny else "40", "--longest", "64", "--seconds", str(self.options.seconds),
              "--deterministic", "--load-format", "dummy", *(["--no-drafts"] if shape == "hybrid" else []),
-             *(["--engine-args", '{"dtype": "float32"}'] if self.tiny else [])],
+             *(["--engine-args", '{"dtype": "float32", "block_size": 16}'] if self.tiny else [])],
             stdout=subprocess.PIPE, text=True, check=False,
         )  # fmt: skip
         found = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]

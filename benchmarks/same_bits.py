@@ -101,7 +101,7 @@ def main() -> None:
         settings = {"max_num_seqs": 1} if alone else random_settings(args.longest, not args.no_drafts, rng)
         llm = LLM(
             args.model, load_format=args.load_format, max_model_len=4 * args.longest, skip_tokenizer_init=True,
-            deterministic=args.deterministic, **settings, **args.engine_args,
+            deterministic=args.deterministic, **settings | args.engine_args,
         )  # fmt: skip
         if not requests:
             vocab = llm.llm_engine.model_config.get_vocab_size()
