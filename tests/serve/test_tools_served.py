@@ -18,6 +18,8 @@ LOCAL = (
     "uni",
     "--device",
     "cpu",
+    "--dtype",
+    "float32",  # without kernels for packed weights, every step would dequantize them
     "--max-model-len",
     "2048",
     "--kv-cache-memory-bytes",
