@@ -1,6 +1,9 @@
-"""`deterministic` with ranks, drafters and several features at once: the bits of each request alone."""
+"""`deterministic` with ranks, drafters and several features at once, and through the server: the bits of each request alone."""
 
+import concurrent.futures
+import os
 import random
+import signal
 
 import pytest
 from test_deterministic import CPU, GPU, OPTIONS, REQUESTS, answers, differing, make
@@ -9,13 +12,16 @@ from test_speculation import DRAFTERS
 
 from adapters import halves, write_adapter
 from forked import nursery
+from patience import wait_for
 from quire import LLM, SamplingParams
 from quire.engine.executor import workers
 from quire.types.adapter import LoRARequest
 from quire.types.structured import StructuredOutputsParams
+from serving import Running, events_of
 
 pytestmark = pytest.mark.usefixtures("usual_order_afterwards")
 ON_ONE_GPU = {"kv_cache_memory_bytes": 1 << 28}
+STREAMS, TOKENS = 8, 80
 
 
 # ---- several features at once -----------------------------------------------------------------------------------------------
@@ -144,3 +150,58 @@ def test_drafters_on_a_gpu(name, eager, model, trained, eagle):  # noqa: F811
 @GPU
 def test_mtp_layers_on_a_gpu(with_layer):  # noqa: F811
     check_drafts(with_layer[0], {"method": "mtp", "num_speculative_tokens": 3})
+
+
+# ---- the server -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    directory = make(tmp_path_factory.mktemp("deterministic"), "llama")
+    server = Running(directory, deterministic=True, max_model_len=1024, block_size=16, max_num_seqs=5)
+    yield server
+    server.close()
+
+
+def bodies():
+    rng = random.Random(5)
+    common = {"model": "tiny", "max_tokens": TOKENS, "logprobs": 2, "ignore_eos": True, "stream": True}
+    prompts = [[rng.randrange(2, 320) for _ in range(rng.choice([1, 15, 130]))] for _ in range(STREAMS)]
+    return [common | {"prompt": prompt, "temperature": 0.9 * (i % 2), "seed": i} for i, prompt in enumerate(prompts)]
+
+
+def follow(running, body, begun=lambda: None):
+    """Return the tokens, logprobs and fingerprints of a stream."""
+    tokens, logprobs, fingerprints = [], [], set()
+    with running.http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                [event] = events_of(line)
+                [choice] = event["choices"]
+                given = choice["logprobs"] or {"tokens": [], "token_logprobs": []}
+                tokens, logprobs = tokens + given["tokens"], logprobs + given["token_logprobs"]
+                fingerprints.add(event.get("system_fingerprint"))  # the last event has it
+                begun()
+    assert len(tokens) == TOKENS
+    return tokens, logprobs, fingerprints
+
+
+@CPU
+def test_streams_at_once_and_after_the_engine_was_killed(running):
+    asked = bodies()
+    alone = [follow(running, body) for body in asked]
+    begun = [0] * STREAMS
+
+    def note(i):
+        begun[i] += 1
+
+    engine = running.llm.engines[0]
+    lost = engine.pid
+    with concurrent.futures.ThreadPoolExecutor(STREAMS) as pool:
+        streams = [pool.submit(follow, running, body, lambda i=i: note(i)) for i, body in enumerate(asked)]
+        wait_for(lambda: sum(count > 3 for count in begun) >= 4)
+        os.kill(lost, signal.SIGKILL)
+        found = [stream.result() for stream in streams]
+    assert engine.pid != lost and running.llm.replayed >= 1
+    assert found == alone
