@@ -21,6 +21,7 @@ from torch import Tensor
 
 from quire.device.cpu.device import cpu_features, has_openvino
 from quire.device.cpu.graph import Runtime
+from quire.device.cpu.openvino import MAX_TOKENS, Network
 from quire.device.cpu.repack import repack
 from quire.device.cpu.session import packed_product
 from quire.files.cache import STORE_ERRORS, cache_directory, read_json_store, store_problem, write_json_store
@@ -33,11 +34,12 @@ from quire.progress import doing
 logger = logging.getLogger(__name__)
 
 MAX_ENTRIES = 64  # cached choices; the oldest are dropped
-METHOD_VERSION = 3  # increase it when the measurement changes
+METHOD_VERSION = 4  # increase it when the measurement changes
 OUTPUTS, INPUTS = 1536, 576
 TOKEN_COUNTS = (32, 48, 64, 96, 128, 192, 256, 512)  # tokens at which dequantizing is measured
 NEVER = 1 << 30
 GIVE_UP_RATIO = 30  # if dequantizing is this many times slower with few tokens, more will not help
+FEW_TOKENS = 6  # that OpenVINO 2026.4.1 multiplies correctly on CPUs with AVX2 only; with more, its products are wrong
 TOLERANCE = 0.02  # relative error that 8-bit activations may cause
 TRIES = 15  # the best one counts
 
@@ -54,6 +56,12 @@ class Choice:
     dequantize_from: int  # tokens from which dequantizing 4-bit weights is faster; NEVER: bfloat16 is slow
     dequantize_others_from: int  # the same for other types, which take longer to dequantize
     own_floats: bool  # own kernels multiply by float32 weights
+    openvino_tokens: int = MAX_TOKENS  # per run of OpenVINO; fewer where its products are wrong with more
+
+    @property
+    def networks(self) -> bool:
+        """Whether OpenVINO may run a whole decoder, in steps of any number of tokens."""
+        return self.openvino and self.openvino_tokens == MAX_TOKENS
 
 
 def runtime_for_blocks() -> Runtime | None:
@@ -79,6 +87,12 @@ OWN_KERNELS = Choice(own=True, openvino=False, dequantize_from=NEVER, dequantize
 def choose() -> Choice:
     if multiplies() and multiplies_floats():
         return OWN_KERNELS  # always best, and batch-invariant
+    choice = _read_or_measure()
+    Network.max_tokens = choice.openvino_tokens
+    return choice
+
+
+def _read_or_measure() -> Choice:
     path, key, known = cache_directory() / "cpu.json", _key(), dict[str, Choice]()
     try:
         for other, stored in read_json_store(path).items():
@@ -103,7 +117,7 @@ def _chosen(stored: Any) -> Choice:
     choice = Choice(**stored)
     for field in fields(Choice):
         value = getattr(choice, field.name)
-        if type(value) is not field.type or (type(value) is int and value not in (*TOKEN_COUNTS, NEVER)):
+        if type(value) is not field.type or (type(value) is int and value not in (*TOKEN_COUNTS, FEW_TOKENS, NEVER)):
             raise ValueError
     return choice
 
@@ -112,12 +126,12 @@ def _chosen(stored: Any) -> Choice:
 def measure() -> Choice:
     own = multiplies()
     with _one_thread():
-        by_openvino = not own and agrees()
+        by_openvino = not own and find_openvino_tokens()
         few = others = NEVER
         if own or by_openvino:
             runtime = Runtime.OWN if own else Runtime.OPENVINO
             few, others = (_measure_dequantizing(kind, runtime) for kind in ("Q4_0", "Q5_0"))
-    return Choice(own, by_openvino, few, others, multiplies_floats())
+    return Choice(own, by_openvino, few, others, multiplies_floats(), Network.max_tokens)
 
 
 @contextmanager
@@ -148,10 +162,22 @@ def _matrix(kind: str) -> QuantizedMatrix:
     return QuantizedMatrix(number, INPUTS, numbers)
 
 
-def agrees() -> bool:
-    """Return whether OpenVINO's products are correct, also after the memory of its inputs was released."""
+def find_openvino_tokens() -> bool:
+    """Set how many tokens OpenVINO multiplies correctly per run. Return whether it can be used at all."""
     if not has_openvino():
         return False
+    if not find_problem(MAX_TOKENS) or not (problem := find_problem(FEW_TOKENS)):
+        return True
+    logger.warning("OpenVINO is not used: %s", problem)
+    Network.max_tokens = MAX_TOKENS
+    return False
+
+
+def find_problem(tokens: int) -> str:
+    """Return what is wrong with OpenVINO's products with this many tokens per run, also after the memory of its inputs was
+    released; "" if nothing is. Further sessions have this limit.
+    """
+    Network.max_tokens = tokens
     try:
         for kind in ("Q4_1", "Q8_0"):
             stored = _matrix(kind)
@@ -160,12 +186,10 @@ def agrees() -> bool:
             some = [torch.randn(rows, INPUTS) for rows in (1, 40, 3)]
             differ = any(not (product(x) - x @ weight.t()).norm() < TOLERANCE * (x @ weight.t()).norm() for x in some)
             if differ or (kind == "Q4_1" and not product.keeps_quantized()):
-                logger.warning("OpenVINO is not used: wrong products with %s weights on this CPU", kind)
-                return False
+                return f"wrong products with {kind} weights on this CPU"
     except Exception as reason:  # other releases may raise anything
-        logger.warning("OpenVINO is not used: %s", reason)
-        return False
-    return True
+        return str(reason) or type(reason).__name__
+    return ""
 
 
 def _measure_dequantizing(kind: str, runtime: Runtime) -> int:

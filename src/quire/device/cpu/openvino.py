@@ -21,6 +21,7 @@ from quire.device.cpu.graph import BORROWED, OWN, Array, Graph, Value, give_back
 from quire.ops.blocks import GROUP
 
 MAX_THREADS = 16
+MAX_TOKENS = 64
 SHAPE_CACHE_CAPACITY = 128  # cached operator shapes of a network: about ten for each number of tokens
 PAGED = "PagedAttention"
 PAGE = 32  # tokens; the CPU plugin supports no other
@@ -28,6 +29,9 @@ PAGE = 32  # tokens; the CPU plugin supports no other
 
 class Network:
     """A compiled graph and its infer request."""
+
+    # per run; more are divided, since intermediate results take several times as much memory, which OpenVINO does not free
+    max_tokens = MAX_TOKENS  # `autotune.choose` sets fewer on CPUs where more give wrong products
 
     def __init__(self, graph: Graph, inputs: Sequence[Value], outputs: Sequence[Value]) -> None:
         core = _core()

@@ -273,7 +273,7 @@ def compile_body(
     except Untraceable as reason:
         logger.info("model runs layer by layer: cannot compile %s", reason)
         return None
-    attending = find_attention_shapes(trace) if paged and not whole and not trace.divided and choose().openvino else None
+    attending = find_attention_shapes(trace) if paged and not whole and not trace.divided and choose().networks else None
     if attending:
         try:
             return DecoderNetwork(trace, attending)

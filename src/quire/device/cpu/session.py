@@ -12,8 +12,7 @@ from quire.device.cpu.repack import Repacked, emit, emit_tiles, lay_out_floats
 
 # larger inputs and outputs are not cached for the next run; more is cached for a single product, such as the LM head
 MAX_CACHED_ELEMENTS, PRODUCT_CACHED_ELEMENTS = 1 << 16, 1 << 22
-# more tokens are split: intermediate results take several times as much memory, and OpenVINO does not free it
-NETWORK_TOKENS, PROGRAM_TOKENS = 64, 128
+PROGRAM_TOKENS = 128  # more are divided: intermediate results take several times as much memory
 
 Columns = tuple[str, int]  # a value's name and its number of columns
 
@@ -59,7 +58,7 @@ class Session:
             self._compiled = program.Program(graph, values[0], scratch or program.Scratch())
             self._max_tokens = PROGRAM_TOKENS
         else:
-            self._compiled, self._max_tokens = openvino.Network(graph, *values), NETWORK_TOKENS
+            self._compiled, self._max_tokens = openvino.Network(graph, *values), openvino.Network.max_tokens
             for name, columns in (*inputs, *outputs):
                 self._compiled.bind(name, torch.zeros(2, columns))
             self._compiled.run()
