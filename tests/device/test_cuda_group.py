@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,6 +74,59 @@ def test_a_lost_rank_is_not_taken_for_an_error_of_nccl():
 
     with pytest.raises(EngineDead, match="rank 1"):
         nccl.NCCL(Position(0, 2), lost, nccl.LOOPBACK, torch.device("cpu"))
+
+
+def test_torch_does_not_end_the_process_for_an_error_of_nccl(monkeypatch):
+    """The process group reads its variables when it is made; what the user set stays."""
+    monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
+    before, seen = dict(os.environ), {}
+
+    class Made:
+        Options = SimpleNamespace
+
+        def __init__(self, *args):
+            seen.update(os.environ)
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Made, raising=False)
+    nccl.make_nccl(None, Position(0, 2))
+    assert seen == {**nccl.WATCHDOG, **before} and seen["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert dict(os.environ) == before
+
+
+def test_nothing_waits_for_the_lock_of_an_aborted_group(monkeypatch):
+    """torch's abort returns when no CUDA graph is left, and holds the lock that its collectives take."""
+    lock, freed = threading.Lock(), threading.Event()
+
+    class Ranks:
+        def alltoall_base(self, output, part, *sizes):
+            with lock:
+                output.copy_(part)
+            return self
+
+        def _allgather_base(self, output, part):
+            with lock:
+                output.copy_(part)
+            return self
+
+        def wait(self):
+            pass
+
+        def abort(self):
+            with lock:
+                freed.wait()
+
+    monkeypatch.setattr(nccl, "make_nccl", lambda store, position: Ranks())
+    ranks = nccl.NCCL(Position(0, 1), lambda message: [message], nccl.LOOPBACK, torch.device("cpu"))
+    part = torch.arange(4.0)
+    assert torch.equal(ranks.add(part), part)
+    ranks.abort()
+    try:
+        for collective in (ranks.add, ranks.gather):
+            with pytest.raises(EngineError, match="NCCL was aborted"):
+                collective(part)
+    finally:
+        freed.set()
+    ranks.close()
 
 
 @pytest.mark.parametrize(

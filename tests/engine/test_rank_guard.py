@@ -30,6 +30,12 @@ class Runner:
         if self._error is not None:
             raise self._error
 
+    def complete(self, plan):
+        return plan
+
+    def launch(self, plan):
+        self.warm_up()
+
 
 class Workers:
     """One other rank, which ends after the call began."""
@@ -62,6 +68,12 @@ def test_a_call_ends_when_a_rank_has_ended(error):
     assert runner.abandoned.is_set()
     executor._guard.stop()
     assert not any(thread.name == "quire-rank-guard" for thread in threading.enumerate())
+
+
+def test_a_step_that_fails_since_collectives_were_ended_names_the_rank():
+    executor = RanksExecutor(Runner(error=RuntimeError("NCCL was aborted")), Workers())
+    with pytest.raises(EngineDead, match=r"rank 1 \(process 4711\) ended with signal SIGKILL"):
+        executor.submit(SimpleNamespace(step=1))
 
 
 def test_a_result_that_comes_after_collectives_were_ended_is_refused():

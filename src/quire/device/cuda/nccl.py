@@ -7,12 +7,17 @@ Both move as many bytes as a ring. NCCL's own all-reduce would add in an order t
 
 The process group belongs to this object. torch.distributed's default group is never used: a program may hold two engines, or
 use torch.distributed itself. All connections are made here, before a CUDA graph records a collective.
+
+torch watches process groups of NCCL, and by default ends the whole process after an error or a timeout. That is turned off for
+this group (`WATCHDOG`): the engine notices lost ranks itself, names them, and may belong to a program with other work.
 """
 
+import contextlib
 import logging
+import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -25,10 +30,17 @@ from quire.types.errors import EngineError, QuireError
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT = timedelta(minutes=30)  # of NCCL's own watchdog, which ends the process; the engine notices lost ranks much earlier
+TIMEOUT = timedelta(minutes=30)  # of torch's watchdog, which only logs; the engine notices lost ranks much earlier
 STORE_TIMEOUT = timedelta(minutes=5)
 ABORT_TIMEOUT_S = 10.0
 LOOPBACK = "127.0.0.1"
+WATCHDOG = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # log errors of NCCL, do not end the process
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # the same for errors of CUDA, which the engine reports
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # do not end the process if the watchdog is slow
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # do not poll the store, which ends with rank 0
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # do not hold the group's lock for a minute after an error
+}  # environment variables that a process group reads when it is made
 Everyone = Callable[[bytes], Sequence[bytes]]  # a short message of this rank -> those of all ranks
 
 
@@ -40,10 +52,7 @@ class NCCL:
         try:
             self._store = open_store(position, everyone, host)
             self._ranks: Any = make_nccl(self._store, position)
-            for elements in (
-                self._size,
-                1 << 20,
-            ):  # NCCL connects ranks, and allocates buffers, when an algorithm is first used
+            for elements in (self._size, 1 << 20):  # NCCL connects ranks when it first uses an algorithm
                 part = torch.zeros(elements, dtype=torch.bfloat16, device=device)
                 self.add(part)
                 self.gather(part)
@@ -65,6 +74,7 @@ class NCCL:
             padded[: len(flat)] = flat
             flat = padded
         received = torch.empty_like(flat).view(size, share)
+        self._refuse_aborted()
         self._ranks.alltoall_base(received.view(-1), flat, [], []).wait()
         total = received[0]
         for other in received[1:]:
@@ -74,8 +84,14 @@ class NCCL:
     def gather(self, part: Tensor) -> Tensor:
         """Return all ranks' parts [ranks, length]; part: contiguous, [length]."""
         gathered = part.new_empty(self._size, len(part))
+        self._refuse_aborted()
         self._ranks._allgather_base(gathered.view(-1), part).wait()
         return gathered
+
+    def _refuse_aborted(self) -> None:
+        """Raise EngineError after `abort`, which holds a lock that torch's collectives wait for until all graphs are freed."""
+        if self._aborting is not None:
+            raise EngineError("NCCL was aborted, because a rank was lost")
 
     def abort(self) -> None:
         """Begin to end collectives in progress, also those that wait for a lost rank. Kernels end at once; the call of NCCL
@@ -116,4 +132,17 @@ def make_nccl(store: Any, position: Position) -> Any:
     options._timeout = TIMEOUT
     options.global_ranks_in_group = list(range(position.size))
     options.group_name = "quire"
-    return kind(store, position.rank, position.size, options)
+    with default_variables(WATCHDOG):
+        return kind(store, position.rank, position.size, options)
+
+
+@contextlib.contextmanager
+def default_variables(defaults: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables that the user did not set, within the block."""
+    added = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)

@@ -207,13 +207,15 @@ class DividedExecutor(LocalExecutor):
     @contextmanager
     def _in_step(self, plan: StepPlan) -> Iterator[None]:
         """Guard what the first rank does for a step that other ranks have begun. Any exception, also an interrupt, ends all
-        ranks.
+        ranks. If a rank has ended, that is the cause.
         """
         try:
             yield
         except EngineDead:
             raise
         except BaseException as error:
+            if isinstance(error, Exception):
+                self.refuse_freed()
             dead = self._workers.give_up(f"the ranks are out of step: step {plan.step} failed on the first: {error!r}")
             if isinstance(error, Exception):
                 raise dead from error
