@@ -152,14 +152,14 @@ class DividedExecutor(LocalExecutor):
         self.check()
         target = self.find(method)
         self._workers.send(wire.CallRank(method, list(args)))
-        with self._named_cause():
+        with self.named_cause():
             own = target(*args)
         others = "another rank" if self._workers.count == 1 else f"{self._workers.count} other ranks"
         with doing(f"starting {others}, and loading the weights there" if method == "load" else f"waiting for {others}"):
             return [own, *self._workers.answers()]
 
     @contextmanager
-    def _named_cause(self) -> Iterator[None]:
+    def named_cause(self) -> Iterator[None]:
         """If ranks ended and the device's collectives were ended for that, raise the cause, whatever the block did."""
         try:
             yield
@@ -179,7 +179,8 @@ class DividedExecutor(LocalExecutor):
         """As in LocalExecutor; if graphs contain collectives, all ranks record at the same time."""
         if self._runner.records_with_ranks:
             self._workers.send(wire.Idle())
-        return super().idle()
+        with self.named_cause():
+            return super().idle()
 
     def send(self, command: wire.Command) -> None:
         """Send a command to all other ranks."""
@@ -285,9 +286,8 @@ class RanksFlight:
         self._flight, self._executor = flight, executor
 
     def result(self) -> StepResult:
-        found = self._flight.result()
-        self._executor.refuse_freed()
-        return found
+        with self._executor.named_cause():
+            return self._flight.result()
 
     def sample(self, masks: Words) -> None:
         self._flight.sample(masks)
