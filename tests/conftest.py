@@ -31,6 +31,15 @@ LONG_FILES = (
 LONG_DIRECTORIES = ("e2e", "engine", "serve", "ops", "models", "prepare", "sched")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Without a GPU, kernels run in Triton's interpreter. This must be chosen before any test imports Triton."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):  # not the process that only starts workers
+        import torch
+
+        if not torch.cuda.is_available():
+            os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Of several processes that run all tests, each compiles a part of them first, for pytest rewrites every assertion: side by
     side, each would find nothing done by another."""

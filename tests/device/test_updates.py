@@ -1,13 +1,9 @@
 """Words reach their arrays: at once on a CPU, by one launch on a GPU."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
 from quire.device.cuda.updates import MAX_RUN_WORDS, RUNS, WORDS, CUDAUpdates, StagingBuffer

@@ -1,15 +1,11 @@
-"""Kernels run on the GPU where there is one, elsewhere in Triton's interpreter: that is chosen before they are defined."""
+"""Kernels run on the GPU where there is one, elsewhere in Triton's interpreter (`tests/conftest.py`)."""
 
 import dataclasses
-import os
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture
@@ -23,10 +19,7 @@ def dots_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     The BLAS that numpy calls for it chooses kernels by shape on some processors."""
 
     def matmul(a: np.ndarray, b: np.ndarray, dtype: np.dtype | None = None) -> np.ndarray:
-        rows, columns = (
-            np.ascontiguousarray(a),
-            np.ascontiguousarray(b),
-        )  # the layout sets the order
+        rows, columns = np.ascontiguousarray(a), np.ascontiguousarray(b)  # the layout sets the order
         return np.multiply(rows[..., :, :, None], columns[..., None, :, :], dtype=dtype).sum(axis=-2)
 
     monkeypatch.setattr(np, "matmul", matmul)

@@ -1,7 +1,6 @@
 """Rows with different adapters get, beside each other, what transformers makes of matrices with the additions in them."""
 
 import copy
-import os
 
 import pytest
 import torch
@@ -17,9 +16,6 @@ from quire.load.assign import rename
 from quire.load.load import load_weights
 from quire.models.registry import build_model
 from quire.types.errors import ConfigError
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before kernels are defined
 
 IDS = torch.randint(3, 199, (3, 20), generator=torch.Generator().manual_seed(0)).tolist()
 FAMILIES = ["llama-biases-tied", "phi3", "gpt2", "gemma2", "opt", "opt-norms-after-narrow", "qwen3-moe-some-layers", "gpt-neox",
