@@ -153,6 +153,7 @@ def test_a_model_on_several_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[s
             "--think-time 1e+308 is more than 1e+13 seconds for all turns",
         ),
         (["--card", "l4", "--workload", "mixd"], "--workload 'mixd' is unknown; did you mean mixed?"),
+        (["--card", "l4", "--workload", "chats", "--request-rate", "3"], "--workload 'chats' is unknown; did you mean chat?"),
         (["--card", "l4", "--workload", "mixed", "--request-rate", "3"], "drop --trace and --request-rate"),
         (["--card", "l4", "--workload", "mixed", "--input-len", "3"], "--input-len does not apply to --workload; drop it"),
         (["--card", "l4", "--speedup", "3"], "--speedup does not apply to generated traffic; drop it"),

@@ -102,6 +102,11 @@ def test_nothing_fits(ask):
     assert not found["estimates"] and found["fastest"] is None and len(found["refused"]) == 3
 
 
+def test_requests_longer_than_the_context_are_named_with_the_remedy(ask):
+    refused = ask(LLAMA | {"num_hidden_layers": 8, "max_position_embeddings": 64}, "2xh200", "-dp", "2", code=1)["refused"]
+    assert refused == {"-dp 2": "max_model_len is 64, and a request has 1,280 tokens: lower --input-len or --output-len"}
+
+
 def test_what_is_printed(model, capsys):
     path = model(LLAMA | {"num_hidden_layers": 8})
     assert main(["plan", path, "--load-format", "dummy", "--cards", "2xh200"]) == 0

@@ -253,7 +253,9 @@ def test_typos_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         ("--max-model 5", "unknown option --max-model"),
         ("--gpu-mem 0.5", "unknown option --gpu-mem; did you mean --gpu-memory-utilization?"),
         ("--max-model-len x", "'x' is not an integer"),
+        ("--kv-offloading-size 4GiB", "'4GiB' is not a number, such as 4 or 0.5"),
         ("--hf-overrides {", "not JSON"),
+        ("--limit-mm-per-prompt image=4", """Write it as '{"name": value}'"""),
         ("--dtype int8", "got 'int8'"),
     ):
         with pytest.raises(SystemExit) as caught:

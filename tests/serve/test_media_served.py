@@ -262,6 +262,18 @@ REFUSED = {
         400,
         "messages[0].content[0]: a part of type image_url needs image_url",
     ),
+    "base64 without a prefix": (
+        CHAT,
+        {"messages": user({"type": "image_url", "image_url": {"url": "iVBORw0KGgo="}})},
+        400,
+        "messages[0].content[0]: its URL must begin with data:, https:, http: or file:. Send base64 as data:image/png;base64,",
+    ),
+    "a part of another API": (
+        CHAT,
+        {"messages": user({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}})},
+        400,
+        "messages[0].content[0]: a part of type image needs image: a URL; got nothing. `source` is read by /v1/messages only",
+    ),
     "another option": (
         CHAT,
         {"messages": user({"type": "image_url", "image_url": {"url": data(0), "size": 1}})},
@@ -308,7 +320,8 @@ REFUSED = {
         CHAT,
         {"messages": user(part(0)), "mm_processor_kwargs": {"do_resize": True, "max_pixels": 64}},
         400,
-        "messages[0].content[0]: the image cannot be processed with these mm_processor_kwargs: TypeError at 'max_pixels'",
+        "messages[0].content[0]: the image cannot be processed with these mm_processor_kwargs: TypeError at 'max_pixels': "
+        "the image processor has ",
     ),
     "an unknown part": (
         CHAT,

@@ -1,11 +1,14 @@
 """Pages in host memory and on disk as viewers see them: the event, `quire top`, the page, and the same numbers in /metrics."""
 
+import threading
+import time
+
 import pytest
 from browser import Viewer, needs_browser, open_browser
 from feed_viewer import watching
 from server_process import body, serving
 
-from quire.cli.top import EngineRow, tiers
+from quire.cli.top import EngineRow, TopFeed, print_lines, tiers
 from quire.types.stats import NOTHING, TierCounts, together
 
 SMALL = ("--num-gpu-blocks-override", "30", "--max-model-len", "100", "--block-size", "4", "--max-num-seqs", "2")
@@ -45,6 +48,21 @@ def test_the_event_agrees_with_metrics_and_top_shows_it(served):
     (line,) = tiers(EngineRow(stats=stats))
     assert f"host memory {found['used']}/{found['pages']}  hits {found['hits'] / found['queries']:.0%}" in line
     assert "fetched" in line and "failures 0" in line
+
+
+def test_top_without_a_terminal_prints_them_too(served, capsys):
+    feed = TopFeed(served.url(), None)
+    feed.start()
+    printer = threading.Thread(target=print_lines, args=(feed,), daemon=True)
+    printer.start()
+    printed, end = "", time.monotonic() + 60
+    while "  failures 0\n" not in printed and time.monotonic() < end:
+        printed += capsys.readouterr().out
+        time.sleep(0.02)
+    feed.refused = "the test ends"
+    feed.wake.set()
+    printer.join()
+    assert " host memory " in printed and "  failures 0\n" in printed
 
 
 def test_rates_are_bytes_since_the_event_before():

@@ -36,7 +36,7 @@ def run(namespace: argparse.Namespace) -> int:
     import torch
 
     if not torch.cuda.is_available():
-        raise ConfigError(f"quire bench bits requires a CUDA device; torch {torch.__version__} sees none")
+        raise ConfigError(f"bits requires a CUDA device; torch {torch.__version__} sees none. Run it on the GPU to check")
     from quire.ops import batch_invariance, order
 
     formats = _chosen("formats", namespace.formats, list(batch_invariance.FORMATS))

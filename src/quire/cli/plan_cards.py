@@ -185,7 +185,10 @@ class _Planner:
         config = self._resolve(layout)
         pages, length, weights = self._memory(config)
         if length < self._input + self._output:
-            raise ConfigError(f"the cache holds {length:,} tokens of a request, {self._input + self._output:,} are needed")
+            bound = f"max_model_len is {length:,}" if length == config.max_model_len else f"the cache holds {length:,} tokens"
+            raise ConfigError(
+                f"{bound}, and a request has {self._input + self._output:,} tokens: lower --input-len or --output-len"
+            )
         cache_layout = whole_layout(config)
         sizes = ModelSizes.of(config, weights)
         timing = ParallelTiming(self._card, self._fabric, layout, sizes, self._args.pipeline_layer_partition)

@@ -464,14 +464,14 @@ def make_trace(namespace: argparse.Namespace, config: Config) -> Trace:
         trace = shaped_trace(namespace.workload, namespace.limit, config.seed)
         return trace if namespace.speedup is None else trace.faster(namespace.speedup)
     if namespace.workload is not None:
-        if path is not None or load.timed:
-            raise ConfigError(
-                f"--workload {namespace.workload} comes all at once; drop --trace and --request-rate, or --workload"
-            )
         if namespace.workload not in WORKLOADS:
             names = [*SHAPES, *WORKLOADS]
             known = nearest(namespace.workload, names) or f"; there are {', '.join(names)}"
             raise ConfigError(f"--workload {namespace.workload!r} is unknown{known}")
+        if path is not None or load.timed:
+            raise ConfigError(
+                f"--workload {namespace.workload} comes all at once; drop --trace and --request-rate, or --workload"
+            )
         _refuse_others(namespace, (), "--workload")
         return workload_trace(namespace.workload, config.facts.vocab_size, namespace.limit)
     if path is None:

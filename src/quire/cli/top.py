@@ -348,7 +348,7 @@ def run(namespace: argparse.Namespace) -> int:
         if sys.stdout.isatty():
             _draw(feed)
         else:
-            _print(feed)
+            print_lines(feed)
     except KeyboardInterrupt:
         pass
     if feed.refused is not None:
@@ -395,7 +395,8 @@ def _keyboard() -> "Iterator[Any]":
         termios.tcsetattr(number, termios.TCSADRAIN, before)
 
 
-def _print(feed: TopFeed) -> None:
+def print_lines(feed: TopFeed) -> None:
+    """Print what `quire top` shows without a terminal, until the server refuses."""
     problem, due = None, 0.0
     while feed.refused is None:
         feed.wake.wait()
@@ -414,7 +415,7 @@ def _print(feed: TopFeed) -> None:
                     lines.append(f"{event['lost']} events were lost: this client is too slow")
             if feed.known.hello and time.monotonic() >= due and feed.problem is None:
                 due = time.monotonic() + LINE_INTERVAL_S
-                lines.append(numbers(feed.known))
+                lines += [numbers(feed.known), *tiers(feed.known)]
             if feed.problem != problem:
                 problem = feed.problem
                 lines.append(f"connected to {feed.url}" if problem is None else f"{feed.url}: {problem}")

@@ -41,11 +41,18 @@ def read_number(text: str) -> int:
     return int(value)
 
 
+def read_real(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number, such as 4 or 0.5") from None
+
+
 def read_object(text: str) -> dict[str, Any]:
     try:
         value = read_json(text)
     except ValueError as error:
-        raise ValueError(f"{text!r} is not JSON ({error})") from None
+        raise ValueError(f"{text!r} is not JSON ({error}). Write it as '{{\"name\": value}}'") from None
     if not isinstance(value, dict):
         raise ValueError(f"{text!r} is not a JSON object")
     return value
@@ -69,7 +76,7 @@ def _is_int(value: Any) -> bool:
 
 TEXT = Kind("a string", lambda value: isinstance(value, str), str, "TEXT")
 NUMBER = Kind("an integer", _is_int, read_number, "N")
-REAL = Kind("a number", lambda value: _is_int(value) or isinstance(value, float), float, "X")
+REAL = Kind("a number", lambda value: _is_int(value) or isinstance(value, float), read_real, "X")
 FLAG = Kind("true or false", lambda value: isinstance(value, bool), str, "")
 OBJECT = Kind("a dict", lambda value: isinstance(value, Mapping), read_object, "JSON")
 NAMES = Kind(

@@ -185,7 +185,8 @@ class Metrics:
         self.generation_tokens = board.add(Counter("generation_tokens", "Tokens generated"))
         self.by_source = board.add(
             Counter(
-                "prompt_tokens_by_source", "Prompt tokens by where they came from", ("source",),
+                "prompt_tokens_by_source", "Prompt tokens by source; local_cache_hit includes host memory and disk",
+                ("source",),
                 (("local_compute",), ("local_cache_hit",), ("external_kv_transfer",)),
             )
         )  # fmt: skip

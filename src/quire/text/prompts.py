@@ -129,7 +129,11 @@ class ChatOptions:
 def check_keys(prompt: Mapping[str, Any]) -> None:
     """Raise an error for keys of a prompt that are not known. Those of images and videos are taken out before."""
     if unknown := sorted(map(str, set(prompt) - _KEYS)):
-        raise InvalidParameter(f"a prompt dict takes prompt, prompt_token_ids and cache_salt, not {unknown}", "prompt")
+        raise InvalidParameter(
+            f"a prompt dict has no {unknown[0]!r:.80}; it has prompt, prompt_token_ids, cache_salt, multi_modal_data, "
+            "multi_modal_uuids, mm_processor_kwargs and media_io_kwargs",
+            "prompt",
+        )
 
 
 class PromptReader:

@@ -330,7 +330,9 @@ def test_data_of_offline_prompts():
     ):
         with pytest.raises(RequestError, match="multi_modal_data"):
             read_multi_modal(bad)
-    with pytest.raises(InvalidParameter, match="multi_modal_uuids"):
+    with pytest.raises(RequestError, match=r"must be \[height, width, 3\] or \[3, height, width\] of uint8; got \[2, 4\]"):
+        read_multi_modal({"image": array[:, :, 0]})
+    with pytest.raises(InvalidParameter, match=r"multi_modal_uuids must have one name per item of .*; got 2 for 1"):
         read_multi_modal({"image": [image]}, {"image": ["a", "b"]})
 
 

@@ -24,6 +24,7 @@ PARTS: Mapping[str, Modality] = {
 _OTHER_PARTS = ("audio_url", "input_audio", "audio", "audio_embeds", "prompt_embeds", "input_file", "file")
 MAX_UUID_CHARS = 256
 _URL_FIELDS = {"url", "detail", "uuid"}
+RGB_SHAPES = "[height, width, 3] or [3, height, width]"
 DETAILS = ("auto", "low", "high", "original")  # of OpenAI's API; the model's image processor chooses the size
 
 
@@ -151,7 +152,9 @@ def read_part(part: Mapping[str, Any], where: str, local: bool = False) -> Media
         [ref] = read_data(modality, value, where, (uuid,))
         return ref
     needed = "tensors" if kind == EMBEDS else "a URL"
-    raise InvalidParameter(f"{where}: a part of type {kind} needs {key}: {needed}; got {type(value).__name__}", field_of(where))
+    got = "nothing" if value is None else type(value).__name__
+    remedy = ". `source` is read by /v1/messages only: send image_url" if "source" in part else ""
+    raise InvalidParameter(f"{where}: a part of type {kind} needs {key}: {needed}; got {got}{remedy}", field_of(where))
 
 
 def check_uuid(uuid: Any, where: str) -> str | None:
@@ -198,7 +201,10 @@ def read_data(modality: Modality, data: Any, where: str, uuids: Sequence[Any] = 
     items = _as_items(modality, data, where)
     if len(uuids) != len(items):
         if list(uuids) != [None]:
-            raise InvalidParameter(f"multi_modal_uuids has {len(uuids)} entries for {len(items)} items", "multi_modal_uuids")
+            raise InvalidParameter(
+                f"multi_modal_uuids must have one name per item of {where}; got {len(uuids)} for {len(items)}",
+                "multi_modal_uuids",
+            )
         uuids = [None] * len(items)
     refs = []
     for k, (item, uuid) in enumerate(zip(items, uuids, strict=True)):
@@ -245,18 +251,18 @@ def _content(modality: Modality, item: Any, where: str) -> str | bytes | Pixels 
 
 
 def _image_pixels(image: Any, where: str) -> Pixels:
-    """Return the pixels of a PIL image or an array [height, width, 3] of uint8."""
+    """Return the pixels of a PIL image or an array `RGB_SHAPES` of uint8."""
     if hasattr(image, "getchannel"):
         from quire.features.media.workers.images import check_size, to_rgb
 
         check_size(*image.size)
         found = to_rgb(cast("Image", image))
         return Pixels((found.height, found.width, 3), found.tobytes())
-    array = _as_array(image, where, "a PIL image, or an array [height, width, 3] of uint8")
+    array = _as_array(image, where, f"a PIL image, or an array {RGB_SHAPES} of uint8")
     if array.ndim == 3 and array.shape[0] == 3 != array.shape[2]:
         array = array.transpose(1, 2, 0)
     if array.ndim != 3 or array.shape[2] != 3 or str(array.dtype) != "uint8":
-        raise _wrong_array(array, where, "[height, width, 3]")
+        raise _wrong_array(array, where, RGB_SHAPES)
     return Pixels(array.shape, array.tobytes())
 
 

@@ -19,6 +19,7 @@ _GROUP = "cache and memory"
 GIB = 2**30
 STAGED_BYTES = 32 << 20  # of records that are moved together
 OTHER_BUFFERS = 1 + 2  # for fetches, and the products of checksums, which are twice as large
+DEFAULT_DISK_GIB = 16
 MAX_STAGING_SHARE = 0.01  # of the device's memory
 
 
@@ -49,8 +50,9 @@ class TierArgs:
         "default: none", after="kv_offloading_eager",
     )  # fmt: skip
     kv_disk_size: float = setting(
-        16, REAL, _GROUP, "GiB of pages in kv_disk_path, of all ranks of an engine together", above=0.0, after="kv_disk_path"
-    )
+        DEFAULT_DISK_GIB, REAL, _GROUP, "GiB of pages in kv_disk_path, of all ranks of an engine together", above=0.0,
+        after="kv_disk_path",
+    )  # fmt: skip
     swap_space: float | None = setting(
         None, REAL, _GROUP, "GiB of host memory per rank: another way to write kv_offloading_size", low=0,
         after="kv_disk_size",
@@ -101,6 +103,8 @@ class Tiers(Feature):
             )
         if args.kv_disk_path is not None and (not args.kv_disk_path or "\0" in args.kv_disk_path):
             raise ConfigError(f"kv_disk_path must be a directory; got {args.kv_disk_path!r}. Give its path")
+        if args.kv_disk_path is None and args.kv_disk_size != DEFAULT_DISK_GIB:
+            raise ConfigError("kv_disk_size requires kv_disk_path, the directory that it bounds. Add it")
         if args.kv_offloading_eager and not (args.swap_space or args.kv_offloading_size):
             raise ConfigError("kv_offloading_eager requires kv_offloading_size, the memory that pages are stored in. Add it")
         if args.preemption_mode == "swap" and not (args.swap_space or args.kv_offloading_size):

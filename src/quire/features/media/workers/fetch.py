@@ -132,7 +132,9 @@ def _split(url: str) -> SplitResult:
     except ValueError:
         raise InvalidParameter("its URL is not valid") from None
     if parts.scheme not in ("http", "https", "file"):
-        raise InvalidParameter("its URL must begin with data:, https:, http: or file:")
+        raise InvalidParameter(
+            "its URL must begin with data:, https:, http: or file:. Send base64 as data:image/png;base64,..."
+        )
     return parts
 
 

@@ -166,7 +166,9 @@ class MediaWorker:
                 reason = f"cannot be processed with these mm_processor_kwargs: {type(error).__name__}"
                 named = next((name for name in job.options if repr(name) in str(error)), None)
                 if named is not None:
-                    reason += f" at {named!r:.80}. Change or remove it"
+                    known = _options_of(self._checkpoint.processor)
+                    has = f": the image processor has {', '.join(known)}" if known and named not in known else ""
+                    reason += f" at {named!r:.80}{has}. Change or remove it"
                 raise InvalidParameter(f"the {job.modality} {reason}", "mm_processor_kwargs") from error
             raise InvalidParameter(f"the {job.modality} cannot be processed: {type(error).__name__}") from error
 
@@ -180,6 +182,12 @@ class MediaWorker:
             trim_heap()
             held = held_bytes() or held
         return held > self._start_bytes + GROWTH
+
+
+def _options_of(processor: Any) -> list[str]:
+    """Return the names of the options that an image processor of transformers declares and has values for."""
+    declared = getattr(getattr(processor, "valid_kwargs", None), "__annotations__", {})
+    return sorted(name for name in declared if getattr(processor, name, None) is not None)
 
 
 def _check_values(arrays: Arrays) -> None:
