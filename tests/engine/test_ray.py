@@ -181,8 +181,9 @@ def test_every_rank_gets_a_gpu_of_the_cluster(cluster, monkeypatch):
     with pytest.raises(EngineError, match=r"within engine_start_timeout: ranks need a free GPU each .*; 0 GPUs of .* are free"):
         ray_gpus.reserve_gpus(on_gpus(2, engine_start_timeout=1.0))
     found.release()
-    with pytest.raises(ConfigError, match=r"3 ranks require a GPU each, the first .* the nodes of the Ray cluster have 1, 1"):
-        ray_gpus.reserve_gpus(on_gpus(3))
+    too_many = r"3 ranks require a GPU each, the first .* the nodes of the Ray cluster have 1, 1"
+    with pytest.raises((ConfigError, EngineError), match=too_many):  # a cluster that lost a node in another test may grow again
+        ray_gpus.reserve_gpus(on_gpus(3, engine_start_timeout=1.0))
     with pytest.raises(ConfigError, match="ranks on GPUs require GPUs of the Ray cluster"):
         ray_gpus.take_reservation()
 
