@@ -20,6 +20,6 @@ class ClassLinear(Linear):
         """x [N, inputs] float32 -> [N, outputs] float32."""
         if isinstance(self.method, Plain):
             out = F.linear(x, self.weight.float(), None if self.bias is None else self.bias.float())
-        else:  # packed: the model's dtype is float32
-            out = self.method.apply(self, x).float()
+        else:  # packed: the model's dtype is float32, and the next product overwrites this one
+            out = self.method.apply(self, x).clone()
         return out if self.bank is None else self.bank.add(out, x, tokens.lora, self.bias)

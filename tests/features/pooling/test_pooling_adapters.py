@@ -11,7 +11,7 @@ from test_decoders import PROMPTS, made, normal, opened
 
 from adapters import halves, write_adapter
 from encoder_families import ENCODERS, random_texts, save_encoder
-from quire import LoRARequest
+from quire import LoRARequest, PoolingParams
 from quire.types.errors import AdapterError
 
 TEXTS = random_texts([7, 40, 1, 12])
@@ -32,8 +32,12 @@ def adapted(model, directory, task_type, *, seed=3, **config):
 
 
 @torch.inference_mode()
+def logits(model, ids):
+    return model(torch.tensor([ids])).logits[0].numpy()
+
+
 def probabilities(model, ids):
-    return model(torch.tensor([ids])).logits[0].softmax(-1).numpy()
+    return torch.from_numpy(logits(model, ids)).softmax(-1).numpy()
 
 
 SIZES = [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}]
@@ -59,6 +63,18 @@ def test_a_classifier_takes_the_adapters_own_head(tmp_path, sizes, quick):
         right = plain[index] if index % 3 == 0 else expected[index % 3 - 1][index]
         np.testing.assert_allclose(one.outputs.probs, right, atol=1e-5)
     assert max(np.abs(one - other).max() for one, other in zip(plain, expected[0], strict=True)) > 0.1
+
+
+@pytest.mark.parametrize("activated", [True, False])
+def test_requests_of_one_step_have_their_own_classes(tmp_path, activated):
+    """With adapters the head is packed, and every packed product reuses the memory of its result."""
+    model = made(tmp_path / "model", "Qwen2ForSequenceClassification", "Qwen2Config", num_labels=3)
+    params = PoolingParams(use_activation=activated)
+    with opened(tmp_path / "model", enable_lora=True) as llm:
+        found = llm.classify(PROMPTS, pooling_params=params, use_tqdm=False)
+    for ids, one in zip(PROMPTS, found, strict=True):
+        right = probabilities(model, ids) if activated else logits(model, ids)
+        np.testing.assert_allclose(one.outputs.probs, right, atol=1e-4)
 
 
 def test_a_head_of_other_classes_is_refused_by_name(tmp_path):
@@ -145,5 +161,10 @@ def test_an_encoder_takes_the_adapters_own_head(name, saved, tmp_path):
     with opened(tmp_path / "model", skip_tokenizer_init=True, enable_lora=True, max_lora_rank=8) as llm:
         prompts = [{"prompt_token_ids": text} for text in TEXTS]
         found = llm.classify(prompts, lora_request=adapter, use_tqdm=False)
+        raw = PoolingParams(use_activation=False)  # two requests of one step
+        mixed = llm.classify(prompts[:2], pooling_params=raw, lora_request=[adapter, None], use_tqdm=False)
     for text, one in zip(TEXTS, found, strict=True):
         np.testing.assert_allclose(one.outputs.probs, probabilities(peft, text), atol=1e-5)
+    np.testing.assert_allclose(mixed[0].outputs.probs, logits(peft, TEXTS[0]), atol=1e-4)
+    with peft.disable_adapter():
+        np.testing.assert_allclose(mixed[1].outputs.probs, logits(peft, TEXTS[1]), atol=1e-4)

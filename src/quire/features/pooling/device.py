@@ -265,7 +265,8 @@ class PoolingPart(StepPart):
         if pooling.task.endswith("classify"):
             if self._score is None:
                 raise EngineError("the model has no classification head")
-            scores = self._score(states.to(self._dtype), _adapted(adapter, len(states), states.device)).float()
+            scores = self._score(states.to(self._dtype), _adapted(adapter, len(states), states.device))
+            scores = scores.to(torch.float32, copy=True)  # the next product of a packed head overwrites this one
             if pooling.activate:
                 scores = _apply(self._how.activation, scores)
             ids = pooling.returned_token_ids
