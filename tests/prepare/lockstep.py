@@ -69,6 +69,7 @@ class PlayedNCCL(NCCL):
 
     def __init__(self, member):
         self._member, self._rank, self._size, self._ranks = member, member.rank, member.all.size, self
+        self._aborting = None
 
     def alltoall_base(self, out, part, out_splits, splits):
         parts = self._member.exchange(("all-to-all", part.shape, part.dtype, *out_splits, *splits), part)
