@@ -120,7 +120,7 @@ def test_beams_of_pictures_are_the_likeliest(reader):
 
 @pytest.mark.parametrize("key", ["prompt_embeds", "mutli_modal_uuids", "max_tokens"])
 def test_unknown_keys_of_a_prompt_are_refused(reader, key):
-    with pytest.raises(InvalidParameter, match=rf"not \['{key}'\]"):
+    with pytest.raises(InvalidParameter, match=rf"a prompt dict has no '{key}'; it has prompt, "):
         reader.generate({**prompt(0), key: []}, GREEDY, use_tqdm=False)
 
 
