@@ -5,18 +5,22 @@ GPU memory is shared host memory, kernels run in Triton's interpreter, and gloo 
 WHAT    shared     ranks share a GPU and use one-shot collectives alone
         peers      a GPU each
         no-peers   GPUs cannot read each other's memory
+        unheard    the same, and a rank of NCCL never connects: the first rank names it
+        dies       the same, and that rank ends
         silent     GPUs can, but flags do not arrive
         nodes      every rank is on a node of its own
 """
 
 import hashlib
 import itertools
+import logging
 import mmap
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -29,10 +33,14 @@ from torch import distributed as dist
 from quire.device.cuda import group, nccl, one_shot
 from quire.dist.mesh import Position, evenly
 from quire.proc.spawn import anonymous_memory
+from quire.types.errors import EngineDead
 
 SIZE, WHAT = int(sys.argv[1]), sys.argv[2]
 REGION = 4 << 20  # of a rank's GPU memory
 MEMORY = mmap.mmap(-1, SIZE * REGION)
+MAPPED = mmap.mmap(-1, SIZE * SIZE)  # [owner, rank]: whether a rank has another one's memory mapped
+PEERLESS = ("no-peers", "unheard", "dies")
+CONNECT_TIMEOUT_S = 1.0
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
 calls = []  # of NCCL
 
@@ -42,8 +50,8 @@ class Watch:
         raise SystemExit(f"rank {rank} is gone")
 
     def late(self, ranks, seconds):
-        if seconds > 60:
-            raise SystemExit(f"{ranks} are late")
+        if seconds > (CONNECT_TIMEOUT_S if WHAT == "unheard" else 60):
+            raise EngineDead(f"{ranks} are late")
 
 
 class Links:
@@ -57,9 +65,10 @@ class Links:
         return self._view(self._rank, size), bytes([self._rank]) * 64
 
     def open(self, handle, size):
-        if WHAT == "no-peers":
+        if WHAT in PEERLESS and self._rank:
             raise RuntimeError("cuIpcOpenMemHandle_v2 failed with CUDA error 217")
         self.mapped += 1
+        MAPPED[handle[0] * SIZE + self._rank] = 1
         view = self._view(handle[0], size)
         return view.clone() if WHAT == "silent" else view  # reads arrive, writes do not
 
@@ -68,9 +77,15 @@ class Links:
         return torch.frombuffer(MEMORY, dtype=torch.uint8, count=size, offset=rank * REGION)
 
     def free(self, memory):
+        own = slice(self._rank * SIZE, (1 + self._rank) * SIZE)
+        assert WHAT not in (*PEERLESS, "silent") or not any(MAPPED[own]), "another rank has it mapped"
         self.mapped -= 1
 
-    close = free
+    def close(self, memory):
+        time.sleep(0.05 * self._rank)
+        others = [owner for owner in range(SIZE) if MAPPED[owner * SIZE + self._rank]]
+        MAPPED[others[0] * SIZE + self._rank] = 0
+        self.mapped -= 1
 
     def event(self, shared=False):
         return SimpleNamespace(record=lambda stream: None, query=lambda: True)
@@ -89,6 +104,9 @@ class Gloo:
     """NCCL requires parts of equal size, and all ranks to make the same calls."""
 
     def __init__(self, store, position):
+        if WHAT in ("unheard", "dies") and position.rank == SIZE - 1:
+            time.sleep(CONNECT_TIMEOUT_S)
+            os._exit(0) if WHAT == "dies" else threading.Event().wait()
         self._ranks = dist.ProcessGroupGloo(store, position.rank, position.size)
 
     def alltoall_base(self, out, part, out_splits, splits):
@@ -167,9 +185,18 @@ def run(rank, memory, peers):
     if WHAT == "silent":
         one_shot.OneShot._probe = refuse_flags
     ends = ({}, peers) if WHAT == "nodes" else (peers, None)
-    ranks = group.open_cuda_group(Position(rank, SIZE), memory, ends[0], Watch(), torch.device("cpu"), 1 << 12, ends[1])
+    position, warnings = Position(rank, SIZE), Warnings()
+    group.logger.addHandler(warnings)
+    if WHAT in ("unheard", "dies"):
+        check_connecting(position, memory, ends[0])
+        return
+    ranks = group.open_cuda_group(position, memory, ends[0], Watch(), torch.device("cpu"), 1 << 12, ends[1])
+    check_warnings(warnings.found)
     assert ranks.records == (WHAT in ("shared", "peers", "nodes"))
     connecting = len(calls)
+    gathers = [SIZE * size * dtype.itemsize for kind, dtype, size in calls if kind == "all-gather"]
+    for size in range(10, 27) if calls else ():  # a CUDA graph has no first message that is much larger or smaller
+        assert any(abs((1 << size).bit_length() - each.bit_length()) <= 1 for each in gathers), (size, gathers)
     for check in (check_sums, check_rows, check_gathering):
         check(ranks, rank)
     used = calls[connecting:]
@@ -185,6 +212,45 @@ def run(rank, memory, peers):
     assert len(set(ranks._control.all_gather_bytes(hashlib.sha256(str(calls).encode()).digest()))) == 1
     ranks.close()
     assert links.mapped == 0 and calls[-1:] == (["abort"] if WHAT != "shared" else [])
+
+
+class Warnings(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.found = []
+
+    def emit(self, record):
+        self.found.append(record.getMessage())
+
+
+def check_warnings(found):
+    if WHAT not in ("no-peers", "silent"):
+        assert not found
+        return
+    cause = "rank 1: cuIpcOpenMemHandle_v2 failed with CUDA error 217"
+    cause = cause if WHAT == "no-peers" else "rank 0: a first all-reduce did not end within 60 s"
+    [warning] = found
+    assert warning.startswith(
+        f"GPUs cannot use each other's memory ({cause}): one-shot collectives and CUDA graphs are disabled"
+    )
+
+
+def check_connecting(position, memory, peers):
+    """The last rank is lost, or late, while NCCL connects: the others do not wait for it without end."""
+    os.environ["NCCL_SOCKET_IFNAME"] = "nothing0"
+    try:
+        group.open_cuda_group(position, memory, peers, Watch(), torch.device("cpu"), 1 << 12)
+    except SystemExit as lost:
+        assert position.rank or str(lost) == f"rank {SIZE - 1} is gone"
+        assert WHAT == "dies" or position.rank  # the others end with the first rank
+    except EngineDead as late:
+        assert WHAT == "unheard"
+        assert str(late).startswith(
+            f"NCCL has not connected the ranks: {[*peers]} are late. NCCL_SOCKET_IFNAME=nothing0 names no"
+        )
+        assert "NCCL_DEBUG=INFO" in str(late)
+    else:
+        raise AssertionError("it connected")
 
 
 def refuse_flags(self):
@@ -210,6 +276,8 @@ def main() -> int:
                 traceback.print_exc()
             os._exit(code)
         children.append(child)
+    for end in (end for each in ends for end in each.values()):
+        end.close()  # or no rank would see that another one has ended
     while children:
         ended, status = os.wait()
         children.remove(ended)

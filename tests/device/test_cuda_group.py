@@ -1,5 +1,6 @@
 """Collectives of ranks on GPUs, where no GPU is needed to see them."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quire.device.cuda import nccl
+from quire.device.cuda import nccl, one_shot
 from quire.device.cuda.group import Choice, choose
 from quire.dist.mesh import Position
 from quire.proc.spawn import environment
@@ -20,7 +21,9 @@ from quire.types.errors import ConfigError, EngineDead, EngineError
 RANKS = Path(__file__).with_name("played_ranks.py")
 
 
-@pytest.mark.parametrize(("ranks", "what"), [(4, "shared"), (3, "peers"), (3, "no-peers"), (2, "silent"), (3, "nodes")])
+@pytest.mark.parametrize(("ranks", "what"), [
+    (4, "shared"), (3, "peers"), (3, "no-peers"), (2, "silent"), (3, "nodes"), (3, "unheard"), (3, "dies")
+])  # fmt: skip
 def test_all_ranks_make_the_same_calls_and_get_the_sums_in_rank_order(ranks, what):
     """Every choice of collectives, with the kernel in Triton's interpreter and gloo in place of NCCL."""
     settings = {**(environment() or os.environ), "GLOO_SOCKET_IFNAME": "lo"}
@@ -64,8 +67,25 @@ def test_nccl_that_cannot_connect_is_named_with_its_rank(monkeypatch):
         raise RuntimeError("NCCL error in: NCCLUtils.cpp:77, remote process exited\nncclRemoteError: ...")
 
     monkeypatch.setattr(nccl, "make_nccl", fail)
-    with pytest.raises(EngineError, match=r"cannot connect rank 0 to the others: NCCL error in: .* exited\. Check NCCL_SOCKET"):
-        nccl.NCCL(Position(0, 1), lambda message: [message], nccl.LOOPBACK, torch.device("cpu"))
+    monkeypatch.setattr(nccl, "CAUSE_TIMEOUT_S", 0.0)
+    with pytest.raises(EngineError, match=r"cannot connect rank 0 to the others: NCCL error in: .* exited\. Set NCCL_SOCKET"):
+        nccl.NCCL(Position(0, 1), lambda message: [message], nccl.LOOPBACK, torch.device("cpu"), lambda seconds: None)
+
+
+def test_an_error_of_nccl_that_a_lost_rank_caused_names_the_rank(monkeypatch):
+    def fail(store, position):
+        raise RuntimeError("NCCL error in: NCCLUtils.cpp:77, remote process exited")
+
+    checked = []
+
+    def check(seconds):
+        checked.append(seconds)
+        if len(checked) > 2:  # its end is seen a little later
+            raise EngineDead("rank 1 (process 4711) ended with signal SIGKILL")
+
+    monkeypatch.setattr(nccl, "make_nccl", fail)
+    with pytest.raises(EngineDead, match="rank 1"):
+        nccl.NCCL(Position(0, 1), lambda message: [message], nccl.LOOPBACK, torch.device("cpu"), check)
 
 
 def test_a_lost_rank_is_not_taken_for_an_error_of_nccl():
@@ -73,7 +93,49 @@ def test_a_lost_rank_is_not_taken_for_an_error_of_nccl():
         raise EngineDead("rank 1 (process 4711) ended with signal SIGKILL")
 
     with pytest.raises(EngineDead, match="rank 1"):
-        nccl.NCCL(Position(0, 2), lost, nccl.LOOPBACK, torch.device("cpu"))
+        nccl.NCCL(Position(0, 2), lost, nccl.LOOPBACK, torch.device("cpu"), lambda seconds: None)
+
+
+def test_kernels_of_a_first_all_reduce_that_hangs_have_ended_when_memory_is_unmapped(monkeypatch):
+    order, released = [], []
+
+    class Links:
+        device = torch.device("cpu")
+
+        def share(self, size):
+            return torch.zeros(size, dtype=torch.uint8), b"own"
+
+        def open(self, handle, size):
+            return torch.full((size,), 2, dtype=torch.uint8)
+
+        def event(self, shared=False):
+            return SimpleNamespace(record=lambda stream: None, query=lambda: bool(released))
+
+        def stream(self):
+            return None
+
+        def current(self):
+            return SimpleNamespace(synchronize=lambda: None)
+
+        def on(self, stream):
+            released.append("flags are set")
+            return contextlib.nullcontext()
+
+        def close(self, memory):
+            order.append("unmap" if released else "unmap below a kernel")
+
+        def free(self, memory):
+            order.append("free")
+
+    def everyone(message):
+        order.append("everyone")
+        return [message, b"other" if len(order) == 1 else b""]
+
+    monkeypatch.setattr(one_shot, "PROBE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(one_shot, "one_shot", lambda *arguments: None)
+    problem = one_shot.OneShot(Position(0, 2), Links()).open(everyone)
+    assert problem == "rank 0: a first all-reduce did not end within 0 s"
+    assert order == ["everyone", "everyone", "everyone", "unmap", "everyone", "free"]
 
 
 def test_torch_does_not_end_the_process_for_an_error_of_nccl(monkeypatch):
@@ -116,7 +178,7 @@ def test_nothing_waits_for_the_lock_of_an_aborted_group(monkeypatch):
                 freed.wait()
 
     monkeypatch.setattr(nccl, "make_nccl", lambda store, position: Ranks())
-    ranks = nccl.NCCL(Position(0, 1), lambda message: [message], nccl.LOOPBACK, torch.device("cpu"))
+    ranks = nccl.NCCL(Position(0, 1), lambda message: [message], nccl.LOOPBACK, torch.device("cpu"), lambda seconds: None)
     part = torch.arange(4.0)
     assert torch.equal(ranks.add(part), part)
     ranks.abort()

@@ -189,7 +189,7 @@ def test_two_groups_and_the_programs_own_live_in_one_process(tmp_path):
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
         for _ in range(2):
-            ranks = NCCL(Position(0, 1), lambda message: [message], LOOPBACK, torch.device("cuda"))
+            ranks = NCCL(Position(0, 1), lambda message: [message], LOOPBACK, torch.device("cuda"), lambda seconds: None)
             part = torch.randn(1 << 20, device="cuda")
             assert torch.equal(ranks.gather(part)[0], part) and torch.equal(ranks.add(part), part)
             ranks.close()

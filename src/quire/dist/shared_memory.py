@@ -66,6 +66,7 @@ class SharedMemoryGroup:
         mapped = mmap.mmap(memory, size, offset=offset)
         self._turns = torch.frombuffer(mapped, dtype=torch.uint8).view(2, position.size, self.chunk_bytes)
         self._turn = 0
+        self._connections = dict(self._peers)  # to all other ranks
         for peer in self._peers.values():
             peer.setblocking(False)
 
@@ -105,6 +106,25 @@ class SharedMemoryGroup:
         chunk = torch.frombuffer(bytearray(framed.ljust(4 + MAX_MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
         frames = [part.numpy().tobytes() for part in self._publish(chunk, [len(chunk)] * self._size)]
         return [frame[4 : 4 + int.from_bytes(frame[:4], "little")] for frame in frames]
+
+    @property
+    def others(self) -> list[int]:
+        return list(self._connections)
+
+    def absent(self) -> list[int]:
+        """Return the ranks that have not begun the next exchange. Report a rank that closed its connection as lost."""
+        absent = []
+        for rank, connection in self._connections.items():
+            try:
+                closed = not connection.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:
+                absent.append(rank)
+                continue
+            except OSError:
+                closed = True
+            if closed:
+                self._watch.lost(rank)
+        return absent
 
     def largest(self, value: int) -> int:
         """Return the largest of all ranks' values."""
@@ -185,6 +205,7 @@ class NodesGroup(SharedMemoryGroup):
         """
         super().__init__(position, memory, peers, watch, offset)
         self._remote, self._first = dict(remote), first
+        self._connections |= remote
         for other in self._remote.values():
             other.setblocking(False)
             other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

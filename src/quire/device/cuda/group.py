@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from quire.device.cuda.host_group import HostGroup
-from quire.device.cuda.nccl import LOOPBACK, NCCL
+from quire.device.cuda.nccl import LOOPBACK, NCCL, connect_check
 from quire.device.cuda.one_shot import Everyone, OneShot
 from quire.device.cuda.shared_bytes import CUDALinks
 from quire.dist.collectives import RankGroup
@@ -164,15 +164,18 @@ def open_cuda_group(
         return control
     one_shot, records = OneShot(position, CUDALinks(device)) if choice.one_shot else None, choice.records
     if one_shot is not None and (problem := one_shot.open(everyone)):
-        one_shot.close()
         one_shot, records = None, False
         if not choice.nccl:
             raise EngineError(f"ranks cannot use each other's GPU memory: {problem}. Unset {COLLECTIVES}")
-        logger.warning("GPUs cannot use each other's memory: sums go through NCCL, without CUDA graphs (%s)", problem)
+        logger.warning(
+            "GPUs cannot use each other's memory (%s): one-shot collectives and CUDA graphs are disabled; all sums use NCCL "
+            "and all steps run eagerly. `quire doctor --parallel` names the GPUs; %s=nccl keeps CUDA graphs",
+            problem, COLLECTIVES,
+        )  # fmt: skip
     nccl = None
     if choice.nccl:
         host = next(iter(remote.values())).getsockname()[0] if remote else LOOPBACK
-        nccl = NCCL(position, everyone, host, device)
+        nccl = NCCL(position, everyone, host, device, connect_check(control, watch))
     return DeviceGroup(position, control, one_shot, nccl, records)
 
 

@@ -17,12 +17,14 @@ from torch import Tensor
 
 from quire.dist.mesh import Position
 from quire.ops.kernels.one_shot import MAX_BYTES, PROGRAMS, one_shot
+from quire.types.errors import EngineError, QuireError
 
 FLAG_BYTES = 8
 PAGE_BYTES = 1 << 21  # of the driver: memory that shares a page with other allocations would be mapped with them
 NEVER = (1 << 63) - 1  # a turn beyond all others
 PROBE_BYTES = 64  # written by each rank, checked by the others
 PROBE_TIMEOUT_S = 60.0  # for the first all-reduce; other ranks compile the kernel
+RELEASE_TIMEOUT_S = 5.0  # for its kernels to end after they are released
 READ_TIMEOUT_S = 0.5
 SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 Everyone = Callable[[bytes], Sequence[bytes]]  # a short message of this rank -> those of all ranks
@@ -51,7 +53,7 @@ class Links(Protocol):
 
 
 class OneShot:
-    """One-shot collectives of one rank, usable if `problem` is empty after `open`."""
+    """One-shot collectives of one rank, usable if `open` returns no problem."""
 
     def __init__(self, position: Position, links: Links) -> None:
         self._rank, self._size, self._links = position.rank, position.size, links
@@ -60,28 +62,35 @@ class OneShot:
         self._own: Tensor | None = None
         self._opened: list[Tensor] = []  # memory of other ranks
         self._flags: list[Tensor] = []  # of every rank, [PROGRAMS, ranks]
-        self.problem = ""
 
     def open(self, everyone: Everyone) -> str:
         """Connect all ranks, which call this at the same time. Return what does not work, the same on all ranks; "": all
-        does.
+        does. After a problem, all memory is unmapped and freed.
         """
-        handle = b""
+        handle, problem = b"", ""
         try:
             handle = self._share()
         except RuntimeError as error:
-            self.problem = str(error)
+            problem = str(error)
         handles = everyone(handle)
         steps: tuple[Callable[[], None], ...] = (partial(self._map, handles), self._probe)
         for step in steps:
             try:
-                if not self.problem:
+                if not problem:
                     step()
+            except QuireError:  # it cannot be unmapped either
+                raise
             except RuntimeError as error:
-                self.problem = str(error)
-            problems = everyone(self.problem.encode()[:500])
-            self.problem = next((each.decode(errors="replace") for each in problems if each), "")
-        return self.problem
+                problem = str(error)
+            problems = everyone(problem.encode()[:500])
+            found = [f"rank {rank}: {each.decode(errors='replace')}" for rank, each in enumerate(problems) if each]
+            problem = found[0] if found else ""
+            if problem:
+                self._unmap()  # no rank runs a kernel any more
+                everyone(b"")
+                self._free()  # no rank has it mapped any more
+                return problem
+        return ""
 
     def add(self, part: Tensor) -> Tensor:
         """Return the sum of all ranks' parts, which is a new tensor."""
@@ -120,11 +129,8 @@ class OneShot:
             for target, source in zip(self._seen, copies, strict=True):
                 target.copy_(source, non_blocking=True)
         done.record(self._side)
-        deadline = time.monotonic() + READ_TIMEOUT_S
-        while not done.query():
-            if time.monotonic() > deadline:
-                return []
-            time.sleep(0.001)
+        if not _happens(done, READ_TIMEOUT_S):
+            return []
         flags, [turn] = self._seen[0].tolist(), self._seen[1].tolist()
         return [rank for rank, arrived in enumerate(flags) if rank != self._rank and arrived <= turn]
 
@@ -136,9 +142,15 @@ class OneShot:
 
     def close(self) -> None:
         """Unmap and free the memory. The other ranks must have ended."""
+        self._unmap()
+        self._free()
+
+    def _unmap(self) -> None:
         self._flags.clear()
         while self._opened:
             self._links.close(self._opened.pop())
+
+    def _free(self) -> None:
         if self._own is not None:
             self._links.free(self._own)
             self._own = None
@@ -178,12 +190,13 @@ class OneShot:
                 part = torch.full((count,), 1 + self._rank, dtype=dtype, device=device)
                 wrong += (self.add(part) != expected).sum() + (self.gather(part).sum(0) != expected).sum()
         done.record(self._links.current())
-        deadline = time.monotonic() + PROBE_TIMEOUT_S
-        while not done.query():
-            if time.monotonic() > deadline:
-                self.release()
-                raise RuntimeError(f"a first all-reduce did not end within {PROBE_TIMEOUT_S:.0f} s")
-            time.sleep(0.001)
+        if not _happens(done, PROBE_TIMEOUT_S):
+            self.release()
+            released = self._links.event()
+            released.record(self._side)
+            if not (_happens(released, RELEASE_TIMEOUT_S) and _happens(done, RELEASE_TIMEOUT_S)):
+                raise EngineError("a first all-reduce cannot be ended: the GPU does not answer. Restart the process")
+            raise RuntimeError(f"a first all-reduce did not end within {PROBE_TIMEOUT_S:.0f} s")
         if int(wrong):
             raise RuntimeError("a first all-reduce has wrong values")
 
@@ -193,3 +206,13 @@ class OneShot:
 
     def _buffer_of(self, memory: Tensor) -> Tensor:
         return memory[self._flag_bytes :]
+
+
+def _happens(event: Any, seconds: float) -> bool:
+    """Return whether the event happens within this time."""
+    deadline = time.monotonic() + seconds
+    while not event.query():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
