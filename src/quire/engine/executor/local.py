@@ -5,10 +5,14 @@ Ranks run the same steps or are lost together. All ranks read LoRA adapters at t
 """
 
 import contextlib
+import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +32,8 @@ from quire.types.adapter import AdapterFacts, AdapterRef
 from quire.types.errors import AdapterChanged, AdapterError, EngineDead, EngineError
 from quire.types.plan import Ints, StepPlan, StepResult, Words
 from quire.types.stats import DeviceCounts
+
+logger = logging.getLogger(__name__)
 
 
 class LocalExecutor:
@@ -99,37 +105,86 @@ def join_group(device: Device, workers: Workers, position: Position) -> RankGrou
     return device.group(position, workers.memory, workers.peers, workers, remote=workers.remote)
 
 
-GUARD_POLL_S = 0.5  # between checks whether a rank has ended
+GUARD_POLL_S = 0.5  # between checks of the other ranks
 ASK_DEVICE_AFTER_S = 1.0  # of waiting for a result, to find the rank that is late
+DEVICE_ANSWER_TIMEOUT_S = 2.0  # for that question, which may wait for the same launch as this host
+
+
+@dataclass
+class HostCall:
+    """What this host does that may wait for its device: between `began` and the end of the call."""
+
+    began: float | None = None  # by the monotonic clock; None: no call runs
+    in_step: bool = False
 
 
 class RankGuard:
-    """A thread that ends the collectives of this process when a rank has ended: this host may be waiting for its device.
+    """A thread that ends the collectives of this process when a rank has ended, or when a call of this host does not end
+    because a rank is stopped or hangs: a launch waits for the device if its queue is full, and this host checks nothing then.
 
     It does not keep the ranks or the runner alive.
     """
 
     def __init__(self, workers: Workers, runner: Runner) -> None:
-        self.freed, self._done = threading.Event(), threading.Event()
-        arguments = weakref.ref(workers), weakref.ref(runner), self.freed, self._done
+        self.freed, self._done, self._call = threading.Event(), threading.Event(), HostCall()
+        arguments = weakref.ref(workers), weakref.ref(runner), self.freed, self._done, self._call
         self._thread = threading.Thread(target=_guard, args=arguments, name="quire-rank-guard", daemon=True)
         self._thread.start()
+
+    @contextmanager
+    def watching(self, in_step: bool) -> Iterator[None]:
+        """Watch a call of this host, the outermost one. in_step: it has the time limit of a step."""
+        call = self._call
+        if call.began is not None:
+            yield
+            return
+        call.in_step, call.began = in_step, time.monotonic()
+        try:
+            yield
+        finally:
+            call.began = None
 
     def stop(self) -> None:
         self._done.set()
         self._thread.join()
 
 
-def _guard(workers: weakref.ref[Workers], runner: weakref.ref[Runner], freed: threading.Event, done: threading.Event) -> None:
+def _guard(
+    workers: weakref.ref[Workers],
+    runner: weakref.ref[Runner],
+    freed: threading.Event,
+    done: threading.Event,
+    call: HostCall,
+) -> None:
     while not done.wait(GUARD_POLL_S):
         ranks, own = workers(), runner()
         if ranks is None or own is None:
             return
-        if ranks.any_ended():
+        if ranks.any_ended() or _is_blocked(ranks, own, call):
             freed.set()  # first: results that come from now on are of no use
             own.abandon()
             return
         del ranks, own
+
+
+def _is_blocked(ranks: Workers, runner: Runner, call: HostCall) -> bool:
+    """Return whether a rank keeps this host's call from ending. Log which: this host may never return to report it."""
+    began = call.began
+    if began is None:
+        return False
+    dead = ranks.find_blocking(time.monotonic() - began, call.in_step, partial(_ask_device, runner))
+    if dead is not None:
+        logger.error("%s", dead)
+    return dead is not None
+
+
+def _ask_device(runner: Runner) -> list[int]:
+    """Return the ranks that the device waits for; none if the device does not answer in time."""
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.extend(runner.late_ranks()), name="quire-late-ranks", daemon=True)
+    thread.start()
+    thread.join(DEVICE_ANSWER_TIMEOUT_S)
+    return list(found)
 
 
 class DividedExecutor(LocalExecutor):
@@ -162,13 +217,17 @@ class DividedExecutor(LocalExecutor):
     def named_cause(self) -> Iterator[None]:
         """If ranks ended and the device's collectives were ended for that, raise the cause, whatever the block did."""
         try:
-            yield
+            with self._watching(in_step=False):
+                yield
         except EngineDead:
             raise
         except Exception:
             self.refuse_freed()
             raise
         self.refuse_freed()
+
+    def _watching(self, in_step: bool) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._guard is None else self._guard.watching(in_step)
 
     def refuse_freed(self) -> None:
         """Raise EngineDead if the device's results are of no use, because its collectives were ended."""
@@ -211,7 +270,8 @@ class DividedExecutor(LocalExecutor):
         ranks. If a rank has ended, that is the cause.
         """
         try:
-            yield
+            with self._watching(in_step=True):
+                yield
         except EngineDead:
             raise
         except BaseException as error:

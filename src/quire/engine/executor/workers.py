@@ -18,7 +18,7 @@ import socket
 import subprocess
 import time
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, NoReturn
@@ -274,19 +274,38 @@ class Workers:
         late = [worker for worker in self._workers if worker.rank in ranks]
         self._refuse_late_start(late)
         if seconds > self._timeouts.hang:
-            names = " and ".join(worker.name for worker in late)
-            raise self.give_up(f"{names} delayed the other ranks for {seconds:.1f} s (engine_hang_timeout)")
+            raise self._late(late, seconds)
+
+    def find_blocking(self, seconds: float, in_step: bool, late: Callable[[], Sequence[int]]) -> EngineDead | None:
+        """Return why the call of this host that has taken this long will not end; None: it may end. Called in any thread.
+
+        late: returns the ranks that the device waits for, as far as that is known.
+        """
+        if (stopped := _find_stopped(self._workers, seconds)) is not None:
+            return self._stopped(stopped, seconds)
+        if not in_step or seconds <= self._timeouts.hang:
+            return None
+        ranks = late()
+        return self._late([worker for worker in self._workers if worker.rank in ranks] or self._workers, seconds)
 
     def refuse_stopped(self, seconds: float) -> None:
         """Raise if any rank is stopped and has delayed the others."""
         self._refuse_stopped(self._workers, seconds)
 
-    def _refuse_stopped(self, late: Iterable[Worker], seconds: float) -> None:
+    def _refuse_stopped(self, late: Sequence[Worker], seconds: float) -> None:
         for worker in late:
             if not worker.process.pid and worker.poll() is not None:  # its node has reported it
                 self.lost(worker.rank)
-            if seconds >= STOPPED_TIMEOUT_S and worker.process.pid and is_stopped(worker.process.pid):
-                raise self.give_up(f"{worker.name} is stopped (SIGSTOP) and delayed the other ranks for {seconds:.1f} s")
+        if (stopped := _find_stopped(late, seconds)) is not None:
+            raise self._stopped(stopped, seconds)
+
+    def _stopped(self, worker: Worker, seconds: float) -> EngineDead:
+        return self.give_up(f"{worker.name} is stopped (SIGSTOP) and delayed the other ranks for {seconds:.1f} s")
+
+    def _late(self, late: Sequence[Worker], seconds: float) -> EngineDead:
+        names = " and ".join(worker.name for worker in late)
+        limit = "distributed_timeout_seconds or engine_hang_timeout"
+        return self.give_up(f"{names} delayed the other ranks for {seconds:.1f} s (limit: {limit})")
 
     def _refuse_late_start(self, late: Sequence[Worker]) -> None:
         if self._starts and time.monotonic() > self._timeouts.start_by:
@@ -304,6 +323,12 @@ class Workers:
         if failure.step is not None:
             return dead
         return ipc.start_error(ipc.Failed(failure.kind, f"{worker.name}: {failure.message}"))
+
+
+def _find_stopped(workers: Sequence[Worker], seconds: float) -> Worker | None:
+    """Return a rank of this node whose process is stopped; None: there is none, or the wait was short."""
+    own = [worker for worker in workers if worker.process.pid] if seconds >= STOPPED_TIMEOUT_S else []
+    return next((worker for worker in own if is_stopped(worker.process.pid)), None)
 
 
 def _exit_description(code: int, remote: bool) -> str:
