@@ -76,6 +76,7 @@ def test_what_is_not_a_number(text: str) -> None:
     ("values", "message"),
     [
         ({"max_modle_len": 5}, r"unknown engine argument 'max_modle_len'; did you mean max_model_len"),
+        ({"batch_invariant": True}, r"unknown engine argument 'batch_invariant'; did you mean deterministic\?"),
         ({"xyzzy": 5}, r"unknown engine argument 'xyzzy'$"),
         ({"decode_context_parallel_size": 2}, r"decode_context_parallel_size=2 is not supported: of the ways .*at 1"),
         ({"pipeline_parallel_size": 0}, r"pipeline_parallel_size must be at least 1"),
@@ -252,6 +253,8 @@ def test_typos_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         ("--max-modle-len 5", "unknown option --max-modle-len; did you mean --max-model-len"),
         ("--max-model 5", "unknown option --max-model"),
         ("--gpu-mem 0.5", "unknown option --gpu-mem; did you mean --gpu-memory-utilization?"),
+        ("--batch-invariant", "unknown option --batch-invariant; did you mean --deterministic?"),
+        ("--enable_deterministic_inference", "did you mean --deterministic?"),
         ("--max-model-len x", "'x' is not an integer"),
         ("--kv-offloading-size 4GiB", "'4GiB' is not a number, such as 4 or 0.5"),
         ("--hf-overrides {", "not JSON"),

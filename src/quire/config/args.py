@@ -38,6 +38,12 @@ from quire.features.tiers.host import TierArgs
 from quire.types.errors import ConfigError, NotSupported
 
 PARTITION = "VLLM_PP_LAYER_PARTITION"  # environment variable of vLLM
+OTHER_NAMES = {  # of arguments, in environment variables and in other engines
+    "batch_invariant": "deterministic",
+    "batch_invariance": "deterministic",
+    "enable_batch_invariance": "deterministic",
+    "enable_deterministic_inference": "deterministic",
+}
 
 
 def read_partition(text: str) -> tuple[int, ...]:
@@ -369,8 +375,10 @@ def shares_experts(args: EngineArgs) -> bool:
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """Return a hint with similar names, or with names that begin with it."""
-    found = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    """Return a hint: the name here of what others name so, or similar names, or names that begin with it."""
+    other = OTHER_NAMES.get(name.lstrip("-").replace("-", "_"))
+    found = [full for full in names if full.lstrip("-") == other]
+    found = found or difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     if not found and len(name.lstrip("-")) > 2:
         found = [full for full in names if full.startswith(name)][:3]
     return f"; did you mean {' or '.join(found)}?" if found else ""
