@@ -14,7 +14,7 @@ from quire.types.errors import ConfigError
 
 
 def taken(*line: str) -> tuple[str, list[str]]:
-    namespace: argparse.Namespace = make_parser().parse_args(["run", *line])
+    namespace: argparse.Namespace = make_parser(["run"]).parse_args(["run", *line])
     args, texts = words.take_words(namespace, namespace.words)
     return args.model, texts
 
