@@ -338,14 +338,18 @@ def test_a_plan_for_ranks_on_gpus(model: str, capsys: pytest.CaptureFixture[str]
     for args in (EngineArgs(model=model, tensor_parallel_size=4), EngineArgs(model=model, pipeline_parallel_size=4)):
         divided = make_plan(args, 80 * GIB)
         assert divided.weights_held * 4 == divided.weights_loaded == alone.weights_held
-        left = [plan.cache + plan.graphs for plan in (divided, alone)]  # ranks that wait for each other record no graphs
+        assert bool(divided.collectives) == (divided.stages == (32,))  # stages of one rank have none
+        left = [plan.cache + plan.graphs + plan.collectives for plan in (divided, alone)]
         assert left[0] - left[1] == alone.weights_loaded - divided.weights_held
         assert divided.bytes_per_page * 4 == alone.bytes_per_page
         assert divided.pages > 4 * alone.pages
     assert not make_plan(EngineArgs(model=model), 12 * GIB).fits
     assert main(["plan", model, "--memory", "12GiB", "-tp", "4"]) == 0
     told = capsys.readouterr().out
-    assert "4 GPUs, each with 12.00 GiB" in told
+    assert "4 GPUs, each with 12.00 GiB" in told and "1.50 GiB of each GPU for NCCL's buffers and ours" in told
+    slow = make_plan(EngineArgs(model=model, tensor_parallel_size=4), 12 * GIB, "pcie4")
+    fast = make_plan(EngineArgs(model=model, tensor_parallel_size=4), 12 * GIB)
+    assert fast.collectives - slow.collectives == slow.cache - fast.cache > 0
     assert main(["plan", model, "--memory", "24GiB", "-dp", "2"]) == 0
     assert "2 GPUs, each with 24.00 GiB" in capsys.readouterr().out
     assert "GiB on each GPU" in told

@@ -87,7 +87,7 @@ def test_a_division_whose_ranks_cannot_be_built_is_not_recommended(ask, monkeypa
     from quire.cli import plan_cards
     from quire.types.errors import ModelError
 
-    def refuse(config, total):
+    def refuse(config, total, link):
         if config.ranks == 4:
             raise ModelError("a head of 7 values cannot be divided")
 

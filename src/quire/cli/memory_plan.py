@@ -20,6 +20,7 @@ from quire.config.resolve import find_files, resolve
 from quire.device.registry import open_device
 from quire.engine.layouts import fit_cache, model_share, share_memory, state_bytes, whole_layout
 from quire.engine.memory import (
+    collective_bytes,
     draft_name,
     feature_memory,
     largest_part,
@@ -62,6 +63,7 @@ class MemoryPlan:
     activations: int
     reserved: int  # by the driver and other programs on the device
     graphs: int  # reserved for CUDA graphs
+    collectives: int  # buffers of NCCL and of one-shot collectives, on one device
     max_batched_tokens: int
     max_seqs: int
     cache_dtype: str
@@ -100,8 +102,8 @@ class MemoryPlan:
     advice: tuple[str, ...]
 
 
-def make_plan(args: EngineArgs, memory: int | None) -> MemoryPlan:
-    return plan_for(*resolve_for(args, memory))
+def make_plan(args: EngineArgs, memory: int | None, link: str | None = None) -> MemoryPlan:
+    return plan_for(*resolve_for(args, memory), link)
 
 
 def resolve_for(args: EngineArgs, memory: int | None, serving: bool = True) -> tuple[Config, int]:
@@ -123,6 +125,7 @@ class MemoryUse:
     held: int  # weights on one device
     steps: int
     graphs: int
+    collectives: int
     total: int
     usable: int
     reserved: int
@@ -136,8 +139,8 @@ class MemoryUse:
         return sum(getattr(rank[name], field) for rank in self.ranks for name in names or rank)
 
 
-def use_of(config: Config, layout: CacheLayout, total: int, build: bool = True) -> MemoryUse:
-    """Return what is used of `total` bytes. build: see `rank_sizes`."""
+def use_of(config: Config, layout: CacheLayout, total: int, build: bool = True, link: str | None = None) -> MemoryUse:
+    """Return what is used of `total` bytes. build: see `rank_sizes`. link: see `collective_bytes`."""
     args, device = config.args, open_device(config.device)
     weights, stored_as = weights_of(config.facts, config.quantization, config.native_layouts, config.dtype)
     shared = config.device_facts.one_memory
@@ -146,8 +149,8 @@ def use_of(config: Config, layout: CacheLayout, total: int, build: bool = True) 
     ranks = [feature_memory(config, each) for each in sizes]
     on_device = ranks if shared else [max(ranks, key=_taken)]
     steps = max(largest_step(config), *(memory.step for rank in ranks for memory in rank.values()))
-    graphs = reserved_graph_bytes(config)
-    used = (local_engines(args) if shared else 1) * (held + sum(map(_taken, on_device)) + graphs + steps)
+    graphs, collectives = reserved_graph_bytes(config), collective_bytes(config, link)
+    used = (local_engines(args) if shared else 1) * (held + sum(map(_taken, on_device)) + graphs + collectives + steps)
     budget = device.plan_budget(total, args.gpu_memory_utilization, used)
     if not budget.usable:
         raise ConfigError(f"gpu_memory_utilization {args.gpu_memory_utilization:g} leaves nothing of {total:,} bytes; raise it")
@@ -165,6 +168,7 @@ def use_of(config: Config, layout: CacheLayout, total: int, build: bool = True) 
         held,
         steps,
         graphs,
+        collectives,
         used,
         budget.usable,
         budget.reserved,
@@ -176,10 +180,11 @@ def use_of(config: Config, layout: CacheLayout, total: int, build: bool = True) 
     )
 
 
-def plan_for(config: Config, total: int) -> MemoryPlan:
+def plan_for(config: Config, total: int, link: str | None = None) -> MemoryPlan:
+    """Plan an engine on devices with `total` bytes each. link: between devices of a node (`sim/links.py`); None: unknown."""
     args, facts = config.args, config.facts
     layout = whole_layout(config)
-    use = use_of(config, layout, total)
+    use = use_of(config, layout, total, link=link)
     shared = config.device_facts.one_memory
     left = use.usable - use.total - use.reserved
     whole = args.kv_cache_memory_bytes or (share_memory(config, layout, use.cache) if shared else use.cache)
@@ -212,6 +217,7 @@ def plan_for(config: Config, total: int) -> MemoryPlan:
         activations=use.steps,
         reserved=use.reserved,
         graphs=use.graphs,
+        collectives=use.collectives,
         max_batched_tokens=config.max_batched_tokens,
         max_seqs=config.max_seqs,
         cache_dtype=config.cache_dtype,

@@ -39,6 +39,8 @@ def render(plan: MemoryPlan) -> str:
         lines.append(("Host memory", f"{size(plan.host_tier)} {_host_pages(plan)}{staged}"))
     if plan.graphs:
         lines.append(("CUDA graphs", f"{size(plan.graphs)} reserved (--enforce-eager: none)"))
+    if plan.collectives:
+        lines.append(("Collectives", f"{size(plan.collectives)} of each GPU for NCCL's buffers and ours (estimated)"))
     lines += _optional_lines(plan)
     for kind, per_token in plan.bytes_per_token.items():
         lines.append(("Cache per token", f"{size(per_token)} in {plan.layers[kind]} layers with {kind}"))
@@ -163,15 +165,16 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    args, memory = engine_args(namespace), namespace.memory
+    args, memory, link = engine_args(namespace), namespace.memory, namespace.link
     if namespace.cards is not None:
         return run_cards(args, namespace)
     if namespace.card is not None:
         if memory is not None or args.device not in ("auto", "cuda"):
             other = "--memory" if memory is not None else f"--device {args.device}"
             raise ConfigError(f"--card is a GPU and its memory; drop it, or {other}")
-        memory = find_card(namespace.card).memory
-    plan = make_plan(args, memory)
+        card = find_card(namespace.card)
+        memory, link = card.memory, link or card.link
+    plan = make_plan(args, memory, link)
     print(json.dumps(dataclasses.asdict(plan), indent=2) if namespace.json else render(plan))
     return 0 if plan.fits else 1
 

@@ -173,7 +173,7 @@ class _Planner:
             if flags in refused:
                 continue
             try:
-                plan_for(self._resolve(estimate.layout), self._card.memory)
+                plan_for(self._resolve(estimate.layout), self._card.memory, self._fabric.link.name)
             except (ConfigError, ModelError) as error:
                 refused[flags] = str(error)
             else:
@@ -228,7 +228,7 @@ class _Planner:
     def _memory(self, config: Config) -> tuple[int, int, int]:
         """Return the pages of a rank, the context length, and the bytes of all weights."""
         layout, total = whole_layout(config), self._card.memory
-        use = use_of(config, layout, total, build=False)
+        use = use_of(config, layout, total, build=False, link=self._fabric.link.name)
         cache = int((config.args.kv_cache_memory_bytes or use.cache) * model_share(config, layout))
         pages, _, length, problems = fit_use(config, layout, cache, use.usable / total)
         if problems:

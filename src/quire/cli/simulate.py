@@ -205,7 +205,7 @@ def make_setting(args: EngineArgs, namespace: argparse.Namespace) -> Setting:
     layout = Layout(args.tensor_parallel_size, args.pipeline_parallel_size)
     fabric = make_fabric(layout.ranks, namespace.link or card.link, namespace.network or card.network, card.name)
     config, total = resolve_for(dataclasses.replace(args, device="cuda"), card.memory, serving=not namespace.offline)
-    plan = _fitting(plan_for(config, total))
+    plan = _fitting(plan_for(config, total, fabric.link.name))
     sizes = ModelSizes.of(config, plan.weights_loaded)
     timing = ParallelTiming(card, fabric, layout, sizes, args.pipeline_layer_partition)
     several = "" if layout.ranks == 1 else f", {layout.ranks} of them with {layout.flags} over {fabric.name}"

@@ -213,6 +213,13 @@ class Device:
         usable = int(total * utilization)
         return PlannedBudget(usable, 0, usable - used)
 
+    def collective_bytes(self, ranks: int, nodes: int, link: str | None) -> int:  # noqa: ARG002
+        """Predict the bytes of a device for the collectives of `ranks` ranks on `nodes` nodes.
+
+        link: between devices of a node (`sim/links.py`); None: unknown.
+        """
+        return 0
+
     def updates(self) -> "DeviceUpdates":
         """Return the writer of small array changes on the device."""
         from quire.device.updates import DeviceUpdates

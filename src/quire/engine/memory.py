@@ -96,6 +96,12 @@ def reserved_graph_bytes(config: Config) -> int:
     return total + (graph_bytes(config.max_seqs, config.draft_facts.vocab_size) if config.draft_facts is not None else 0)
 
 
+def collective_bytes(config: Config, link: str | None) -> int:
+    """Return the bytes of a device for the collectives of its rank. link: between devices of a node; None: unknown."""
+    nodes = -(-config.ranks // config.node_ranks)  # of a stage
+    return open_device(config.device).collective_bytes(config.ranks, nodes, link)
+
+
 def least_cache(config: Config, layout: CacheLayout) -> int:
     """Return the bytes of a rank's cache as configured, or of one longest request and all recurrent states."""
     args = config.args

@@ -74,8 +74,9 @@ class ResultView:
 def device_budget(device: torch.device, utilization: float, profile_run: Callable[[], None], reserve: int) -> int:
     """Return the bytes for a cache on a GPU, measured with the largest step.
 
-    It is the engine's share of the GPU without memory of other processes, weights, the peak of the largest step and a reserve
-    for CUDA graphs, which are recorded later (`runner/graphs.py` limits them).
+    It is the engine's share of the GPU without memory outside torch (of other processes, CUDA, NCCL and one-shot collectives),
+    weights, the peak of the largest step and a reserve for CUDA graphs, which are recorded later (`runner/graphs.py` limits
+    them). Ranks have connected before, for messages of all sizes.
     """
     gc.collect()
     torch.cuda.empty_cache()
@@ -92,9 +93,9 @@ def device_budget(device: torch.device, utilization: float, profile_run: Callabl
     if budget <= 0:
         raise no_memory(
             f"gpu_memory_utilization {utilization:g} of {total / GIB:.2f} GiB is "
-            f"{utilization * total / GIB:.2f} GiB, but {outside / GIB:.2f} GiB are in use outside this engine, the weights "
-            f"take {weights / GIB:.2f} GiB, the largest step {(peak - weights) / GIB:.2f} GiB and CUDA graphs "
-            f"{reserve / GIB:.2f} GiB; end other programs on this GPU (nvidia-smi lists them), raise "
+            f"{utilization * total / GIB:.2f} GiB, but {outside / GIB:.2f} GiB are in use outside torch (other programs, "
+            f"CUDA, NCCL), the weights take {weights / GIB:.2f} GiB, the largest step {(peak - weights) / GIB:.2f} GiB and "
+            f"CUDA graphs {reserve / GIB:.2f} GiB; end other programs on this GPU (nvidia-smi lists them), raise "
             "gpu_memory_utilization, or lower max_num_batched_tokens or max_num_seqs"
         )
     return budget

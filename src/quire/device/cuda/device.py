@@ -143,6 +143,11 @@ class CUDADevice(Device):
         usable = int(total * utilization)
         return PlannedBudget(usable, CUDA_CONTEXT_BYTES, usable - CUDA_CONTEXT_BYTES - used)
 
+    def collective_bytes(self, ranks: int, nodes: int, link: str | None) -> int:
+        from quire.device.cuda.collective_memory import collective_bytes
+
+        return collective_bytes(ranks, nodes, link)
+
     def updates(self) -> "DeviceUpdates":
         from quire.device.cuda.updates import CUDAUpdates
 
