@@ -16,6 +16,7 @@ from quire import LLM, SamplingParams
 from quire.device.cpu.device import CPUDevice
 from quire.dist.shared_memory import SharedMemoryGroup
 from quire.engine.executor import worker, workers
+from quire.features.speculation.device.part import SpeculationPart
 from quire.runner import graphs
 from quire.runner.core import RunnerCore
 
@@ -26,6 +27,7 @@ SIZES = {
     "one": {},
     "tp 2 x pp 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     "tp 2, one fails": {"tensor_parallel_size": 2},
+    "tp 2, drafts": {"tensor_parallel_size": 2, "speculative_config": {"num_speculative_tokens": 3}},  # by the model itself
 }
 calls = []  # collectives of this rank
 
@@ -66,6 +68,7 @@ def recorded(self):
         "calls": len(calls),
         "digest": digest,
         "buckets": list(map(str, self.graphs._recorded)),
+        "drafts": [part.drafter._graphs.captures for part in self._parts if isinstance(part, SpeculationPart)],
     }
 
 
@@ -79,8 +82,11 @@ def main() -> None:
     said = {}
     for name, sizes in SIZES.items():
         calls.clear()
+        os.environ.pop("FAILING", None)
         if name == "tp 2, one fails":
             os.environ["FAILING"] = "1"
+        if "speculative_config" in sizes:
+            sizes["speculative_config"]["model"] = sys.argv[1]
         llm = LLM(sys.argv[1], max_num_seqs=8, max_num_batched_tokens=64, **SETTINGS, **sizes)
         tokens = []
         for few in (PROMPTS, PROMPTS[:3], PROMPTS[:1], PROMPTS):

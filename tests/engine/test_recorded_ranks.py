@@ -35,3 +35,10 @@ def test_if_one_rank_cannot_record_no_rank_does(said):
     first, second = said["tp 2, one fails"]["ranks"]
     captures, replays = first["counts"]
     assert first == second and captures == 3 < said["one"]["ranks"][0]["counts"][0] and replays > 20
+
+
+def test_ranks_record_the_same_beside_the_graphs_of_a_draft_model(said):
+    """A draft model is whole on every rank: its graphs contain no collectives."""
+    assert said["tp 2, drafts"]["tokens"] == said["one"]["tokens"]
+    first, second = said["tp 2, drafts"]["ranks"]
+    assert first == second and first["counts"][1] > 20 and first["drafts"][0] > 2
