@@ -200,7 +200,8 @@ def difference(name: str, found: dict[int, same_bits.Answer], expected: dict[int
 
 
 async def kill(args: Row, streams: int, count: int) -> list[Row]:
-    llm = AsyncLLM.from_engine_args(EngineArgs(**args, deterministic=True, max_model_len=2048, max_engine_restarts=ROUNDS + 1))
+    options = {"deterministic": True, "max_model_len": 2048, "max_engine_restarts": ROUNDS + 1, "warm_restart": True}
+    llm = AsyncLLM.from_engine_args(EngineArgs(**args, **options))
     latest = [0] * streams
     arrived = [0.0]
 

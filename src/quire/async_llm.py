@@ -25,7 +25,7 @@ from quire.config.model_config import ModelConfig, VllmConfig
 from quire.config.resolve import resolve
 from quire.device.registry import describe_unseen
 from quire.engine import ipc
-from quire.engine.child import COMMAND, Child
+from quire.engine.child import COMMAND
 from quire.engine.client import as_started
 from quire.engine.handle import EngineHandle, EngineListener, EngineStatus, EngineView, OneEngine, State, check_rank_call
 from quire.engine.router import start_engines
@@ -37,6 +37,7 @@ from quire.features.pooling.host import supported_tasks
 from quire.features.pooling.requests import pooling_output, pools_tokens, prepare_pooling
 from quire.features.profiling.control import AsyncProfiles
 from quire.not_built import AsyncLLMNotBuilt, refuse_connector
+from quire.proc.fork_server import LazyForkServer
 from quire.stat_loggers import StatLoggers, make_stat_loggers
 from quire.text.inputs import InputProcessor, PreparedRequest, is_quick
 from quire.text.offload import TextOffload
@@ -71,7 +72,7 @@ class AsyncLLM(EngineView, AsyncProfiles, AsyncMedia, AsyncLLMNotBuilt):
         self,
         config: Config,
         command: Sequence[str] = COMMAND,
-        spare: Child | None = None,
+        fork_server: LazyForkServer | None = None,
         connect: Callable[[EngineListener], EngineHandle] | None = None,
         name: str = "",
         share: Callable[[AdapterNames], Sharing] | None = None,
@@ -89,7 +90,7 @@ class AsyncLLM(EngineView, AsyncProfiles, AsyncMedia, AsyncLLMNotBuilt):
         )
         self._lengths: dict[int, int] = {}  # engine -> the longest context that its cache has room for
         self._name = name
-        self._client: EngineHandle = start_engines(config, self, command, spare) if connect is None else connect(self)
+        self._client: EngineHandle = start_engines(config, self, command, fork_server) if connect is None else connect(self)
         self._adapters = AdapterClient(self.adapters, self.engines, None if share is None else share(self.adapters))
         try:
             self.tokenizer = open_tokenizer(config)
@@ -114,18 +115,18 @@ class AsyncLLM(EngineView, AsyncProfiles, AsyncMedia, AsyncLLMNotBuilt):
         usage_context: Any = None,  # noqa: ARG003
         stat_loggers: Sequence[Any] | None = None,
         *,
-        spare: Child | None = None,
+        fork_server: LazyForkServer | None = None,
     ) -> "AsyncLLM":
         """The model is found (and fetched) here; it is loaded in the engine process. The device is decided there, too.
 
         usage_context: caller metadata of vLLM's usage statistics, which Quire does not collect
-        spare: an engine process that was started ahead
+        fork_server: of the engines, which was prepared ahead
         """
         if not start_engine_loop:
             raise NotSupported("start_engine_loop must be True; got False. Leave it out.", "start_engine_loop")
         config = resolve(engine_args, lambda: "cpu", describe_unseen)
         loggers = make_stat_loggers(config, stat_loggers)
-        made = cls(config, spare=spare)
+        made = cls(config, fork_server=fork_server)
         made.add_stat_loggers(loggers)
         return made
 

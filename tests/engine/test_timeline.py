@@ -1,11 +1,14 @@
 """The parts of a start add up to its wall clock."""
 
+import asyncio
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,7 +18,6 @@ from quire import AsyncLLM, EngineArgs
 from quire.config.resolve import resolve
 from quire.device.registry import describe
 from quire.engine import timeline as module
-from quire.engine.child import Child
 from quire.engine.timeline import Stopwatch, Timeline, process_start
 from quire.serve import launch
 
@@ -94,18 +96,31 @@ def test_a_server_tells_where_its_start_went(caplog):
     assert line.endswith("open http://x/ in a browser to try it")
 
 
-def test_a_process_started_ahead_imports_what_it_needs_and_then_waits(tiny_model, traces):
-    config = resolve(EngineArgs(str(tiny_model), device="cpu", max_model_len=64), lambda: "cpu", describe)
-    llm = AsyncLLM(config, spare=Child(None))
+def test_engines_are_forked_from_the_first_start_on_and_end_by_themselves(tiny_model, traces):
+    args = EngineArgs(str(tiny_model), device="cpu", max_model_len=64, data_parallel_size=2, warm_restart=True)
+    llm = AsyncLLM.from_engine_args(args)
+    engines, parents, timelines, processes = llm.engines, [], [], []
+
+    def note():
+        for engine in engines:
+            parents.append(int(Path(f"/proc/{engine.pid}/stat").read_text().rpartition(")")[2].split()[1]))
+        timelines.append(llm.timeline)
 
     async def scene():
         await llm.wait_ready()
-        return llm.timeline
+        note()
+        os.kill(lost := engines[0].pid, signal.SIGKILL)  # as soon as it is ready
+        while engines[0].pid in (lost, None) or engines[0].state != "ready":
+            await asyncio.sleep(0.01)
+        note()
+        assert Path(f"/proc/{parents[0]}/comm").read_text() == "quire-fork-serv\n"  # 15 characters at most
+        processes.extend(engine.supervisor._child._process for engine in engines)
 
-    timeline = run(scene(), llm)
-    assert [name for name, _ in timeline.parts][:3] == ["python", "imports", "wait for orders"]
-    assert dict(timeline.parts)["imports"] > 0.3
-    assert total(timeline) == pytest.approx(timeline.total, rel=0.02)
+    run(scene(), llm)
+    assert len({*parents}) == 1 and parents[0] != os.getpid()
+    assert [process.returncode for process in processes] == [0, 0]
+    for timeline in timelines:
+        assert total(timeline) == pytest.approx(timeline.total, rel=0.02)
 
 
 def test_the_process_tells_what_it_is_at(tiny_model, traces, caplog, capsys):
@@ -115,7 +130,7 @@ def test_the_process_tells_what_it_is_at(tiny_model, traces, caplog, capsys):
     )
     config = resolve(EngineArgs(str(tiny_model), device="cpu", max_model_len=64), lambda: "cpu", describe)
     with caplog.at_level(logging.INFO, "quire"):
-        llm = AsyncLLM(config, spare=Child(None, (sys.executable, "-c", hurried)))
+        llm = AsyncLLM(config, (sys.executable, "-c", hurried))
         run(llm.wait_ready(), llm)
     told = capsys.readouterr().err
     for work in ("importing torch", "loading weights"):

@@ -4,6 +4,7 @@ The ranks are started whenever machine 0 starts the engine, again after a failur
 """
 
 import contextlib
+import dataclasses
 import logging
 import signal
 import time
@@ -66,6 +67,8 @@ def _run_engines(args: EngineArgs) -> int:
         )
     if args.nnodes > 1 or args.distributed_executor_backend in ("ray", "external_launcher"):
         raise ConfigError("--headless with data_parallel_size starts whole engines: drop nnodes, ray and external_launcher")
+    if args.warm_restart is None:
+        args = dataclasses.replace(args, warm_restart=True)
     _prepare()
     with contextlib.suppress(KeyboardInterrupt):
         NodeAgent(args, first, last - first + 1).run()

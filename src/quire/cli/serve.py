@@ -42,13 +42,14 @@ def run(namespace: argparse.Namespace) -> int:
     if args.warm_restart is None:
         args = dataclasses.replace(args, warm_restart=True)
     try:
-        from quire.engine.child import Child
+        from quire.engine.child import engine_fork_server, forks_engines
 
-        # the engine's libraries and ours are imported at the same time
-        spare = None if args.distributed_executor_backend == "fake" else Child(None)
+        fork_server = engine_fork_server()
+        if forks_engines(args):
+            fork_server.prepare()  # it imports the engines' libraries while this process imports its own
         from quire.serve.launch import run_server
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "quire":
             raise
         raise ConfigError(f"the server needs the extra serve: pip install 'quire[serve]' ({error.name} is missing)") from None
-    return run_server(args, settings, process_start(), spare)
+    return run_server(args, settings, process_start(), fork_server)

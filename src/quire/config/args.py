@@ -215,8 +215,8 @@ class _CoreArgs:
     engine_restart_window: float = setting(600.0, REAL, _PROCESS, "window in which restarts are counted, in seconds", above=0.0)
 
     warm_restart: bool | None = setting(
-        None, FLAG, _PROCESS, "have a process ready that has imported everything, for fast restarts of a lost engine; "
-        "default: on in quire serve",
+        None, FLAG, _PROCESS, "fork engines from a process that has imported what they need, so that a lost engine restarts "
+        "fast; default: on in quire serve",
     )  # fmt: skip
 
     data_parallel_size: int = setting(

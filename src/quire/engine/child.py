@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO
 
-from quire.config.args import EngineArgs
+from quire.config.args import EngineArgs, local_engines
 from quire.engine import ipc
 from quire.features.experts.peers import PeerLinks
 from quire.proc.channel import Channel
@@ -67,14 +67,11 @@ class EngineConnection:
 
 
 class Child(EngineConnection):
-    """An engine process of this machine.
-
-    Without arguments the process waits for `begin`, and meanwhile imports what an engine with a model needs.
-    """
+    """An engine process of this machine."""
 
     def __init__(
         self,
-        args: EngineArgs | None,
+        args: EngineArgs,
         command: Sequence[str] = COMMAND,
         engine: int = 0,
         serving: bool = True,
@@ -88,7 +85,7 @@ class Child(EngineConnection):
         server: forks the process, if it can.
         ends: connections to engines that share its experts.
         """
-        start = None if args is None else first_frame(args, engine, serving)
+        start = first_frame(args, engine, serving)
         self._journal = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed with the rest
         try:
             ours, theirs = socket.socketpair()
@@ -106,8 +103,6 @@ class Child(EngineConnection):
             raise
         try:
             arguments, descriptors = ["{0}", PARENT, "{1}"], [self._journal.fileno(), theirs.fileno()]
-            if args is None:
-                arguments.append(ipc.SPARE)
             if ends is not None:
                 arguments.append(ends.as_option([f"{{{i}}}" for i in range(2, 2 + len(ends.descriptors))]))
                 descriptors += ends.descriptors
@@ -125,8 +120,7 @@ class Child(EngineConnection):
         except RuntimeError as error:  # the system has no thread left
             self._finalizer()
             raise OSError(errno.EAGAIN, str(error)) from None
-        if start is not None:
-            self._channel.send(start)
+        self._channel.send(start)
 
     @property
     def pid(self) -> int:
@@ -136,9 +130,6 @@ class Child(EngineConnection):
     def stopped(self) -> bool:
         """Whether it is stopped, by SIGSTOP for example."""
         return is_stopped(self.pid)
-
-    def begin(self, args: EngineArgs, engine: int = 0, serving: bool = True) -> None:
-        self._channel.send(first_frame(args, engine, serving))
 
     def receive(self) -> ipc.Report | None:
         """Return the next report, None if there is none now."""
@@ -187,8 +178,13 @@ class Child(EngineConnection):
 
 
 def engine_fork_server() -> LazyForkServer:
-    """Return the fork server that makes restarts of engines fast, once it is prepared."""
+    """Return the fork server for engines. It imports what they need when it is prepared."""
     return LazyForkServer(PRELOADED_MODULES)
+
+
+def forks_engines(args: EngineArgs) -> bool:
+    """Return whether engines of this machine are forked from a process that has imported what they need."""
+    return bool(args.warm_restart and local_engines(args)) and args.distributed_executor_backend != "fake"
 
 
 def first_frame(args: EngineArgs, engine: int, serving: bool) -> bytes:

@@ -10,6 +10,7 @@ MAX_STRIKES such crashes a request ends with an error.
 
 import asyncio
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,12 +19,13 @@ from typing import Any
 from quire.config.args import EngineArgs
 from quire.config.config import Config
 from quire.engine import ipc
-from quire.engine.child import COMMAND, Child, engine_fork_server
+from quire.engine.child import COMMAND, Child, engine_fork_server, forks_engines
 from quire.engine.handle import RANK_METHODS, EngineListener, EngineStatus, EngineView, State
 from quire.engine.node_listener import NodeListener, RemoteEngine
 from quire.engine.supervisor import AnyChild, Supervisor, SupervisorLimits
 from quire.features.experts.peers import ExpertPeers
 from quire.proc.fork_server import LazyForkServer
+from quire.progress import doing, shown
 from quire.types.adapter import AdapterRef
 from quire.types.engine_snapshot import EngineSnapshot
 from quire.types.errors import ConfigError, EngineDead, EngineError, InvalidParameter, QuireError
@@ -32,9 +34,10 @@ from quire.types.request import EngineRequest, FinishReason
 from quire.types.stats import Stats
 
 SUSPECT_STRIKES, MAX_STRIKES = 2, 3
-WARM_AFTER_S = 3.0  # after an engine is ready: the fork server does not slow the first requests
 MAX_MESSAGE_TOKENS = 1 << 16  # of requests in one message to the engine
 BYTES_PER_TOKEN = 4  # of images and videos, for that limit
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -78,19 +81,18 @@ class EngineClient(EngineView):
         args: EngineArgs,
         listener: EngineListener,
         command: Sequence[str] = COMMAND,
-        spare: Child | None = None,
         engine: int = 0,
         serving: bool = True,
-        warm: LazyForkServer | None = None,
+        fork_server: LazyForkServer | None = None,
         node_listener: NodeListener | None = None,
         expert_peers: ExpertPeers | None = None,
     ) -> None:
         """Start an engine.
 
-        spare: a process that waits for its arguments: it becomes the first engine.
         engine: its number, of several.
         serving: requests arrive while others run.
-        warm: the fork server of restarts; by default the client has its own, if warm_restart is set.
+        fork_server: closed with this client. It forks all engine processes if warm_restart is set: the first one waits until
+            the server has imported what it would import itself.
         node_listener: the engine is on another node, which connects there.
         expert_peers: engines that share its experts.
         """
@@ -99,8 +101,11 @@ class EngineClient(EngineView):
 
             export_group()
         self._listener, self._node_listener, self._number = listener, node_listener, engine
-        self._warm = warm or engine_fork_server()
-        self._warms = bool(args.warm_restart) and args.distributed_executor_backend != "fake" and tuple(command) == COMMAND
+        self._fork_server = fork_server or engine_fork_server()
+        if forks_engines(args) and tuple(command) == COMMAND and node_listener is None:
+            self._fork_server.prepare()
+            with shown(write_line=logger.info), doing("importing torch"):
+                self._fork_server.get(args.engine_start_timeout)
         self._open: dict[str, OpenRequest] = {}
         self._suspects: deque[OpenRequest] = deque()
         self._probe: OpenRequest | None = None  # the suspect that is running
@@ -116,22 +121,16 @@ class EngineClient(EngineView):
         self.on_given_up: Callable[[QuireError], None] = lambda error: None  # noqa: ARG005
         self.stats: Stats | None = None  # of the latest step
         self.pages = 0  # of the cache; 0 until an engine is ready
-        spares = [] if spare is None else [spare]
 
         def start() -> AnyChild:
             if node_listener is not None:
                 return RemoteEngine(args, node_listener, engine, serving)
-            if expert_peers is not None:
-                ends = expert_peers.take(engine)
-                try:
-                    return Child(args, command, engine, serving, self._warm.get(), ends)
-                finally:
+            ends = None if expert_peers is None else expert_peers.take(engine)
+            try:
+                return Child(args, command, engine, serving, self._fork_server.get(), ends)
+            finally:
+                if ends is not None:
                     ends.close()
-            if not spares:
-                return Child(args, command, engine, serving, self._warm.get())
-            child = spares.pop()
-            child.begin(args, engine, serving)
-            return child
 
         name = "the engine" if args.data_parallel_size == 1 else f"engine {engine}"
         self.supervisor = Supervisor(start, SupervisorLimits.of(args), self, name)
@@ -239,15 +238,13 @@ class EngineClient(EngineView):
     def stop(self, timeout: float) -> None:
         """End the engine. Open requests end with `abort`."""
         self.supervisor.stop(timeout)
-        self._warm.close()
+        self._fork_server.close()
         self._end_all("abort", None, EngineDead("the engine was shut down"))
 
     # ---- reports (called by the supervisor) ------------------------------------------------------------------------------
 
     def on_ready(self, ready: ipc.Ready) -> None:
         self.pages = ready.pages
-        if self._warms:
-            asyncio.get_running_loop().call_later(WARM_AFTER_S, self._prepare)
         self._listener.on_ready(ready, self._number)
         if self._watched:
             self.supervisor.send(ipc.SetWatched(True))
@@ -258,10 +255,6 @@ class EngineClient(EngineView):
             self._ask(call)
         if len(self._suspects) == len(self._open):
             self._go_on()
-
-    def _prepare(self) -> None:
-        if self.supervisor.state != "dead":
-            self._warm.prepare()
 
     def on_deltas(self, deltas: Sequence[TokenDelta]) -> None:
         for delta in deltas:

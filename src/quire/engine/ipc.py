@@ -26,7 +26,6 @@ from quire.types.outputs import TokenDelta
 from quire.types.request import EngineRequest
 from quire.types.stats import Stats
 
-SPARE = "spare"  # argument of an engine process that is started before its arguments are known: import torch and models now
 MAX_MESSAGE_BYTES = 1 << 30  # between machines: a step report with every logprob of thousands of requests
 MAX_FIRST_MESSAGE_BYTES = 1 << 20  # while the peer is not verified
 JOURNAL_END = b"\0"  # ends the list of requests in flight: one request id per line

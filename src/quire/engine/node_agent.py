@@ -16,7 +16,7 @@ import msgspec
 
 from quire.config.args import EngineArgs
 from quire.engine import ipc
-from quire.engine.child import Child, engine_fork_server
+from quire.engine.child import Child, engine_fork_server, forks_engines
 from quire.engine.handshake import Address, cluster_key, connect, keep_alive, own_terms, receive_json, send_json
 from quire.proc.channel import Channel
 from quire.types.errors import EngineError
@@ -26,7 +26,6 @@ CLOSED_POLL_S = 0.01  # the same, after it has closed its connection
 STOPPED_TIMEOUT_S = 0.5  # that it may be stopped (SIGSTOP)
 STOP_TIMEOUT_S = 5.0  # for an engine to end by itself, and for its last reports
 RECONNECT_S = 0.2  # between two processes of an engine
-WARM_AFTER_S = 3.0  # after an engine is ready
 STOP = ipc.encode(ipc.Stop())
 
 logger = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ class NodeAgent:
         """args: of the command on this machine, for engines `first` to `first + count - 1`."""
         self._args, self._first, self._count, self._terms = args, first, count, own_terms(args)
         self._address: Address = (args.data_parallel_address, args.data_parallel_rpc_port)
-        self._warm, self._lock = engine_fork_server(), threading.Lock()
+        self._fork_server = engine_fork_server()
         self._over = threading.Event()
         self.errors: list[Exception] = []
 
@@ -49,6 +48,8 @@ class NodeAgent:
             threading.Thread(target=self._run_engine, args=(number,), name=f"quire-engine-{number}", daemon=True)
             for number in range(self._count)
         ]
+        if forks_engines(self._args):
+            self._fork_server.prepare()  # it imports while this machine waits for node 0
         try:
             for thread in threads:
                 thread.start()
@@ -61,7 +62,7 @@ class NodeAgent:
             self._over.set()
             for thread in threads:
                 thread.join(STOP_TIMEOUT_S)
-            self._warm.close()
+            self._fork_server.close()
 
     def _run_engine(self, number: int) -> None:
         """Run one engine, process after process."""
@@ -93,11 +94,10 @@ class NodeAgent:
             if not isinstance(start, ipc.StartEngine):
                 return start is not None
             logger.info("engine %d starts", engine)
-            with self._lock:
-                server = self._warm.get()
+            server = self._fork_server.get(self._args.engine_start_timeout)
             child = Child(self._own_args(start.args), engine=number, serving=start.serving, server=server)
             try:
-                return self._relay(channel, child, start)
+                return self._relay(channel, child)
             finally:
                 child.close()
 
@@ -130,10 +130,9 @@ class NodeAgent:
             data_parallel_start_rank=0,
         )
 
-    def _relay(self, channel: Channel, child: Child, start: ipc.StartEngine) -> bool:
+    def _relay(self, channel: Channel, child: Child) -> bool:
         """Relay messages until either side is gone. Return True if node 0 ended the engine."""
         channel.send(ipc.encode(ipc.Begun(child.pid)))
-        warm_at: float | None = None
         stopped_since: float | None = None
         stopping = False
         while not channel.closed and not self._over.is_set():
@@ -148,13 +147,7 @@ class NodeAgent:
                 stopping = stopping or frame == STOP
                 child.send_frame(frame)
             while (frame := child.receive_frame()) is not None:
-                if warm_at is None and isinstance(ipc.decode_report(frame), ipc.Ready):
-                    warm_at = time.monotonic() + WARM_AFTER_S
                 channel.send(frame)
-            if warm_at is not None and time.monotonic() > warm_at and start.args.warm_restart:
-                warm_at = float("inf")
-                with self._lock:
-                    self._warm.prepare()
             stopped_since = (stopped_since or time.monotonic()) if child.stopped else None
             if stopped_since is not None and time.monotonic() - stopped_since > STOPPED_TIMEOUT_S:
                 return self._report_end(channel, child, "SIGSTOP: it was stopped, so it is killed")

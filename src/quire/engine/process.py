@@ -1,13 +1,11 @@
-"""The engine process: `python -m quire.engine.process JOURNAL PARENT SOCKET [spare]`, started by the supervisor alone.
+"""The engine process: `python -m quire.engine.process JOURNAL PARENT SOCKET`, started by the supervisor alone.
 
 The process receives its arguments, starts an engine core and runs its loop: take commands, step, report. A thread sends
 heartbeats to the parent and ends the process when the parent is gone. Ctrl-C is ignored: the parent decides. SIGTERM stops it.
 """
 
-import contextlib
 import errno
 import gc
-import importlib
 import logging
 import mmap
 import os
@@ -20,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from quire.config.args import EngineArgs
-from quire.config.host import limit_thread_spinning, shorten_switch_interval
+from quire.config.host import shorten_switch_interval
 from quire.engine import ipc
 from quire.engine.core import EngineCore
 from quire.engine.plan_deadline import PlanDeadline
@@ -28,9 +26,9 @@ from quire.engine.timeline import Stopwatch
 from quire.features.experts.peers import PeerLinks, read_links, watch_peers
 from quire.proc.channel import Channel
 from quire.proc.liveness import Heartbeat
-from quire.proc.logs import formatter, set_up_child
+from quire.proc.logs import set_up_child
 from quire.proc.spawn import set_up
-from quire.progress import doing, shown
+from quire.progress import shown
 from quire.types.errors import EngineDead, ExpertPeerLost, QuireError, RequestError
 from quire.types.request import EngineRequest
 
@@ -223,12 +221,6 @@ def needs_grammars(args: EngineArgs) -> bool:
     return not args.skip_tokenizer_init and args.distributed_executor_backend != "fake"
 
 
-def _log_early(line: str) -> None:
-    """Log a line before the log level is known; the display reads QUIRE_LOGGING_LEVEL itself."""
-    record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, line, (), None)
-    print(formatter(LINE).format(record), file=sys.stderr, flush=True)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     file, parent, number, *options = sys.argv[1:] if argv is None else argv
     if not set_up("engine", options, parent, [file, number]):
@@ -238,15 +230,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     pulse.start()
     try:
         watch = Stopwatch.of_engine("python")
-        if ipc.SPARE in options:
-            with (
-                contextlib.suppress(ImportError),
-                shown(write_line=_log_early),
-                doing("importing torch"),
-            ):  # the import that needs it reports the error
-                limit_thread_spinning()
-                importlib.import_module("quire.runner.step")
-            watch.lap("imports")
         return _serve(Link(channel), pulse, Journal(int(file)), watch, read_links(options))
     finally:
         pulse.end()
@@ -259,7 +242,6 @@ def _serve(link: Link, pulse: Heartbeat, journal: Journal, watch: Stopwatch, end
     while (first := link.receive()) is None:
         link.wait(IDLE_POLL_MS)
     assert isinstance(first, ipc.StartEngine), first
-    watch.lap("wait for orders")
 
     def leave() -> None:
         """End this start: the next one connects to the next processes of the other engines."""

@@ -17,12 +17,13 @@ from typing import Any
 from quire.config.args import EngineArgs, local_engines
 from quire.config.config import Config
 from quire.engine import ipc
-from quire.engine.child import COMMAND, Child, engine_fork_server
+from quire.engine.child import COMMAND, engine_fork_server
 from quire.engine.client import EngineClient, OpenRequest, check_number, engine_args
 from quire.engine.handle import EngineGroup, EngineHandle, EngineListener
 from quire.engine.handshake import terms_of
 from quire.engine.node_listener import NodeListener
 from quire.features.experts.peers import expert_peers_of
+from quire.proc.fork_server import LazyForkServer
 from quire.sched.balancer import Balancer
 from quire.types.engine_snapshot import EngineSnapshot
 from quire.types.errors import ExpertPeerLost, QuireError
@@ -40,28 +41,24 @@ class EngineRouter(EngineGroup):
         args: EngineArgs,
         listener: EngineListener,
         command: Sequence[str] = COMMAND,
-        spare: Child | None = None,
         serving: bool = True,
+        fork_server: LazyForkServer | None = None,
     ) -> None:
-        """Start the engines. spare: a process that waits for its arguments; serving: see `EngineClient`."""
+        """Start the engines. serving, fork_server: see `EngineClient`."""
         self._balancer, self._listener = Balancer(args.data_parallel_size), listener
         self._caching = args.enable_prefix_caching
         self._node_listener: NodeListener | None = None
         self.engines: list[EngineClient] = []
-        warm = engine_fork_server()  # shared by all
+        fork_server = fork_server or engine_fork_server()  # shared by all
         self._expert_peers = expert_peers_of(args)
         here = local_engines(args)
         if here < args.data_parallel_size:
             address = (args.data_parallel_address, args.data_parallel_rpc_port)
             self._node_listener = NodeListener(address, range(here, args.data_parallel_size), terms_of(args))
-        if spare is not None and (not here or self._expert_peers is not None):
-            spare.close()
-            spare = None
         try:
             for number in range(args.data_parallel_size):
-                first, spare = spare, None
                 node_listener = self._node_listener if number >= here else None
-                client = EngineClient(args, self, command, first, number, serving, warm, node_listener, self._expert_peers)
+                client = EngineClient(args, self, command, number, serving, fork_server, node_listener, self._expert_peers)
                 self.engines.append(client)
                 self.engines[-1].heir = self._inherit
                 self.engines[-1].relief = self._relieve
@@ -168,7 +165,9 @@ class EngineRouter(EngineGroup):
                 if engine.state == "ready":
                     engine.supervisor.send(ipc.Stop())  # all at the same time
         for engine in self.engines:
-            engine.stop(timeout)
+            engine.supervisor.stop(timeout)  # all of them before the fork server, which ends its forks
+        for engine in self.engines:
+            engine.stop(0.0)
         if self._node_listener is not None:
             self._node_listener.close()
         if self._expert_peers is not None:
@@ -254,8 +253,13 @@ class EngineRouter(EngineGroup):
 
 
 def start_engines(
-    config: Config, listener: EngineListener, command: Sequence[str] = COMMAND, spare: Child | None = None
+    config: Config,
+    listener: EngineListener,
+    command: Sequence[str] = COMMAND,
+    fork_server: LazyForkServer | None = None,
 ) -> EngineHandle:
-    """Start one engine or several. spare: an engine process that was started ahead."""
+    """Start one engine or several. fork_server: see `EngineClient`."""
     args = engine_args(config)
-    return (EngineRouter if args.data_parallel_size > 1 else EngineClient)(args, listener, command, spare)
+    if args.data_parallel_size > 1:
+        return EngineRouter(args, listener, command, fork_server=fork_server)
+    return EngineClient(args, listener, command, fork_server=fork_server)

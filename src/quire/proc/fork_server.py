@@ -328,7 +328,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     limit_thread_spinning()
     for module in json.loads(modules):
-        importlib.import_module(module)
+        with contextlib.suppress(ImportError):  # the fork that needs it reports the error
+            importlib.import_module(module)
     gc.collect()
     gc.freeze()  # forks neither search it for garbage nor copy its pages for that
     name_process("fork-server")  # importing may have changed it

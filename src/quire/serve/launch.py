@@ -22,7 +22,6 @@ import uvloop
 from quire.async_llm import AsyncLLM
 from quire.config.args import EngineArgs
 from quire.config.server_args import ServerArgs
-from quire.engine.child import Child
 from quire.obs.gpus import start_sampler
 from quire.obs.logs import (
     RequestLog,
@@ -35,6 +34,7 @@ from quire.obs.logs import (
 )
 from quire.obs.metrics import HttpMetrics, Metrics
 from quire.obs.tracing import Tracing, make_exporter
+from quire.proc.fork_server import LazyForkServer
 from quire.serve.adapters import check_adapters, load_modules
 from quire.serve.api_workers.client import ApiWorker
 from quire.serve.api_workers.launch import FAILED, SIGNALLED, ApiWorkersLaunch, Launch, in_daemon_thread, log_ready
@@ -57,10 +57,10 @@ POLL_S = 0.1  # between two checks of the engine
 ENGINE_STOP_S = 5.0  # for the engine to end by itself
 
 
-def run_server(engine_args: EngineArgs, settings: ServerArgs, started: float, spare: Child | None = None) -> int:
+def run_server(engine_args: EngineArgs, settings: ServerArgs, started: float, fork_server: LazyForkServer | None = None) -> int:
     """Serve until a signal, and return the exit code. Bad settings are raised before anything is loaded.
 
-    started: when the command began, in seconds of time.monotonic(). spare: an engine process that was started meanwhile.
+    started: when the command began, in seconds of time.monotonic(). fork_server: of the engines, which imports meanwhile.
     """
     _set_up(settings)
     interval = log_interval()
@@ -74,8 +74,8 @@ def run_server(engine_args: EngineArgs, settings: ServerArgs, started: float, sp
     tracing = None if exporter is None else Tracing(exporter)
     with _listening(settings, addresses) as sockets, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if settings.api_server_count > 1:
-            return runner.run(ApiWorkersLaunch(engine_args, settings, sockets, spare).run(started))
-        return runner.run(ServerLaunch(engine_args, settings, Keys(keys), sockets, tracing, interval, spare).run(started))
+            return runner.run(ApiWorkersLaunch(engine_args, settings, sockets, fork_server).run(started))
+        return runner.run(ServerLaunch(engine_args, settings, Keys(keys), sockets, tracing, interval, fork_server).run(started))
 
 
 def run_api_worker(worker: ApiWorker, sockets: list[socket.socket]) -> int:
@@ -118,12 +118,12 @@ class ServerLaunch(Launch):
         sockets: list[socket.socket],
         tracing: Tracing | None,
         stats_interval: float,
-        spare: Child | None,
+        fork_server: LazyForkServer | None,
         worker: ApiWorker | None = None,
     ) -> None:
         """`worker`: this is one of several API processes, and the engines are the router's."""
         super().__init__()
-        self._spare, self._worker = spare, worker
+        self._fork_server, self._worker = fork_server, worker
         self._engine_args, self._settings, self._sockets, self._tracing = engine_args, settings, sockets, tracing
         self._stats_interval = stats_interval
         self._state = ServerState(settings)
@@ -216,7 +216,7 @@ class ServerLaunch(Launch):
                 llm = self._worker.make()
                 llm.add_stat_loggers(make_stat_loggers(llm.config))
             else:
-                llm = AsyncLLM.from_engine_args(self._engine_args, spare=self._spare)
+                llm = AsyncLLM.from_engine_args(self._engine_args, fork_server=self._fork_server)
             llm.offload.start(large_bodies=llm.media.media is not None)
             llm.media.readers = self._settings.api_server_count
             llm.media.start()

@@ -21,9 +21,11 @@ from quire.config.config import Config
 from quire.config.resolve import resolve
 from quire.config.server_args import ServerArgs
 from quire.device.registry import describe_unseen
-from quire.engine.child import COMMAND, Child
+from quire.engine.child import COMMAND
+from quire.engine.handle import EngineHandle
 from quire.engine.router import start_engines
 from quire.engine.timeline import Timeline
+from quire.proc.fork_server import LazyForkServer
 from quire.proc.liveness import RestartLimit, Silence
 from quire.proc.spawn import PARENT, command_of, exit_reason, spawn
 from quire.serve.api_workers import wire
@@ -148,10 +150,10 @@ async def in_daemon_thread(work: Callable[[], T], discard: Callable[[T], None] =
 
 class ApiWorkersLaunch(Launch):
     def __init__(
-        self, engine_args: EngineArgs, settings: ServerArgs, sockets: list[socket.socket], spare: Child | None
+        self, engine_args: EngineArgs, settings: ServerArgs, sockets: list[socket.socket], fork_server: LazyForkServer | None
     ) -> None:
         super().__init__()
-        self._engine_args, self._settings, self._sockets, self._spare = engine_args, settings, sockets, spare
+        self._engine_args, self._settings, self._sockets, self._fork_server = engine_args, settings, sockets, fork_server
         self._router = Router()
         self._workers: list[WorkerProcess] = []
         self._lost = asyncio.Event()  # API processes were lost too often
@@ -188,11 +190,11 @@ class ApiWorkersLaunch(Launch):
         url, count = url_of(self._settings, self._sockets), self._settings.api_server_count
         logger.info("listening on %s with %d API processes, loading %s", url, count, self._engine_args.model)
         self._workers = [WorkerProcess(self._sockets) for _ in range(count)]
-        resolving = self._start(self._resolve())
-        if not await self._before_signal(resolving):
+        starting = self._start(self._start_engines())
+        if not await self._before_signal(starting):
             return 0
-        config = resolving.result()
-        self._router.engines = engines = start_engines(config, self._router, COMMAND, self._spare)
+        config, engines = starting.result()
+        self._router.engines = engines
         for number, worker in enumerate(self._workers):
             self._begin(worker, started, greets=number == 0)
         self._start(engines.run())
@@ -207,8 +209,12 @@ class ApiWorkersLaunch(Launch):
             return await self._end_after_loss()
         return await self._drain()
 
-    async def _resolve(self) -> Config:
-        return await in_daemon_thread(lambda: resolve(self._engine_args, lambda: "cpu", describe_unseen))
+    async def _start_engines(self) -> tuple[Config, EngineHandle]:
+        def start() -> tuple[Config, EngineHandle]:
+            config = resolve(self._engine_args, lambda: "cpu", describe_unseen)
+            return config, start_engines(config, self._router, COMMAND, self._fork_server)
+
+        return await in_daemon_thread(start, discard=lambda late: late[1].stop(0.0))
 
     async def _wait_ready(self) -> None:
         assert self._router.engines is not None
