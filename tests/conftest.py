@@ -82,7 +82,7 @@ def _put_aside():
     if (prepare := sys.modules.get("quire.device.cpu.prepare")) is not None:
         prepare.give_back_memory = gc.collect
     if (order := sys.modules.get("quire.ops.order")) is not None:
-        order._fixed = False  # what a test left is not to change another file's results
+        order.use_order(False)  # the engine of another file may have set the fixed order
 
 
 def pytest_sessionfinish() -> None:
@@ -130,21 +130,6 @@ def quick():
 
     with quick_engines():
         yield
-
-
-@pytest.fixture
-def usual_order_afterwards(monkeypatch):
-    """Engines of the test may be deterministic, which fixes the order of sums in this process."""
-    import torch
-
-    from quire.ops import order
-
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
-    monkeypatch.setattr(order, "_fixed", False)
-    yield
-    torch.backends.cuda.preferred_blas_library("default")
-    matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from quire.config.args import EngineArgs
 from quire.device.cuda.device import CUDADevice
 from quire.features.determinism.device import FixedOrder
 from quire.layers.attention import Attention
-from quire.ops import order
 from quire.ops.native import multiplies_floats, run_decoders
 from quire.types.adapter import LoRARequest
 from quire.types.errors import ConfigError
@@ -31,7 +30,6 @@ ON_GPU = torch.cuda.is_available()
 CPU = pytest.mark.skipif(ON_GPU or not multiplies_floats(), reason="for a CPU with C kernels for float32 weights")
 SUPPORTED_CPU = pytest.mark.skipif(not multiplies_floats(), reason="every model is refused on other CPUs")
 GPU = pytest.mark.gpu
-pytestmark = pytest.mark.usefixtures("usual_order_afterwards")
 SIZES = {"vocab_size": 320, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
          "intermediate_size": 512, "head_dim": 64, "max_position_embeddings": 2048, "bos_token_id": 0, "eos_token_id": 1,
          "pad_token_id": 0}  # fmt: skip
@@ -343,7 +341,6 @@ def test_attention_that_pytorch_runs_on_a_gpu_is_refused(monkeypatch, spec, reas
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(ConfigError, match=rf"do not support a layer of this model: {reason}\. Remove it"):
         FixedOrder(CUDADevice(), torch.bfloat16).transform(torch.nn.ModuleList([Attention(spec)]))
-    assert not order.order_is_fixed()
 
 
 def test_dequantized_copies_are_refused():

@@ -15,13 +15,33 @@ from forked import nursery
 from patience import wait_for
 from quire import LLM, SamplingParams
 from quire.engine.executor import workers
+from quire.ops.order import order_is_fixed
+from quire.runner import step
+from quire.runner.batch import build_batch
 from quire.types.adapter import LoRARequest
 from quire.types.structured import StructuredOutputsParams
 from serving import Running, events_of
 
-pytestmark = pytest.mark.usefixtures("usual_order_afterwards")
 ON_ONE_GPU = {"kv_cache_memory_bytes": 1 << 28}
 STREAMS, TOKENS = 8, 80
+
+
+@CPU
+def test_engines_of_one_process_have_their_own_order(tmp_path, monkeypatch):
+    directory, found = make(tmp_path, "llama"), []
+    monkeypatch.setattr(step, "build_batch", lambda *rows, **more: found.append(order_is_fixed()) or build_batch(*rows, **more))
+    engines = {fixed: LLM(directory, max_model_len=256, deterministic=fixed).llm_engine for fixed in (True, False)}
+    for engine in engines.values():
+        for prompt in range(3):
+            params = SamplingParams(max_tokens=5 + prompt, ignore_eos=True)
+            engine.add_request(str(prompt), {"prompt_token_ids": [7 + prompt, 8, 9]}, params)
+    orders = {True: [], False: []}
+    while any(engine.has_unfinished_requests() for engine in engines.values()):
+        for fixed, engine in engines.items():
+            found.clear()
+            engine.step()
+            orders[fixed] += found
+    assert all(set(values) == {fixed} for fixed, values in orders.items())
 
 
 # ---- several features at once -----------------------------------------------------------------------------------------------

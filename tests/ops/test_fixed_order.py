@@ -17,14 +17,10 @@ SIZES = [(3072, 1024), (14336, 4096), (2048, 6144), (512, 384), (1024, 1152)]
 
 
 @pytest.fixture(autouse=True)
-def fixed_order(monkeypatch):
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
-    monkeypatch.setattr(order, "_fixed", False)
-    order.fix_order()
+def fixed_order():
+    order.use_order(True)
     yield
-    torch.backends.cuda.preferred_blas_library("default")
-    matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before
+    order.use_order(False)
 
 
 def case(name, inputs, outputs, run=multiply):

@@ -45,8 +45,7 @@ def run(namespace: argparse.Namespace) -> int:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n{'layer':<30}{'order':<8}batch sizes with other bits")
     found: list[dict[str, Any]] = []
     for fixed in (False, True):
-        if fixed:
-            order.fix_order()
+        order.use_order(fixed)
         for case in batch_invariance.cases(formats, models):
             finding = batch_invariance.examine(case, timed=timed)
             found.append(_record(finding, fixed))

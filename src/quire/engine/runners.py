@@ -125,6 +125,7 @@ def runner_settings(config: Config, enforce_eager: bool = False) -> "RunnerSetti
         added_tokens=config.adapter_tokens,
         logprobs_mode=config.logprobs_mode,
         enforce_eager=args.enforce_eager or enforce_eager,
+        fixed_order=bool(args.deterministic),
         weights=WeightSettings(
             args.load_format, config.seed, args.model_impl, config.keep_quantized, config.quantization, config.native_layouts
         ),

@@ -20,6 +20,7 @@ from quire.dist.measure import Measured, measure
 from quire.dist.mesh import ALONE, Position, share_layers
 from quire.features.base import Allocation, StepPart
 from quire.models.decoder import Decoder
+from quire.ops.order import use_order
 from quire.runner.buckets import MAX_GRAPH_TOKENS
 from quire.runner.flight import StepFlight
 from quire.runner.graphs import Graphs, StageBuffers, allowance, fixed_plans
@@ -174,7 +175,12 @@ class RunnerCore(ABC):
         self._state: SlotState | None = None
         self.graphs: Graphs | None = None  # it counts captures and replays
 
+    def _use_order(self) -> None:
+        """Set this runner's order of sums: another engine of this process may have set its own."""
+        use_order(self._settings.fixed_order)
+
     def load(self) -> None:
+        self._use_order()
         model, weights = self._build(), self._settings.weights
         for part in self._parts:
             part.transform(model)
@@ -278,6 +284,7 @@ class RunnerCore(ABC):
         pages: 0: a profile or warm-up run, whose results do not matter.
         snapshots: entries for saved recurrent states. snapshot_records: that each takes in the host tier.
         """
+        self._use_order()
         model, settings, device = self._loaded(), self._settings, self._device.torch_device
         records = any(part.moves_pages for part in self._parts)
         kv = KVBuffers(self._layout, self._layers, pages, self._cache_dtype, self._device.allocate, self._kv_layout, records)
@@ -403,4 +410,5 @@ class RunnerCore(ABC):
     @torch.inference_mode()
     def idle(self) -> bool:
         """Record one CUDA graph in idle time. Return False if nothing is left to prepare."""
+        self._use_order()
         return (self.graphs is not None and self.graphs.record_next()) or any(part.idle() for part in self._parts)

@@ -61,6 +61,7 @@ class RunnerSettings:
     added_tokens: int = 0  # vocabulary entries beyond the model's own
     logprobs_mode: LogprobsMode = "raw_logprobs"
     enforce_eager: bool = False  # no CUDA graphs
+    fixed_order: bool = False  # of the sums, see `ops/order.py`
     weights: WeightSettings = field(default_factory=WeightSettings)
 
 

@@ -77,6 +77,7 @@ class Runner(RunnerCore):
     def _take_in(self, plan: StepPlan) -> SlotState:
         """Apply everything of a plan except its rows."""
         self._loaded()
+        self._use_order()
         if self._state is None:
             raise EngineError("a step was launched before the cache was allocated")
         slots, kv, sampler = self._state

@@ -17,7 +17,7 @@ from quire import LLM, SamplingParams
 from quire.ops.native import multiplies_floats
 
 CPU = pytest.mark.skipif(torch.cuda.is_available() or not multiplies_floats(), reason="for a CPU with C kernels for float32")
-pytestmark = pytest.mark.usefixtures("processed_here", "usual_order_afterwards")
+pytestmark = pytest.mark.usefixtures("processed_here")
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "adaptive": False}
 VARIANTS = {
     "prefix hits": {},

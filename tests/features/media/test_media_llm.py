@@ -78,7 +78,6 @@ def test_conversations(reader):
     assert [output.outputs[0].text for output in found] == [each["text"] for each in EXPECTED[:3]]
 
 
-@pytest.mark.usefixtures("usual_order_afterwards")
 def test_deterministic_engines_encode_images_one_by_one(monkeypatch):
     """So that the bits of one do not depend on the others."""
     counts, encode = [], LlavaTower.encode

@@ -170,7 +170,6 @@ WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}  # sizes t
 
 
 @pytest.mark.skipif(not multiplies_floats(), reason="deterministic is refused on other CPUs")
-@pytest.mark.usefixtures("usual_order_afterwards")
 @families("qwen2.5-vl", "gemma3")
 def test_deterministic(name, tmp_path, monkeypatch):
     """Tokens and bits of logprobs are those of each prompt alone: beside others, with prefix hits, chunks and drafts."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from encoder_families import ENCODERS, SIZES, Encoder, logits_of, random_texts, save_encoder, states_of
 from quire import LLM, PoolingParams, SamplingParams
 from quire.device.cpu.autotune import runtime_for_floats
+from quire.features.pooling import device
 from quire.features.pooling.device import ORDERED_STATES, Group, PoolingPart
-from quire.ops import order
 from quire.types.errors import ConfigError, NotSupported, PromptTooLong
 from tiny_model import make_tokenizer
 
@@ -55,7 +55,7 @@ def test_vectors_have_the_same_bits_in_any_batch(name: str, tmp_path: Path) -> N
 
 def test_the_fixed_order_pools_as_many_states_at_a_time_for_any_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_encoder(ENCODERS["BERT"], tmp_path)
-    monkeypatch.setattr(order, "_fixed", True)
+    monkeypatch.setattr(device, "order_is_fixed", lambda: True)
     together, counts = PoolingPart._activate_together, set()
 
     def counted(part: PoolingPart, group: Group, states: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The device half of deterministic serving: the fixed order, and what a device cannot run in it."""
+"""The device half of deterministic serving: what a device cannot run in the fixed order. The runner sets the order."""
 
 from collections.abc import Hashable
 
@@ -12,7 +12,6 @@ from quire.features.base import StepPart
 from quire.features.determinism.host import NAME
 from quire.layers.attention import Attention
 from quire.models.decoder import Decoder
-from quire.ops.order import fix_order
 from quire.types.errors import ConfigError
 from quire.types.plan import StepRows
 
@@ -30,7 +29,6 @@ class FixedOrder(StepPart):
                 self._check_on_gpu(spec)
             elif spec.sinks or spec.slopes is not None:
                 raise ConfigError(f"{NAME} is not supported with attention sinks or ALiBi on a CPU")
-        fix_order()  # before anything is compiled or recorded
 
     def _check_on_gpu(self, spec: AttentionSpec) -> None:
         """Raise a ConfigError if PyTorch would run this attention: its bits depend on the other rows of a step."""

@@ -24,7 +24,6 @@ from quire.features.lora.upload import AdapterUpload, Uploaded
 from quire.files.adapter import stamp
 from quire.load.assign import Renames
 from quire.models.decoder import Decoder
-from quire.ops.order import order_is_fixed
 from quire.types.adapter import AdapterFacts, AdapterRef
 from quire.types.errors import AdapterError, EngineError, QuireError, RequestError
 
@@ -60,14 +59,17 @@ class LoRACache:
         added_tokens: int = 0,
         whole: "WholeModel | None" = None,
         fixed: str = "",
+        kernels_only: bool = False,
     ) -> None:
         """Make an empty cache.
 
         added_tokens: vocabulary entries that an adapter may add to the model's own
         whole: the whole model, if `model` is a pipeline stage
         fixed: as in `AdapterModel`
+        kernels_only: refuse adapters that the device's kernels do not support: PyTorch would compute them and all other
+            adapters of the step, with bits that depend on the step's rows
         """
-        self._adapters, self._room, self._budget = adapters, room, budget
+        self._adapters, self._room, self._budget, self._kernels_only = adapters, room, budget, kernels_only
         parameters = dict(model.named_parameters())
         self._model = AdapterModel(adapters.sites, model.renames, parameters, max_rank, added_tokens, fixed=fixed)
         if whole is not None:
@@ -131,8 +133,7 @@ class LoRACache:
         if not packed.finite:
             kind = str(packed.flat.dtype).removeprefix("torch.")
             raise AdapterError(f"{ref.path}: the adapter has weights that are too large for {kind}", "lora_path")
-        # PyTorch would compute them and all other adapters of the step, with bits that depend on the step's rows
-        if order_is_fixed() and (kinds := self._adapters.unsupported(packed)):
+        if self._kernels_only and (kinds := self._adapters.unsupported(packed)):
             raise AdapterError(
                 f"{ref.path}: deterministic supports adapters of linear layers only on a GPU; this one changes "
                 f"{' and '.join(LAYER_KINDS[kind] for kind in sorted(kinds))}",

@@ -36,11 +36,20 @@ class LoRAPart(StepPart):
     graph_keys = (False, True)
 
     def __init__(
-        self, device: Device, dtype: torch.dtype, max_loras: int, max_rank: int, added_tokens: int, fixed: str
+        self,
+        device: Device,
+        dtype: torch.dtype,
+        max_loras: int,
+        max_rank: int,
+        added_tokens: int,
+        fixed: str,
+        kernels_only: bool,
     ) -> None:
-        """added_tokens: vocabulary entries that adapters may add to the model's own. fixed: as in `AdapterModel`"""
+        """added_tokens: vocabulary entries that adapters may add to the model's own.
+        fixed, kernels_only: as in `LoRACache`
+        """
         self._device, self._dtype, self._max_loras, self._max_rank = device, dtype, max_loras, max_rank
-        self._added_tokens, self._fixed = added_tokens, fixed
+        self._added_tokens, self._fixed, self._kernels_only = added_tokens, fixed, kernels_only
         self._whole: WholeModel | None = None
         self._adapters: Adapters | None = None
         self._model: Decoder | None = None
@@ -68,7 +77,8 @@ class LoRAPart(StepPart):
             budget = self._max_loras * self._adapters.bytes_of(self._max_rank)
         self._model = model
         self._cache = LoRACache(
-            self._adapters, model, self._max_loras, self._max_rank, budget, self._added_tokens, self._whole, self._fixed
+            self._adapters, model, self._max_loras, self._max_rank, budget, self._added_tokens, self._whole, self._fixed,
+            self._kernels_only,
         )  # fmt: skip
 
     def reserved_bytes(self, max_seqs: int, recording: bool) -> int:  # noqa: ARG002

@@ -162,7 +162,7 @@ class LoRA(Feature):
             return None
         return {
             "max_loras": config.max_loras, "max_rank": config.args.max_lora_rank, "added_tokens": config.adapter_tokens,
-            "fixed": media_names(config),
+            "fixed": media_names(config), "kernels_only": bool(config.args.deterministic),
         }  # fmt: skip
 
     def memory(self, config: "Config", sizes: Sizes) -> Memory:
