@@ -172,7 +172,7 @@ def compare_ways(case, shape, lengths, dtype, device, *, others, chunks, step, c
 def test_tokens_are_the_same_however_they_are_computed_in_the_interpreter(name, adapted, monkeypatch):
     """Splits have two blocks of keys each. Without the fixed order the longest row and two chunks would be expanded."""
     monkeypatch.setattr(latent_triton, "SPLIT", 32)
-    monkeypatch.setattr(latent_triton, "MAX_LANE", 16)
+    monkeypatch.setattr(latent_triton, "MAX_LANE_VALUES", 16)
     monkeypatch.setattr(latent_triton, "LONG_ROW_TOKENS", 30)
     found = compare_ways(
         name, SMALL[name], [67, 18, 33], torch.float32, "cpu", others=(4,), chunks=((35, 2, 41),), step=22, adapted=adapted
@@ -194,7 +194,7 @@ def test_tokens_that_differ_would_be_noticed(monkeypatch, device):
 @pytest.mark.parametrize("name", SMALL)
 def test_it_is_attention(name, device, monkeypatch):
     monkeypatch.setattr(latent_triton, "SPLIT", 32)
-    monkeypatch.setattr(latent_triton, "MAX_LANE", 16)
+    monkeypatch.setattr(latent_triton, "MAX_LANE_VALUES", 16)
     mine, theirs = (Sequences(SMALL[name], [45, 33, 64], 16, torch.float32, device) for _ in range(2))
     for sequences, backend in ((mine, None), (theirs, LatentAttention())):
         sequences.run([(1, 0, 30), (2, 0, 63)], backend=backend)

@@ -8,7 +8,7 @@ from kernel_support import DTYPES, close, distance, matrix, numbers
 from quire.ops.activation import ACTIVATIONS, reference_gated
 from quire.ops.linear import (
     DEEP_ROWS,
-    FILLED,
+    GATED_MIN_FILLED,
     GATED_ROWS,
     MAX_READ_VALUES,
     filled,
@@ -89,7 +89,7 @@ def test_every_number_of_gated_rows_has_a_tile():
 
 def test_programs_fill_the_rounds_they_take():
     assert [filled(programs, 264) for programs in (264, 132, 528, 265)] == [1, 0.5, 1, 265 / 528]
-    worth = [programs for programs in (128, 152, 192, 224, 296, 400, 448) if filled(programs, 264) >= FILLED]
+    worth = [programs for programs in (128, 152, 192, 224, 296, 400, 448) if filled(programs, 264) >= GATED_MIN_FILLED]
     assert worth == [224, 400, 448]  # those that were measured to be faster than the library
 
 

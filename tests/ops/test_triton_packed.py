@@ -228,7 +228,7 @@ def test_scales_by_block_in_the_library(device, monkeypatch):
         assert matrix._in_library(x) and library_product(rounded, matrix.packed, matrix.block_scales, None) is not None
         found = [matrix.multiply(x, some, activation) for some in (None, bias) for activation in ("", "silu")]
         with monkeypatch.context() as patch:
-            patch.setattr("quire.ops.packed.BLOCKS_SINCE", "99")
+            patch.setattr("quire.ops.packed.MIN_CUDA_OF_BLOCKS", "99")
             assert not matrix._in_library(x)
             ours = [matrix.multiply(x, some, activation) for some in (None, bias) for activation in ("", "silu")]
         for a, b in zip(found, ours, strict=True):

@@ -92,7 +92,7 @@ def test_on_a_gpu(rows, outputs, columns, device):
 def test_who_multiplies(outputs, most, ours, device, monkeypatch):
     """Our kernel some rows, torch's library more of them, unless it does not take such sizes."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr("quire.ops.packed.INT_ROWS", most)
+    monkeypatch.setattr("quire.ops.packed.MAX_INT8_ROWS", most)
     asked = []
     library = torch._int_mm
     monkeypatch.setattr("torch._int_mm", lambda *given: asked.append(1) or library(*given))

@@ -33,7 +33,7 @@ from quire.types.plan import spans
 TILE_TOKENS = 64  # queries times heads per tile
 MAX_PROGRAM_HEADS = 64
 FEW_TOKENS = 64  # up to which rows and queries are prepared in one launch
-MAX_LANE = 256  # values of a rank that a program of the fixed order computes: it has two accumulators
+MAX_LANE_VALUES = 256  # of the rank, per program in the fixed order, which has two accumulators
 
 
 @dataclass(frozen=True)
@@ -139,13 +139,13 @@ def _attend(spec: AttentionSpec, plan: Absorbed, near: Tensor, kv: Tensor, found
     if plan.merges.shape[0]:
         merge_parts_kernel[(lines, plan.merges.shape[0])](
             parts, peaks, totals, found, found, plan.starts, plan.merges, heads * rank, HEADS=lines, HEAD_DIM=columns,
-            DIM_BLOCK=_block(columns), SINKS=False, num_warps=max(1, _block(columns) // MAX_LANE), **overlapping(),
+            DIM_BLOCK=_block(columns), SINKS=False, num_warps=max(1, _block(columns) // MAX_LANE_VALUES), **overlapping(),
         )  # fmt: skip
 
 
 def lanes_of(rank: int) -> int:
     """Return how many programs divide the values of a rank."""
-    return 2 if order_is_fixed() and rank > MAX_LANE and rank % 2 == 0 else 1
+    return 2 if order_is_fixed() and rank > MAX_LANE_VALUES and rank % 2 == 0 else 1
 
 
 def run_expanded(

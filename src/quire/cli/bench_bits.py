@@ -66,7 +66,7 @@ def _record(finding: "Finding", fixed: bool) -> dict[str, Any]:
     case = finding.case
     return {
         "model": case.model, "layer": case.layer, "format": case.format, "fixed": fixed, "differing": finding.differing,
-        "microseconds": finding.times,
+        "microseconds": finding.times_us,
     }  # fmt: skip
 
 
@@ -74,5 +74,5 @@ def _line(finding: "Finding", fixed: bool) -> str:
     listed = ", ".join(map(str, finding.differing[:MAX_LISTED])) or "none"
     if len(finding.differing) > MAX_LISTED:
         listed += f" and {len(finding.differing) - MAX_LISTED} more"
-    times = "".join(f"  {count}: {us:.1f} us" for count, us in finding.times.items())
+    times = "".join(f"  {count}: {us:.1f} us" for count, us in finding.times_us.items())
     return f"{finding.case.name:<30}{'fixed' if fixed else 'usual':<8}{listed}{times}"

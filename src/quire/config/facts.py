@@ -116,7 +116,7 @@ class DeviceFacts:
     reads_in_place: bool = False  # contiguous keys of a sequence are faster
     one_memory: bool = False  # engines on one machine share it
     count: int = 0  # visible devices of this kind; 0: unknown
-    batch_dependence: str = "this device"  # what `deterministic` is refused with; "": it is supported
+    batch_dependence: str = "this device"  # as `Prepared.batch_dependence`, known before the model is loaded
     kernels: str = ""  # instructions, kernels and library versions that bits depend on, for `system_fingerprint`
     packs_floats: bool = False  # it multiplies by packed copies of float32 matrices; with adapters it also needs the originals
 

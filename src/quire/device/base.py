@@ -79,7 +79,7 @@ class Prepared:
 
     body: Body
     kv_layout: KVLayout = KVLayout.PAGES  # the cache layout that the body requires
-    batch_dependence: str = ""  # what `deterministic` is refused with; "": it is supported
+    batch_dependence: str = ""  # why results depend on the batch, named when `deterministic` is refused; "": they do not
 
 
 @dataclass(frozen=True)

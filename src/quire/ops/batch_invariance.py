@@ -24,7 +24,7 @@ ROWS = (
 )  # fmt: skip
 TIMED_ROWS = (1, 16, 64, 256, 2048)
 COMPARED_ROWS = 16
-MAX_COPIED_VALUES = 100_000_000  # of all copies of a matrix that are timed
+MAX_COPIES, MAX_COPIED_VALUES = 48, 100_000_000  # of a matrix that is timed; values of all copies together
 TIMED_LAUNCHES = 10
 # inputs and outputs of the layers
 SHAPES = {
@@ -94,7 +94,7 @@ class Case:
 class Finding:
     case: Case
     differing: tuple[int, ...]  # row counts
-    times: dict[int, float]  # microseconds, by row count
+    times_us: dict[int, float]  # by row count
 
 
 def cases(formats: Sequence[str], models: Sequence[str]) -> Iterator[Case]:
@@ -146,11 +146,12 @@ def examine(case: Case, rows: Sequence[int] = ROWS, timed: Sequence[int] = TIMED
     x = torch.randn(max(rows), case.inputs, device="cuda").to(case.dtype)
     expected = case.run(x, weight)[:COMPARED_ROWS]
     differing = tuple(n for n in rows if not torch.equal(case.run(x[:n].contiguous(), weight)[:COMPARED_ROWS], expected[:n]))
-    copies = [weight, *(case.make() for _ in range(min(48, MAX_COPIED_VALUES // case.values)))] if timed else []
-    return Finding(case, differing, {n: _time(case, x[:n].contiguous(), copies) for n in timed})
+    copies = [weight, *(case.make() for _ in range(min(MAX_COPIES, MAX_COPIED_VALUES // case.values)))] if timed else []
+    return Finding(case, differing, {n: _measure_us(case, x[:n].contiguous(), copies) for n in timed})
 
 
-def _time(case: Case, x: Tensor, weights: Sequence[Any]) -> float:
+def _measure_us(case: Case, x: Tensor, weights: Sequence[Any]) -> float:
+    """Return the mean time of a launch that reads another copy of the matrix each time."""
     case.run(x, weights[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

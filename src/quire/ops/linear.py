@@ -19,16 +19,16 @@ from quire.ops.order import order_is_fixed
 SHORT = (torch.bfloat16, torch.float16)
 MAX_READ_VALUES = 1 << 24  # of the matrix, read once per row; beyond, torch's GEMM is faster
 FEW_ROWS = range(2, 17)
-FEW_COLUMNS = 256  # per share, at least
-FEW_FILLED = 0.7
+MIN_SHARE_COLUMNS = 256
+FEW_ROWS_MIN_FILLED = 0.7  # as GATED_MIN_FILLED
 GATED_ROWS = range(16, 129)
-FILLED = 0.75  # least share of occupied program slots over all rounds of a launch; with fewer the last round idles too long
+GATED_MIN_FILLED = 0.75  # share of occupied program slots over all rounds of a launch; below, the last round idles too long
 DEEP_ROWS = range(17, 256)
-DEEP = 1 << 24  # values of a matrix
-# in the fixed order: rows from which on libraries are used, with up to and with more than ORDERED_NARROW_OUTPUTS outputs
-ORDERED_NARROW_OUTPUTS, ORDERED_MIN_ROWS_NARROW, ORDERED_MIN_ROWS = 2048, 128, 32
-ORDERED_HEIGHTS = (16, 32, 64, 128)  # rows per program
-ORDERED_COLUMNS = 128  # per iteration
+MIN_DEEP_VALUES = 1 << 24  # of a matrix
+# In the fixed order, libraries run this many rows or more; more are required with up to MAX_NARROW_OUTPUTS outputs.
+ORDERED_MIN_LIBRARY_ROWS, ORDERED_MIN_LIBRARY_ROWS_NARROW, MAX_NARROW_OUTPUTS = 32, 128, 2048
+ORDERED_PROGRAM_ROWS = (16, 32, 64, 128)  # rows per program, ascending
+ORDERED_BLOCK_COLUMNS = 128  # columns per iteration
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -99,21 +99,21 @@ def few_rows_config(x: Tensor, weight: Tensor) -> Any:
 
 def ordered_config(rows: int, outputs: int, inner: int, device: torch.device) -> Any:
     """Return the launch configuration for the fixed order; None: libraries add in the same order."""
-    least = ORDERED_MIN_ROWS_NARROW if outputs <= ORDERED_NARROW_OUTPUTS else ORDERED_MIN_ROWS
-    if rows >= least and inner % 16 == 0 and outputs % 16 == 0:
+    min_rows = ORDERED_MIN_LIBRARY_ROWS_NARROW if outputs <= MAX_NARROW_OUTPUTS else ORDERED_MIN_LIBRARY_ROWS
+    if rows >= min_rows and inner % 16 == 0 and outputs % 16 == 0:
         return None
-    return ordered_few_config(next(height for height in ORDERED_HEIGHTS if rows <= height or height == 128), device)
+    return ordered_few_config(next((size for size in ORDERED_PROGRAM_ROWS if rows <= size), ORDERED_PROGRAM_ROWS[-1]), device)
 
 
 @cache
-def ordered_few_config(height: int, device: torch.device) -> Any:
-    """Return the configuration for `height` rows per program, with as many stages as shared memory has space for."""
+def ordered_few_config(program_rows: int, device: torch.device) -> Any:
+    """Return the configuration for `program_rows` rows per program, with as many stages as fit in shared memory."""
     from quire.ops.kernels.linear import FEW_OUTPUTS, FewRowsConfig
 
-    stage_bytes = 2 * ORDERED_COLUMNS * (FEW_OUTPUTS + height)
+    stage_bytes = 2 * ORDERED_BLOCK_COLUMNS * (FEW_OUTPUTS + program_rows)
     properties: Any = torch.cuda.get_device_properties(device)
-    stages = min(8 if height == 16 else 5, properties.shared_memory_per_block_optin // stage_bytes)
-    return FewRowsConfig(ORDERED_COLUMNS, stages, 1, height)
+    stages = min(8 if program_rows == 16 else 5, properties.shared_memory_per_block_optin // stage_bytes)
+    return FewRowsConfig(ORDERED_BLOCK_COLUMNS, stages, 1, program_rows)
 
 
 @cache
@@ -128,9 +128,9 @@ def choose_few_rows_config(outputs: int, inner: int, processors: int) -> Any:
 
     tiles = -(-outputs // FEW_OUTPUTS)
     if tiles > processors:
-        return FewRowsConfig(128, 4, 1) if filled(tiles, 2 * processors) >= FEW_FILLED else None
-    shares = next(n for n in (8, 4, 2, 1) if n == 1 or (n * tiles <= processors and inner >= n * FEW_COLUMNS))
-    if filled(shares * tiles, processors) < FEW_FILLED:
+        return FewRowsConfig(128, 4, 1) if filled(tiles, 2 * processors) >= FEW_ROWS_MIN_FILLED else None
+    shares = next(n for n in (8, 4, 2, 1) if n == 1 or (n * tiles <= processors and inner >= n * MIN_SHARE_COLUMNS))
+    if filled(shares * tiles, processors) < FEW_ROWS_MIN_FILLED:
         return None
     return FewRowsConfig(256, 3, 1) if shares == 1 and inner >= 4096 else FewRowsConfig(128, 6, shares)
 
@@ -158,7 +158,7 @@ def is_deep(x: Tensor, weight: Tensor) -> bool:
     if x.dim() != 2 or x.shape[0] not in DEEP_ROWS or not x.is_cuda or x.dtype not in SHORT:
         return False
     outputs, inner = weight.shape
-    return outputs <= inner and outputs * inner >= DEEP
+    return outputs <= inner and outputs * inner >= MIN_DEEP_VALUES
 
 
 @cache
@@ -169,7 +169,7 @@ def _fills(outputs: int, device: torch.device) -> bool:
     if properties.major < 9:  # no copy engine
         return False
     programs, slots = -(-outputs // GATED_OUTPUTS), GATED_PROGRAMS_PER_SM * properties.multi_processor_count
-    return filled(programs, slots) >= FILLED
+    return filled(programs, slots) >= GATED_MIN_FILLED
 
 
 def filled(programs: int, slots: int) -> float:

@@ -108,19 +108,17 @@ MAX_STREAMED_ROWS = 256  # for more rows it is faster to dequantize
 CACHED_VALUES = 1 << 25  # of a matrix that stays in the L2 cache when dequantized: faster from 128 rows on
 # rows from which on an 8-bit GEMM is faster: fp8 with a scale per row, int8, fp8 with a scale per block
 MIN_QUANTIZED_ROWS = 2, 33, 49
-DEQUANTIZED = {"float4": 384, "float8": 768}  # rows per expert from which on dequantizing is faster; others: 1024
+MIN_DEQUANTIZED_ROWS = {"float4": 384, "float8": 768}  # per expert; dequantizing is faster from these on; others: 1024
 MAX_DEQUANTIZED_VALUES = 1 << 30  # of all experts' matrices
-FEW_FLOAT4 = 8  # slots up to which it is faster if each reads its expert's matrices separately
+MAX_FLOAT4_SLOTS = 8  # for which it is faster if each reads its expert's matrices separately
 BLOCK = 128  # columns per scale if activations are quantized in blocks
 MAX_READ_BYTES = 1 << 23  # of a matrix, read once per row
-VALUES_AT_ONCE = 1 << 26  # packed together
-LOW, WIDE = 4096, 16384  # outputs
-BLOCKS_SINCE = "12.9"  # CUDA version
+VALUES_AT_ONCE = 1 << 26  # that are packed at a time
+LOW_OUTPUTS, WIDE_OUTPUTS = 4096, 16384  # matrices with as many outputs need fewer rows for a library to be faster
+MIN_CUDA_OF_BLOCKS = "12.9"  # whose library multiplies with scales per block
 TILE = 128  # rows of a matrix whose blocks are contiguous
-ORDERED_FLOAT8_ROWS = (
-    64  # of fp8 in the fixed order: up to this many rows our kernel is used, because libraries may use split-K
-)
-INT_ROWS = 2048  # of int8: up to this many rows our kernel is used, a library for more
+MAX_ORDERED_FLOAT8_ROWS = 64  # that our kernel multiplies in fp8 in the fixed order: libraries may use split-K for so few
+MAX_INT8_ROWS = 2048  # that our kernel multiplies in int8; a library for more
 
 
 @dataclass(frozen=True)
@@ -260,8 +258,8 @@ class PackedMatrix:
         return self.outputs % 16 == 0 and self.packed.columns % 16 == 0 and x.dtype in SHORT
 
     def _by_int8_kernel(self, x: Activations) -> bool:
-        """Return whether our int8 kernel is used: up to INT_ROWS rows, and for sizes that torch does not support."""
-        if self.packed.form != "int8" or x.dtype not in SHORT or (len(x) > INT_ROWS and self.outputs % 16 == 0):
+        """Return whether our int8 kernel is used: up to MAX_INT8_ROWS rows, and for sizes that torch does not support."""
+        if self.packed.form != "int8" or x.dtype not in SHORT or (len(x) > MAX_INT8_ROWS and self.outputs % 16 == 0):
             return False
         return torch.cuda.get_device_capability(x.device) >= (9, 0)
 
@@ -275,8 +273,8 @@ class PackedMatrix:
         """Return whether torch multiplies with scales per block (Hopper only), and is faster."""
         if order_is_fixed() or x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device) != (9, 0):
             return False
-        least = 64 if self.outputs >= WIDE else 128 if self.outputs > LOW else 129
-        return len(x) >= least and (torch.version.cuda or "") >= BLOCKS_SINCE
+        least = 64 if self.outputs >= WIDE_OUTPUTS else 128 if self.outputs > LOW_OUTPUTS else 129
+        return len(x) >= least and (torch.version.cuda or "") >= MIN_CUDA_OF_BLOCKS
 
     def _multiply_blocks(self, x: RoundedRows, bias: Tensor | None, activation: str, after: Rounding | None) -> Activations:
         from quire.ops.kernels.packed_8bit import blocks_product, library_product
@@ -298,7 +296,7 @@ class PackedMatrix:
         from quire.ops.kernels.linear import FewRowsConfig, few_rows_linear
 
         matrix = self.packed.words.view(torch.float8_e4m3fn)
-        config = FewRowsConfig(256, 4, 1, 16 if len(x) <= 16 else ORDERED_FLOAT8_ROWS)
+        config = FewRowsConfig(256, 4, 1, 16 if len(x) <= 16 else MAX_ORDERED_FLOAT8_ROWS)
         return few_rows_linear(x.numbers, matrix, None, config, kind=_float8_sums(x.dtype))
 
     def _multiply_rounded(self, x: RoundedRows, bias: Tensor | None, activation: str) -> Tensor:
@@ -315,7 +313,7 @@ class PackedMatrix:
             return ints_product(x.numbers, x.scales, packed.words.view(torch.int8), scale, bias, activation, tile, x.dtype)
         if packed.form == "int8":
             sums = torch._int_mm(x.numbers, packed.words.view(torch.int8).t())
-        elif order_is_fixed() and len(x) <= ORDERED_FLOAT8_ROWS:
+        elif order_is_fixed() and len(x) <= MAX_ORDERED_FLOAT8_ROWS:
             sums = self._multiply_float8_in_order(x)
         else:
             one = _one(x.device)
@@ -478,7 +476,7 @@ def packed_experts_forward(
         return torch.empty_like(x)
     x = x.contiguous()
     in_order = order_is_fixed() and x.dtype in SHORT
-    if not in_order and experts.numel() <= (FEW_FLOAT4 if up.packed.form == "float4" and x.dtype in SHORT else FEW_SLOTS):
+    if not in_order and experts.numel() <= (MAX_FLOAT4_SLOTS if up.packed.form == "float4" and x.dtype in SHORT else FEW_SLOTS):
         outputs = 16 if x.dtype == torch.float32 else 1
         programs = packed_rows.Program(outputs, 256, 1), packed_rows.Program(outputs, 128, 1)
         return packed_rows.experts_forward(x, weights, experts, up.packed, down.packed, activation, biases, programs)
@@ -486,7 +484,7 @@ def packed_experts_forward(
     order, ends = sorted_experts.sort_slots(experts.flatten(), len(up.packed.words))
     each = experts.numel() / len(up.packed.words)
     all_values = up.packed.outputs * up.inputs * len(up.packed.words)
-    many = each >= DEQUANTIZED.get(up.packed.form, 1024) and x.dtype in SHORT and all_values <= MAX_DEQUANTIZED_VALUES
+    many = each >= MIN_DEQUANTIZED_ROWS.get(up.packed.form, 1024) and x.dtype in SHORT and all_values <= MAX_DEQUANTIZED_VALUES
     if many and not in_order:
         block = sorted_experts.blocks(each, x.dtype)
         inner = sorted_experts.product(x, dequantize(up.packed, x), before, order, ends, block, top_k, activation)

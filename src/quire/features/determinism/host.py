@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 NAME = "deterministic"
 VARIABLE = "VLLM_BATCH_INVARIANT"
-CPU_HEAD_UNIT = 16  # the attention kernels for CPUs require head sizes that are multiples of it
+CPU_HEAD_DIM_MULTIPLE = 16  # which the attention kernels for CPUs require
 
 
 @dataclass
@@ -34,7 +34,7 @@ def _variable_is_set() -> bool:
 
 
 def _unsupported(config: "Config") -> str:
-    """Return what of the device, model or settings rules deterministic serving out; "": nothing."""
+    """Return the part of device, model or settings with which deterministic serving is not supported; "": none."""
     if config.device_facts.batch_dependence:
         return config.device_facts.batch_dependence
     if config.facts.by_transformers:
@@ -61,7 +61,7 @@ def _unsupported_by_cpu(config: "Config") -> str:
     if config.cache_bytes == 1:
         return f"kv_cache_dtype={config.args.kv_cache_dtype} on a CPU. Use auto"
     width = config.facts.hf.get("word_embed_proj_dim") or config.facts.hidden_size  # PyTorch runs OPT's projections to it
-    if width != config.facts.hidden_size or any(layer.head_dim % CPU_HEAD_UNIT for layer in layers):
+    if width != config.facts.hidden_size or any(layer.head_dim % CPU_HEAD_DIM_MULTIPLE for layer in layers):
         return f"the layer sizes of {config.facts.architecture} on a CPU"
     return ""
 

@@ -28,9 +28,9 @@ from quire.ops.order import order_is_fixed
 
 LANES = 512  # tokens of a row written at once
 BLOCK_K, LONG_BLOCK_K = 128, 256  # inputs read at once; more where registers allow
-LONG, WIDE = 8192, 16384  # thresholds of inputs and outputs
-LEAST_ROWS = 64  # minimum block of rows per program
-LEAST, MAX_RANKS = 16, 64  # block sizes of ranks; tl.dot requires at least 16
+LONG_INPUTS, WIDE_OUTPUTS = 8192, 16384  # from which on there are twice as many parts, and `parts_of_wide`
+MIN_BLOCK_ROWS = 64  # per program
+MIN_BLOCK_RANKS, MAX_BLOCK_RANKS = 16, 64  # per program; tl.dot requires at least 16
 
 
 class Program(NamedTuple):
@@ -41,20 +41,22 @@ class Program(NamedTuple):
     parts_of_wide: int  # the same for layers with many outputs
 
     def splits(self, inputs: int, outputs: int, block: int) -> int:
-        parts = (self.parts_of_wide if outputs >= WIDE else self.parts) * (2 if inputs >= LONG else 1)
+        parts = (self.parts_of_wide if outputs >= WIDE_OUTPUTS else self.parts) * (2 if inputs >= LONG_INPUTS else 1)
         return min(parts, cdiv(inputs, block))
 
 
-FEW, SOME, MORE, MANY = Program(16, 16, 16), Program(16, 4, 4), Program(16, 4, 2), Program(64, 2, 2)
-MANY_ORDERED = SOME._replace(tokens=64)  # in the fixed order: the parts of SOME
+# for up to 16, 64 and 512 tokens, and for more
+UP_TO_16, UP_TO_64, UP_TO_512, ABOVE_512 = Program(16, 16, 16), Program(16, 4, 4), Program(16, 4, 2), Program(64, 2, 2)
+ORDERED_UP_TO_512 = UP_TO_64
+ORDERED_ABOVE_512 = ORDERED_UP_TO_512._replace(tokens=64)  # with the same parts
 
 
 def program_for(tokens: int) -> Program:
     """Return the launch configuration: few tiles are divided along the inputs; many tokens use tiles that read a matrix less
     often. In the fixed order (`order.py`) the number of parts does not depend on the tokens."""
     if order_is_fixed():
-        return SOME if tokens <= 512 else MANY_ORDERED
-    return FEW if tokens <= 16 else SOME if tokens <= 64 else MORE if tokens <= 512 else MANY
+        return ORDERED_UP_TO_512 if tokens <= 512 else ORDERED_ABOVE_512
+    return UP_TO_16 if tokens <= 16 else UP_TO_64 if tokens <= 64 else UP_TO_512 if tokens <= 512 else ABOVE_512
 
 
 @launched
@@ -390,7 +392,7 @@ def sort(groups: Tensor, starts: Tensor, places: Tensor, tokens: int, most: int)
         rows,
         most,
         BLOCK=block,
-        ROWS=max(power_of_two(rows), LEAST_ROWS),
+        ROWS=max(power_of_two(rows), MIN_BLOCK_ROWS),
         LANES=LANES,
         num_warps=4,
     )
@@ -401,7 +403,7 @@ def _shrunk(x: Tensor, outputs: int, rows: AdapterTiles, table: AdapterTable) ->
     tokens, inputs = x.shape
     program = program_for(tokens)
     block_r = ranks_at_once(table)
-    long = tokens > FEW.tokens and block_r <= 32 and x.dtype.itemsize == 2 and not order_is_fixed()
+    long = tokens > UP_TO_16.tokens and block_r <= 32 and x.dtype.itemsize == 2 and not order_is_fixed()
     block_k = LONG_BLOCK_K if long else BLOCK_K
     splits = program.splits(inputs, outputs, block_k)
     sums = torch.empty(splits, tokens, table.parts * table.ranks, dtype=torch.float32, device=x.device)
@@ -428,7 +430,7 @@ def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, rows: AdapterTiles, 
         num_warps=warps, **overlapping(),
     )  # fmt: skip
     shape = {
-        "PARTS": table.parts, "RANKS": table.ranks, "SPLITS": 1, "BLOCK": FEW.tokens, "BLOCK_R": ranks_at_once(table)
+        "PARTS": table.parts, "RANKS": table.ranks, "SPLITS": 1, "BLOCK": UP_TO_16.tokens, "BLOCK_R": ranks_at_once(table)
     }  # fmt: skip
     return _expand_sums(out, x, sums, shape, rows, table, bias, activation)
 
@@ -441,7 +443,7 @@ def add(out: Tensor, x: Tensor, rows: AdapterTiles, table: AdapterTable, own: Te
 
 
 def ranks_at_once(table: AdapterTable) -> int:
-    return min(max(power_of_two(table.ranks), LEAST), MAX_RANKS)
+    return min(max(power_of_two(table.ranks), MIN_BLOCK_RANKS), MAX_BLOCK_RANKS)
 
 
 def _expand_sums(
