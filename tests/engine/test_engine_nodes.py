@@ -71,7 +71,7 @@ def test_engines_of_another_node_are_lost_and_come_again(tiny_model, port, trace
             engine = others[number]
             lost = engine.pid
             running = asyncio.create_task(all_of(llm, how.name, data_parallel_rank=1 + number))
-            await until(lambda engine=engine: engine.num_open)
+            await until(lambda engine=engine: any(entry.reported for entry in engine._open.values()))
             os.kill(lost, how)
             assert await running == alone
             await until(lambda engine=engine: engine.restarts == 1 and engine.state == "ready")
