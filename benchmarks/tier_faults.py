@@ -186,8 +186,6 @@ class Faults:
                 memory[other], sums[other] = mine
         self.counts[f"host: {kind}"] += 1
 
-    # ---- disk --------------------------------------------------------------------------------------------------------
-
     @contextmanager
     def _faulty_read(self, name: bytes, content: memoryview) -> Iterator[None]:
         assert self._store is not None
@@ -363,8 +361,6 @@ class Trial:
                 if output.finished:
                     return answer_of(output)
 
-    # ---- rounds ----------------------------------------------------------------------------------------------------------
-
     def run(self, faults: int) -> None:
         """Make at least this many faults."""
         with mock.patch.object(Speeds, "pays", lambda *_: True):  # also where computing is faster
@@ -452,8 +448,6 @@ class Trial:
         if answer != self.right[i]:
             raise Problem(f"question {i} has another answer:\n{answer}\n{self.right[i]}\nfaults so far: {self.counts}")
 
-    # ---- what is left ----------------------------------------------------------------------------------------------------
-
     def check(self, llm: LLM) -> None:
         """Nothing is in use once all requests have ended."""
         core = llm.llm_engine.core
@@ -482,8 +476,6 @@ class Trial:
         left = [file for file in self.path.glob("*/lane-*/*.kv") if file.read_bytes()[:7] == b"QUIREKV"]
         if left:
             raise Problem(f"files are left: {left}")
-
-    # ---- records of others, and several ranks ----------------------------------------------------------------------------
 
     def _make_foreign(self) -> None:
         """Write the same questions' pages for another model, under the same secret: the names of records are equal."""

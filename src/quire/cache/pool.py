@@ -17,11 +17,10 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from quire.cache.policies import Evictable, Recency
+from quire.cache.policies import Evictable, Key, Recency
 from quire.types.errors import EngineError
 
 NULL = 0
-Key = tuple[int, bytes]  # cache group, content key
 
 
 class Pool:
@@ -36,6 +35,7 @@ class Pool:
         self._untried = 0  # the first untried position in the order of beginnings
         self._again: list[int] = []  # a heap of earlier positions, whose pages were freed; some were allocated meanwhile
         self._queued = bytearray([1]) * (pages + 1)  # is in one of the two
+        self._policy = policy
         self._cached = policy()
         self.on_publish: Callable[[int, tuple[Key, bytes]], None] | None = None  # page, content
         self.on_evict: Callable[[int, tuple[Key, bytes]], None] | None = None  # page, content: called before it is lost
@@ -96,6 +96,7 @@ class Pool:
         if key not in self._index and self._content[page] is None:
             self._index[key] = page
             self._content[page] = (key, tokens)
+            self._cached.enter(page, key)
             if self.on_publish is not None:
                 self.on_publish(page, (key, tokens))
 
@@ -128,6 +129,7 @@ class Pool:
 
     def forget_all(self) -> None:
         self.forget(list(self._index.values()))
+        self._cached = self._policy()  # what it learned was about this content
 
     def check(self, owners: Counter[int]) -> None:
         """Raise EngineError unless the references are exactly `owners` and every page is in one state."""

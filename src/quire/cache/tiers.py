@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from typing import Protocol
 
-from quire.cache.policies import Evictable, Recency
-from quire.cache.pool import Key
+from quire.cache.policies import Evictable, Key, Recency
 from quire.types.errors import EngineError
 
 Content = tuple[Key, bytes]  # and the page's tokens
@@ -56,6 +55,7 @@ class HostTier:
         self._snapshot_records = snapshot_records
         self._untouched = 0  # the first record that was never used
         self._free: list[int] = []  # records below it
+        self._make_policy = policy
         self._policy = policy()  # records that can be evicted
         self._index: dict[Key, int] = {}
         self._content: dict[int, Content] = {}
@@ -139,7 +139,7 @@ class HostTier:
         """Return the record that this content is read into, until `arrived`; None: all are in use, or one has it."""
         record = None if content[0] in self._index else self._take(content)
         if record is not None:
-            self._index[content[0]], self._content[record] = record, content
+            self._enter(record, content)
             self._storing[record] = READING
         return record
 
@@ -195,6 +195,7 @@ class HostTier:
     def forget_all(self) -> None:
         for record in list(self._index.values()):
             self._forget(record)
+        self._policy = self._make_policy()  # what it learned was about this content
 
     def check(self) -> None:
         """Raise EngineError unless every record is in one state."""
@@ -211,10 +212,14 @@ class HostTier:
         if taken is None:
             self.dropped += 1
             return
-        self._index[content[0]], self._content[taken] = taken, content
+        self._enter(taken, content)
         self._storing[taken] = UNPLANNED
         self._stores.append((page, taken, key_tag(content[0])))
         self.stored += len(self.all_records(taken))
+
+    def _enter(self, record: int, content: Content) -> None:
+        self._index[content[0]], self._content[record] = record, content
+        self._policy.enter(record, content[0])
 
     def _take(self, content: Content) -> int | None:
         """Return a record for a page, or the first one for a snapshot; None: too many are in use."""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from quire.cache.pool import Key
+from quire.cache.policies import Key
 from quire.cache.tiers import STATES, Content, HostTier, record_name
 from quire.sched.roster import Roster
 from quire.sched.speeds import Speeds

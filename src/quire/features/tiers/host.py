@@ -30,7 +30,7 @@ class TierArgs:
         TEXT,
         _GROUP,
         "cached pages that are evicted first: unused for longest (lru), used least often (lfu), or saving the least "
-        "computation (cost)",
+        "computation, unless lru finds more (cost)",
         choices=EVICTION_POLICIES,
         after="enable_prefix_caching",
     )
