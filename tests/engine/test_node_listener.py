@@ -323,3 +323,14 @@ def gone(connection):
             pass
     except ConnectionResetError:
         pass
+
+
+def test_an_engine_is_not_silent_before_its_node_has_connected(tiny_model):
+    nodes = SimpleNamespace(wait=lambda engine, over: over.wait(PATIENCE) and None, absence=lambda engine: "no node")
+    limits = SupervisorLimits.of(EngineArgs(str(tiny_model), engine_start_timeout=60.0))
+    supervisor = Supervisor(lambda: RemoteEngine(EngineArgs(str(tiny_model)), nodes, 1), limits, listener=None)
+    supervisor._silence = SimpleNamespace(seconds=1e4)
+    assert supervisor._diagnose() is None
+    supervisor._started_at -= 60.0
+    assert supervisor._diagnose() == "it was not ready after 60 s"
+    supervisor.stop(0.0)

@@ -21,7 +21,7 @@ from quire.config.config import Config
 from quire.engine import ipc
 from quire.engine.child import COMMAND, Child, engine_fork_server, forks_engines
 from quire.engine.handle import RANK_METHODS, EngineListener, EngineStatus, EngineView, State
-from quire.engine.node_listener import NodeListener, RemoteEngine
+from quire.engine.node_listener import EngineNodes, RemoteEngine
 from quire.engine.supervisor import AnyChild, Supervisor, SupervisorLimits
 from quire.features.experts.peers import ExpertPeers
 from quire.proc.fork_server import LazyForkServer
@@ -84,7 +84,7 @@ class EngineClient(EngineView):
         engine: int = 0,
         serving: bool = True,
         fork_server: LazyForkServer | None = None,
-        node_listener: NodeListener | None = None,
+        nodes: EngineNodes | None = None,
         expert_peers: ExpertPeers | None = None,
     ) -> None:
         """Start an engine.
@@ -93,16 +93,16 @@ class EngineClient(EngineView):
         serving: requests arrive while others run.
         fork_server: closed with this client. It forks all engine processes if warm_restart is set: the first one waits until
             the server has imported what it would import itself.
-        node_listener: the engine is on another node, which connects there.
+        nodes: the engine is on one of these.
         expert_peers: engines that share its experts.
         """
         if args.distributed_executor_backend == "ray":
             from quire.engine.executor.ray_nodes import export_group
 
             export_group()
-        self._listener, self._node_listener, self._number = listener, node_listener, engine
+        self._listener, self._number, self._elsewhere = listener, engine, nodes is not None
         self._fork_server = fork_server or engine_fork_server()
-        if forks_engines(args) and tuple(command) == COMMAND and node_listener is None:
+        if forks_engines(args) and tuple(command) == COMMAND and nodes is None:
             self._fork_server.prepare()
             with shown(write_line=logger.info), doing("importing torch"):
                 self._fork_server.get(args.engine_start_timeout)
@@ -123,8 +123,8 @@ class EngineClient(EngineView):
         self.pages = 0  # of the cache; 0 until an engine is ready
 
         def start() -> AnyChild:
-            if node_listener is not None:
-                return RemoteEngine(args, node_listener, engine, serving)
+            if nodes is not None:
+                return RemoteEngine(args, nodes, engine, serving)
             ends = None if expert_peers is None else expert_peers.take(engine)
             try:
                 return Child(args, command, engine, serving, self._fork_server.get(), ends)
@@ -317,7 +317,7 @@ class EngineClient(EngineView):
             call.strikes, call.sent = call.strikes + call.sent, False
             if call.strikes >= MAX_STRIKES and not call.future.done():
                 call.future.set_exception(EngineDead(f"the engine was lost {MAX_STRIKES} times in a row during this call"))
-        if self._node_listener is not None and self._open:  # its node may never connect again
+        if self._elsewhere and self._open:  # its node may never connect again
             left = self.heir(list(self._open.values()))
             self._open = {entry.spec.id: entry for entry in left}
         self.relieve()

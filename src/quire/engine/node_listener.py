@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 import weakref
+from typing import Protocol
 
 import msgspec
 
@@ -33,11 +34,12 @@ from quire.engine.handshake import (
 )
 from quire.files.reading import error_summary, shown
 from quire.proc.channel import Channel, Frames
-from quire.types.errors import EngineError
+from quire.types.errors import EngineError, QuireError
 
 CHUNK_BYTES = 1 << 16
 STOP_TIMEOUT_S = 0.5  # at least, for a node to receive the end
 BEGIN_TIMEOUT_S = 15.0  # for a node to start its engine
+TAKE_INTERVAL_S = 0.2  # between checks whether a node is still waited for
 ACCEPT_RETRY_S = 0.2  # after an error of accept
 CHECK_INTERVAL_S = 5.0  # between checks whether the listener is still used; a closed one is noticed at once
 CLOCK_TOLERANCE_S = 0.01  # clocks that differ by less count as equal
@@ -68,13 +70,27 @@ class WaitingNode:
         return False
 
 
+class EngineNodes(Protocol):
+    """The nodes of engines that are not on this machine."""
+
+    def wait(self, engine: int, over: threading.Event) -> WaitingNode | None:
+        """Wait for a node with this engine. None: `over` was set. Raises QuireError if no node will come."""
+
+    def absence(self, engine: int) -> str:
+        """Return why an engine has no node, for an error message."""
+
+    def close(self) -> None: ...
+
+
 class NodeListener:
     """Accept nodes with engines. The newest connection of each engine waits until it is used."""
 
-    def __init__(self, address: Address, engines: range, terms: Terms) -> None:
-        self.address, self._engines, self._terms = address, engines, terms
+    def __init__(self, address: Address, engines: range, terms: Terms, key: str | None = None) -> None:
+        """key: what nodes must know; default: QUIRE_CLUSTER_KEY."""
+        self._engines, self._terms = engines, terms
         self._listener = listen(address, ("data_parallel_address", "data_parallel_rpc_port"))
-        handshakes = HandshakeServer(self._listener, cluster_key())
+        self.address: Address = (address[0], self._listener.getsockname()[1])
+        handshakes = HandshakeServer(self._listener, cluster_key() if key is None else key)
         self._rejections = handshakes.rejections
         self._changed = threading.Condition()
         self._waiting: dict[int, WaitingNode] = {}
@@ -117,17 +133,24 @@ class NodeListener:
             before.connection.close()
 
     def wait(self, engine: int, over: threading.Event) -> WaitingNode | None:
-        """Wait for a node with this engine. None: `over` was set."""
-        with self._changed:
-            while not over.is_set():
-                arrived = self._waiting.pop(engine, None)
-                if arrived is not None and arrived.waits:
-                    return arrived
-                if arrived is not None:
-                    logger.warning("node %s with engine %d disconnected while it waited", arrived.host, engine)
-                    arrived.connection.close()
-                self._changed.wait(0.2)
+        while not over.is_set():
+            if (arrived := self.take(engine)) is not None:
+                return arrived
         return None
+
+    def take(self, engine: int) -> WaitingNode | None:
+        """Return a node with this engine; None: no node within TAKE_INTERVAL_S."""
+        with self._changed:
+            self._changed.wait_for(lambda: engine in self._waiting, TAKE_INTERVAL_S)
+            arrived = self._waiting.pop(engine, None)
+        if arrived is None or arrived.waits:
+            return arrived
+        logger.warning("node %s with engine %d disconnected while it waited", arrived.host, engine)
+        arrived.connection.close()
+        return None
+
+    def absence(self, engine: int) -> str:
+        return f"no node connected to {self.address[0]}:{self.address[1]} with engine {engine}"
 
     def close(self) -> None:
         with self._changed:
@@ -137,11 +160,11 @@ class NodeListener:
 class RemoteEngine(EngineConnection):
     """One process of an engine on another node. `engine` is its number, of args.data_parallel_size."""
 
-    def __init__(self, args: EngineArgs, node_listener: NodeListener, engine: int, serving: bool = True) -> None:
+    def __init__(self, args: EngineArgs, nodes: EngineNodes, engine: int, serving: bool = True) -> None:
         start = first_frame(args, engine, serving)
         ours, theirs = socket.socketpair()
-        self._channel, self._engine, self._node_listener = Channel(ours, ipc.MAX_FIRST_MESSAGE_BYTES), engine, node_listener
-        self._relay = _Relay(node_listener, engine, theirs)
+        self._channel, self._engine, self._nodes = Channel(ours, ipc.MAX_FIRST_MESSAGE_BYTES), engine, nodes
+        self._relay = _Relay(nodes, engine, theirs)
         self._begun: ipc.Begun | None = None
         self._ended: ipc.Ended | None = None
         self._fault = ""  # why its reports are not read any more
@@ -159,12 +182,19 @@ class RemoteEngine(EngineConnection):
         return 0 if self._begun is None else self._begun.pid
 
     @property
+    def waits(self) -> bool:
+        """Whether no node has connected yet."""
+        return not self._relay.host
+
+    @property
     def stopped(self) -> bool:
         """False: its node checks that."""
         return False
 
     def receive(self) -> ipc.Report | None:
         """Return the next report, None if there is none now. Reports of the node itself are handled here."""
+        if (error := self._relay.take_error()) is not None:
+            return ipc.Failed(type(error).__name__, str(error))
         while not self._fault and (frame := self._channel.receive()) is not None:
             try:
                 report = ipc.decode_report(frame)
@@ -218,8 +248,7 @@ class RemoteEngine(EngineConnection):
 
     def log_tail(self) -> str:
         if not self._relay.host:
-            host, port = self._node_listener.address
-            return f"\n  no node connected to {host}:{port} with engine {self._engine}"
+            return f"\n  {self._nodes.absence(self._engine)}"
         return "" if self._ended is None else "".join(f"\n  {line}" for line in self._ended.lines)
 
     def in_flight(self) -> set[str]:
@@ -244,15 +273,20 @@ class RemoteEngine(EngineConnection):
 class _Relay:
     """Two threads that copy bytes between the channel and the node, once that has connected."""
 
-    def __init__(self, node_listener: NodeListener, engine: int, inner: socket.socket) -> None:
-        self._node_listener, self._engine, self._inner = node_listener, engine, inner
+    def __init__(self, nodes: EngineNodes, engine: int, inner: socket.socket) -> None:
+        self._nodes, self._engine, self._inner = nodes, engine, inner
         self._outer: socket.socket | None = None
+        self._error: QuireError | None = None  # why no node will come
         self.over = threading.Event()
         self.host, self.clock_offset = "", 0.0
         self.since: float | None = None  # when the node connected
 
     def run(self) -> None:
-        arrived = self._node_listener.wait(self._engine, self.over)
+        arrived = None
+        try:
+            arrived = self._nodes.wait(self._engine, self.over)
+        except QuireError as error:
+            self._error = error
         if arrived is None:
             self._inner.close()
             return
@@ -276,6 +310,11 @@ class _Relay:
         self.over.set()
         with contextlib.suppress(OSError):
             self._inner.shutdown(socket.SHUT_RDWR)
+
+    def take_error(self) -> QuireError | None:
+        """Return once why no node will come."""
+        error, self._error = self._error, None
+        return error
 
     def end(self) -> None:
         self.over.set()

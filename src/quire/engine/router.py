@@ -21,7 +21,7 @@ from quire.engine.child import COMMAND, engine_fork_server
 from quire.engine.client import EngineClient, OpenRequest, check_number, engine_args
 from quire.engine.handle import EngineGroup, EngineHandle, EngineListener
 from quire.engine.handshake import terms_of
-from quire.engine.node_listener import NodeListener
+from quire.engine.node_listener import EngineNodes, NodeListener
 from quire.features.experts.peers import expert_peers_of
 from quire.proc.fork_server import LazyForkServer
 from quire.sched.balancer import Balancer
@@ -47,18 +47,18 @@ class EngineRouter(EngineGroup):
         """Start the engines. serving, fork_server: see `EngineClient`."""
         self._balancer, self._listener = Balancer(args.data_parallel_size), listener
         self._caching = args.enable_prefix_caching
-        self._node_listener: NodeListener | None = None
         self.engines: list[EngineClient] = []
         fork_server = fork_server or engine_fork_server()  # shared by all
         self._expert_peers = expert_peers_of(args)
         here = local_engines(args)
+        self._nodes: EngineNodes | None = None
         if here < args.data_parallel_size:
             address = (args.data_parallel_address, args.data_parallel_rpc_port)
-            self._node_listener = NodeListener(address, range(here, args.data_parallel_size), terms_of(args))
+            self._nodes = NodeListener(address, range(here, args.data_parallel_size), terms_of(args))
         try:
             for number in range(args.data_parallel_size):
-                node_listener = self._node_listener if number >= here else None
-                client = EngineClient(args, self, command, number, serving, fork_server, node_listener, self._expert_peers)
+                nodes = self._nodes if number >= here else None
+                client = EngineClient(args, self, command, number, serving, fork_server, nodes, self._expert_peers)
                 self.engines.append(client)
                 self.engines[-1].heir = self._inherit
                 self.engines[-1].relief = self._relieve
@@ -168,8 +168,8 @@ class EngineRouter(EngineGroup):
             engine.supervisor.stop(timeout)  # all of them before the fork server, which ends its forks
         for engine in self.engines:
             engine.stop(0.0)
-        if self._node_listener is not None:
-            self._node_listener.close()
+        if self._nodes is not None:
+            self._nodes.close()
         if self._expert_peers is not None:
             self._expert_peers.close()
 

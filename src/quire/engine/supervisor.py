@@ -265,7 +265,8 @@ class Supervisor:
             return f"its process is stopped (SIGSTOP), and has been silent for {silence:.1f} s"
         if patient:
             return None
-        if silence > (self._limits.dead_after if started else max(self._limits.dead_after, START_SILENCE_S)):
+        waits = isinstance(self._child, RemoteEngine) and self._child.waits
+        if not waits and silence > (self._limits.dead_after if started else max(self._limits.dead_after, START_SILENCE_S)):
             return f"it has been silent for {silence:.1f} s"
         if started and self._busy > self._limits.hang_timeout:
             return f"it has been in one step for {self._busy:.1f} s"
