@@ -134,7 +134,8 @@ def test_who_may_bring_an_engine(tiny_model, port, monkeypatch):
     [
         ({"data_parallel_size": 2, "data_parallel_size_local": 3}, "are more than all of them, data_parallel_size=2"),
         ({"data_parallel_size": 2, "data_parallel_start_rank": 1}, "run quire serve with --headless on it"),
-        ({"data_parallel_size": 2, "nnodes": 2, "tensor_parallel_size": 2}, "leave it at 1. Engines that are each"),
+        ({"data_parallel_backend": "ray"}, "requires a data_parallel_size of at least 2; got 1"),
+        ({"data_parallel_size": 2, "nnodes": 2, "tensor_parallel_size": 2}, "is not supported with nnodes=2; leave nnodes out"),
     ],
 )
 def test_what_cannot_be_had(tiny_model, values, message):
@@ -143,6 +144,8 @@ def test_what_cannot_be_had(tiny_model, values, message):
 
 
 def test_headless_engines_say_which_they_are(capsys):
+    assert main(["serve", "x", "--headless", "-dp", "2", "-dpr", "1", "--data-parallel-backend", "ray"]) == 2
+    assert "--headless is not supported with data_parallel_backend=ray" in capsys.readouterr().err
     for flags in (["-dp", "2"], ["-dp", "2", "-dpr", "2"], ["-dp", "4", "-dpr", "2", "-dpl", "3"]):
         assert main(["serve", "x", "--headless", *flags]) == 2
         assert "Give the number of the first, --data-parallel-start-rank" in capsys.readouterr().err

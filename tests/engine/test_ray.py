@@ -3,14 +3,16 @@
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from test_ranks import GREEDY, PROMPTS, SEEDED, family_engine, ids
-from tiny import TEXT
+from tiny import TEXT, open_model
 
 from patience import PATIENCE, wait_for
 from quire import LLM, EngineArgs, SamplingParams
@@ -60,24 +62,25 @@ class Bell(logging.Handler):
             call()
 
 
-def generate_in_task(directory):
-    """In a Ray task whose placement group has every CPU of the cluster."""
+def generate_in_task(directory, cpus, **args):
+    """In a Ray task whose placement group has CPUs. Return the tokens, and by engine the nodes of its ranks."""
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     def generate():
         from test_ranks import GREEDY, PROMPTS, family_engine, ids
 
-        with family_engine(directory, **ON_RAY) as llm:
-            return ids(llm, PROMPTS, GREEDY)
+        with family_engine(directory, distributed_executor_backend="ray", **args) as llm:
+            return ids(llm, PROMPTS, GREEDY), llm.collective_rpc("describe_rank")
 
-    group = placement_group([{"CPU": 1}, {"CPU": 1}], strategy="STRICT_SPREAD")
+    group = placement_group([{"CPU": 1}] * cpus)
     assert group.wait(PATIENCE), "no deleted LLM keeps CPUs"
     first = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
     paths = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}
-    answer = ray.get(ray.remote(generate).options(num_cpus=1, scheduling_strategy=first, runtime_env=paths).remote())
-    remove_placement_group(group)
-    return answer
+    try:
+        return ray.get(ray.remote(generate).options(num_cpus=1, scheduling_strategy=first, runtime_env=paths).remote())
+    finally:
+        remove_placement_group(group)
 
 
 def test_two_nodes_of_a_cluster(checkpoint, cluster, monkeypatch):
@@ -85,7 +88,7 @@ def test_two_nodes_of_a_cluster(checkpoint, cluster, monkeypatch):
     for args, message in (
         ({"tensor_parallel_size": 3}, "3 ranks require a CPU each, .* the nodes of the Ray cluster have 1, 1"),
         ({"tensor_parallel_size": 3, "nnodes": 3}, "nnodes=3, and the Ray cluster has 2"),
-        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, "data_parallel_size=2 is not supported"),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, "requires that Ray starts the engines, too"),
     ):
         with pytest.raises(ConfigError, match=message):
             family_engine(directory, distributed_executor_backend="ray", **args)
@@ -120,7 +123,74 @@ def test_two_nodes_of_a_cluster(checkpoint, cluster, monkeypatch):
     with pytest.raises(EngineError, match=r"within engine_start_timeout: ranks need a free CPU each .* 0 CPUs .* are free"):
         family_engine(directory, **ON_RAY, engine_start_timeout=1.0)
     del llm
-    assert generate_in_task(str(directory)) == expected[: len(PROMPTS)]
+    assert generate_in_task(str(directory), 2, tensor_parallel_size=2)[0] == expected[: len(PROMPTS)]
+
+
+OVER_RAY = {"data_parallel_size": 2, "data_parallel_backend": "ray"}
+
+
+def test_engines_in_a_placement_group_have_ranks_on_several_nodes(checkpoint, cluster):
+    """Two bundles of the group are on one node, the others on a node each."""
+    directory = str(checkpoint("llama").directory)
+    more = cluster.add_node(**SMALL | {"num_cpus": 2}, node_ip_address="127.0.0.4")
+    try:
+        found, ranks = generate_in_task(directory, 4, tensor_parallel_size=2, **OVER_RAY)
+    finally:
+        cluster.remove_node(more, allow_graceful=True)
+    assert found == ids(family_engine(directory), PROMPTS, GREEDY)
+    assert [rank["rank"] for rank in ranks] == [0, 1, 0, 1]
+
+
+def placed():
+    """The states of all placement groups, and of all actors of engines."""
+    from ray._private.state import actors
+    from ray.util.placement_group import placement_group_table
+
+    agents = [actor["State"] for actor in actors().values() if actor["ActorClassName"] == "_Agent"]
+    return {entry["state"] for entry in placement_group_table().values()}, set(agents)
+
+
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_engines_on_every_node_of_a_cluster(tiny_model, shared_llm, cluster, monkeypatch):
+    """One server: its engines give the tokens of one, are replaced with their actors, and leave nothing in the cluster."""
+    for args, message in (
+        ({"data_parallel_size": 3}, r"=3 requires 1 CPU on one node for each engine; the nodes of the Ray cluster have 1, 1"),
+        ({"data_parallel_size": 2, "tensor_parallel_size": 2}, "2 CPUs on one node .* or set distributed_executor_backend=ray"),
+        ({"data_parallel_size": 2, "data_parallel_size_local": 2}, "which has 1 of the 1, 1 CPUs of the cluster"),
+    ):
+        with pytest.raises((ConfigError, EngineError), match=message):  # a cluster that lost a node may grow again
+            open_model(tiny_model, **OVER_RAY | args, engine_start_timeout=3.0)
+    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    [alone] = shared_llm.generate(TEXT[0], params, use_tqdm=False)
+    served = Running(tiny_model, quick=False, **OVER_RAY)
+    engines = served.llm.engines
+    body = {"model": NAME, "prompt": TEXT[0], "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+
+    def ask(engine):
+        answer = served.http.post("/v1/completions", json=body, headers={"X-data-parallel-rank": str(engine)}, timeout=PATIENCE)
+        return answer.json()["choices"][0]["text"]
+
+    try:
+        agents = [parent_of(engine.pid) for engine in engines]
+        assert len(set(agents)) == 2 and os.getpid() not in agents
+        with ThreadPoolExecutor(2) as asking:
+            for number, lost in enumerate((engines[0].pid, agents[1])):
+                answers = [asking.submit(ask, engine) for engine in (0, 1)]
+                wait_for(lambda own=number, answer=answers[number]: engines[own].num_open or answer.done())
+                os.kill(lost, signal.SIGKILL)
+                assert [answer.result(PATIENCE) for answer in answers] == [alone.outputs[0].text] * 2
+                wait_for(lambda own=number: engines[own].restarts == 1 and engines[own].state == "ready")
+        assert [engine.restarts for engine in engines] == [1, 1] and parent_of(engines[1].pid) != agents[1]
+        with pytest.raises(EngineError, match=r"engine_start_timeout: .* without a place: 0, 1; 0 CPUs are free"):
+            open_model(tiny_model, **OVER_RAY, engine_start_timeout=2.0)
+        pids = [engine.pid for engine in engines]
+    finally:
+        served.close()
+    wait_for(lambda: placed() == ({"REMOVED"}, {"DEAD"}))
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
 def test_a_stream_outlives_a_lost_node_that_is_replaced_late(tiny_model, shared_llm, cluster, capfd):

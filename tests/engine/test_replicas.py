@@ -266,7 +266,6 @@ def test_arguments():
         ("data_parallel_size", 100, "at most 64"),
         ("data_parallel_size_local", 65, "at most 64"),
         ("data_parallel_rpc_port", 0, "at least 1"),
-        ("data_parallel_backend", "ray", "--headless and data_parallel_start_rank"),
         ("data_parallel_rank", 1, "X-data-parallel-rank"),
     ):
         with pytest.raises(ConfigError, match=instead):

@@ -67,6 +67,11 @@ def _run_engines(args: EngineArgs) -> int:
         )
     if args.nnodes > 1 or args.distributed_executor_backend in ("ray", "external_launcher"):
         raise ConfigError("--headless with data_parallel_size starts whole engines: drop nnodes, ray and external_launcher")
+    if args.data_parallel_backend == "ray":
+        raise ConfigError(
+            "--headless is not supported with data_parallel_backend=ray, which starts all engines from machine 0. Start a "
+            "Ray node on this machine instead: ray start"
+        )
     if args.warm_restart is None:
         args = dataclasses.replace(args, warm_restart=True)
     _prepare()

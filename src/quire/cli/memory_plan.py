@@ -150,7 +150,8 @@ def use_of(config: Config, layout: CacheLayout, total: int, build: bool = True, 
     on_device = ranks if shared else [max(ranks, key=_taken)]
     steps = max(largest_step(config), *(memory.step for rank in ranks for memory in rank.values()))
     graphs, collectives = reserved_graph_bytes(config), collective_bytes(config, link)
-    used = (local_engines(args) if shared else 1) * (held + sum(map(_taken, on_device)) + graphs + collectives + steps)
+    engines = max(1, local_engines(args)) if shared else 1
+    used = engines * (held + sum(map(_taken, on_device)) + graphs + collectives + steps)
     budget = device.plan_budget(total, args.gpu_memory_utilization, used)
     if not budget.usable:
         raise ConfigError(f"gpu_memory_utilization {args.gpu_memory_utilization:g} leaves nothing of {total:,} bytes; raise it")
@@ -190,7 +191,7 @@ def plan_for(config: Config, total: int, link: str | None = None) -> MemoryPlan:
     whole = args.kv_cache_memory_bytes or (share_memory(config, layout, use.cache) if shared else use.cache)
     cache = int(whole * model_share(config, layout))
     pages, snapshots, length, problems = fit_use(config, layout, cache, use.usable / total)
-    requested = whole * (config.world * local_engines(args) if shared else 1)
+    requested = whole * (config.world * max(1, local_engines(args)) if shared else 1)
     if args.kv_cache_memory_bytes and requested > left:
         problems.append(f"kv_cache_memory_bytes is {gib(requested)}, but only {gib(left)} are left")
     if args.dequantized_copies and use.refused not in ("", NOTHING):

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from quire.cli.parser import add_model_tag, engine_args
-from quire.config.args import add_cli_arguments
+from quire.config.args import add_cli_arguments, local_engines
 from quire.config.resolve import check_model
 from quire.config.server_args import SERVER_NAMES, ServerArgs, add_server_arguments
 from quire.engine.timeline import process_start
@@ -45,7 +45,7 @@ def run(namespace: argparse.Namespace) -> int:
         from quire.engine.child import engine_fork_server, forks_engines
 
         fork_server = engine_fork_server()
-        if forks_engines(args):
+        if forks_engines(args) and local_engines(args):
             fork_server.prepare()  # it imports the engines' libraries while this process imports its own
         from quire.serve.launch import run_server
     except ModuleNotFoundError as error:

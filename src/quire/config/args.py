@@ -236,6 +236,10 @@ class _CoreArgs:
     data_parallel_rpc_port: int = setting(
         29550, NUMBER, _RANKS, "port of data_parallel_address", low=1, high=65535, short="-dpp"
     )
+    data_parallel_backend: str = setting(
+        "mp", TEXT, _RANKS, "mp: each machine starts its own engines; ray: Ray starts all of them, on any node of its cluster",
+        choices=("mp", "ray"), short="-dpb",
+    )  # fmt: skip
     tensor_parallel_size: int = setting(
         1, NUMBER, _RANKS, "processes that share the model's matrices and attention heads", low=1,
         short="-tp",
@@ -340,7 +344,9 @@ def one_at_a_time(args: EngineArgs) -> EngineArgs:
 
 
 def local_engines(args: EngineArgs) -> int:
-    """Return the engines of data_parallel_size that are on this machine."""
+    """Return the engines of data_parallel_size that this machine starts. Ray starts its engines itself."""
+    if args.data_parallel_backend == "ray":
+        return 0
     return args.data_parallel_size if args.data_parallel_size_local is None else args.data_parallel_size_local
 
 

@@ -3,7 +3,7 @@
 import os
 
 from quire.config.config import Config
-from quire.config.devices import SHARE
+from quire.config.devices import RAY_BUNDLES, SHARE
 from quire.config.facts import count_heads
 from quire.config.families import has_chunked_attention, overflows_in_float16
 from quire.config.features import FEATURES
@@ -131,15 +131,41 @@ CORE: tuple[Conflict, ...] = (
     ),
     Conflict(
         "engines of several nodes",
-        lambda c: c.args.data_parallel_size > 1 and (c.args.nnodes > 1 or c.args.distributed_executor_backend == "ray"),
+        lambda c: (  # the ranks of an engine on Ray know the number of its nodes
+            c.args.data_parallel_size > 1
+            and c.args.nnodes > 1
+            and (c.args.distributed_executor_backend != "ray" or c.args.data_parallel_backend == "ray")
+        ),
         lambda c: (
-            f"data_parallel_size={c.args.data_parallel_size} is not supported with engines whose ranks are on several machines "
-            "yet; leave it at 1. Engines that are each on one machine may be on several: data_parallel_size_local"
+            f"data_parallel_size={c.args.data_parallel_size} is not supported with nnodes={c.args.nnodes}; leave nnodes out. "
+            "Ray can divide every engine among machines: data_parallel_backend=ray with distributed_executor_backend=ray. "
+            "Engines that are each on one machine may be on several: data_parallel_size_local"
+        ),
+    ),
+    Conflict(
+        "engines with ranks on Ray that Ray does not start",
+        lambda c: (
+            c.args.data_parallel_size > 1
+            and c.args.distributed_executor_backend == "ray"
+            and c.args.data_parallel_backend != "ray"
+            and RAY_BUNDLES not in os.environ
+        ),
+        lambda c: (
+            f"data_parallel_size={c.args.data_parallel_size} with distributed_executor_backend=ray requires that Ray starts "
+            "the engines, too; set data_parallel_backend=ray"
+        ),
+    ),
+    Conflict(
+        "one engine on Ray",
+        lambda c: c.args.data_parallel_backend == "ray" and c.args.data_parallel_size == 1,
+        lambda c: (  # noqa: ARG005
+            "data_parallel_backend=ray requires a data_parallel_size of at least 2; got 1. Raise it, or leave the backend out: "
+            "distributed_executor_backend=ray divides one engine among the nodes of a Ray cluster"
         ),
     ),
     Conflict(
         "more engines here than there are",
-        lambda c: c.local_engines > c.args.data_parallel_size,
+        lambda c: (c.args.data_parallel_size_local or 0) > c.args.data_parallel_size,
         lambda c: (
             f"data_parallel_size_local={c.args.data_parallel_size_local} engines on this machine are more than all of them, "
             f"data_parallel_size={c.args.data_parallel_size}. Lower the first or raise the second"

@@ -4,6 +4,7 @@ from quire.config.plugins import DEVICES, PlugIn, find_plugins, why_missing
 from quire.types.errors import ConfigError
 
 AUTO, OURS = "auto", ("cpu", "cuda")
+RAY_BUNDLES = "QUIRE_RAY_BUNDLES"  # environment: an engine's bundles of its Ray placement group, with commas; default: all
 SHARE = "QUIRE_CUDA_RANKS"  # environment: 1 lets ranks share a GPU, for tests
 # quantized layouts (`ops/quantized_layouts.py`) that devices multiply by without dequantizing; a CPU only if it has kernels.
 # "experts": those of experts, too; "blocks": GGUF blocks stay as stored.

@@ -29,7 +29,7 @@ def _refused(table: str) -> dict[str, tuple[str, tuple[Any, ...]]]:
 HINTS, SERVER_HINTS = _hints("hints"), _hints("server_hints")  # name -> reason, kind of value
 REFUSED, SERVER_REFUSED = _refused("refused"), _refused("server_refused")  # name -> reason, harmless values
 HINT_SHORT_FLAGS = {"optimization_level": "-O", "compilation_config": "-cc", "attention_config": "-ac"}
-SHORT_FLAGS = {"data_parallel_rank": "-dpn", "data_parallel_backend": "-dpb"}
+SHORT_FLAGS = {"data_parallel_rank": "-dpn"}
 
 # values of supported arguments -> equivalent values
 REPLACED_VALUES: dict[str, dict[Any, str]] = {

@@ -46,7 +46,7 @@ def share_memory(config: Config, layout: CacheLayout, memory: int) -> int:
     """Return one rank's part of memory that all ranks of a node share: that of the rank with the most bytes per page, so that
     all have the same number of pages. Engines on one machine share its memory in equal parts, and so do ranks with recurrent
     states."""
-    memory //= local_engines(config.args) if config.device_facts.one_memory else 1
+    memory //= max(1, local_engines(config.args)) if config.device_facts.one_memory else 1
     if config.stages == 1 or config.facts.states:
         return memory // config.node_ranks
     layers = largest_share(config.facts.layers, config.ranks)

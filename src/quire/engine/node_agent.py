@@ -1,4 +1,4 @@
-"""Run engines of this machine that another one serves: `quire serve --headless --data-parallel-start-rank N`.
+"""Run engines of this machine that another one serves: `quire serve --headless --data-parallel-start-rank N`, or on Ray.
 
     node 0 ═ TCP ═ a thread for each engine ═ its process
 
@@ -34,9 +34,17 @@ logger = logging.getLogger(__name__)
 class NodeAgent:
     """The engines of this machine."""
 
-    def __init__(self, args: EngineArgs, first: int, count: int) -> None:
-        """args: of the command on this machine, for engines `first` to `first + count - 1`."""
+    def __init__(
+        self, args: EngineArgs, first: int, count: int, key: str | None = None, index: int = 0, here: int | None = None
+    ) -> None:
+        """Run engines `first` to `first + count - 1`.
+
+        args: of the command on this machine.
+        key: what machine 0 requires; default: QUIRE_CLUSTER_KEY.
+        index: of the first of these engines among the `here` engines that share this machine; default: all are these.
+        """
         self._args, self._first, self._count, self._terms = args, first, count, own_terms(args)
+        self._key, self._index, self._here = cluster_key() if key is None else key, index, here or count
         self._address: Address = (args.data_parallel_address, args.data_parallel_rpc_port)
         self._fork_server = engine_fork_server()
         self._over = threading.Event()
@@ -81,7 +89,7 @@ class NodeAgent:
         connection = connect(self._address, time.monotonic() + self._args.engine_start_timeout)
         with connection:
             try:
-                send_json(connection, {"key": cluster_key(), "engine": engine, "clock": time.monotonic(), **self._terms})
+                send_json(connection, {"key": self._key, "engine": engine, "clock": time.monotonic(), **self._terms})
                 reply = receive_json(connection, STOP_TIMEOUT_S)
             except (EngineError, OSError):  # node 0 is ending
                 return False
@@ -95,7 +103,7 @@ class NodeAgent:
                 return start is not None
             logger.info("engine %d starts", engine)
             server = self._fork_server.get(self._args.engine_start_timeout)
-            child = Child(self._own_args(start.args), engine=number, serving=start.serving, server=server)
+            child = Child(self._own_args(start.args), engine=self._index + number, serving=start.serving, server=server)
             try:
                 return self._relay(channel, child)
             finally:
@@ -126,7 +134,8 @@ class NodeAgent:
             revision=own.revision,
             download_dir=own.download_dir,
             hf_token=own.hf_token,
-            data_parallel_size_local=self._count,
+            data_parallel_backend="mp",
+            data_parallel_size_local=self._here,
             data_parallel_start_rank=0,
         )
 

@@ -193,8 +193,8 @@ class RemoteEngine(EngineConnection):
 
     def receive(self) -> ipc.Report | None:
         """Return the next report, None if there is none now. Reports of the node itself are handled here."""
-        if (error := self._relay.take_error()) is not None:
-            return ipc.Failed(type(error).__name__, str(error))
+        if (absent := self._relay.take_error()) is not None:
+            return ipc.Failed(type(absent).__name__, str(absent))
         while not self._fault and (frame := self._channel.receive()) is not None:
             try:
                 report = ipc.decode_report(frame)

@@ -51,10 +51,7 @@ class EngineRouter(EngineGroup):
         fork_server = fork_server or engine_fork_server()  # shared by all
         self._expert_peers = expert_peers_of(args)
         here = local_engines(args)
-        self._nodes: EngineNodes | None = None
-        if here < args.data_parallel_size:
-            address = (args.data_parallel_address, args.data_parallel_rpc_port)
-            self._nodes = NodeListener(address, range(here, args.data_parallel_size), terms_of(args))
+        self._nodes = None if here == args.data_parallel_size else find_nodes(args, range(here, args.data_parallel_size))
         try:
             for number in range(args.data_parallel_size):
                 nodes = self._nodes if number >= here else None
@@ -250,6 +247,15 @@ class EngineRouter(EngineGroup):
         states = [engine.state for engine in self.engines]
         ready = [number for number, state in enumerate(states) if state == "ready"]
         return ready or [number for number, state in enumerate(states) if state != "dead"]
+
+
+def find_nodes(args: EngineArgs, engines: range) -> EngineNodes:
+    """Return the nodes of engines that are not on this machine, or that Ray places."""
+    if args.data_parallel_backend == "ray":
+        from quire.engine.ray_engines import RayEngines
+
+        return RayEngines(args)
+    return NodeListener((args.data_parallel_address, args.data_parallel_rpc_port), engines, terms_of(args))
 
 
 def start_engines(

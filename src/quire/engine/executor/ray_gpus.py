@@ -29,12 +29,14 @@ from quire.engine.executor.ray_nodes import (
     find_placement,
     group_entry,
     make_actor,
+    own_bundles,
     placement_groups,
 )
 from quire.progress import doing
 from quire.types.errors import ConfigError, EngineError
 
 PART = "VLLM_RAY_PER_WORKER_GPUS"  # environment: GPUs per rank
+ANY_BUNDLE = -1  # of a placement group
 REPORT_TIMEOUT_S = 5.0  # between two looks at the holders
 
 
@@ -141,8 +143,9 @@ def _reserve(ray: Any, ranks: int, count: int, wait: Wait) -> Placement:
             if not sizes:
                 raise ConfigError(f"the Ray placement group {group} has no GPUs. Add them to its bundles, or use device=cpu")
             amount = read_part(part) if part else min(1.0, *sizes)
-            handle = _handle_of(group)
-            places = [(handle, -1)] * (ranks - len(own))
+            handle = handle_of(group)
+            bundles = own_bundles() or [ANY_BUNDLE] * ranks
+            places = [(handle, bundle) for bundle in bundles[len(own) : ranks]]
         found = [(here, [gpu]) for gpu in own] + _hold(ray, places, amount, wait, holders)
         return _arrange(ray, found, here, count, release)
     except BaseException:
@@ -212,6 +215,6 @@ def _show(variables: dict[str, str]) -> None:
     os.environ.update(variables)
 
 
-def _handle_of(group: str) -> Any:
+def handle_of(group: str) -> Any:
     module = placement_groups()
     return module.PlacementGroup(module.PlacementGroupID(bytes.fromhex(group)))

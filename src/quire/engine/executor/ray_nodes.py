@@ -17,6 +17,7 @@ import importlib
 import logging
 import os
 import secrets
+import socket
 import sys
 import time
 from collections import Counter
@@ -26,6 +27,7 @@ from functools import partial
 from typing import Any
 
 from quire.config.args import EngineArgs, connect_timeout
+from quire.config.devices import RAY_BUNDLES
 from quire.engine import handshake
 from quire.engine.executor import nodes
 from quire.engine.executor.nodes import share_ranks
@@ -39,8 +41,10 @@ GPUS = "QUIRE_RAY_GPUS"  # the GPUs that Ray gave to that actor, with commas
 PAUSE_S = 0.5  # between two checks of the cluster
 RESERVE_S = 3  # for the cluster to reserve CPUs that are free
 LOG_EVERY_S = 10.0
+CONNECT_TIMEOUT_S = 10.0  # to the head of the cluster
 RayNode = dict[str, Any]  # an entry of ray.nodes()
 logger = logging.getLogger(__name__)
+NODE_ADDRESS = "QUIRE_RAY_NODE_IP"  # of this process's Ray node
 LOCAL_CPUS = "QUIRE_RAY_CPUS"  # of a cluster that is started here; default: the number of ranks
 
 
@@ -74,8 +78,10 @@ class Placement:
 class Wait:
     """The time that a start has to find nodes."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, quiet_seconds: float = 0.0) -> None:
+        """quiet_seconds: at the beginning, without log lines."""
         self._deadline = time.monotonic() + seconds
+        self._quiet_until = time.monotonic() + quiet_seconds
         self._reason, self._logged_at = "", 0.0
 
     @property
@@ -88,7 +94,7 @@ class Wait:
         if not self.left:
             raise EngineError(f"Ray nodes were not available within engine_start_timeout: {reason}")
         now = time.monotonic()
-        if reason != self._reason or now - self._logged_at > LOG_EVERY_S:
+        if now > self._quiet_until and (reason != self._reason or now - self._logged_at > LOG_EVERY_S):
             logger.warning("waiting for Ray nodes, for up to %.0f s: %s", self.left, reason)
             self._reason, self._logged_at = reason, now
         time.sleep(min(PAUSE_S, self.left))
@@ -142,7 +148,7 @@ def find_placement(ray: Any, ranks: int, count: int, wait: Wait, unit: Unit = CP
 
 def current_group(ray: Any) -> str | None:
     """Return the placement group of this actor or task, or of the one that started this process."""
-    group = ray.util.get_current_placement_group()
+    group = ray.util.get_current_placement_group() if ray.is_initialized() else None
     return os.environ.get(GROUP) or None if group is None else str(group.id.hex())
 
 
@@ -154,9 +160,17 @@ def _bundles(group: str) -> tuple[str, dict[str, int]]:
     entry = group_entry(group)
     kind = "GPU" if any(bundle.get("GPU") for bundle in entry["bundles"].values()) else "CPU"
     room: Counter[str] = Counter()
+    own = own_bundles()
     for index, bundle in entry["bundles"].items():
+        if own and index not in own:
+            continue
         room[entry["bundles_to_node_id"][index]] += int(bundle.get(kind, 0))
     return entry["state"], {node: size for node, size in room.items() if size}
+
+
+def own_bundles() -> list[int]:
+    """Return the bundles that this engine has of its placement group; []: all."""
+    return [int(index) for index in os.environ.get(RAY_BUNDLES, "").split(",") if index]
 
 
 def group_entry(group: str) -> dict[str, Any]:
@@ -277,11 +291,16 @@ def _start_others(ray: Any, placement: Placement, args: EngineArgs, wait: Wait, 
         runs = []
         for number, node in enumerate(others, 1):
             agents.append(_make_agent(ray, node))
-            own = placement.variables[number] if placement.variables else {}
+            own = _bundle_variables() | (placement.variables[number] if placement.variables else {})
             runs.append(agents[-1].run.remote(first, number, node["NodeManagerAddress"], key, args, own))
         seconds = min(wait.left, connect_timeout(args))
         remedy = "Look for the reason in Ray's logs of that node"
         return nodes.gather(listener, shares, key, seconds, terms_of(args), lambda: _check(ray, others, runs), remedy)
+
+
+def _bundle_variables() -> dict[str, str]:
+    """Return the variable with this engine's bundles, if it has bundles of its own."""
+    return {RAY_BUNDLES: os.environ[RAY_BUNDLES]} if RAY_BUNDLES in os.environ else {}
 
 
 def _check(ray: Any, others: Sequence[RayNode], runs: Sequence[Any]) -> None:
@@ -310,17 +329,17 @@ def _end(ray: Any, agents: list[Any], placement: Placement) -> None:
 
 def connect_cluster(ranks: int) -> Any:
     """Connect to the Ray cluster, or start one. Return the module ray."""
-    ray = _import()
+    ray = import_ray()
     _connect(ray, ranks)
     return ray
 
 
-def _import() -> Any:
+def import_ray() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
     except ModuleNotFoundError:
-        raise ConfigError("distributed_executor_backend=ray requires the extra ray: pip install 'quire[ray]'") from None
+        raise ConfigError("ray as a backend requires the extra ray: pip install 'quire[ray]'") from None
     return ray
 
 
@@ -331,7 +350,8 @@ def _connect(ray: Any, ranks: int) -> None:
     address = os.environ.get("RAY_ADDRESS")
     try:
         if address:
-            host = os.environ.get("QUIRE_RAY_NODE_IP")  # where several addresses are this machine's
+            _refuse_unreachable(address)
+            host = os.environ.get(NODE_ADDRESS)  # where several addresses are this machine's
             ray.init(address=address, **options, **({"_node_ip_address": host} if host else {}))
         else:
             try:
@@ -342,6 +362,17 @@ def _connect(ray: Any, ranks: int) -> None:
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"the Ray cluster {address or ''} cannot be used: {error}") from None
     atexit.register(_shut_down, ray)
+
+
+def _refuse_unreachable(address: str) -> None:
+    """Raise ConnectionError unless a process listens at the address: Ray would try again for minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or "/" in host:
+        return  # auto, or an address of Ray Client
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConnectionError(f"{error}. Start the cluster (ray start --head), or change RAY_ADDRESS") from None
 
 
 def _shut_down(ray: Any) -> None:

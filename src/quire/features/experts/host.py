@@ -167,12 +167,14 @@ def _copies(config: "Config") -> int:
 def _why_not_shared(config: "Config") -> str:
     """Return the settings with which engines cannot share experts."""
     args, facts = config.args, config.facts
+    on_ray, remote = args.data_parallel_backend == "ray", config.local_engines < args.data_parallel_size
     return " or ".join(
         what
         for what, applies in (
             (f"the device {config.device} (CPUs and CUDA GPUs can)", config.device not in ("cpu", "cuda")),
             (f"pipeline_parallel_size={config.stages}", config.stages > 1),
-            ("engines on other machines (data_parallel_size_local)", config.local_engines < args.data_parallel_size),
+            ("data_parallel_backend=ray", on_ray),
+            ("engines on other machines (data_parallel_size_local)", remote and not on_ray),
             ("enable_lora", config.max_loras > 0),
             (f"{facts.architecture}, which transformers runs,", facts.by_transformers),
         )
