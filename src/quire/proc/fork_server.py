@@ -103,7 +103,7 @@ class ForkServer:
         return self._ready and self._connection is not None
 
     def fork(self, module: str, argv: Sequence[str], descriptors: Sequence[int], output: int) -> Forked:
-        """Call the module's `main` in a new process; for `argv` see `spawn`. OSError: this server is of no more use."""
+        """Call the module's `main` in a new process; `argv`: see `spawn`. Raises TimeoutError (late) or OSError (gone)."""
         if self._connection is None:
             raise ConnectionError("the fork server is closed")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -116,6 +116,9 @@ class ForkServer:
             if not pid:
                 raise ConnectionError("the fork server is gone")
             return Forked(int(pid), ours)
+        except TimeoutError:
+            ours.close()  # a fork that comes late ends at once; other forks go on
+            raise
         except OSError:
             ours.close()
             self.close()
