@@ -17,6 +17,7 @@ from tiny import TEXT, open_model
 from patience import PATIENCE, wait_for
 from quire import LLM, EngineArgs, SamplingParams
 from quire.engine.executor import ray_gpus, ray_nodes
+from quire.engine.ray_engines import passed_on
 from quire.types.errors import ConfigError, EngineDead, EngineError
 from serving import NAME, Running
 
@@ -299,6 +300,12 @@ def reserve_both_halves():
         return list(found.shares), found.variables, os.environ[VISIBLE], str(error)
     finally:
         found.release()
+
+
+def test_engines_get_the_settings_of_the_server_but_not_its_secrets():
+    settings = {"QUIRE_FAKE_LATENCY": "1", "VLLM_BATCH_INVARIANT": "1", "OMP_NUM_THREADS": "2"}
+    others = {"QUIRE_API_KEY": "a", "VLLM_API_KEY": "b", "QUIRE_RAY_BUNDLES": "0", "PATH": "/bin"}
+    assert passed_on(settings | others) == settings
 
 
 @pytest.mark.usefixtures("cluster")

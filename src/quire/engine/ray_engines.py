@@ -47,6 +47,7 @@ LOCAL = "127.0.0.1"  # the default of data_parallel_address: here the address of
 DEFAULT_PORT = EngineArgs("").data_parallel_rpc_port  # here: any free port
 THREADS = "OMP_NUM_THREADS"
 PASSED_ON, NOT_PASSED_ON = ("QUIRE_", "VLLM_"), "QUIRE_RAY_"  # environment of engines: prefixes of this process's variables
+SECRETS = ("_API_KEY",)  # ends of names: Ray shows arguments of actors to everyone in the cluster, and engines need none
 
 logger = logging.getLogger(__name__)
 
@@ -341,5 +342,5 @@ def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if name == THREADS or (name.startswith(PASSED_ON) and not name.startswith(NOT_PASSED_ON))
+        if name == THREADS or (name.startswith(PASSED_ON) and not name.startswith(NOT_PASSED_ON) and not name.endswith(SECRETS))
     }
