@@ -59,7 +59,8 @@ class ServerProcess:
         return httpx.Client(**{"base_url": self.url(), "timeout": PATIENCE, "verify": NO_TLS} | options)
 
     def engine_pid(self) -> int:
-        return only_child(self.process.pid, "quire.engine.process")
+        [engine] = engines(self.process.pid)
+        return engine
 
     def grammar_pid(self) -> int:
         return only_child(self.engine_pid(), "quire.features.structured.grammar.worker")
@@ -90,6 +91,19 @@ def serving(model: Path, *flags: str, **options: Any) -> Iterator[ServerProcess]
 def children(pid: int, module: str) -> list[int]:
     found = {int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()}
     return [child for child in found if module in Path(f"/proc/{child}/cmdline").read_text()]
+
+
+def engines(pid: int) -> list[int]:
+    """Return the engines of a server, which its fork server forked or it started itself."""
+    servers = children(pid, "quire.proc.fork_server")
+    found = [*children(pid, ""), *(forked for server in servers for forked in children(server, ""))]
+    return [child for child in found if name_of(child) == "quire-engine"]
+
+
+def name_of(pid: int) -> str:
+    with contextlib.suppress(OSError):  # it has ended
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
 
 
 def only_child(pid: int, module: str) -> int:

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-from server_process import children, serving, wait_for
+from server_process import engines, serving, wait_for
 
 from encoder_families import ENCODERS, save_encoder
 from serving import Running
 
-ENGINE = "quire.engine.process"
 REQUESTS, INPUTS = 12, 24
 BODIES = [
     {"model": "tiny", "input": [[5 + (number * 31 + each * 7 + at) % 90 for at in range(20 + each)] for each in range(INPUTS)]}
@@ -55,7 +54,7 @@ def test_an_engine_below_two_api_processes(serve_model: Path) -> None:
                 return embed(client, number)
 
         alone = [ask(number) for number in range(REQUESTS)]
-        [lost, other] = children(server.process.pid, ENGINE)
+        [lost, other] = engines(server.process.pid)
         with concurrent.futures.ThreadPoolExecutor(REQUESTS) as pool:
             asked = [pool.submit(ask, number) for number in range(REQUESTS)]
             concurrent.futures.wait(asked, return_when=concurrent.futures.FIRST_COMPLETED)
@@ -63,5 +62,5 @@ def test_an_engine_below_two_api_processes(serve_model: Path) -> None:
             found = [one.result() for one in asked]
         for one, again in zip(alone, found, strict=True):
             np.testing.assert_allclose(one, again, atol=1e-5)
-        wait_for(lambda: len({*children(server.process.pid, ENGINE)} - {lost, other}) == 1)
+        wait_for(lambda: len({*engines(server.process.pid)} - {lost, other}) == 1)
         np.testing.assert_allclose(ask(0), alone[0], atol=1e-5)
