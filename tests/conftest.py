@@ -79,6 +79,8 @@ def _put_aside():
     gc.freeze()
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(0)  # random numbers do not depend on the files that ran before
+    if (autotune := sys.modules.get("quire.device.cpu.autotune")) is not None:
+        autotune.choose.cache_clear()  # a test with a cache directory of its own has made another choice
     if (prepare := sys.modules.get("quire.device.cpu.prepare")) is not None:
         prepare.give_back_memory = gc.collect
     if (order := sys.modules.get("quire.ops.order")) is not None:

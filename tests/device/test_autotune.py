@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError
@@ -44,6 +45,20 @@ def test_tried_once(tmp_path, monkeypatch):
     monkeypatch.setattr(choice, "measure", lambda: pytest.fail("it is known already"))
     assert choice.choose() == make()
     assert len(json.loads((tmp_path / "cpu.json").read_text())) == 1
+
+
+def test_of_several_at_once_one_measures(monkeypatch):
+    measured = []
+
+    def measure() -> Choice:
+        measured.append(len(measured))
+        time.sleep(0.2)
+        return make(dequantize_from=(32, 48, 64)[len(measured) - 1])
+
+    monkeypatch.setattr(choice, "measure", measure)
+    with ThreadPoolExecutor(3) as pool:
+        found = [each.result() for each in [pool.submit(choice._read_or_measure) for _ in range(3)]]
+    assert found == [make(dequantize_from=32)] * 3 and measured == [0]
 
 
 def test_what_was_found_is_kept_whatever_the_load_was(tmp_path, monkeypatch):

@@ -4,17 +4,20 @@ A store maps keys, which name everything that a measurement depends on, to value
 the measurement is repeated.
 """
 
+import fcntl
 import json
 import os
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from quire.files.reading import open_regular
 
 MAX_STORE_BYTES = 8 << 20
+LOCK_TIMEOUT_S, LOCK_POLL_S = 60.0, 0.05
 STORE_ERRORS = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)  # of broken content
 
 
@@ -54,3 +57,29 @@ def write_json_store(path: Path, known: Mapping[str, Any]) -> None:
             own.replace(path)
         finally:
             own.unlink(missing_ok=True)
+
+
+@contextmanager
+def lock_store(path: Path) -> Iterator[None]:
+    """Hold a lock on the store's directory, so that one process measures and the others find the result.
+
+    If there is no such directory, or another process holds it for too long, nothing is locked.
+    """
+    with ExitStack() as held:
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+            held.callback(os.close, descriptor)
+            deadline = time.monotonic() + LOCK_TIMEOUT_S
+            while not _lock(descriptor) and time.monotonic() < deadline:
+                time.sleep(LOCK_POLL_S)
+        yield
+
+
+def _lock(descriptor: int) -> bool:
+    """Return whether this process holds the lock now."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when the descriptor is closed, also by a crash
+    except BlockingIOError:
+        return False
+    return True

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib.metadata import version
 from operator import gt
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from quire.device.cpu.graph import Runtime
 from quire.device.cpu.openvino import MAX_TOKENS, Network
 from quire.device.cpu.repack import repack
 from quire.device.cpu.session import packed_product
-from quire.files.cache import STORE_ERRORS, cache_directory, read_json_store, store_problem, write_json_store
+from quire.files.cache import STORE_ERRORS, cache_directory, lock_store, read_json_store, store_problem, write_json_store
 from quire.files.gguf import GGML_TYPES
 from quire.ops.blocks import QuantizedMatrix, dequantize
 from quire.ops.dequantized_linear import dequantized_linear
@@ -93,23 +94,31 @@ def choose() -> Choice:
 
 
 def _read_or_measure() -> Choice:
-    path, key, known = cache_directory() / "cpu.json", _key(), dict[str, Choice]()
+    path, key = cache_directory() / "cpu.json", _key()
+    with lock_store(path):  # ranks and engines that start at the same time make the same choice
+        known = _read(path, key)
+        if key in known:
+            return known[key]
+        with doing("measuring kernels for this CPU, once"):
+            choice = measure()
+        logger.debug("kernels measured on this CPU: %s", choice)
+        entries = [*known.items(), (key, choice)][-MAX_ENTRIES:]
+        write_json_store(path, {name: asdict(found) for name, found in entries})
+    return choice
+
+
+def _read(path: Path, key: str) -> dict[str, Choice]:
+    """Return the valid entries of the store; none if that of `key` is invalid."""
+    known = dict[str, Choice]()
     try:
         for other, stored in read_json_store(path).items():
-            with suppress(*(STORE_ERRORS if other != key else ())):  # skip invalid entries of other CPUs
+            with suppress(*(STORE_ERRORS if other != key else ())):
                 known[other] = _chosen(stored)
     except FileNotFoundError:
         pass
     except (OSError, *STORE_ERRORS) as error:
         logger.warning("%s: %s; the kernels for this CPU are measured again", path, store_problem(error))
-    if key in known:
-        return known[key]
-    with doing("measuring kernels for this CPU, once"):
-        choice = measure()
-    logger.debug("kernels measured on this CPU: %s", choice)
-    entries = [*known.items(), (key, choice)][-MAX_ENTRIES:]
-    write_json_store(path, {name: asdict(found) for name, found in entries})
-    return choice
+    return known
 
 
 def _chosen(stored: Any) -> Choice:
